@@ -1,0 +1,84 @@
+"""Fixtures, options and the time limit that all tests share."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import pytest
+
+# Before anything imports DeepSpeed: on a machine with a GPU it would pick that one for the CPU tests too.
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+DEFAULT_TIMEOUT = 300.0
+"""Seconds for one test with its fixtures' calls; ``@pytest.mark.time_limit(seconds)`` sets another."""
+
+
+class TestTimedOut(Exception):
+    """A test took longer than its limit."""
+
+    __test__ = False
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--full``."""
+    parser.addoption("--full", action="store_true", help="run the long matrices (marker 'full') too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the long matrices unless asked for, and skip GPU tests where there is none."""
+    if not config.getoption("--full") and not config.getoption("markexpr"):
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        if left_out:
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if not item.get_closest_marker("full")]
+    if any(item.get_closest_marker("gpu") for item in items):
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in items:
+                if item.get_closest_marker("gpu"):
+                    item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """End a test that takes longer than its limit, whatever it waits for."""
+    marker = item.get_closest_marker("time_limit")
+    limit = float(marker.args[0]) if marker else DEFAULT_TIMEOUT
+
+    def expire(_signal: int, _frame: FrameType | None) -> None:
+        faulthandler.dump_traceback(file=sys.__stderr__)
+        raise TestTimedOut(f"the test took longer than {limit:g} s")
+
+    previous = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], RankPool]]:  # noqa: F821
+    """Give the pool of a world size: ``ranks(2).run(fn, stage=3)``; at most one lives per world size."""
+    from tests.harness import RankPool
+
+    pools: dict[int, RankPool] = {}
+
+    def pool(world_size: int) -> RankPool:
+        if world_size not in pools:
+            pools[world_size] = RankPool(world_size)
+        return pools[world_size]
+
+    try:
+        yield pool
+    finally:
+        for each in pools.values():
+            each.close()

@@ -1,0 +1,278 @@
+"""The harness itself: results, failures, hangs, deaths, and that a failure does not spread."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import (
+    CommandFailed,
+    RankPool,
+    RanksFailed,
+    free_port,
+    function_name,
+    run_command,
+    run_ranks,
+)
+from tests.hygiene import SHM_DIR, remove_shm, remove_stale_locks, shm_files, stale_locks
+
+Pools = Callable[[int], RankPool]
+
+
+def describe(rank: int, world_size: int, *, scale: float = 1.0) -> dict[str, object]:
+    total = torch.full((3,), float(rank + 1)) * scale
+    dist.all_reduce(total)
+    return {
+        "rank": rank,
+        "world_size": world_size,
+        "total": total,
+        "pid": os.getpid(),
+        "view": torch.arange(9.0)[2:4],
+    }
+
+
+def raise_on(rank: int, world_size: int, *, bad: int) -> int:
+    print(f"rank {rank} speaks")
+    if rank == bad:
+        raise ValueError(f"no good on rank {rank}")
+    return rank
+
+
+def raise_while_others_wait(rank: int, world_size: int) -> None:
+    if rank == 1:
+        raise ValueError("left the others alone")
+    dist.barrier()
+
+
+def sleep_on(rank: int, world_size: int, *, bad: int, seconds: float) -> int:
+    print(f"rank {rank} speaks", flush=True)
+    if rank == bad:
+        time.sleep(seconds)
+    return rank
+
+
+def die_on(rank: int, world_size: int, *, bad: int) -> None:
+    if rank == bad:
+        os._exit(7)
+    dist.barrier()
+
+
+def start_child_and_hang(rank: int, world_size: int, *, note: str) -> None:
+    # A session of its own: neither the rank's process group nor its parent id leads to it.
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    Path(note, str(rank)).write_text(str(child.pid))
+    time.sleep(600)
+
+
+def spoil_state(rank: int, world_size: int) -> float:
+    drawn = torch.rand(()).item()
+    os.environ["SPOILED"] = "1"
+    os.chdir("/")
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    dist.new_group(list(range(world_size)))
+    return drawn
+
+
+def read_state(rank: int, world_size: int) -> list[object]:
+    groups = len(torch.distributed.distributed_c10d._world.pg_map)
+    return ["SPOILED" in os.environ, os.getcwd(), torch.get_default_dtype(), torch.is_grad_enabled(), groups]
+
+
+def one_collective_too_many(rank: int, world_size: int) -> None:
+    if rank == 0:
+        dist.all_reduce(torch.ones(1), async_op=True)
+
+
+def return_object(rank: int, world_size: int) -> dict[str, object]:
+    return {"bad": [object()]}
+
+
+def environment(rank: int, world_size: int) -> dict[str, str | None]:
+    names = ("DS_ACCELERATOR", "OMP_NUM_THREADS", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "EXTRA")
+    return {name: os.environ.get(name) for name in names} | {"backend": dist.get_backend()}
+
+
+def shm_op_is_on(rank: int, world_size: int) -> bool:
+    from deepspeed import comm
+
+    total = torch.ones(8)
+    comm.all_reduce(total)
+    assert total[0] == world_size
+    return comm.comm.cdb.shm_comm_op is not None
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_ranks_return_their_results_in_order(ranks: Pools, world_size: int) -> None:
+    results = ranks(world_size).run(describe, scale=2.0)
+    assert [result["rank"] for result in results] == list(range(world_size))
+    for result in results:
+        torch.testing.assert_close(result["total"], torch.full((3,), world_size * (world_size + 1.0)))
+        torch.testing.assert_close(result["view"], torch.tensor([2.0, 3.0]))
+
+
+def test_processes_are_kept_between_calls_and_block_when_idle(ranks: Pools) -> None:
+    pool = ranks(2)
+    first = pool.run("tests.unit.test_harness:describe")
+    before = [cpu_seconds(pid) for pid in pool.pids]
+    time.sleep(1.0)
+    assert [cpu_seconds(pid) - start for pid, start in zip(pool.pids, before, strict=True)] == [0.0, 0.0]
+    assert [result["pid"] for result in pool.run(describe)] == [result["pid"] for result in first]
+
+
+def test_an_exception_shows_all_output_and_does_not_spread(ranks: Pools) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        ranks(2).run(raise_on, bad=1)
+    assert list(caught.value.failures) == [1]
+    assert caught.value.failures[1].type == "ValueError"
+    for text in ("ValueError: no good on rank 1", "rank 0 speaks", "rank 1 speaks", "in raise_on"):
+        assert text in str(caught.value)
+    assert len(ranks(2).run(describe)) == 2
+
+
+def test_ranks_that_wait_for_a_failed_one_do_not_use_up_the_time_limit(ranks: Pools) -> None:
+    started = time.monotonic()
+    with pytest.raises(RanksFailed, match="left the others alone") as caught:
+        ranks(2).run(raise_while_others_wait, timeout=100.0)
+    assert time.monotonic() - started < 30.0  # seconds of grace, not the limit
+    assert caught.value.failures[0].type == "Hang"
+
+
+def test_a_hang_is_ended_and_its_stack_is_shown(ranks: Pools) -> None:
+    pool = ranks(2)
+    pool.run(describe)
+    pids = pool.pids
+    with pytest.raises(RanksFailed) as caught:
+        pool.run(sleep_on, bad=0, seconds=600.0, timeout=2.0)
+    assert caught.value.failures[0].type == "Hang"
+    assert "in sleep_on" in caught.value.outputs[0]  # written by faulthandler
+    assert "rank 1 speaks" in str(caught.value)
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_a_dead_rank_is_reported(ranks: Pools) -> None:
+    with pytest.raises(RanksFailed, match="ended with code 7"):
+        ranks(2).run(die_on, bad=1, timeout=60.0)
+
+
+def test_children_of_ranks_are_killed_too(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed):
+        run_ranks(start_child_and_hang, 2, {"note": str(tmp_path)}, timeout=5.0)
+    children = [int(path.read_text()) for path in tmp_path.iterdir()]
+    assert len(children) == 2
+    assert not any(alive(pid) for pid in children)
+
+
+def test_a_call_cannot_see_the_one_before(ranks: Pools) -> None:
+    pool = ranks(2)
+    clean = pool.run(read_state)
+    first = pool.run(spoil_state)
+    assert pool.run(read_state) == clean
+    assert pool.run(spoil_state) == first  # seeded alike
+
+
+def test_an_unmatched_collective_fails_the_call_that_issued_it(ranks: Pools) -> None:
+    with pytest.raises(RanksFailed, match=r"clean-up after .*one_collective_too_many"):
+        ranks(2).run(one_collective_too_many, timeout=5.0)
+
+
+def test_results_must_be_plain(ranks: Pools) -> None:
+    with pytest.raises(RanksFailed, match=r"result\['bad'\]\[0\] is a object"):
+        ranks(1).run(return_object)
+
+
+def test_environment_of_a_rank() -> None:
+    results = run_ranks(environment, 2, env={"EXTRA": "yes"})
+    for rank, result in enumerate(results):
+        assert result == {
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "EXTRA": "yes",
+            "backend": "gloo",
+        }
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("on", [False, True])
+def test_shm_op_can_be_left_on_and_its_files_are_removed(on: bool) -> None:
+    before = shm_files()
+    assert run_ranks(shm_op_is_on, 2, shm_all_reduce=on) == [on, on]
+    assert shm_files() <= before
+
+
+def test_functions_that_a_rank_cannot_import_are_refused() -> None:
+    def local(rank: int, world_size: int) -> None: ...
+
+    with pytest.raises(ValueError, match="cannot be imported by a rank"):
+        function_name(local)
+    with pytest.raises(ValueError, match="'module:function'"):
+        function_name("tests.unit.test_harness")
+
+
+def test_run_command_returns_and_reports_output() -> None:
+    done = run_command([sys.executable, "-c", "import os; print(os.environ['DS_ACCELERATOR'])"])
+    assert done.stdout == "cpu\n"
+    with pytest.raises(CommandFailed, match=r"(?s)ended with code 3.*some words"):
+        run_command([sys.executable, "-c", "print('some words'); raise SystemExit(3)"])
+
+
+def test_run_command_kills_what_it_started() -> None:
+    script = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+        "print(child.pid, flush=True); time.sleep(600)"
+    )
+    with pytest.raises(CommandFailed, match="did not end within 2 s") as caught:
+        run_command([sys.executable, "-c", script], timeout=2.0)
+    assert not alive(int(str(caught.value).split()[-1]))
+
+
+def test_free_ports_are_free() -> None:
+    assert all(21_000 <= free_port() < 29_000 for _ in range(20))
+
+
+def test_a_file_in_use_is_not_removed() -> None:
+    name = f"torch_{os.getpid()}_harness_test"
+    path = SHM_DIR / name
+    with open(path, "wb"):
+        assert remove_shm([name]) == []
+    assert path.exists()
+    assert remove_shm([name]) == [name]
+    assert not path.exists()
+
+
+def test_only_stale_locks_are_removed(tmp_path: Path) -> None:
+    for op in ("held", "stale"):
+        (tmp_path / op).mkdir()
+    stale = tmp_path / "stale" / "lock"
+    stale.touch()
+    with open(tmp_path / "held" / "lock", "w"):
+        assert stale_locks(tmp_path) == [stale]
+        assert remove_stale_locks(tmp_path) == [stale]
+    assert (tmp_path / "held" / "lock").exists()
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process with all its threads, in seconds (fields 14 and 15 of proc's stat)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
