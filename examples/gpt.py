@@ -1,7 +1,8 @@
 """A small GPT with the parts of today's models: RMSNorm, rotary positions, SwiGLU, an untied head.
 
-Every module initialises its own weights in its constructor. That is what ``deepspeed.zero.Init`` needs: it partitions
-a module's parameters as soon as the constructor returns, so a later ``model.apply(init)`` would see empty tensors.
+Every module initialises its own weights in its constructor. That is what ``deepspeed.zero.Init`` needs: it
+partitions a module's parameters as soon as the constructor returns, so a later ``model.apply(init)`` would
+see empty tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ class GPTConfig:
     """Sizes of the model.
 
     Raises:
-        ValueError: ``dim`` does not divide into ``heads`` heads of an even width (rotary turns pairs of channels).
+        ValueError: ``dim`` does not divide into ``heads`` heads of an even width (rotary turns channel
+        pairs).
     """
 
     vocab_size: int = 256
@@ -33,12 +35,12 @@ class GPTConfig:
 
     @property
     def hidden(self) -> int:
-        """Width of the SwiGLU layer: about 8/3 of ``dim``, so that it costs as much as a plain MLP of 4 * dim."""
-        return max(8, -(-8 * self.dim // 3) // 8 * 8)
+        """Width of the SwiGLU layer: about 8/3 of ``dim``, which costs as much as a plain MLP of 4 * dim."""
+        return max(8, 8 * self.dim // 3 // 8 * 8)
 
 
 class Linear(nn.Linear):
-    """A linear layer without bias; weights are normal with standard deviation ``gain / sqrt(in_features)``."""
+    """A linear layer without bias; its weights are normal with deviation ``gain / sqrt(in_features)``."""
 
     def __init__(self, in_features: int, out_features: int, *, gain: float = 1.0) -> None:
         self.gain = gain
@@ -69,7 +71,7 @@ class RMSNorm(nn.Module):
         return wide.to(x.dtype) * self.weight
 
 
-def rotary_tables(length: int, width: int, base: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary(length: int, width: int, base: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines of the rotary angles, two fp32 tensors of shape ``[length, width // 2]``."""
     rates = base ** (-torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
     angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] * rates
@@ -77,7 +79,7 @@ def rotary_tables(length: int, width: int, base: float, device: torch.device) ->
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turns the channel pairs ``(i, i + width / 2)`` of ``x`` (``[batch, heads, length, width]``) by their angles."""
+    """Turns the channel pairs ``(i, i + width / 2)`` of ``x``, ``[batch, heads, length, width]``."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
 
@@ -142,11 +144,11 @@ class GPT(nn.Module):
         self.lm_head = Linear(config.dim, config.vocab_size, gain=0.1)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean loss of predicting ``targets`` from ``tokens``; both are int64 of shape ``[batch, length]``."""
-        # The tables are made here and not kept as buffers: DeepSpeed casts a model's buffers to bf16 or fp16 along
-        # with its weights, which would blur the angles of far positions.
+        """Mean loss of predicting ``targets`` from ``tokens``; both int64 of shape ``[batch, length]``."""
+        # The tables are made here and not kept as buffers: DeepSpeed casts a model's buffers to bf16 or fp16
+        # along with its weights, which would blur the angles of far positions.
         width = self.config.dim // self.config.heads
-        cos, sin = rotary_tables(tokens.shape[1], width, self.config.rope_base, tokens.device)
+        cos, sin = rotary(tokens.shape[1], width, self.config.rope_base, tokens.device)
         x = self.embed_tokens(tokens)
         for layer in self.layers:
             x = layer(x, cos, sin)

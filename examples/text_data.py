@@ -1,7 +1,7 @@
 """Text for the example: where it comes from, how it becomes tokens, and which tokens make up a batch.
 
-A batch is a pure function of the seed, the step and the slot (rank and micro-step). Nothing is consumed, so a resumed
-run needs no more than its step number to see the batches that the uninterrupted run would have seen.
+A batch is a pure function of the seed, the step and the slot (rank and micro-step). Nothing is consumed, so a
+resumed run needs no more than its step number to see the batches that the uninterrupted run would have seen.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ import torch
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
+Batch = tuple[torch.Tensor, torch.Tensor]
+"""Inputs and targets, int64 of shape ``[batch, length]``."""
+
+
 class DataError(ValueError):
     """The text asked for is missing, too short, or needs a package that is not installed."""
 
 
 def standard_library() -> Iterator[str]:
-    """Yields the Python sources of the running interpreter's standard library, documentation strings included."""
+    """Yields the sources of the running Python's standard library, documentation strings included."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found = False
     for path in sorted(root.rglob("*.py")):
@@ -32,7 +36,7 @@ def standard_library() -> Iterator[str]:
             found = True
             yield path.read_text(encoding="utf-8", errors="replace")
     if not found:
-        raise DataError(f"no Python sources under {root}: this Python keeps them elsewhere; give --data PATH instead")
+        raise DataError(f"no Python sources under {root}: give --data PATH instead")
 
 
 def text_files(source: str) -> Iterator[str]:
@@ -50,7 +54,11 @@ def text_files(source: str) -> Iterator[str]:
 
 
 def hugging_face(name: str, column: str) -> Iterator[str]:
-    """Yields one text column of a Hugging Face dataset's training split (``NAME`` or ``NAME:CONFIGURATION``), streamed.
+    """Yields one text column of a Hugging Face dataset's training split, streamed.
+
+    Args:
+        name: ``NAME`` or ``NAME:CONFIGURATION``.
+        column: the column with the text.
 
     Raises:
         DataError: the package ``datasets`` is not installed, or the dataset has no such column.
@@ -62,7 +70,10 @@ def hugging_face(name: str, column: str) -> Iterator[str]:
     path, _, configuration = name.partition(":")
     for row in load_dataset(path, configuration or None, split="train", streaming=True):
         if column not in row:
-            raise DataError(f"--dataset {name}: no column {column!r} (it has {sorted(row)}); give --dataset_column")
+            columns = ", ".join(sorted(row))
+            raise DataError(
+                f"--dataset {name}: no column {column!r}; give --dataset_column, one of {columns}"
+            )
         yield row[column]
 
 
@@ -82,8 +93,8 @@ class TokenText:
 def load_tokens(documents: Iterable[str], *, max_bytes: int, validation_fraction: float = 0.05) -> TokenText:
     """Encodes documents as bytes and splits them.
 
-    The documents are shuffled with a fixed seed before the split, so that the validation text is of the same kind as the
-    training text although it comes from other documents.
+    The documents are shuffled with a fixed seed before the split, so that the validation text is of the same
+    kind as the training text although it comes from other documents.
 
     Args:
         documents: the texts; reading stops once ``max_bytes`` are in.
@@ -125,22 +136,22 @@ class Batches:
 
     def __post_init__(self) -> None:
         if len(self.tokens) < self.seq_len + 2:
-            raise DataError(f"{len(self.tokens)} tokens are too few for sequences of {self.seq_len}: give more text")
+            raise DataError(f"{len(self.tokens)} tokens are too few for sequences of {self.seq_len} tokens")
 
-    def random(self, seed: int, step: int, micro_step: int, micro_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def draw(self, seed: int, step: int, micro_step: int, micro_steps: int) -> Batch:
         """Inputs and targets of one micro-step.
 
-        The offsets of the whole step are drawn from (seed, step) alone and then dealt to micro-steps and ranks, so 2
-        ranks x 1 micro-step and 1 rank x 2 micro-steps train on the same global batch.
+        The offsets of the whole step are drawn from (seed, step) alone and then dealt to micro-steps and
+        ranks, so 2 ranks x 1 micro-step and 1 rank x 2 micro-steps train on the same global batch.
         """
-        # Python's generator and not torch's: torch's CPU generator keeps 32 bits of a seed, and its stream is no promise.
+        # Python's generator takes the pair as it is; torch's CPU generator keeps only 32 bits of a seed.
         rng = random.Random(f"{seed}/{step}")
         drawn = [rng.randrange(self._starts) for _ in range(micro_steps * self.world_size * self.batch_size)]
         slot = micro_step * self.world_size + self.rank
         return self._cut(drawn[slot * self.batch_size : (slot + 1) * self.batch_size])
 
-    def spread(self, index: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Batch ``index`` of ``count`` whose sequences lie at equal distances over the stream: for validation."""
+    def spread(self, index: int, count: int) -> Batch:
+        """Batch ``index`` of ``count``, whose sequences lie at equal distances: for validation."""
         total = count * self.world_size * self.batch_size
         slot = index * self.world_size + self.rank
         first = slot * self.batch_size
@@ -150,6 +161,6 @@ class Batches:
     def _starts(self) -> int:
         return len(self.tokens) - self.seq_len - 1
 
-    def _cut(self, offsets: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _cut(self, offsets: list[int]) -> Batch:
         rows = torch.stack([self.tokens[o : o + self.seq_len + 1] for o in offsets]).long()
         return rows[:, :-1], rows[:, 1:]

@@ -1,11 +1,13 @@
-"""Trains a small GPT on real text with DeepSpeed and Muon. Three ways to start it on two processes:
+"""Trains a small GPT on real text with DeepSpeed and Muon.
+
+Three ways to start it on two processes:
 
     deepspeed --num_accelerators 2 examples/train_gpt.py --deepspeed_config ds_configs/zero3.json
     torchrun --nproc_per_node 2 examples/train_gpt.py --deepspeed_config ds_configs/zero3.json
     mpirun -n 2 python examples/train_gpt.py --deepspeed_config ds_configs/zero3.json
 
-Without a GPU, set ``DS_ACCELERATOR=cpu`` and ``OMP_NUM_THREADS=1`` first. Without ``--data`` or ``--dataset`` it trains on the
-source text of Python's own standard library.
+Without a GPU, set ``DS_ACCELERATOR=cpu`` and ``OMP_NUM_THREADS=1`` first. Without ``--data`` or ``--dataset``
+it trains on the source text of Python's own standard library.
 """
 
 from __future__ import annotations
@@ -31,43 +33,43 @@ from gpt import GPT, GPTConfig
 from text_data import Batches, DataError, TokenText, hugging_face, load_tokens, standard_library, text_files
 from tqdm import tqdm
 
-import deepspeed_muon  # noqa: F401  # the one line that makes the config type "Muon" mean this project's optimizer
-
+import deepspeed_muon  # noqa: F401  # the one line that makes the config's "Muon" this project's optimizer
 
 # torch >= 2.12 warns at every collective about the names that DeepSpeed still uses.
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Reads the command line. No option may be a prefix of one of torchrun's own: torchrun would claim it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--deepspeed_config", required=True, help="DeepSpeed's JSON config, for example ds_configs/zero3.json")
+    """Reads the command line. No option may be a prefix of one of torchrun's: torchrun would claim it."""
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain, allow_abbrev=False)
+    parser.add_argument("--deepspeed_config", required=True, help="JSON file, such as ds_configs/zero3.json")
     parser.add_argument("--local_rank", type=int, help="passed by the deepspeed launcher; not used")
 
     data = parser.add_argument_group("data")
     source = data.add_mutually_exclusive_group()
     source.add_argument("--data", metavar="PATH", help="a text file, or a folder of text files")
-    source.add_argument("--dataset", metavar="NAME", help="a Hugging Face dataset, NAME or NAME:CONFIGURATION")
+    source.add_argument("--dataset", metavar="NAME", help="on Hugging Face: NAME or NAME:CONFIGURATION")
     data.add_argument("--dataset_column", default="text", help="the dataset's text column (default: text)")
-    data.add_argument("--max_bytes", type=int, default=16_000_000, help="how much text to keep (default: 16 MB)")
+    data.add_argument("--max_bytes", type=int, default=16_000_000, help="text to keep (default: 16 MB)")
     data.add_argument("--seq_len", type=int, default=256)
-    data.add_argument("--batch_size", type=int, help="sequences per rank and micro-step (default: from the config)")
+    data.add_argument("--batch_size", type=int, help="sequences per rank and micro-step (default: config's)")
 
     model = parser.add_argument_group("model")
     model.add_argument("--dim", type=int, default=256)
     model.add_argument("--layers", type=int, default=6)
     model.add_argument("--heads", type=int, default=4)
-    model.add_argument("--zero_init", action="store_true", help="build the model already partitioned (stage 3 only)")
+    model.add_argument("--zero_init", action="store_true", help="build the model partitioned (stage 3)")
 
     optim = parser.add_argument_group("optimizer", "rates override those of the config's optimizer section")
-    optim.add_argument("--optimizer", choices=["Muon", "AdamW"], help="AdamW replaces the config's optimizer section")
+    optim.add_argument("--optimizer", choices=["Muon", "AdamW"], help="AdamW replaces the config's section")
     optim.add_argument("--lr", type=float, help="the shared rate; with --optimizer AdamW, its rate")
     optim.add_argument("--muon_lr", type=float)
     optim.add_argument("--adam_lr", type=float)
     optim.add_argument("--schedule", choices=["cosine", "wsd"], default="cosine")
     optim.add_argument("--warmup", type=float, default=0.05, help="share of the steps that raise the rate")
     optim.add_argument("--decay", type=float, default=0.2, help="wsd: share of the steps that lower the rate")
-    optim.add_argument("--precision", choices=["fp32", "bf16", "fp16"], help="overrides the config's bf16 / fp16 sections")
+    optim.add_argument("--precision", choices=["fp32", "bf16", "fp16"], help="default: config's")
 
     run = parser.add_argument_group("run")
     run.add_argument("--steps", type=int, default=1000)
@@ -75,10 +77,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     run.add_argument("--log_every", type=int, default=10)
     run.add_argument("--eval_every", type=int, default=100)
     run.add_argument("--eval_batches", type=int, default=8, help="validation batches per rank")
-    run.add_argument("--metrics_dir", default="runs", help="CSV and TensorBoard files go to METRICS_DIR/RUN_NAME")
+    run.add_argument("--metrics_dir", default="runs", help="CSV and TensorBoard go to METRICS_DIR/RUN_NAME")
     run.add_argument("--run_name", default=time.strftime("%Y%m%d-%H%M%S"))
     run.add_argument("--save_dir", help="where checkpoints go; none are written without it")
-    run.add_argument("--save_every", type=int, default=0, help="steps between checkpoints (default: only at the end)")
+    run.add_argument("--save_every", type=int, default=0, help="steps between checkpoints (default: the end)")
     run.add_argument("--resume", action="store_true", help="go on from the latest checkpoint in --save_dir")
     args = parser.parse_args(argv)
 
@@ -87,9 +89,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.optimizer == "AdamW" and (args.muon_lr is not None or args.adam_lr is not None):
         parser.error("--optimizer AdamW has one rate: give --lr")
     return args
-
-
-# ------------------------------------------------------------------------------------------------------ configuration
 
 
 def make_ds_config(args: argparse.Namespace) -> dict[str, Any]:
@@ -131,7 +130,7 @@ def make_optimizer_section(config: dict[str, Any], args: argparse.Namespace) -> 
 
 
 def schedule(args: argparse.Namespace) -> Callable[[int], float]:
-    """The factor on every group's rate at a step. One factor for all keeps the ratio of Muon's and AdamW's rates."""
+    """The factor on every group's rate at a step: one for all keeps the ratio of Muon's and AdamW's rates."""
     warmup = max(1, round(args.warmup * args.steps))
     decay = max(1, round(args.decay * args.steps))
 
@@ -155,17 +154,14 @@ def load_text(args: argparse.Namespace) -> TokenText:
     return load_tokens(documents, max_bytes=args.max_bytes)
 
 
-# ----------------------------------------------------------------------------------------------------------- training
-
-
 def build_engine(args: argparse.Namespace, config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
     """The model under DeepSpeed. Every rank must call it."""
     stage = config.get("zero_optimization", {}).get("stage", 0)
     if args.zero_init and stage != 3:
-        raise ValueError(f"--zero_init partitions parameters, which only ZeRO stage 3 does; the config says stage {stage}")
+        raise ValueError(f"--zero_init is for ZeRO stage 3; the config says stage {stage}")
     torch.manual_seed(args.seed)
-    partitioned = deepspeed.zero.Init(config_dict_or_path=config) if args.zero_init else contextlib.nullcontext()
-    with partitioned:
+    context = deepspeed.zero.Init(config_dict_or_path=config) if args.zero_init else contextlib.nullcontext()
+    with context:
         model = GPT(GPTConfig(dim=args.dim, layers=args.layers, heads=args.heads))
     factor = schedule(args)
     engine, *_ = deepspeed.initialize(
@@ -189,7 +185,7 @@ def train_step(engine: deepspeed.DeepSpeedEngine, batches: Batches, seed: int, s
     micro_steps = engine.gradient_accumulation_steps()
     total = torch.zeros((), device=engine.device)
     for micro_step in range(micro_steps):
-        tokens, targets = batches.random(seed, step, micro_step, micro_steps)
+        tokens, targets = batches.draw(seed, step, micro_step, micro_steps)
         loss = engine(tokens.to(engine.device), targets.to(engine.device))
         engine.backward(loss)
         engine.step()  # DeepSpeed itself knows which micro-step ends the optimizer step
@@ -210,12 +206,13 @@ def evaluate(engine: deepspeed.DeepSpeedEngine, batches: Batches, count: int) ->
 
 
 class Reporter:
-    """Progress bar and lines on rank 0, metrics to DeepSpeed's monitors, and the clock for tokens per second."""
+    """Progress bar and lines on rank 0, metrics to DeepSpeed's monitors, tokens per second."""
 
-    def __init__(self, engine: deepspeed.DeepSpeedEngine, first: int, steps: int, tokens_per_step: int) -> None:
-        self.engine, self.tokens_per_step = engine, tokens_per_step
+    def __init__(self, engine: deepspeed.DeepSpeedEngine, first: int, steps: int, step_tokens: int) -> None:
+        self.engine, self.step_tokens = engine, step_tokens
         self.quiet = dist.get_rank() != 0
-        self.bar = tqdm(total=steps, initial=first, unit="step", disable=self.quiet or not sys.stderr.isatty())
+        hidden = self.quiet or not sys.stderr.isatty()
+        self.bar = tqdm(total=steps, initial=first, unit="step", disable=hidden)
         self.losses: list[torch.Tensor] = []
         self.seconds = 0.0
 
@@ -228,7 +225,7 @@ class Reporter:
     def train(self, step: int) -> None:
         """Reports the steps since the last report. Every rank must call it."""
         loss = mean_over_ranks(torch.stack(self.losses).mean())
-        rate = self.tokens_per_step * len(self.losses) / self.seconds
+        rate = self.step_tokens * len(self.losses) / self.seconds
         self.losses, self.seconds = [], 0.0
         self.write(step, {"train/loss": loss, "train/tokens_per_second": rate})
         self.bar.set_postfix_str(f"loss {loss:.4f}, {rate:,.0f} tokens/s")
@@ -253,11 +250,11 @@ class Reporter:
 
 
 def resume(engine: deepspeed.DeepSpeedEngine, args: argparse.Namespace, identity: dict[str, Any]) -> int:
-    """Loads the latest checkpoint; returns the number of steps that it has behind it. Every rank must call it.
+    """Loads the latest checkpoint; returns how many steps it has behind it. Every rank must call it.
 
     Raises:
         FileNotFoundError: there is no checkpoint in ``--save_dir``.
-        ValueError: the checkpoint's run saw other batches than this run would, so the two are not one training.
+        ValueError: the checkpoint's run saw other batches than this run would.
     """
     path, state = engine.load_checkpoint(args.save_dir)
     if path is None:
@@ -286,15 +283,15 @@ def main() -> None:
     batch_size, micro_steps = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
     batches = Batches(text.train, batch_size, args.seq_len, rank, world_size)
     validation = Batches(text.validation, batch_size, args.seq_len, rank, world_size)
-    global_batch = batch_size * micro_steps * world_size
-    identity = {"text": text.fingerprint, "seed": args.seed, "seq_len": args.seq_len, "global_batch": global_batch}
+    sequences = batch_size * micro_steps * world_size
+    identity = {"text": text.fingerprint, "seed": args.seed, "seq_len": args.seq_len, "sequences": sequences}
     first = resume(engine, args, identity) if args.resume else 0
 
-    reporter = Reporter(engine, first, args.steps, global_batch * args.seq_len)
+    reporter = Reporter(engine, first, args.steps, sequences * args.seq_len)
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
     reporter.say(
-        f"{parameters:,} parameters, {len(text.train):,} training tokens, {global_batch * args.seq_len:,} tokens per step, "
-        f"{config['optimizer']['type']}, ZeRO {engine.zero_optimization_stage()}, {world_size} ranks"
+        f"{config['optimizer']['type']}, ZeRO {engine.zero_optimization_stage()}, {world_size} ranks, "
+        f"{parameters:,} parameters, {len(text.train):,} training tokens, {sequences * args.seq_len:,} a step"
     )
     for step in range(first, args.steps):
         started = time.perf_counter()
