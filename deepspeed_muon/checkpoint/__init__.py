@@ -1,0 +1,1 @@
+"""Consolidate, restore and convert checkpoints. Empty until the checkpoint capability lands."""

@@ -1,0 +1,61 @@
+"""The typed errors of this project.
+
+Every error says what is wrong, where (parameter, shape, rank, config key) and what to do about it. They all
+derive from :class:`MuonError`; the ones that report a bad value also derive from :class:`ValueError`, so that a
+caller who expects the exception of ``torch.optim`` still catches it.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BindingError",
+    "ConfigError",
+    "MuonError",
+    "NonFiniteGradientError",
+    "PlanMismatchError",
+    "RankDisagreementError",
+    "RegistrationError",
+    "RoutingError",
+    "ScheduleError",
+    "UnsupportedConfigError",
+]
+
+
+class MuonError(Exception):
+    """Base class of every error that this package raises on purpose."""
+
+
+class ConfigError(MuonError, ValueError):
+    """A key of the optimizer's configuration is unknown or has a value that cannot be used."""
+
+
+class ScheduleError(ConfigError):
+    """A Newton-Schulz schedule cannot run for the requested number of steps, or does not orthogonalise."""
+
+
+class RoutingError(MuonError, ValueError):
+    """The parameters cannot be divided between Muon and AdamW as asked."""
+
+
+class RegistrationError(MuonError, RuntimeError):
+    """DeepSpeed could not be hooked, or was hooked at a moment when it no longer helps."""
+
+
+class UnsupportedConfigError(MuonError, NotImplementedError):
+    """The DeepSpeed configuration asks for a feature that this optimizer would get wrong."""
+
+
+class BindingError(MuonError, RuntimeError):
+    """The optimizer does not know where ZeRO keeps a parameter that it was asked to update."""
+
+
+class PlanMismatchError(MuonError, RuntimeError):
+    """The ranks of one data-parallel group derived different exchange plans."""
+
+
+class RankDisagreementError(MuonError, RuntimeError):
+    """The ranks were started with different settings, or one of them failed to start."""
+
+
+class NonFiniteGradientError(MuonError, ArithmeticError):
+    """A gradient holds an infinity or NaN and the configuration asks for an error."""

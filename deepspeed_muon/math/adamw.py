@@ -1,0 +1,75 @@
+"""AdamW (or Adam) for the parameters that are not Muon's, through torch's fused kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+
+__all__ = ["AdamStep", "adam_step_"]
+
+
+@dataclass(frozen=True, slots=True)
+class AdamStep:
+    """Settings of one AdamW step.
+
+    Attributes:
+        lr: Learning rate.
+        betas: Decay of the first and second moment.
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled decay, or an L2 term of the gradient when ``decoupled`` is false.
+        step: Number of this step, counted from 1.
+        decoupled: AdamW when true, Adam when false (``adam_w_mode``).
+    """
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    step: int
+    decoupled: bool = True
+
+
+def adam_step_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    settings: AdamStep,
+) -> None:
+    """Update ``params`` and both moments in place with torch's fused kernel.
+
+    Args:
+        params: float32 tensors, all on one device. Mutated.
+        grads: Their gradients, same shapes.
+        exp_avgs: First moments. Mutated.
+        exp_avg_sqs: Second moments. Mutated.
+        settings: Rates and the step number.
+    """
+    if not params:
+        return
+    device = params[0].device
+    # The kernel increments the counter before it uses it, and wants one tensor for each parameter.
+    steps = [torch.full((), float(settings.step - 1), device=device) for _ in params]
+    function = adamw if settings.decoupled else adam
+    function(
+        list(params),
+        list(grads),
+        list(exp_avgs),
+        list(exp_avg_sqs),
+        [],
+        steps,
+        fused=True,
+        amsgrad=False,
+        beta1=settings.betas[0],
+        beta2=settings.betas[1],
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        eps=settings.eps,
+        maximize=False,
+    )

@@ -1,0 +1,194 @@
+"""The polynomial schedules of the Newton-Schulz iteration.
+
+One step maps ``X <- a X + (b A + c A^2) X`` with ``A = X X^T``; on a singular value ``s`` it acts as
+``a s + b s^3 + c s^5``. A table of ``(a, b, c)`` is a *schedule*: it is valid for certain step counts and has a
+rule for the steps after its last row. It is never a list to cycle: a 4-row table cycled to 5 steps returns minus
+the polar factor, and a 5-row table cycled to 6 collapses the singular values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from deepspeed_muon.errors import ScheduleError
+
+__all__ = ["Coefficients", "NsSchedule", "NsScheduleName", "resolve_schedule"]
+
+Coefficients = tuple[float, float, float]
+NsScheduleName = Literal["quintic", "polar_express", "polar_express_5", "cans", "deepseekv4"]
+
+_QUINTIC: Coefficients = (3.4445, -4.7750, 2.0315)
+
+# Safety factor of the Polar Express table against round-off pushing a singular value above 1 (paper, sec. 4.4).
+_POLAR_EXPRESS_SAFETY = 1.01
+
+
+@dataclass(frozen=True, slots=True)
+class NsSchedule:
+    """A named table of coefficients together with the rule that says for which step counts it is valid.
+
+    Attributes:
+        name: The name used in the configuration.
+        rows: The coefficients ``(a, b, c)``, first step first.
+        tail: What happens after the last row: ``repeat`` repeats it, ``refuse`` makes more steps an error.
+        truncates: Whether fewer steps than rows are allowed (a prefix of the table is a valid schedule).
+        source: Where the numbers come from.
+    """
+
+    name: str
+    rows: tuple[Coefficients, ...]
+    tail: Literal["repeat", "refuse"]
+    truncates: bool
+    source: str
+
+    def coefficients(self, steps: int) -> tuple[Coefficients, ...]:
+        """Return one ``(a, b, c)`` per step.
+
+        Args:
+            steps: Number of iterations, at least 1.
+
+        Raises:
+            ScheduleError: If this table is not valid for ``steps`` iterations.
+        """
+        if steps < 1:
+            raise ScheduleError(f"ns_steps must be at least 1, got {steps}")
+        if steps > len(self.rows) and self.tail == "refuse":
+            raise ScheduleError(self._wrong_count(steps))
+        if steps < len(self.rows) and not self.truncates:
+            raise ScheduleError(self._wrong_count(steps))
+        missing = max(0, steps - len(self.rows))
+        return self.rows[:steps] + (self.rows[-1],) * missing
+
+    def _wrong_count(self, steps: int) -> str:
+        return (
+            f"ns_schedule {self.name!r} is a table of {len(self.rows)} steps and cannot run for ns_steps={steps}: "
+            f"set ns_steps to {len(self.rows)}, or use ns_schedule 'quintic' or 'polar_express', which are valid "
+            f"for any number of steps"
+        )
+
+
+def _scaled(rows: Sequence[Coefficients], safety: float) -> tuple[Coefficients, ...]:
+    """Divide each row by ``s, s^3, s^5``: the polynomial of ``x / s``."""
+    return tuple((a / safety, b / safety**3, c / safety**5) for a, b, c in rows)
+
+
+_POLAR_EXPRESS_RAW: tuple[Coefficients, ...] = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),
+)
+
+_SCHEDULES: dict[str, NsSchedule] = {
+    schedule.name: schedule
+    for schedule in (
+        NsSchedule("quintic", (_QUINTIC,), "repeat", True, "Keller Jordan, 2024"),
+        NsSchedule(
+            "polar_express",
+            _scaled(_POLAR_EXPRESS_RAW[:-1], _POLAR_EXPRESS_SAFETY) + _POLAR_EXPRESS_RAW[-1:],
+            "repeat",
+            True,
+            "Amsel et al., arXiv 2505.16932, safety 1.01",
+        ),
+        NsSchedule(
+            "polar_express_5",
+            # Optimised for an input divided by 1.02 ||X||_F: that division is the rescaling of the first row.
+            _scaled(((8.156554524902461, -22.48329292557795, 15.878769915207462),), 1.02)
+            + (
+                (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+                (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+                (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+                (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+            ),
+            "refuse",
+            False,
+            "arXiv 2505.16932, five iterations, safety 2e-2, cushion 2",
+        ),
+        NsSchedule(
+            "cans",
+            (
+                (8.4703, -25.1081, 18.6293),
+                (4.1828, -3.1087, 0.5806),
+                (3.9619, -2.9541, 0.5630),
+                (3.2866, -2.4647, 0.5074),
+                (2.2737, -1.6447, 0.4162),
+            ),
+            "refuse",
+            False,
+            "CANS, arXiv 2506.10935",
+        ),
+        NsSchedule(
+            "deepseekv4",
+            (_QUINTIC,) * 8 + ((2.0, -1.5, 0.5),) * 2,
+            "refuse",
+            False,
+            "DeepSeek-V4 report: eight quintic steps, two of the cubic-convergent polynomial",
+        ),
+    )
+}
+
+
+def resolve_schedule(
+    schedule: NsScheduleName | Sequence[Sequence[float]],
+    steps: int | None = None,
+) -> tuple[Coefficients, ...]:
+    """Turn the ``ns_schedule`` and ``ns_steps`` of the configuration into one coefficient triple per step.
+
+    Args:
+        schedule: A name, or the caller's own table of ``(a, b, c)`` triples.
+        steps: Number of iterations. ``None`` means 5 for a table of any length, its own length otherwise.
+
+    Returns:
+        ``steps`` triples.
+
+    Raises:
+        ScheduleError: If the name is unknown, the table is not valid for ``steps``, or a caller's own table does
+            not map singular values into the neighbourhood of 1.
+    """
+    if isinstance(schedule, str):
+        if schedule not in _SCHEDULES:
+            raise ScheduleError(f"ns_schedule: unknown name {schedule!r}; known: {', '.join(sorted(_SCHEDULES))}")
+        named = _SCHEDULES[schedule]
+        if steps is None:
+            steps = len(named.rows) if named.tail == "refuse" else 5
+        return named.coefficients(steps)
+    rows = tuple(_checked_row(index, row) for index, row in enumerate(schedule))
+    if not rows:
+        raise ScheduleError("ns_schedule: an own table needs at least one (a, b, c) triple")
+    own = NsSchedule("<own table>", rows, "refuse", False, "the configuration")
+    coefficients = own.coefficients(len(rows) if steps is None else steps)
+    _check_converges(coefficients)
+    return coefficients
+
+
+def _checked_row(index: int, row: Sequence[float]) -> Coefficients:
+    try:
+        a, b, c = (float(value) for value in row)
+    except (TypeError, ValueError) as error:
+        raise ScheduleError(f"ns_schedule[{index}] must be three numbers (a, b, c), got {row!r}") from error
+    return a, b, c
+
+
+def _check_converges(coefficients: Sequence[Coefficients]) -> None:
+    """Refuse a table that does not orthogonalise: it must keep every singular value in (0, 2).
+
+    The interval tested starts at 0.05: the singular values of a Gaussian matrix after normalisation lie above it
+    up to a few hundred columns, and every published table lifts 0.05 beyond 0.3.
+    """
+    values = torch.linspace(0.05, 1.0, 2001, dtype=torch.float64)
+    for a, b, c in coefficients:
+        values = a * values + b * values**3 + c * values**5
+    low, high = float(values.min()), float(values.max())
+    if not (low > 0.2 and high < 2.0):
+        raise ScheduleError(
+            f"ns_schedule: this table maps singular values in [0.05, 1] to [{low:.3g}, {high:.3g}] after "
+            f"{len(coefficients)} steps; an orthogonalising schedule ends near 1 (accepted: 0.2 to 2)"
+        )

@@ -1,0 +1,169 @@
+"""From what the caller passes to param groups that are purely Muon's or purely AdamW's.
+
+ZeRO flattens each param group into one buffer, so a group must not mix the two. Every group of the caller becomes
+at most two, which keep the caller's settings: a recipe such as "no weight decay on norms" survives.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from deepspeed_muon.config import GROUP_KEYS, MuonConfig, unknown_key_message
+from deepspeed_muon.errors import ConfigError, RoutingError
+from deepspeed_muon.routing import Algorithm, NamedParameter, Route, model_parameters_by_name, route_parameters
+
+__all__ = ["ParamsInput", "RoutedGroups", "build_groups"]
+
+ParamsInput = nn.Module | Iterable[Any]
+
+# Keys by which a caller's group, or DeepSpeed's own tagging of client groups, decides the algorithm itself.
+_ALGORITHM_KEYS = ("algorithm", "use_muon")
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedGroups:
+    """The outcome of routing.
+
+    Attributes:
+        groups: Param groups for ``torch.optim.Optimizer``, each with ``algorithm`` and all settings resolved.
+        routes: One route per parameter of the caller, in order, frozen ones included.
+        by_id: ``id(parameter)`` to its route.
+        unnamed: Whether some parameter had no name, so that only its shape could decide.
+    """
+
+    groups: list[dict[str, Any]]
+    routes: list[Route]
+    by_id: dict[int, Route]
+    unnamed: bool
+
+
+@dataclass(slots=True)
+class _CallerGroup:
+    settings: dict[str, Any]
+    members: list[NamedParameter]
+
+
+def build_groups(params: ParamsInput, config: MuonConfig, *, model: nn.Module | None = None) -> RoutedGroups:
+    """Route all parameters and divide every group of the caller into its Muon and its AdamW half.
+
+    Args:
+        params: A module, or an iterable of parameters, of ``(name, parameter)`` pairs, or of param groups of either.
+        config: The settings that groups inherit.
+        model: The module that the parameters belong to; gives names and module types. Not needed when ``params`` is
+            a module.
+
+    Raises:
+        ConfigError: If a group's own setting is misspelt or out of range.
+        RoutingError: If the parameters cannot be divided as asked.
+    """
+    if isinstance(params, nn.Module):
+        model, params = params, params.parameters()
+    known = model_parameters_by_name(model) if model is not None else {}
+    callers = _caller_groups(params, known)
+    members = [member for group in callers for member in group.members]
+    _refuse_duplicates(members)
+    explicit = {
+        id(member.param): algorithm
+        for group in callers
+        if (algorithm := _explicit_algorithm(group.settings)) is not None
+        for member in group.members
+    }
+    routes = route_parameters(
+        members,
+        include=config.include,
+        exclude=config.exclude,
+        explicit=explicit,
+        min_muon_params=config.min_muon_params,
+    )
+    by_id = {id(member.param): route for member, route in zip(members, routes, strict=True)}
+    groups = [half for group in callers for half in _halves(group, by_id, config)]
+    unnamed = any(not member.names and id(member.param) not in explicit for member in members)
+    return RoutedGroups(groups, routes, by_id, unnamed)
+
+
+def _caller_groups(params: Iterable[Any], known: Mapping[int, NamedParameter]) -> list[_CallerGroup]:
+    items = list(params)
+    if not items:
+        raise RoutingError("the optimizer got an empty list of parameters")
+    if not all(isinstance(item, dict) for item in items):
+        if any(isinstance(item, dict) for item in items):
+            raise RoutingError("params mixes parameters and param groups; pass one or the other")
+        items = [{"params": items}]
+    groups = []
+    for number, item in enumerate(items):
+        if "params" not in item:
+            raise RoutingError(f"param group {number} has no 'params'")
+        entries = item["params"]
+        entries = [entries] if isinstance(entries, Tensor) else list(entries)
+        settings = {key: value for key, value in item.items() if key not in ("params", "param_names")}
+        names = item.get("param_names")
+        groups.append(_CallerGroup(settings, [_member(entry, known, names, i) for i, entry in enumerate(entries)]))
+    return groups
+
+
+def _member(
+    entry: Any, known: Mapping[int, NamedParameter], names: Sequence[str] | None, position: int
+) -> NamedParameter:
+    name, param = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, entry)
+    if not isinstance(param, Tensor):
+        raise RoutingError(f"params holds a {type(param).__name__}, expected parameters or (name, parameter) pairs")
+    if id(param) in known:
+        return known[id(param)]
+    if name is None and names is not None:
+        name = names[position]
+    return NamedParameter((str(name),) if name is not None else (), param)  # type: ignore[arg-type]
+
+
+def _refuse_duplicates(members: Sequence[NamedParameter]) -> None:
+    seen: set[int] = set()
+    for member in members:
+        if id(member.param) in seen:
+            raise RoutingError(f"parameter {member.name} appears twice in the optimizer's groups; pass it once")
+        seen.add(id(member.param))
+
+
+def _explicit_algorithm(settings: Mapping[str, Any]) -> Algorithm | None:
+    if settings.get("algorithm") is not None:
+        if settings["algorithm"] not in ("muon", "adamw"):
+            raise ConfigError(f"param group: algorithm must be 'muon' or 'adamw', got {settings['algorithm']!r}")
+        return "muon" if settings["algorithm"] == "muon" else "adamw"
+    if settings.get("use_muon") is not None:
+        return "muon" if settings["use_muon"] else "adamw"
+    return None
+
+
+def _halves(group: _CallerGroup, by_id: Mapping[int, Route], config: MuonConfig) -> list[dict[str, Any]]:
+    """Return the group's Muon half and AdamW half, those that are not empty, with all settings resolved."""
+    resolved = _checked_settings(group.settings, config)
+    extra = {key: value for key, value in group.settings.items() if key not in GROUP_KEYS | set(_ALGORITHM_KEYS)}
+    halves = []
+    for algorithm, prefix in (("muon", "muon"), ("adamw", "adam")):
+        members = [member for member in group.members if by_id[id(member.param)].algorithm == algorithm]
+        if not members:
+            continue
+        defaults = resolved.muon_defaults() if algorithm == "muon" else resolved.adam_defaults()
+        # Both kinds of group carry every key: schedulers write momentum or betas into all of them.
+        settings = {**resolved.adam_defaults(), **resolved.muon_defaults(), **defaults}
+        for key in ("lr", "weight_decay"):
+            own = group.settings.get(f"{prefix}_{key}", group.settings.get(key))
+            if own is not None:
+                settings[key] = own
+        reference = config.reference_lr
+        settings["lr_ratio"] = float(settings["lr"]) / reference if reference else 1.0
+        params = [member.param for member in members]
+        halves.append({**extra, **settings, "params": params, "algorithm": algorithm})
+    return halves
+
+
+def _checked_settings(settings: Mapping[str, Any], config: MuonConfig) -> MuonConfig:
+    """Validate a group's own settings with the rules of the configuration."""
+    for key in settings:
+        if key not in GROUP_KEYS and difflib.get_close_matches(key, GROUP_KEYS, n=1, cutoff=0.8):
+            raise ConfigError(unknown_key_message(key, GROUP_KEYS, "param group"))
+    own = {key: float(value) if isinstance(value, Tensor) else value for key, value in settings.items() if key in GROUP_KEYS}
+    return MuonConfig.from_params({**config.model_dump(), **own})

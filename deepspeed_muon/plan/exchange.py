@@ -1,0 +1,227 @@
+"""What travels: the splits and offsets of the two all-to-alls, made once from the layouts.
+
+Gather brings every fragment of a matrix to its owner, scatter brings the fragments of the update back to the ranks
+that hold them. A fragment on its own owner never enters a buffer. The matrices are cut into chunks of bounded size,
+so that the buffers are bounded too; a chunk in which nothing moves has no all-to-all at all, on any rank.
+
+Inside a chunk the segments of a send buffer are ordered by peer, then by matrix, then by matrix offset. Both sides
+derive that order from the same layouts, so no header travels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from deepspeed_muon.plan.layout import Fragment, MatrixLayout
+
+__all__ = ["Chunk", "ExchangePlan", "Segment", "build_exchange_plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One fragment's place in a communication buffer.
+
+    Attributes:
+        matrix: Index of the matrix in the plan.
+        fragment: The run of the matrix, with its place in the *holder's* partition.
+        buffer_offset: Where it starts in the buffer of this rank.
+    """
+
+    matrix: int
+    fragment: Fragment
+    buffer_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The part of a plan that is exchanged together, as one rank sees it.
+
+    Attributes:
+        matrices: Indices of the matrices in this chunk, ascending.
+        owned: Those that this rank owns.
+        outgoing: Fragments that this rank holds and another rank owns: sent in gather, received in scatter.
+        incoming: Fragments that other ranks hold and this rank owns: received in gather, sent in scatter.
+        gather_send_splits: Elements sent to each rank in gather; ``scatter_recv_splits`` unless replicated.
+        gather_recv_splits: Elements received from each rank in gather; ``scatter_send_splits`` unless replicated.
+        scatter_send_splits: Elements of updates sent to each rank.
+        scatter_recv_splits: Elements of updates received from each rank.
+        updates_out: Fragments of updates in the scatter send buffer.
+        updates_in: Fragments of updates in the scatter receive buffer.
+        gathers: Whether any rank sends anything in gather.
+        scatters: Whether any rank sends anything in scatter.
+    """
+
+    matrices: tuple[int, ...]
+    owned: tuple[int, ...]
+    outgoing: tuple[Segment, ...]
+    incoming: tuple[Segment, ...]
+    gather_send_splits: tuple[int, ...]
+    gather_recv_splits: tuple[int, ...]
+    scatter_send_splits: tuple[int, ...]
+    scatter_recv_splits: tuple[int, ...]
+    updates_out: tuple[Segment, ...]
+    updates_in: tuple[Segment, ...]
+    gathers: bool
+    scatters: bool
+
+    @property
+    def sent_elements(self) -> int:
+        """Elements that this rank sends to others in both all-to-alls."""
+        return sum(self.gather_send_splits) + sum(self.scatter_send_splits)
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangePlan:
+    """Everything one rank needs to exchange one set of matrices.
+
+    Attributes:
+        rank: This rank inside the data-parallel group.
+        world_size: Ranks of the group.
+        matrices: All matrices, equal on every rank.
+        owners: The owner of each matrix, equal on every rank.
+        chunks: The exchange, in order.
+    """
+
+    rank: int
+    world_size: int
+    matrices: tuple[MatrixLayout, ...]
+    owners: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def sent_elements(self) -> int:
+        """Elements that this rank sends to other ranks per step; times the wire dtype's size it is bytes."""
+        return sum(chunk.sent_elements for chunk in self.chunks)
+
+    def digest(self) -> str:
+        """Return a hash of what all ranks must agree on (owners, chunks and layouts, not this rank's view)."""
+        return hashlib.sha256(json.dumps(self.description(), sort_keys=True).encode()).hexdigest()
+
+    def description(self) -> list[list[object]]:
+        """Return the agreed part as plain data: one row per matrix."""
+        chunk_of = {index: number for number, chunk in enumerate(self.chunks) for index in chunk.matrices}
+        return [
+            [
+                matrix.name,
+                matrix.rows,
+                matrix.cols,
+                matrix.heads,
+                self.owners[index],
+                chunk_of[index],
+                [[f.rank, f.matrix_offset, f.partition_offset, f.numel] for f in matrix.fragments],
+            ]
+            for index, matrix in enumerate(self.matrices)
+        ]
+
+
+def build_exchange_plan(
+    matrices: Sequence[MatrixLayout],
+    owners: Sequence[int],
+    *,
+    rank: int,
+    world_size: int,
+    chunk_numel: int,
+) -> ExchangePlan:
+    """Make the plan of one rank.
+
+    Args:
+        matrices: All matrices of the data-parallel group, in the order that every rank uses.
+        owners: One rank per matrix.
+        rank: This rank inside the group.
+        world_size: Ranks of the group.
+        chunk_numel: Upper bound of the elements of the matrices that move in one chunk; a larger matrix makes a
+            chunk of its own.
+    """
+    chunks = [
+        _build_chunk(matrices, owners, indices, rank, world_size)
+        for indices in _cut(matrices, owners, chunk_numel)
+    ]
+    return ExchangePlan(rank, world_size, tuple(matrices), tuple(owners), tuple(chunks))
+
+
+def _moves(matrix: MatrixLayout, owner: int) -> bool:
+    return any(fragment.rank != owner for fragment in matrix.fragments)
+
+
+def _cut(matrices: Sequence[MatrixLayout], owners: Sequence[int], chunk_numel: int) -> list[list[int]]:
+    """Cut the matrices into chunks: those that never move first, together, then the others by size."""
+    still = [i for i, matrix in enumerate(matrices) if not _moves(matrix, owners[i])]
+    chunks = [still] if still else []
+    current: list[int] = []
+    filled = 0
+    for index, matrix in enumerate(matrices):
+        if not _moves(matrix, owners[index]):
+            continue
+        if current and filled + matrix.numel > chunk_numel:
+            chunks.append(current)
+            current, filled = [], 0
+        current.append(index)
+        filled += matrix.numel
+    if current:
+        chunks.append(current)
+    return chunks
+
+
+def _build_chunk(
+    matrices: Sequence[MatrixLayout],
+    owners: Sequence[int],
+    indices: Sequence[int],
+    rank: int,
+    world_size: int,
+) -> Chunk:
+    moving = [i for i in indices if _moves(matrices[i], owners[i])]
+    # Of a replicated matrix the owner needs no fragment, because it has the whole of the same gradient.
+    gathered = [i for i in moving if not matrices[i].replicated]
+
+    def owner_elsewhere(index: int, fragment: Fragment) -> int | None:
+        return owners[index] if fragment.rank == rank != owners[index] else None
+
+    def holder_elsewhere(index: int, fragment: Fragment) -> int | None:
+        return fragment.rank if owners[index] == rank != fragment.rank else None
+
+    held = _segments(matrices, gathered, owner_elsewhere, world_size)
+    needed = _segments(matrices, gathered, holder_elsewhere, world_size)
+    updates_in = _segments(matrices, moving, owner_elsewhere, world_size)
+    updates_out = _segments(matrices, moving, holder_elsewhere, world_size)
+    return Chunk(
+        matrices=tuple(indices),
+        owned=tuple(i for i in indices if owners[i] == rank),
+        outgoing=held[0],
+        incoming=needed[0],
+        gather_send_splits=held[1],
+        gather_recv_splits=needed[1],
+        scatter_send_splits=updates_out[1],
+        scatter_recv_splits=updates_in[1],
+        updates_out=updates_out[0],
+        updates_in=updates_in[0],
+        gathers=bool(gathered),
+        scatters=bool(moving),
+    )
+
+
+def _segments(
+    matrices: Sequence[MatrixLayout],
+    indices: Sequence[int],
+    peer_of: Callable[[int, Fragment], int | None],
+    world_size: int,
+) -> tuple[tuple[Segment, ...], tuple[int, ...]]:
+    """Place the fragments that ``peer_of`` maps to a peer in a buffer ordered by peer, matrix and offset."""
+    by_peer: list[list[tuple[int, Fragment]]] = [[] for _ in range(world_size)]
+    for index in indices:
+        for fragment in sorted(matrices[index].fragments, key=lambda f: (f.matrix_offset, f.rank)):
+            peer = peer_of(index, fragment)
+            if peer is not None:
+                by_peer[peer].append((index, fragment))
+    segments: list[Segment] = []
+    splits: list[int] = []
+    offset = 0
+    for entries in by_peer:
+        start = offset
+        for index, fragment in entries:
+            segments.append(Segment(index, fragment, offset))
+            offset += fragment.numel
+        splits.append(offset - start)
+    return tuple(segments), tuple(splits)

@@ -1,0 +1,146 @@
+"""The vocabulary between the ZeRO adapters and everything else: fragments of matrices in flat partitions.
+
+Every ZeRO stage, sub-group, padding rule and offload device reduces to lists of fragments, so that plan, transport
+and mathematics exist once. All offsets and sizes are in elements, never in bytes.
+
+Example: a 4 x 3 matrix that starts at element 5 of a flat buffer of two ranks with ten elements each is held as
+``Fragment(rank=0, matrix_offset=0, partition_offset=5, numel=5)`` and
+``Fragment(rank=1, matrix_offset=5, partition_offset=0, numel=7)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Fragment", "MatrixLayout", "ParameterLayout", "flat_fragments", "replicated_fragments", "sharded_fragments"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """A contiguous run of one matrix inside one rank's partition.
+
+    Attributes:
+        rank: Rank inside the data-parallel group that partitions the matrix.
+        matrix_offset: Where the run starts in the row-major matrix.
+        partition_offset: Where it starts in that rank's flat partition.
+        numel: Its length.
+    """
+
+    rank: int
+    matrix_offset: int
+    partition_offset: int
+    numel: int
+
+    def __post_init__(self) -> None:
+        if self.rank < 0 or self.matrix_offset < 0 or self.partition_offset < 0 or self.numel < 1:
+            raise ValueError(f"not a fragment: {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixLayout:
+    """One logical matrix and where all of it lies.
+
+    Attributes:
+        name: Dotted parameter name.
+        rows: Rows of the layer's true shape.
+        cols: Columns of the layer's true shape.
+        partition: Index of the flat partition, unique within the optimizer and equal on all ranks.
+        fragments: Every rank's runs, ordered by rank, then by matrix offset.
+        replicated: Whether every rank holds the whole matrix (ZeRO stage 0).
+        heads: Row blocks that are orthogonalised separately, 1 for the whole matrix.
+    """
+
+    name: str
+    rows: int
+    cols: int
+    partition: int
+    fragments: tuple[Fragment, ...]
+    replicated: bool = False
+    heads: int = 1
+
+    @property
+    def numel(self) -> int:
+        """Elements of the matrix."""
+        return self.rows * self.cols
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        """Rows and columns of what is orthogonalised as one matrix."""
+        return self.rows // self.heads, self.cols
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.cols < 1 or self.heads < 1 or self.rows % self.heads:
+            raise ValueError(f"{self.name}: {self.rows} x {self.cols} in {self.heads} heads is not a matrix")
+        if self.replicated:
+            complete = all(f.matrix_offset == 0 and f.numel == self.numel for f in self.fragments)
+        else:
+            runs = sorted((f.matrix_offset, f.numel) for f in self.fragments)
+            ends = [0] + [offset + numel for offset, numel in runs]
+            complete = [offset for offset, _ in runs] == ends[:-1] and ends[-1] == self.numel
+        if not complete:
+            raise ValueError(f"{self.name}: the fragments do not cover {self.rows} x {self.cols} exactly: {self.fragments}")
+
+    def held_by(self, rank: int) -> int:
+        """Return how many elements of the matrix ``rank`` holds."""
+        return sum(fragment.numel for fragment in self.fragments if fragment.rank == rank)
+
+    def whole_on(self) -> int | None:
+        """Return the only rank that holds elements of the matrix, or ``None`` if several do."""
+        ranks = {fragment.rank for fragment in self.fragments}
+        return next(iter(ranks)) if len(ranks) == 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterLayout:
+    """One parameter that is not Muon's and where all of it lies.
+
+    Attributes:
+        name: Dotted parameter name.
+        numel: Elements of the parameter.
+        partition: Index of the flat partition.
+        fragments: Every rank's runs, as in :class:`MatrixLayout`.
+    """
+
+    name: str
+    numel: int
+    partition: int
+    fragments: tuple[Fragment, ...]
+
+
+def flat_fragments(offset: int, numel: int, partition_numel: int) -> tuple[Fragment, ...]:
+    """Cut a run of a flat buffer that is divided into equal partitions (ZeRO stages 1, 2 and ``BF16_Optimizer``).
+
+    Args:
+        offset: Where the parameter starts in the flat buffer of all ranks.
+        numel: Its elements.
+        partition_numel: Elements of the buffer per rank.
+    """
+    fragments = []
+    done = 0
+    while done < numel:
+        rank, inside = divmod(offset + done, partition_numel)
+        run = min(numel - done, partition_numel - inside)
+        fragments.append(Fragment(rank, done, inside, run))
+        done += run
+    return tuple(fragments)
+
+
+def sharded_fragments(partition_offset: int, numel: int, shard_numel: int) -> tuple[Fragment, ...]:
+    """Cut a parameter that is itself divided over the ranks (ZeRO stage 3).
+
+    Args:
+        partition_offset: Where every rank keeps its shard inside its flat partition.
+        numel: Elements of the parameter, without padding.
+        shard_numel: Elements that each rank reserves for it; the last shards hold padding or nothing.
+    """
+    count = -(-numel // shard_numel)
+    return tuple(
+        Fragment(rank, rank * shard_numel, partition_offset, min(shard_numel, numel - rank * shard_numel))
+        for rank in range(count)
+    )
+
+
+def replicated_fragments(partition_offset: int, numel: int, world_size: int) -> tuple[Fragment, ...]:
+    """Describe a parameter that every rank holds whole (stage 0)."""
+    return tuple(Fragment(rank, 0, partition_offset, numel) for rank in range(world_size))

@@ -1,0 +1,70 @@
+"""ZeRO stages 1 and 2, and ``BF16_Optimizer``: one flat buffer per param group, cut into equal partitions.
+
+A parameter's place is read from its address inside the flat buffer. That holds under round-robin ordering, padding
+and alignment, where DeepSpeed's own mapping (``_hp_mapping``) does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor
+
+from deepspeed_muon.errors import BindingError
+from deepspeed_muon.plan.layout import flat_fragments
+from deepspeed_muon.routing import Route, true_shape
+from deepspeed_muon.zero.binding import LayoutReader, StepSet
+
+__all__ = ["knows", "read"]
+
+
+def knows(wrapper: Any, optimizer: Any) -> bool:
+    """Return whether ``wrapper`` is one that this adapter reads."""
+    return isinstance(wrapper, (DeepSpeedZeroOptimizer, BF16_Optimizer)) and wrapper.optimizer is optimizer
+
+
+def read(engine: Any, wrapper: Any, routes: Mapping[int, Route]) -> list[StepSet]:
+    """Read every param group's flat buffer.
+
+    ``DeepSpeedZeroOptimizer`` calls the inner step once per group; ``BF16_Optimizer`` once for all groups.
+    """
+    if isinstance(wrapper, BF16_Optimizer):
+        return _read_bf16(wrapper, routes)
+    sets = []
+    for index, params in enumerate(wrapper.bit16_groups):
+        reader = LayoutReader(routes, wrapper.real_dp_process_group[index])
+        tensor = wrapper.single_partition_of_fp32_groups[index]
+        _read_group(reader, index, tensor, params, wrapper.bit16_groups_flat[index])
+        sets.append(reader.step_set())
+    return sets
+
+
+def _read_bf16(wrapper: BF16_Optimizer, routes: Mapping[int, Route]) -> list[StepSet]:
+    groups = wrapper.real_dp_process_group
+    if any(dist.get_process_group_ranks(group) != dist.get_process_group_ranks(groups[0]) for group in groups):
+        raise BindingError("BF16_Optimizer holds param groups of different data-parallel groups")
+    reader = LayoutReader(routes, groups[0])
+    for index, params in enumerate(wrapper.bf16_groups):
+        tensor = wrapper.fp32_groups_flat_partition[index]
+        _read_group(reader, index, tensor, params, wrapper.bf16_groups_flat[index])
+    return [reader.step_set()]
+
+
+def _read_group(reader: LayoutReader, index: int, tensor: Tensor, params: Sequence[Tensor], flat: Tensor) -> None:
+    reader.add_partition(index, tensor, params)
+    partition_numel = flat.numel() // reader.world_size
+    for param in params:
+        numel = param.numel()
+        if numel == 0:
+            continue
+        offset, remainder = divmod(param.data_ptr() - flat.data_ptr(), flat.element_size())
+        if remainder or offset < 0 or offset + numel > flat.numel():
+            raise BindingError(
+                f"parameter of shape {true_shape(param)} does not lie in the flat buffer of its param group {index}; "
+                f"its data was replaced after deepspeed.initialize"
+            )
+        reader.add_parameter(param, flat_fragments(offset, numel, partition_numel))
