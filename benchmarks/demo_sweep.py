@@ -4,8 +4,8 @@
     python benchmarks/demo_sweep.py --optimizer AdamW  # one half of it
 
 Every run is the demo's own training (``examples/demo.py``): same model, text and number of tokens. The best
-row of each optimizer is what the demo uses. Writes ``benchmarks/results/demo_sweep.json`` and ``.md``; rows
-of an earlier sweep of the same setting stay until their rates run again.
+row of each optimizer is what the demo uses. Writes ``benchmarks/results/demo_sweep.json`` and ``.md`` after
+every run; rows that are there already, of the same setting, are not run again: delete the file to start over.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ def write(path: Path, about: dict[str, Any], rows: list[dict[str, Any]]) -> None
 
 
 def main() -> None:
-    """Runs the grid, writing the results after every run so that an interrupted sweep keeps what it has."""
+    """Runs what the results file does not have yet."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -105,6 +106,8 @@ def main() -> None:
     grids = {"AdamW": ADAMW_GRID, "Muon": MUON_GRID}
     for optimizer, grid in grids.items():
         for rates in grid if args.optimizer in (None, optimizer) else ():
+            if any((row["optimizer"], row["rates"]) == (optimizer, rates) for row in rows):
+                continue
             folder = args.work / "-".join(
                 [optimizer.lower(), *(f"{key}{rate:g}" for key, rate in rates.items())]
             )
@@ -116,9 +119,10 @@ def main() -> None:
                 "train_loss": demo.read_curve(folder / "train_loss.csv")[-1][1],
                 "seconds": round(seconds, 1),
             }
-            rows = [old for old in rows if (old["optimizer"], old["rates"]) != (optimizer, rates)] + [row]
+            rows.append(row)
             write(args.out, about, rows)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("demo_sweep: terminated"))  # ends the training too
     main()

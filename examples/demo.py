@@ -72,7 +72,7 @@ def train(optimizer: str, rates: dict[str, float], steps: int, folder: Path, ext
     for stale in folder.glob("*.csv"):
         stale.unlink()  # DeepSpeed's CSV monitor appends
     started = time.monotonic()
-    # A session of its own, so that an interrupt here ends the launcher and both ranks.
+    # A session of its own, so that the launcher and both ranks can be ended together.
     process = subprocess.Popen(command, env=environment(extensions), start_new_session=True)
     try:
         code = process.wait(timeout=TIMEOUT_S)
@@ -157,6 +157,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # A polite kill must end the training too: as an exception it passes through train()'s clean-up.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("demo: terminated"))
     try:
         main()
     except RunFailed as error:

@@ -214,19 +214,25 @@ class Reporter:
         hidden = self.quiet or not sys.stderr.isatty()
         self.bar = tqdm(total=steps, initial=first, unit="step", disable=hidden)
         self.losses: list[torch.Tensor] = []
-        self.seconds = 0.0
+        self.restart_clock()
 
-    def step(self, loss: torch.Tensor, seconds: float) -> None:
+    def restart_clock(self) -> None:
+        """Leaves what came before, such as a validation, out of the tokens per second."""
+        self.started, self.timed_steps = time.perf_counter(), 0
+
+    def step(self, loss: torch.Tensor) -> None:
         """Takes note of one finished step."""
         self.losses.append(loss)
-        self.seconds += seconds
+        self.timed_steps += 1
         self.bar.update()
 
     def train(self, step: int) -> None:
         """Reports the steps since the last report. Every rank must call it."""
+        # This waits for the GPU, which is what makes the clock right.
         loss = mean_over_ranks(torch.stack(self.losses).mean())
-        rate = self.step_tokens * len(self.losses) / self.seconds
-        self.losses, self.seconds = [], 0.0
+        rate = self.step_tokens * self.timed_steps / (time.perf_counter() - self.started)
+        self.losses = []
+        self.restart_clock()
         self.write(step, {"train/loss": loss, "train/tokens_per_second": rate})
         self.bar.set_postfix_str(f"loss {loss:.4f}, {rate:,.0f} tokens/s")
         if self.bar.disable:  # not a terminal: lines for the log file instead
@@ -274,9 +280,7 @@ def main() -> None:
     # Under mpirun DeepSpeed finds ranks and address through mpi4py but takes the port from here.
     deepspeed.init_distributed(distributed_port=int(os.environ.get("MASTER_PORT", "29500")))
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    device = torch.device(get_accelerator().device_name(), int(os.environ["LOCAL_RANK"]))
-    if device.type != "cpu":
-        get_accelerator().set_device(device.index)
+    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
 
     text = load_text(args)
     engine = build_engine(args, config)
@@ -294,16 +298,16 @@ def main() -> None:
         f"{parameters:,} parameters, {len(text.train):,} training tokens, {sequences * args.seq_len:,} a step"
     )
     for step in range(first, args.steps):
-        started = time.perf_counter()
-        loss = train_step(engine, batches, args.seed, step)
-        reporter.step(loss, time.perf_counter() - started)
+        reporter.step(train_step(engine, batches, args.seed, step))
         done, last = step + 1, step + 1 == args.steps
         if last or done % args.log_every == 0:
             reporter.train(done)
         if args.eval_batches and (last or done % args.eval_every == 0):
             reporter.validation(done, evaluate(engine, validation, args.eval_batches))
+            reporter.restart_clock()
         if args.save_dir and (last or (args.save_every and done % args.save_every == 0)):
             engine.save_checkpoint(args.save_dir, f"step{done}", {"step": done, "identity": identity})
+            reporter.restart_clock()
     reporter.bar.close()
     dist.barrier()
     dist.destroy_process_group()
