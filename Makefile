@@ -1,0 +1,70 @@
+# `make demo` and `make test` set up all that they need in .venv. `make help` lists the rest.
+
+PYTHON ?= python3
+TORCH_VERSION ?= 2.13.0
+DEEPSPEED_VERSION ?= 0.19.8
+OLD_DEEPSPEED_VERSION ?= 0.16.9
+PYTEST_ARGS ?=
+
+VENV := .venv
+OLD_VENV := .venv-old
+BIN := $(VENV)/bin
+# DeepSpeed's native ops, built once; tests/native_ops.py knows the same folder.
+EXTENSIONS := $(CURDIR)/.cache/torch_extensions/ds$(DEEPSPEED_VERSION)
+OLD_EXTENSIONS := $(CURDIR)/.cache/torch_extensions/ds$(OLD_DEEPSPEED_VERSION)
+SETUP_INPUTS := setup.py pyproject.toml Makefile scripts/setup_env.sh
+
+export PYTHON TORCH_VERSION
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-full test-old lint format types pre-commit nvcc-check setup clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+demo: $(VENV)/.ready ## train on real text with AdamW and with Muon, and compare the losses
+	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python -m tests.native_ops
+	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python examples/demo.py
+
+test: $(VENV)/.ready ## run the tests, without the long matrices
+	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python -m tests.native_ops
+	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-full: $(VENV)/.ready ## run all tests
+	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python -m tests.native_ops
+	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python -m pytest --full $(PYTEST_ARGS)
+
+test-old: $(OLD_VENV)/.ready ## run the tests marked "compat" under the oldest supported DeepSpeed
+	TORCH_EXTENSIONS_DIR=$(OLD_EXTENSIONS) $(OLD_VENV)/bin/python -m tests.native_ops
+	TORCH_EXTENSIONS_DIR=$(OLD_EXTENSIONS) $(OLD_VENV)/bin/python -m pytest -m "compat and not full" $(PYTEST_ARGS)
+
+lint: $(VENV)/.ready ## check style and formatting
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+format: $(VENV)/.ready ## fix style and formatting where that can be done safely
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+types: $(VENV)/.ready ## check the types
+	$(BIN)/mypy
+
+pre-commit: $(VENV)/.ready ## run the commit hooks over all files
+	$(BIN)/pre-commit run --all-files --show-diff-on-failure
+
+nvcc-check: $(VENV)/.ready ## compile the CUDA sources for all architectures; needs no GPU
+	scripts/nvcc_check.sh $(BIN)/python
+
+setup: $(VENV)/.ready ## only make the environment
+
+$(VENV)/.ready: $(SETUP_INPUTS)
+	scripts/setup_env.sh $(VENV) $(DEEPSPEED_VERSION)
+	@touch $@
+
+$(OLD_VENV)/.ready: $(SETUP_INPUTS)
+	scripts/setup_env.sh $(OLD_VENV) $(OLD_DEEPSPEED_VERSION)
+	@touch $@
+
+clean: ## remove environments, caches and builds
+	rm -rf $(VENV) $(OLD_VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,64 @@
+"""The installed distribution: both packages are there, typed, and of the version that the code states."""
+
+from __future__ import annotations
+
+import shutil
+import zipfile
+from importlib import import_module, metadata
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+import deepspeed_muon
+from tests.harness import run_command
+from tests.native_ops import REPOSITORY
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of what a wheel is made from; setuptools leaves build/ and *.egg-info where it runs."""
+    folder = tmp_path_factory.mktemp("wheel") / "source"
+    folder.mkdir()
+    for name in ("deepspeed_muon", "ops"):
+        shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "LICENSE"):
+        shutil.copy(REPOSITORY / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path) -> Path:
+    command = [
+        "python",
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        source.parent,
+        source,
+    ]
+    run_command(command)
+    (found,) = source.parent.glob("*.whl")
+    return found
+
+
+def test_version_is_stated_once() -> None:
+    assert metadata.version("deepspeed-muon") == deepspeed_muon.__version__
+
+
+def test_ops_is_a_package_of_ours_and_typing_information_is_there() -> None:
+    assert import_module("deepspeed_muon.ops").__name__ == "deepspeed_muon.ops"
+    assert files("deepspeed_muon").joinpath("py.typed").is_file()
+
+
+def test_a_wheel_holds_every_module_and_nothing_else(source: Path, wheel: Path) -> None:
+    expected = set()
+    for top, installed in (("deepspeed_muon", "deepspeed_muon"), ("ops", "deepspeed_muon/ops")):
+        paths = (path for path in (source / top).rglob("*") if path.is_file())
+        expected |= {f"{installed}/{path.relative_to(source / top)}" for path in paths}
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert packed == expected
