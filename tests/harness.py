@@ -25,7 +25,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -38,9 +37,11 @@ from tests.hygiene import (
     TAG_VARIABLE,
     allreduce_buffer_prefix,
     kill_tagged,
+    new_tag,
     remove_shm,
     remove_stale_locks,
     shm_files,
+    tagged_processes,
 )
 from tests.native_ops import REPOSITORY, extensions_dir, warm
 
@@ -58,6 +59,9 @@ MAX_OUTPUT = 200_000
 """Characters of a rank's output that an error shows; beyond it, the middle is left out."""
 
 _FOREIGN_VARIABLES = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+_shm_prefixes: set[str] = set()
+"""How the files start that any pool of this process may have put into /dev/shm."""
+
 _RANK_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -139,6 +143,7 @@ class RankPool:
         self._env = dict(env or {})
         self._shm_all_reduce = shm_all_reduce
         self._ranks: list[_Rank] = []
+        self._shm_prefixes: list[str] = []
         self._store: torch.distributed.TCPStore | None = None
         self._folder: Path | None = None
         self._tag = ""
@@ -223,12 +228,15 @@ class RankPool:
     def _start(self) -> None:
         extensions = warm()
         self._folder = Path(tempfile.mkdtemp(prefix="deepspeed_muon_ranks_"))
-        self._tag = uuid.uuid4().hex
+        self._tag = new_tag()
         # This process holds the rendezvous store, as torchrun's agent does: the kernel picks the port, and nobody
         # can take it between the choice and the use.
         self._store = torch.distributed.TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False)
+        self._shm_prefixes.append(allreduce_buffer_prefix(ADDRESS, self._store.port))
         for index in range(self.world_size):
             self._ranks.append(self._spawn(index, extensions))
+        self._shm_prefixes += [f"torch_{pid}_" for pid in self.pids]
+        _shm_prefixes.update(self._shm_prefixes)
         self._await_replies(f"start of {self.world_size} ranks", START_TIMEOUT)
 
     def _spawn(self, index: int, extensions: Path) -> _Rank:
@@ -333,12 +341,10 @@ class RankPool:
             rank.process.wait()
             rank.channel.close()
         kill_tagged(self._tag)
-        port = self._store.port if self._store is not None else 0
-        prefixes = (allreduce_buffer_prefix(ADDRESS, port), *(f"torch_{pid}_" for pid in self.pids))
-        remove_shm(name for name in shm_files() if name.startswith(prefixes))
+        remove_shm(name for name in shm_files() if name.startswith(tuple(self._shm_prefixes)))
         remove_stale_locks(extensions_dir())
         shutil.rmtree(self._folder, ignore_errors=True)
-        self._ranks, self._store, self._folder, self._calls = [], None, None, 0
+        self._ranks, self._shm_prefixes, self._store, self._folder, self._calls = [], [], None, None, 0
 
 
 def run_ranks(
@@ -378,7 +384,7 @@ def run_command(
     Raises:
         CommandFailed: With all output, if it took too long, or failed and ``check`` is set.
     """
-    tag = uuid.uuid4().hex
+    tag = new_tag()
     before = shm_files()
     environment = {**base_environment(warm()), **(env or {}), TAG_VARIABLE: tag}
     arguments = [os.fspath(part) for part in command]
@@ -409,6 +415,14 @@ def run_command(
         ending = f"did not end within {timeout:g} s" if code is None else f"ended with code {code}"
         raise CommandFailed(f"{' '.join(arguments)} {ending}\n----- output -----\n{_shorten(text)}")
     return subprocess.CompletedProcess(arguments, code, stdout=text)
+
+
+def session_leftovers() -> tuple[list[str], list[int]]:
+    """Return the files in /dev/shm and the live processes that this session's ranks and commands account for.
+
+    Only the ranks of pools that are still alive belong there.
+    """
+    return [name for name in sorted(shm_files()) if name.startswith(tuple(_shm_prefixes))], tagged_processes()
 
 
 def base_environment(extensions: Path | None = None) -> dict[str, str]:

@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import time
+import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -25,6 +26,13 @@ TAG_VARIABLE = "DEEPSPEED_MUON_TEST_RUN"
 
 Launchers start ranks in sessions of their own, so that neither a process group nor a parent id finds them all.
 """
+
+_SESSION = f"{os.getpid()}-{uuid.uuid4().hex}"
+
+
+def new_tag() -> str:
+    """Return a value of ``TAG_VARIABLE`` for a run of this session."""
+    return f"{_SESSION}-{uuid.uuid4().hex}"
 
 
 def shm_files() -> set[str]:
@@ -62,15 +70,13 @@ def remove_shm(names: Iterable[str]) -> list[str]:
     return removed
 
 
-def tagged_processes(tag: str) -> list[int]:
-    """Return the ids of the live processes that carry ``tag`` in their environment, this one left out."""
+def tagged_processes(tag: str = _SESSION) -> list[int]:
+    """Return the ids of the live processes of a run, or of all runs of this session."""
     wanted = f"{TAG_VARIABLE}={tag}".encode()
     found = []
     for pid in _process_ids():
-        if pid == os.getpid():
-            continue
         with contextlib.suppress(OSError):
-            if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") and not _is_zombie(pid):
+            if wanted in Path(f"/proc/{pid}/environ").read_bytes() and not _is_zombie(pid):
                 found.append(pid)
     return found
 

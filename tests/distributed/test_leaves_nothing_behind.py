@@ -1,0 +1,158 @@
+"""Many multi-rank tests in a row leave nothing: no file in /dev/shm, no process, no lock, no growing memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import deepspeed
+import pytest
+import torch
+
+from tests.harness import RankPool, RanksFailed, run_ranks, session_leftovers
+from tests.hygiene import stale_locks
+from tests.native_ops import warm
+
+Pools = Callable[[int], RankPool]
+
+MEGABYTE = 2**20
+
+
+def train_adamw(
+    rank: int,
+    world_size: int,
+    *,
+    stage: int,
+    zero_init: bool = False,
+    offload: bool = False,
+    destroy: bool = True,
+) -> list[float]:
+    """Train a small model for two steps with DeepSpeed's own AdamW; return the losses."""
+    zero: dict[str, object] = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": zero,
+    }
+    if zero_init:
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = make_model()
+    else:
+        model = make_model()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    inputs = torch.randn(2, 256)
+    losses = []
+    for _ in range(2):
+        loss = engine(inputs).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    if destroy:
+        engine.destroy()
+    return losses
+
+
+def make_model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256))
+
+
+def usage(rank: int, world_size: int) -> dict[str, int]:
+    """What this process holds now."""
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[1])
+    return {
+        "memory": pages * os.sysconf("SC_PAGE_SIZE"),
+        "tensors": sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects()),
+        "engines": sum(issubclass(type(found), deepspeed.DeepSpeedEngine) for found in gc.get_objects()),
+        "groups": len(torch.distributed.distributed_c10d._world.pg_map),
+        "threads": len(os.listdir("/proc/self/task")),
+        "files": len(os.listdir("/proc/self/fd")),
+    }
+
+
+ENGINES = [
+    {"stage": 0},
+    {"stage": 1},
+    {"stage": 2},
+    {"stage": 3},
+    {"stage": 3, "zero_init": True},
+    {"stage": 2, "offload": True},
+    {"stage": 3, "offload": True},
+    {"stage": 3, "zero_init": True, "destroy": False},
+]
+
+
+@pytest.mark.compat
+def test_engines_leave_nothing_in_a_pool_that_goes_on(ranks: Pools) -> None:
+    pool = ranks(2)
+    # The first round pays for what is loaded once: native ops, torch's lazy modules, the allocator's pools.
+    expected = [pool.run(train_adamw, **engine) for engine in ENGINES]
+    before = pool.run(usage)
+    for _ in range(3):
+        assert [pool.run(train_adamw, **engine) for engine in ENGINES] == expected
+    for start, end in zip(before, pool.run(usage), strict=True):
+        # An engine holds 0.5M parameters, and with gradients and states about 8 MB; there were 24.
+        assert end.pop("memory") - start.pop("memory") < 40 * MEGABYTE
+        assert end == start
+        assert end["engines"] == end["tensors"] == 0
+
+
+def fail_in_turn(rank: int, world_size: int, *, how: str) -> int:
+    """One multi-rank test as it may go: well, or not."""
+    if how == "train":
+        train_adamw(rank, world_size, stage=3, zero_init=True, destroy=False)
+    elif how == "raise" and rank == world_size - 1:
+        raise ValueError("as asked")
+    elif how == "die" and rank == 0:
+        os._exit(3)
+    elif how == "hang":
+        time.sleep(600)
+    torch.distributed.barrier()
+    return rank
+
+
+ENDINGS = {"train": 120.0, "raise": 120.0, "die": 120.0, "hang": 2.0}
+
+
+def run_in_turn(ranks: Pools, *, pooled: int, fresh: int) -> None:
+    """Run multi-rank tests in a row, of which some fail, and look for what they left.
+
+    Args:
+        ranks: The session's pools.
+        pooled: Tests that share a pool; one in ten fails, in a pool of 2, 3 or 4 ranks of its own.
+        fresh: Tests with processes of their own and the all-reduce op that writes to /dev/shm; three in four fail.
+    """
+    extensions = warm()
+    locks = stale_locks(extensions)
+    failing = ["raise", "die", "hang"]
+    for number in range(pooled):
+        if number % 10 < 9:
+            assert ranks(2).run(fail_in_turn, how="train") == [0, 1]
+            continue
+        how = failing[number // 10 % 3]
+        with RankPool(2 + number // 10 % 3) as pool, pytest.raises(RanksFailed):
+            pool.run(fail_in_turn, how=how, timeout=ENDINGS[how])
+    for number in range(fresh):
+        how = ["train", *failing][number % 4]
+        with nullcontext() if how == "train" else pytest.raises(RanksFailed):
+            run_ranks(fail_in_turn, 2, {"how": how}, timeout=ENDINGS[how], shm_all_reduce=True)
+    assert stale_locks(extensions) == locks
+    files, processes = session_leftovers()
+    assert files == []
+    assert set(processes) <= set(ranks(2).pids)
+
+
+def test_tests_in_a_row_leave_nothing_behind(ranks: Pools) -> None:
+    run_in_turn(ranks, pooled=30, fresh=4)
+
+
+@pytest.mark.full
+@pytest.mark.time_limit(3600)
+def test_three_hundred_tests_in_a_row_leave_nothing_behind(ranks: Pools) -> None:
+    run_in_turn(ranks, pooled=260, fresh=40)
