@@ -1,0 +1,89 @@
+"""The independent oracle of the distributed tests: one process, float64, no code of the package.
+
+It trains the same model on the global batch with the definition of the Muon step written out once more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+QUINTIC = (3.4445, -4.7750, 2.0315)
+
+
+def polar(u: Tensor, steps: int = 5) -> Tensor:
+    """Five quintic Newton-Schulz steps on singular values, through the definition by matrix products."""
+    x = u.double() / u.double().norm()
+    a, b, c = QUINTIC
+    for _ in range(steps):
+        if x.shape[0] <= x.shape[1]:
+            s = x @ x.T
+            x = a * x + b * (s @ x) + c * (s @ (s @ x))
+        else:
+            s = x.T @ x
+            x = a * x + b * (x @ s) + c * ((x @ s) @ s)
+    return x
+
+
+@dataclass
+class Oracle:
+    """Muon on matrices, AdamW on the rest, of one float64 model."""
+
+    muon: set[str]
+    lr: float = 0.02
+    adam_lr: float = 3e-3
+    momentum: float = 0.95
+    nesterov: bool = True
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    clipping: float = 0.0
+    scale: Callable[[int, int], float] = lambda r, c: math.sqrt(max(1.0, r / c))
+    step: int = 0
+    state: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
+
+    def update(self, model: nn.Module) -> float:
+        """Apply one step to ``model`` from its ``.grad`` and return the norm of the raw gradients."""
+        self.step += 1
+        grads = {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
+        norm = math.sqrt(sum(float((g * g).sum()) for g in grads.values()))
+        # DeepSpeed divides by (norm + 1e-6) / limit where that exceeds 1.
+        factor = max(1.0, (norm + 1e-6) / self.clipping) if self.clipping else 1.0
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                if name in grads:
+                    update = self._muon if name in self.muon else self._adamw
+                    update(name, param, grads[name] / factor)
+        return norm
+
+    def _muon(self, name: str, param: Tensor, grad: Tensor) -> None:
+        (buf,) = self.state.get(name, (torch.zeros_like(grad),))
+        buf = self.momentum * buf + (1 - self.momentum) * grad
+        u = (1 - self.momentum) * grad + self.momentum * buf if self.nesterov else buf
+        self.state[name] = (buf,)
+        param.mul_(1 - self.lr * self.weight_decay)
+        param.sub_(self.lr * self.scale(*param.shape) * polar(u))
+
+    def _adamw(self, name: str, param: Tensor, grad: Tensor) -> None:
+        m, v = self.state.get(name, (torch.zeros_like(grad), torch.zeros_like(grad)))
+        b1, b2 = self.betas
+        m, v = b1 * m + (1 - b1) * grad, b2 * v + (1 - b2) * grad**2
+        self.state[name] = (m, v)
+        root = (v / (1 - b2**self.step)).sqrt() + self.eps
+        param.mul_(1 - self.adam_lr * self.weight_decay)
+        param.sub_(self.adam_lr * (m / (1 - b1**self.step)) / root)
+
+
+def relative(actual: Tensor, expected: Tensor, start: Tensor) -> float:
+    """Norm of the difference of two paths from ``start``, relative to the expected one."""
+    path = expected.double() - start.double()
+    return float((actual.double() - expected.double()).norm() / path.norm())
+
+
+def worst(pairs: Sequence[float]) -> float:
+    """Return the largest error, treating NaN as infinite."""
+    return max((math.inf if math.isnan(value) else value) for value in pairs)
