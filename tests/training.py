@@ -165,6 +165,12 @@ def train(
         "planned_bytes": sum(runner.wire_bytes_per_step for runner in optimizer.runners),
         "orthogonalized": optimizer.stats.matrices_orthogonalized,
         "skipped": engine.skipped_steps + optimizer.skipped_steps,
+        # Elements of each matrix, and how many of them travel in both directions together.
+        "layout": [
+            [matrix.numel, 2 * (matrix.numel - matrix.held_by(owner))]
+            for runner in optimizer.runners
+            for matrix, owner in zip(runner.plan.matrices, runner.plan.owners, strict=True)
+        ],
     }
     engine.destroy()
     return report

@@ -1,0 +1,170 @@
+"""What must not change anything, and what must fail on every rank with a clear error instead of hanging."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from torch import nn
+
+import deepspeed_muon
+from tests import training
+from tests.models import batch
+
+# Seconds in which a disagreement must be reported; a hang would last for gloo's thirty minutes.
+PROMPT = 30.0
+
+
+def snapshot(engine: Any) -> list[torch.Tensor]:
+    """Copy the module's weights, the fp32 masters and all optimizer state that this rank holds."""
+    optimizer = deepspeed_muon.muon_optimizer(engine)
+    tensors = [param.data for param in engine.module.parameters()]
+    tensors += [getattr(param, "ds_tensor", param).data for param in engine.module.parameters()]
+    for runner in optimizer.runners:
+        for partition in runner.step_set.partitions:
+            tensors.append(partition.tensor.data)
+            state = optimizer.state[partition.tensor]
+            tensors += [torch.as_tensor(state[key]) for key in sorted(state)]
+    return [tensor.clone() for tensor in tensors]
+
+
+def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def poisoned_step(rank: int, world_size: int, *, stage: int, precision: str, factor: float, **options: Any) -> Any:
+    """Two good steps, one whose loss is multiplied by ``factor`` on the last rank only, one good step."""
+    engine = training.make_engine(training.ds_config(stage, precision=precision, **options))
+    for step in range(2):
+        training.run_step(engine, step, rank, world_size, 1)
+    before = snapshot(engine)
+    loss = engine(*batch(2, rank))
+    engine.backward(loss * (factor if rank == world_size - 1 else 1.0))
+    error = ""
+    try:
+        engine.step()
+    except deepspeed_muon.NonFiniteGradientError as caught:
+        error = str(caught)
+    unchanged = same(before, snapshot(engine))
+    engine.zero_grad()
+    if not error:
+        training.run_step(engine, 3, rank, world_size, 1)
+    after = snapshot(engine)
+    report = {
+        "unchanged": unchanged,
+        "moved": not same(before, after),
+        "finite": all(bool(torch.isfinite(tensor.float()).all()) for tensor in after),
+        "error": error,
+        "skipped": engine.skipped_steps + deepspeed_muon.muon_optimizer(engine).skipped_steps,
+    }
+    engine.destroy()
+    return report
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_overflowed_fp16_step_changes_nothing(ranks: Any, stage: int) -> None:
+    for report in ranks(2).run(poisoned_step, stage=stage, precision="fp16", factor=1e9):
+        assert report == {"unchanged": True, "moved": True, "finite": True, "error": "", "skipped": 1}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_nonfinite_gradient_is_skipped(ranks: Any, stage: int, precision: str) -> None:
+    for report in ranks(2).run(poisoned_step, stage=stage, precision=precision, factor=float("nan"), clipping=1.0):
+        assert report == {"unchanged": True, "moved": True, "finite": True, "error": "", "skipped": 1}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_nonfinite_gradient_is_an_error_if_asked(ranks: Any, stage: int, precision: str) -> None:
+    params = {"nonfinite_grad": "error"}
+    for report in ranks(2).run(poisoned_step, stage=stage, precision=precision, factor=float("inf"), params=params):
+        assert "nonfinite_grad is 'error'" in report["error"]
+        assert report["unchanged"] and report["finite"]
+
+
+def try_to_start(rank: int, world_size: int, *, stage: int, on_last_rank: dict[str, Any], common: dict[str, Any]) -> Any:
+    """Start an engine whose configuration differs on the last rank; report the error and how long it took."""
+    changes = {**common, **(on_last_rank if rank == world_size - 1 else {})}
+    config = training.ds_config(changes.pop("stage", stage), params=changes.pop("params", None))
+    config.update(changes)
+    started = time.monotonic()
+    try:
+        engine = training.make_engine(config)
+    except deepspeed_muon.MuonError as error:
+        return {"type": type(error).__name__, "message": str(error), "seconds": time.monotonic() - started}
+    engine.destroy()
+    return {"type": None, "message": "", "seconds": time.monotonic() - started}
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(
+    ("difference", "said"),
+    [
+        ({"params": {"momentum": 0.9}}, "momentum"),
+        ({"params": {"exclude": ["blocks.0.*"]}}, "routes"),
+        ({"gradient_clipping": 0.7}, "gradient_clipping"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}, "optimizer"),
+    ],
+)
+def test_ranks_that_disagree_fail_on_every_rank(ranks: Any, stage: int, difference: dict[str, Any], said: str) -> None:
+    for report in ranks(3).run(try_to_start, stage=stage, on_last_rank=difference, common={}):
+        assert report["type"] == "RankDisagreementError", report
+        assert said in report["message"] and "[2]" in report["message"]
+        assert report["seconds"] < PROMPT
+
+
+def test_error_on_one_rank_stops_all(ranks: Any) -> None:
+    reports = ranks(3).run(try_to_start, stage=3, on_last_rank={"params": {"momentun": 0.9}}, common={})
+    assert [report["type"] for report in reports] == ["RankDisagreementError", "RankDisagreementError", "ConfigError"]
+    assert "rank 2: ConfigError: optimizer.params: unknown key 'momentun'; did you mean 'momentum'?" in reports[0]["message"]
+    assert all(report["seconds"] < PROMPT for report in reports)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "said"),
+    [
+        ({"params": {"lrr": 0.1}}, "ConfigError", "did you mean 'lr'"),
+        ({"params": {"lr": -0.1}}, "ConfigError", "optimizer.params.lr"),
+        ({"params": {"ns_schedule": "cans", "ns_steps": 7}}, "ScheduleError", "set ns_steps to 5"),
+        ({"params": {"exclude": ["*"]}}, "RoutingError", "no parameter goes to Muon"),
+        ({"params": {"exclude": ["bloks.*"]}}, "RoutingError", "matches no parameter"),
+        ({"params": {"include": ["*.gain"]}}, "RoutingError", "shape [16]"),
+        ({"params": {"min_muon_params": 99}}, "RoutingError", "expects at least 99"),
+        ({"stage": 3, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}},
+         "UnsupportedConfigError", "ratio"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_a_typed_error(ranks: Any, change: dict[str, Any], kind: str, said: str) -> None:
+    for report in ranks(2).run(try_to_start, stage=1, on_last_rank={}, common=change):
+        assert report["type"] == kind
+        assert said in report["message"]
+
+
+class OnlyVectors(nn.Module):
+    """A model without a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.gain).sum()
+
+
+def start_without_matrix(rank: int, world_size: int) -> str:
+    try:
+        deepspeed.initialize(model=(model := OnlyVectors()), model_parameters=model.parameters(), config=training.ds_config(2))
+    except deepspeed_muon.RoutingError as error:
+        return str(error)
+    return ""
+
+
+def test_model_without_matrix_is_an_error(ranks: Any) -> None:
+    for message in ranks(2).run(start_without_matrix):
+        assert "no parameter goes to Muon" in message
+        assert "gain [8] (a vector)" in message
