@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import importlib
 import itertools
 import json
 import math
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from tests.harness import CommandFailed, base_environment, free_port, run_command
+from tests.harness import base_environment, free_port, run_command
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "examples" / "train_gpt.py"
@@ -25,7 +27,7 @@ LAUNCH_TIMEOUT = 120.0
 """Seconds for one launch; about 10 on an idle machine, nearly all of it imports."""
 
 TINY = ["--dim", "32", "--layers", "2", "--heads", "2", "--seq_len", "32", "--batch_size", "2"]
-SHORT = ["--log_every", "1", "--eval_every", "2", "--eval_batches", "1", "--warmup", "0.25"]
+TINY += ["--steps", "6", "--log_every", "1", "--eval_every", "2", "--eval_batches", "1", "--warmup", "0.25"]
 
 
 def _launcher(name: str) -> tuple[list[str], dict[str, str]]:
@@ -46,17 +48,18 @@ def _launcher(name: str) -> tuple[list[str], dict[str, str]]:
     return [*words, sys.executable], {"MASTER_PORT": port, "GLOO_SOCKET_IFNAME": ""}
 
 
+Metrics = dict[str, dict[int, float]]
+"""The CSV files of a run by name, each with its values by step."""
+
+
 def _train(
     folder: Path, *options: str, config: str | Path = "zero1.json", launcher: str = "torchrun"
-) -> dict[str, dict[int, float]]:
-    """Trains the tiny model on text in ``folder``; returns the CSV metrics by name, each by step."""
-    text = folder / "text.txt"
-    if not text.exists():
-        text.write_text("".join(f"line {i}: the square of {i} is {i * i}\n" for i in range(2000)))
+) -> Metrics:
+    """Train the tiny model for six steps on the text in ``folder`` and return the metrics."""
     words, env = _launcher(launcher)
     name = f"run{len(list(folder.glob('run*')))}"
-    arguments = ["--deepspeed_config", str(CONFIGS / config), "--data", str(text)]
-    arguments += ["--metrics_dir", str(folder), "--run_name", name, *TINY, *SHORT, *options]
+    arguments = ["--deepspeed_config", str(CONFIGS / config), "--data", str(folder / "text.txt")]
+    arguments += ["--metrics_dir", str(folder), "--run_name", name, *TINY, *options]
     run_command([*words, str(SCRIPT), *arguments], timeout=LAUNCH_TIMEOUT, env=env)
     return {path.stem: _read(path) for path in (folder / name).glob("*.csv")}
 
@@ -66,6 +69,25 @@ def _read(path: Path) -> dict[int, float]:
         return {int(float(step)): float(value) for step, value in csv.reader(file) if step != "step"}
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all runs find their text and leave their metrics."""
+    path = tmp_path_factory.mktemp("example")
+    path.joinpath("text.txt").write_text("".join(f"line {i}: {i} squared is {i * i}\n" for i in range(2000)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Callable[[str], Metrics]:
+    """The run to compare with, by config: under torchrun, uninterrupted, with a checkpoint halfway."""
+
+    @functools.cache
+    def run(config: str) -> Metrics:
+        return _train(folder, "--save_dir", str(folder / config), "--save_every", "3", config=config)
+
+    return run
+
+
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script as a module, imported the way that Python runs it: its folder first on the path."""
@@ -73,84 +95,86 @@ def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("train_gpt")
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict[int, float]]]:
-    """Metrics of one run of six steps under torchrun, by config; filled by the tests that need it."""
-    return {}
+def _assert_same_losses(found: Metrics, expected: Metrics, *, rel: float) -> None:
+    for name in ("train_loss", "val_loss"):
+        assert sorted(found[name]) == sorted(expected[name])
+        for step, loss in expected[name].items():
+            assert found[name][step] == pytest.approx(loss, rel=rel), (name, step)
 
 
 @pytest.mark.parametrize("launcher", ["deepspeed", "mpirun"])
-def test_launchers_agree(launcher, tmp_path, uninterrupted):
-    options = ["--steps", "6"]
-    if "zero3.json" not in uninterrupted:
-        uninterrupted["zero3.json"] = _train(tmp_path, *options, config="zero3.json")
-    expected = uninterrupted["zero3.json"]
-    found = _train(tmp_path, *options, config="zero3.json", launcher=launcher)
-    for name in ("train_loss", "val_loss"):
-        assert sorted(found[name]) == sorted(expected[name])
-        # The launchers differ in nothing but how ranks find each other and which code adds up two tensors
-        # (gloo, or DeepSpeed's shared memory under its own launcher). A sum of two numbers has one order, so
-        # the losses are equal to the bit here; 1e-6 (eight fp32 roundings) leaves room for a library that
-        # blocks its matrix products by the alignment of its buffers, and is far below what one wrong batch
-        # makes (1e-2).
-        for step, loss in expected[name].items():
-            assert found[name][step] == pytest.approx(loss, rel=1e-6), (name, step)
+def test_launchers_agree(launcher, folder, whole):
+    found = _train(folder, config="zero3.json", launcher=launcher)
+    # The launchers differ in nothing but how ranks find each other and which code adds up two tensors (gloo,
+    # or DeepSpeed's shared memory under its own launcher). A sum of two numbers has one order, so the losses
+    # are equal to the bit where this was written. 1e-6, some ten fp32 roundings, leaves room for a library
+    # that blocks its matrix products by the alignment of its buffers; one wrong batch makes 1e-2.
+    _assert_same_losses(found, whole("zero3.json"), rel=1e-6)
+
+
+def test_zero_init_trains_the_same_model(folder, whole):
+    # Weights are drawn in the same order and dtype whether or not they are partitioned at once: see above for
+    # 1e-6.
+    _assert_same_losses(_train(folder, "--zero_init", config="zero3.json"), whole("zero3.json"), rel=1e-6)
 
 
 @pytest.mark.parametrize("config", ["zero1.json", "zero3.json"])
-def test_resume_continues_identically(config, tmp_path, uninterrupted):
-    checkpoints = ["--save_dir", str(tmp_path / "checkpoints")]
-    whole = _train(tmp_path, "--steps", "6", "--save_every", "3", *checkpoints, config=config)
+def test_resume_continues_identically(config, folder, whole):
+    expected = whole(config)
     # The run is thrown back to its middle, as if it had been killed after the checkpoint of step 3.
-    (tmp_path / "checkpoints" / "latest").write_text("step3")
-    resumed = _train(tmp_path, "--steps", "6", "--resume", *checkpoints, config=config)
+    (folder / config / "latest").write_text("step3")
+    resumed = _train(folder, "--resume", "--save_dir", str(folder / config), config=config)
 
     assert sorted(resumed["train_loss"]) == [4, 5, 6]
+    assert sorted(resumed["val_loss"]) == [4, 6]
     # A checkpoint holds fp32 weights, momentum and Adam state to the bit, and batches depend on the step
-    # alone, so that nothing is rounded anew. Equality is exact.
+    # alone, so that nothing is rounded anew: equality is exact.
     for name in ("train_loss", "val_loss"):
         for step, loss in resumed[name].items():
-            assert whole[name][step] == loss, (name, step)
-    # ... and neither is the rate's schedule restarted.
-    assert list(resumed["Train_Samples_lr"].values()) == list(whole["Train_Samples_lr"].values())[3:]
+            assert expected[name][step] == loss, (name, step)
+    # Nor is the rate's schedule restarted.
+    assert list(resumed["Train_Samples_lr"].values()) == list(expected["Train_Samples_lr"].values())[3:]
 
 
-def test_resume_refuses_other_batches(tmp_path):
-    checkpoints = ["--save_dir", str(tmp_path / "checkpoints")]
-    _train(tmp_path, "--steps", "1", *checkpoints)
-    with pytest.raises(CommandFailed, match="seed was 0 and is 7"):
-        _train(tmp_path, "--steps", "2", "--resume", "--seed", "7", *checkpoints)
-    with pytest.raises(CommandFailed, match="no checkpoint in"):
-        _train(tmp_path, "--steps", "2", "--resume", "--save_dir", str(tmp_path / "nowhere"))
-
-
-def test_adamw_for_comparison(tmp_path):
-    options = ["--steps", "4", "--eval_every", "4"]
-    adamw = _train(tmp_path, *options, "--optimizer", "AdamW", "--lr", "0.003", config="zero2.json")
-    muon = _train(tmp_path, *options, config="zero2.json")
+def test_adamw_for_comparison(folder, whole):
+    adamw = _train(folder, "--optimizer", "AdamW", "--lr", "0.003")
+    muon = whole("zero1.json")
     for metrics in (adamw, muon):
-        assert sorted(metrics["train_loss"]) == [1, 2, 3, 4]
+        assert sorted(metrics["train_loss"]) == [1, 2, 3, 4, 5, 6]
+        assert sorted(metrics["val_loss"]) == [2, 4, 6]
         assert all(math.isfinite(loss) for loss in metrics["train_loss"].values())
-        assert sorted(metrics["val_loss"]) == [4]
         assert all(rate > 0 for rate in metrics["train_tokens_per_second"].values())
     # Same weights and batch at the first step, another optimizer from the first update on.
     assert adamw["train_loss"][1] == muon["train_loss"][1]
-    assert adamw["train_loss"][4] != muon["train_loss"][4]
+    assert adamw["train_loss"][6] != muon["train_loss"][6]
 
 
-def test_accumulation_trains_on_the_same_batches(tmp_path):
-    """One micro-step of 4 sequences a rank is two micro-steps of 2: the global batch is the same set."""
-    config = json.loads((CONFIGS / "zero2.json").read_text())
+def test_accumulation_trains_on_the_same_batches(folder, whole):
+    """Two micro-steps of 1 sequence a rank are one of 2: the global batch holds the same sequences."""
+    config = json.loads((CONFIGS / "zero1.json").read_text())
     config["gradient_accumulation_steps"] = 2
-    (tmp_path / "accumulate.json").write_text(json.dumps(config))
-    options = ["--steps", "3", "--eval_every", "3"]
-    split = _train(tmp_path, *options, config=tmp_path / "accumulate.json")
-    whole = _train(tmp_path, *options, "--batch_size", "4", config="zero2.json")
-    # The loss is a mean over the same 4096 losses in another order: a few fp32 roundings (6e-8) each step.
-    # After an update the two differ by the rounding of their gradients, which Newton-Schulz may enlarge: 1e-4
-    # covers three steps, and another batch would change the loss by 1e-2.
-    assert split["train_loss"][1] == pytest.approx(whole["train_loss"][1], rel=1e-6)
-    assert split["train_loss"][3] == pytest.approx(whole["train_loss"][3], rel=1e-4)
+    (folder / "accumulate.json").write_text(json.dumps(config))
+    split = _train(folder, "--batch_size", "1", "--eval_batches", "2", config=folder / "accumulate.json")
+    expected = whole("zero1.json")
+    # The same terms are added up in another order: a few fp32 roundings (6e-8) at the first step. From then
+    # on the weights differ by the rounding of their gradients, which Newton-Schulz can enlarge for near-zero
+    # singular values: 1e-4. Another batch would make 1e-2.
+    assert split["train_loss"][1] == pytest.approx(expected["train_loss"][1], rel=1e-6)
+    _assert_same_losses(split, expected, rel=1e-4)
+
+
+def test_resume_refuses_other_batches(example):
+    class Engine:
+        def __init__(self, path, state):
+            self.load_checkpoint = lambda folder: (path, state)
+
+    args = argparse.Namespace(save_dir="somewhere")
+    now = {"seed": 7, "seq_len": 32}
+    assert example.resume(Engine("x", {"step": 5, "identity": now}), args, now) == 5
+    with pytest.raises(ValueError, match=r"seed was 0 and is 7$"):
+        example.resume(Engine("x", {"step": 5, "identity": {"seed": 0, "seq_len": 32}}), args, now)
+    with pytest.raises(FileNotFoundError, match="no checkpoint in somewhere"):
+        example.resume(Engine(None, None), args, now)
 
 
 @pytest.mark.parametrize("kind", ["cosine", "wsd"])
