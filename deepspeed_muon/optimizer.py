@@ -44,10 +44,9 @@ class Muon(torch.optim.Optimizer):
     included. ``state[...]["step"]`` counts optimizer steps.
     """
 
-    # GradScaler then hands over its scale and the overflow flag instead of deciding on each rank by itself.
+    # torch's GradScaler then sets grad_scale and found_inf on this object for the time of a step, instead of deciding on
+    # each rank by itself whether to call step(), which would leave the other ranks waiting.
     _step_supports_amp_scaling = True
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
 
     def __init__(
         self,
@@ -320,15 +319,17 @@ class Muon(torch.optim.Optimizer):
         if self.records_global_norm:
             total = torch.nn.utils.get_total_norm(grads.values()) if grads else torch.zeros(())
             self._global_grad_norm = float(total)
-        if self.grad_scale is not None:
-            inverse = 1.0 / self.grad_scale.double()
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        if scale is not None:
+            inverse = 1.0 / scale.double()
             grads = {index: grad * inverse.to(grad.device, grad.dtype) for index, grad in grads.items()}
         return grads
 
     def _refuse(self, report: GradientReport) -> None:
         """Leave everything as it is, or raise, as configured. All ranks come here together."""
-        if self.found_inf is not None:
-            self.found_inf.fill_(1.0)
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        if found_inf is not None:
+            found_inf.fill_(1.0)
         where = ", ".join(report.nonfinite[:5]) + (" ..." if len(report.nonfinite) > 5 else "")
         message = f"non-finite gradient in {len(report.nonfinite)} parameters ({where})"
         if self.config.nonfinite_grad == "error":

@@ -362,6 +362,11 @@ def keep_rate_ratios(scheduler: Any, optimizer: Muon, *, given: Mapping[str, Any
         (lr_schedules.WarmupLR, {"min_lrs": "warmup_min_lr", "max_lrs": "warmup_max_lr"}),
     ]
     keys = next((keys for kind, keys in kinds if isinstance(scheduler, kind)), None)
+    if isinstance(scheduler, lr_schedules.WarmupCosineLR) and scheduler.last_batch_iteration < 0:
+        # Up to 0.17 it sets only the first group's rate before the first step.
+        share = float(optimizer.param_groups[0]["lr"]) / (scheduler.org_lrs[0] or 1.0)
+        for group, rate in zip(optimizer.param_groups, scheduler.org_lrs, strict=True):
+            group["lr"] = rate * share
     if keys is None:
         return
     ratios = [float(group["lr_ratio"]) for group in optimizer.param_groups]

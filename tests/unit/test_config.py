@@ -1,0 +1,86 @@
+"""Every key of the configuration, and what a wrong one says."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.errors import ConfigError, ScheduleError
+
+
+def test_defaults_are_those_of_deepspeeds_own_muon() -> None:
+    config = MuonConfig.from_params(None)
+    assert config.muon_defaults() == {
+        "lr": 0.02,
+        "momentum": 0.95,
+        "nesterov": True,
+        "weight_decay": 0.0,
+        "adjust_lr_fn": "original",
+    }
+    assert config.adam_defaults() == {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
+    assert len(config.coefficients()) == 5
+
+
+def test_precedence_of_rates() -> None:
+    config = MuonConfig.from_params({"lr": 0.1, "adam_lr": 0.01, "weight_decay": 0.2, "muon_weight_decay": 0.3})
+    assert config.muon_defaults()["lr"] == 0.1
+    assert config.adam_defaults()["lr"] == 0.01
+    assert config.muon_defaults()["weight_decay"] == 0.3
+    assert config.adam_defaults()["weight_decay"] == 0.2
+    assert config.reference_lr == 0.1
+    assert MuonConfig.from_params({"muon_lr": 0.5}).reference_lr == 0.5
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"moun_lr": 0.1}, "unknown key 'moun_lr'; did you mean 'muon_lr'?"),
+        ({"zzz": 1}, "known keys: adam_lr"),
+        ({"lr": -1.0}, "optimizer.params.lr"),
+        ({"lr": math.inf}, "optimizer.params.lr"),
+        ({"lr": math.nan}, "optimizer.params.lr"),
+        ({"lr": "auto"}, "only the Hugging Face integrations fill in"),
+        ({"muon_lr": "auto"}, "optimizer.params.muon_lr"),
+        ({"momentum": 1.0}, "optimizer.params.momentum"),
+        ({"betas": [0.9]}, "optimizer.params.betas"),
+        ({"betas": [0.9, 1.5]}, "optimizer.params.betas"),
+        ({"eps": 0}, "optimizer.params.eps"),
+        ({"ns_method": "svd"}, "optimizer.params.ns_method"),
+        ({"ns_dtype": "fp8"}, "optimizer.params.ns_dtype"),
+        ({"ns_schedule": "nope"}, "optimizer.params.ns_schedule"),
+        ({"adjust_lr_fn": "spectral_norm"}, "optimizer.params.adjust_lr_fn"),
+        ({"min_muon_params": -1}, "optimizer.params.min_muon_params"),
+        ({"nonfinite_grad": "ignore"}, "optimizer.params.nonfinite_grad"),
+    ],
+)
+def test_bad_values_name_the_key(params: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        MuonConfig.from_params(params)
+    assert said in str(caught.value)
+
+
+def test_schedules() -> None:
+    assert len(MuonConfig.from_params({"ns_steps": 9}).coefficients()) == 9
+    assert len(MuonConfig.from_params({"ns_schedule": "deepseekv4"}).coefficients()) == 10
+    own = [[3.4445, -4.7750, 2.0315]] * 6
+    assert len(MuonConfig.from_params({"ns_schedule": own}).coefficients()) == 6
+    with pytest.raises(ScheduleError):
+        MuonConfig.from_params({"ns_schedule": own, "ns_steps": 5})
+
+
+def test_wire_dtype() -> None:
+    auto = MuonConfig.from_params({})
+    assert auto.resolved_wire_dtype(torch.float32) == torch.float32
+    assert auto.resolved_wire_dtype(torch.bfloat16) == torch.bfloat16
+    assert auto.resolved_wire_dtype(torch.float16) == torch.bfloat16
+    assert MuonConfig.from_params({"wire_dtype": "fp32"}).resolved_wire_dtype(torch.bfloat16) == torch.float32
+
+
+def test_digest_is_canonical() -> None:
+    first = MuonConfig.from_params({"lr": 0.1, "momentum": 0.9})
+    second = MuonConfig.from_params({"momentum": 0.9, "lr": 0.1})
+    assert first.digest() == second.digest() != MuonConfig.from_params({"lr": 0.1}).digest()

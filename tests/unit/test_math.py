@@ -1,0 +1,181 @@
+"""The mathematics against independent float64 definitions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_muon.errors import ScheduleError
+from deepspeed_muon.math.adamw import AdamStep, adam_step_
+from deepspeed_muon.math.coefficients import resolve_schedule
+from deepspeed_muon.math.momentum import MomentumStep, update_momentum_
+from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, restart_steps
+from deepspeed_muon.math.reference import reference_adamw_step, reference_muon_step, reference_orthogonalize
+from deepspeed_muon.math.scaling import update_scale
+from tests.reference import polar
+
+SHAPES = [(1, 1), (1, 9), (9, 1), (17, 17), (13, 31), (31, 13), (64, 256), (256, 64), (96, 200)]
+
+# Relative to the same polynomial in float64. fp32: every product rounds by 2^-24 and five steps multiply the rounding of
+# small singular values by up to 480, of which the norm sees a few percent. Half formats: KERNELS.md's measured worst cases.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-2, torch.bfloat16: 3e-1}
+
+
+def matrix(kind: str, rows: int, cols: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rows * 1000 + cols)
+    x = torch.randn(rows, cols, generator=generator)
+    if kind == "low-rank":
+        rank = max(1, min(rows, cols) // 4)
+        x = torch.randn(rows, rank, generator=generator) @ torch.randn(rank, cols, generator=generator)
+    if kind == "ill-conditioned":
+        u, _, v = torch.linalg.svd(x.double(), full_matrices=False)
+        x = ((u * torch.logspace(0, -6, min(rows, cols), dtype=torch.float64)) @ v).float()
+    return x * {"tiny": 1e-12, "huge": 1e12}.get(kind, 1.0)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("method", ["gram", "standard"])
+@pytest.mark.parametrize("kind", ["gaussian", "low-rank", "ill-conditioned", "tiny", "huge"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_orthogonalize_matches_float64(shape: tuple[int, int], kind: str, method: str, dtype: torch.dtype) -> None:
+    x = matrix(kind, *shape)
+    settings_ = NsSettings(resolve_schedule("quintic"), method, dtype)  # type: ignore[arg-type]
+    expected = reference_orthogonalize(x, settings_.coefficients)
+    result = orthogonalize(x, settings=settings_)
+    assert result.shape == x.shape and result.dtype == dtype
+    bound = TOLERANCE[dtype]
+    if kind == "low-rank" and min(shape) < 64 and dtype != torch.float32:
+        # The cast alone puts 2^-9 (2^-12) of noise into the null space, whose directions grow by up to 480; three
+        # quarters of the directions of a rank-3 matrix of 13 rows are that. Standard and Gram err alike: 0.39, 0.052.
+        bound *= 1.5
+    assert float((result.double() - expected).norm() / expected.norm()) <= bound
+
+
+def test_the_two_references_agree() -> None:
+    for rows, cols in SHAPES:
+        x = matrix("gaussian", rows, cols)
+        torch.testing.assert_close(reference_orthogonalize(x, resolve_schedule("quintic")), polar(x), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["gram", "standard"])
+def test_batches_and_views_give_the_single_result(method: str) -> None:
+    flat = torch.randn(4 * 24 * 64)
+    batch = flat.view(4, 24, 64)
+    settings_ = NsSettings(resolve_schedule("quintic"), method)  # type: ignore[arg-type]
+    together = orthogonalize(batch, settings=settings_)
+    for index in range(4):
+        torch.testing.assert_close(together[index], orthogonalize(batch[index], settings=settings_), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        orthogonalize(batch[0].T, settings=settings_), orthogonalize(batch[0], settings=settings_).T, rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_zero_stays_zero_and_nonfinite_shows(dtype: torch.dtype) -> None:
+    settings_ = NsSettings(resolve_schedule("quintic"), "gram", dtype)
+    assert not orthogonalize(torch.zeros(8, 32), settings=settings_).any()
+    bad = torch.ones(8, 32)
+    bad[3, 3] = math.nan
+    assert not torch.isfinite(orthogonalize(bad, settings=settings_)).all()
+
+
+@pytest.mark.parametrize("name", ["quintic", "polar_express", "polar_express_5", "cans", "deepseekv4"])
+def test_every_schedule_orthogonalises(name: str) -> None:
+    x = matrix("gaussian", 64, 128)
+    rows = resolve_schedule(name)  # type: ignore[arg-type]
+    singular = torch.linalg.svdvals(reference_orthogonalize(x, rows))
+    assert 0.6 < float(singular.min()) and float(singular.max()) < 1.3
+
+
+@pytest.mark.parametrize("steps", [1, 4, 6])
+@pytest.mark.parametrize("name", ["cans", "polar_express_5", "deepseekv4"])
+def test_a_table_is_never_cycled_or_cut(name: str, steps: int) -> None:
+    with pytest.raises(ScheduleError, match="set ns_steps to"):
+        resolve_schedule(name, steps)  # type: ignore[arg-type]
+
+
+def test_a_table_that_flips_the_sign_is_refused() -> None:
+    """Four rows cycled to five once gave minus the polar factor: gradient ascent."""
+    cans = resolve_schedule("cans")
+    with pytest.raises(ScheduleError):
+        resolve_schedule([*cans[:4], (-1.0, 0.0, 0.0)])
+    with pytest.raises(ScheduleError, match="cannot run for ns_steps=5"):
+        resolve_schedule(cans[:4], 5)
+
+
+def test_polar_express_repeats_its_last_row_unscaled() -> None:
+    rows = resolve_schedule("polar_express", 10)
+    assert rows[7:] == ((1.875, -1.25, 0.375),) * 3
+    assert rows[0][0] == pytest.approx(8.28721201814563 / 1.01)
+    assert rows[0][2] == pytest.approx(17.300387312530933 / 1.01**5)
+
+
+def test_restarts_never_come_after_the_last_step() -> None:
+    assert restart_steps(5, torch.bfloat16) == {1, 3}
+    assert restart_steps(5, torch.float16) == {3}
+    assert restart_steps(5, torch.float32) == {3}
+    for dtype in TOLERANCE:
+        for steps in range(1, 12):
+            assert all(0 < done < steps for done in restart_steps(steps, dtype))
+
+
+def test_scale_rules() -> None:
+    assert update_scale("original", 4, 16) == 1.0
+    assert update_scale("original", 16, 4) == 2.0
+    assert update_scale("match_rms_adamw", 25, 4) == pytest.approx(1.0)
+    assert update_scale("spectral", 9, 16) == 4.0
+    assert update_scale("unit_rms_norm", 4, 16) == 0.5
+    with pytest.raises(ValueError, match="adjust_lr_fn"):
+        update_scale("spectral_norm", 4, 4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_momentum(nesterov: bool, dtype: torch.dtype) -> None:
+    buf, grad = torch.randn(100), torch.randn(100)
+    expected = 0.9 * buf.double() + 0.1 * grad.double()
+    kept = grad.clone()
+    out = torch.empty(100, dtype=dtype)
+    update_momentum_(buf, grad, step=MomentumStep(0.9, nesterov), out=out)
+    torch.testing.assert_close(buf.double(), expected, rtol=1e-5, atol=1e-6)
+    direction = 0.1 * grad.double() + 0.9 * expected if nesterov else expected
+    torch.testing.assert_close(out.double(), direction, rtol=1e-5 if dtype == torch.float32 else 8e-3, atol=1e-3)
+    assert torch.equal(grad, kept), "at stage 0 the gradient is the caller's"
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 12),
+    cols=st.integers(1, 12),
+    momentum=st.floats(0.0, 0.99),
+    nesterov=st.booleans(),
+    decay=st.floats(0.0, 0.5),
+)
+def test_reference_step_is_the_definition(rows: int, cols: int, momentum: float, nesterov: bool, decay: float) -> None:
+    generator = torch.Generator().manual_seed(rows * 100 + cols)
+    p, g, buf = (torch.randn(rows, cols, generator=generator, dtype=torch.float64) for _ in range(3))
+    new, new_buf = reference_muon_step(
+        p, g, buf, lr=0.1, momentum=momentum, nesterov=nesterov, weight_decay=decay, coefficients=resolve_schedule("quintic")
+    )
+    expected_buf = momentum * buf + (1 - momentum) * g
+    direction = (1 - momentum) * g + momentum * expected_buf if nesterov else expected_buf
+    torch.testing.assert_close(new_buf, expected_buf)
+    expected = p * (1 - 0.1 * decay) - 0.1 * math.sqrt(max(1, rows / cols)) * polar(direction)
+    torch.testing.assert_close(new, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_adamw_matches_the_reference() -> None:
+    p, m, v = torch.randn(50), torch.zeros(50), torch.zeros(50)
+    expected = (p.double(), m.double(), v.double())
+    for step in range(1, 5):
+        g = torch.randn(50)
+        adam_step_([p], [g], [m], [v], settings=AdamStep(1e-2, (0.9, 0.95), 1e-8, 0.1, step))
+        expected = reference_adamw_step(
+            expected[0], g, expected[1], expected[2], step=step, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
+        )
+    for actual, wanted in zip((p, m, v), expected, strict=True):
+        torch.testing.assert_close(actual.double(), wanted, rtol=1e-5, atol=1e-6)

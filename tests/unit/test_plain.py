@@ -1,0 +1,170 @@
+"""The optimizer without DeepSpeed: an ordinary torch optimizer."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed_muon
+from deepspeed_muon import Muon
+from deepspeed_muon.run import split_arguments
+from tests.models import MATRICES, batch, build
+from tests.reference import Oracle, relative
+
+SETTINGS = {"muon_lr": 0.02, "adam_lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8, "ns_dtype": "fp32"}
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("rule", ["original", "match_rms_adamw", "unit_rms_norm"])
+def test_matches_the_reference(nesterov: bool, rule: str) -> None:
+    scales = {
+        "original": lambda r, c: math.sqrt(max(1, r / c)),
+        "match_rms_adamw": lambda r, c: 0.2 * math.sqrt(max(r, c)),
+        "unit_rms_norm": lambda r, c: math.sqrt(r / c),
+    }
+    ours, theirs = build("toy"), build("toy").double()
+    start = {name: param.detach().clone() for name, param in ours.named_parameters()}
+    optimizer = Muon(ours, nesterov=nesterov, adjust_lr_fn=rule, **SETTINGS)  # type: ignore[arg-type]
+    oracle = Oracle(MATRICES["toy"], nesterov=nesterov, scale=scales[rule])
+    for step in range(5):
+        for model in (ours, theirs):
+            model.zero_grad()
+            model(*batch(step, 0)).backward()
+        optimizer.step()
+        oracle.update(theirs)
+    for (name, actual), (_, expected) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert relative(actual.detach(), expected.detach(), start[name]) <= 2.5e-5, name
+
+
+def test_state_dict_round_trip() -> None:
+    torch.manual_seed(0)
+    model = build("toy")
+    optimizer = Muon(model, **SETTINGS)  # type: ignore[arg-type]
+    for step in range(2):
+        model.zero_grad()
+        model(*batch(step, 0)).backward()
+        optimizer.step()
+    weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    state = copy.deepcopy(optimizer.state_dict())  # torch's load_state_dict shares the tensors
+    other = build("toy", seed=3)
+    other.load_state_dict(model.state_dict())
+    fresh = Muon(other, **SETTINGS)  # type: ignore[arg-type]
+    fresh.load_state_dict(state)
+    for which, opt in ((model, optimizer), (other, fresh)):
+        which.zero_grad()
+        which(*batch(2, 0)).backward()
+        opt.step()
+    for (name, first), (_, second) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.equal(first, second), name
+        assert not torch.equal(first, weights[name]), name
+
+
+def test_closure_schedulers_and_set_to_none() -> None:
+    model = build("toy")
+    optimizer = Muon(model, lr=0.02, adam_lr=0.002)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.02, 0.002], total_steps=10)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(*batch(0, 0))
+        loss.backward()
+        return loss
+
+    first = optimizer.step(closure)
+    for _ in range(4):
+        scheduler.step()
+        last = optimizer.step(closure)
+    assert float(last.detach()) < float(first.detach())
+    muon, adam = (group["lr"] for group in optimizer.param_groups)
+    assert muon == pytest.approx(10 * adam)
+
+
+def test_missing_gradients_and_nonfinite_ones(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    optimizer = Muon(model, lr=0.1, weight_decay=0.5)
+    kept = model[1].weight.detach().clone()
+    model[0].weight.grad = torch.ones(4, 4)
+    optimizer.step()
+    assert torch.equal(model[1].weight, kept), "no gradient: not even weight decay"
+    before = model[0].weight.detach().clone()
+    model[0].weight.grad = torch.full((4, 4), math.nan)
+    with caplog.at_level(logging.WARNING):
+        optimizer.step()
+    assert torch.equal(model[0].weight, before) and optimizer.skipped_steps == 1
+    assert "non-finite gradient in 1 parameters (0.weight)" in caplog.text
+    strict = Muon(model, lr=0.1, nonfinite_grad="error")
+    with pytest.raises(deepspeed_muon.NonFiniteGradientError, match=r"0\.weight"):
+        strict.step()
+
+
+def test_grad_scaler() -> None:
+    """torch's GradScaler hands over its scale; the update is that of the unscaled gradient."""
+    plain, scaled = build("toy"), build("toy")
+    first, second = (Muon(m, **SETTINGS) for m in (plain, scaled))  # type: ignore[arg-type]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    plain(*batch(0, 0)).backward()
+    first.step()
+    scaler.scale(scaled(*batch(0, 0))).backward()
+    scaler.step(second)
+    scaler.update()
+    for (name, a), (_, b) in zip(plain.named_parameters(), scaled.named_parameters(), strict=True):
+        torch.testing.assert_close(a, b, msg=name)
+
+
+def test_unnamed_parameters_warn(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        Muon(build("toy").parameters())
+    assert "routed by shape alone" in caplog.text
+
+
+def test_a_replaced_parameter_is_an_error() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = Muon(model)
+    optimizer.param_groups[0]["params"] = [nn.Parameter(torch.zeros(16))]
+    with pytest.raises(deepspeed_muon.BindingError, match="register"):
+        optimizer.step()
+
+
+def test_noncontiguous_and_sparse_are_errors() -> None:
+    weight = nn.Parameter(torch.randn(6, 4).T)
+    optimizer = Muon([("w.weight", weight)])
+    weight.grad = torch.ones(4, 6)
+    with pytest.raises(deepspeed_muon.BindingError, match="not contiguous"):
+        optimizer.step()
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4))
+    optimizer = Muon(model)
+    model(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(deepspeed_muon.BindingError, match="sparse"):
+        optimizer.step()
+
+
+def test_run_module(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, deepspeed\n"
+        "from deepspeed.runtime.engine import DeepSpeedEngine\n"
+        "print(sys.argv[1:], hasattr(DeepSpeedEngine._configure_optimizer, '_deepspeed_muon_original'), __name__)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "deepspeed_muon.run", "--local_rank=1", str(script), "--x", "3"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "['--local_rank=1', '--x', '3'] True __main__" in done.stdout, done.stdout + done.stderr
+
+
+def test_run_arguments() -> None:
+    assert split_arguments(["a.py", "b"]) == ("a.py", ["b"])
+    assert split_arguments(["--local_rank", "2", "a.py"]) == ("a.py", ["--local_rank", "2"])
+    for bad in ([], ["--verbose", "a.py"]):
+        with pytest.raises(SystemExit, match="usage"):
+            split_arguments(bad)

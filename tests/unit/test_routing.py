@@ -1,0 +1,194 @@
+"""Which parameter goes where, and why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed_muon.errors import ConfigError, RoutingError
+from deepspeed_muon.optimizer import Muon
+from deepspeed_muon.routing import NamedParameter, Route, model_parameters_by_name, route_parameters
+
+
+def route(name: str, *shape: int, siblings: tuple[str, ...] = ()) -> Route:
+    names = (name, *siblings)
+    members = [NamedParameter((n,), nn.Parameter(torch.zeros(shape))) for n in names]
+    return route_parameters(members, require_muon=False)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "algorithm"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", (8, 8), "muon"),
+        ("model.layers.0.mlp.gate_proj.weight", (16, 8), "muon"),
+        ("transformer.h.0.attn.c_attn.weight", (8, 24), "muon"),
+        ("bert.encoder.layer.0.attention.output.dense.weight", (8, 8), "muon"),
+        ("layers.0.attention.output.weight", (8, 8), "muon"),
+        ("blocks.2.head.weight", (8, 8), "muon"),
+        ("layers.1.mlp.gate.weight", (8, 8), "muon"),
+        ("mix.weight", (1, 9), "muon"),
+        ("model.embed_tokens.weight", (32, 8), "adamw"),
+        ("transformer.wte.weight", (32, 8), "adamw"),
+        ("transformer.wpe.weight", (32, 8), "adamw"),
+        ("tok_emb.weight", (32, 8), "adamw"),
+        ("lm_head.weight", (32, 8), "adamw"),
+        ("module.lm_head.weight", (32, 8), "adamw"),
+        ("output.weight", (32, 8), "adamw"),
+        ("score.weight", (2, 8), "adamw"),
+        ("embed_out.weight", (32, 8), "adamw"),
+        ("layers.0.router.weight", (4, 8), "adamw"),
+        ("model.layers.0.input_layernorm.weight", (8,), "adamw"),
+        ("scale", (), "adamw"),
+        ("conv.weight", (4, 3, 3, 3), "adamw"),
+        ("empty.weight", (0, 8), "adamw"),
+    ],
+)
+def test_rules_by_name_and_shape(name: str, shape: tuple[int, ...], algorithm: str) -> None:
+    found = route(name, *shape)
+    assert found.algorithm == algorithm, found
+    assert found.reason
+
+
+def test_a_gate_beside_experts_is_a_router() -> None:
+    found = route("model.layers.0.moe.gate.weight", 4, 8, siblings=("model.layers.0.moe.experts.0.w1.weight",))
+    assert found.algorithm == "adamw" and "router" in found.reason
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(30, 8)
+        self.mix = nn.Linear(8, 8, bias=False)
+        self.project = nn.Linear(8, 30, bias=False)
+        self.project.weight = self.tokens.weight
+
+
+def test_a_tied_head_is_the_embedding() -> None:
+    model = Tied()
+    members = list(model_parameters_by_name(model).values())
+    assert [m.names for m in members] == [("tokens.weight", "project.weight"), ("mix.weight",)]
+    routes = route_parameters(members)
+    assert [(r.name, r.algorithm) for r in routes] == [("tokens.weight", "adamw"), ("mix.weight", "muon")]
+
+
+class WithHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+        self.unusual = nn.Linear(8, 30)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.unusual
+
+    def get_input_embeddings(self) -> nn.Module:
+        raise NotImplementedError
+
+
+def test_hugging_face_accessors_tell_the_head() -> None:
+    routes = route_parameters(list(model_parameters_by_name(WithHead()).values()))
+    assert [(r.name, r.algorithm) for r in routes if len(r.shape) == 2] == [
+        ("body.weight", "muon"),
+        ("unusual.weight", "adamw"),
+    ]
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].weight.requires_grad_(False)
+    optimizer = Muon(model)
+    assert [r.algorithm for r in optimizer.routes] == ["frozen", "adamw", "muon", "adamw"]
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert id(model[0].weight) not in held
+
+
+def test_zero_init_placeholders_are_judged_by_their_true_shape() -> None:
+    param = nn.Parameter(torch.zeros(0))
+    param.ds_shape = torch.Size((8, 8))
+    found = route_parameters([NamedParameter(("layers.0.w.weight",), param)])[0]
+    assert found.algorithm == "muon" and found.shape == (8, 8)
+
+
+def test_patterns() -> None:
+    members = list(model_parameters_by_name(nn.ModuleDict({"head": nn.Linear(4, 4), "a": nn.Linear(4, 4)})).values())
+    assert route_parameters(members, include=["head.weight"])[0].algorithm == "muon"
+    assert route_parameters(members, include=["head.weight"], exclude=["re:^a\\."])[2].algorithm == "adamw"
+    assert route_parameters(members, include=["*.weight"], exclude=["head*"])[0].algorithm == "adamw"
+    with pytest.raises(RoutingError, match="matches no parameter"):
+        route_parameters(members, exclude=["b.*"])
+    with pytest.raises(RoutingError, match="not a regular expression"):
+        route_parameters(members, exclude=["re:("])
+    with pytest.raises(RoutingError, match=r"a\.bias of shape \[4\]"):
+        route_parameters(members, include=["a.bias"])
+
+
+def test_expectations() -> None:
+    members = list(model_parameters_by_name(nn.Linear(4, 4)).values())
+    with pytest.raises(RoutingError, match="expects at least 2 Muon matrices and routing found 1"):
+        route_parameters(members, min_muon_params=2)
+    with pytest.raises(RoutingError, match="no parameter goes to Muon"):
+        route_parameters(members, exclude=["*"])
+
+
+def test_groups_are_split_and_keep_their_settings() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    groups = [
+        {"params": list(model[0].named_parameters()), "lr": 0.5, "weight_decay": 0.1, "name": "first"},
+        {"params": list(model[1].named_parameters()), "muon_lr": 0.7, "adam_lr": 0.007},
+    ]
+    optimizer = Muon(groups, lr=0.01, weight_decay=0.3)
+    found = [(g["algorithm"], g["lr"], g["weight_decay"], g.get("name")) for g in optimizer.param_groups]
+    assert found == [
+        ("muon", 0.5, 0.1, "first"),
+        ("adamw", 0.5, 0.1, "first"),
+        ("muon", 0.7, 0.3, None),
+        ("adamw", 0.007, 0.3, None),
+    ]
+    assert [g["lr_ratio"] for g in optimizer.param_groups] == pytest.approx([50, 50, 70, 0.7])
+
+
+@pytest.mark.parametrize(
+    ("group", "error", "said"),
+    [
+        ({"wieght_decay": 0.1}, ConfigError, "did you mean 'weight_decay'"),
+        ({"lr": -1}, ConfigError, "optimizer.params.lr"),
+        ({"algorithm": "sgd"}, ConfigError, "'muon' or 'adamw'"),
+    ],
+)
+def test_bad_group_settings(group: dict[str, object], error: type[Exception], said: str) -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(error, match=said):
+        Muon([{"params": list(model.named_parameters()), **group}])
+
+
+def test_explicit_groups_decide() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    head = nn.Linear(4, 9, bias=False)
+    optimizer = Muon(
+        [{"params": [model.weight], "use_muon": True}, {"params": [head.weight], "algorithm": "adamw"}], lr=0.1
+    )
+    assert [r.algorithm for r in optimizer.routes] == ["muon", "adamw"]
+    assert all("use_muon" not in group for group in optimizer.param_groups), "BF16_Optimizer acts on that key"
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ([], "empty list"),
+        ([{"lr": 1}], "no 'params'"),
+        ([1, 2], "holds a int"),
+        ([nn.Parameter(torch.zeros(2, 2)), {"params": []}], "mixes"),
+    ],
+)
+def test_bad_params(params: list[object], said: str) -> None:
+    with pytest.raises(RoutingError, match=said):
+        Muon(params)
+
+
+def test_duplicates_and_late_groups_are_refused() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(RoutingError, match="twice"):
+        Muon([model.weight, model.weight])
+    optimizer = Muon(model)
+    with pytest.raises(RoutingError, match="cannot be added"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))]})
