@@ -40,17 +40,20 @@ def standard_library() -> Iterator[str]:
 
 
 def text_files(source: str) -> Iterator[str]:
-    """Yields the text of one file, or of every regular file below a folder, in sorted order.
+    """Yields the text of one file, or of every text file below a folder, in sorted order.
 
     Raises:
-        DataError: the path does not exist or holds no file.
+        DataError: the path does not exist, or the folder holds no file.
     """
     root = Path(source)
     paths = sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else [root]
     if not paths or not paths[0].is_file():
         raise DataError(f"--data {source}: no such file, or a folder without files")
     for path in paths:
-        yield path.read_text(encoding="utf-8", errors="replace")
+        content = path.read_bytes()
+        if root.is_dir() and b"\0" in content:
+            continue  # a picture or a compiled file among the texts
+        yield content.decode("utf-8", errors="replace")
 
 
 def hugging_face(name: str, column: str) -> Iterator[str]:

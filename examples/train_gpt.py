@@ -39,6 +39,10 @@ import deepspeed_muon  # noqa: F401  # the one line that makes the config's "Muo
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
 
+class UsageError(ValueError):
+    """The options, the config and the checkpoint do not go together."""
+
+
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line. No option may be a prefix of one of torchrun's: torchrun would claim it."""
     plain = argparse.RawDescriptionHelpFormatter
@@ -158,7 +162,7 @@ def build_engine(args: argparse.Namespace, config: dict[str, Any]) -> deepspeed.
     """The model under DeepSpeed. Every rank must call it."""
     stage = config.get("zero_optimization", {}).get("stage", 0)
     if args.zero_init and stage != 3:
-        raise ValueError(f"--zero_init is for ZeRO stage 3; the config says stage {stage}")
+        raise UsageError(f"--zero_init is for ZeRO stage 3; the config says stage {stage}")
     torch.manual_seed(args.seed)
     context = deepspeed.zero.Init(config_dict_or_path=config) if args.zero_init else contextlib.nullcontext()
     with context:
@@ -259,17 +263,16 @@ def resume(engine: deepspeed.DeepSpeedEngine, args: argparse.Namespace, identity
     """Loads the latest checkpoint; returns how many steps it has behind it. Every rank must call it.
 
     Raises:
-        FileNotFoundError: there is no checkpoint in ``--save_dir``.
-        ValueError: the checkpoint's run saw other batches than this run would.
+        UsageError: there is no checkpoint, or its run saw other batches than this run would.
     """
     path, state = engine.load_checkpoint(args.save_dir)
     if path is None:
-        raise FileNotFoundError(f"--resume: no checkpoint in {args.save_dir}")
+        raise UsageError(f"--resume: no checkpoint in {args.save_dir}")
     changed = {key: (state["identity"].get(key), value) for key, value in identity.items()}
     changed = {key: pair for key, pair in changed.items() if pair[0] != pair[1]}
     if changed:
         told = ", ".join(f"{key} was {old!r} and is {new!r}" for key, (old, new) in changed.items())
-        raise ValueError(f"--resume: the batches would not go on where the checkpoint stopped: {told}")
+        raise UsageError(f"--resume: the batches would not go on where the checkpoint stopped: {told}")
     return state["step"]
 
 
@@ -316,5 +319,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except (DataError, ValueError, FileNotFoundError) as error:
+    except (DataError, UsageError) as error:
         sys.exit(f"train_gpt.py: {error}")

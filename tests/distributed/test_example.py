@@ -171,9 +171,9 @@ def test_resume_refuses_other_batches(example):
     args = argparse.Namespace(save_dir="somewhere")
     now = {"seed": 7, "seq_len": 32}
     assert example.resume(Engine("x", {"step": 5, "identity": now}), args, now) == 5
-    with pytest.raises(ValueError, match=r"seed was 0 and is 7$"):
+    with pytest.raises(example.UsageError, match=r"seed was 0 and is 7$"):
         example.resume(Engine("x", {"step": 5, "identity": {"seed": 0, "seq_len": 32}}), args, now)
-    with pytest.raises(FileNotFoundError, match="no checkpoint in somewhere"):
+    with pytest.raises(example.UsageError, match="no checkpoint in somewhere"):
         example.resume(Engine(None, None), args, now)
 
 
@@ -220,6 +220,10 @@ def test_bad_data_is_told(example, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(text_data.DataError, match="folder without files"):
         list(text_data.text_files(str(tmp_path / "empty")))
+    (tmp_path / "mixed").mkdir()
+    (tmp_path / "mixed" / "a.bin").write_bytes(b"\x7f\0\1")
+    (tmp_path / "mixed" / "b.txt").write_text("text")
+    assert list(text_data.text_files(str(tmp_path / "mixed"))) == ["text"]
     with pytest.raises(text_data.DataError, match="no text"):
         text_data.load_tokens([], max_bytes=10)
     short = text_data.load_tokens(["abc"], max_bytes=10)
