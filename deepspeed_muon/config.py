@@ -207,5 +207,3 @@ def _readable(error: ValidationError) -> str:
         if line not in lines:
             lines.append(line)
     return "\n".join(lines)
-
-

@@ -44,8 +44,8 @@ class Muon(torch.optim.Optimizer):
     included. ``state[...]["step"]`` counts optimizer steps.
     """
 
-    # torch's GradScaler then sets grad_scale and found_inf on this object for the time of a step, instead of deciding on
-    # each rank by itself whether to call step(), which would leave the other ranks waiting.
+    # torch's GradScaler then sets grad_scale and found_inf on this object for the time of a step, instead of
+    # deciding on each rank by itself whether to call step(), which would leave the other ranks waiting.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -236,7 +236,7 @@ class Muon(torch.optim.Optimizer):
         return Claim(facts, scope="; ".join(sorted(groups)))
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter of the current param groups in place.
 
         Under DeepSpeed ZeRO calls this, once for each flat partition or sub-group. All ranks of the data-parallel
@@ -281,18 +281,24 @@ class Muon(torch.optim.Optimizer):
             )
         devices = {param.device for param, _ in pairs}
         if len(devices) > 1:
-            raise BindingError(f"without DeepSpeed all parameters must be on one device, found {sorted(map(str, devices))}")
+            raise BindingError(
+                f"without DeepSpeed all parameters must be on one device, found {sorted(map(str, devices))}"
+            )
         self.bind([read_whole(pairs, self._routed.by_id, None)], device=devices.pop())
 
     def _current(self) -> list[tuple[StepRunner, dict[int, dict[str, Any]]]]:
         """Return the step sets that the current param groups hold, each with its group of every partition."""
-        group_of: dict[int, dict[str, Any]] = {id(p): group for group in self.param_groups for p in group["params"]}
+        group_of: dict[int, dict[str, Any]] = {
+            id(p): group for group in self.param_groups for p in group["params"]
+        }
         unknown = [key for key in group_of if key not in self._runner_of]
         if unknown:
-            shapes = [tuple(p.shape) for group in self.param_groups for p in group["params"] if id(p) in unknown]
+            shapes = [
+                tuple(p.shape) for group in self.param_groups for p in group["params"] if id(p) in unknown
+            ]
             raise BindingError(
-                f"ZeRO handed over tensors of shapes {shapes} that were not in its groups when the optimizer was bound; "
-                f"were the optimizer's tensors replaced after deepspeed.initialize?"
+                f"ZeRO handed over tensors of shapes {shapes} that were not in its groups when the optimizer was "
+                f"bound; were the optimizer's tensors replaced after deepspeed.initialize?"
             )
         current = []
         for runner in self._runners:
@@ -314,7 +320,9 @@ class Muon(torch.optim.Optimizer):
             grad = partition.tensor.grad
             if grad is not None:
                 if grad.is_sparse:
-                    raise BindingError("sparse gradients are not supported; use sparse=False in the embedding")
+                    raise BindingError(
+                        "sparse gradients are not supported; use sparse=False in the embedding"
+                    )
                 grads[partition.index] = grad
         if self.records_global_norm:
             total = torch.nn.utils.get_total_norm(grads.values()) if grads else torch.zeros(())
@@ -338,4 +346,3 @@ class Muon(torch.optim.Optimizer):
             )
         self.skipped_steps += 1
         logger.warning("deepspeed_muon: step skipped, %s (%d so far)", message, self.skipped_steps)
-

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from deepspeed_muon.config import GROUP_KEYS, MuonConfig, unknown_key_message
 from deepspeed_muon.errors import ConfigError, RoutingError
-from deepspeed_muon.routing import Algorithm, NamedParameter, Route, model_parameters_by_name, route_parameters
+from deepspeed_muon.routing import (
+    Algorithm,
+    NamedParameter,
+    Route,
+    model_parameters_by_name,
+    route_parameters,
+)
 
 __all__ = ["ParamsInput", "RoutedGroups", "build_groups"]
 
@@ -73,6 +79,13 @@ def build_groups(params: ParamsInput, config: MuonConfig, *, model: nn.Module | 
         if (algorithm := _explicit_algorithm(group.settings)) is not None
         for member in group.members
     }
+    if not config.per_head_muon:
+        members = [replace(member, heads=1) for member in members]
+    elif all(member.heads == 1 for member in members):
+        raise RoutingError(
+            "optimizer.params.per_head_muon: no parameter carries a head count. DeepSpeed 0.19 and newer tag them for "
+            "an optimizer that is built from the configuration; use that, or unset per_head_muon"
+        )
     routes = route_parameters(
         members,
         include=config.include,
@@ -102,7 +115,9 @@ def _caller_groups(params: Iterable[Any], known: Mapping[int, NamedParameter]) -
         entries = [entries] if isinstance(entries, Tensor) else list(entries)
         settings = {key: value for key, value in item.items() if key not in ("params", "param_names")}
         names = item.get("param_names")
-        groups.append(_CallerGroup(settings, [_member(entry, known, names, i) for i, entry in enumerate(entries)]))
+        groups.append(
+            _CallerGroup(settings, [_member(entry, known, names, i) for i, entry in enumerate(entries)])
+        )
     return groups
 
 
@@ -111,7 +126,9 @@ def _member(
 ) -> NamedParameter:
     name, param = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, entry)
     if not isinstance(param, Tensor):
-        raise RoutingError(f"params holds a {type(param).__name__}, expected parameters or (name, parameter) pairs")
+        raise RoutingError(
+            f"params holds a {type(param).__name__}, expected parameters or (name, parameter) pairs"
+        )
     if id(param) in known:
         return known[id(param)]
     if name is None and names is not None:
@@ -123,14 +140,18 @@ def _refuse_duplicates(members: Sequence[NamedParameter]) -> None:
     seen: set[int] = set()
     for member in members:
         if id(member.param) in seen:
-            raise RoutingError(f"parameter {member.name} appears twice in the optimizer's groups; pass it once")
+            raise RoutingError(
+                f"parameter {member.name} appears twice in the optimizer's groups; pass it once"
+            )
         seen.add(id(member.param))
 
 
 def _explicit_algorithm(settings: Mapping[str, Any]) -> Algorithm | None:
     if settings.get("algorithm") is not None:
         if settings["algorithm"] not in ("muon", "adamw"):
-            raise ConfigError(f"param group: algorithm must be 'muon' or 'adamw', got {settings['algorithm']!r}")
+            raise ConfigError(
+                f"param group: algorithm must be 'muon' or 'adamw', got {settings['algorithm']!r}"
+            )
         return "muon" if settings["algorithm"] == "muon" else "adamw"
     if settings.get("use_muon") is not None:
         return "muon" if settings["use_muon"] else "adamw"
@@ -140,7 +161,9 @@ def _explicit_algorithm(settings: Mapping[str, Any]) -> Algorithm | None:
 def _halves(group: _CallerGroup, by_id: Mapping[int, Route], config: MuonConfig) -> list[dict[str, Any]]:
     """Return the group's Muon half and AdamW half, those that are not empty, with all settings resolved."""
     resolved = _checked_settings(group.settings, config)
-    extra = {key: value for key, value in group.settings.items() if key not in GROUP_KEYS | set(_ALGORITHM_KEYS)}
+    extra = {
+        key: value for key, value in group.settings.items() if key not in GROUP_KEYS | set(_ALGORITHM_KEYS)
+    }
     halves = []
     for algorithm, prefix in (("muon", "muon"), ("adamw", "adam")):
         members = [member for member in group.members if by_id[id(member.param)].algorithm == algorithm]
@@ -165,5 +188,9 @@ def _checked_settings(settings: Mapping[str, Any], config: MuonConfig) -> MuonCo
     for key in settings:
         if key not in GROUP_KEYS and difflib.get_close_matches(key, GROUP_KEYS, n=1, cutoff=0.8):
             raise ConfigError(unknown_key_message(key, GROUP_KEYS, "param group"))
-    own = {key: float(value) if isinstance(value, Tensor) else value for key, value in settings.items() if key in GROUP_KEYS}
+    own = {
+        key: float(value) if isinstance(value, Tensor) else value
+        for key, value in settings.items()
+        if key in GROUP_KEYS
+    }
     return MuonConfig.from_params({**config.model_dump(), **own})

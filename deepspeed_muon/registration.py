@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from deepspeed_muon.errors import (
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.param_groups import build_groups
 from deepspeed_muon.routing import Route, format_routes, summarize_routes
+from deepspeed_muon.schedulers import keep_rate_ratios
 from deepspeed_muon.transport.agreement import Claim, agree
 from deepspeed_muon.zero.binding import read_step_sets
 
@@ -76,7 +77,7 @@ def register() -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
-    hooks = {
+    hooks: dict[str, Callable[..., Any]] = {
         "_configure_basic_optimizer": _configure_basic_optimizer,
         "_configure_optimizer": _configure_optimizer,
         "_configure_lr_scheduler": _configure_lr_scheduler,
@@ -159,7 +160,9 @@ def _wants_muon(engine: Any, client_optimizer: Any) -> bool:
     return (engine.optimizer_name() or "").lower() == OPTIMIZER_TYPE
 
 
-def _configure_optimizer(original: Callable[..., Any], engine: Any, client_optimizer: Any, model_parameters: Any) -> Any:
+def _configure_optimizer(
+    original: Callable[..., Any], engine: Any, client_optimizer: Any, model_parameters: Any
+) -> Any:
     """Compare settings, let DeepSpeed make the optimizer and its ZeRO wrapper, then bind."""
     error: Exception | None = None
     facts = {"optimizer": _described(engine, client_optimizer)}
@@ -211,11 +214,6 @@ def _preflight(engine: Any, client_optimizer: Muon | None, model_parameters: Any
         _remove_tags(engine.module)
     else:
         config = MuonConfig.from_params(engine.optimizer_params())
-        if config.per_head_muon and not any(hasattr(p, "muon_num_heads") for p in engine.module.parameters()):
-            raise UnsupportedConfigError(
-                "optimizer.params.per_head_muon needs the head counts that DeepSpeed tags since 0.19; update DeepSpeed "
-                "or unset per_head_muon"
-            )
         table = build_groups(model_parameters, config, model=engine.module).routes
     facts = {f"optimizer.params.{key}": value for key, value in _flat_facts(config).items()}
     facts["routes"] = format_routes(table)
@@ -251,7 +249,10 @@ def _refuse_unsupported(engine: Any) -> None:
         raise UnsupportedConfigError(f"{key} is not supported by deepspeed_muon: {why}")
 
     if offload is not None and getattr(offload, "ratio", 1.0) < 1.0:
-        refuse("zero_optimization.offload_optimizer.ratio < 1", "twin-flow needs DeepSpeedCPUAdam; set ratio to 1.0")
+        refuse(
+            "zero_optimization.offload_optimizer.ratio < 1",
+            "twin-flow needs DeepSpeedCPUAdam; set ratio to 1.0",
+        )
     if offload is not None and getattr(offload, "super_offload", False):
         refuse("zero_optimization.offload_optimizer.super_offload", "it needs DeepSpeedCPUAdam; remove it")
     if getattr(zero, "zenflow", None) is not None:
@@ -267,7 +268,9 @@ def _refuse_unsupported(engine: Any) -> None:
         refuse("deepspeed.moe", "expert groups are not exchanged yet")
     model_parallel = engine.mpu.get_model_parallel_world_size() if _has_model_parallel(engine.mpu) else 1
     if model_parallel > 1 or int(getattr(engine, "autotp_size", lambda: 0)() or 0) > 1:
-        refuse("tensor parallelism", "a shard would be orthogonalised as if it were the matrix; use ZeRO alone")
+        refuse(
+            "tensor parallelism", "a shard would be orthogonalised as if it were the matrix; use ZeRO alone"
+        )
 
 
 def _has_model_parallel(mpu: Any) -> bool:
@@ -303,9 +306,10 @@ def _bind(engine: Any, optimizer: Muon) -> None:
     agree(claim, error=error, kind=PlanMismatchError)
     if optimizer.config.nonfinite_grad == "error" and not engine.fp16_enabled():
         _raise_on_overflow(engine.optimizer)
-    if engine.global_rank == 0:
-        logger.info("deepspeed_muon: %s", summarize_routes(optimizer.routes))
-        logger.debug("deepspeed_muon routes:\n%s", format_routes(optimizer.routes))
+    from deepspeed.utils import log_dist
+
+    log_dist(f"deepspeed_muon: {summarize_routes(optimizer.routes)}", ranks=[0])
+    logger.debug("deepspeed_muon routes:\n%s", format_routes(optimizer.routes))
 
 
 def _raise_on_overflow(wrapper: Any) -> None:
@@ -338,48 +342,7 @@ def _configure_lr_scheduler(original: Callable[..., Any], engine: Any, *args: An
     optimizer = getattr(engine, "basic_optimizer", None)
     if isinstance(optimizer, Muon):
         from_config = engine.client_lr_scheduler is None
-        keep_rate_ratios(engine.lr_scheduler, optimizer, given=(engine.scheduler_params() or {}) if from_config else {})
+        keep_rate_ratios(
+            engine.lr_scheduler, optimizer, given=(engine.scheduler_params() or {}) if from_config else {}
+        )
     return result
-
-
-def keep_rate_ratios(scheduler: Any, optimizer: Muon, *, given: Mapping[str, Any]) -> None:
-    """Multiply what DeepSpeed's one-number schedulers set by each group's share of the shared rate.
-
-    The number in ``warmup_max_lr``, ``cycle_max_lr`` or ``lr_range_test_min_lr`` stands for ``lr`` (for ``muon_lr`` where
-    ``lr`` is absent); a group whose own rate is a tenth of that gets a tenth of it. Lists with one value per group
-    are the caller's own choice and stay.
-
-    Args:
-        scheduler: The scheduler that DeepSpeed made or the client passed. Mutated.
-        optimizer: The optimizer whose groups it writes.
-        given: The scheduler's section of the configuration, to tell one number from a list of equal ones.
-    """
-    from deepspeed.runtime import lr_schedules
-
-    kinds: list[tuple[type, dict[str, str]]] = [
-        (lr_schedules.LRRangeTest, {"min_lr": "lr_range_test_min_lr"}),
-        (lr_schedules.OneCycle, {"min_lrs": "cycle_min_lr", "max_lrs": "cycle_max_lr"}),
-        (lr_schedules.WarmupLR, {"min_lrs": "warmup_min_lr", "max_lrs": "warmup_max_lr"}),
-    ]
-    keys = next((keys for kind, keys in kinds if isinstance(scheduler, kind)), None)
-    if isinstance(scheduler, lr_schedules.WarmupCosineLR) and scheduler.last_batch_iteration < 0:
-        # Up to 0.17 it sets only the first group's rate before the first step.
-        share = float(optimizer.param_groups[0]["lr"]) / (scheduler.org_lrs[0] or 1.0)
-        for group, rate in zip(optimizer.param_groups, scheduler.org_lrs, strict=True):
-            group["lr"] = rate * share
-    if keys is None:
-        return
-    ratios = [float(group["lr_ratio"]) for group in optimizer.param_groups]
-    for attribute, key in keys.items():
-        values = getattr(scheduler, attribute)
-        # warmup_max_lr: null means "each group's own rate" and is a list of those already.
-        if len(set(values)) == 1 and not isinstance(given.get(key, 0.0), (list, tuple, type(None))):
-            setattr(scheduler, attribute, [float(v) * ratio for v, ratio in zip(values, ratios, strict=True)])
-    if isinstance(scheduler, lr_schedules.WarmupLR):
-        scheduler.delta_lrs = [high - low for high, low in zip(scheduler.max_lrs, scheduler.min_lrs, strict=True)]
-    # What the scheduler wrote when it was made: its lower bounds, or the rates of the iteration it starts from.
-    started = scheduler.last_batch_iteration >= 0
-    current = scheduler.get_lr() if started else getattr(scheduler, next(iter(keys)))
-    for group, rate in zip(optimizer.param_groups, current, strict=True):
-        group["lr"] = rate
-    scheduler._last_lr = list(current)

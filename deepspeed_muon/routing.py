@@ -18,13 +18,22 @@ from torch import nn
 
 from deepspeed_muon.errors import RoutingError
 
-__all__ = ["Algorithm", "NamedParameter", "Route", "model_parameters_by_name", "route_parameters", "true_shape"]
+__all__ = [
+    "Algorithm",
+    "NamedParameter",
+    "Route",
+    "model_parameters_by_name",
+    "route_parameters",
+    "true_shape",
+]
 
 Algorithm = Literal["muon", "adamw", "frozen"]
 
 # Components of a dotted name. An embedding is recognised anywhere in the path, a head only as the module that holds
 # the weight: BERT's "attention.output.dense.weight" is a hidden matrix.
-_EMBEDDING_COMPONENTS = frozenset({"wte", "wpe", "tok_embeddings", "shared_embedding", "relative_attention_bias"})
+_EMBEDDING_COMPONENTS = frozenset(
+    {"wte", "wpe", "tok_embeddings", "shared_embedding", "relative_attention_bias"}
+)
 _HEAD_COMPONENTS = frozenset({"lm_head", "embed_out", "unembed"})
 # Names that also occur inside a block ("layers.3.attention.output.weight"), and mean a head only outside of one.
 _TOP_LEVEL_HEAD_COMPONENTS = frozenset(
@@ -198,7 +207,9 @@ def _route(
     heads = item.heads if algorithm == "muon" else 1
     if heads > 1:
         if shape[0] % heads:
-            raise RoutingError(f"per_head_muon: {item.name} has {shape[0]} rows, not divisible by {heads} heads")
+            raise RoutingError(
+                f"per_head_muon: {item.name} has {shape[0]} rows, not divisible by {heads} heads"
+            )
         reason += f", {heads} heads separately"
     return Route(item.name, shape, algorithm, reason, heads)
 
@@ -223,7 +234,9 @@ def _decide(
         if any(_matches(pattern, name, "include") for name in item.names):
             return "muon", f"include pattern {pattern!r}"
     if not is_matrix:
-        what = {0: "a scalar", 1: "a vector", 2: "an empty matrix"}.get(ndim, f"{ndim}-dimensional, not a matrix")
+        what = {0: "a scalar", 1: "a vector", 2: "an empty matrix"}.get(
+            ndim, f"{ndim}-dimensional, not a matrix"
+        )
         return "adamw", what
     if "embedding" in item.module_kinds:
         return "adamw", "weight of an embedding module"
@@ -238,7 +251,9 @@ def _decide(
 
 def _reason_by_name(name: str, expert_parents: frozenset[str]) -> str | None:
     components = name.lower().split(".")
-    holder = components[-2] if len(components) > 1 and components[-1] in ("weight", "bias") else components[-1]
+    holder = (
+        components[-2] if len(components) > 1 and components[-1] in ("weight", "bias") else components[-1]
+    )
     for component in components:
         if _names_an_embedding(component):
             return f"embedding by name ({component})"
@@ -259,7 +274,9 @@ def _names_an_embedding(component: str) -> bool:
 
 def _parents_of_experts(names: Iterable[str]) -> frozenset[str]:
     """Return the module paths that hold a child called ``experts``: a ``gate`` beside it is a router."""
-    return frozenset(".".join(parts[: parts.index("experts")]) for name in names if "experts" in (parts := name.split(".")))
+    return frozenset(
+        ".".join(parts[: parts.index("experts")]) for name in names if "experts" in (parts := name.split("."))
+    )
 
 
 def _matches(pattern: str, name: str, key: str) -> bool:
@@ -267,7 +284,9 @@ def _matches(pattern: str, name: str, key: str) -> bool:
         try:
             return re.search(pattern[3:], name) is not None
         except re.error as error:
-            raise RoutingError(f"optimizer.params.{key}: {pattern!r} is not a regular expression: {error}") from error
+            raise RoutingError(
+                f"optimizer.params.{key}: {pattern!r} is not a regular expression: {error}"
+            ) from error
     return fnmatch.fnmatchcase(name, pattern)
 
 

@@ -16,7 +16,7 @@ from deepspeed_muon.math.adamw import AdamStep, adam_step_
 from deepspeed_muon.math.momentum import MomentumStep, update_momentum_
 from deepspeed_muon.math.scaling import update_scale
 from deepspeed_muon.plan.exchange import ExchangePlan, build_exchange_plan
-from deepspeed_muon.plan.layout import Fragment
+from deepspeed_muon.plan.layout import Fragment, MatrixLayout, ParameterLayout
 from deepspeed_muon.plan.owners import assign_owners
 from deepspeed_muon.transport.agreement import gather_flags, gradient_flags
 from deepspeed_muon.transport.pipeline import MuonPipeline, StepStats
@@ -66,7 +66,9 @@ class StepRunner:
         self.device = device
         self._wire_dtype = config.resolved_wire_dtype(step_set.model_dtype)
         self._decoupled = config.adam_w_mode
-        owners = assign_owners(step_set.matrices, step_set.world_size, steps=len(config.coefficients()), load=load)
+        owners = assign_owners(
+            step_set.matrices, step_set.world_size, steps=len(config.coefficients()), load=load
+        )
         self.plan: ExchangePlan = build_exchange_plan(
             step_set.matrices,
             owners,
@@ -85,7 +87,8 @@ class StepRunner:
         self._by_partition = {partition.index: partition for partition in step_set.partitions}
         self._local: list[list[tuple[int, Fragment]]] = [[] for _ in step_set.partitions]
         position = {partition.index: number for number, partition in enumerate(step_set.partitions)}
-        for number, layout in enumerate((*step_set.matrices, *step_set.others)):
+        self._layouts: tuple[MatrixLayout | ParameterLayout, ...] = (*step_set.matrices, *step_set.others)
+        for number, layout in enumerate(self._layouts):
             for fragment in layout.fragments:
                 if fragment.rank == step_set.rank:
                     self._local[position[layout.partition]].append((number, fragment))
@@ -103,7 +106,7 @@ class StepRunner:
         Args:
             grads: Partition index to its gradient; a missing one counts as zero.
         """
-        names = [layout.name for layout in (*self.step_set.matrices, *self.step_set.others)]
+        names = [layout.name for layout in self._layouts]
         flags = [[0, 0] for _ in names]
         numbers: list[int] = []
         views: list[Tensor] = []
@@ -165,7 +168,9 @@ class StepRunner:
             flat[partition.index] = _flat(partition.tensor)
             runs = _active_runs(local, active, flat[partition.index].numel())
             group = groups[partition.index]
-            directions[partition.index] = self._directions(partition, own["momentum_buffer"], grads, group, runs)
+            directions[partition.index] = self._directions(
+                partition, own["momentum_buffer"], grads, group, runs
+            )
             decay = 1.0 - float(group["lr"]) * float(group["weight_decay"])
             if decay != 1.0:
                 for offset, numel in runs:
@@ -196,7 +201,9 @@ class StepRunner:
         buf = _flat(momentum_buffer)
         step = MomentumStep(momentum=float(group["momentum"]), nesterov=bool(group["nesterov"]))
         complete = runs == [(0, buf.numel())]
-        out = (torch.empty if complete else torch.zeros)(buf.numel(), dtype=self._wire_dtype, device=buf.device)
+        out = (torch.empty if complete else torch.zeros)(
+            buf.numel(), dtype=self._wire_dtype, device=buf.device
+        )
         grad = grads.get(partition.index)
         grad = torch.zeros_like(buf) if grad is None else grad.reshape(-1)
         for offset, numel in runs:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -78,7 +80,11 @@ class Unused(Toy):
         loss = super().forward(tokens, targets)
         if self.use_idle:
             x = self.embed(tokens)
-            loss = loss + self.idle(x.double() if self.exact else x).square().mean() + self.idle_gain.square().sum()
+            loss = (
+                loss
+                + self.idle(x.double() if self.exact else x).square().mean()
+                + self.idle_gain.square().sum()
+            )
         return loss
 
 
@@ -101,13 +107,46 @@ class Single(Toy):
         return F.cross_entropy(self.lm_head(x + torch.tanh(self.mix(x))).flatten(0, 1), targets.flatten())
 
 
-MODELS: dict[str, type[Toy]] = {"toy": Toy, "unused": Unused, "wide": Wide, "single": Single}
+class Attention(nn.Module):
+    """Grouped-query projections of 4 query and 2 key heads of width 4, mixed without a softmax."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.q_proj = Linear(width, 16)
+        self.k_proj = Linear(width, 8)
+        self.o_proj = Linear(16, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = self.k_proj(x)
+        return x + self.o_proj(torch.tanh(self.q_proj(x)) * torch.cat((keys, keys), dim=-1))
+
+
+class Heads(Toy):
+    """A model with a Hugging Face style configuration, for per-head orthogonalisation."""
+
+    def __init__(self, **_: object) -> None:
+        super().__init__(width=16, hidden=(24,), thin=False)
+        self.config = SimpleNamespace(
+            num_attention_heads=4, num_key_value_heads=2, hidden_size=16, head_dim=4
+        )
+        self.self_attn = Attention(16)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.self_attn(self.embed(tokens).double())
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.lm_head(x).flatten(0, 1), targets.flatten())
+
+
+MODELS: dict[str, type[Toy]] = {"toy": Toy, "unused": Unused, "wide": Wide, "single": Single, "heads": Heads}
 
 MATRICES: dict[str, set[str]] = {
     "toy": {f"blocks.{i}.{part}.weight" for i in range(3) for part in ("up", "down")}
     | {"thin.up.weight", "thin.down.weight"},
     "wide": {f"blocks.{i}.{part}.weight" for i in range(2) for part in ("up", "down")},
     "single": {"mix.weight"},
+    "heads": {f"blocks.0.{part}.weight" for part in ("up", "down")}
+    | {f"self_attn.{p}_proj.weight" for p in "qko"},
 }
 MATRICES["unused"] = MATRICES["toy"] | {"idle.weight"}
 

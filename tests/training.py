@@ -113,7 +113,10 @@ def _assemble(engine: Any, read: Any) -> dict[str, Tensor]:
                     flat.narrow(0, fragment.matrix_offset, fragment.numel).copy_(source)
             if runner.step_set.world_size > 1:
                 dist.all_reduce(flat, group=runner.step_set.group)
-            if layout.fragments[0].numel == layout.numel and len(layout.fragments) == runner.step_set.world_size > 1:
+            if (
+                layout.fragments[0].numel == layout.numel
+                and len(layout.fragments) == runner.step_set.world_size > 1
+            ):
                 flat /= runner.step_set.world_size
             full[layout.name] = flat.view(shapes[layout.name])
     return full

@@ -87,6 +87,14 @@ _POLAR_EXPRESS_RAW: tuple[Coefficients, ...] = (
     (1.875, -1.25, 0.375),
 )
 
+_POLAR_EXPRESS_5_ROWS: tuple[Coefficients, ...] = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+
 _SCHEDULES: dict[str, NsSchedule] = {
     schedule.name: schedule
     for schedule in (
@@ -101,13 +109,7 @@ _SCHEDULES: dict[str, NsSchedule] = {
         NsSchedule(
             "polar_express_5",
             # Optimised for an input divided by 1.02 ||X||_F: that division is the rescaling of the first row.
-            _scaled(((8.156554524902461, -22.48329292557795, 15.878769915207462),), 1.02)
-            + (
-                (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-                (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-                (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-                (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-            ),
+            (*_scaled(_POLAR_EXPRESS_5_ROWS[:1], 1.02), *_POLAR_EXPRESS_5_ROWS[1:]),
             "refuse",
             False,
             "arXiv 2505.16932, five iterations, safety 2e-2, cushion 2",
@@ -155,7 +157,9 @@ def resolve_schedule(
     """
     if isinstance(schedule, str):
         if schedule not in _SCHEDULES:
-            raise ScheduleError(f"ns_schedule: unknown name {schedule!r}; known: {', '.join(sorted(_SCHEDULES))}")
+            raise ScheduleError(
+                f"ns_schedule: unknown name {schedule!r}; known: {', '.join(sorted(_SCHEDULES))}"
+            )
         named = _SCHEDULES[schedule]
         if steps is None:
             steps = len(named.rows) if named.tail == "refuse" else 5

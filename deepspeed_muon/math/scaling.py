@@ -45,4 +45,4 @@ def update_scale(rule: AdjustLrName, rows: int, cols: int) -> float:
         return math.sqrt(max(rows, cols))
     if rule == "unit_rms_norm":
         return math.sqrt(rows / cols)
-    raise ValueError(f"adjust_lr_fn: unknown rule {rule!r}; expected one of {AdjustLrName.__args__}")  # type: ignore[attr-defined]
+    raise ValueError(f"adjust_lr_fn: unknown rule {rule!r}; expected one of {AdjustLrName.__args__}")

@@ -10,10 +10,16 @@ Example: a 4 x 3 matrix that starts at element 5 of a flat buffer of two ranks w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Fragment", "MatrixLayout", "ParameterLayout", "flat_fragments", "replicated_fragments", "sharded_fragments"]
+__all__ = [
+    "Fragment",
+    "MatrixLayout",
+    "ParameterLayout",
+    "flat_fragments",
+    "replicated_fragments",
+    "sharded_fragments",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +85,9 @@ class MatrixLayout:
             ends = [0] + [offset + numel for offset, numel in runs]
             complete = [offset for offset, _ in runs] == ends[:-1] and ends[-1] == self.numel
         if not complete:
-            raise ValueError(f"{self.name}: the fragments do not cover {self.rows} x {self.cols} exactly: {self.fragments}")
+            raise ValueError(
+                f"{self.name}: the fragments do not cover {self.rows} x {self.cols} exactly: {self.fragments}"
+            )
 
     def held_by(self, rank: int) -> int:
         """Return how many elements of the matrix ``rank`` holds."""

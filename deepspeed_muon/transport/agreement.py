@@ -32,7 +32,9 @@ class Claim:
     failure: str | None = None
 
 
-def agree(claim: Claim, *, error: Exception | None = None, kind: type[MuonError] = RankDisagreementError) -> None:
+def agree(
+    claim: Claim, *, error: Exception | None = None, kind: type[MuonError] = RankDisagreementError
+) -> None:
     """Compare this rank's claim with those of all ranks and raise on every rank when they differ.
 
     Must be called by all ranks of the default process group; without one it only raises ``error``.

@@ -90,7 +90,9 @@ class MuonPipeline:
             if any(active[index] for index in chunk.matrices):
                 self._run_chunk(chunk, active, direction, apply)
 
-    def _run_chunk(self, chunk: Chunk, active: Sequence[bool], direction: DirectionOf, apply: ApplyUpdate) -> None:
+    def _run_chunk(
+        self, chunk: Chunk, active: Sequence[bool], direction: DirectionOf, apply: ApplyUpdate
+    ) -> None:
         received = self._gather(chunk, direction)
         updates_out = self._buffer(sum(chunk.scatter_send_splits))
         outgoing: dict[int, list[tuple[Fragment, int]]] = {}
@@ -182,12 +184,16 @@ class MuonPipeline:
         return full.view(shape)
 
     def _local(self, index: int) -> list[Fragment]:
-        return [fragment for fragment in self.plan.matrices[index].fragments if fragment.rank == self.plan.rank]
+        return [
+            fragment for fragment in self.plan.matrices[index].fragments if fragment.rank == self.plan.rank
+        ]
 
     def _buffer(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=self._wire_dtype, device=self._device)
 
-    def _all_to_all(self, out: Tensor, send: Tensor, out_splits: Sequence[int], send_splits: Sequence[int]) -> None:
+    def _all_to_all(
+        self, out: Tensor, send: Tensor, out_splits: Sequence[int], send_splits: Sequence[int]
+    ) -> None:
         """Exchange as bytes: gloo does not know every half format, and no backend computes on this data."""
         size = send.element_size()
         dist.all_to_all_single(

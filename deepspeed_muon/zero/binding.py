@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepspeed_muon.errors import BindingError, UnsupportedConfigError
 from deepspeed_muon.plan.layout import Fragment, MatrixLayout, ParameterLayout, replicated_fragments
-from deepspeed_muon.routing import Route
+from deepspeed_muon.routing import Route, true_shape
 
 __all__ = ["BoundPartition", "LayoutReader", "StepSet", "read_step_sets", "read_whole"]
 
@@ -82,13 +82,19 @@ class LayoutReader:
         """
         algorithms = {self._route(param).algorithm for param in params}
         if len(algorithms) > 1:
-            names = ", ".join(f"{self._route(param).name}: {self._route(param).algorithm}" for param in params)
-            raise BindingError(f"flat partition {index} mixes algorithms ({names}); its param group was changed after start")
+            names = ", ".join(
+                f"{self._route(param).name}: {self._route(param).algorithm}" for param in params
+            )
+            raise BindingError(
+                f"flat partition {index} mixes algorithms ({names}); its param group was changed after start"
+            )
         self._partitions.append(BoundPartition(index, tensor, algorithms == {"muon"}))
         if params and self._model_dtype is None:
             self._model_dtype = params[0].dtype
 
-    def add_parameter(self, param: Tensor, fragments: tuple[Fragment, ...], *, replicated: bool = False) -> None:
+    def add_parameter(
+        self, param: Tensor, fragments: tuple[Fragment, ...], *, replicated: bool = False
+    ) -> None:
         """Add one parameter of the partition begun last."""
         if not fragments:
             return
@@ -120,8 +126,8 @@ class LayoutReader:
             return self._routes[id(param)]
         except KeyError:
             raise BindingError(
-                f"a parameter of shape {tuple(getattr(param, 'ds_shape', param.shape))} is in DeepSpeed's groups but was "
-                f"never routed: add every parameter to the optimizer before deepspeed.initialize"
+                f"a parameter of shape {true_shape(param)} is in DeepSpeed's groups but was never routed: add every "
+                f"parameter to the optimizer before deepspeed.initialize"
             ) from None
 
 
@@ -139,11 +145,15 @@ def read_whole(
     for index, (model, master) in enumerate(pairs):
         reader.add_partition(index, master, [model])
         if model.numel():
-            reader.add_parameter(model, replicated_fragments(0, model.numel(), reader.world_size), replicated=True)
+            reader.add_parameter(
+                model, replicated_fragments(0, model.numel(), reader.world_size), replicated=True
+            )
     return reader.step_set()
 
 
-def read_step_sets(engine: Any, optimizer: torch.optim.Optimizer, routes: Mapping[int, Route]) -> list[StepSet]:
+def read_step_sets(
+    engine: Any, optimizer: torch.optim.Optimizer, routes: Mapping[int, Route]
+) -> list[StepSet]:
     """Read the layout of whichever wrapper DeepSpeed put around ``optimizer``.
 
     Args:

@@ -45,7 +45,9 @@ def read(engine: Any, wrapper: Any, routes: Mapping[int, Route]) -> list[StepSet
 
 def _read_bf16(wrapper: BF16_Optimizer, routes: Mapping[int, Route]) -> list[StepSet]:
     groups = wrapper.real_dp_process_group
-    if any(dist.get_process_group_ranks(group) != dist.get_process_group_ranks(groups[0]) for group in groups):
+    if any(
+        dist.get_process_group_ranks(group) != dist.get_process_group_ranks(groups[0]) for group in groups
+    ):
         raise BindingError("BF16_Optimizer holds param groups of different data-parallel groups")
     reader = LayoutReader(routes, groups[0])
     for index, params in enumerate(wrapper.bf16_groups):
@@ -54,7 +56,9 @@ def _read_bf16(wrapper: BF16_Optimizer, routes: Mapping[int, Route]) -> list[Ste
     return [reader.step_set()]
 
 
-def _read_group(reader: LayoutReader, index: int, tensor: Tensor, params: Sequence[Tensor], flat: Tensor) -> None:
+def _read_group(
+    reader: LayoutReader, index: int, tensor: Tensor, params: Sequence[Tensor], flat: Tensor
+) -> None:
     reader.add_partition(index, tensor, params)
     partition_numel = flat.numel() // reader.world_size
     for param in params:

@@ -35,7 +35,9 @@ def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
     return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def poisoned_step(rank: int, world_size: int, *, stage: int, precision: str, factor: float, **options: Any) -> Any:
+def poisoned_step(
+    rank: int, world_size: int, *, stage: int, precision: str, factor: float, **options: Any
+) -> Any:
     """Two good steps, one whose loss is multiplied by ``factor`` on the last rank only, one good step."""
     engine = training.make_engine(training.ds_config(stage, precision=precision, **options))
     for step in range(2):
@@ -74,7 +76,9 @@ def test_overflowed_fp16_step_changes_nothing(ranks: Any, stage: int) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_nonfinite_gradient_is_skipped(ranks: Any, stage: int, precision: str) -> None:
-    for report in ranks(2).run(poisoned_step, stage=stage, precision=precision, factor=float("nan"), clipping=1.0):
+    for report in ranks(2).run(
+        poisoned_step, stage=stage, precision=precision, factor=float("nan"), clipping=1.0
+    ):
         assert report == {"unchanged": True, "moved": True, "finite": True, "error": "", "skipped": 1}
 
 
@@ -82,12 +86,16 @@ def test_nonfinite_gradient_is_skipped(ranks: Any, stage: int, precision: str) -
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_nonfinite_gradient_is_an_error_if_asked(ranks: Any, stage: int, precision: str) -> None:
     params = {"nonfinite_grad": "error"}
-    for report in ranks(2).run(poisoned_step, stage=stage, precision=precision, factor=float("inf"), params=params):
+    for report in ranks(2).run(
+        poisoned_step, stage=stage, precision=precision, factor=float("inf"), params=params
+    ):
         assert "nonfinite_grad is 'error'" in report["error"]
         assert report["unchanged"] and report["finite"]
 
 
-def try_to_start(rank: int, world_size: int, *, stage: int, on_last_rank: dict[str, Any], common: dict[str, Any]) -> Any:
+def try_to_start(
+    rank: int, world_size: int, *, stage: int, on_last_rank: dict[str, Any], common: dict[str, Any]
+) -> Any:
     """Start an engine whose configuration differs on the last rank; report the error and how long it took."""
     changes = {**common, **(on_last_rank if rank == world_size - 1 else {})}
     config = training.ds_config(changes.pop("stage", stage), params=changes.pop("params", None))
@@ -111,7 +119,9 @@ def try_to_start(rank: int, world_size: int, *, stage: int, on_last_rank: dict[s
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}, "optimizer"),
     ],
 )
-def test_ranks_that_disagree_fail_on_every_rank(ranks: Any, stage: int, difference: dict[str, Any], said: str) -> None:
+def test_ranks_that_disagree_fail_on_every_rank(
+    ranks: Any, stage: int, difference: dict[str, Any], said: str
+) -> None:
     for report in ranks(3).run(try_to_start, stage=stage, on_last_rank=difference, common={}):
         assert report["type"] == "RankDisagreementError", report
         assert said in report["message"] and "[2]" in report["message"]
@@ -120,8 +130,15 @@ def test_ranks_that_disagree_fail_on_every_rank(ranks: Any, stage: int, differen
 
 def test_error_on_one_rank_stops_all(ranks: Any) -> None:
     reports = ranks(3).run(try_to_start, stage=3, on_last_rank={"params": {"momentun": 0.9}}, common={})
-    assert [report["type"] for report in reports] == ["RankDisagreementError", "RankDisagreementError", "ConfigError"]
-    assert "rank 2: ConfigError: optimizer.params: unknown key 'momentun'; did you mean 'momentum'?" in reports[0]["message"]
+    assert [report["type"] for report in reports] == [
+        "RankDisagreementError",
+        "RankDisagreementError",
+        "ConfigError",
+    ]
+    assert (
+        "rank 2: ConfigError: optimizer.params: unknown key 'momentun'; did you mean 'momentum'?"
+        in reports[0]["message"]
+    )
     assert all(report["seconds"] < PROMPT for report in reports)
 
 
@@ -158,7 +175,9 @@ class OnlyVectors(nn.Module):
 
 def start_without_matrix(rank: int, world_size: int) -> str:
     try:
-        deepspeed.initialize(model=(model := OnlyVectors()), model_parameters=model.parameters(), config=training.ds_config(2))
+        deepspeed.initialize(
+            model=(model := OnlyVectors()), model_parameters=model.parameters(), config=training.ds_config(2)
+        )
     except deepspeed_muon.RoutingError as error:
         return str(error)
     return ""

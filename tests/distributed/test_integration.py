@@ -47,7 +47,9 @@ def client(rank: int, world_size: int, *, stage: int, how: str) -> Any:
     for step in range(5):
         training.run_step(engine, step, rank, world_size, 1)
     params = training.full_masters(engine)
-    tags = [tag for p in engine.module.parameters() for tag in ("use_muon", "muon_num_heads") if hasattr(p, tag)]
+    tags = [
+        tag for p in engine.module.parameters() for tag in ("use_muon", "muon_num_heads") if hasattr(p, tag)
+    ]
     engine.destroy()
     return {"params": params, "tags": tags}
 
@@ -69,7 +71,9 @@ def unnamed_client(rank: int, world_size: int, *, only_matrices: bool) -> str:
     config = training.ds_config(2)
     del config["optimizer"]
     try:
-        engine, *_ = deepspeed.initialize(model=model, optimizer=Muon(params, **training.MUON_PARAMS), config=config)
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=Muon(params, **training.MUON_PARAMS), config=config
+        )
     except deepspeed_muon.RoutingError as error:
         return str(error)
     names = ",".join(route.name for route in deepspeed_muon.routes(engine))
@@ -92,7 +96,9 @@ def config_types(rank: int, world_size: int) -> list[str]:
         config = training.ds_config(1)
         config["optimizer"] = {"type": kind, "params": {"lr": 0.01}}
         engine = training.make_engine(config)
-        name = f"{type(engine.basic_optimizer).__module__.split('.')[0]}.{type(engine.basic_optimizer).__name__}"
+        name = (
+            f"{type(engine.basic_optimizer).__module__.split('.')[0]}.{type(engine.basic_optimizer).__name__}"
+        )
         engine.destroy()
         return name
 
@@ -135,7 +141,12 @@ def test_unregister_refuses_to_cut_off_another_hook(ranks: Any) -> None:
 
 SCHEDULERS: dict[str, dict[str, Any]] = {
     "WarmupLR": {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 4, "warmup_type": "linear"},
-    "WarmupDecayLR": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.01, "warmup_num_steps": 2, "total_num_steps": 9},
+    "WarmupDecayLR": {
+        "warmup_min_lr": 0.001,
+        "warmup_max_lr": 0.01,
+        "warmup_num_steps": 2,
+        "total_num_steps": 9,
+    },
     "WarmupCosineLR": {"total_num_steps": 9, "warmup_num_steps": 2, "warmup_min_ratio": 0.1},
     "OneCycle": {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 3},
     "LRRangeTest": {"lr_range_test_min_lr": 0.001, "lr_range_test_step_size": 2},
@@ -148,11 +159,15 @@ def scheduled(rank: int, world_size: int, *, stage: int, name: str) -> Any:
     config = training.ds_config(stage, params={"lr": 0.01, "muon_lr": 0.02, "adam_lr": 0.001})
     arguments: dict[str, Any] = {}
     if name == "torch":
-        arguments["lr_scheduler"] = lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (step + 1))
+        arguments["lr_scheduler"] = lambda opt: torch.optim.lr_scheduler.LambdaLR(
+            opt, lambda step: 1 / (step + 1)
+        )
     else:
         config["scheduler"] = {"type": name, "params": SCHEDULERS[name]}
     model = build("toy")
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config, **arguments)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=config, **arguments
+    )
     optimizer = deepspeed_muon.muon_optimizer(engine)
     rates = []
     for step in range(5):
@@ -177,7 +192,9 @@ def test_schedulers_keep_the_ratio_of_the_rates(ranks: Any, name: str, stage: in
         assert max(shared) == pytest.approx(0.01), "the configured number stands for the shared rate"
 
 
-def resumed(rank: int, world_size: int, *, stage: int, precision: str, folder: str, phase: str, zero: dict[str, Any]) -> Any:
+def resumed(
+    rank: int, world_size: int, *, stage: int, precision: str, folder: str, phase: str, zero: dict[str, Any]
+) -> Any:
     """Train 4 steps, save after 2 (``whole``), or load and train the last 2 (``rest``)."""
     config = training.ds_config(stage, precision=precision, clipping=0.5, zero=zero)
     config["scheduler"] = {"type": "WarmupLR", "params": SCHEDULERS["WarmupLR"]}
@@ -244,9 +261,14 @@ def beside_torch(rank: int, world_size: int, *, stage: int) -> dict[str, float]:
     engine = training.make_engine(training.ds_config(stage, params=settings))
     model = build("toy")
     start = {name: param.detach().clone() for name, param in model.named_parameters()}
-    muon = torch.optim.Muon([p for n, p in model.named_parameters() if n in MATRICES["toy"]], lr=0.02, weight_decay=0.1)
+    muon = torch.optim.Muon(
+        [p for n, p in model.named_parameters() if n in MATRICES["toy"]], lr=0.02, weight_decay=0.1
+    )
     adam = torch.optim.AdamW(
-        [p for n, p in model.named_parameters() if n not in MATRICES["toy"]], lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1
+        [p for n, p in model.named_parameters() if n not in MATRICES["toy"]],
+        lr=3e-3,
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
     )
     for step in range(5):
         training.run_step(engine, step, rank, world_size, 1)

@@ -21,7 +21,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "stage2-overlap": {"stage": 2, "zero": {"overlap_comm": True}},
     "stage3-overlap": {"stage": 3, "zero": {"overlap_comm": True}},
     "stage2-small-buckets": {"stage": 2, "zero": {"reduce_bucket_size": 200, "allgather_bucket_size": 200}},
-    "stage3-small-buckets": {"stage": 3, "zero": {"reduce_bucket_size": 200, "stage3_prefetch_bucket_size": 100}},
+    "stage3-small-buckets": {
+        "stage": 3,
+        "zero": {"reduce_bucket_size": 200, "stage3_prefetch_bucket_size": 100},
+    },
     "stage2-all-reduce": {"stage": 2, "zero": {"reduce_scatter": False}},
     "stage3-all-reduce": {"stage": 3, "zero": {"reduce_scatter": False}},
     "stage3-sub-groups": {"stage": 3, "zero": {"sub_group_size": 150}},
@@ -39,7 +42,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "stage0-chunks": {"stage": 0, "params": {"exchange_chunk_numel": 300}},
     "stage2-gram-and-standard": {"stage": 2, "params": {"ns_method": "standard"}},
 }
-OLD_DEEPSPEED_TOO = {"stage2-round-robin", "stage3-sub-groups", "stage3-zero-init", "stage2-offload", "stage0-chunks"}
+OLD_DEEPSPEED_TOO = {
+    "stage2-round-robin",
+    "stage3-sub-groups",
+    "stage3-zero-init",
+    "stage2-offload",
+    "stage0-chunks",
+}
 
 
 @pytest.mark.parametrize(
@@ -62,6 +71,13 @@ def test_awkward_shapes(ranks: Any, kind: str, stage: int, world: int) -> None:
     assert sum(result["orthogonalized"] for result in results) == len(MATRICES[kind])
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_per_head_muon(ranks: Any, stage: int) -> None:
+    """Query and key heads are orthogonalised separately, the output projection is not."""
+    results = ranks(3).run(training.train, stage=stage, kind="heads", params={"per_head_muon": True})
+    compare(results, "heads", 3, 0.0)
+
+
 # Half precision: the weights that the forward pass sees are rounded (bf16 2^-9, fp16 2^-12, relative), so the gradients
 # differ from the reference's by about that in each direction, and the iteration amplifies the small directions. These
 # bounds catch a wrong update (a sign, a scale, a missing matrix: 1.0 and more), the fp32 tests the small errors.
@@ -69,10 +85,16 @@ HALF_TOLERANCE = {"bf16": 0.25, "fp16": 0.08}
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.compat), 2, pytest.param(3, marks=pytest.mark.compat)])
+@pytest.mark.parametrize(
+    "stage", [0, pytest.param(1, marks=pytest.mark.compat), 2, pytest.param(3, marks=pytest.mark.compat)]
+)
 def test_half_precision(ranks: Any, stage: int, precision: str) -> None:
     results = ranks(2).run(
-        training.train, stage=stage, precision=precision, clipping=0.5, params={"wire_dtype": "auto", "ns_dtype": "auto"}
+        training.train,
+        stage=stage,
+        precision=precision,
+        clipping=0.5,
+        params={"wire_dtype": "auto", "ns_dtype": "auto"},
     )
     start, end, norms, _ = reference("toy", 2, 0.5)
     for name in MATRICES["toy"]:
@@ -122,7 +144,8 @@ def test_parameters_without_gradient_are_left_alone(ranks: Any, stage: int) -> N
 def test_stages_agree_when_a_parameter_wakes_up(ranks: Any) -> None:
     """A parameter that first gets a gradient in step 3 moves alike at every stage."""
     outcomes = [
-        ranks(2).run(training.train, stage=stage, kind="unused", steps=4, idle_from=2)[0]["params"] for stage in range(4)
+        ranks(2).run(training.train, stage=stage, kind="unused", steps=4, idle_from=2)[0]["params"]
+        for stage in range(4)
     ]
     start = dict(build_start())
     for other in outcomes[1:]:

@@ -26,7 +26,9 @@ def test_defaults_are_those_of_deepspeeds_own_muon() -> None:
 
 
 def test_precedence_of_rates() -> None:
-    config = MuonConfig.from_params({"lr": 0.1, "adam_lr": 0.01, "weight_decay": 0.2, "muon_weight_decay": 0.3})
+    config = MuonConfig.from_params(
+        {"lr": 0.1, "adam_lr": 0.01, "weight_decay": 0.2, "muon_weight_decay": 0.3}
+    )
     assert config.muon_defaults()["lr"] == 0.1
     assert config.adam_defaults()["lr"] == 0.01
     assert config.muon_defaults()["weight_decay"] == 0.3

@@ -20,8 +20,8 @@ from tests.reference import polar
 
 SHAPES = [(1, 1), (1, 9), (9, 1), (17, 17), (13, 31), (31, 13), (64, 256), (256, 64), (96, 200)]
 
-# Relative to the same polynomial in float64. fp32: every product rounds by 2^-24 and five steps multiply the rounding of
-# small singular values by up to 480, of which the norm sees a few percent. Half formats: KERNELS.md's measured worst cases.
+# Relative to the same polynomial in float64. fp32: every product rounds by 2^-24 and five steps multiply the rounding
+# of small singular values by up to 480, of which the norm sees a few percent. Half formats: the worst measured cases.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-2, torch.bfloat16: 3e-1}
 
 
@@ -41,7 +41,9 @@ def matrix(kind: str, rows: int, cols: int) -> torch.Tensor:
 @pytest.mark.parametrize("method", ["gram", "standard"])
 @pytest.mark.parametrize("kind", ["gaussian", "low-rank", "ill-conditioned", "tiny", "huge"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_orthogonalize_matches_float64(shape: tuple[int, int], kind: str, method: str, dtype: torch.dtype) -> None:
+def test_orthogonalize_matches_float64(
+    shape: tuple[int, int], kind: str, method: str, dtype: torch.dtype
+) -> None:
     x = matrix(kind, *shape)
     settings_ = NsSettings(resolve_schedule("quintic"), method, dtype)  # type: ignore[arg-type]
     expected = reference_orthogonalize(x, settings_.coefficients)
@@ -58,7 +60,9 @@ def test_orthogonalize_matches_float64(shape: tuple[int, int], kind: str, method
 def test_the_two_references_agree() -> None:
     for rows, cols in SHAPES:
         x = matrix("gaussian", rows, cols)
-        torch.testing.assert_close(reference_orthogonalize(x, resolve_schedule("quintic")), polar(x), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(
+            reference_orthogonalize(x, resolve_schedule("quintic")), polar(x), rtol=1e-9, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("method", ["gram", "standard"])
@@ -68,9 +72,14 @@ def test_batches_and_views_give_the_single_result(method: str) -> None:
     settings_ = NsSettings(resolve_schedule("quintic"), method)  # type: ignore[arg-type]
     together = orthogonalize(batch, settings=settings_)
     for index in range(4):
-        torch.testing.assert_close(together[index], orthogonalize(batch[index], settings=settings_), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            together[index], orthogonalize(batch[index], settings=settings_), rtol=1e-4, atol=1e-5
+        )
     torch.testing.assert_close(
-        orthogonalize(batch[0].T, settings=settings_), orthogonalize(batch[0], settings=settings_).T, rtol=1e-4, atol=1e-5
+        orthogonalize(batch[0].T, settings=settings_),
+        orthogonalize(batch[0], settings=settings_).T,
+        rtol=1e-4,
+        atol=1e-5,
     )
 
 
@@ -88,7 +97,7 @@ def test_every_schedule_orthogonalises(name: str) -> None:
     x = matrix("gaussian", 64, 128)
     rows = resolve_schedule(name)  # type: ignore[arg-type]
     singular = torch.linalg.svdvals(reference_orthogonalize(x, rows))
-    assert 0.6 < float(singular.min()) and float(singular.max()) < 1.3
+    assert float(singular.min()) > 0.6 and float(singular.max()) < 1.3
 
 
 @pytest.mark.parametrize("steps", [1, 4, 6])
@@ -143,7 +152,9 @@ def test_momentum(nesterov: bool, dtype: torch.dtype) -> None:
     update_momentum_(buf, grad, step=MomentumStep(0.9, nesterov), out=out)
     torch.testing.assert_close(buf.double(), expected, rtol=1e-5, atol=1e-6)
     direction = 0.1 * grad.double() + 0.9 * expected if nesterov else expected
-    torch.testing.assert_close(out.double(), direction, rtol=1e-5 if dtype == torch.float32 else 8e-3, atol=1e-3)
+    torch.testing.assert_close(
+        out.double(), direction, rtol=1e-5 if dtype == torch.float32 else 8e-3, atol=1e-3
+    )
     assert torch.equal(grad, kept), "at stage 0 the gradient is the caller's"
 
 
@@ -155,11 +166,20 @@ def test_momentum(nesterov: bool, dtype: torch.dtype) -> None:
     nesterov=st.booleans(),
     decay=st.floats(0.0, 0.5),
 )
-def test_reference_step_is_the_definition(rows: int, cols: int, momentum: float, nesterov: bool, decay: float) -> None:
+def test_reference_step_is_the_definition(
+    rows: int, cols: int, momentum: float, nesterov: bool, decay: float
+) -> None:
     generator = torch.Generator().manual_seed(rows * 100 + cols)
     p, g, buf = (torch.randn(rows, cols, generator=generator, dtype=torch.float64) for _ in range(3))
     new, new_buf = reference_muon_step(
-        p, g, buf, lr=0.1, momentum=momentum, nesterov=nesterov, weight_decay=decay, coefficients=resolve_schedule("quintic")
+        p,
+        g,
+        buf,
+        lr=0.1,
+        momentum=momentum,
+        nesterov=nesterov,
+        weight_decay=decay,
+        coefficients=resolve_schedule("quintic"),
     )
     expected_buf = momentum * buf + (1 - momentum) * g
     direction = (1 - momentum) * g + momentum * expected_buf if nesterov else expected_buf
@@ -175,7 +195,15 @@ def test_adamw_matches_the_reference() -> None:
         g = torch.randn(50)
         adam_step_([p], [g], [m], [v], settings=AdamStep(1e-2, (0.9, 0.95), 1e-8, 0.1, step))
         expected = reference_adamw_step(
-            expected[0], g, expected[1], expected[2], step=step, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
+            expected[0],
+            g,
+            expected[1],
+            expected[2],
+            step=step,
+            lr=1e-2,
+            betas=(0.9, 0.95),
+            eps=1e-8,
+            weight_decay=0.1,
         )
     for actual, wanted in zip((p, m, v), expected, strict=True):
         torch.testing.assert_close(actual.double(), wanted, rtol=1e-5, atol=1e-6)

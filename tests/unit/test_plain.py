@@ -106,7 +106,7 @@ def test_missing_gradients_and_nonfinite_ones(caplog: pytest.LogCaptureFixture) 
 
 
 def test_grad_scaler() -> None:
-    """torch's GradScaler hands over its scale; the update is that of the unscaled gradient."""
+    """Torch's GradScaler hands over its scale; the update is that of the unscaled gradient."""
     plain, scaled = build("toy"), build("toy")
     first, second = (Muon(m, **SETTINGS) for m in (plain, scaled))  # type: ignore[arg-type]
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

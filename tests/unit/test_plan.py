@@ -24,7 +24,9 @@ def flat_layouts(dims: list[tuple[int, int]], world: int) -> list[MatrixLayout]:
     per_rank = -(-total // world)
     layouts, offset = [], 0
     for number, (rows, cols) in enumerate(dims):
-        layouts.append(MatrixLayout(f"m{number}", rows, cols, 0, flat_fragments(offset, rows * cols, per_rank)))
+        layouts.append(
+            MatrixLayout(f"m{number}", rows, cols, 0, flat_fragments(offset, rows * cols, per_rank))
+        )
         offset += rows * cols
     return layouts
 
@@ -33,14 +35,17 @@ def sharded_layouts(dims: list[tuple[int, int]], world: int) -> list[MatrixLayou
     layouts, offset = [], 0
     for number, (rows, cols) in enumerate(dims):
         shard = -(-rows * cols // world)
-        layouts.append(MatrixLayout(f"m{number}", rows, cols, 0, sharded_fragments(offset, rows * cols, shard)))
+        layouts.append(
+            MatrixLayout(f"m{number}", rows, cols, 0, sharded_fragments(offset, rows * cols, shard))
+        )
         offset += shard
     return layouts
 
 
 def replicated_layouts(dims: list[tuple[int, int]], world: int) -> list[MatrixLayout]:
     return [
-        MatrixLayout(f"m{i}", r, c, i, replicated_fragments(0, r * c, world), replicated=True) for i, (r, c) in enumerate(dims)
+        MatrixLayout(f"m{i}", r, c, i, replicated_fragments(0, r * c, world), replicated=True)
+        for i, (r, c) in enumerate(dims)
     ]
 
 
@@ -49,11 +54,19 @@ MAKERS = {"flat": flat_layouts, "sharded": sharded_layouts, "replicated": replic
 
 def plans(layouts: list[MatrixLayout], world: int, chunk: int = 1 << 20) -> list[ExchangePlan]:
     owners = assign_owners(layouts, world)
-    return [build_exchange_plan(layouts, owners, rank=r, world_size=world, chunk_numel=chunk) for r in range(world)]
+    return [
+        build_exchange_plan(layouts, owners, rank=r, world_size=world, chunk_numel=chunk)
+        for r in range(world)
+    ]
 
 
 @settings(max_examples=150, deadline=None)
-@given(dims=shapes, world=st.integers(1, 5), kind=st.sampled_from(sorted(MAKERS)), chunk=st.sampled_from([1, 30, 10_000]))
+@given(
+    dims=shapes,
+    world=st.integers(1, 5),
+    kind=st.sampled_from(sorted(MAKERS)),
+    chunk=st.sampled_from([1, 30, 10_000]),
+)
 def test_what_one_rank_sends_another_receives_in_the_same_order(
     dims: list[tuple[int, int]], world: int, kind: str, chunk: int
 ) -> None:

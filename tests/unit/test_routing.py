@@ -51,7 +51,9 @@ def test_rules_by_name_and_shape(name: str, shape: tuple[int, ...], algorithm: s
 
 
 def test_a_gate_beside_experts_is_a_router() -> None:
-    found = route("model.layers.0.moe.gate.weight", 4, 8, siblings=("model.layers.0.moe.experts.0.w1.weight",))
+    found = route(
+        "model.layers.0.moe.gate.weight", 4, 8, siblings=("model.layers.0.moe.experts.0.w1.weight",)
+    )
     assert found.algorithm == "adamw" and "router" in found.reason
 
 
@@ -110,7 +112,9 @@ def test_zero_init_placeholders_are_judged_by_their_true_shape() -> None:
 
 
 def test_patterns() -> None:
-    members = list(model_parameters_by_name(nn.ModuleDict({"head": nn.Linear(4, 4), "a": nn.Linear(4, 4)})).values())
+    members = list(
+        model_parameters_by_name(nn.ModuleDict({"head": nn.Linear(4, 4), "a": nn.Linear(4, 4)})).values()
+    )
     assert route_parameters(members, include=["head.weight"])[0].algorithm == "muon"
     assert route_parameters(members, include=["head.weight"], exclude=["re:^a\\."])[2].algorithm == "adamw"
     assert route_parameters(members, include=["*.weight"], exclude=["head*"])[0].algorithm == "adamw"
@@ -165,7 +169,8 @@ def test_explicit_groups_decide() -> None:
     model = nn.Linear(4, 4, bias=False)
     head = nn.Linear(4, 9, bias=False)
     optimizer = Muon(
-        [{"params": [model.weight], "use_muon": True}, {"params": [head.weight], "algorithm": "adamw"}], lr=0.1
+        [{"params": [model.weight], "use_muon": True}, {"params": [head.weight], "algorithm": "adamw"}],
+        lr=0.1,
     )
     assert [r.algorithm for r in optimizer.routes] == ["muon", "adamw"]
     assert all("use_muon" not in group for group in optimizer.param_groups), "BF16_Optimizer acts on that key"
