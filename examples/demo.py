@@ -27,7 +27,7 @@ RANKS = 2
 STEPS = 300
 # 0.85M parameters, 4096 tokens a step: two trainings and the start-up fit into five minutes on two CPU cores.
 MODEL = {"dim": 128, "layers": 4, "heads": 4, "seq_len": 128, "batch_size": 16, "schedule": "cosine"}
-RATES = {"AdamW": {"lr": 0.004}, "Muon": {"muon_lr": 0.02, "adam_lr": 0.004}}
+RATES = {"AdamW": {"lr": 0.003}, "Muon": {"muon_lr": 0.04, "adam_lr": 0.008}}
 TIMEOUT_S = 900
 
 
