@@ -15,8 +15,12 @@ from deepspeed_muon.plan.layout import Fragment
 
 __all__ = ["MuonPipeline", "StepStats"]
 
-# On a CPU, matrices whose short side is at least this long are orthogonalised one by one: bmm is slower than mm there.
+# Matrices whose short side is at least this long are orthogonalised one by one: on a CPU bmm is slower than mm there,
+# on a GPU one of them fills the chip (two waves of 128 x 128 tiles on 132 multiprocessors).
 _CPU_BATCH_BELOW = 256
+_GPU_BATCH_BELOW = 2048
+# Elements that a batch may stack at most: stacking copies, and the iteration needs three times as much again.
+_BATCH_NUMEL = 1 << 25
 
 DirectionOf = Callable[[int, Fragment], Tensor]
 ApplyUpdate = Callable[[int, Fragment, Tensor], None]
@@ -145,17 +149,16 @@ class MuonPipeline:
                 yield index, result.narrow(0, position * heads, heads).reshape(-1)
 
     def _batches(self, owned: Sequence[int]) -> list[list[int]]:
-        """Group matrices of equal block shape; on a CPU only small ones."""
+        """Group small matrices of equal block shape; large ones stay alone."""
         by_shape: dict[tuple[int, int, int], list[int]] = {}
         for index in owned:
             matrix = self.plan.matrices[index]
             by_shape.setdefault((*matrix.block_shape, matrix.heads), []).append(index)
+        small = _CPU_BATCH_BELOW if self._device.type == "cpu" else _GPU_BATCH_BELOW
         batches: list[list[int]] = []
-        for (rows, cols, _), indices in by_shape.items():
-            if self._device.type == "cpu" and min(rows, cols) >= _CPU_BATCH_BELOW:
-                batches.extend([index] for index in indices)
-            else:
-                batches.append(indices)
+        for (rows, cols, heads), indices in by_shape.items():
+            size = max(1, _BATCH_NUMEL // (rows * cols * heads)) if min(rows, cols) < small else 1
+            batches.extend(indices[start : start + size] for start in range(0, len(indices), size))
         return batches
 
     def _assemble(
