@@ -6,6 +6,7 @@
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import (
     BindingError,
+    CheckpointError,
     ConfigError,
     MuonError,
     NonFiniteGradientError,
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BindingError",
+    "CheckpointError",
     "ConfigError",
     "Muon",
     "MuonConfig",

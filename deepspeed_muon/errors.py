@@ -9,6 +9,7 @@ from __future__ import annotations
 
 __all__ = [
     "BindingError",
+    "CheckpointError",
     "ConfigError",
     "MuonError",
     "NonFiniteGradientError",
@@ -47,6 +48,10 @@ class UnsupportedConfigError(MuonError, NotImplementedError):
 
 class BindingError(MuonError, RuntimeError):
     """The optimizer does not know where ZeRO keeps a parameter that it was asked to update."""
+
+
+class CheckpointError(MuonError, RuntimeError):
+    """A checkpoint cannot be written, is damaged or incomplete, or belongs to another model."""
 
 
 class PlanMismatchError(MuonError, RuntimeError):

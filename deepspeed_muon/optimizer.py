@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -200,7 +201,7 @@ class Muon(torch.optim.Optimizer):
         renamed = {}
         for key, route in self._routed.by_id.items():
             name = named[key].name if key in named else route.name
-            renamed[key] = Route(name, route.shape, route.algorithm, route.reason, route.heads)
+            renamed[key] = replace(route, name=name)
         self._routed = RoutedGroups(self._routed.groups, list(renamed.values()), renamed, unnamed=False)
 
     def route_table(self) -> Mapping[int, Route]:

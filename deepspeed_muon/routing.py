@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 Algorithm = Literal["muon", "adamw", "frozen"]
+MatrixKind = Literal["matrix", "convolution", "experts"]
 
 # Components of a dotted name. An embedding is recognised anywhere in the path, a head only as the module that holds
 # the weight: BERT's "attention.output.dense.weight" is a hidden matrix.
@@ -49,7 +50,7 @@ class NamedParameter:
     Attributes:
         names: Every dotted name under which the model reaches it, first one first; empty when unknown.
         param: The parameter itself.
-        module_kinds: What the modules that hold it are: a subset of {"embedding", "head"}.
+        module_kinds: What the modules that hold it are: a subset of {"embedding", "head", "convolution"}.
         heads: Attention heads that are orthogonalised separately (``per_head_muon``), 1 for the whole matrix.
     """
 
@@ -73,7 +74,8 @@ class Route:
         shape: True shape of the layer.
         algorithm: ``muon``, ``adamw`` or ``frozen``.
         reason: The rule that decided, in words.
-        heads: Attention heads orthogonalised separately, 1 for the whole matrix.
+        heads: Row blocks of the matrix that are orthogonalised separately (attention heads, experts).
+        kind: How a Muon parameter is read as a matrix; see :attr:`matrix_shape`.
     """
 
     name: str
@@ -81,6 +83,14 @@ class Route:
     algorithm: Algorithm
     reason: str
     heads: int = 1
+    kind: MatrixKind = "matrix"
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Rows and columns of the row-major matrix: a filter bank is ``out x (in * kernel)``, experts are stacked."""
+        if self.kind == "experts":
+            return self.shape[0] * self.shape[1], self.shape[2]
+        return self.shape[0], torch.Size(self.shape[1:]).numel()
 
 
 def true_shape(param: torch.Tensor) -> tuple[int, ...]:
@@ -107,6 +117,9 @@ def model_parameters_by_name(model: nn.Module) -> dict[int, NamedParameter]:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or "Embedding" in type(module).__name__:
             for param in module.parameters(recurse=False):
                 kinds.setdefault(id(param), set()).add("embedding")
+        # A transposed convolution has its input first, a grouped one several matrices: neither is one filter bank.
+        if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and module.groups == 1:
+            kinds.setdefault(id(module.weight), set()).add("convolution")
     for kind, getter in (("head", "get_output_embeddings"), ("embedding", "get_input_embeddings")):
         module = _call_quietly(model, getter)
         if isinstance(module, nn.Module):
@@ -197,26 +210,44 @@ def _route(
     expert_parents: frozenset[str],
 ) -> Route:
     shape = true_shape(item.param)
-    is_matrix = len(shape) == 2 and min(shape) > 0
-    algorithm, reason = _decide(item, is_matrix, len(shape), include, exclude, explicit, expert_parents)
-    if algorithm == "muon" and not is_matrix:
+    kind = _matrix_kind(item, shape)
+    algorithm, reason = _decide(item, kind, len(shape), include, exclude, explicit, expert_parents)
+    if algorithm != "muon":
+        return Route(item.name, shape, algorithm, reason)
+    if kind is None:
         raise RoutingError(
             f"parameter {item.name} of shape {list(shape)} was sent to Muon ({reason}) but Muon orthogonalises "
-            f"matrices (two dimensions, no empty one); remove it from the pattern or group"
+            f"matrices, plain convolutions and stacked experts, none of them empty; remove it from the pattern or group"
         )
-    heads = item.heads if algorithm == "muon" else 1
+    if kind == "experts":
+        return Route(item.name, shape, algorithm, f"{reason}, {shape[0]} experts separately", shape[0], kind)
+    heads = item.heads
     if heads > 1:
         if shape[0] % heads:
             raise RoutingError(
                 f"per_head_muon: {item.name} has {shape[0]} rows, not divisible by {heads} heads"
             )
         reason += f", {heads} heads separately"
-    return Route(item.name, shape, algorithm, reason, heads)
+    return Route(item.name, shape, algorithm, reason, heads, kind)
+
+
+def _matrix_kind(item: NamedParameter, shape: tuple[int, ...]) -> MatrixKind | None:
+    """Say how the parameter can be read as a matrix, or ``None`` if it cannot."""
+    if len(shape) < 2 or min(shape) == 0:
+        return None
+    if len(shape) == 2:
+        return "matrix"
+    if "convolution" in item.module_kinds:
+        return "convolution"
+    # (experts, out, in), as Hugging Face's mixture-of-experts models keep them.
+    if len(shape) == 3 and any("experts" in name.split(".") for name in item.names):
+        return "experts"
+    return None
 
 
 def _decide(
     item: NamedParameter,
-    is_matrix: bool,
+    kind: MatrixKind | None,
     ndim: int,
     include: Sequence[str],
     exclude: Sequence[str],
@@ -233,7 +264,7 @@ def _decide(
     for pattern in include:
         if any(_matches(pattern, name, "include") for name in item.names):
             return "muon", f"include pattern {pattern!r}"
-    if not is_matrix:
+    if kind is None:
         what = {0: "a scalar", 1: "a vector", 2: "an empty matrix"}.get(
             ndim, f"{ndim}-dimensional, not a matrix"
         )
@@ -246,7 +277,11 @@ def _decide(
         reason = _reason_by_name(name, expert_parents)
         if reason:
             return "adamw", reason
-    return "muon", "hidden matrix"
+    return "muon", {
+        "matrix": "hidden matrix",
+        "convolution": "filters of a convolution",
+        "experts": "hidden matrices",
+    }[kind]
 
 
 def _reason_by_name(name: str, expert_parents: frozenset[str]) -> str | None:

@@ -138,13 +138,45 @@ class Heads(Toy):
         return F.cross_entropy(self.lm_head(x).flatten(0, 1), targets.flatten())
 
 
-MODELS: dict[str, type[Toy]] = {"toy": Toy, "unused": Unused, "wide": Wide, "single": Single, "heads": Heads}
+class Mixed(Toy):
+    """A convolution (kernel flattened), a grouped one, and a stack of three experts, besides the usual matrices."""
+
+    def __init__(self, **_: object) -> None:
+        super().__init__(width=12, hidden=(20,), thin=False)
+        self.conv = nn.Conv1d(12, 12, 3, padding=1)
+        self.grouped = nn.Conv1d(12, 12, 3, padding=1, groups=4)
+        self.experts = nn.Module()
+        self.experts.up_proj = nn.Parameter(torch.randn(3, 10, 12) / 12**0.5)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(tokens).double()
+        for block in self.blocks:
+            x = block(x)
+        for conv in (self.conv, self.grouped):
+            weight, bias = conv.weight.double(), conv.bias.double()
+            x = x + torch.tanh(F.conv1d(x.mT, weight, bias, padding=1, groups=conv.groups)).mT
+        up = self.experts.up_proj.double()
+        x = x + torch.einsum(
+            "blh,ehi,e->bli", torch.tanh(torch.einsum("bli,hi->blh", x, up[0])), up, x.new_ones(3)
+        )
+        return F.cross_entropy(self.lm_head(x).flatten(0, 1), targets.flatten())
+
+
+MODELS: dict[str, type[Toy]] = {
+    "toy": Toy,
+    "unused": Unused,
+    "wide": Wide,
+    "single": Single,
+    "heads": Heads,
+    "mixed": Mixed,
+}
 
 MATRICES: dict[str, set[str]] = {
     "toy": {f"blocks.{i}.{part}.weight" for i in range(3) for part in ("up", "down")}
     | {"thin.up.weight", "thin.down.weight"},
     "wide": {f"blocks.{i}.{part}.weight" for i in range(2) for part in ("up", "down")},
     "single": {"mix.weight"},
+    "mixed": {"blocks.0.up.weight", "blocks.0.down.weight", "conv.weight", "experts.up_proj"},
     "heads": {f"blocks.0.{part}.weight" for part in ("up", "down")}
     | {f"self_attn.{p}_proj.weight" for p in "qko"},
 }

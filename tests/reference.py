@@ -44,6 +44,7 @@ class Oracle:
     clipping: float = 0.0
     scale: Callable[[int, int], float] = lambda r, c: math.sqrt(max(1.0, r / c))
     heads: dict[str, int] = field(default_factory=dict)
+    experts: set[str] = field(default_factory=set)
     step: int = 0
     state: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
 
@@ -67,9 +68,9 @@ class Oracle:
         u = (1 - self.momentum) * grad + self.momentum * buf if self.nesterov else buf
         self.state[name] = (buf,)
         param.mul_(1 - self.lr * self.weight_decay)
-        blocks = u.chunk(self.heads.get(name, 1))
+        blocks = list(u) if name in self.experts else u.flatten(1).chunk(self.heads.get(name, 1))
         update = torch.cat([self.scale(*block.shape) * polar(block) for block in blocks])
-        param.sub_(self.lr * update)
+        param.sub_(self.lr * update.view(param.shape))
 
     def _adamw(self, name: str, param: Tensor, grad: Tensor) -> None:
         m, v = self.state.get(name, (torch.zeros_like(grad), torch.zeros_like(grad)))

@@ -101,7 +101,7 @@ class LayoutReader:
         partition = self._partitions[-1]
         route = self._route(param)
         if partition.muon:
-            rows, cols = route.shape
+            rows, cols = route.matrix_shape
             self._matrices.append(
                 MatrixLayout(route.name, rows, cols, partition.index, fragments, replicated, route.heads)
             )

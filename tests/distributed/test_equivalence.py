@@ -33,7 +33,7 @@ def reference(
     start = {name: param.detach().clone() for name, param in model.named_parameters()}
     model = model.double()
     heads = {"self_attn.q_proj.weight": 4, "self_attn.k_proj.weight": 2} if kind == "heads" else {}
-    oracle = Oracle(MATRICES[kind], clipping=clipping, heads=heads)
+    oracle = Oracle(MATRICES[kind], clipping=clipping, heads=heads, experts={"experts.up_proj"})
     norms = []
     for step in range(steps):
         model.zero_grad()

@@ -72,6 +72,13 @@ def test_awkward_shapes(ranks: Any, kind: str, stage: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_convolutions_and_stacked_experts(ranks: Any, stage: int) -> None:
+    """Filters are one matrix, every expert is its own; a grouped convolution goes to AdamW."""
+    results = ranks(3).run(training.train, stage=stage, kind="mixed", zero_init=stage == 3)
+    compare(results, "mixed", 3, 0.0)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_per_head_muon(ranks: Any, stage: int) -> None:
     """Query and key heads are orthogonalised separately, the output projection is not."""
     results = ranks(3).run(training.train, stage=stage, kind="heads", params={"per_head_muon": True})

@@ -41,6 +41,8 @@ def route(name: str, *shape: int, siblings: tuple[str, ...] = ()) -> Route:
         ("model.layers.0.input_layernorm.weight", (8,), "adamw"),
         ("scale", (), "adamw"),
         ("conv.weight", (4, 3, 3, 3), "adamw"),
+        ("layers.0.mlp.experts.gate_up_proj", (4, 6, 8), "muon"),
+        ("layers.0.mlp.stacked.gate_up_proj", (4, 6, 8), "adamw"),
         ("empty.weight", (0, 8), "adamw"),
     ],
 )
@@ -93,6 +95,17 @@ def test_hugging_face_accessors_tell_the_head() -> None:
         ("body.weight", "muon"),
         ("unusual.weight", "adamw"),
     ]
+
+
+def test_matrix_shapes() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 5), nn.ConvTranspose2d(8, 4, 3), nn.Conv2d(4, 4, 3, groups=2))
+    routes = route_parameters(list(model_parameters_by_name(model).values()))
+    found = {r.name: (r.algorithm, r.kind) for r in routes if len(r.shape) > 1}
+    assert found["0.weight"] == ("muon", "convolution")
+    assert found["1.weight"][0] == found["2.weight"][0] == "adamw"
+    assert routes[0].matrix_shape == (8, 75)
+    experts = route("experts.w", 4, 6, 8)
+    assert experts.matrix_shape == (24, 8) and experts.heads == 4
 
 
 def test_frozen_parameters_are_left_out() -> None:

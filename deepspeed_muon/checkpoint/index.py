@@ -1,0 +1,211 @@
+"""The JSON index of a consolidated checkpoint: what it must say, and the refusal of anything else.
+
+A consolidated checkpoint is a folder with ``muon_index.json`` and the safetensors files that it names. The index is
+written last, so that a folder without one holds no checkpoint. It is untrusted input: names of files stay inside the
+folder, and sizes are compared with the files before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from deepspeed_muon.errors import CheckpointError
+
+__all__ = [
+    "FORMAT",
+    "INDEX_NAME",
+    "SHARD_PATTERN",
+    "STATE_KEYS",
+    "CheckpointIndex",
+    "FileRecord",
+    "ParameterRecord",
+    "Progress",
+    "load_index",
+    "tensor_name",
+]
+
+FORMAT = "deepspeed_muon.consolidated"
+VERSION = 1
+INDEX_NAME = "muon_index.json"
+SHARD_PATTERN = re.compile(r"muon-[0-9a-f]{12}-[0-9]{5,}\.safetensors")
+STATE_KEYS: dict[str, tuple[str, ...]] = {"muon": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}
+"""What the optimizer keeps for a parameter of each algorithm, next to the fp32 master."""
+
+# Beyond any model there is, and small enough that sizes in bytes fit into 64 bits.
+_MAX_NUMEL = 1 << 50
+_MAX_INDEX_BYTES = 1 << 30
+
+Dimension = Annotated[int, Field(ge=1, le=_MAX_NUMEL, strict=True)]
+Count = Annotated[int, Field(ge=0, le=1 << 62, strict=True)]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FileRecord(_Record):
+    """One safetensors file.
+
+    Attributes:
+        bytes: Its size.
+        sha256: Checksum of the whole file, hexadecimal.
+    """
+
+    bytes: Count
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class ParameterRecord(_Record):
+    """One parameter.
+
+    Attributes:
+        shape: The layer's true shape.
+        algorithm: Whose state it is.
+        heads: Attention heads that were orthogonalised separately.
+        step: Optimizer steps taken; 0 when there is no optimizer state.
+        group: Number of the param group in :attr:`CheckpointIndex.groups`.
+        tensors: ``fp32`` and the state keys of the algorithm, each with the file that holds it.
+    """
+
+    shape: Annotated[tuple[Dimension, ...], Field(max_length=64)]
+    algorithm: Literal["muon", "adamw"]
+    heads: Annotated[int, Field(ge=1)] = 1
+    step: Count
+    group: Count
+    tensors: dict[str, str]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return math.prod(self.shape)
+
+    @field_validator("shape")
+    @classmethod
+    def _bounded(cls, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if math.prod(shape) > _MAX_NUMEL:
+            raise ValueError(f"shape {list(shape)} is absurd")
+        return shape
+
+    @model_validator(mode="after")
+    def _complete(self) -> ParameterRecord:
+        expected = {"fp32", *(STATE_KEYS[self.algorithm] if self.step else ())}
+        if set(self.tensors) != expected:
+            raise ValueError(f"holds {sorted(self.tensors)}, expected {sorted(expected)}")
+        return self
+
+
+class Progress(_Record):
+    """Where the run stood.
+
+    Attributes:
+        global_steps: Steps of the engine, skipped ones included.
+        global_samples: Samples seen.
+        skipped_steps: Steps that overflowed.
+        lr_scheduler: The scheduler's ``state_dict()`` where JSON can hold it.
+        loss_scale: The dynamic loss scale.
+    """
+
+    global_steps: Count = 0
+    global_samples: Count = 0
+    skipped_steps: Count = 0
+    lr_scheduler: dict[str, Any] | None = None
+    loss_scale: dict[str, float | int] | None = None
+
+
+class CheckpointIndex(_Record):
+    """The whole index.
+
+    Attributes:
+        format: Always :data:`FORMAT`.
+        version: Of the format.
+        versions: Of the software that wrote it.
+        source: Where the state came from, in words and numbers.
+        lossy: What was lost or invented when it was converted from another optimizer.
+        optimizer: The settings of the optimizer.
+        groups: Hyperparameters of the param groups.
+        progress: Where the run stood.
+        files: The safetensors files.
+        parameters: Name of every parameter to its record.
+    """
+
+    format: Literal["deepspeed_muon.consolidated"]
+    version: Literal[1]
+    versions: dict[str, str]
+    source: dict[str, Any] = {}
+    lossy: list[str] = []
+    optimizer: dict[str, Any] = {}
+    groups: list[dict[str, Any]]
+    progress: Progress = Progress()
+    files: dict[str, FileRecord]
+    parameters: dict[str, ParameterRecord]
+
+    @field_validator("files")
+    @classmethod
+    def _inside(cls, files: dict[str, FileRecord]) -> dict[str, FileRecord]:
+        for name in files:
+            if not SHARD_PATTERN.fullmatch(name):
+                raise ValueError(f"{name!r} is not the name of a shard of this folder")
+        return files
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CheckpointIndex:
+        for name, record in self.parameters.items():
+            if record.group >= len(self.groups):
+                raise ValueError(f"parameter {name}: param group {record.group} does not exist")
+            for key, file in record.tensors.items():
+                if file not in self.files:
+                    raise ValueError(f"parameter {name}: {key} is in {file!r}, which is not among the files")
+        used: dict[str, int] = dict.fromkeys(self.files, 0)
+        for record in self.parameters.values():
+            for file in record.tensors.values():
+                used[file] += 4 * record.numel
+        for file, size in used.items():
+            if size > self.files[file].bytes:
+                raise ValueError(f"{file} has {self.files[file].bytes} bytes, its tensors need {size}")
+        return self
+
+
+def tensor_name(key: str, parameter: str) -> str:
+    """Return the name of a tensor inside the safetensors files."""
+    return f"{key}/{parameter}"
+
+
+def load_index(folder: str | os.PathLike[str]) -> CheckpointIndex:
+    """Read and check the index of a consolidated checkpoint; the files that it names are not opened.
+
+    Args:
+        folder: The folder.
+
+    Raises:
+        CheckpointError: Naming the file and, where one is to blame, the parameter.
+    """
+    path = Path(folder) / INDEX_NAME
+    try:
+        if path.stat().st_size > _MAX_INDEX_BYTES:
+            raise CheckpointError(f"{path}: larger than an index can be")
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder}: no {INDEX_NAME}: not a consolidated checkpoint, or its save did not finish"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: not an index of the format {FORMAT}")
+    if content.get("version") != VERSION:
+        raise CheckpointError(f"{path}: format version {content.get('version')!r}, this release reads {VERSION}")
+    try:
+        return CheckpointIndex.model_validate(content)
+    except ValidationError as error:
+        lines = []
+        for item in error.errors()[:10]:
+            where = ".".join(map(str, item["loc"]))
+            lines.append(f"{where + ': ' if where else ''}{item['msg'].removeprefix('Value error, ')}")
+        raise CheckpointError(f"{path}: refused:\n" + "\n".join(lines)) from error

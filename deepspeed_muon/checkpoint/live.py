@@ -1,0 +1,235 @@
+"""What a running engine holds: every parameter's master and optimizer state, and which rank has which run of it."""
+
+from __future__ import annotations
+
+import bisect
+import json
+import logging
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed_muon.checkpoint.index import STATE_KEYS, Progress
+from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.optimizer import Muon
+from deepspeed_muon.plan.layout import Fragment
+from deepspeed_muon.routing import Route
+from deepspeed_muon.zero.binding import BoundPartition
+from deepspeed_muon.zero.checkpointing import (
+    loss_scale_state,
+    param_group_numbers,
+    set_loss_scale_state,
+)
+
+__all__ = [
+    "LiveParameter",
+    "LiveState",
+    "collect",
+    "hyperparameters",
+    "read_progress",
+    "software_versions",
+    "write_progress",
+]
+
+logger = logging.getLogger("deepspeed_muon")
+
+
+@dataclass(frozen=True, slots=True)
+class LiveParameter:
+    """One parameter of a running engine.
+
+    Attributes:
+        route: Name, true shape and algorithm.
+        numel: Elements.
+        fragments: Every rank's runs, ordered by where they start in the parameter.
+        replicated: Whether every rank holds all of it.
+        partition: The partition that holds this rank's runs.
+        group: Number of its param group.
+    """
+
+    route: Route
+    numel: int
+    fragments: tuple[Fragment, ...]
+    replicated: bool
+    partition: BoundPartition
+    group: int
+
+    def runs(self, start: int, stop: int) -> Iterator[Fragment]:
+        """Yield the fragments of ``[start, stop)`` of a parameter that is divided, cut to that interval."""
+        first = bisect.bisect_right(self.fragments, start, key=lambda f: f.matrix_offset) - 1
+        for fragment in self.fragments[max(first, 0) :]:
+            if fragment.matrix_offset >= stop:
+                return
+            begin = max(start, fragment.matrix_offset)
+            end = min(stop, fragment.matrix_offset + fragment.numel)
+            if begin < end:
+                shift = begin - fragment.matrix_offset
+                yield Fragment(fragment.rank, begin, fragment.partition_offset + shift, end - begin)
+
+
+@dataclass(frozen=True, slots=True)
+class LiveState:
+    """Everything of an engine that a checkpoint holds.
+
+    Attributes:
+        engine: The ``DeepSpeedEngine``.
+        optimizer: Our optimizer inside it.
+        parameters: In an order that all ranks of the group share.
+        group: The data-parallel group that divides or replicates them.
+        rank: This rank inside the group.
+        world_size: Its size.
+        device: Where the group's backend can send from.
+    """
+
+    engine: Any
+    optimizer: Muon
+    parameters: tuple[LiveParameter, ...]
+    group: dist.ProcessGroup | None
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def by_name(self) -> dict[str, LiveParameter]:
+        """The parameters by name."""
+        return {parameter.route.name: parameter for parameter in self.parameters}
+
+    def step(self, partition: BoundPartition) -> int:
+        """Return the optimizer steps that a partition has taken."""
+        return int(self.optimizer.state.get(partition.tensor, {}).get("step", 0))
+
+    def tensor(self, partition: BoundPartition, key: str) -> Tensor:
+        """Return the master (``fp32``) or an entry of the state of this rank's partition, flat, sharing memory."""
+        own = partition.tensor if key == "fp32" else self.optimizer.state[partition.tensor][key]
+        return own.detach().view(-1)
+
+    def keys(self, parameter: LiveParameter) -> tuple[str, ...]:
+        """Return what there is to save of a parameter: ``fp32``, and the state once a step was taken."""
+        return ("fp32", *(STATE_KEYS[parameter.route.algorithm] if self.step(parameter.partition) else ()))
+
+
+def collect(engine: Any) -> LiveState:
+    """Describe what this rank knows of the engine's state; nothing is copied or sent.
+
+    Args:
+        engine: A ``DeepSpeedEngine`` whose optimizer is ours.
+
+    Raises:
+        CheckpointError: If the engine runs another optimizer, or its parameters cannot be told apart by name.
+    """
+    optimizer = getattr(engine, "basic_optimizer", None)
+    if not isinstance(optimizer, Muon):
+        raise CheckpointError(
+            f"this engine's optimizer is {type(optimizer).__name__}, not deepspeed_muon.Muon: use DeepSpeed's own "
+            f"checkpoints for it"
+        )
+    routes: dict[str, Route] = {}
+    for route in optimizer.routes:
+        if route.name in routes:
+            raise CheckpointError(f"two parameters are called {route.name}: pass model.named_parameters()")
+        routes[route.name] = route
+    groups = param_group_numbers(engine.optimizer)
+    parameters = []
+    sets = [runner.step_set for runner in optimizer.runners]
+    for step_set in sets:
+        if _ranks(step_set.group) != _ranks(sets[0].group):
+            raise CheckpointError("param groups of different data-parallel groups cannot be consolidated yet")
+        partitions = {partition.index: partition for partition in step_set.partitions}
+        for layout in (*step_set.matrices, *step_set.others):
+            held = sum(fragment.numel for fragment in layout.fragments)
+            parameters.append(
+                LiveParameter(
+                    routes[layout.name],
+                    layout.numel,
+                    tuple(sorted(layout.fragments, key=lambda f: f.matrix_offset)),
+                    held == layout.numel * step_set.world_size and step_set.world_size > 1,
+                    partitions[layout.partition],
+                    groups[layout.partition],
+                )
+            )
+    if not parameters:
+        raise CheckpointError("the engine's optimizer holds no parameters")
+    first = optimizer.runners[0]
+    return LiveState(
+        engine, optimizer, tuple(parameters), sets[0].group, sets[0].rank, sets[0].world_size, first.device
+    )
+
+
+def _ranks(group: dist.ProcessGroup | None) -> list[int]:
+    return [] if group is None else dist.get_process_group_ranks(group)
+
+
+def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of every param group as JSON can hold them."""
+    groups = []
+    for group in optimizer.param_groups:
+        settings = {}
+        for key, value in group.items():
+            value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            if key != "params" and _is_json(value):
+                settings[str(key)] = value
+        groups.append(settings)
+    return groups
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def read_progress(engine: Any) -> Progress:
+    """Return the engine's counters, schedule and loss scale."""
+    schedule = None
+    scheduler = getattr(engine, "lr_scheduler", None)
+    if scheduler is not None and hasattr(scheduler, "state_dict"):
+        schedule = scheduler.state_dict()
+        if not _is_json(schedule):
+            logger.warning(
+                "deepspeed_muon: the state of the scheduler %s is not JSON and is left out of the consolidated "
+                "checkpoint; step the scheduler to progress.global_steps after restoring",
+                type(scheduler).__name__,
+            )
+            schedule = None
+    return Progress(
+        global_steps=int(engine.global_steps),
+        global_samples=int(engine.global_samples),
+        skipped_steps=int(engine.skipped_steps),
+        lr_scheduler=schedule,
+        loss_scale=loss_scale_state(engine.optimizer),
+    )
+
+
+def write_progress(engine: Any, progress: Progress) -> None:
+    """Set the engine's counters, schedule and loss scale."""
+    engine.global_steps = progress.global_steps
+    engine.global_samples = progress.global_samples
+    engine.skipped_steps = progress.skipped_steps
+    scheduler = getattr(engine, "lr_scheduler", None)
+    if scheduler is not None and progress.lr_scheduler is not None:
+        scheduler.load_state_dict(dict(progress.lr_scheduler))
+    elif scheduler is not None:
+        logger.warning("deepspeed_muon: the checkpoint holds no state for the scheduler, which starts afresh")
+    if progress.loss_scale is not None:
+        set_loss_scale_state(engine.optimizer, dict(progress.loss_scale))
+
+
+def software_versions() -> dict[str, str]:
+    """Return the versions that a checkpoint records."""
+    import deepspeed
+
+    import deepspeed_muon
+
+    return {
+        "deepspeed_muon": deepspeed_muon.__version__,
+        "deepspeed": str(deepspeed.__version__),
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }

@@ -1,0 +1,189 @@
+"""Safetensors files written as a stream: packing tensors into files, and one file on its way to the disk.
+
+The format is eight bytes with the length of a JSON header, the header, and the tensors one after the other. Writing
+it as a stream keeps memory at one piece, whatever the size of a tensor, and gives the checksum for nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from deepspeed_muon.checkpoint.index import SHARD_PATTERN, FileRecord, tensor_name
+
+__all__ = [
+    "DEFAULT_SHARD_BYTES",
+    "PlannedTensor",
+    "ShardFile",
+    "fsync_folder",
+    "pack",
+    "remove_stale",
+    "shard_name",
+    "write_aside",
+]
+
+DEFAULT_SHARD_BYTES = 2 << 30
+ITEM_BYTES = 4
+"""All tensors are fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTensor:
+    """A tensor that will be written.
+
+    Attributes:
+        parameter: Dotted name.
+        key: ``fp32`` or a state key.
+        shape: True shape.
+    """
+
+    parameter: str
+    key: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape)
+
+
+def pack(tensors: Sequence[PlannedTensor], shard_bytes: int) -> list[list[PlannedTensor]]:
+    """Divide tensors into files, in order; a file is larger than ``shard_bytes`` only when one tensor is.
+
+    Args:
+        tensors: In the order in which they shall lie.
+        shard_bytes: Intended size of a file.
+    """
+    shards: list[list[PlannedTensor]] = []
+    size = 0
+    for tensor in tensors:
+        nbytes = tensor.numel * ITEM_BYTES
+        if not shards or size + nbytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += nbytes
+    return shards
+
+
+def shard_name(save_id: str, number: int) -> str:
+    """Return the file name of a shard; ``save_id`` keeps it apart from the shards of every other save."""
+    name = f"muon-{save_id}-{number:05d}.safetensors"
+    assert SHARD_PATTERN.fullmatch(name), name
+    return name
+
+
+class ShardFile:
+    """One safetensors file, written under another name, synced and renamed by :meth:`finish`."""
+
+    def __init__(self, path: Path, tensors: Sequence[PlannedTensor]) -> None:
+        """Open the file aside and write the header.
+
+        Args:
+            path: Where it will be.
+            tensors: What it will hold, in order.
+        """
+        self._path = path
+        self._aside = aside(path)
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for tensor in tensors:
+            end = offset + tensor.numel * ITEM_BYTES
+            header[tensor_name(tensor.key, tensor.parameter)] = {
+                "dtype": "F32",
+                "shape": list(tensor.shape),
+                "data_offsets": [offset, end],
+            }
+            offset = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._expected = 8 + len(text) + offset
+        self._written = 0
+        self._sha = hashlib.sha256()
+        self._file = open(self._aside, "wb", buffering=0)  # noqa: SIM115 - closed by finish() or discard()
+        self._put(len(text).to_bytes(8, "little") + text)
+
+    def write(self, piece: Tensor) -> None:
+        """Append the next elements.
+
+        Args:
+            piece: One-dimensional, contiguous, fp32, on the CPU.
+        """
+        assert piece.dtype == torch.float32 and piece.device.type == "cpu"
+        self._put(memoryview(piece.detach().numpy()).cast("B"))
+
+    def _put(self, data: bytes | memoryview) -> None:
+        self._sha.update(data)
+        view = memoryview(data)
+        while len(view):
+            view = view[self._file.write(view) :]
+        self._written += len(data)
+
+    def finish(self) -> FileRecord:
+        """Sync the file, give it its name and return its record."""
+        assert self._written == self._expected, (self._written, self._expected)
+        os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(self._aside, self._path)
+        return FileRecord(bytes=self._written, sha256=self._sha.hexdigest())
+
+    def discard(self) -> None:
+        """Remove whatever there is of the file."""
+        self._file.close()
+        for path in (self._aside, self._path):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def aside(path: Path) -> Path:
+    """Return the name under which ``path`` is written until it is complete."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+def write_aside(path: Path, content: bytes) -> None:
+    """Write a small file so that it is there whole or not at all, also after a power failure."""
+    temporary = aside(path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    fsync_folder(path.parent)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in a folder survive a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_stale(folder: Path, keep: Iterable[str]) -> None:
+    """Remove shards, and what killed saves left of them, that no index names any more.
+
+    Args:
+        folder: A consolidated checkpoint.
+        keep: Names of the files that its index names.
+    """
+    kept = set(keep)
+    for path in folder.iterdir():
+        name = path.name.removeprefix(".").removesuffix(".tmp")
+        if SHARD_PATTERN.fullmatch(name) and path.name not in kept:
+            with contextlib.suppress(OSError):
+                path.unlink()
