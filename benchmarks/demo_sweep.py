@@ -30,9 +30,15 @@ import demo  # noqa: E402  # the demo is a script beside train_gpt.py, not a pac
 # Each grid reaches past its best point on both sides, in every direction.
 ADAMW_GRID = [{"lr": lr} for lr in (0.001, 0.002, 0.003, 0.004, 0.006, 0.008)]
 MUON_GRID = [
-    {"muon_lr": muon_lr, "adam_lr": adam_lr} for muon_lr in (0.01, 0.02, 0.04) for adam_lr in (0.002, 0.004)
+    {"muon_lr": muon_lr, "adam_lr": adam_lr}
+    for muon_lr, adam_lrs in {
+        0.01: (0.002, 0.004),
+        0.02: (0.002, 0.004),
+        0.04: (0.002, 0.004, 0.008, 0.016),
+        0.08: (0.004, 0.008),
+    }.items()
+    for adam_lr in adam_lrs
 ]
-MUON_GRID += [{"muon_lr": 0.04, "adam_lr": 0.008}, {"muon_lr": 0.08, "adam_lr": 0.004}]
 
 
 def hardware() -> str:
