@@ -60,16 +60,19 @@ def warm() -> Path:
     folder = extensions_dir()
     folder.mkdir(parents=True, exist_ok=True)
     marker = folder / ".warm"
-    versions = (
-        " ".join(f"{name}={metadata.version(name)}" for name in ("deepspeed", "torch")) + f" {sys.version}"
-    )
+    # The environment's folder is in the compiler's arguments: for another one with the same versions it all counts as new.
+    made_with = [f"{name}={metadata.version(name)}" for name in ("deepspeed", "torch")] + [
+        sys.version,
+        sys.prefix,
+    ]
+    state = "\n".join(made_with)
     with open(folder / ".warming", "w") as gate:
         # The kernel drops this lock when its holder dies, so that it cannot go stale itself.
         fcntl.flock(gate, fcntl.LOCK_EX)
         remove_stale_locks(folder)
-        if not (marker.exists() and marker.read_text() == versions):
+        if not (marker.exists() and marker.read_text() == state):
             _build(folder)
-            marker.write_text(versions)
+            marker.write_text(state)
     return folder
 
 
