@@ -1,1 +1,7 @@
-"""Consolidate, restore and convert checkpoints. Empty until the checkpoint capability lands."""
+"""Checkpoints that outlive their topology: one safetensors set with everything by name, and what converts to it."""
+
+from deepspeed_muon.checkpoint.consolidate import consolidate
+from deepspeed_muon.checkpoint.index import CheckpointIndex, load_index
+from deepspeed_muon.checkpoint.restore import restore
+
+__all__ = ["CheckpointIndex", "consolidate", "load_index", "restore"]

@@ -31,7 +31,7 @@ __all__ = [
     "tensor_name",
 ]
 
-FORMAT = "deepspeed_muon.consolidated"
+FORMAT: Literal["deepspeed_muon.consolidated"] = "deepspeed_muon.consolidated"
 VERSION = 1
 INDEX_NAME = "muon_index.json"
 SHARD_PATTERN = re.compile(r"muon-[0-9a-f]{12}-[0-9]{5,}\.safetensors")
@@ -200,7 +200,9 @@ def load_index(folder: str | os.PathLike[str]) -> CheckpointIndex:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path}: not an index of the format {FORMAT}")
     if content.get("version") != VERSION:
-        raise CheckpointError(f"{path}: format version {content.get('version')!r}, this release reads {VERSION}")
+        raise CheckpointError(
+            f"{path}: format version {content.get('version')!r}, this release reads {VERSION}"
+        )
     try:
         return CheckpointIndex.model_validate(content)
     except ValidationError as error:

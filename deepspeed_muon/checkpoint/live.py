@@ -17,7 +17,7 @@ from torch import Tensor
 from deepspeed_muon.checkpoint.index import STATE_KEYS, Progress
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.plan.layout import Fragment
+from deepspeed_muon.plan.layout import Fragment, MatrixLayout, ParameterLayout
 from deepspeed_muon.routing import Route
 from deepspeed_muon.zero.binding import BoundPartition
 from deepspeed_muon.zero.checkpointing import (
@@ -140,7 +140,8 @@ def collect(engine: Any) -> LiveState:
         if _ranks(step_set.group) != _ranks(sets[0].group):
             raise CheckpointError("param groups of different data-parallel groups cannot be consolidated yet")
         partitions = {partition.index: partition for partition in step_set.partitions}
-        for layout in (*step_set.matrices, *step_set.others):
+        layouts: tuple[MatrixLayout | ParameterLayout, ...] = (*step_set.matrices, *step_set.others)
+        for layout in layouts:
             held = sum(fragment.numel for fragment in layout.fragments)
             parameters.append(
                 LiveParameter(

@@ -110,7 +110,11 @@ class ShardFile:
         self._written = 0
         self._sha = hashlib.sha256()
         self._file = open(self._aside, "wb", buffering=0)  # noqa: SIM115 - closed by finish() or discard()
-        self._put(len(text).to_bytes(8, "little") + text)
+        try:
+            self._put(len(text).to_bytes(8, "little") + text)
+        except OSError:
+            self.discard()
+            raise
 
     def write(self, piece: Tensor) -> None:
         """Append the next elements.
@@ -119,7 +123,7 @@ class ShardFile:
             piece: One-dimensional, contiguous, fp32, on the CPU.
         """
         assert piece.dtype == torch.float32 and piece.device.type == "cpu"
-        self._put(memoryview(piece.detach().numpy()).cast("B"))
+        self._put(memoryview(piece.detach().numpy().data).cast("B"))
 
     def _put(self, data: bytes | memoryview) -> None:
         self._sha.update(data)

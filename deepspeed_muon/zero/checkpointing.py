@@ -79,7 +79,11 @@ def loss_scale_state(wrapper: Any) -> dict[str, float] | None:
     scaler = _scaler(wrapper)
     if scaler is None:
         return None
-    return {key: getattr(scaler, key) for key in _SCALE_KEYS if isinstance(getattr(scaler, key, None), (int, float))}
+    return {
+        key: getattr(scaler, key)
+        for key in _SCALE_KEYS
+        if isinstance(getattr(scaler, key, None), (int, float))
+    }
 
 
 def set_loss_scale_state(wrapper: Any, state: dict[str, float]) -> bool:

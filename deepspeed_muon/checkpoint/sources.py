@@ -1,0 +1,198 @@
+"""Where a restore reads from: the interface, and consolidated checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from deepspeed_muon.checkpoint.index import (
+    CheckpointIndex,
+    ParameterRecord,
+    Progress,
+    load_index,
+    tensor_name,
+)
+from deepspeed_muon.errors import CheckpointError
+
+__all__ = ["ConsolidatedSource", "StateSource", "file_digest", "flat_slice"]
+
+_READ_BYTES = 16 << 20
+
+
+class StateSource(Protocol):
+    """Full parameters and optimizer state by name, of which runs can be read."""
+
+    where: str
+    """What error messages call it."""
+
+    @property
+    def parameters(self) -> Mapping[str, ParameterRecord]:
+        """What there is."""
+        ...
+
+    @property
+    def groups(self) -> Sequence[Mapping[str, Any]]:
+        """Hyperparameters of the param groups; may be empty."""
+        ...
+
+    @property
+    def progress(self) -> Progress | None:
+        """Where the run stood, if the source says so."""
+        ...
+
+    def digest(self) -> str:
+        """Return a text that is equal on all ranks that see the same checkpoint."""
+        ...
+
+    def verify(self, share: int, shares: int) -> None:
+        """Check one of ``shares`` equal parts of the files against the records.
+
+        Raises:
+            CheckpointError: Naming the file and the parameter.
+        """
+        ...
+
+    def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
+        """Return elements ``[start, start + numel)`` of a tensor in row-major order, fp32, one-dimensional."""
+        ...
+
+    def close(self) -> None:
+        """Release the files."""
+        ...
+
+
+class ConsolidatedSource:
+    """A folder written by :func:`deepspeed_muon.checkpoint.consolidate`. Nothing is unpickled."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        """Read and check the index.
+
+        Args:
+            folder: The folder.
+
+        Raises:
+            CheckpointError: If there is no valid index.
+        """
+        self._folder = Path(folder)
+        self.where = str(folder)
+        self.index: CheckpointIndex = load_index(folder)
+        self._open: dict[str, Any] = {}
+
+    @property
+    def parameters(self) -> Mapping[str, ParameterRecord]:
+        """The records of the index."""
+        return self.index.parameters
+
+    @property
+    def groups(self) -> Sequence[Mapping[str, Any]]:
+        """The param groups of the index."""
+        return self.index.groups
+
+    @property
+    def progress(self) -> Progress | None:
+        """The progress of the index."""
+        return self.index.progress
+
+    def digest(self) -> str:
+        """Return the checksum of the index."""
+        return hashlib.sha256(self.index.model_dump_json().encode()).hexdigest()
+
+    def verify(self, share: int, shares: int) -> None:
+        """Check presence, size, header and checksum of this share's files; see :class:`StateSource`."""
+        inside: dict[str, list[tuple[str, str]]] = {name: [] for name in self.index.files}
+        for parameter, record in self.parameters.items():
+            for key, file in record.tensors.items():
+                inside[file].append((parameter, key))
+        names = sorted(self.index.files, key=lambda name: (-self.index.files[name].bytes, name))
+        for name in names[share::shares]:
+            self._verify_file(name, inside[name])
+
+    def _verify_file(self, name: str, tensors: Sequence[tuple[str, str]]) -> None:
+        path, record = self._folder / name, self.index.files[name]
+        affected = ", ".join(f"{parameter} ({key})" for parameter, key in tensors[:3])
+        affected += f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
+        try:
+            size = path.stat().st_size
+            if not path.is_file() or path.is_symlink():
+                raise CheckpointError(f"{path}: not a regular file; it holds {affected}")
+            if size != record.bytes:
+                raise CheckpointError(f"{path}: {size} bytes, expected {record.bytes}; it holds {affected}")
+            digest = file_digest(path)
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror or error}; it holds {affected}") from error
+        if digest != record.sha256:
+            raise CheckpointError(f"{path}: its checksum is not that of the index; it holds {affected}")
+        handle = self._handle(name)
+        found = set(handle.keys())
+        for parameter, key in tensors:
+            entry = tensor_name(key, parameter)
+            if entry not in found:
+                raise CheckpointError(f"{path}: no tensor {entry} of parameter {parameter}")
+            piece = handle.get_slice(entry)
+            shape = tuple(piece.get_shape())
+            if shape != self.parameters[parameter].shape or piece.get_dtype() != "F32":
+                raise CheckpointError(
+                    f"{path}: {entry} is {piece.get_dtype()} of shape {list(shape)}, the index says F32 of shape "
+                    f"{list(self.parameters[parameter].shape)}"
+                )
+
+    def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
+        """Return a run of a tensor; see :class:`StateSource`."""
+        record = self.parameters[parameter]
+        file = record.tensors[key]
+        try:
+            handle = self._handle(file)
+            entry = tensor_name(key, parameter)
+            return flat_slice(handle, entry, record.shape, start, numel)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self._folder / file}: {parameter} ({key}): {error}") from error
+
+    def _handle(self, name: str) -> Any:
+        if name not in self._open:
+            try:
+                self._open[name] = safe_open(self._folder / name, framework="pt", device="cpu").__enter__()
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{self._folder / name}: {error}") from error
+        return self._open[name]
+
+    def close(self) -> None:
+        """Close the files."""
+        for handle in self._open.values():
+            handle.__exit__(None, None, None)
+        self._open.clear()
+
+
+def flat_slice(handle: Any, entry: str, shape: Sequence[int], start: int, numel: int) -> Tensor:
+    """Read a run of a tensor in row-major order; whole rows of it are read.
+
+    Args:
+        handle: An open safetensors file.
+        entry: Name of the tensor.
+        shape: Its shape.
+        start: First element.
+        numel: Number of elements.
+    """
+    if not shape:
+        return handle.get_tensor(entry).reshape(-1)
+    row = 1
+    for size in shape[1:]:
+        row *= size
+    first, last = start // row, -(-(start + numel) // row)
+    rows: Tensor = handle.get_slice(entry)[first:last]
+    return rows.reshape(-1).narrow(0, start - first * row, numel)
+
+
+def file_digest(path: Path) -> str:
+    """Return the sha256 of a file, hexadecimal."""
+    digest = hashlib.sha256()
+    buffer = bytearray(_READ_BYTES)
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:count])
+    return digest.hexdigest()

@@ -1,0 +1,229 @@
+"""Consolidated checkpoints: saved at one topology, exactly equal at another."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from deepspeed_muon.checkpoint import consolidate, load_index, restore
+from tests import training
+from tests.models import MATRICES, batch
+
+MICROS = 12
+"""Micro-batches of a step over all ranks: every number of ranks up to 4 sees the same data."""
+
+STATES = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+
+# The restored weights are equal, so the loss before the next step differs by nothing but the order in which a
+# kernel adds. After that step gradients were summed over other ranks in another order: 2^-24 relative per addition, a
+# dozen additions, and Newton-Schulz multiplies what falls on small singular values by up to a few hundred: at most
+# 1e-3 in an update that changes the loss by 1e-2 of its value. Measured: below 2e-6.
+NEXT_LOSS = 1e-5
+
+
+def report(engine: Any) -> dict[str, Any]:
+    """Masters and optimizer state by name, and the rates."""
+    return {
+        "fp32": training.full_masters(engine),
+        **{key: training.full_states(engine, key) for key in STATES},
+        "rates": [float(group["lr"]) for group in engine.basic_optimizer.param_groups],
+        "steps": sorted({int(s["step"]) for s in engine.basic_optimizer.state.values() if "step" in s}),
+        "global_steps": engine.global_steps,
+    }
+
+
+def probe(engine: Any) -> float:
+    """Return the loss of a batch that is the same everywhere."""
+    engine.eval()
+    with torch.no_grad():
+        loss = float(engine(*batch(99, 0)))
+    engine.train()
+    return loss
+
+
+def engine_for(stage: int, world_size: int, *, seed: int, kind: str, **settings: Any) -> Any:
+    config = training.ds_config(
+        stage,
+        accumulation=MICROS // world_size,
+        clipping=0.5,
+        precision=settings.get("precision", "fp32"),
+        params=settings.get("params"),
+        zero=settings.get("zero"),
+        extra=settings.get("extra"),
+    )
+    config["scheduler"] = {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 8, "warmup_type": "linear"},
+    }
+    return training.make_engine(config, kind, seed=seed)
+
+
+def save(
+    rank: int,
+    world_size: int,
+    *,
+    folder: str,
+    stage: int,
+    steps: int = 2,
+    kind: str = "toy",
+    shard_bytes: int = 4000,
+    **settings: Any,
+) -> Any:
+    engine = engine_for(stage, world_size, seed=0, kind=kind, **settings)
+    for step in range(steps):
+        training.run_step(engine, step, rank, world_size, MICROS // world_size)
+    consolidate(engine, folder, shard_bytes=shard_bytes)
+    result = report(engine)
+    result["loss"] = probe(engine)
+    training.run_step(engine, steps, rank, world_size, MICROS // world_size)
+    result["next_loss"] = probe(engine)
+    engine.destroy()
+    return result
+
+
+def load(
+    rank: int,
+    world_size: int,
+    *,
+    folder: str,
+    stage: int,
+    steps: int = 2,
+    kind: str = "toy",
+    trained: int = 0,
+    **settings: Any,
+) -> Any:
+    engine = engine_for(stage, world_size, seed=7, kind=kind, **settings)
+    for step in range(trained):
+        training.run_step(engine, 50 + step, rank, world_size, MICROS // world_size)
+    restore(engine, folder)
+    result = report(engine)
+    result["loss"] = probe(engine)
+    training.run_step(engine, steps, rank, world_size, MICROS // world_size)
+    result["next_loss"] = probe(engine)
+    engine.destroy()
+    return result
+
+
+def assert_equal(saved: dict[str, Any], loaded: dict[str, Any], *, next_loss: float = NEXT_LOSS) -> None:
+    for key in ("fp32", *STATES):
+        assert saved[key].keys() == loaded[key].keys(), key
+        for name, expected in saved[key].items():
+            assert torch.equal(loaded[key][name], expected), (key, name)
+    for key in ("rates", "steps", "global_steps"):
+        assert saved[key] == loaded[key], key
+    assert loaded["loss"] == pytest.approx(saved["loss"], rel=1e-6)
+    assert loaded["next_loss"] == pytest.approx(saved["next_loss"], rel=next_loss)
+
+
+SMALL = {"sub_group_size": 200}
+ROUND = {"round_robin_gradients": True}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+PERSISTENT = {"stage3_param_persistence_threshold": 300}
+
+# Every stage and every number of ranks on both sides; every setting that changes the layout on one of them.
+CORE = [
+    (0, 1, {}, 3, 2, SMALL),
+    (0, 3, {}, 1, 2, ROUND),
+    (1, 2, ROUND, 3, 3, PERSISTENT),
+    (1, 4, {}, 0, 2, {}),
+    (2, 3, ROUND, 2, 2, {}),
+    (2, 2, OFFLOAD, 1, 4, {}),
+    (3, 2, SMALL, 2, 3, ROUND),
+    (3, 4, {}, 3, 1, OFFLOAD),
+    (3, 3, OFFLOAD, 0, 1, {}),
+    (3, 1, {}, 3, 4, SMALL),
+]
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize(("stage", "size", "zero", "to_stage", "to_size", "to_zero"), CORE)
+def test_restored_exactly_at_another_topology(
+    ranks: Any, tmp_path: Path, stage: int, size: int, zero: Any, to_stage: int, to_size: int, to_zero: Any
+) -> None:
+    saved = ranks(size).run(save, folder=str(tmp_path), stage=stage, zero=zero)[0]
+    loaded = ranks(to_size).run(load, folder=str(tmp_path), stage=to_stage, zero=to_zero)[0]
+    assert_equal(saved, loaded)
+    assert saved["rates"][0] > 0 and len(list(tmp_path.glob("*.safetensors"))) > 3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_whole_matrix(ranks: Any, tmp_path: Path, stage: int, size: int) -> None:
+    """From one topology into all sixteen, with another layout of the same stage on either side."""
+    zero = {0: {}, 1: ROUND, 2: OFFLOAD, 3: SMALL}
+    other = {0: {}, 1: OFFLOAD, 2: ROUND, 3: OFFLOAD}
+    saved = ranks(size).run(save, folder=str(tmp_path), stage=stage, zero=zero[stage])[0]
+    for to_stage in range(4):
+        for to_size in range(1, 5):
+            loaded = ranks(to_size).run(load, folder=str(tmp_path), stage=to_stage, zero=other[to_stage])[0]
+            assert_equal(saved, loaded)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(("stage", "to_stage"), [(3, 0), (0, 1), (1, 2), (2, 3)])
+def test_half_precision(ranks: Any, tmp_path: Path, precision: str, stage: int, to_stage: int) -> None:
+    """Masters are exact, and the weights of the forward pass are their rounding, on all ranks."""
+    settings = {"precision": precision}
+    saved = ranks(2).run(save, folder=str(tmp_path), stage=stage, **settings)[0]
+    # Another order of summing half-precision gradients: 2^-8 relative in bf16, as above.
+    loaded = ranks(3).run(load, folder=str(tmp_path), stage=to_stage, **settings)
+    for one in loaded:
+        assert_equal(saved, one, next_loss=2e-2)
+        assert one["loss"] == loaded[0]["loss"]
+
+
+def test_into_an_engine_that_has_trained(ranks: Any, tmp_path: Path) -> None:
+    """State that exists is overwritten in place: DeepSpeed keeps references to it."""
+    saved = ranks(2).run(save, folder=str(tmp_path), stage=1)[0]
+    for stage in (0, 2, 3):
+        loaded = ranks(2).run(load, folder=str(tmp_path), stage=stage, trained=2)[0]
+        assert_equal(saved, loaded)
+
+
+def test_before_the_first_step(ranks: Any, tmp_path: Path) -> None:
+    saved = ranks(2).run(save, folder=str(tmp_path), stage=2, steps=0)[0]
+    loaded = ranks(3).run(load, folder=str(tmp_path), stage=3, steps=0, trained=1)[0]
+    assert not saved["momentum_buffer"] and not loaded["momentum_buffer"]
+    assert_equal(saved, loaded)
+
+
+@pytest.mark.parametrize("kind", ["wide", "single", "unused"])
+def test_awkward_models(ranks: Any, tmp_path: Path, kind: str) -> None:
+    saved = ranks(4).run(save, folder=str(tmp_path), stage=3, kind=kind)[0]
+    loaded = ranks(3).run(load, folder=str(tmp_path), stage=2, kind=kind)[0]
+    assert_equal(saved, loaded)
+
+
+def test_anyone_can_read_the_files(ranks: Any, tmp_path: Path) -> None:
+    """Plain safetensors with true shapes; nothing is left beside them."""
+    saved = ranks(3).run(save, folder=str(tmp_path), stage=3)[0]
+    tensors: dict[str, Any] = {}
+    for path in tmp_path.glob("*.safetensors"):
+        tensors.update(load_file(path))
+    for name, expected in saved["fp32"].items():
+        assert torch.equal(tensors[f"fp32/{name}"].double(), expected)
+    for name, expected in saved["momentum_buffer"].items():
+        assert torch.equal(tensors[f"momentum_buffer/{name}"].double(), expected)
+    index = load_index(tmp_path)
+    assert {n for n, r in index.parameters.items() if r.algorithm == "muon"} == MATRICES["toy"]
+    assert {path.name for path in tmp_path.iterdir()} == {"muon_index.json", *index.files}
+    content = json.loads((tmp_path / "muon_index.json").read_text())
+    assert content["progress"]["global_steps"] == 2 and content["groups"][0]["momentum"] == 0.95
+    assert len({os.stat(path).st_uid for path in tmp_path.iterdir()}) == 1
+
+
+def test_saving_again_replaces_the_old_files(ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(save, folder=str(tmp_path), stage=1)
+    before = set(load_index(tmp_path).files)
+    saved = ranks(3).run(save, folder=str(tmp_path), stage=3, steps=3)[0]
+    index = load_index(tmp_path)
+    assert not before & set(index.files)
+    assert {path.name for path in tmp_path.iterdir()} == {"muon_index.json", *index.files}
+    assert_equal(saved, ranks(2).run(load, folder=str(tmp_path), stage=2, steps=3)[0])
