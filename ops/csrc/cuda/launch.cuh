@@ -1,0 +1,66 @@
+// Checks that the launchers share.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <climits>
+
+#include "../include/muon_cuda.h"
+#include "../include/sym_schedule.h"
+#include "sym_epilogue.cuh"
+
+namespace muon {
+
+inline bool on_16_bytes(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+// What is the same for both symmetric GEMM kernels: pointers, sizes and the 16-byte grid that every access relies on.
+inline int check_sym_gemm(const MuonSymGemm& p) {
+  if (p.batch < 0 || p.m < 0 || p.k < 0) return MUON_BAD_ARGUMENT;
+  if (p.dtype != MUON_FLOAT16 && p.dtype != MUON_BFLOAT16) return MUON_DTYPE_UNSUPPORTED;
+  if (p.m == 0 || p.k == 0 || p.m % 8 != 0 || p.k % 8 != 0) return MUON_SHAPE_UNSUPPORTED;
+  // 2^24 keeps tile arithmetic, and the coordinates of a TMA copy, far inside 32 bits.
+  if (p.m > (1 << 24) || p.k > (1 << 24) || p.batch > (1 << 24)) return MUON_SHAPE_UNSUPPORTED;
+  const int64_t steps[] = {p.lda, p.ldb, p.ldd, p.stride_a, p.stride_b, p.stride_d, p.c ? p.ldc : 0, p.c ? p.stride_c : 0};
+  for (int64_t step : steps) {
+    if (step < 0 || step % 8 != 0) return MUON_SHAPE_UNSUPPORTED;
+  }
+  if (p.lda < p.k || p.ldb < p.k || p.ldd < p.m || (p.c && p.ldc < p.m)) return MUON_BAD_ARGUMENT;
+  if (p.batch == 0) return MUON_OK;
+  if (!p.a || !p.b || !p.d) return MUON_BAD_ARGUMENT;
+  if (!on_16_bytes(p.a) || !on_16_bytes(p.b) || !on_16_bytes(p.c) || !on_16_bytes(p.d)) return MUON_MISALIGNED;
+  return MUON_OK;
+}
+
+inline EpilogueArgs epilogue_args(const MuonSymGemm& p) {
+  // beta 0 means that c is not read at all, so that NaN in it does not spread, as in BLAS.
+  return {p.beta == 0.0f ? nullptr : p.c, p.d, p.ldc, p.ldd, p.stride_c, p.stride_d, p.alpha, p.beta, p.diag,
+          static_cast<int>(p.m)};
+}
+
+inline int device_attribute(cudaDeviceAttr attribute, int* value) {
+  int device = 0;
+  const cudaError_t error = cudaGetDevice(&device);
+  return error != cudaSuccess ? error : cudaDeviceGetAttribute(value, attribute, device);
+}
+
+// Whether `kernel` can run with `threads` threads and `shared_bytes` of dynamic shared memory on the current device.
+//
+// A build without code for the device reports no kernel image. A build whose code for the device is the empty body of
+// another architecture has launch bounds of one warp, which is how it is told apart: such a kernel would return
+// without writing anything.
+inline int kernel_available(const void* kernel, int threads, int shared_bytes) {
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
+    cudaGetLastError();  // Not sticky; without this the next launch check of the caller would report it.
+    return MUON_NOT_COMPILED;
+  }
+  if (error != cudaSuccess) return error;
+  if (attributes.maxThreadsPerBlock < threads) return MUON_NOT_COMPILED;
+  int limit = 0;
+  const int status = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, &limit);
+  if (status != cudaSuccess) return status;
+  return shared_bytes <= limit ? MUON_OK : MUON_DEVICE_UNSUPPORTED;
+}
+
+}  // namespace muon

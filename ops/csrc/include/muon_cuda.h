@@ -1,0 +1,73 @@
+// C interface of the CUDA kernels: raw device pointers and a stream, no torch headers, so that nvcc stays fast.
+//
+// Every launcher only enqueues work on `stream`; none allocates, synchronises or changes the current device (the
+// pointers must live on it), so that all of them can be captured into a CUDA graph.
+//
+// Return value: MUON_OK, a positive cudaError_t, or one of the negative MUON_* codes. A negative code means that
+// nothing was launched and another implementation can be chosen; muon_status_name() puts either into words.
+#pragma once
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Stands for cudaStream_t where cuda_runtime.h is not at hand; the two are the same pointer.
+typedef struct CUstream_st* muon_stream_t;
+
+enum MuonStatus {
+  MUON_OK = 0,
+  MUON_BAD_ARGUMENT = -1,       // a null pointer, a negative size: the caller's mistake
+  MUON_SHAPE_UNSUPPORTED = -2,  // m or k not a positive multiple of 8, a stride not a multiple of 8, or too large
+  MUON_MISALIGNED = -3,         // a pointer is not on a 16-byte boundary (flat passes: not on its element's)
+  MUON_DTYPE_UNSUPPORTED = -4,
+  MUON_DEVICE_UNSUPPORTED = -5,  // the current device cannot run this kernel
+  MUON_NOT_COMPILED = -6,        // the device could, but this build holds no code for it
+  MUON_DRIVER_ERROR = -7,        // the driver refused a TMA descriptor
+};
+
+enum MuonDtype { MUON_FLOAT32 = 0, MUON_FLOAT16 = 1, MUON_BFLOAT16 = 2 };
+
+// d = alpha a b^T + beta c + diag I for `batch` products known to be symmetric.
+//
+// a and b are (batch, m, k), c and d are (batch, m, m), all row-major with unit stride along a row; ld* is the distance
+// between rows and stride_* between matrices, in elements. Only tiles on and below the diagonal are computed, and c is
+// read only there: d is the lower triangle of the formula, mirrored, bit for bit. c may be null (beta is ignored then)
+// and may be d itself; d must not overlap a or b. dtype is MUON_FLOAT16 or MUON_BFLOAT16 for all four; the sum, the
+// scaling and the addition of c run in float32 and are rounded once.
+typedef struct MuonSymGemm {
+  const void* a;
+  const void* b;
+  const void* c;
+  void* d;
+  int64_t batch, m, k;
+  int64_t lda, ldb, ldc, ldd;
+  int64_t stride_a, stride_b, stride_c, stride_d;
+  float alpha, beta, diag;
+  int32_t dtype;
+} MuonSymGemm;
+
+// The two kernels and the choice between them: sm90 where the device and the build have it, else sm80.
+int muon_sym_gemm(const MuonSymGemm* problem, muon_stream_t stream);
+int muon_sym_gemm_sm90(const MuonSymGemm* problem, muon_stream_t stream);  // wgmma + TMA, compute capability 9.0
+int muon_sym_gemm_sm80(const MuonSymGemm* problem, muon_stream_t stream);  // mma.sync, compute capability >= 8.0
+
+// What the launchers would answer, without launching: MUON_OK or a negative code or a cudaError_t.
+int muon_sym_gemm_sm90_available(void);
+int muon_sym_gemm_sm80_available(void);
+
+// momentum <- lerp(momentum, grad, 1 - decay); out <- nesterov ? lerp(grad, momentum, decay) : momentum, rounded to
+// out_dtype. momentum and grad are float32, all three have n elements and none overlaps another. One pass.
+int muon_momentum_pack(float* momentum, const float* grad, void* out, int32_t out_dtype, int64_t n, double decay,
+                       int32_t nesterov, muon_stream_t stream);
+
+// param <- decay * param - lr_scale * update. param is float32, update of update_dtype; n elements each. One pass.
+int muon_unpack_apply(float* param, const void* update, int32_t update_dtype, int64_t n, double lr_scale, double decay,
+                      muon_stream_t stream);
+
+const char* muon_status_name(int status);
+
+#ifdef __cplusplus
+}
+#endif

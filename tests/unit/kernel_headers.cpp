@@ -1,0 +1,145 @@
+// The index arithmetic of the CUDA kernels behind a C interface, for tests/unit/kernel_emulator.py.
+//
+// Functions fill arrays that the caller has allocated; an element is what one call of the header's function gives.
+#include "flat_split.h"
+#include "sym_layout.h"
+#include "sym_schedule.h"
+
+using namespace muon;
+
+extern "C" {
+
+int constant_tile() { return kTile; }
+int constant_group_rows() { return kGroupRows; }
+int constant_stage_bytes() { return kStageBytes; }
+int constant_mirror_steps() { return kMirrorSteps; }
+int constant_flat_vector() { return kFlatVector; }
+
+int64_t schedule_total(int m, int batch) { return TileSchedule(m, batch).total; }
+
+// out[work] = (batch, row, col), in the order in which work is dealt out.
+void schedule_tiles(int m, int batch, int32_t* out) {
+  const TileSchedule schedule(m, batch);
+  for (int64_t work = 0; work < schedule.total; ++work) {
+    const TileCoord tile = schedule.tile(work);
+    *out++ = tile.batch;
+    *out++ = tile.row;
+    *out++ = tile.col;
+  }
+}
+
+// The first index below triangle_count(rows), from `start` on, at which tile and index disagree or a tile is not in
+// the triangle; -1 if there is none.
+int64_t triangle_mismatch(int rows, int64_t start, int64_t end) {
+  for (int64_t index = start; index < end; ++index) {
+    const TileCoord tile = triangle_tile(index, rows);
+    if (tile.col < 0 || tile.col > tile.row || tile.row >= rows) return index;
+    if (triangle_index(tile.row, tile.col, rows) != index) return index;
+  }
+  return -1;
+}
+
+int triangle_row_of(int64_t index) { return triangle_row(index); }
+
+// out[index] = (row, chunk, byte offset) for the straight copy.
+void straight_map(int32_t* out) {
+  for (int index = 0; index < kTile * kTileChunks; ++index) {
+    const ChunkCoord at = straight_chunk(index);
+    *out++ = at.row;
+    *out++ = at.chunk;
+    *out++ = staged_chunk(at.row, at.chunk);
+  }
+}
+
+// out[step][lane] = (source row, source chunk, source byte offset, target row, target chunk).
+void mirror_map(int32_t* out) {
+  for (int step = 0; step < kMirrorSteps; ++step) {
+    for (int lane = 0; lane < 32; ++lane) {
+      const ChunkCoord from = mirror_source(step, lane);
+      const ChunkCoord to = mirror_target(step, lane);
+      *out++ = from.row;
+      *out++ = from.chunk;
+      *out++ = staged_chunk(from.row, from.chunk);
+      *out++ = to.row;
+      *out++ = to.chunk;
+    }
+  }
+}
+
+// out[lane][i][half][j] = (row, col, byte offset as the kernel computes it, byte offset by definition).
+void fragment_map(int row0, int row_step, int col0, int blocks_m, int blocks_n, int32_t* out) {
+  for (int lane = 0; lane < 32; ++lane) {
+    const uint32_t base = fragment_base(row0, col0, lane);
+    for (int i = 0; i < blocks_m; ++i) {
+      for (int half = 0; half < 2; ++half) {
+        for (int j = 0; j < blocks_n; ++j) {
+          const int row = row0 + row_step * i + fragment_row(lane, half);
+          const int col = col0 + 8 * j + fragment_col(lane);
+          *out++ = row;
+          *out++ = col;
+          *out++ = static_cast<int32_t>(fragment_offset(base, row_step * i + 8 * half, j));
+          *out++ = staged_element(row, col);
+        }
+      }
+    }
+  }
+}
+
+// out[row][chunk]: 0 straight, 1 transposed, 2 both.
+void diagonal_map(int32_t* out) {
+  for (int row = 0; row < kTile; ++row) {
+    for (int chunk = 0; chunk < kTileChunks; ++chunk) *out++ = static_cast<int32_t>(diagonal_source(row, chunk));
+  }
+}
+
+uint32_t diagonal_word_mask(int row, int word) { return diagonal_mask(row, word); }
+
+int sm80_block_k() { return kSm80BlockK; }
+int sm90_block_k() { return kSm90BlockK; }
+int sm80_chunk(int row, int chunk) { return sm80_operand_chunk(row, chunk); }
+int sm90_chunk(int row, int chunk) { return sm90_operand_chunk(row, chunk); }
+
+// out[lane] = byte offset that the lane gives to ldmatrix.
+void sm80_a_addresses(int row, int step, int32_t* out) {
+  for (int lane = 0; lane < 32; ++lane) {
+    const ChunkCoord at = sm80_a_source(row, step, lane);
+    *out++ = sm80_operand_chunk(at.row, at.chunk);
+  }
+}
+
+void sm80_b_addresses(int row, int step, int32_t* out) {
+  for (int lane = 0; lane < 32; ++lane) {
+    const ChunkCoord at = sm80_b_source(row, step, lane);
+    *out++ = sm80_operand_chunk(at.row, at.chunk);
+  }
+}
+
+uint64_t descriptor(uint32_t address, int rows, int step) {
+  return sm90_descriptor(address) + sm90_descriptor_rows(rows) + sm90_descriptor_k(step);
+}
+
+// (stage, phase) after `count` single advances, and after one skip of `count`, from the same state; `stages` is 4 or 5.
+void pipeline_advance(int stages, int count, int32_t* state) {
+  PipelineState pipeline{state[0], static_cast<uint32_t>(state[1])};
+  for (int i = 0; i < count; ++i) stages == 4 ? pipeline.advance<4>() : pipeline.advance<5>();
+  state[0] = pipeline.stage;
+  state[1] = static_cast<int32_t>(pipeline.phase);
+}
+
+void pipeline_skip(int stages, int count, int32_t* state) {
+  PipelineState pipeline{state[0], static_cast<uint32_t>(state[1])};
+  stages == 4 ? pipeline.skip<4>(count) : pipeline.skip<5>(count);
+  state[0] = pipeline.stage;
+  state[1] = static_cast<int32_t>(pipeline.phase);
+}
+
+// (head, vectors, singles), then the positions of the single elements.
+void flat_plan(uint64_t wide, uint64_t wide2, uint64_t narrow, int narrow_bytes, int64_t n, int64_t* out) {
+  const FlatSplit split = flat_split(wide, wide2, narrow, narrow_bytes, n);
+  *out++ = split.head;
+  *out++ = split.vectors;
+  *out++ = split.singles(n);
+  for (int64_t index = 0; index < split.singles(n); ++index) *out++ = split.single(index);
+}
+
+}  // extern "C"

@@ -1,0 +1,384 @@
+"""The kernels' index arithmetic, compiled by g++ and checked over whole ranges."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from tests.unit.kernel_emulator import SM80, SM90, Maps, Shape, build
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+@pytest.fixture(scope="module")
+def maps(tmp_path_factory: pytest.TempPathFactory) -> Maps:
+    return Maps(build(tmp_path_factory.mktemp("headers")))
+
+
+def banks_used(offsets: np.ndarray, width: int) -> np.ndarray:
+    """How often each of the 32 banks is touched by accesses of ``width`` bytes at the byte offsets."""
+    words = (np.asarray(offsets)[:, None] + np.arange(0, width, 4)) // 4
+    return np.bincount(np.unique(words) % 32, minlength=32)
+
+
+@pytest.mark.parametrize("rows", [*range(1, 70), 127, 128, 129, 500])
+def test_every_tile_of_the_triangle_once(maps: Maps, rows: int) -> None:
+    total = rows * (rows + 1) // 2
+    assert maps.library.triangle_mismatch(rows, 0, total) == -1
+
+
+@pytest.mark.parametrize("rows", [46341, 65536, 131072])
+def test_the_largest_triangles(maps: Maps, rows: int) -> None:
+    total = rows * (rows + 1) // 2  # beyond 2^31 for the last two
+    for start in (0, total // 3, total - 200_000):
+        assert maps.library.triangle_mismatch(rows, start, start + 200_000) == -1
+
+
+def test_triangle_row_at_every_boundary(maps: Maps) -> None:
+    for row in [*range(1, 3000), *range(46_330, 46_350), *range(131_000, 131_072)]:
+        first = row * (row + 1) // 2
+        found = [maps.library.triangle_row_of(first + step) for step in (-1, 0, row, row + 1)]
+        assert found == [row - 1, row, row, row + 1]
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 78, 108, 114, 132, 142, 148, 160, 264])
+def test_persistent_blocks_share_the_work_evenly(maps: Maps, blocks: int) -> None:
+    for m in (8, 128, 136, 512, 1000, 1024, 2048, 2056):
+        for batch in (1, 2, 3, 8):
+            work = maps.schedule(m, batch)
+            rows = -(-m // maps.tile)
+            assert len(work) == batch * rows * (rows + 1) // 2
+            dealt = [tuple(tile) for block in range(blocks) for tile in work[block::blocks].tolist()]
+            assert len(set(dealt)) == len(dealt) == len(work)
+            assert {(z, y, x) for z in range(batch) for y in range(rows) for x in range(y + 1)} == set(dealt)
+
+
+def test_tiles_in_flight_need_few_panels(maps: Maps) -> None:
+    # What the bands are for: of 132 consecutive tiles of m = 8192, 8 rows and 17 columns, plus the seam of two bands.
+    work = maps.schedule(8192, 1)
+    panels = [len(set(w[:, 1]) | set(w[:, 2])) for w in (work[i : i + 132] for i in range(0, len(work), 132))]
+    assert max(panels) <= 45 and np.median(panels) <= 28
+
+
+def test_staging_is_a_bijection(maps: Maps) -> None:
+    offsets = maps.straight[:, 2]
+    assert sorted(offsets) == list(range(0, maps.library.constant_stage_bytes(), 16))
+    assert [tuple(at) for at in maps.straight[:, :2].tolist()] == [
+        (row, chunk) for row in range(maps.tile) for chunk in range(maps.chunks)
+    ]
+
+
+@pytest.mark.parametrize("shape", [SM80, SM90], ids=lambda shape: shape.name)
+def test_fragments_cover_the_tile_without_bank_conflicts(maps: Maps, shape: Shape) -> None:
+    fragments = maps.fragments(shape)
+    rows, cols, offsets, definition = (fragments[..., i] for i in range(4))
+    assert np.array_equal(offsets, definition)
+    assert sorted(zip(rows.ravel(), cols.ravel(), strict=True)) == [
+        (row, col) for row in range(maps.tile) for col in range(0, maps.tile, 2)
+    ]
+    assert len(np.unique(offsets)) == maps.tile * maps.tile // 2
+    # One access of a warp: all lanes, one (i, half, j); 4 bytes each in 32 different banks.
+    per_access = np.moveaxis(offsets, 1, -1).reshape(-1, 32)
+    assert all(banks_used(access, 4).max() == 1 for access in per_access)
+
+
+def test_straight_copy_has_no_bank_conflicts(maps: Maps) -> None:
+    # 16-byte accesses go in phases of eight lanes.
+    for phase in maps.straight[:, 2].reshape(-1, 8):
+        assert banks_used(phase, 16).max() == 1
+
+
+def test_mirrored_copy(maps: Maps) -> None:
+    tile, chunks = maps.tile, maps.chunks
+    element = {
+        (row, 8 * chunk + i): offset // 2 + i
+        for row, chunk, offset in maps.straight.tolist()
+        for i in range(8)
+    }
+    turned = maps.ldmatrix_trans()
+    seen = np.zeros((tile, chunks), dtype=int)
+    for step in range(maps.mirror_steps):
+        for lane in range(32):
+            row, chunk = maps.mirror[step, lane, 3:].tolist()
+            seen[row, chunk] += 1
+            # Element (row, 8 chunk + i) of the transpose is (8 chunk + i, row) of the tile.
+            assert turned[step, lane].tolist() == [element[8 * chunk + i, row] for i in range(8)]
+        # One 8x8 matrix of ldmatrix, and the stores: whole 32-byte sectors.
+        for matrix in range(4):
+            assert banks_used(maps.mirror[step, 8 * matrix : 8 * matrix + 8, 2], 16).max() == 1
+        where = maps.mirror[step, :, 3] * chunks + maps.mirror[step, :, 4]
+        assert set(where ^ 1) == set(where)
+    assert (seen == 1).all()
+
+
+def test_diagonal_tiles_take_the_lower_triangle(maps: Maps) -> None:
+    for row in range(maps.tile):
+        for chunk in range(maps.chunks):
+            cols = np.arange(8 * chunk, 8 * chunk + 8)
+            source = maps.diagonal[row, chunk]
+            masks = np.repeat(maps.masks[row], 2)
+            halves = np.where(np.arange(8) % 2 == 0, masks & 0xFFFF, masks >> 16)
+            straight = {0: np.ones(8, bool), 1: np.zeros(8, bool), 2: halves == 0xFFFF}[int(source)]
+            assert np.array_equal(straight, cols <= row)
+            assert source != 2 or set(halves.tolist()) <= {0, 0xFFFF}
+
+
+def ldmatrix(buffer: np.ndarray, addresses: np.ndarray) -> np.ndarray:
+    """``(lane, register, 2)`` of ldmatrix.x4: a lane has row ``lane / 4``, columns ``2 (lane % 4)`` of each."""
+    lane = np.arange(32)
+    out = np.empty((32, 4, 2))
+    for matrix in range(4):
+        for part in range(2):
+            out[:, matrix, part] = buffer[addresses[8 * matrix + lane // 4] // 2 + 2 * (lane % 4) + part]
+    return out
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_sm80_operands_reach_the_mma_fragments(maps: Maps, step: int) -> None:
+    # PTX ISA, mma.m16n8k16: a0 (g, 2t), a1 (g + 8, 2t), a2 (g, 2t + 8), a3 (g + 8, 2t + 8); b0 (2t, g), b1 (2t + 8).
+    library, chunks = maps.library, library_chunks(maps)
+    buffer = np.full(maps.tile * library.sm80_block_k(), np.nan)
+    matrix = np.arange(maps.tile * 32.0).reshape(maps.tile, 32)
+    for row in range(maps.tile):
+        for chunk in range(chunks):
+            at = library.sm80_chunk(row, chunk) // 2
+            buffer[at : at + 8] = matrix[row, 8 * chunk : 8 * chunk + 8]
+    assert not np.isnan(buffer).any()
+    g, t = np.arange(32) // 4, np.arange(32) % 4
+    for row in range(0, maps.tile, 16):
+        addresses = np.empty(32, dtype=np.int32)
+        library.sm80_a_addresses(row, step, addresses.ctypes.data_as(ctypes.c_void_p))
+        registers = ldmatrix(buffer, addresses)
+        for register, (down, right) in enumerate([(0, 0), (8, 0), (0, 8), (8, 8)]):
+            for part in range(2):
+                expected = matrix[row + g + down, 16 * step + 2 * t + right + part]
+                assert np.array_equal(registers[:, register, part], expected)
+        for each in range(4):
+            assert banks_used(addresses[8 * each : 8 * each + 8], 16).max() == 1
+        library.sm80_b_addresses(row, step, addresses.ctypes.data_as(ctypes.c_void_p))
+        registers = ldmatrix(buffer, addresses)
+        for register, (down, right) in enumerate([(0, 0), (0, 8), (8, 0), (8, 8)]):
+            for part in range(2):
+                expected = matrix[row + g + down, 16 * step + 2 * t + right + part]
+                assert np.array_equal(registers[:, register, part], expected)
+        for each in range(4):
+            assert banks_used(addresses[8 * each : 8 * each + 8], 16).max() == 1
+
+
+def library_chunks(maps: Maps) -> int:
+    return int(maps.library.sm80_block_k()) // 8
+
+
+def test_sm90_descriptors_name_what_tma_wrote(maps: Maps) -> None:
+    # PTX ISA: the 128-byte swizzle exchanges address bits 4-6 with bits 7-9; groups of 8 rows lie a stride apart.
+    library = maps.library
+    assert sorted(library.sm90_chunk(row, chunk) for row in range(128) for chunk in range(8)) == list(
+        range(0, 128 * 128, 16)
+    )
+    for base in (0, 1024, 5 * 32768, 196608):
+        for rows in (0, 64):
+            for step in range(4):
+                bits = library.descriptor(base, rows, step)
+                start, stride = (bits & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4
+                assert bits >> 62 == 1 and bits >> 49 & 7 == 0 and stride == 1024
+                for row in range(64):
+                    for chunk in range(2):  # 16 elements of k
+                        address = start + row // 8 * stride + row % 8 * 128 + 16 * chunk
+                        address ^= (address >> 7 & 7) << 4
+                        assert address == base + library.sm90_chunk(rows + row, 2 * step + chunk)
+
+
+@pytest.mark.parametrize("stages", [4, 5])
+def test_skip_is_many_advances(maps: Maps, stages: int) -> None:
+    for stage in range(stages):
+        for phase in (0, 1):
+            for count in range(4 * stages + 1):
+                one, many = (np.array([stage, phase], dtype=np.int32) for _ in range(2))
+                maps.library.pipeline_skip(stages, count, one.ctypes.data_as(ctypes.c_void_p))
+                maps.library.pipeline_advance(stages, count, many.ctypes.data_as(ctypes.c_void_p))
+                assert one.tolist() == many.tolist()
+
+
+class Barrier:
+    """An mbarrier: a phase completes when all arrivals are in (and, with a transaction count, all bytes)."""
+
+    def __init__(self, arrivals: int) -> None:
+        self.expected = self.pending = arrivals
+        self.phase = 0
+        self.bytes = 0
+
+    def arrive(self, count: int = 0) -> None:
+        self.pending -= 1
+        self.bytes += count
+        self.settle()
+
+    def complete(self, count: int) -> None:
+        self.bytes -= count
+        self.settle()
+
+    def settle(self) -> None:
+        assert self.pending >= 0
+        if self.pending == 0 and self.bytes == 0:
+            self.phase ^= 1
+            self.pending = self.expected
+
+    def passes(self, parity: int) -> bool:
+        """``mbarrier.try_wait.parity``: whether the phase of that parity has completed."""
+        return self.phase != parity
+
+
+def walk(maps: Maps, stages: int, state: list[int], count: int) -> None:
+    array = np.array(state, dtype=np.int32)
+    maps.library.pipeline_skip(stages, count, array.ctypes.data_as(ctypes.c_void_p))
+    state[:] = array.tolist()
+
+
+@dataclass
+class Ring:
+    """The barriers of a block and what the copies have put into its stages."""
+
+    full: list[Barrier]
+    empty: list[Barrier]
+    issued: list[Barrier]
+    stages: list[list[tuple[int, int, Barrier]]]
+    log: list[tuple[int, int, int, tuple[int, int]]]
+
+    @classmethod
+    def of(cls, stages: int) -> Ring:
+        return cls(
+            [Barrier(1) for _ in range(stages)],
+            [Barrier(4) for _ in range(stages)],
+            [Barrier(4) for _ in range(2)],
+            [[] for _ in range(stages)],
+            [],
+        )
+
+
+def producer(maps: Maps, stages: int, tiles: int, blocks: int, ring: Ring) -> Iterator[None]:
+    state = [0, 0]
+    for tile in range(tiles):
+        for block in range(blocks):
+            while not ring.empty[state[0]].passes(state[1] ^ 1):
+                yield
+            full = ring.full[state[0]]
+            full.arrive(2)
+            for _ in range(2):  # the two operands arrive at any later time
+                ring.stages[state[0]].append((tile, block, full))
+            yield
+            walk(maps, stages, state, 1)
+
+
+def consumer(
+    maps: Maps, stages: int, group: int, tiles: int, blocks: int, ring: Ring, ordered: bool
+) -> Iterator[None]:
+    state = [0, 0]
+    walk(maps, stages, state, group * blocks)
+    for tile in range(group, tiles, 2):
+        while ordered and tile > 0 and not ring.issued[1 - group].passes((tile - 1) // 2 & 1):
+            yield
+        held: int | None = None
+        for block in range(blocks):
+            while not ring.full[state[0]].passes(state[1]):
+                yield
+            seen = ring.stages[state[0]]
+            ring.log.append((group, tile, block, seen[-1][:2] if seen else (-1, -1)))
+            yield
+            if held is not None:  # the products of the block before are done now: its stage goes back
+                for _ in range(4):
+                    ring.empty[held].arrive()
+                    yield
+            held = state[0]
+            walk(maps, stages, state, 1)
+        assert held is not None
+        for barrier in (ring.issued[group], ring.empty[held]):
+            for _ in range(4):
+                barrier.arrive()
+                yield
+        walk(maps, stages, state, blocks)
+
+
+def run_pipeline(
+    maps: Maps, stages: int, tiles: int, blocks: int, seed: int, *, ordered: bool = True
+) -> bool:
+    """Interleave the roles of a block at random; return whether every consumer saw just its own blocks of k."""
+    chance = random.Random(seed)
+    ring = Ring.of(stages)
+    roles = [producer(maps, stages, tiles, blocks, ring)]
+    roles += [consumer(maps, stages, group, tiles, blocks, ring, ordered) for group in (0, 1)]
+    running = set(range(3))
+    delivered = [0] * stages
+    for _ in range(200_000):
+        if not running:
+            break
+        who = chance.randrange(3 + stages)
+        if who >= 3:
+            stage = who - 3
+            if delivered[stage] < len(ring.stages[stage]):
+                ring.stages[stage][delivered[stage]][2].complete(1)
+                delivered[stage] += 1
+        elif who in running and next(roles[who], StopIteration) is StopIteration:
+            running.remove(who)
+    assert not running, "the pipeline is stuck"
+    return sorted(ring.log) == [
+        (group, tile, block, (tile, block))
+        for group in (0, 1)
+        for tile in range(group, tiles, 2)
+        for block in range(blocks)
+    ]
+
+
+@pytest.mark.parametrize("stages", [4, 5])
+@pytest.mark.parametrize("blocks", [1, 2, 3, 4, 5, 7, 16])
+def test_pipeline_neither_blocks_nor_overwrites(maps: Maps, stages: int, blocks: int) -> None:
+    for tiles in (1, 2, 3, 6):
+        for seed in range(8):
+            assert run_pipeline(maps, stages, tiles, blocks, seed)
+
+
+def test_consumers_must_take_turns(maps: Maps) -> None:
+    # A consumer that starts its tile while the other still waits for copies of the one before takes the phase before
+    # last of a full barrier for the last: the two have the same parity. Hence the barriers `issued`.
+    outcomes = []
+    for seed in range(50):
+        try:
+            outcomes.append(run_pipeline(maps, 4, 3, 3, seed, ordered=False))
+        except AssertionError:  # handing a stage back too early also breaks the count of arrivals
+            outcomes.append(False)
+    assert not all(outcomes)
+
+
+@pytest.mark.parametrize("narrow_bytes", [2, 4])
+def test_flat_split_covers_every_element_once(maps: Maps, narrow_bytes: int) -> None:
+    vector = maps.library.constant_flat_vector()
+    out = np.empty(4096, dtype=np.int64)
+    vectorised = 0
+    for n in [*range(40), 100, 1001]:
+        for wide in range(0, 16, 4):
+            for wide2 in range(0, 16, 4):
+                for narrow in range(0, 16, narrow_bytes):
+                    maps.library.flat_plan(
+                        *(4096 + wide, 4096 + wide2, 4096 + narrow, narrow_bytes, n), out.ctypes.data
+                    )
+                    head, vectors, singles = out[:3].tolist()
+                    elements = set(out[3 : 3 + singles].tolist())
+                    assert len(elements) == singles
+                    elements |= {head + i for i in range(vectors * vector)}
+                    assert elements == set(range(n)) and singles + vectors * vector == n
+                    if vectors:
+                        vectorised += 1
+                        assert (wide + 4 * head) % 16 == (wide2 + 4 * head) % 16 == 0
+                        assert (narrow + narrow_bytes * head) % 16 == 0
+    assert vectorised > 100
+
+
+def test_an_aligned_shard_is_all_vectors(maps: Maps) -> None:
+    out = np.empty(16, dtype=np.int64)
+    maps.library.flat_plan(0, 0, 0, 2, 1 << 20, out.ctypes.data)
+    assert out[:3].tolist() == [0, math.ceil((1 << 20) / 8), 0]
