@@ -99,6 +99,8 @@ class MuonConfig(BaseModel):
     min_muon_params: int = Field(default=0, ge=0)
     nonfinite_grad: Literal["skip", "error"] = "skip"
     exchange_chunk_numel: int = Field(default=1 << 26, ge=1)
+    consolidate_on_save: bool = False
+    restore_from: str | None = Field(default=None, min_length=1)
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any] | None) -> MuonConfig:

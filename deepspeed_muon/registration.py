@@ -1,9 +1,10 @@
 """The only file that hooks DeepSpeed's engine: config type -> optimizer, and binding once the ZeRO wrapper exists.
 
-Three methods of ``DeepSpeedEngine`` are wrapped. ``_configure_basic_optimizer`` makes our optimizer for the type
-``Muon``; ``_configure_optimizer`` compares the ranks' settings before it and binds after it; and
+Four methods of ``DeepSpeedEngine`` are wrapped. ``_configure_basic_optimizer`` makes our optimizer for the type
+``Muon``; ``_configure_optimizer`` compares the ranks' settings before it and binds after it;
 ``_configure_lr_scheduler`` keeps the ratio between the rates of the two halves under DeepSpeed's schedulers that
-write one number into every group.
+write one number into every group, and restores what ``restore_from`` names; and ``save_checkpoint`` consolidates
+where ``consolidate_on_save`` is set.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -81,6 +83,7 @@ def register() -> None:
         "_configure_basic_optimizer": _configure_basic_optimizer,
         "_configure_optimizer": _configure_optimizer,
         "_configure_lr_scheduler": _configure_lr_scheduler,
+        "save_checkpoint": _save_checkpoint,
     }
     missing = [name for name in hooks if not hasattr(DeepSpeedEngine, name)]
     if missing:
@@ -345,4 +348,22 @@ def _configure_lr_scheduler(original: Callable[..., Any], engine: Any, *args: An
         keep_rate_ratios(
             engine.lr_scheduler, optimizer, given=(engine.scheduler_params() or {}) if from_config else {}
         )
+        if optimizer.config.restore_from is not None:
+            from deepspeed_muon.checkpoint import restore
+
+            restore(engine, optimizer.config.restore_from)
+    return result
+
+
+def _save_checkpoint(
+    original: Callable[..., Any], engine: Any, save_dir: Any, tag: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Let DeepSpeed save, then write the consolidated set beside its files if the configuration says so."""
+    result = original(save_dir, tag, *args, **kwargs)
+    optimizer = getattr(engine, "basic_optimizer", None)
+    if isinstance(optimizer, Muon) and optimizer.config.consolidate_on_save:
+        from deepspeed_muon.checkpoint import CONSOLIDATED_FOLDER, consolidate
+
+        name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        consolidate(engine, os.path.join(save_dir, name, CONSOLIDATED_FOLDER))
     return result

@@ -2,6 +2,6 @@
 
 from deepspeed_muon.checkpoint.consolidate import consolidate
 from deepspeed_muon.checkpoint.index import CheckpointIndex, load_index
-from deepspeed_muon.checkpoint.restore import restore
+from deepspeed_muon.checkpoint.restore import CONSOLIDATED_FOLDER, restore
 
-__all__ = ["CheckpointIndex", "consolidate", "load_index", "restore"]
+__all__ = ["CONSOLIDATED_FOLDER", "CheckpointIndex", "consolidate", "load_index", "restore"]

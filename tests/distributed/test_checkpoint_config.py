@@ -1,0 +1,67 @@
+"""The config keys: consolidating with every save of DeepSpeed's, restoring before the first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import deepspeed_muon
+from tests import training
+from tests.distributed.test_checkpoint_consolidate import MICROS, assert_equal, engine_for, probe, report
+from tests.harness import RanksFailed
+
+
+def saved_by_deepspeed(rank: int, world_size: int, *, folder: str, stage: int, tag: str | None) -> Any:
+    engine = engine_for(stage, world_size, seed=0, kind="toy", params={"consolidate_on_save": True})
+    for step in range(2):
+        training.run_step(engine, step, rank, world_size, MICROS // world_size)
+    engine.save_checkpoint(folder, tag=tag)
+    result = report(engine)
+    result["loss"] = probe(engine)
+    training.run_step(engine, 2, rank, world_size, MICROS // world_size)
+    result["next_loss"] = probe(engine)
+    engine.destroy()
+    return result
+
+
+def restored_by_config(rank: int, world_size: int, *, folder: str, stage: int) -> Any:
+    engine = engine_for(stage, world_size, seed=7, kind="toy", params={"restore_from": folder})
+    result = report(engine)
+    result["loss"] = probe(engine)
+    training.run_step(engine, 2, rank, world_size, MICROS // world_size)
+    result["next_loss"] = probe(engine)
+    engine.destroy()
+    return result
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize(("stage", "to_stage", "tag"), [(2, 3, None), (3, 0, "best"), (0, 1, None)])
+def test_config_keys(ranks: Any, tmp_path: Path, stage: int, to_stage: int, tag: str | None) -> None:
+    saved = ranks(2).run(saved_by_deepspeed, folder=str(tmp_path), stage=stage, tag=tag)[0]
+    folder = tmp_path / (tag or "global_step2") / "muon_consolidated"
+    assert (folder / "muon_index.json").is_file()
+    for where in (tmp_path, folder.parent, folder):
+        loaded = ranks(3).run(restored_by_config, folder=str(where), stage=to_stage)[0]
+        assert_equal(saved, loaded)
+
+
+def off_by_default(rank: int, world_size: int, *, folder: str) -> None:
+    engine = engine_for(1, world_size, seed=0, kind="toy")
+    engine.save_checkpoint(folder)
+    engine.destroy()
+
+
+def test_off_by_default(ranks: Any, tmp_path: Path) -> None:
+    ranks(1).run(off_by_default, folder=str(tmp_path))
+    assert not list(tmp_path.rglob("muon_consolidated"))
+
+
+def test_restore_from_nothing_is_an_error(ranks: Any, tmp_path: Path) -> None:
+    """A run that silently starts afresh would be worse."""
+    with pytest.raises(RanksFailed) as caught:
+        ranks(2).run(restored_by_config, folder=str(tmp_path / "gone"), stage=1)
+    failures = caught.value.failures
+    assert {failure.type for failure in failures.values()} == {deepspeed_muon.CheckpointError.__name__}
+    assert len(failures) == 2 and all("gone" in failure.message for failure in failures.values())
