@@ -60,7 +60,7 @@ def warm() -> Path:
     folder = extensions_dir()
     folder.mkdir(parents=True, exist_ok=True)
     marker = folder / ".warm"
-    # The environment's folder is in the compiler's arguments: for another one with the same versions it all counts as new.
+    # The environment's folder is in the compiler's arguments: another one with the same versions builds anew.
     made_with = [f"{name}={metadata.version(name)}" for name in ("deepspeed", "torch")] + [
         sys.version,
         sys.prefix,
