@@ -1,0 +1,255 @@
+"""What goes wrong with consolidated checkpoints: an error on every rank, nothing half-loaded, the last one good."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from deepspeed_muon.checkpoint import consolidate, load_index, restore
+from deepspeed_muon.checkpoint.consolidate import Stage
+from deepspeed_muon.checkpoint.sources import file_digest
+from deepspeed_muon.errors import CheckpointError
+from tests import training
+from tests.distributed.test_checkpoint_consolidate import MICROS, engine_for, load, report, save
+from tests.harness import RanksFailed, run_ranks
+
+INDEX = "muon_index.json"
+
+
+@pytest.fixture(scope="module")
+def good(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    ranks(2).run(save, folder=str(folder), stage=2)
+    return folder
+
+
+@pytest.fixture
+def damaged(good: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(good, tmp_path / "damaged"))
+
+
+def refused(
+    rank: int,
+    world_size: int,
+    *,
+    folder: str,
+    stage: int,
+    kind: str = "toy",
+    params: dict[str, Any] | None = None,
+) -> str:
+    """Return why the restore was refused, after making sure that it changed nothing."""
+    engine = engine_for(stage, world_size, seed=7, kind=kind, params=params)
+    training.run_step(engine, 0, rank, world_size, MICROS // world_size)
+    before = report(engine)
+    try:
+        restore(engine, folder)
+    except CheckpointError as error:
+        message = str(error)
+    else:
+        raise AssertionError("restored")
+    after = report(engine)
+    for key in ("fp32", "momentum_buffer", "exp_avg", "exp_avg_sq"):
+        assert before[key].keys() == after[key].keys()
+        assert all(torch.equal(before[key][name], after[key][name]) for name in before[key]), key
+    assert all(before[key] == after[key] for key in ("rates", "steps", "global_steps"))
+    training.run_step(engine, 1, rank, world_size, MICROS // world_size)
+    engine.destroy()
+    return message
+
+
+def all_refuse(ranks: Any, folder: Path, *needles: str, **arguments: Any) -> None:
+    messages = ranks(2).run(refused, folder=str(folder), stage=arguments.pop("stage", 3), **arguments)
+    for message in messages:
+        for needle in needles:
+            assert needle in message, message
+
+
+def largest(folder: Path) -> tuple[Path, str]:
+    """Return a shard and a parameter that it holds."""
+    path = max(folder.glob("*.safetensors"), key=lambda p: p.stat().st_size)
+    index = load_index(folder)
+    name = next(n for n, record in index.parameters.items() if path.name in record.tensors.values())
+    return path, name
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_truncated_shard(ranks: Any, damaged: Path, stage: int) -> None:
+    path, name = largest(damaged)
+    os.truncate(path, path.stat().st_size - 100)
+    all_refuse(ranks, damaged, path.name, name, "bytes, expected", stage=stage)
+
+
+def test_flipped_byte(ranks: Any, damaged: Path) -> None:
+    path, name = largest(damaged)
+    content = bytearray(path.read_bytes())
+    content[-50] ^= 1
+    path.write_bytes(content)
+    all_refuse(ranks, damaged, path.name, name, "checksum")
+
+
+def test_missing_file(ranks: Any, damaged: Path) -> None:
+    path, name = largest(damaged)
+    path.unlink()
+    all_refuse(ranks, damaged, path.name, name, "No such file")
+
+
+def test_missing_index(ranks: Any, damaged: Path) -> None:
+    (damaged / INDEX).unlink()
+    all_refuse(ranks, damaged, INDEX, "did not finish")
+
+
+def test_truncated_index(ranks: Any, damaged: Path) -> None:
+    os.truncate(damaged / INDEX, 1000)
+    all_refuse(ranks, damaged, INDEX, "cannot be read")
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    content = json.loads((folder / INDEX).read_text())
+    change(content)
+    (folder / INDEX).write_text(json.dumps(content))
+
+
+def rename(content: dict[str, Any]) -> None:
+    content["parameters"]["blocks.0.upper.weight"] = content["parameters"].pop("blocks.0.up.weight")
+
+
+def test_renamed_parameter(ranks: Any, damaged: Path) -> None:
+    edit(damaged, rename)
+    needles = ("blocks.0.up.weight is not in the checkpoint", "renamed? it has blocks.0.upper.weight")
+    all_refuse(ranks, damaged, str(damaged), *needles)
+
+
+def test_another_model(ranks: Any, good: Path) -> None:
+    """Missing, extra and reshaped parameters, in one message."""
+    needles = ("idle.weight is not in the checkpoint", "idle_gain")
+    all_refuse(ranks, good, *needles, kind="unused")
+    needles = (
+        "blocks.2.up.weight is in the checkpoint, but not in the optimizer",
+        "has shape [29, 13]",
+        "[29, 16]",
+    )
+    all_refuse(ranks, good, *needles, kind="wide", stage=1)
+
+
+def test_another_routing(ranks: Any, good: Path) -> None:
+    needles = ("blocks.1.down.weight goes to adamw", "in the checkpoint to muon", "include / exclude")
+    all_refuse(ranks, good, *needles, params={"exclude": ["blocks.1.*"]})
+
+
+def reshape_in_file(folder: Path) -> str:
+    """Make file, size and checksum agree with each other, but not with the shapes of the index."""
+    path, _ = largest(folder)
+    tensors = load_file(path)
+    entry = next(entry for entry, tensor in tensors.items() if tensor.ndim == 2)
+    tensors[entry] = tensors[entry].t().contiguous()
+    save_file(tensors, path)
+    record = {"bytes": path.stat().st_size, "sha256": file_digest(path)}
+    edit(folder, lambda content: content["files"].update({path.name: record}))
+    return entry
+
+
+def test_file_that_contradicts_the_index(ranks: Any, damaged: Path) -> None:
+    entry = reshape_in_file(damaged)
+    all_refuse(ranks, damaged, entry, "the index says F32 of shape")
+
+
+def only_one_sees_it(rank: int, world_size: int, *, folder: str) -> str:
+    return refused(rank, world_size, folder=folder if rank else folder + "-nowhere", stage=1)
+
+
+def test_a_rank_that_does_not_see_the_checkpoint(ranks: Any, good: Path) -> None:
+    messages = ranks(2).run(only_one_sees_it, folder=str(good))
+    assert all("-nowhere" in message for message in messages)
+
+
+# ---------------------------------------------------------------------------------------------- faults while saving
+
+
+def killed_at(rank: int, world_size: int, *, folder: str, stage: str, zero_stage: int) -> None:
+    """Train further, then die in the middle of saving over a good checkpoint: both ranks at the same point."""
+    engine = engine_for(zero_stage, world_size, seed=0, kind="toy")
+    for step in range(3):
+        training.run_step(engine, step, rank, world_size, MICROS // world_size)
+
+    def on_stage(reached: Stage) -> None:
+        if reached == stage and rank == world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    consolidate(engine, folder, shard_bytes=4000, on_stage=on_stage)
+
+
+KILLS = ["start", "shards", "piece", "shards written", "index written", "done"]
+
+
+@pytest.mark.time_limit(400)
+@pytest.mark.parametrize("stage", KILLS)
+def test_killed_while_saving(ranks: Any, damaged: Path, stage: str) -> None:
+    before = load_index(damaged)
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(killed_at, 2, {"folder": str(damaged), "stage": stage, "zero_stage": 3})
+    assert caught.value.failures[1].type == "Died"
+    now = load_index(damaged)
+    complete = stage in ("index written", "done")
+    assert now.progress.global_steps == (3 if complete else 2)
+    assert complete or now == before
+    loaded = ranks(3).run(load, folder=str(damaged), stage=1)[0]
+    assert loaded["global_steps"] == now.progress.global_steps
+    # The next save removes what the killed one left.
+    ranks(2).run(save, folder=str(damaged), stage=1)
+    left = {path.name for path in damaged.iterdir()}
+    assert left == {INDEX, *load_index(damaged).files}
+
+
+def test_first_save_killed_leaves_nothing_that_loads(tmp_path: Path, ranks: Any) -> None:
+    with pytest.raises(RanksFailed):
+        run_ranks(killed_at, 2, {"folder": str(tmp_path), "stage": "shards written", "zero_stage": 1})
+    assert list(tmp_path.glob("*.safetensors"))
+    all_refuse(ranks, tmp_path, INDEX, "did not finish")
+
+
+def disk_full(rank: int, world_size: int, *, folder: str, stage: int, limit: int) -> str:
+    """Save while rank 0 may not write files beyond ``limit`` bytes: ``write`` fails as on a full disk."""
+    engine = engine_for(stage, world_size, seed=0, kind="toy")
+    for step in range(3):
+        training.run_step(engine, step, rank, world_size, MICROS // world_size)
+    previous = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, previous[1]))
+    message = ""
+    try:
+        consolidate(engine, folder, shard_bytes=4000)
+    except CheckpointError as error:
+        message = str(error)
+    finally:
+        with contextlib.suppress(ValueError):
+            resource.setrlimit(resource.RLIMIT_FSIZE, previous)
+    training.run_step(engine, 3, rank, world_size, MICROS // world_size)
+    engine.destroy()
+    return message
+
+
+@pytest.mark.parametrize("limit", [0, 100, 3000])
+def test_disk_full(ranks: Any, damaged: Path, limit: int) -> None:
+    """In the header, and in the middle of a file; training goes on, and the old checkpoint is untouched."""
+    before = {path.name: path.read_bytes() for path in damaged.iterdir()}
+    messages = ranks(2).run(disk_full, folder=str(damaged), stage=3, limit=limit)
+    assert all(".safetensors" in message and "File too large" in message for message in messages), messages
+    assert before == {path.name: path.read_bytes() for path in damaged.iterdir()}
+
+
+def test_folder_that_cannot_be_made(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    messages = ranks(2).run(disk_full, folder=str(tmp_path / "file" / "out"), stage=1, limit=1 << 40)
+    assert all("cannot be made" in message for message in messages)

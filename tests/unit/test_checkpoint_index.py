@@ -1,0 +1,186 @@
+"""The index is untrusted: whatever is not plainly a checkpoint of this format is refused before a file is opened."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from deepspeed_muon.checkpoint.index import load_index
+from deepspeed_muon.checkpoint.shards import PlannedTensor, ShardFile, pack, remove_stale, shard_name
+from deepspeed_muon.checkpoint.sources import ConsolidatedSource, file_digest
+from deepspeed_muon.errors import CheckpointError
+
+FILE = "muon-0123456789ab-00000.safetensors"
+
+INDEX: dict[str, Any] = {
+    "format": "deepspeed_muon.consolidated",
+    "version": 1,
+    "versions": {},
+    "groups": [{"lr": 0.1}],
+    "files": {FILE: {"bytes": 4096, "sha256": "0" * 64}},
+    "parameters": {
+        "w": {
+            "shape": [4, 3],
+            "algorithm": "muon",
+            "step": 3,
+            "group": 0,
+            "tensors": {"fp32": FILE, "momentum_buffer": FILE},
+        }
+    },
+}
+
+
+def refused(folder: Path, content: Any) -> str:
+    (folder / "muon_index.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(CheckpointError) as caught:
+        load_index(folder)
+    assert "muon_index.json" in str(caught.value)
+    return str(caught.value)
+
+
+def changed(path: list[Any], value: Any) -> dict[str, Any]:
+    content = copy.deepcopy(INDEX)
+    place = content
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return content
+
+
+def test_the_example_is_accepted(tmp_path: Path) -> None:
+    (tmp_path / "muon_index.json").write_text(json.dumps(INDEX))
+    assert load_index(tmp_path).parameters["w"].numel == 12
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../muon-0123456789ab-00000.safetensors",
+        "/etc/passwd",
+        "a/b.safetensors",
+        "..",
+        "",
+        "x.pt",
+        FILE + "\n",
+        "C:\\x",
+    ],
+)
+def test_file_names_stay_inside(tmp_path: Path, name: str) -> None:
+    content = changed(["files"], {name: INDEX["files"][FILE]})
+    content["parameters"]["w"]["tensors"] = {"fp32": name, "momentum_buffer": name}
+    assert "not the name of a shard" in refused(tmp_path, content)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        [1 << 40, 1 << 40],
+        [-4, -3],
+        [0, 3],
+        [4.5, 3],
+        ["4", 3],
+        [1 << 70],
+        [1] * 65,
+        [True, 12],
+        [1000, 1000],
+        "43",
+        None,
+    ],
+)
+def test_absurd_shapes(tmp_path: Path, shape: Any) -> None:
+    message = refused(tmp_path, changed(["parameters", "w", "shape"], shape))
+    assert "w" in message or FILE in message
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (["version"], 2),
+        (["format"], "pytorch"),
+        (["extra"], 1),
+        (["parameters", "w", "algorithm"], "sgd"),
+        (["parameters", "w", "step"], -1),
+        (["parameters", "w", "step"], 10**30),
+        (["parameters", "w", "group"], 1),
+        (["parameters", "w", "tensors"], {"fp32": FILE}),
+        (
+            ["parameters", "w", "tensors"],
+            {"fp32": FILE, "momentum_buffer": "muon-0123456789ab-00001.safetensors"},
+        ),
+        (["parameters", "w", "tensors"], {"fp32": FILE, "momentum_buffer": FILE, "exp_avg": FILE}),
+        (["files", FILE, "sha256"], "abc"),
+        (["files", FILE, "bytes"], -1),
+        (["files", FILE, "bytes"], 95),
+    ],
+)
+def test_inconsistencies(tmp_path: Path, path: list[str], value: Any) -> None:
+    refused(tmp_path, changed(path, value))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "null", "[" * 100_000, '{"format": 1}', "\x00"])
+def test_not_an_index(tmp_path: Path, text: str) -> None:
+    refused(tmp_path, text)
+
+
+def test_files_are_packed_in_order() -> None:
+    tensors = [PlannedTensor(f"p{i}", "fp32", (size,)) for i, size in enumerate((10, 10, 100, 1, 1))]
+    assert [[t.numel for t in shard] for shard in pack(tensors, 80)] == [[10, 10], [100], [1, 1]]
+    assert pack([], 80) == []
+
+
+def test_a_streamed_file_is_a_safetensors_file(tmp_path: Path) -> None:
+    tensors = [
+        PlannedTensor("a", "fp32", (3, 5)),
+        PlannedTensor("ü.b", "exp_avg", ()),
+        PlannedTensor("c", "fp32", (4,)),
+    ]
+    content = torch.randn(20)
+    path = tmp_path / FILE
+    shard = ShardFile(path, tensors)
+    for piece in content.split(7):
+        assert not path.exists()
+        shard.write(piece)
+    record = shard.finish()
+    assert record.bytes == path.stat().st_size and record.sha256 == file_digest(path)
+    loaded = load_file(path)
+    assert torch.equal(loaded["fp32/a"], content[:15].view(3, 5))
+    assert torch.equal(loaded["exp_avg/ü.b"], content[15])
+    assert torch.equal(loaded["fp32/c"], content[16:])
+
+
+def test_only_files_of_ours_are_removed(tmp_path: Path) -> None:
+    for name in (
+        FILE,
+        "." + FILE + ".tmp",
+        "model.safetensors",
+        "muon-notes.safetensors",
+        shard_name("a" * 12, 7),
+    ):
+        (tmp_path / name).write_text("")
+    remove_stale(tmp_path, [FILE])
+    assert {p.name for p in tmp_path.iterdir()} == {FILE, "model.safetensors", "muon-notes.safetensors"}
+
+
+def test_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
+    inside = tmp_path / "checkpoint"
+    inside.mkdir()
+    (tmp_path / "secret").write_bytes(b"x" * 4096)
+    (inside / FILE).symlink_to(tmp_path / "secret")
+    (inside / "muon_index.json").write_text(json.dumps(INDEX))
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        ConsolidatedSource(inside).verify(0, 1)
+
+
+def test_damage_to_the_header_is_found_even_if_the_checksum_fits(tmp_path: Path) -> None:
+    """An attacker can write a matching checksum; the header is parsed by safetensors, which bounds it."""
+    (tmp_path / FILE).write_bytes((1 << 60).to_bytes(8, "little") + b"x" * 4088)
+    content = changed(["files", FILE, "sha256"], file_digest(tmp_path / FILE))
+    (tmp_path / "muon_index.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=FILE):
+        ConsolidatedSource(tmp_path).verify(0, 1)
