@@ -13,6 +13,7 @@ __all__ = [
     "ConfigError",
     "MuonError",
     "NonFiniteGradientError",
+    "OpsUnavailableError",
     "PlanMismatchError",
     "RankDisagreementError",
     "RegistrationError",
@@ -64,3 +65,7 @@ class RankDisagreementError(MuonError, RuntimeError):
 
 class NonFiniteGradientError(MuonError, ArithmeticError):
     """A gradient holds an infinity or NaN and the configuration asks for an error."""
+
+
+class OpsUnavailableError(MuonError, RuntimeError):
+    """The native operators were asked for and can be neither loaded nor built on this machine."""

@@ -1,0 +1,253 @@
+"""Builds and loads the native library: DeepSpeed's op builder face over torch's extension build.
+
+A build has a folder of its own, named by a digest of sources, flags and torch version, so that nothing stale is ever
+loaded. One process builds, holding a lock that the kernel drops when its holder dies; the others wait for it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.ops.op_builder.builder import OpBuilder
+
+from deepspeed_muon.errors import OpsUnavailableError
+
+from . import toolchain
+from .toolchain import BuildSpec
+
+__all__ = ["MuonBuilder", "build_folder", "library_path", "prebuilt_path"]
+
+PACKAGE = Path(__file__).resolve().parent
+
+# Seconds that a process waits for another one's build. A cold CPU build takes about 10 s, one with CUDA some minutes.
+WAIT_SECONDS = float(os.environ.get("DS_MUON_BUILD_TIMEOUT", "1200"))
+
+
+class MuonBuilder(OpBuilder):
+    """The op builder of this project, with the interface of DeepSpeed's own (``NAME``, ``load()``, ``builder()``)."""
+
+    BUILD_VAR = "DS_BUILD_MUON"
+    NAME = "muon"
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__(self.NAME if name is None else name)
+
+    def absolute_name(self) -> str:
+        """Return the module path under which a library that was built ahead of time is installed."""
+        return f"deepspeed_muon.ops.{toolchain.library_name(self.spec().key)}"
+
+    def spec(self) -> BuildSpec:
+        """Return what a build on this machine consists of. Compiles nothing and creates no CUDA context."""
+        with_cuda = cuda_reason() is None
+        capabilities = (
+            [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
+            if with_cuda and not os.environ.get("TORCH_CUDA_ARCH_LIST")
+            else []
+        )
+        return toolchain.build_spec(
+            torch_version=torch.__version__, with_cuda=with_cuda, capabilities=capabilities
+        )
+
+    def sources(self) -> list[str]:
+        """Return the absolute paths of the sources."""
+        return list(self.spec().sources)
+
+    def include_paths(self) -> list[str]:
+        """Return the absolute include folders."""
+        return list(self.spec().include_dirs)
+
+    def cxx_args(self) -> list[str]:
+        """Return the host compiler's flags. DeepSpeed's own would spend seconds in py-cpuinfo."""
+        return list(self.spec().cxx_flags)
+
+    def nvcc_args(self) -> list[str]:
+        """Return nvcc's flags; empty where there is no CUDA to build for."""
+        return list(self.spec().nvcc_flags)
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Return whether the library is built already or can be built here.
+
+        Args:
+            verbose: Print the reason where it cannot.
+        """
+        reason = self.unavailable_reason()
+        self.error_log = reason
+        if reason is not None and verbose:
+            print(f"[deepspeed_muon] the native ops cannot be built: {reason}", file=sys.stderr)
+        return reason is None
+
+    def unavailable_reason(self) -> str | None:
+        """Return why the library can be neither loaded nor built here, or ``None``."""
+        if self.built_path() is not None:
+            return None
+        if sys.platform != "linux":
+            return f"the sources are for Linux, this is {sys.platform}"
+        if toolchain.cxx_compiler() is None:
+            return (
+                f"no C++ compiler: {os.environ.get('CXX', 'c++')!r} is not on PATH (install g++, or set CXX)"
+            )
+        if _ninja() is None:
+            return "ninja is neither on PATH nor installed beside the interpreter (pip install ninja)"
+        return None
+
+    def built_path(self) -> Path | None:
+        """Return the library that fits this torch and these sources, if it is built already."""
+        spec = self.spec()
+        return next((path for path in (prebuilt_path(spec), library_path(spec)) if path.exists()), None)
+
+    def load(self, verbose: bool = False) -> Any:
+        """Load the library, building it first where necessary, and return ``torch.ops.deepspeed_muon``.
+
+        Safe in several processes at once.
+
+        Args:
+            verbose: Print the compiler's commands.
+
+        Raises:
+            OpsUnavailableError: If there is no compiler, the build fails, or another process's build takes too long.
+        """
+        path = self.built_path()
+        if path is None:
+            return self.jit_load(verbose)
+        _load_library(path)
+        return torch.ops.deepspeed_muon
+
+    def jit_load(self, verbose: bool = True) -> Any:
+        """Build in the extensions folder and load; see :meth:`load`."""
+        if not self.is_compatible():
+            raise OpsUnavailableError(f"the native ops cannot be built here: {self.error_log}")
+        spec = self.spec()
+        target = library_path(spec)
+        with _exclusive(target.parent):
+            if not target.exists():
+                _compile(spec, target, verbose)
+        _load_library(target)
+        return torch.ops.deepspeed_muon
+
+    def builder(self) -> Any:
+        """Return the setuptools extension for a build ahead of time."""
+        from torch.utils.cpp_extension import CppExtension, CUDAExtension
+
+        spec = self.spec()
+        flags = {"cxx": list(spec.cxx_flags)} | ({"nvcc": list(spec.nvcc_flags)} if spec.with_cuda else {})
+        return (CUDAExtension if spec.with_cuda else CppExtension)(
+            name=self.absolute_name(),
+            sources=list(spec.sources),
+            include_dirs=list(spec.include_dirs),
+            extra_compile_args=flags,
+        )
+
+
+def cuda_reason() -> str | None:
+    """Return why the CUDA kernels are not part of a build here, or ``None`` if they are."""
+    if torch.version.cuda is None:
+        return "this torch has no CUDA"
+    if not torch.cuda.is_available() and not os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        return "no CUDA device, and TORCH_CUDA_ARCH_LIST does not say what to build for"
+    if toolchain.find_nvcc() is None:
+        return "no nvcc on PATH or in CUDA_HOME"
+    return None
+
+
+def build_folder(spec: BuildSpec) -> Path:
+    """Return the folder of this build, inside ``TORCH_EXTENSIONS_DIR`` or torch's default cache."""
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"),
+        "torch_extensions",
+    )
+    return Path(root) / "deepspeed_muon" / spec.key
+
+
+def library_path(spec: BuildSpec) -> Path:
+    """Return where the build at first use puts the library."""
+    return build_folder(spec) / f"{toolchain.library_name(spec.key)}.so"
+
+
+def prebuilt_path(spec: BuildSpec) -> Path:
+    """Return where ``DS_BUILD_MUON=1 pip install`` puts the library."""
+    return PACKAGE / f"{toolchain.library_name(spec.key)}.so"
+
+
+_loaded: set[Path] = set()
+
+
+def _load_library(path: Path) -> None:
+    if path not in _loaded:
+        try:
+            torch.ops.load_library(str(path))
+        except OSError as error:
+            raise OpsUnavailableError(
+                f"the native ops at {path} cannot be loaded ({error}); remove the folder to build them again"
+            ) from error
+        _loaded.add(path)
+
+
+def _ninja() -> str | None:
+    """Return the folder of ninja: on PATH, or beside the interpreter of an environment that is not activated."""
+    beside = str(Path(sys.executable).parent)
+    found = shutil.which("ninja") or shutil.which("ninja", path=beside)
+    return str(Path(found).parent) if found else None
+
+
+@contextmanager
+def _exclusive(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock. The kernel drops it with its holder, so that a killed build blocks nobody."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".building", "w") as gate:
+        deadline = time.monotonic() + WAIT_SECONDS
+        while True:
+            try:
+                fcntl.flock(gate, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise OpsUnavailableError(
+                        f"another process has been building the native ops in {folder} for {WAIT_SECONDS:g} s; "
+                        f"raise DS_MUON_BUILD_TIMEOUT (seconds), or build before the ranks start with "
+                        f"`python -m deepspeed_muon report --selftest`"
+                    ) from None
+                time.sleep(0.1)
+        yield
+
+
+def _compile(spec: BuildSpec, target: Path, verbose: bool) -> None:
+    """Compile in a folder below the target's and move the library into place: it is never seen half written."""
+    from torch.utils.cpp_extension import load
+
+    work = target.parent / "build"
+    work.mkdir(exist_ok=True)
+    # torch's own lock is a file that outlives a killed build; inside ours it can only be such a leftover.
+    (work / "lock").unlink(missing_ok=True)
+    path = os.environ.get("PATH", os.defpath)
+    ninja = _ninja()
+    try:
+        if ninja is not None and ninja not in path.split(os.pathsep):
+            os.environ["PATH"] = f"{path}{os.pathsep}{ninja}"
+        load(
+            name=toolchain.library_name(spec.key),
+            sources=list(spec.sources),
+            extra_cflags=list(spec.cxx_flags),
+            extra_cuda_cflags=list(spec.nvcc_flags) or None,
+            extra_include_paths=list(spec.include_dirs),
+            build_directory=str(work),
+            with_cuda=spec.with_cuda,
+            is_python_module=False,
+            is_standalone=False,
+            verbose=verbose,
+        )
+    except (RuntimeError, OSError) as error:
+        raise OpsUnavailableError(f"building the native ops in {work} failed:\n{error}") from error
+    finally:
+        os.environ["PATH"] = path
+    built = work / f"{toolchain.library_name(spec.key)}.so"
+    _loaded.add(target)  # torch has just loaded this very library
+    os.replace(built, target)

@@ -1,0 +1,185 @@
+// The elementwise passes over flat fp32 partitions, each one read and one write of every operand.
+//
+// The loops are compiled several times, for the vector units that a chip may have, and chosen at run time: the
+// library must also run on another chip than the one it was built on (a shared home directory, a wheel).
+//
+// No torch headers here: they would take most of the build's time.
+#include "flat.h"
+
+#include <cstring>
+
+#define MUON_INLINE inline __attribute__((always_inline))
+
+namespace muon::cpu {
+namespace {
+
+// Storage of the half formats, distinct types so that templates can tell them apart.
+struct Bf16 {
+  uint16_t bits;
+};
+struct Fp16 {
+  uint16_t bits;
+};
+
+template <typename T>
+struct Wire;
+
+template <>
+struct Wire<float> {
+  static MUON_INLINE float load(float v) { return v; }
+  static MUON_INLINE float store(float v) { return v; }
+};
+
+// Round to nearest even on the bits, because this form vectorises; a NaN keeps being one.
+template <>
+struct Wire<Bf16> {
+  static MUON_INLINE float load(Bf16 v) {
+    const uint32_t bits = static_cast<uint32_t>(v.bits) << 16;
+    float f;
+    std::memcpy(&f, &bits, sizeof f);
+    return f;
+  }
+  static MUON_INLINE Bf16 store(float v) {
+    uint32_t bits;
+    std::memcpy(&bits, &v, sizeof bits);
+    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return {static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded)};
+  }
+};
+
+// To half through the compiler's own type, which becomes vcvtps2ph where the loop is compiled for a chip that has it.
+// From half on the bits, because the compiler does not vectorise its own conversion: exponent and mantissa moved into
+// place are too small by 2^112, also for subnormals; infinities and NaNs keep their exponent of ones.
+template <>
+struct Wire<Fp16> {
+  static MUON_INLINE float load(Fp16 v) {
+    const uint32_t half = v.bits;
+    const uint32_t shifted = (half & 0x7fffu) << 13;
+    float f;
+    std::memcpy(&f, &shifted, sizeof f);
+    f *= 0x1p112f;
+    uint32_t bits;
+    std::memcpy(&bits, &f, sizeof bits);
+    bits = (half & 0x7c00u) == 0x7c00u ? (shifted | 0x7f800000u) : bits;
+    bits |= (half & 0x8000u) << 16;
+    std::memcpy(&f, &bits, sizeof f);
+    return f;
+  }
+  static MUON_INLINE Fp16 store(float v) {
+    const _Float16 h = static_cast<_Float16>(v);
+    Fp16 out;
+    std::memcpy(&out.bits, &h, sizeof h);
+    return out;
+  }
+};
+
+template <typename T, bool nesterov>
+MUON_INLINE void momentum_loop(
+    float* __restrict__ buf, const float* __restrict__ grad, T* __restrict__ out, int64_t n, float momentum,
+    float rest) {
+  // torch.lerp picks the end that it starts from by the weight, so that weight 1 gives exactly the other end. Both
+  // forms below are its forms: rest <= 0.5 <= momentum in any useful setting, and the other case follows.
+  const bool near_buf = rest < 0.5f;
+  const bool from_buf = momentum >= 0.5f;
+  const float back = 1.0f - rest;
+  const float blend = from_buf ? 1.0f - momentum : momentum;
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) {
+    const float g = grad[i];
+    const float old = buf[i];
+    const float b = near_buf ? old + rest * (g - old) : g - back * (g - old);
+    buf[i] = b;
+    const float d = nesterov ? (from_buf ? b - blend * (b - g) : g + blend * (b - g)) : b;
+    out[i] = Wire<T>::store(d);
+  }
+}
+
+template <typename T>
+MUON_INLINE void apply_loop(
+    float* __restrict__ param, const T* __restrict__ update, int64_t n, float lr_scale, float decay) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) {
+    param[i] = param[i] * decay - lr_scale * Wire<T>::load(update[i]);
+  }
+}
+
+// One copy of both loops for each vector unit.
+#define MUON_VARIANT(NAME, ATTRIBUTE)                                                                        \
+  template <typename T>                                                                                      \
+  ATTRIBUTE void momentum_##NAME(                                                                            \
+      float* buf, const float* grad, T* out, int64_t n, float momentum, float rest, bool nesterov) {         \
+    if (nesterov) {                                                                                          \
+      momentum_loop<T, true>(buf, grad, out, n, momentum, rest);                                             \
+    } else {                                                                                                 \
+      momentum_loop<T, false>(buf, grad, out, n, momentum, rest);                                            \
+    }                                                                                                        \
+  }                                                                                                          \
+  template <typename T>                                                                                      \
+  ATTRIBUTE void apply_##NAME(float* param, const T* update, int64_t n, float lr_scale, float decay) {       \
+    apply_loop<T>(param, update, n, lr_scale, decay);                                                        \
+  }
+
+MUON_VARIANT(plain, )
+#if defined(__x86_64__)
+MUON_VARIANT(avx2, __attribute__((target("avx2,fma,f16c"))))
+MUON_VARIANT(avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,prefer-vector-width=512"))))
+#endif
+
+enum class Unit { plain, avx2, avx512 };
+
+Unit unit() {
+#if defined(__x86_64__)
+  static const Unit found = [] {
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl")) {
+      return Unit::avx512;
+    }
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? Unit::avx2 : Unit::plain;
+  }();
+  return found;
+#else
+  return Unit::plain;
+#endif
+}
+
+#if defined(__x86_64__)
+#define MUON_CALL(NAME, ...)                                             \
+  switch (unit()) {                                                      \
+    case Unit::avx512: NAME##_avx512(__VA_ARGS__); break;                \
+    case Unit::avx2: NAME##_avx2(__VA_ARGS__); break;                    \
+    default: NAME##_plain(__VA_ARGS__);                                  \
+  }
+#else
+#define MUON_CALL(NAME, ...) NAME##_plain(__VA_ARGS__)
+#endif
+
+}  // namespace
+
+void momentum_pack(
+    float* buf, const float* grad, void* out, Element type, int64_t begin, int64_t end, double momentum, bool nesterov) {
+  const float mu = static_cast<float>(momentum);
+  const float rest = static_cast<float>(1.0 - momentum);
+  const auto run = [&](auto* o) {
+    MUON_CALL(momentum, buf + begin, grad + begin, o + begin, end - begin, mu, rest, nesterov);
+  };
+  switch (type) {
+    case Element::fp32: return run(static_cast<float*>(out));
+    case Element::bf16: return run(static_cast<Bf16*>(out));
+    case Element::fp16: return run(static_cast<Fp16*>(out));
+  }
+}
+
+void unpack_apply(
+    float* param, const void* update, Element type, int64_t begin, int64_t end, double lr_scale, double decay) {
+  const float rate = static_cast<float>(lr_scale);
+  const float keep = static_cast<float>(decay);
+  const auto run = [&](const auto* u) { MUON_CALL(apply, param + begin, u + begin, end - begin, rate, keep); };
+  switch (type) {
+    case Element::fp32: return run(static_cast<const float*>(update));
+    case Element::bf16: return run(static_cast<const Bf16*>(update));
+    case Element::fp16: return run(static_cast<const Fp16*>(update));
+  }
+}
+
+}  // namespace muon::cpu

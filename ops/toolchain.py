@@ -1,0 +1,145 @@
+"""What is compiled, with which flags, under which name: for the build at first use and for ``pip install``.
+
+Only the standard library is imported here: ``setup.py`` loads this file before the package can be imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["BuildSpec", "arch_flags", "build_spec", "cxx_compiler", "find_nvcc", "library_name"]
+
+CSRC = Path(__file__).resolve().parent / "csrc"
+
+# Targets with instructions of one chip generation only (wgmma, tcgen05): code for plain sm_90 would have none of them.
+_ARCH_SPECIFIC = {"90": "90a", "100": "100a", "120": "120a"}
+
+# Where neither a device nor TORCH_CUDA_ARCH_LIST says what to build for.
+_DEFAULT_ARCHS = ("80", "90a")
+
+# mma.sync with bf16 operands needs this compute capability.
+_OLDEST_ARCH = 80
+
+
+@dataclass(frozen=True, slots=True)
+class BuildSpec:
+    """Everything that determines one build.
+
+    Attributes:
+        sources: Absolute paths of the translation units.
+        include_dirs: Absolute paths.
+        cxx_flags: Flags of the host compiler.
+        nvcc_flags: Flags of nvcc; empty without CUDA.
+        with_cuda: Whether CUDA sources are among the sources.
+        key: Digest of all of this, of the headers and of the torch version.
+    """
+
+    sources: tuple[str, ...]
+    include_dirs: tuple[str, ...]
+    cxx_flags: tuple[str, ...]
+    nvcc_flags: tuple[str, ...]
+    with_cuda: bool
+    key: str
+
+
+def library_name(key: str) -> str:
+    """Return the file name, without suffix, of the library with this key."""
+    return f"muon_ops_{key}"
+
+
+def cxx_compiler() -> str | None:
+    """Return the path of the C++ compiler that torch would use, or ``None``."""
+    return shutil.which(os.environ.get("CXX", "c++"))
+
+
+def find_nvcc() -> str | None:
+    """Return the path of nvcc, or ``None``. ``CUDA_HOME`` and ``CUDA_PATH`` come before ``PATH``."""
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        home = os.environ.get(variable)
+        if home and (found := shutil.which("nvcc", path=str(Path(home) / "bin"))):
+            return found
+    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
+def build_spec(
+    *, torch_version: str, with_cuda: bool, capabilities: Iterable[tuple[int, int]] = ()
+) -> BuildSpec:
+    """Collect sources and flags of a build.
+
+    Args:
+        torch_version: ``torch.__version__``, local part included: the ABI that is built against.
+        with_cuda: Whether to compile the CUDA kernels.
+        capabilities: Compute capabilities of the devices at hand, used unless ``TORCH_CUDA_ARCH_LIST`` is set.
+    """
+    patterns = ["*.cpp", "cpu/*.cpp"] + (["cuda/*.cpp", "cuda/*.cu"] if with_cuda else [])
+    sources = sorted(path for pattern in patterns for path in CSRC.glob(pattern))
+    if not with_cuda:
+        sources = [path for path in sources if path.name != "binding_cuda.cpp"]
+    cxx_flags = _cxx_flags(torch_version)
+    nvcc_flags = _nvcc_flags(torch_version, capabilities) if with_cuda else ()
+    digest = hashlib.sha256()
+    parts = [torch_version, sys.implementation.cache_tag or "", platform.machine(), str(with_cuda)]
+    for text in [*parts, *cxx_flags, *nvcc_flags]:
+        digest.update(text.encode() + b"\0")
+    headers = [CSRC.glob("*.h"), CSRC.glob("cpu/*.h")]
+    if with_cuda:
+        headers += [CSRC.glob("cuda/*.cuh"), CSRC.glob("cuda/*.h"), CSRC.glob("include/*.h")]
+    for path in sorted([*sources, *(path for group in headers for path in group)]):
+        digest.update(path.relative_to(CSRC).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return BuildSpec(
+        sources=tuple(map(str, sources)),
+        include_dirs=(str(CSRC), str(CSRC / "include")),
+        cxx_flags=cxx_flags,
+        nvcc_flags=nvcc_flags,
+        with_cuda=with_cuda,
+        key=digest.hexdigest()[:16],
+    )
+
+
+def arch_flags(capabilities: Iterable[tuple[int, int]] = (), arch_list: str | None = None) -> tuple[str, ...]:
+    """Return nvcc's ``-gencode`` flags.
+
+    They are explicit because torch's own handling of ``TORCH_CUDA_ARCH_LIST`` has no wgmma in ``9.0`` and
+    DeepSpeed's raises on ``9.0a``; torch adds no flags of its own where it finds these.
+
+    Args:
+        capabilities: Compute capabilities of the devices at hand.
+        arch_list: As ``TORCH_CUDA_ARCH_LIST``, such as ``"8.0;9.0a+PTX"``; it comes before the devices.
+    """
+    if arch_list and arch_list.strip():
+        wanted = [entry.split("+")[0].replace(".", "") for entry in re.split(r"[;\s,]+", arch_list.strip())]
+    else:
+        wanted = [f"{major}{minor}" for major, minor in capabilities]
+    names = []
+    for name in wanted:
+        if name.rstrip("af").isdigit() and int(name.rstrip("af")) >= _OLDEST_ARCH:
+            names.append(_ARCH_SPECIFIC.get(name, name))
+    chosen = sorted(set(names), key=lambda name: (int(name.rstrip("af")), name)) or list(_DEFAULT_ARCHS)
+    return tuple(f"-gencode=arch=compute_{name},code=sm_{name}" for name in chosen)
+
+
+def _standard(torch_version: str) -> str:
+    """Return the C++ standard that the headers of this torch need."""
+    major, minor = (int(part) for part in torch_version.split(".")[:2])
+    return "-std=c++20" if (major, minor) >= (2, 12) else "-std=c++17"
+
+
+def _cxx_flags(torch_version: str) -> tuple[str, ...]:
+    # No -march=native: the library may be loaded on another chip (a shared home directory, a wheel). The loops that
+    # gain from wider vectors are compiled several times and choose at run time. OpenMP is compiled in but not linked:
+    # its symbols come from the runtime that torch has loaded, so that there is one pool of threads.
+    return ("-O3", _standard(torch_version), "-fopenmp", "-fvisibility=hidden", "-Wno-psabi")
+
+
+def _nvcc_flags(torch_version: str, capabilities: Iterable[tuple[int, int]]) -> tuple[str, ...]:
+    # --use_fast_math, which DeepSpeed's builders add, would change the rounding of the flat passes.
+    flags: Sequence[str] = ("-O3", _standard(torch_version), "--expt-relaxed-constexpr", "-lineinfo")
+    return (*flags, *arch_flags(capabilities, os.environ.get("TORCH_CUDA_ARCH_LIST")))

@@ -1,0 +1,272 @@
+"""Every native operator against float64 or its torch reference, and as a citizen of torch: opcheck, fakes, compile."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed_muon.math.coefficients import resolve_schedule
+from deepspeed_muon.math.newton_schulz import restart_steps
+from deepspeed_muon.math.reference import reference_orthogonalize
+from deepspeed_muon.ops import library, reference
+
+# Relative to the same polynomial in float64: issue 3's bounds, argued in tests/unit/test_math.py.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-2, torch.bfloat16: 3e-1}
+METHODS = [base + variant for base in ("standard", "gram") for variant in ("", "+symmetric")]
+SHAPES = [(1, 1), (1, 9), (9, 1), (17, 17), (31, 13), (96, 200), (200, 96), (520, 530)]
+FLAT = [value for row in resolve_schedule("quintic") for value in row]
+
+
+@pytest.fixture(scope="module")
+def ops() -> Any:
+    return library.load()
+
+
+def matrix(kind: str, rows: int, cols: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rows * 1000 + cols)
+    x = torch.randn(rows, cols, generator=generator)
+    if kind == "low-rank":
+        rank = max(1, min(rows, cols) // 4)
+        x = torch.randn(rows, rank, generator=generator) @ torch.randn(rank, cols, generator=generator)
+    if kind == "ill-conditioned":
+        u, _, v = torch.linalg.svd(x.double(), full_matrices=False)
+        x = ((u * torch.logspace(0, -6, min(rows, cols), dtype=torch.float64)) @ v).float()
+    return x * {"tiny": 1e-12, "huge": 1e12}.get(kind, 1.0)
+
+
+def run(ops: Any, x: Tensor, method: str, dtype: torch.dtype, coefficients: list[float] = FLAT) -> Tensor:
+    restarts = sorted(restart_steps(len(coefficients) // 3, dtype))
+    return ops.orthogonalize(x, coefficients, method, restarts, dtype, 1e-12)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", ["gaussian", "low-rank", "ill-conditioned", "tiny", "huge"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_orthogonalize_matches_float64(
+    ops: Any, shape: tuple[int, int], kind: str, method: str, dtype: torch.dtype
+) -> None:
+    x = matrix(kind, *shape)
+    kept = x.clone()
+    expected = reference_orthogonalize(x, resolve_schedule("quintic"))
+    result = run(ops, x, method, dtype)
+    assert result.shape == x.shape and result.dtype == dtype and result.is_contiguous()
+    assert torch.equal(x, kept), "the input is not mutated"
+    bound = TOLERANCE[dtype]
+    if kind == "low-rank" and min(shape) < 64 and dtype != torch.float32:
+        bound *= 1.5  # the cast's noise in a null space that is most of a small matrix: see tests/unit/test_math.py
+    assert float((result.double() - expected).norm() / expected.norm()) <= bound
+    if min(shape) >= 64:
+        largest = float(torch.linalg.matrix_norm(result.double(), 2))
+        assert largest == pytest.approx(float(torch.linalg.matrix_norm(expected, 2)), rel=0.05)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_batches_and_storage_orders_give_the_single_result(ops: Any, method: str) -> None:
+    batch = torch.randn(2, 3, 24, 64)
+    together = run(ops, batch, method, torch.float32)
+    turned = run(ops, batch.mT, method, torch.float32)
+    assert together.shape == batch.shape and turned.shape == batch.mT.shape
+    strided = run(ops, torch.stack([batch, batch], dim=-1)[..., 0], method, torch.float32)
+    for i in range(2):
+        for j in range(3):
+            single = run(ops, batch[i, j], method, torch.float32)
+            for other in (together[i, j], turned[i, j].mT, strided[i, j]):
+                torch.testing.assert_close(other, single, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_batch_on_several_threads(ops: Any, threads: int) -> None:
+    before = torch.get_num_threads()
+    batch = torch.randn(5, 70, 90)
+    torch.set_num_threads(threads)
+    try:
+        result = run(ops, batch, "standard", torch.float32)
+    finally:
+        torch.set_num_threads(before)
+    for index in range(5):
+        expected = reference_orthogonalize(batch[index], resolve_schedule("quintic"))
+        torch.testing.assert_close(result[index].double(), expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["polar_express", "polar_express_5", "cans", "deepseekv4"])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_schedule(ops: Any, name: str, method: str) -> None:
+    rows = resolve_schedule(name)  # type: ignore[arg-type]
+    x = matrix("gaussian", 40, 100)
+    result = run(ops, x, method, torch.float32, [value for row in rows for value in row])
+    expected = reference_orthogonalize(x, rows)
+    assert float((result.double() - expected).norm() / expected.norm()) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("method", METHODS)
+def test_zero_stays_zero_and_nonfinite_shows(ops: Any, method: str, dtype: torch.dtype) -> None:
+    assert not run(ops, torch.zeros(8, 32), method, dtype).any()
+    for value in (math.nan, math.inf):
+        bad = torch.ones(8, 32)
+        bad[3, 3] = value
+        assert not torch.isfinite(run(ops, bad, method, dtype)).any()
+
+
+def test_a_matrix_whose_squares_overflow_is_still_orthogonalised(ops: Any) -> None:
+    x = matrix("gaussian", 40, 100)
+    torch.testing.assert_close(
+        run(ops, x * 2.0**90, "standard", torch.float32), run(ops, x, "standard", torch.float32)
+    )
+
+
+def test_empty_batches(ops: Any) -> None:
+    assert run(ops, torch.empty(0, 4, 8), "gram", torch.float32).shape == (0, 4, 8)
+    assert ops.sym_gemm(torch.empty(0, 4, 8), torch.empty(0, 4, 8), None, 1.0, 0.0, 0.0).shape == (0, 4, 4)
+
+
+def test_bad_arguments_are_refused(ops: Any) -> None:
+    x = torch.ones(4, 8)
+    for arguments, text in [
+        ((x[0], FLAT, "gram", [3], torch.float32, 1e-12), "rows, cols"),
+        ((x, FLAT[:4], "gram", [3], torch.float32, 1e-12), "triples"),
+        ((x, FLAT, "newton", [3], torch.float32, 1e-12), "unknown method"),
+        ((x, FLAT, "gram", [5], torch.float32, 1e-12), "restart"),
+        ((x, FLAT, "gram", [3], torch.int32, 1e-12), "floating"),
+        ((x, FLAT, "gram", [3], torch.float32, 0.0), "eps"),
+    ]:
+        with pytest.raises(RuntimeError, match=text):
+            ops.orthogonalize(*arguments)
+    with pytest.raises(RuntimeError, match="one dtype"):
+        ops.sym_gemm(x, x, torch.ones(4, 4, dtype=torch.float16), 1.0, 1.0, 0.0)
+    with pytest.raises(RuntimeError, match="must have shape"):
+        ops.sym_gemm(x, x, torch.ones(8, 8), 1.0, 1.0, 0.0)
+    with pytest.raises(RuntimeError, match="grad must be a contiguous"):
+        ops.momentum_pack_(torch.ones(8), torch.ones(16)[::2], torch.ones(8), 0.9, True)
+    with pytest.raises(RuntimeError, match="must be float32"):
+        ops.unpack_apply_(torch.ones(8).double(), torch.ones(8), 0.1, 1.0)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("shape", [(1, 1), (5, 40), (3, 33, 20), (2, 530, 100)])
+def test_sym_gemm(ops: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    a = torch.randn(shape).to(dtype) / math.sqrt(shape[-1])
+    c = reference.sym_gemm(a, a, None, 0.5, 0.0, 0.0)
+    for addend, beta, diag in ((None, 0.0, 0.0), (c, -0.7, 2.0)):
+        result = ops.sym_gemm(a, a, addend, 1.5, beta, diag)
+        expected = reference.sym_gemm(a, a, addend, 1.5, beta, diag)
+        assert torch.equal(result, result.mT), "bitwise symmetric"
+        # The sum is fp32 in both; the result is rounded once, on the diagonal perhaps twice.
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(result.double(), expected.double(), rtol=2 * eps, atol=8 * eps)
+
+
+def test_sym_gemm_of_two_different_factors(ops: Any) -> None:
+    """The products of the iteration: two polynomials of one symmetric matrix, whose product is symmetric."""
+    s = matrix("gaussian", 60, 60)
+    s = (s + s.T) / 60
+    square = (s @ s + (s @ s).T) / 2
+    result = ops.sym_gemm(square, s, s, 1.0, 0.5, 0.0)
+    torch.testing.assert_close(result, square @ s + 0.5 * s, rtol=1e-4, atol=1e-6)
+    assert torch.equal(result, result.T)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("momentum", [0.0, 0.3, 0.95])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("numel", [0, 1, 63, 100_003])
+def test_momentum_pack(ops: Any, numel: int, dtype: torch.dtype, momentum: float, nesterov: bool) -> None:
+    buf, grad = torch.randn(numel), torch.randn(numel)
+    out = torch.empty(numel, dtype=dtype)
+    expected_buf, expected, kept = buf.clone(), torch.empty(numel, dtype=dtype), grad.clone()
+    reference.momentum_pack_(expected_buf, grad, expected, momentum, nesterov)
+    ops.momentum_pack_(buf, grad, out, momentum, nesterov)
+    # The same formula, with or without fused multiply-add: the last bit of sums of numbers of size 4.
+    torch.testing.assert_close(buf, expected_buf, rtol=3e-7, atol=1e-6)
+    torch.testing.assert_close(out, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    assert torch.equal(grad, kept), "at stage 0 the gradient is the caller's"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_cast_of_the_flat_passes_is_torchs(ops: Any, dtype: torch.dtype) -> None:
+    """With momentum 0 the pass is a cast: ties, subnormals, overflow and NaN as torch rounds them."""
+    special = [0.0, -0.0, math.nan, 65504.0, 65519.9, 65520.0, 1e38, 3.4e38, 6e-8, 3e-8, 1e-40]
+    values = torch.cat([torch.tensor(special), torch.randn(5000) * 10.0 ** torch.randint(-9, 9, (5000,))])
+    bits = torch.randint(0, 1 << 16, (5000,)).to(torch.int32) << 16  # with the half bit set or not: ties
+    ties = (bits | 0x8000).view(torch.float32)
+    values = torch.cat([values, ties[torch.isfinite(ties)]])
+    out = torch.empty(values.numel(), dtype=dtype)
+    ops.momentum_pack_(values.clone(), values, out, 0.0, False)
+    torch.testing.assert_close(out, values.to(dtype), rtol=0, atol=0, equal_nan=True)
+    every = (
+        torch.arange(1 << 16).to(torch.int16).view(dtype)
+    )  # all numbers of the format, infinities and NaNs too
+    back = torch.zeros(every.numel())
+    ops.unpack_apply_(back, every, -1.0, 0.0)
+    torch.testing.assert_close(back, every.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("numel", [0, 1, 63, 100_003])
+def test_unpack_apply(ops: Any, numel: int, dtype: torch.dtype) -> None:
+    param, update = torch.randn(numel), torch.randn(numel).to(dtype)
+    expected, kept = param.clone(), update.clone()
+    reference.unpack_apply_(expected, update, 0.02, 0.99)
+    ops.unpack_apply_(param, update, 0.02, 0.99)
+    torch.testing.assert_close(param, expected, rtol=3e-7, atol=1e-6)
+    assert torch.equal(update, kept)
+
+
+def samples() -> list[tuple[str, tuple[Any, ...]]]:
+    a, flat = torch.randn(2, 12, 20), torch.randn(40)
+    return [
+        ("sym_gemm", (a, a, None, 1.0, 0.0, 0.0)),
+        ("sym_gemm", (a[0], a[0], torch.eye(12), 2.0, 0.5, 1.0)),
+        ("orthogonalize", (a, FLAT, "gram", [3], torch.bfloat16, 1e-12)),
+        ("orthogonalize", (a.mT, FLAT, "standard+symmetric", [], torch.float32, 1e-12)),
+        ("orthogonalize", (a[0], FLAT, "standard", [], torch.float32, 1e-12)),
+        ("momentum_pack_", (flat.clone(), flat.clone(), torch.empty(40, dtype=torch.bfloat16), 0.9, True)),
+        ("unpack_apply_", (flat.clone(), torch.randn(40).half(), 0.1, 0.9)),
+    ]
+
+
+@pytest.mark.parametrize("index", range(len(samples())))
+def test_opcheck(ops: Any, index: int) -> None:
+    name, arguments = samples()[index]
+    torch.library.opcheck(getattr(ops, name).default, arguments)
+
+
+@pytest.mark.parametrize("index", range(len(samples())))
+def test_meta_and_fake_tensors_have_the_real_shapes(ops: Any, index: int) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    name, arguments = samples()[index]
+    real = getattr(ops, name)(*arguments)
+    meta = getattr(ops, name)(*(a.to("meta") if isinstance(a, Tensor) else a for a in arguments))
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments]
+        fake = getattr(ops, name)(*fakes)
+    if real is None:
+        assert meta is None and fake is None
+    else:
+        for other in (meta, fake):
+            assert (other.shape, other.dtype, other.stride()) == (real.shape, real.dtype, real.stride())
+
+
+def test_compile_fullgraph(ops: Any) -> None:
+    """``aot_eager`` traces, runs the fakes and functionalises like the default backend, without its C++ compiler."""
+
+    def step(buf: Tensor, grad: Tensor, param: Tensor) -> Tensor:
+        out = torch.empty_like(grad, dtype=torch.bfloat16)
+        ops.momentum_pack_(buf, grad, out, 0.9, True)
+        update = ops.orthogonalize(out.view(16, 32), FLAT, "gram", [1, 3], torch.bfloat16, 1e-12)
+        ops.unpack_apply_(param, update.reshape(-1), 0.1, 0.99)
+        return ops.sym_gemm(update, update, None, 1.0, 0.0, 0.0)
+
+    tensors = [torch.randn(512) for _ in range(3)]
+    copies = [tensor.clone() for tensor in tensors]
+    expected = step(*tensors)
+    result = torch.compile(step, fullgraph=True, backend="aot_eager")(*copies)
+    assert torch.equal(result, expected)
+    for one, other in zip(tensors, copies, strict=True):
+        assert torch.equal(one, other)
