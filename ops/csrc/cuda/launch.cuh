@@ -3,7 +3,9 @@
 
 #include <cuda_runtime.h>
 
-#include <climits>
+#include <map>
+#include <mutex>
+#include <utility>
 
 #include "../include/muon_cuda.h"
 #include "../include/sym_schedule.h"
@@ -43,24 +45,54 @@ inline int device_attribute(cudaDeviceAttr attribute, int* value) {
   return error != cudaSuccess ? error : cudaDeviceGetAttribute(value, attribute, device);
 }
 
-// Whether `kernel` can run with `threads` threads and `shared_bytes` of dynamic shared memory on the current device.
-//
+// A kernel on one device: whether it can run, and how many of its blocks are resident at once.
+struct Prepared {
+  int status = MUON_NOT_COMPILED;
+  int blocks = 0;
+};
+
 // A build without code for the device reports no kernel image. A build whose code for the device is the empty body of
-// another architecture has launch bounds of one warp, which is how it is told apart: such a kernel would return
-// without writing anything.
-inline int kernel_available(const void* kernel, int threads, int shared_bytes) {
+// another architecture has launch bounds of one warp, which is how it is told apart: such a kernel would only trap.
+inline Prepared prepare_now(const void* kernel, int threads, int shared_bytes) {
   cudaFuncAttributes attributes;
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  int error = cudaFuncGetAttributes(&attributes, kernel);
   if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
     cudaGetLastError();  // Not sticky; without this the next launch check of the caller would report it.
-    return MUON_NOT_COMPILED;
+    return {MUON_NOT_COMPILED, 0};
   }
-  if (error != cudaSuccess) return error;
-  if (attributes.maxThreadsPerBlock < threads) return MUON_NOT_COMPILED;
+  if (error != cudaSuccess) return {error, 0};
+  if (attributes.maxThreadsPerBlock < threads) return {MUON_NOT_COMPILED, 0};
   int limit = 0;
-  const int status = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, &limit);
-  if (status != cudaSuccess) return status;
-  return shared_bytes <= limit ? MUON_OK : MUON_DEVICE_UNSUPPORTED;
+  error = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, &limit);
+  if (error != cudaSuccess) return {error, 0};
+  if (shared_bytes > limit) return {MUON_DEVICE_UNSUPPORTED, 0};
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (error != cudaSuccess) return {error, 0};
+  int processors = 0;
+  error = device_attribute(cudaDevAttrMultiProcessorCount, &processors);
+  if (error != cudaSuccess) return {error, 0};
+  int blocks = 0;
+  error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared_bytes);
+  if (error != cudaSuccess) return {error, 0};
+  return {blocks > 0 ? MUON_OK : MUON_DEVICE_UNSUPPORTED, blocks * processors};
+}
+
+// prepare_now, remembered per kernel and device: the queries cost more than a small launch. CUDA errors are not
+// remembered, they may pass.
+template <typename... Parameters>
+inline Prepared prepare(void (*kernel)(Parameters...), int threads, int shared_bytes) {
+  int device = 0;
+  const cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return {error, 0};
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, Prepared> known;
+  const void* handle = reinterpret_cast<const void*>(kernel);
+  const std::lock_guard<std::mutex> guard(mutex);
+  const auto found = known.find({handle, device});
+  if (found != known.end()) return found->second;
+  const Prepared prepared = prepare_now(handle, threads, shared_bytes);
+  if (prepared.status <= 0) known[{handle, device}] = prepared;
+  return prepared;
 }
 
 }  // namespace muon

@@ -159,25 +159,13 @@ __global__ void __launch_bounds__(kThreads, 2) sym_gemm_sm80_kernel(const Operan
 
 template <typename T>
 int launch(const MuonSymGemm& p, cudaStream_t stream) {
-  const auto kernel = sym_gemm_sm80_kernel<T>;
-  const void* handle = reinterpret_cast<const void*>(kernel);
-  int status = kernel_available(handle, kThreads, kSharedBytes);
-  if (status != MUON_OK || p.batch == 0) return status;
-  status = cudaFuncSetAttribute(handle, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-  if (status != cudaSuccess) return status;
-  int processors = 0;
-  status = device_attribute(cudaDevAttrMultiProcessorCount, &processors);
-  if (status != cudaSuccess) return status;
-  int blocks = 0;
-  status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, handle, kThreads, kSharedBytes);
-  if (status != cudaSuccess) return status;
-  if (blocks < 1) return MUON_DEVICE_UNSUPPORTED;
+  const Prepared prepared = prepare(sym_gemm_sm80_kernel<T>, kThreads, kSharedBytes);
+  if (prepared.status != MUON_OK || p.batch == 0) return prepared.status;
   const TileSchedule schedule(static_cast<int>(p.m), static_cast<int>(p.batch));
-  const int64_t resident = static_cast<int64_t>(processors) * blocks;
-  const unsigned grid = static_cast<unsigned>(schedule.total < resident ? schedule.total : resident);
+  const unsigned grid = static_cast<unsigned>(schedule.total < prepared.blocks ? schedule.total : prepared.blocks);
   const Operands operands{p.a,        p.b,        p.lda,  p.ldb, p.stride_a, p.stride_b, static_cast<int>(p.k),
                           static_cast<int>(p.batch)};
-  kernel<<<grid, kThreads, kSharedBytes, stream>>>(operands, epilogue_args(p));
+  sym_gemm_sm80_kernel<T><<<grid, kThreads, kSharedBytes, stream>>>(operands, epilogue_args(p));
   return cudaGetLastError();
 }
 
@@ -189,8 +177,7 @@ extern "C" int muon_sym_gemm_sm80_available(void) {
   const int status = muon::device_attribute(cudaDevAttrComputeCapabilityMajor, &major);
   if (status != cudaSuccess) return status;
   if (major < 8) return MUON_DEVICE_UNSUPPORTED;
-  return muon::kernel_available(reinterpret_cast<const void*>(muon::sym_gemm_sm80_kernel<__half>), muon::kThreads,
-                                muon::kSharedBytes);
+  return muon::prepare(muon::sym_gemm_sm80_kernel<__half>, muon::kThreads, muon::kSharedBytes).status;
 }
 
 extern "C" int muon_sym_gemm_sm80(const MuonSymGemm* problem, muon_stream_t stream) {

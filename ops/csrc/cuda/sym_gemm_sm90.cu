@@ -1,0 +1,250 @@
+// Symmetric GEMM for Hopper: TMA into a ring of swizzled stages, wgmma out of it.
+//
+// A persistent block of three warpgroups. One thread of the first walks the block's tiles and keeps the ring full; the
+// other two take turns with whole 128 x 128 tiles, so that one's epilogue (read c, scale, turn, write twice) runs
+// behind the other's products. Each consumer has a staging buffer of its own, into which it prefetches its tile of c
+// before its products start.
+//
+// The ring's barriers: `full` completes when both operands of a stage have arrived, `empty` when the four warps of the
+// consumer that used it are done. `issued` of a consumer completes when it has seen every copy of its tile arrive; the
+// other one starts the next tile only then. That is not only fair, it is needed: a full barrier tells the current phase
+// from the one before and no more, and a consumer that ran ahead would take the one for the other.
+#include "launch.cuh"
+#include "ptx_sm90.cuh"
+
+namespace muon {
+namespace {
+
+constexpr int kWarpgroup = 128;
+constexpr int kConsumers = 2;
+constexpr int kThreads = kWarpgroup * (1 + kConsumers);
+constexpr int kStages = 5;
+constexpr int kRingStageBytes = 2 * kSm90OperandBytes;
+
+// Offsets in shared memory from an address on 1024 bytes, where the pattern of the 128-byte swizzle starts.
+constexpr int kStagingOffset = kStages * kRingStageBytes;
+constexpr int kBarrierOffset = kStagingOffset + kConsumers * kStageBytes;
+constexpr int kBarriers = 2 * kStages + kConsumers;
+constexpr int kSharedBytes = kBarrierOffset + 8 * kBarriers + 1024;  // 1024: for rounding the start up
+static_assert(kSharedBytes <= 227 * 1024, "more shared memory than a block can have");
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define MUON_SM90_THREADS kThreads
+#else
+// Code for another chip has no body. Its launch bounds say so to kernel_available(): the host would not launch it.
+#define MUON_SM90_THREADS 32
+#endif
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+// 168 registers a thread are what 384 threads can have at launch. The consumers hold 128 accumulators; the producer needs
+// next to nothing. 40 x 128 + 232 x 256 = 64512 of 65536.
+constexpr int kProducerRegisters = 40;
+constexpr int kConsumerRegisters = 232;
+
+struct Barriers {
+  uint32_t first;
+  __device__ __forceinline__ uint32_t full(int stage) const { return first + 8 * stage; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return first + 8 * (kStages + stage); }
+  __device__ __forceinline__ uint32_t issued(int consumer) const { return first + 8 * (2 * kStages + consumer); }
+};
+
+__device__ __forceinline__ void produce(const CUtensorMap& map_a, const CUtensorMap& map_b,
+                                        const TileSchedule& schedule, int blocks_k, uint32_t ring, Barriers barriers) {
+  prefetch_tensor_map(&map_a);
+  prefetch_tensor_map(&map_b);
+  PipelineState state;
+  for (int64_t work = blockIdx.x; work < schedule.total; work += gridDim.x) {
+    const TileCoord tile = schedule.tile(work);
+    for (int block = 0; block < blocks_k; ++block) {
+      barrier_wait(barriers.empty(state.stage), state.phase ^ 1u);
+      const uint32_t full = barriers.full(state.stage);
+      const uint32_t target = ring + state.stage * kRingStageBytes;
+      barrier_arrive_expect(full, kRingStageBytes);
+      tensor_copy_3d(target, &map_a, full, block * kSm90BlockK, tile.row * kTile, tile.batch);
+      tensor_copy_3d(target + kSm90OperandBytes, &map_b, full, block * kSm90BlockK, tile.col * kTile, tile.batch);
+      state.advance<kStages>();
+    }
+  }
+}
+
+// The products of one tile. On return all of them are done and all stages are given back.
+template <typename T>
+__device__ __forceinline__ void multiply(float (&accumulator)[2][16][4], PipelineState& state, int blocks_k,
+                                         uint32_t ring, Barriers barriers, int consumer, int lane) {
+  int held = 0;
+  for (int block = 0; block < blocks_k; ++block) {
+    barrier_wait(barriers.full(state.stage), state.phase);
+    const uint32_t stage = ring + state.stage * kRingStageBytes;
+    const uint64_t a = sm90_descriptor(stage);
+    const uint64_t b = sm90_descriptor(stage + kSm90OperandBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kSm90BlockK / 16; ++step) {
+      wgmma_64x128x16<T>(accumulator[0], a + sm90_descriptor_k(step), b + sm90_descriptor_k(step));
+      wgmma_64x128x16<T>(accumulator[1], a + sm90_descriptor_rows(64) + sm90_descriptor_k(step),
+                         b + sm90_descriptor_k(step));
+    }
+    wgmma_commit();
+    // The newest group keeps the tensor cores busy; the one before is done, in this warp, so its stage is free.
+    wgmma_wait<1>();
+    if (block > 0 && lane == 0) barrier_arrive(barriers.empty(held));
+    held = state.stage;
+    state.advance<kStages>();
+  }
+  if (lane == 0) barrier_arrive(barriers.issued(consumer));
+  wgmma_wait<0>();
+  pin(accumulator[0]);
+  pin(accumulator[1]);
+  if (lane == 0) barrier_arrive(barriers.empty(held));
+}
+
+template <typename T>
+__device__ __forceinline__ void consume(const EpilogueArgs& args, const TileSchedule& schedule, int blocks_k,
+                                        uint32_t ring, uint32_t staging, Barriers barriers, int consumer) {
+  const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
+  const int lane = thread % 32;
+  const int warp = thread / 32;
+  const int named = 1 + consumer;
+  PipelineState state;
+  if (consumer == 1) state.skip<kStages>(blocks_k);
+  int64_t work = blockIdx.x + static_cast<int64_t>(consumer) * gridDim.x;
+  for (int number = consumer; work < schedule.total; number += kConsumers, work += kConsumers * int64_t{gridDim.x}) {
+    const TileCoord tile = schedule.tile(work);
+    if (args.c != nullptr) {
+      prefetch_c<T, kWarpgroup>(args, tile, staging, thread);
+      cp_async_commit();
+    }
+    // Tile number - 1 is the other consumer's (number - 1) / 2-th.
+    if (number > 0) barrier_wait(barriers.issued(1 - consumer), static_cast<uint32_t>((number - 1) / 2) & 1u);
+    float accumulator[2][16][4] = {};
+    multiply<T>(accumulator, state, blocks_k, ring, barriers, consumer, lane);
+    state.skip<kStages>(blocks_k);  // The next tile's blocks of k are the other consumer's.
+
+    if (args.c != nullptr) {
+      cp_async_wait<0>();
+      named_barrier<kWarpgroup>(named);
+    }
+    stage_tile<T>(args, tile.row == tile.col, accumulator, staging, 16 * warp, 64, 0, lane);
+    named_barrier<kWarpgroup>(named);
+    store_tile<T, kWarpgroup>(args, tile, staging, thread);
+    named_barrier<kWarpgroup>(named);  // Before the next tile's c, or the next tile, overwrites it.
+  }
+}
+
+#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+
+template <typename T>
+__global__ void __launch_bounds__(MUON_SM90_THREADS, 1)
+    sym_gemm_sm90_kernel(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b,
+                         const EpilogueArgs args, const int k, const int batch) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ unsigned char shared[];
+  const uint32_t ring = (shared_address(shared) + 1023u) & ~1023u;
+  const Barriers barriers{ring + kBarrierOffset};
+  const int blocks_k = ceil_div(k, kSm90BlockK);
+  const TileSchedule schedule(args.m, batch);
+
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      barrier_init(barriers.full(stage), 1);
+      barrier_init(barriers.empty(stage), kWarpgroup / 32);
+    }
+    for (int consumer = 0; consumer < kConsumers; ++consumer) barrier_init(barriers.issued(consumer), kWarpgroup / 32);
+    barrier_init_fence();
+  }
+  __syncthreads();
+
+  const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup;
+  if (warpgroup == 0) {
+    fewer_registers<kProducerRegisters>();
+    if (threadIdx.x == 0) produce(map_a, map_b, schedule, blocks_k, ring, barriers);
+  } else {
+    more_registers<kConsumerRegisters>();
+    const int consumer = warpgroup - 1;
+    consume<T>(args, schedule, blocks_k, ring, ring + kStagingOffset + consumer * kStageBytes, barriers, consumer);
+  }
+#else
+  __trap();
+#endif
+}
+
+// cuTensorMapEncodeTiled, found at run time so that nothing links against the driver. Null if there is none.
+decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
+  static const auto encoder = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                                               cudaEnableDefault, &result);
+#else
+    const cudaError_t error =
+        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result);
+#endif
+    if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) function = nullptr;
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  }();
+  return encoder;
+}
+
+// Describes an operand to the copy engine: a (batch, m, k) tensor cut into boxes of kTile rows by 64 elements of k.
+//
+// Three dimensions, not two, so that rows past the last of one matrix are zeros and not the next matrix.
+int describe(CUtensorMap* map, const void* base, int64_t batch, int64_t m, int64_t k, int64_t ld, int64_t stride,
+             int32_t dtype) {
+  const auto encode = tensor_map_encoder();
+  if (encode == nullptr) return MUON_DRIVER_ERROR;
+  const CUtensorMapDataType type =
+      dtype == MUON_FLOAT16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(k), static_cast<cuuint64_t>(m), static_cast<cuuint64_t>(batch)};
+  // Distances in bytes of rows and matrices. That of a single matrix is never used, but must be valid.
+  const int64_t matrix = batch > 1 ? stride : m * ld;
+  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(2 * ld), static_cast<cuuint64_t>(2 * matrix)};
+  const cuuint32_t box[3] = {kSm90BlockK, kTile, 1};
+  const cuuint32_t steps[3] = {1, 1, 1};
+  const CUresult result =
+      encode(map, type, 3, const_cast<void*>(base), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? MUON_OK : MUON_DRIVER_ERROR;
+}
+
+template <typename T>
+int launch(const MuonSymGemm& p, cudaStream_t stream) {
+  const Prepared prepared = prepare(sym_gemm_sm90_kernel<T>, kThreads, kSharedBytes);
+  if (prepared.status != MUON_OK || p.batch == 0) return prepared.status;
+  CUtensorMap map_a;
+  CUtensorMap map_b;
+  int status = describe(&map_a, p.a, p.batch, p.m, p.k, p.lda, p.stride_a, p.dtype);
+  if (status == MUON_OK) status = describe(&map_b, p.b, p.batch, p.m, p.k, p.ldb, p.stride_b, p.dtype);
+  if (status != MUON_OK) return status;
+  const TileSchedule schedule(static_cast<int>(p.m), static_cast<int>(p.batch));
+  const unsigned grid = static_cast<unsigned>(schedule.total < prepared.blocks ? schedule.total : prepared.blocks);
+  sym_gemm_sm90_kernel<T><<<grid, kThreads, kSharedBytes, stream>>>(map_a, map_b, epilogue_args(p),
+                                                                    static_cast<int>(p.k), static_cast<int>(p.batch));
+  return cudaGetLastError();
+}
+
+}  // namespace
+}  // namespace muon
+
+extern "C" int muon_sym_gemm_sm90_available(void) {
+  int major = 0;
+  int minor = 0;
+  int status = muon::device_attribute(cudaDevAttrComputeCapabilityMajor, &major);
+  if (status == cudaSuccess) status = muon::device_attribute(cudaDevAttrComputeCapabilityMinor, &minor);
+  if (status != cudaSuccess) return status;
+  // sm_90a code runs on 9.0 and nowhere else, later chips included.
+  if (major != 9 || minor != 0) return MUON_DEVICE_UNSUPPORTED;
+  status = muon::prepare(muon::sym_gemm_sm90_kernel<__half>, muon::kThreads, muon::kSharedBytes).status;
+  if (status != MUON_OK) return status;
+  return muon::tensor_map_encoder() != nullptr ? MUON_OK : MUON_DRIVER_ERROR;
+}
+
+extern "C" int muon_sym_gemm_sm90(const MuonSymGemm* problem, muon_stream_t stream) {
+  if (problem == nullptr) return MUON_BAD_ARGUMENT;
+  int status = muon::check_sym_gemm(*problem);
+  if (status == MUON_OK) status = muon_sym_gemm_sm90_available();
+  if (status != MUON_OK) return status;
+  return problem->dtype == MUON_FLOAT16 ? muon::launch<__half>(*problem, stream)
+                                        : muon::launch<__nv_bfloat16>(*problem, stream);
+}
