@@ -1,9 +1,19 @@
 """C++ and CUDA operators, built when they are first used; installed as ``deepspeed_muon.ops``.
 
-Importing this package neither compiles nor loads anything. :func:`load` does, once; every operator has a readable
-torch counterpart in :mod:`deepspeed_muon.ops.reference` that it is tested against.
+Importing this package neither compiles nor loads anything: :func:`select`, :func:`flat_passes` and :func:`load` do,
+once. Every operator has a readable torch counterpart in :mod:`deepspeed_muon.ops.reference` that it is tested against.
 """
 
+from .dispatch import FlatPasses, NsBackend, Orthogonalizer, flat_passes, select
 from .library import load, loaded, try_load
 
-__all__ = ["load", "loaded", "try_load"]
+__all__ = [
+    "FlatPasses",
+    "NsBackend",
+    "Orthogonalizer",
+    "flat_passes",
+    "load",
+    "loaded",
+    "select",
+    "try_load",
+]

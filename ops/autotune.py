@@ -1,0 +1,306 @@
+"""The measured choice between the candidates of a problem, made once for a machine and remembered in a file.
+
+The choice never runs a collective and never waits for another rank's step: processes on one machine take turns by a
+file lock, and read what an earlier one found.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
+from deepspeed_muon.math.reference import reference_orthogonalize
+
+from .candidates import Candidate, Problem
+
+__all__ = ["Choice", "Tuner", "cache_folder", "hardware_name"]
+
+# Seconds: of one problem, and of all problems of a process. A choice saves a few percent of many steps; it must not
+# cost more than one step or two of them.
+PROBLEM_SECONDS = 2.0
+PROCESS_SECONDS = 20.0
+
+# Timed repetitions of a candidate that is not ruled out by its first.
+REPETITIONS = 5
+
+# A candidate whose first timing is this much slower than the best is not timed again.
+RULED_OUT = 1.5
+
+# The expected winner is kept unless another one is faster by this much: a choice that follows noise changes rounding
+# from run to run for nothing.
+WORTH_CHANGING = 0.97
+
+# Relative error that a candidate may have: issue 3's bounds against float64 over all spectra, of which the Gaussian
+# matrix here uses a tenth.
+_TOLERANCE = {torch.float16: 4e-2, torch.bfloat16: 3e-1, torch.float32: 1e-4, torch.float64: 1e-4}
+
+# Up to this many FLOPs the cross-check is in float64 on the CPU (tenths of a second), above against torch's own code.
+_FLOAT64_FLOPS = 2e9
+
+
+@dataclass(slots=True)
+class Choice:
+    """Which candidate runs a problem, and why.
+
+    Attributes:
+        name: The candidate.
+        reason: ``measured``, ``remembered`` (by an earlier process), ``only one``, or why nothing was measured.
+        milliseconds: Best time of every candidate that was timed.
+        errors: Relative error of every candidate that was run.
+        rejected: Candidates whose result was wrong, with the reason.
+    """
+
+    name: str
+    reason: str
+    milliseconds: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    rejected: dict[str, str] = field(default_factory=dict)
+
+
+class Tuner:
+    """Chooses a candidate for each problem; one instance serves a process."""
+
+    def __init__(self, folder: Path | None = None, *, library_key: str = "torch") -> None:
+        """Remember where choices are kept; nothing is read or measured.
+
+        Args:
+            folder: Of the file with remembered choices, ``None`` for :func:`cache_folder`.
+            library_key: Digest of the native library, so that its next version is measured anew.
+        """
+        self._folder = cache_folder() if folder is None else folder
+        identity = "\0".join([hardware_name(), torch.__version__, library_key])
+        self._file = self._folder / f"autotune-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
+        self._identity = identity.split("\0")
+        self._spent = 0.0
+        self._choices: dict[str, Choice] = {}
+
+    def choose(self, problem: Problem, candidates: Sequence[Candidate], device: torch.device) -> Candidate:
+        """Return the candidate to run ``problem`` with, measuring where nothing is known yet.
+
+        Args:
+            problem: What is to be computed.
+            candidates: At least one, the expected winner first.
+            device: Where to measure.
+        """
+        key = problem.key()
+        if key not in self._choices:
+            self._choices[key] = self._decide(key, problem, candidates, device)
+        name = self._choices[key].name
+        return next((each for each in candidates if each.name == name), candidates[0])
+
+    def choice(self, problem: Problem) -> Choice | None:
+        """Return what was chosen for ``problem`` in this process, if anything was."""
+        return self._choices.get(problem.key())
+
+    def _decide(
+        self, key: str, problem: Problem, candidates: Sequence[Candidate], device: torch.device
+    ) -> Choice:
+        if len(candidates) == 1:
+            return Choice(candidates[0].name, "only one")
+        names = [each.name for each in candidates]
+        if known := self._remembered(key, names):
+            return known
+        if self._spent >= PROCESS_SECONDS:
+            return Choice(names[0], f"expected; {PROCESS_SECONDS:g} s of measuring were used up")
+        started = time.perf_counter()
+        try:
+            with self._turn() as mine:
+                if known := self._remembered(key, names):
+                    return known
+                if not mine:
+                    return Choice(names[0], "expected; other processes were measuring for too long")
+                choice = measure(problem, candidates, device)
+                if choice.reason == "measured":
+                    self._remember(key, choice)
+                return choice
+        finally:
+            self._spent += time.perf_counter() - started
+
+    @contextmanager
+    def _turn(self) -> Iterator[bool]:
+        """Wait for the processes that are measuring; give whether it is this one's turn."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            gate = open(self._folder / ".measuring", "w")  # noqa: SIM115  # closed below
+        except OSError:
+            yield True  # a home that cannot be written: measure in this process, remember nothing
+            return
+        with gate:
+            deadline = time.monotonic() + 3 * PROBLEM_SECONDS
+            mine = False
+            while not mine:
+                try:
+                    fcntl.flock(gate, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    mine = True
+                except OSError:
+                    if time.monotonic() > deadline:
+                        break
+                    time.sleep(0.01)
+            yield mine
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            found = json.loads(self._file.read_text())
+            return found["choices"] if found["identity"] == self._identity else {}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+
+    def _remembered(self, key: str, names: Sequence[str]) -> Choice | None:
+        entry = self._read().get(key)
+        if (
+            not isinstance(entry, dict)
+            or entry.get("candidates") != list(names)
+            or entry["name"] not in names
+        ):
+            return None
+        return Choice(entry["name"], "remembered", entry["milliseconds"], entry["errors"], entry["rejected"])
+
+    def _remember(self, key: str, choice: Choice) -> None:
+        choices = self._read()
+        names = [*choice.errors, *(name for name in choice.rejected if name not in choice.errors)]
+        choices[key] = {
+            "name": choice.name,
+            "candidates": names,
+            "milliseconds": choice.milliseconds,
+            "errors": choice.errors,
+            "rejected": choice.rejected,
+        }
+        partial = self._file.with_suffix(f".{os.getpid()}")
+        try:
+            partial.write_text(json.dumps({"identity": self._identity, "choices": choices}, indent=1))
+            os.replace(partial, self._file)
+        except OSError:
+            partial.unlink(missing_ok=True)
+
+
+def measure(problem: Problem, candidates: Sequence[Candidate], device: torch.device) -> Choice:
+    """Run and time the candidates on a Gaussian batch and return the fastest one whose result is right.
+
+    Args:
+        problem: What is to be computed.
+        candidates: The expected winner first.
+        device: Where to run.
+    """
+    deadline = time.perf_counter() + PROBLEM_SECONDS
+    settings = problem.settings
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(problem.batch, problem.rows, problem.cols, generator=generator)
+    x = x.to(device=device, dtype=problem.input_dtype)
+    timed = _timer(device)
+    times: dict[str, list[float]] = {}
+    errors: dict[str, float] = {}
+    rejected: dict[str, str] = {}
+    expected: Tensor | None = None
+    for candidate in candidates:
+        # The first run warms up (oneDNN's kernels, page faults) and gives the result for the cross-check.
+        try:
+            first, result = timed(candidate.run, x, settings)
+        except RuntimeError as error:
+            rejected[candidate.name] = f"failed: {str(error).splitlines()[0]}"
+            continue
+        if expected is None:
+            if first > PROBLEM_SECONDS / 2:
+                return Choice(candidate.name, "expected; one run takes too long to measure others")
+            expected = _expected(problem, x)
+        errors[candidate.name] = error_of(result, expected)
+        if not errors[candidate.name] <= _TOLERANCE[settings.dtype]:
+            rejected[candidate.name] = f"relative error {errors[candidate.name]:.2g}"
+        else:
+            times[candidate.name] = [first]
+        if time.perf_counter() > deadline:
+            break
+    for _ in range(REPETITIONS):
+        best = min((min(values) for values in times.values()), default=0.0)
+        for candidate in candidates:
+            own = times.get(candidate.name)
+            if own is None or (len(own) > 1 and min(own) > RULED_OUT * best):
+                continue
+            if time.perf_counter() < deadline or len(own) == 1:
+                own.append(timed(candidate.run, x, settings)[0])
+    for name, why in rejected.items():
+        warnings.warn(
+            f"deepspeed_muon: {name!r} is not used for {problem.key()}: {why}. Please report this.",
+            stacklevel=2,
+        )
+    if not times:
+        return Choice("torch standard", "no candidate passed the cross-check", {}, errors, rejected)
+    milliseconds = {name: round(1e3 * min(values[1:] or values), 4) for name, values in times.items()}
+    first_name = next(iter(times))
+    best_name = min(milliseconds, key=milliseconds.__getitem__)
+    if milliseconds[best_name] > WORTH_CHANGING * milliseconds[first_name]:
+        best_name = first_name
+    complete = len(errors) + sum(name not in errors for name in rejected) == len(candidates)
+    reason = "measured" if complete else "measured in part"
+    return Choice(best_name, reason, milliseconds, errors, rejected)
+
+
+def error_of(result: Tensor, expected: Tensor) -> float:
+    """Return the largest relative error (Frobenius) over the batch."""
+    difference = torch.linalg.vector_norm(result.to(expected) - expected, dim=(-2, -1))
+    return float((difference / torch.linalg.vector_norm(expected, dim=(-2, -1)).clamp(min=1e-30)).max())
+
+
+def _expected(problem: Problem, x: Tensor) -> Tensor:
+    if problem.flops <= _FLOAT64_FLOPS:
+        rows = problem.settings.coefficients
+        return torch.stack(
+            [reference_orthogonalize(each, rows, problem.settings.eps) for each in x.cpu()]
+        ).to(device=x.device, dtype=torch.float32)
+    settings = NsSettings(
+        problem.settings.coefficients, "standard", problem.settings.dtype, problem.settings.eps
+    )
+    return orthogonalize(x, settings=settings).float()
+
+
+def _timer(
+    device: torch.device,
+) -> Callable[[Callable[[Tensor, NsSettings], Tensor], Tensor, NsSettings], tuple[float, Tensor]]:
+    def timed(
+        run: Callable[[Tensor, NsSettings], Tensor], x: Tensor, settings: NsSettings
+    ) -> tuple[float, Tensor]:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        result = run(x, settings)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - started, result
+
+    return timed
+
+
+def cache_folder() -> Path:
+    """Return the folder of remembered choices: ``DS_MUON_CACHE_DIR``, or one in the user's cache."""
+    chosen = os.environ.get("DS_MUON_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepspeed_muon"
+
+
+def hardware_name() -> str:
+    """Return the names of the processor, its instruction set and the GPU, if there is one."""
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            label, _, value = line.partition(":")
+            if label.strip() == "model name":
+                name = value.strip()
+                break
+    amx = ", AMX" if torch.cpu._is_amx_tile_supported() else ""
+    gpu = f" + {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()}{amx}){gpu}"

@@ -1,0 +1,161 @@
+"""The ways to run one orthogonalisation: the torch code and the native operator, in the forms that may be fastest.
+
+All of them evaluate the same polynomial in the same dtype. They differ in the order of the products (standard, Gram)
+and in what computes them, so in rounding and in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, restart_steps
+
+__all__ = ["Candidate", "Problem", "candidates_for", "has_kernel", "problem_of"]
+
+# Below this long side / short side Gram does more work than the standard iteration with the same kernels: 36 against
+# 30 m^3 at ratio 1, 49 against 63 at 2.67 (KERNELS.md). It is tried from a little below the crossing on.
+_GRAM_TRIED_FROM = 1.3
+
+# Triangles in blocks need at least two blocks of 256 rows.
+_BLOCKS_FROM = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a choice depends on.
+
+    Attributes:
+        device: Device type, ``cpu`` or ``cuda``.
+        input_dtype: Dtype of the input.
+        batch: Matrices in a call.
+        rows: Rows of each.
+        cols: Columns of each.
+        threads: Threads that a CPU kernel may use; 0 on other devices.
+        settings: The iteration.
+    """
+
+    device: str
+    input_dtype: torch.dtype
+    batch: int
+    rows: int
+    cols: int
+    threads: int
+    settings: NsSettings
+
+    @property
+    def short(self) -> int:
+        """The short side."""
+        return min(self.rows, self.cols)
+
+    @property
+    def ratio(self) -> float:
+        """Long side over short side."""
+        return max(self.rows, self.cols) / max(1, self.short)
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions of the standard iteration."""
+        m, n = self.short, max(self.rows, self.cols)
+        return float(self.batch * len(self.settings.coefficients) * (4 * m * m * n + 2 * m**3))
+
+    def key(self) -> str:
+        """Return a text that is equal for equal problems."""
+        settings = self.settings
+        names = [str(dtype).removeprefix("torch.") for dtype in (self.input_dtype, settings.dtype)]
+        return (
+            f"{self.device} {names[0]}->{names[1]} {self.batch}x{self.rows}x{self.cols} "
+            f"{settings.method}{len(settings.coefficients)} threads{self.threads}"
+        )
+
+
+def problem_of(x: Tensor, settings: NsSettings) -> Problem:
+    """Return the problem that ``x`` and ``settings`` are an instance of."""
+    rows, cols = x.shape[-2:]
+    return Problem(
+        device=x.device.type,
+        input_dtype=x.dtype,
+        batch=x.shape[:-2].numel(),
+        rows=rows,
+        cols=cols,
+        threads=torch.get_num_threads() if x.device.type == "cpu" else 0,
+        settings=settings,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to run an orthogonalisation.
+
+    Attributes:
+        name: ``torch standard``, ``ops gram+symmetric`` and the like.
+        run: Has the contract of :func:`deepspeed_muon.math.newton_schulz.orthogonalize`.
+    """
+
+    name: str
+    run: Callable[[Tensor, NsSettings], Tensor]
+
+
+def has_kernel(operators: Any | None, device: str, name: str = "orthogonalize") -> bool:
+    """Return whether the loaded library holds a kernel of operator ``name`` for this device type."""
+    if operators is None or device not in ("cpu", "cuda"):
+        return False
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"deepspeed_muon::{name}", device.upper()))
+
+
+def candidates_for(problem: Problem, operators: Any | None) -> list[Candidate]:
+    """Return the ways to solve ``problem``, the one that is expected to be fastest first.
+
+    ``method: standard`` pins the order of the products; ``gram`` allows both, since it only asks for the cheaper one.
+
+    Args:
+        problem: What is to be computed.
+        operators: ``torch.ops.deepspeed_muon``, or ``None`` to have only torch's.
+    """
+    methods = ["standard"]
+    if problem.settings.method == "gram" and problem.ratio >= _GRAM_TRIED_FROM:
+        methods = ["gram", "standard"] if problem.ratio >= 2.0 else ["standard", "gram"]
+    native: list[Candidate] = []
+    if has_kernel(operators, problem.device):
+        for variant in _variants(problem, operators):
+            native += [_native(method + variant, operators) for method in methods]
+    # torch's code runs the standard order for what it holds to be square whatever it is asked for.
+    return native + [_torch(method) for method in methods if method == "standard" or problem.ratio >= 2.0]
+
+
+def _variants(problem: Problem, operators: Any) -> list[str]:
+    """Return the suffixes of the native methods that can run, the fastest expected first."""
+    if problem.device != "cpu":
+        return [""]
+    # On several threads only whole matrices run side by side; a triangle of one would be split once more.
+    one_thread_each = problem.threads == 1 or problem.batch > 1
+    blocks = problem.short >= _BLOCKS_FROM and one_thread_each
+    if not blocks:
+        return [""]
+    return ["", "+symmetric"] if problem.settings.dtype == torch.bfloat16 else ["+symmetric", ""]
+
+
+def _native(method: str, operators: Any) -> Candidate:
+    def run(x: Tensor, settings: NsSettings) -> Tensor:
+        steps = len(settings.coefficients)
+        return operators.orthogonalize(
+            x,
+            [value for row in settings.coefficients for value in row],
+            method,
+            sorted(restart_steps(steps, settings.dtype)) if method.startswith("gram") else [],
+            settings.dtype,
+            settings.eps,
+        )
+
+    return Candidate(f"ops {method}", run)
+
+
+def _torch(method: str) -> Candidate:
+    def run(x: Tensor, settings: NsSettings) -> Tensor:
+        return orthogonalize(x, settings=replace(settings, method=method))  # type: ignore[arg-type]
+
+    return Candidate(f"torch {method}", run)

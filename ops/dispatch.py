@@ -1,0 +1,188 @@
+"""What the optimizer calls: orthogonalisation and flat passes by the configured backend, with a record of what ran."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from deepspeed_muon.errors import OpsUnavailableError
+from deepspeed_muon.math.newton_schulz import NsSettings
+
+from . import library, reference
+from .autotune import Choice, Tuner
+from .candidates import Candidate, Problem, candidates_for, has_kernel, problem_of
+
+__all__ = ["FlatPasses", "NsBackend", "Orthogonalizer", "flat_passes", "select"]
+
+NsBackend = Literal["auto", "ops", "torch"]
+
+_tuner: Tuner | None = None
+
+
+@dataclass(slots=True)
+class Ran:
+    """One line of the record: a problem, what ran it, how often."""
+
+    problem: Problem
+    candidate: str
+    choice: Choice | None
+    calls: int = 0
+
+
+class Orthogonalizer:
+    """Callable with the contract of :func:`deepspeed_muon.math.newton_schulz.orthogonalize`."""
+
+    def __init__(self, backend: NsBackend, operators: Any | None, tuner: Tuner | None = None) -> None:
+        """Keep the operators; :func:`select` is the way to make one.
+
+        Args:
+            backend: ``auto``, ``ops`` or ``torch``.
+            operators: The native operators, or ``None``.
+            tuner: Of the choices, ``None`` for the one of this process.
+        """
+        self.backend = backend
+        self._operators = operators
+        self._tuner = tuner
+        self._chosen: dict[Problem, tuple[Candidate, Ran]] = {}
+
+    def __call__(self, x: Tensor, *, settings: NsSettings) -> Tensor:
+        """Return the approximate polar factor of every matrix of a batch.
+
+        The first call with a new shape may measure the candidates (bounded in time; no collective).
+
+        Args:
+            x: ``(..., rows, cols)``, any floating dtype. Not mutated.
+            settings: Polynomial, method, dtype and eps.
+
+        Returns:
+            A new tensor of the same shape, in ``settings.dtype``.
+
+        Raises:
+            ValueError: If ``x`` has fewer than two dimensions.
+            OpsUnavailableError: If the backend is ``ops`` and the library holds no kernel for this device.
+        """
+        if x.ndim < 2:
+            raise ValueError(f"orthogonalize needs (..., rows, cols), got shape {tuple(x.shape)}")
+        problem = problem_of(x, settings)
+        found = self._chosen.get(problem)
+        if found is None:
+            found = self._chosen[problem] = self._choose(problem, x.device)
+        candidate, ran = found
+        ran.calls += 1
+        return candidate.run(x, settings)
+
+    def _choose(self, problem: Problem, device: torch.device) -> tuple[Candidate, Ran]:
+        if self.backend == "torch":
+            # The configured method, by the torch code's own rule for square matrices.
+            method = problem.settings.method
+            available = {each.name: each for each in candidates_for(problem, None)}
+            candidate = available.get(f"torch {method}", available["torch standard"])
+            return candidate, Ran(problem, candidate.name, Choice(candidate.name, "ns_backend is torch"))
+        candidates = candidates_for(problem, self._operators)
+        if self.backend == "ops":
+            candidates = [each for each in candidates if each.name.startswith("ops ")]
+            if not candidates:
+                raise OpsUnavailableError(
+                    f"ns_backend is 'ops', but the native library holds no kernel for {problem.device}; "
+                    f"`python -m deepspeed_muon report` says why. Use ns_backend 'auto' or 'torch'"
+                )
+        if problem.batch * problem.rows * problem.cols == 0:
+            return candidates[0], Ran(problem, candidates[0].name, Choice(candidates[0].name, "empty"))
+        tuner = self._tuner or process_tuner()
+        candidate = tuner.choose(problem, candidates, device)
+        return candidate, Ran(problem, candidate.name, tuner.choice(problem))
+
+    def report(self) -> list[dict[str, Any]]:
+        """Return one entry for each problem that was run: its shape, what ran it, why, how often, the timings."""
+        entries = []
+        for _, ran in self._chosen.values():
+            choice = ran.choice
+            entries.append(
+                {
+                    "problem": ran.problem.key(),
+                    "ran": ran.candidate,
+                    "calls": ran.calls,
+                    "reason": choice.reason if choice else "",
+                    "milliseconds": dict(choice.milliseconds) if choice else {},
+                    "rejected": dict(choice.rejected) if choice else {},
+                }
+            )
+        return entries
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPasses:
+    """The two elementwise passes over flat partitions, native or torch's.
+
+    Attributes:
+        name: ``ops`` or ``torch``: what really runs.
+        momentum_pack: ``(buf, grad, out, momentum, nesterov)``, see :func:`.reference.momentum_pack_`.
+        unpack_apply: ``(param, update, lr_scale, decay)``, see :func:`.reference.unpack_apply_`.
+    """
+
+    name: str
+    momentum_pack: Callable[[Tensor, Tensor, Tensor, float, bool], None]
+    unpack_apply: Callable[[Tensor, Tensor, float, float], None]
+
+
+def process_tuner() -> Tuner:
+    """Return the tuner that all orthogonalizers of this process share."""
+    global _tuner
+    if _tuner is None:
+        from .builder import MuonBuilder
+
+        _tuner = Tuner(library_key=MuonBuilder().spec().key if library.loaded() else "torch")
+    return _tuner
+
+
+def select(backend: NsBackend, *, tuner: Tuner | None = None) -> Orthogonalizer:
+    """Return the orthogonalisation of a backend, building and loading the native library where it is needed.
+
+    Args:
+        backend: ``auto`` measures the native operators and torch's code and takes the faster for each shape; without
+            a library it warns once and runs torch's. ``ops`` takes only native ones. ``torch`` loads nothing.
+        tuner: Of the choices, ``None`` for the one of this process.
+
+    Raises:
+        OpsUnavailableError: If the backend is ``ops`` and the library can be neither loaded nor built.
+        ValueError: If there is no such backend.
+    """
+    return Orthogonalizer(backend, _operators(backend), tuner)
+
+
+def flat_passes(backend: NsBackend, device: torch.device | str = "cpu") -> FlatPasses:
+    """Return the flat passes of a backend for tensors on ``device``; see :func:`select`.
+
+    Args:
+        backend: ``auto`` and ``ops`` take the native passes where there are some, ``torch`` torch's.
+        device: Where the partitions are.
+
+    Raises:
+        OpsUnavailableError: If the backend is ``ops`` and there are no native passes for ``device``.
+        ValueError: If there is no such backend.
+    """
+    operators = _operators(backend)
+    kind = torch.device(device).type
+    if has_kernel(operators, kind, "momentum_pack_") and has_kernel(operators, kind, "unpack_apply_"):
+        assert operators is not None
+        return FlatPasses("ops", operators.momentum_pack_, operators.unpack_apply_)
+    if backend == "ops":
+        raise OpsUnavailableError(
+            f"ns_backend is 'ops', but the native library holds no flat passes for {kind}; "
+            f"`python -m deepspeed_muon report` says why. Use ns_backend 'auto' or 'torch'"
+        )
+    return FlatPasses("torch", reference.momentum_pack_, reference.unpack_apply_)
+
+
+def _operators(backend: str) -> Any | None:
+    if backend == "torch":
+        return None
+    if backend == "ops":
+        return library.load()
+    if backend == "auto":
+        return library.try_load()
+    raise ValueError(f"ns_backend must be 'auto', 'ops' or 'torch', got {backend!r}")
