@@ -22,8 +22,10 @@ inline int check_sym_gemm(const MuonSymGemm& p) {
   if (p.m == 0 || p.k == 0 || p.m % 8 != 0 || p.k % 8 != 0) return MUON_SHAPE_UNSUPPORTED;
   // 2^24 keeps tile arithmetic, and the coordinates of a TMA copy, far inside 32 bits.
   if (p.m > (1 << 24) || p.k > (1 << 24) || p.batch > (1 << 24)) return MUON_SHAPE_UNSUPPORTED;
-  const int64_t steps[] = {p.lda, p.ldb, p.ldd, p.stride_a, p.stride_b, p.stride_d, p.c ? p.ldc : 0, p.c ? p.stride_c : 0};
-  for (int64_t step : steps) {
+  const int64_t c = p.c != nullptr ? 1 : 0;
+  const int64_t many = p.batch > 1 ? 1 : 0;  // the stride of a single matrix is not used
+  for (int64_t step : {p.lda, p.ldb, p.ldd, c * p.ldc, many * p.stride_a, many * p.stride_b, many * p.stride_d,
+                       many * c * p.stride_c}) {
     if (step < 0 || step % 8 != 0) return MUON_SHAPE_UNSUPPORTED;
   }
   if (p.lda < p.k || p.ldb < p.k || p.ldd < p.m || (p.c && p.ldc < p.m)) return MUON_BAD_ARGUMENT;

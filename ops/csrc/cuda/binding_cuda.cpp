@@ -1,0 +1,129 @@
+// The CUDA kernels as implementations of the schemas in binding.cpp.
+//
+// sym_gemm runs this project's kernel where it supports dtype, shape, alignment and device, and cuBLAS elsewhere; both
+// return the mirrored lower triangle. Which of them is faster is the caller's choice (ops/autotune.py), who asks
+// sym_gemm_kernel what would run.
+#include <ATen/Functions.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/library.h>
+
+#include "../binding_checks.h"
+#include "../include/muon_cuda.h"
+
+namespace {
+
+int32_t muon_dtype(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+      return MUON_FLOAT32;
+    case at::kHalf:
+      return MUON_FLOAT16;
+    case at::kBFloat16:
+      return MUON_BFLOAT16;
+    default:
+      return -1;
+  }
+}
+
+muon_stream_t stream_of(const at::Tensor& t) { return c10::cuda::getCurrentCUDAStream(t.get_device()).stream(); }
+
+void check_status(int status, const char* op) {
+  TORCH_CHECK(status == MUON_OK, op, ": ", muon_status_name(status));
+}
+
+// A tensor as (batch, m, n) with unit stride along a row, copied only where it is not so already.
+at::Tensor batched_rows(const at::Tensor& t) {
+  const at::Tensor batch = t.dim() == 2 ? t.unsqueeze(0) : t;
+  return batch.stride(2) == 1 && batch.stride(1) >= batch.size(2) ? batch : batch.contiguous();
+}
+
+at::Tensor sym_gemm_cublas(
+    const at::Tensor& a, const at::Tensor& b, const std::optional<at::Tensor>& c, double alpha, double beta,
+    double diag) {
+  at::Tensor d = c.has_value() && beta != 0.0 ? at::baddbmm(*c, a, b.mT(), beta, alpha)
+                                              : at::bmm(a, b.mT()).mul_(alpha);
+  if (diag != 0.0) d.diagonal(0, -2, -1).add_(diag);
+  return d.tril_().add_(d.tril(-1).mT());
+}
+
+at::Tensor sym_gemm(
+    const at::Tensor& a, const at::Tensor& b, const std::optional<at::Tensor>& c, double alpha, double beta,
+    double diag) {
+  TORCH_CHECK(a.dim() == 2 || a.dim() == 3, "sym_gemm: a must be (m, k) or (batch, m, k), got ", a.sizes());
+  TORCH_CHECK(
+      b.sizes() == a.sizes() && b.scalar_type() == a.scalar_type() && b.device() == a.device(),
+      "sym_gemm: b must have shape ", a.sizes(), ", dtype and device of a, got ", b.sizes(), " ", b.scalar_type());
+  std::vector<int64_t> shape = a.sizes().vec();
+  shape.back() = a.size(-2);
+  TORCH_CHECK(
+      !c.has_value() || (c->sizes() == shape && c->scalar_type() == a.scalar_type() && c->device() == a.device()),
+      "sym_gemm: c must have shape ", shape, ", dtype and device of a");
+  const c10::cuda::CUDAGuard guard(a.device());
+  const at::Tensor left = batched_rows(a);
+  const at::Tensor right = batched_rows(b);
+  const std::optional<at::Tensor> added = c.has_value() ? std::optional(batched_rows(*c)) : std::nullopt;
+  const at::Tensor d = at::empty({left.size(0), left.size(1), left.size(1)}, a.options());
+  MuonSymGemm problem{};
+  problem.a = left.const_data_ptr();
+  problem.b = right.const_data_ptr();
+  problem.c = added.has_value() ? added->const_data_ptr() : nullptr;
+  problem.d = d.data_ptr();
+  problem.batch = left.size(0);
+  problem.m = left.size(1);
+  problem.k = left.size(2);
+  problem.lda = left.stride(1);
+  problem.ldb = right.stride(1);
+  problem.ldc = added.has_value() ? added->stride(1) : 0;
+  problem.ldd = d.stride(1);
+  problem.stride_a = left.stride(0);
+  problem.stride_b = right.stride(0);
+  problem.stride_c = added.has_value() ? added->stride(0) : 0;
+  problem.stride_d = d.stride(0);
+  problem.alpha = static_cast<float>(alpha);
+  problem.beta = static_cast<float>(beta);
+  problem.diag = static_cast<float>(diag);
+  problem.dtype = muon_dtype(a.scalar_type());
+  const int status = muon_sym_gemm(&problem, stream_of(a));
+  if (status == MUON_OK) return d.view(shape);
+  // Negative: not for this kernel, nothing was launched. A CUDA error, or a wrong argument, is no reason to go on.
+  TORCH_CHECK(status < 0 && status != MUON_BAD_ARGUMENT, "sym_gemm: ", muon_status_name(status));
+  return sym_gemm_cublas(left, right, added, alpha, beta, diag).view(shape);
+}
+
+void momentum_pack(at::Tensor& buf, const at::Tensor& grad, at::Tensor& out, double momentum, bool nesterov) {
+  muon::check_momentum_pack(buf, grad, out);
+  const c10::cuda::CUDAGuard guard(buf.device());
+  check_status(
+      muon_momentum_pack(
+          buf.data_ptr<float>(), grad.const_data_ptr<float>(), out.data_ptr(), muon_dtype(out.scalar_type()),
+          buf.numel(), momentum, nesterov, stream_of(buf)),
+      "momentum_pack_");
+}
+
+void unpack_apply(at::Tensor& param, const at::Tensor& update, double lr_scale, double decay) {
+  muon::check_unpack_apply(param, update);
+  const c10::cuda::CUDAGuard guard(param.device());
+  check_status(
+      muon_unpack_apply(
+          param.data_ptr<float>(), update.const_data_ptr(), muon_dtype(update.scalar_type()), param.numel(), lr_scale,
+          decay, stream_of(param)),
+      "unpack_apply_");
+}
+
+// What sym_gemm's own kernel would be on the current device: "sm90", "sm80", or why there is none.
+std::string sym_gemm_kernel() {
+  if (muon_sym_gemm_sm90_available() == MUON_OK) return "sm90";
+  const int status = muon_sym_gemm_sm80_available();
+  return status == MUON_OK ? "sm80" : muon_status_name(status);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(deepspeed_muon, m) { m.def("sym_gemm_kernel() -> str", &sym_gemm_kernel); }
+
+TORCH_LIBRARY_IMPL(deepspeed_muon, CUDA, m) {
+  m.impl("sym_gemm", &sym_gemm);
+  m.impl("momentum_pack_", &momentum_pack);
+  m.impl("unpack_apply_", &unpack_apply);
+}

@@ -1,0 +1,147 @@
+"""The CUDA kernels as a plain shared library, without torch's extension build: nvcc, ctypes and raw pointers.
+
+It depends on torch only to hold memory, so that the kernels can be tried on a machine that has neither DeepSpeed nor
+the torch version of this project.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCES = Path(__file__).resolve().parents[2] / "ops" / "csrc" / "cuda"
+
+OK, BAD_ARGUMENT, SHAPE, MISALIGNED, DTYPE, DEVICE, NOT_COMPILED, DRIVER = 0, -1, -2, -3, -4, -5, -6, -7
+"""``enum MuonStatus`` of ops/csrc/include/muon_cuda.h."""
+
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""``enum MuonDtype``."""
+
+
+class SymGemm(ctypes.Structure):
+    """``struct MuonSymGemm``."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in "abcd"]
+        + [(name, ctypes.c_int64) for name in ("batch", "m", "k")]
+        + [(f"ld{name}", ctypes.c_int64) for name in "abcd"]
+        + [(f"stride_{name}", ctypes.c_int64) for name in "abcd"]
+        + [(name, ctypes.c_float) for name in ("alpha", "beta", "diag")]
+        + [("dtype", ctypes.c_int32)]
+    )
+
+
+def find_nvcc() -> str | None:
+    """Return the compiler, on PATH or in its usual place."""
+    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
+def build(folder: Path, architectures: tuple[str, ...]) -> Path:
+    """Compile all CUDA sources for ``architectures`` (such as ``90a``) and link them into one library."""
+    nvcc = find_nvcc()
+    assert nvcc is not None
+    targets = [f"-gencode=arch=compute_{each},code=sm_{each}" for each in architectures]
+    flags = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC", *targets]
+
+    def compile_one(source: Path) -> Path:
+        target = folder / f"{source.stem}.o"
+        run([nvcc, *flags, "-c", str(source), "-o", str(target)])
+        return target
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        objects = list(pool.map(compile_one, sorted(SOURCES.glob("*.cu"))))
+    library = folder / "libmuon_cuda.so"
+    run([nvcc, "-shared", *targets, "-cudart", "static", *map(str, objects), "-o", str(library)])
+    return library
+
+
+def run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+
+
+class Kernels:
+    """The launchers; each call raises on a CUDA error and returns the status otherwise."""
+
+    def __init__(self, path: Path) -> None:
+        self.library = ctypes.CDLL(str(path))
+        self.library.muon_status_name.restype = ctypes.c_char_p
+        pointer, int64, int32, double = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_double
+        self.library.muon_momentum_pack.argtypes = [pointer] * 3 + [int32, int64, double, int32, pointer]
+        self.library.muon_unpack_apply.argtypes = [pointer] * 2 + [int32, int64, double, double, pointer]
+        for name in ("", "_sm80", "_sm90"):
+            getattr(self.library, f"muon_sym_gemm{name}").argtypes = [ctypes.POINTER(SymGemm), pointer]
+
+    def available(self, kernel: str) -> int:
+        """Status of ``sm80`` or ``sm90`` on the current device."""
+        return int(getattr(self.library, f"muon_sym_gemm_{kernel}_available")())
+
+    def name(self, status: int) -> str:
+        """Return a status in words."""
+        return str(self.library.muon_status_name(status).decode())
+
+    def sym_gemm(
+        self,
+        kernel: str,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor | None,
+        d: Tensor,
+        *,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+        diag: float = 0.0,
+    ) -> int:
+        """Run ``sm80`` or ``sm90`` into ``d``, all of three dimensions."""
+        problem = problem_of(a, b, c, d, alpha=alpha, beta=beta, diag=diag)
+        launcher = getattr(self.library, f"muon_sym_gemm_{kernel}")
+        return self._checked(launcher(ctypes.byref(problem), stream()))
+
+    def momentum_pack(
+        self, momentum: Tensor, grad: Tensor, out: Tensor, *, decay: float, nesterov: bool
+    ) -> int:
+        pointers = momentum.data_ptr(), grad.data_ptr(), out.data_ptr()
+        return self._checked(
+            self.library.muon_momentum_pack(
+                *pointers, DTYPES[out.dtype], out.numel(), decay, int(nesterov), stream()
+            )
+        )
+
+    def unpack_apply(self, param: Tensor, update: Tensor, *, lr_scale: float, decay: float) -> int:
+        pointers = param.data_ptr(), update.data_ptr()
+        return self._checked(
+            self.library.muon_unpack_apply(
+                *pointers, DTYPES[update.dtype], param.numel(), lr_scale, decay, stream()
+            )
+        )
+
+    def _checked(self, status: int) -> int:
+        if status > 0:
+            raise RuntimeError(f"CUDA error {status}: {self.name(status)}")
+        return status
+
+
+def problem_of(
+    a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, *, alpha: float, beta: float, diag: float
+) -> SymGemm:
+    """Describe a product of tensors with unit stride in their last dimension."""
+    problem = SymGemm(batch=a.shape[0], m=a.shape[1], k=a.shape[2], alpha=alpha, beta=beta, diag=diag)
+    problem.dtype = DTYPES[a.dtype]
+    for name, tensor in zip("abcd", (a, b, c, d), strict=True):
+        if tensor is not None:
+            setattr(problem, name, tensor.data_ptr())
+            setattr(problem, f"ld{name}", tensor.stride(1))
+            setattr(problem, f"stride_{name}", tensor.stride(0))
+    return problem
+
+
+def stream() -> int:
+    return int(torch.cuda.current_stream().cuda_stream) if torch.cuda.is_available() else 0

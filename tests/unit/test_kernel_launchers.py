@@ -1,0 +1,101 @@
+"""The launchers' checks of arguments, which come before anything that needs a device: nvcc links, ctypes calls."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.cuda_library import (
+    BAD_ARGUMENT,
+    DTYPE,
+    MISALIGNED,
+    SHAPE,
+    Kernels,
+    SymGemm,
+    build,
+    find_nvcc,
+    problem_of,
+)
+
+pytestmark = [
+    pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc"),
+    pytest.mark.time_limit(400),
+]
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    return Kernels(build(Path(tmp_path_factory.mktemp("cuda")), ("90a",)))
+
+
+def problem(m: int = 128, k: int = 64, batch: int = 2, dtype: torch.dtype = torch.float16) -> SymGemm:
+    a = torch.zeros(batch, m, k, dtype=dtype)
+    d = torch.zeros(batch, m, m, dtype=dtype)
+    return problem_of(a, a, None, d, alpha=1.0, beta=0.0, diag=0.0)
+
+
+# One case per reason; a pointer of the host is never followed.
+@pytest.mark.parametrize("kernel", ["", "_sm80", "_sm90"])
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [
+        ({"dtype": 0}, DTYPE),
+        ({"dtype": 9}, DTYPE),
+        ({"m": 132}, SHAPE),
+        ({"k": 60}, SHAPE),
+        ({"m": 0}, SHAPE),
+        ({"k": 0}, SHAPE),
+        ({"lda": 68}, SHAPE),
+        ({"stride_d": 4}, SHAPE),
+        ({"m": 1 << 25}, SHAPE),
+        ({"m": -8}, BAD_ARGUMENT),
+        ({"ldb": 56}, BAD_ARGUMENT),
+        ({"d": 0}, BAD_ARGUMENT),
+        ({"a": 8}, MISALIGNED),
+        ({"c": 4104, "ldc": 128, "stride_c": 128 * 128}, MISALIGNED),
+    ],
+    ids=str,
+)
+def test_sym_gemm_refuses(kernels: Kernels, kernel: str, change: dict[str, int], status: int) -> None:
+    wrong = problem()
+    for name, value in change.items():
+        setattr(wrong, name, value)
+    assert getattr(kernels.library, f"muon_sym_gemm{kernel}")(ctypes.byref(wrong), 0) == status
+    assert kernels.name(status) not in ("ok", "unknown status")
+
+
+def test_strides_of_a_single_matrix_do_not_matter(kernels: Kernels) -> None:
+    single = problem(batch=1)
+    single.stride_a = single.stride_b = single.stride_d = 3
+    # Past the checks: without a device that is an error of CUDA; with one, pointers of the host are not tried here.
+    if not torch.cuda.is_available():
+        assert kernels.library.muon_sym_gemm_sm80(ctypes.byref(single), 0) > 0
+
+
+def test_flat_passes_refuse(kernels: Kernels) -> None:
+    pack, apply = kernels.library.muon_momentum_pack, kernels.library.muon_unpack_apply
+    assert pack(None, None, None, 2, 0, 0.9, 1, None) == 0
+    assert pack(None, None, None, 2, 8, 0.9, 1, None) == BAD_ARGUMENT
+    assert pack(4096, 4096, 4096, 7, 8, 0.9, 1, None) == DTYPE
+    assert pack(4098, 4096, 4096, 2, 8, 0.9, 1, None) == MISALIGNED
+    assert pack(4096, 4098, 4096, 2, 8, 0.9, 1, None) == MISALIGNED
+    assert pack(4096, 4096, 4097, 2, 8, 0.9, 1, None) == MISALIGNED
+    assert pack(4096, 4096, 4096, 2, -1, 0.9, 1, None) == BAD_ARGUMENT
+    assert apply(None, None, 2, 0, 0.1, 1.0, None) == 0
+    assert apply(4096, None, 2, 8, 0.1, 1.0, None) == BAD_ARGUMENT
+    assert apply(4096, 4098, 0, 8, 0.1, 1.0, None) == MISALIGNED
+
+
+def test_the_structures_agree(kernels: Kernels) -> None:
+    # 4 pointers, 11 sizes, 3 floats and an int: what the compiler lays out without padding.
+    assert ctypes.sizeof(SymGemm) == 4 * 8 + 11 * 8 + 4 * 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_without_a_device_every_launcher_says_so(kernels: Kernels) -> None:
+    for kernel in ("sm80", "sm90"):
+        assert kernels.available(kernel) > 0  # a cudaError_t
+        assert kernels.name(kernels.available(kernel)) != "unknown status"
