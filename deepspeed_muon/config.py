@@ -90,6 +90,7 @@ class MuonConfig(BaseModel):
     ns_schedule: NsScheduleName | list[Coefficients] = "quintic"
     ns_dtype: NsDtypeName = "auto"
     ns_eps: _Positive = 1e-12
+    ns_backend: Literal["auto", "ops", "torch"] = "auto"
     adjust_lr_fn: AdjustLrName = "original"
     wire_dtype: WireDtypeName = "auto"
     muon_weight_decay: _Rate | None = None

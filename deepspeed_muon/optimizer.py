@@ -20,6 +20,7 @@ from deepspeed_muon.errors import BindingError, NonFiniteGradientError, RoutingE
 from deepspeed_muon.math.coefficients import NsScheduleName
 from deepspeed_muon.math.newton_schulz import NsDtypeName, NsMethod
 from deepspeed_muon.math.scaling import AdjustLrName
+from deepspeed_muon.ops import NsBackend, Orthogonalizer, select
 from deepspeed_muon.param_groups import ParamsInput, RoutedGroups, build_groups
 from deepspeed_muon.routing import Route, model_parameters_by_name, route_parameters
 from deepspeed_muon.step import GradientReport, StepRunner, group_rank_scope
@@ -68,6 +69,7 @@ class Muon(torch.optim.Optimizer):
         ns_schedule: NsScheduleName | Sequence[tuple[float, float, float]] = "quintic",
         ns_dtype: NsDtypeName = "auto",
         ns_eps: float = 1e-12,
+        ns_backend: NsBackend = "auto",
         adjust_lr_fn: AdjustLrName = "original",
         wire_dtype: WireDtypeName = "auto",
         include: Sequence[str] = (),
@@ -101,6 +103,7 @@ class Muon(torch.optim.Optimizer):
             ns_schedule: Name of a polynomial schedule, or own ``(a, b, c)`` triples.
             ns_dtype: Dtype of the iteration.
             ns_eps: Lower bound of the norm that a matrix is divided by.
+            ns_backend: ``auto`` measures native and torch code and takes the faster; ``ops`` and ``torch`` pin it.
             adjust_lr_fn: Scale of the orthogonalised update.
             wire_dtype: Dtype in which fragments travel between ranks.
             include: Name patterns that go to Muon although a rule would not send them.
@@ -143,6 +146,7 @@ class Muon(torch.optim.Optimizer):
         self._routed = routed
         self._runners: list[StepRunner] = []
         self._runner_of: dict[int, StepRunner] = {}
+        self._orthogonalize: Orthogonalizer | None = None
         defaults = {**config.adam_defaults(), **config.muon_defaults(), "algorithm": None, "lr_ratio": 1.0}
         super().__init__(routed.groups, defaults)
         if routed.unnamed:
@@ -160,6 +164,10 @@ class Muon(torch.optim.Optimizer):
     def runners(self) -> list[StepRunner]:
         """The bound step sets with their exchange plans; empty before the optimizer is bound."""
         return list(self._runners)
+
+    def kernel_report(self) -> list[dict[str, Any]]:
+        """Return what really ran the Newton-Schulz iteration on this rank, one entry for each shape."""
+        return [] if self._orthogonalize is None else self._orthogonalize.report()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group during construction; later additions are refused.
@@ -216,12 +224,25 @@ class Muon(torch.optim.Optimizer):
         Args:
             step_sets: What each call of ``step()`` will update, from an adapter.
             device: Where the exchange and the iteration run.
+
+        Raises:
+            OpsUnavailableError: If ``ns_backend`` is ``ops`` and the native library can be neither loaded nor built.
         """
+        self._orthogonalize = select(self.config.ns_backend)
         loads: dict[str, list[float]] = {}
         runners = []
         for step_set in step_sets:
             load = loads.setdefault(group_rank_scope(step_set.group), [0.0] * step_set.world_size)
-            runners.append(StepRunner(step_set, self.config, device=device, stats=self.stats, load=load))
+            runners.append(
+                StepRunner(
+                    step_set,
+                    self.config,
+                    device=device,
+                    orthogonalize=self._orthogonalize,
+                    stats=self.stats,
+                    load=load,
+                )
+            )
         self._runners = runners
         self._runner_of = {
             id(partition.tensor): runner for runner in runners for partition in runner.step_set.partitions

@@ -13,13 +13,13 @@ from torch import Tensor
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import BindingError
 from deepspeed_muon.math.adamw import AdamStep, adam_step_
-from deepspeed_muon.math.momentum import MomentumStep, update_momentum_
 from deepspeed_muon.math.scaling import update_scale
+from deepspeed_muon.ops import flat_passes
 from deepspeed_muon.plan.exchange import ExchangePlan, build_exchange_plan
 from deepspeed_muon.plan.layout import Fragment, MatrixLayout, ParameterLayout
 from deepspeed_muon.plan.owners import assign_owners
 from deepspeed_muon.transport.agreement import gather_flags, gradient_flags
-from deepspeed_muon.transport.pipeline import MuonPipeline, StepStats
+from deepspeed_muon.transport.pipeline import MuonPipeline, Orthogonalize, StepStats
 from deepspeed_muon.zero.binding import BoundPartition, StepSet
 
 __all__ = ["GradientReport", "StepRunner"]
@@ -50,6 +50,7 @@ class StepRunner:
         config: MuonConfig,
         *,
         device: torch.device,
+        orthogonalize: Orthogonalize,
         stats: StepStats,
         load: list[float],
     ) -> None:
@@ -59,6 +60,7 @@ class StepRunner:
             step_set: Partitions and layouts.
             config: The optimizer's settings.
             device: Where the exchange and the iteration run; the partitions may be elsewhere (offload).
+            orthogonalize: Runs the Newton-Schulz iteration.
             stats: Counters to increase.
             load: Newton-Schulz cost that each rank carries from other sets; updated.
         """
@@ -82,9 +84,18 @@ class StepRunner:
             device=device,
             wire_dtype=self._wire_dtype,
             ns_settings=config.ns_settings(device),
+            orthogonalize=orthogonalize,
             stats=stats,
         )
-        self._by_partition = {partition.index: partition for partition in step_set.partitions}
+        # The native passes are for fp32; without DeepSpeed the parameters may be in half precision themselves.
+        self._passes = {
+            partition.index: flat_passes(
+                config.ns_backend if partition.tensor.dtype == torch.float32 else "torch",
+                partition.tensor.device,
+            )
+            for partition in step_set.partitions
+            if partition.muon
+        }
         self._local: list[list[tuple[int, Fragment]]] = [[] for _ in step_set.partitions]
         position = {partition.index: number for number, partition in enumerate(step_set.partitions)}
         self._layouts: tuple[MatrixLayout | ParameterLayout, ...] = (*step_set.matrices, *step_set.others)
@@ -171,10 +182,6 @@ class StepRunner:
             directions[partition.index] = self._directions(
                 partition, own["momentum_buffer"], grads, group, runs
             )
-            decay = 1.0 - float(group["lr"]) * float(group["weight_decay"])
-            if decay != 1.0:
-                for offset, numel in runs:
-                    flat[partition.index].narrow(0, offset, numel).mul_(decay)
 
         def direction(index: int, fragment: Fragment) -> Tensor:
             partition = self.step_set.matrices[index].partition
@@ -183,9 +190,11 @@ class StepRunner:
         def apply(index: int, fragment: Fragment, update: Tensor) -> None:
             matrix = self.step_set.matrices[index]
             group = groups[matrix.partition]
+            rate = float(group["lr"])
             scale = update_scale(group["adjust_lr_fn"], *matrix.block_shape)
+            decay = 1.0 - rate * float(group["weight_decay"])
             target = flat[matrix.partition].narrow(0, fragment.partition_offset, fragment.numel)
-            target.add_(update.to(target.device), alpha=-float(group["lr"]) * scale)
+            self._passes[matrix.partition].unpack_apply(target, update.to(target.device), rate * scale, decay)
 
         self._pipeline.run(active=active[: len(self.step_set.matrices)], direction=direction, apply=apply)
 
@@ -199,7 +208,7 @@ class StepRunner:
     ) -> Tensor:
         """Update the momentum and return the direction of the whole partition in the wire dtype, flat."""
         buf = _flat(momentum_buffer)
-        step = MomentumStep(momentum=float(group["momentum"]), nesterov=bool(group["nesterov"]))
+        pack = self._passes[partition.index].momentum_pack
         complete = runs == [(0, buf.numel())]
         out = (torch.empty if complete else torch.zeros)(
             buf.numel(), dtype=self._wire_dtype, device=buf.device
@@ -207,12 +216,8 @@ class StepRunner:
         grad = grads.get(partition.index)
         grad = torch.zeros_like(buf) if grad is None else grad.reshape(-1)
         for offset, numel in runs:
-            update_momentum_(
-                buf.narrow(0, offset, numel),
-                grad.narrow(0, offset, numel),
-                step=step,
-                out=out.narrow(0, offset, numel),
-            )
+            part = (tensor.narrow(0, offset, numel) for tensor in (buf, grad, out))
+            pack(*part, float(group["momentum"]), bool(group["nesterov"]))
         return out
 
     def _run_adam(

@@ -34,6 +34,10 @@ for name in sys.argv[1:]:
     # Which ops there are differs between DeepSpeed's versions; one that is missing has a stand-in that cannot load.
     if builder is not None and "not_implemented" not in builder.NAME and builder.is_compatible():
         builder.load()
+if "CPUAdamBuilder" not in sys.argv:
+    from deepspeed_muon.ops import load
+
+    load()
 """
 
 

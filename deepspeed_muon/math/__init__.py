@@ -1,13 +1,11 @@
 """Pure tensor mathematics of one Muon step: no communication, no DeepSpeed, no plans."""
 
 from deepspeed_muon.math.coefficients import NsSchedule, NsScheduleName, resolve_schedule
-from deepspeed_muon.math.momentum import MomentumStep, update_momentum_
 from deepspeed_muon.math.newton_schulz import NsDtypeName, NsMethod, NsSettings, orthogonalize
 from deepspeed_muon.math.scaling import AdjustLrName, update_scale
 
 __all__ = [
     "AdjustLrName",
-    "MomentumStep",
     "NsDtypeName",
     "NsMethod",
     "NsSchedule",
@@ -15,6 +13,5 @@ __all__ = [
     "NsSettings",
     "orthogonalize",
     "resolve_schedule",
-    "update_momentum_",
     "update_scale",
 ]

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
+from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.plan.exchange import Chunk, ExchangePlan
 from deepspeed_muon.plan.layout import Fragment
 
-__all__ = ["MuonPipeline", "StepStats"]
+__all__ = ["MuonPipeline", "Orthogonalize", "StepStats"]
 
 # Matrices whose short side is at least this long are orthogonalised one by one: on a CPU bmm is slower than mm there,
 # on a GPU one of them fills the chip (two waves of 128 x 128 tiles on 132 multiprocessors).
@@ -22,6 +22,8 @@ _GPU_BATCH_BELOW = 2048
 # Elements that a batch may stack at most: stacking copies, and the iteration needs three times as much again.
 _BATCH_NUMEL = 1 << 25
 
+# (batch, rows, cols) -> the same in the settings' dtype; called as ``orthogonalize(x, settings=...)``.
+Orthogonalize = Callable[..., Tensor]
 DirectionOf = Callable[[int, Fragment], Tensor]
 ApplyUpdate = Callable[[int, Fragment, Tensor], None]
 
@@ -60,6 +62,7 @@ class MuonPipeline:
         device: torch.device,
         wire_dtype: torch.dtype,
         ns_settings: NsSettings,
+        orthogonalize: Orthogonalize,
         stats: StepStats,
     ) -> None:
         """Keep the plan and its settings; nothing is allocated or sent.
@@ -70,6 +73,7 @@ class MuonPipeline:
             device: Where the exchange and the products run.
             wire_dtype: Dtype of what is sent.
             ns_settings: The iteration.
+            orthogonalize: What runs it, with the contract of ``math.newton_schulz.orthogonalize``.
             stats: Counters to increase.
         """
         self.plan = plan
@@ -78,6 +82,7 @@ class MuonPipeline:
         self._device = device
         self._wire_dtype = wire_dtype
         self._ns_settings = ns_settings
+        self._orthogonalize = orthogonalize
 
     def run(self, *, active: Sequence[bool], direction: DirectionOf, apply: ApplyUpdate) -> None:
         """Exchange and orthogonalise all active matrices and hand every local fragment of the update to ``apply``.
@@ -142,7 +147,7 @@ class MuonPipeline:
             incoming.setdefault(segment.matrix, []).append((segment.fragment, segment.buffer_offset))
         for batch in self._batches(owned):
             blocks = self._assemble(batch, incoming, received, direction)
-            result = orthogonalize(blocks, settings=self._ns_settings).to(self._wire_dtype)
+            result = self._orthogonalize(blocks, settings=self._ns_settings).to(self._wire_dtype)
             self.stats.matrices_orthogonalized += len(batch)
             heads = self.plan.matrices[batch[0]].heads
             for position, index in enumerate(batch):

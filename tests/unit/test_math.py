@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from deepspeed_muon.errors import ScheduleError
 from deepspeed_muon.math.adamw import AdamStep, adam_step_
 from deepspeed_muon.math.coefficients import resolve_schedule
-from deepspeed_muon.math.momentum import MomentumStep, update_momentum_
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, restart_steps
 from deepspeed_muon.math.reference import reference_adamw_step, reference_muon_step, reference_orthogonalize
 from deepspeed_muon.math.scaling import update_scale
+from deepspeed_muon.ops.reference import momentum_pack_, unpack_apply_
 from tests.reference import polar
 
 SHAPES = [(1, 1), (1, 9), (9, 1), (17, 17), (13, 31), (31, 13), (64, 256), (256, 64), (96, 200)]
@@ -149,13 +149,20 @@ def test_momentum(nesterov: bool, dtype: torch.dtype) -> None:
     expected = 0.9 * buf.double() + 0.1 * grad.double()
     kept = grad.clone()
     out = torch.empty(100, dtype=dtype)
-    update_momentum_(buf, grad, step=MomentumStep(0.9, nesterov), out=out)
+    momentum_pack_(buf, grad, out, 0.9, nesterov)
     torch.testing.assert_close(buf.double(), expected, rtol=1e-5, atol=1e-6)
     direction = 0.1 * grad.double() + 0.9 * expected if nesterov else expected
     torch.testing.assert_close(
         out.double(), direction, rtol=1e-5 if dtype == torch.float32 else 8e-3, atol=1e-3
     )
     assert torch.equal(grad, kept), "at stage 0 the gradient is the caller's"
+
+
+def test_apply() -> None:
+    param, update = torch.randn(100), torch.randn(100)
+    expected = 0.99 * param.double() - 0.3 * update.double()
+    unpack_apply_(param, update, 0.3, 0.99)
+    torch.testing.assert_close(param.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @settings(max_examples=25, deadline=None)
