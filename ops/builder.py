@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from deepspeed_muon.errors import OpsUnavailableError
 from . import toolchain
 from .toolchain import BuildSpec
 
-__all__ = ["MuonBuilder", "build_folder", "library_path", "prebuilt_path"]
+__all__ = ["MuonBuilder", "build_folder", "library_path", "ninja_folder", "prebuilt_path"]
 
 PACKAGE = Path(__file__).resolve().parent
 
@@ -95,7 +94,7 @@ class MuonBuilder(OpBuilder):
             return (
                 f"no C++ compiler: {os.environ.get('CXX', 'c++')!r} is not on PATH (install g++, or set CXX)"
             )
-        if _ninja() is None:
+        if ninja_folder() is None:
             return "ninja is neither on PATH nor installed beside the interpreter (pip install ninja)"
         return None
 
@@ -191,10 +190,9 @@ def _load_library(path: Path) -> None:
         _loaded.add(path)
 
 
-def _ninja() -> str | None:
-    """Return the folder of ninja: on PATH, or beside the interpreter of an environment that is not activated."""
-    beside = str(Path(sys.executable).parent)
-    found = shutil.which("ninja") or shutil.which("ninja", path=beside)
+def ninja_folder() -> str | None:
+    """Return the folder of ninja, or ``None``."""
+    found = toolchain.find_program("ninja")
     return str(Path(found).parent) if found else None
 
 
@@ -228,7 +226,7 @@ def _compile(spec: BuildSpec, target: Path, verbose: bool) -> None:
     # torch's own lock is a file that outlives a killed build; inside ours it can only be such a leftover.
     (work / "lock").unlink(missing_ok=True)
     path = os.environ.get("PATH", os.defpath)
-    ninja = _ninja()
+    ninja = ninja_folder()
     try:
         if ninja is not None and ninja not in path.split(os.pathsep):
             os.environ["PATH"] = f"{path}{os.pathsep}{ninja}"

@@ -131,12 +131,14 @@ def _variants(problem: Problem, operators: Any) -> list[str]:
     """Return the suffixes of the native methods that can run, the fastest expected first."""
     if problem.device != "cpu":
         return [""]
+    if problem.settings.dtype == torch.bfloat16 and operators.tiles_available():
+        return ["+tiles", ""]
     # On several threads only whole matrices run side by side; a triangle of one would be split once more.
     one_thread_each = problem.threads == 1 or problem.batch > 1
     blocks = problem.short >= _BLOCKS_FROM and one_thread_each
     if not blocks:
         return [""]
-    return ["", "+symmetric"] if problem.settings.dtype == torch.bfloat16 else ["+symmetric", ""]
+    return ["+symmetric", ""]
 
 
 def _native(method: str, operators: Any) -> Candidate:

@@ -15,7 +15,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["BuildSpec", "arch_flags", "build_spec", "cxx_compiler", "find_nvcc", "library_name"]
+__all__ = [
+    "BuildSpec",
+    "arch_flags",
+    "build_spec",
+    "cxx_compiler",
+    "find_nvcc",
+    "find_program",
+    "library_name",
+]
 
 CSRC = Path(__file__).resolve().parent / "csrc"
 
@@ -67,6 +75,11 @@ def find_nvcc() -> str | None:
         if home and (found := shutil.which("nvcc", path=str(Path(home) / "bin"))):
             return found
     return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
+def find_program(name: str) -> str | None:
+    """Return a program's path: on ``PATH``, or beside the interpreter of an environment that is not activated."""
+    return shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
 
 
 def build_spec(

@@ -8,6 +8,7 @@
 #include "binding_checks.h"
 #include "cpu/flat.h"
 #include "cpu/kernels.h"
+#include "cpu/tiles.h"
 
 namespace {
 
@@ -57,6 +58,8 @@ TORCH_LIBRARY(deepspeed_muon, m) {
       "orthogonalize(Tensor x, float[] coefficients, str method, int[] restarts, ScalarType dtype, float eps)"
       " -> Tensor");
   m.def("momentum_pack_(Tensor(a!) buf, Tensor grad, Tensor(b!) out, float momentum, bool nesterov) -> ()");
+  // Whether method "...+tiles" of orthogonalize runs on this processor.
+  m.def("tiles_available() -> bool", &muon::cpu::tiles::available);
   m.def("unpack_apply_(Tensor(a!) param, Tensor update, float lr_scale, float decay) -> ()");
 }
 

@@ -14,6 +14,7 @@
 
 #include "kernels.h"
 #include "products.h"
+#include "tiles.h"
 
 namespace muon::cpu {
 namespace {
@@ -30,6 +31,7 @@ struct Plan {
   std::vector<bool> restart;  // restart[done]: form X again after `done` completed steps
   bool gram = false;
   bool blocks = false;  // skip half of every symmetric product
+  bool tiles = false;   // bf16 on matrix tiles, see tiles.h
   double eps = 0.0;
 };
 
@@ -50,6 +52,8 @@ class Workspace {
     }
     all_ = bytes_.narrow(0, 0, bytes).view(dtype);
   }
+
+  void* data() { return all_.data_ptr(); }
 
   at::Tensor take(int64_t rows, int64_t cols) {
     at::Tensor part = all_.narrow(0, used_, rows * cols).view({rows, cols});
@@ -261,14 +265,35 @@ Plan make_plan(
         "orthogonalize: a restart must come after step 1 to ", plan.steps.size() - 1, ", got ", done);
     plan.restart[done] = true;
   }
-  plan.gram = method == "gram" || method == "gram+symmetric";
-  plan.blocks = method == "standard+symmetric" || method == "gram+symmetric";
+  const size_t plus = std::min(method.find('+'), method.size());
+  const std::string order = method.substr(0, plus), variant = method.substr(plus);
+  plan.gram = order == "gram";
+  plan.blocks = variant == "+symmetric";
+  plan.tiles = variant == "+tiles";
   TORCH_CHECK(
-      plan.gram || plan.blocks || method == "standard", "orthogonalize: unknown method '", method,
-      "'; there are standard, standard+symmetric, gram, gram+symmetric");
+      (plan.gram || order == "standard") && (plan.blocks || plan.tiles || variant.empty()),
+      "orthogonalize: unknown method '", method, "'; there are standard and gram, alone or with +symmetric or +tiles");
+  TORCH_CHECK(
+      !plan.tiles || tiles::available(), "orthogonalize: this processor has no bf16 matrix tiles for '", method, "'");
   TORCH_CHECK(eps > 0.0, "orthogonalize: eps must be positive, got ", eps);
   plan.eps = eps;
   return plan;
+}
+
+// One stored matrix on the tiles of this thread, or of all threads when there is no other matrix to give them.
+void run_tiles(const Plan& plan, const at::Tensor& x, const at::Tensor& out, int threads) {
+  std::vector<tiles::Step> steps;
+  for (const Step& step : plan.steps) {
+    steps.push_back({static_cast<float>(step.a), static_cast<float>(step.b), static_cast<float>(step.c)});
+  }
+  const std::vector<uint8_t> restart(plan.restart.begin(), plan.restart.end());
+  const tiles::Problem problem{
+      x.size(0), x.size(1), steps.data(), static_cast<int64_t>(steps.size()), restart.data(), plan.gram, plan.eps,
+      threads};
+  Workspace workspace(at::kBFloat16, tiles::workspace_bytes(problem) / 2);
+  tiles::orthogonalize(
+      problem, x.const_data_ptr(), x.scalar_type() == at::kFloat ? Element::fp32 : Element::bf16,
+      static_cast<uint16_t*>(out.data_ptr()), workspace.data());
 }
 
 }  // namespace
@@ -284,14 +309,25 @@ at::Tensor orthogonalize(
   // A batch of transposed matrices is worked on as it is stored, and its result is stored the same way.
   const at::Tensor turned = x.transpose(-2, -1);
   const bool transposed = !x.is_contiguous() && turned.is_contiguous();
-  const at::Tensor stored = transposed ? turned : x.contiguous();
+  at::Tensor stored = transposed ? turned : x.contiguous();
+  if (plan.tiles) {
+    TORCH_CHECK(dtype == at::kBFloat16, "orthogonalize: '", method, "' computes in bfloat16, got ", dtype);
+    if (stored.scalar_type() != at::kBFloat16) {
+      stored = stored.to(at::kFloat);
+    }
+  }
   const at::Tensor out = at::empty(stored.sizes(), stored.options().dtype(dtype).requires_grad(false));
   if (out.numel() > 0) {
     const int64_t rows = stored.size(-2), cols = stored.size(-1);
     const at::Tensor inputs = stored.view({-1, rows, cols}), results = out.view({-1, rows, cols});
     const int64_t count = inputs.size(0);
+    const int threads = count == 1 && !at::in_parallel_region() ? at::get_num_threads() : 1;
     const auto run = [&](int64_t begin, int64_t end) {
       for (int64_t index = begin; index < end; ++index) {
+        if (plan.tiles) {
+          run_tiles(plan, inputs.select(0, index), results.select(0, index), threads);
+          continue;
+        }
         Iteration(plan, results.select(0, index)).run(inputs.select(0, index));
       }
     };

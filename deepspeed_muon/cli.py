@@ -1,0 +1,52 @@
+"""The command line, ``python -m deepspeed_muon COMMAND``. Each command is one function that returns an exit status."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from deepspeed_muon.errors import MuonError
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status: 0, 1 if a check failed, 2 for an error of usage or configuration.
+
+    Args:
+        arguments: Without the program's name; ``None`` for those of the process.
+    """
+    parsed = _parser().parse_args(arguments)
+    try:
+        status: int = parsed.run(parsed)
+    except MuonError as error:
+        print(f"deepspeed_muon {parsed.command}: {error}", file=sys.stderr)
+        return 2
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m deepspeed_muon", description="Muon for DeepSpeed ZeRO.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    report = commands.add_parser("report", help="what this machine can build and run")
+    report.add_argument(
+        "--selftest", action="store_true", help="run each op against its reference (may build them)"
+    )
+    report.add_argument("--json", action="store_true", help="print JSON")
+    report.set_defaults(run=_report)
+    return parser
+
+
+def _report(parsed: argparse.Namespace) -> int:
+    # Imported here: other commands need no native ops.
+    from deepspeed_muon.ops import report
+
+    checks = report.self_test() if parsed.selftest else None
+    found = report.collect()
+    if parsed.json:
+        print(json.dumps(found if checks is None else {**found, "selftest": checks}, indent=2))
+    else:
+        print(report.render(found, checks))
+    return 0 if checks is None or all(check["ok"] for check in checks) else 1

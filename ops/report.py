@@ -1,0 +1,271 @@
+"""What this machine can build and run: ``python -m deepspeed_muon report``, the twin of DeepSpeed's ``ds_report``."""
+
+from __future__ import annotations
+
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed_muon.errors import OpsUnavailableError
+from deepspeed_muon.math.coefficients import resolve_schedule
+from deepspeed_muon.math.newton_schulz import restart_steps
+from deepspeed_muon.math.reference import reference_orthogonalize
+
+from . import library, reference, toolchain
+from .autotune import cache_folder, error_of, hardware_name
+from .builder import MuonBuilder, build_folder, cuda_reason, ninja_folder, prebuilt_path
+from .candidates import has_kernel
+
+__all__ = ["collect", "render", "self_test"]
+
+# Relative to float64: the bounds that the tests hold the operators to.
+_BOUND = {torch.float32: 1e-4, torch.float16: 4e-2, torch.bfloat16: 3e-1}
+
+# Oldest compute capability of each CUDA kernel of sym_gemm, and the newest where it is for one generation only.
+_CUDA_KERNELS = {"sym_gemm mma.sync": (80, None), "sym_gemm wgmma + TMA": (90, 90), "flat passes": (80, None)}
+
+
+def collect() -> dict[str, Any]:
+    """Return everything that the report shows. Builds nothing and creates no CUDA context without a CUDA device."""
+    builder = MuonBuilder()
+    spec = builder.spec()
+    return {
+        "versions": _versions(),
+        "hardware": hardware_name(),
+        "toolchain": {
+            "g++": _first_line(toolchain.cxx_compiler(), "--version"),
+            "nvcc": _last_release(toolchain.find_nvcc()),
+            "ninja": ninja_folder(),
+        },
+        "build": {
+            "folder": str(build_folder(spec)),
+            "ahead_of_time": str(prebuilt_path(spec)) if prebuilt_path(spec).exists() else None,
+            "built": builder.built_path() is not None,
+            "cannot_be_built": builder.unavailable_reason(),
+            "with_cuda": spec.with_cuda,
+            "without_cuda_because": cuda_reason(),
+            "architectures": [flag.rpartition("=")[2] for flag in spec.nvcc_flags if "gencode" in flag],
+        },
+        "ops": _ops(builder),
+        "gpu": _gpu(),
+        "choices": str(cache_folder()),
+    }
+
+
+def self_test() -> list[dict[str, Any]]:
+    """Run each operator against its reference on every device that has kernels; builds the library if need be.
+
+    Returns:
+        One entry for each check: ``op``, ``device``, ``error``, ``bound``, ``ok``.
+
+    Raises:
+        OpsUnavailableError: If the library can be neither loaded nor built.
+    """
+    operators = library.load()
+    devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+    checks = []
+    for device in devices:
+        checks += _test_orthogonalize(operators, device)
+        checks += _test_sym_gemm(operators, device)
+        checks += _test_flat(operators, device)
+    return checks
+
+
+def render(found: dict[str, Any], checks: list[dict[str, Any]] | None = None) -> str:
+    """Return the report as text.
+
+    Args:
+        found: Of :func:`collect`.
+        checks: Of :func:`self_test`, if it was run.
+    """
+    lines = ["deepspeed_muon report", ""]
+    lines += _section("versions", found["versions"])
+    lines += [f"hardware: {found['hardware']}", ""]
+    lines += _section("toolchain", found["toolchain"])
+    build = dict(found["build"])
+    build["architectures"] = ", ".join(build["architectures"]) or "none"
+    lines += _section("build", build)
+    lines += ["op                 built  can be built  devices"]
+    for op in found["ops"]:
+        devices = ", ".join(op["devices"]) or "-"
+        lines.append(f"{op['name']:<18} {_yes(op['built']):<6} {_yes(op['compatible']):<13} {devices}")
+    lines += ["", "CUDA kernels"]
+    for kernel in found["gpu"]["kernels"]:
+        lines.append(f"  {kernel['name']:<24} {kernel['state']}")
+    lines += ["", f"remembered choices: {found['choices']}"]
+    if checks is not None:
+        lines += ["", "self-test"]
+        for check in checks:
+            verdict = "ok" if check["ok"] else "FAILED"
+            lines.append(
+                f"  {verdict:<6} {check['device']:<5} {check['op']:<44} error {check['error']:.1e}"
+                f"  (bound {check['bound']:.0e})"
+            )
+    return "\n".join(lines)
+
+
+def _versions() -> dict[str, str | None]:
+    versions: dict[str, str | None] = {"torch": torch.__version__, "CUDA of torch": torch.version.cuda}
+    for label, name in (
+        ("deepspeed", "deepspeed"),
+        ("deepspeed_muon", "deepspeed-muon"),
+        ("mpi4py", "mpi4py"),
+    ):
+        try:
+            versions[label] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[label] = None
+    versions["MPI"] = _first_line(toolchain.find_program("mpirun"), "--version")
+    return versions
+
+
+def _ops(builder: MuonBuilder) -> list[dict[str, Any]]:
+    built, compatible = builder.built_path() is not None, builder.is_compatible()
+    operators = None
+    if built:
+        try:
+            operators = library.load()
+        except OpsUnavailableError:
+            built = False
+    return [
+        {
+            "name": name,
+            "built": built,
+            "compatible": compatible,
+            "devices": [device for device in ("cpu", "cuda") if has_kernel(operators, device, name)],
+        }
+        for name in library.NAMES
+    ]
+
+
+def _gpu() -> dict[str, Any]:
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    capability = None
+    if names:
+        major, minor = torch.cuda.get_device_capability(0)
+        capability = 10 * major + minor
+    sources = sorted(path.name for path in (toolchain.CSRC / "cuda").glob("*.cu"))
+    kernels = []
+    for name, (oldest, newest) in _CUDA_KERNELS.items():
+        if capability is None:
+            state = "no GPU here"
+        elif capability < oldest or (newest is not None and capability > newest):
+            state = f"none for compute capability {capability / 10:.1f}"
+        else:
+            state = f"for {names[0]}"
+        kernels.append({"name": name, "state": f"{state}; {hardware_state()}"})
+    return {"devices": names, "kernels": kernels, "sources": sources}
+
+
+def hardware_state() -> str:
+    """Return on which GPUs the CUDA kernels have been run, from the benchmark results that are kept."""
+    folder = toolchain.CSRC.parent.parent / "benchmarks" / "results"
+    names = sorted(path.stem for path in folder.glob("newton_schulz-*.json") if "nvidia" in path.stem.lower())
+    return f"measured: {', '.join(names)}" if names else "not yet run on hardware"
+
+
+def _test_orthogonalize(operators: Any, device: str) -> list[dict[str, Any]]:
+    if not has_kernel(operators, device, "orthogonalize"):
+        return []
+    rows = resolve_schedule("quintic")
+    flat = [value for row in rows for value in row]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 96, 320, generator=generator)
+    expected = torch.stack([reference_orthogonalize(each, rows) for each in x])
+    checks = []
+    for dtype, bound in _BOUND.items():
+        variants = [""] if device == "cuda" else ["", "+symmetric"]
+        if device == "cpu" and dtype == torch.bfloat16 and operators.tiles_available():
+            variants.append("+tiles")
+        for method in [base + variant for base in ("standard", "gram") for variant in variants]:
+            restarts = sorted(restart_steps(len(rows), dtype)) if method.startswith("gram") else []
+            result = operators.orthogonalize(x.to(device), flat, method, restarts, dtype, 1e-12).cpu()
+            checks.append(
+                _check(f"orthogonalize {method} {_short(dtype)}", device, error_of(result, expected), bound)
+            )
+    return checks
+
+
+def _test_sym_gemm(operators: Any, device: str) -> list[dict[str, Any]]:
+    if not has_kernel(operators, device, "sym_gemm"):
+        return []
+    checks = []
+    for dtype in _BOUND:
+        a = torch.randn(2, 264, 128, generator=torch.Generator().manual_seed(0)).to(device, dtype) / 16
+        c = reference.sym_gemm(a, a, None, 0.5, 0.0, 0.0)
+        result = operators.sym_gemm(a, a, c, 1.5, -0.5, 2.0)
+        error = error_of(result.double(), reference.sym_gemm(a, a, c, 1.5, -0.5, 2.0).double())
+        if not torch.equal(result, result.mT):
+            error = float("inf")
+        checks.append(
+            _check(f"sym_gemm {_short(dtype)}, bitwise symmetric", device, error, 2 * torch.finfo(dtype).eps)
+        )
+    return checks
+
+
+def _test_flat(operators: Any, device: str) -> list[dict[str, Any]]:
+    checks = []
+    generator = torch.Generator().manual_seed(0)
+    for dtype in _BOUND:
+        bound = 2 * torch.finfo(dtype).eps
+        buf, grad, param = (torch.randn(100_003, generator=generator).to(device) for _ in range(3))
+        out, expected = torch.empty_like(buf, dtype=dtype), torch.empty_like(buf, dtype=dtype)
+        if has_kernel(operators, device, "momentum_pack_"):
+            copy = buf.clone()
+            operators.momentum_pack_(buf, grad, out, 0.95, True)
+            reference.momentum_pack_(copy, grad, expected, 0.95, True)
+            error = max(_relative(out, expected), _relative(buf, copy))
+            checks.append(_check(f"momentum_pack_ {_short(dtype)}", device, error, bound))
+        if has_kernel(operators, device, "unpack_apply_"):
+            copy, update = param.clone(), grad.to(dtype)
+            operators.unpack_apply_(param, update, 0.02, 0.99)
+            reference.unpack_apply_(copy, update, 0.02, 0.99)
+            checks.append(_check(f"unpack_apply_ {_short(dtype)}", device, _relative(param, copy), bound))
+    return checks
+
+
+def _relative(result: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((result.double() - expected.double()).norm() / expected.double().norm())
+
+
+def _check(op: str, device: str, error: float, bound: float) -> dict[str, Any]:
+    return {"op": op, "device": device, "error": error, "bound": bound, "ok": error <= bound}
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _section(title: str, values: dict[str, Any]) -> list[str]:
+    width = max(map(len, values))
+    shown = {name: _yes(value) if isinstance(value, bool) else value or "-" for name, value in values.items()}
+    return [title, *(f"  {name.replace('_', ' '):<{width}}  {value}" for name, value in shown.items()), ""]
+
+
+def _output(program: str | None, *arguments: str) -> list[str]:
+    if program is None:
+        return []
+    try:
+        result = subprocess.run(
+            [program, *arguments], capture_output=True, text=True, timeout=20, check=False
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line for line in result.stdout.splitlines() if line.strip()]
+
+
+def _first_line(program: str | None, *arguments: str) -> str | None:
+    lines = _output(program, *arguments)
+    return f"{lines[0].strip()} ({Path(str(program))})" if lines else None
+
+
+def _last_release(nvcc: str | None) -> str | None:
+    line = next((line for line in _output(nvcc, "--version") if "release" in line), None)
+    return f"{line.strip()} ({nvcc})" if line else None
