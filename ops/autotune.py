@@ -14,7 +14,7 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -184,7 +184,8 @@ class Tuner:
             partial.write_text(json.dumps({"identity": self._identity, "choices": choices}, indent=1))
             os.replace(partial, self._file)
         except OSError:
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):
+                partial.unlink()
 
 
 def measure(problem: Problem, candidates: Sequence[Candidate], device: torch.device) -> Choice:

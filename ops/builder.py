@@ -42,19 +42,11 @@ class MuonBuilder(OpBuilder):
 
     def absolute_name(self) -> str:
         """Return the module path under which a library that was built ahead of time is installed."""
-        return f"deepspeed_muon.ops.{toolchain.library_name(self.spec().key)}"
+        return f"deepspeed_muon.ops.{toolchain.library_name(self.spec().portable_key)}"
 
     def spec(self) -> BuildSpec:
         """Return what a build on this machine consists of. Compiles nothing and creates no CUDA context."""
-        with_cuda = cuda_reason() is None
-        capabilities = (
-            [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
-            if with_cuda and not os.environ.get("TORCH_CUDA_ARCH_LIST")
-            else []
-        )
-        return toolchain.build_spec(
-            torch_version=torch.__version__, with_cuda=with_cuda, capabilities=capabilities
-        )
+        return toolchain.machine_spec(torch)
 
     def sources(self) -> list[str]:
         """Return the absolute paths of the sources."""
@@ -134,27 +126,7 @@ class MuonBuilder(OpBuilder):
 
     def builder(self) -> Any:
         """Return the setuptools extension for a build ahead of time."""
-        from torch.utils.cpp_extension import CppExtension, CUDAExtension
-
-        spec = self.spec()
-        flags = {"cxx": list(spec.cxx_flags)} | ({"nvcc": list(spec.nvcc_flags)} if spec.with_cuda else {})
-        return (CUDAExtension if spec.with_cuda else CppExtension)(
-            name=self.absolute_name(),
-            sources=list(spec.sources),
-            include_dirs=list(spec.include_dirs),
-            extra_compile_args=flags,
-        )
-
-
-def cuda_reason() -> str | None:
-    """Return why the CUDA kernels are not part of a build here, or ``None`` if they are."""
-    if torch.version.cuda is None:
-        return "this torch has no CUDA"
-    if not torch.cuda.is_available() and not os.environ.get("TORCH_CUDA_ARCH_LIST"):
-        return "no CUDA device, and TORCH_CUDA_ARCH_LIST does not say what to build for"
-    if toolchain.find_nvcc() is None:
-        return "no nvcc on PATH or in CUDA_HOME"
-    return None
+        return toolchain.setuptools_extension(self.spec(), "deepspeed_muon.ops")
 
 
 def build_folder(spec: BuildSpec) -> Path:
@@ -173,7 +145,7 @@ def library_path(spec: BuildSpec) -> Path:
 
 def prebuilt_path(spec: BuildSpec) -> Path:
     """Return where ``DS_BUILD_MUON=1 pip install`` puts the library."""
-    return PACKAGE / f"{toolchain.library_name(spec.key)}.so"
+    return PACKAGE / f"{toolchain.library_name(spec.portable_key)}.so"
 
 
 _loaded: set[Path] = set()

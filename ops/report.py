@@ -16,7 +16,7 @@ from deepspeed_muon.math.reference import reference_orthogonalize
 
 from . import library, reference, toolchain
 from .autotune import cache_folder, error_of, hardware_name
-from .builder import MuonBuilder, build_folder, cuda_reason, ninja_folder, prebuilt_path
+from .builder import MuonBuilder, build_folder, ninja_folder, prebuilt_path
 from .candidates import has_kernel
 
 __all__ = ["collect", "render", "self_test"]
@@ -46,7 +46,7 @@ def collect() -> dict[str, Any]:
             "built": builder.built_path() is not None,
             "cannot_be_built": builder.unavailable_reason(),
             "with_cuda": spec.with_cuda,
-            "without_cuda_because": cuda_reason(),
+            "without_cuda_because": toolchain.cuda_reason(torch),
             "architectures": [flag.rpartition("=")[2] for flag in spec.nvcc_flags if "gencode" in flag],
         },
         "ops": _ops(builder),

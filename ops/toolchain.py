@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 __all__ = [
     "BuildSpec",
@@ -48,6 +49,7 @@ class BuildSpec:
         nvcc_flags: Flags of nvcc; empty without CUDA.
         with_cuda: Whether CUDA sources are among the sources.
         key: Digest of all of this, of the headers and of the torch version.
+        portable_key: The same without the GPU architectures: a build ahead of time may be made where no GPU is.
     """
 
     sources: tuple[str, ...]
@@ -56,6 +58,7 @@ class BuildSpec:
     nvcc_flags: tuple[str, ...]
     with_cuda: bool
     key: str
+    portable_key: str
 
 
 def library_name(key: str) -> str:
@@ -100,13 +103,15 @@ def build_spec(
     nvcc_flags = _nvcc_flags(torch_version, capabilities) if with_cuda else ()
     digest = hashlib.sha256()
     parts = [torch_version, sys.implementation.cache_tag or "", platform.machine(), str(with_cuda)]
-    for text in [*parts, *cxx_flags, *nvcc_flags]:
+    for text in [*parts, *cxx_flags]:
         digest.update(text.encode() + b"\0")
     headers = [CSRC.glob("*.h"), CSRC.glob("cpu/*.h")]
     if with_cuda:
         headers += [CSRC.glob("cuda/*.cuh"), CSRC.glob("cuda/*.h"), CSRC.glob("include/*.h")]
     for path in sorted([*sources, *(path for group in headers for path in group)]):
         digest.update(path.relative_to(CSRC).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    portable_key = digest.hexdigest()[:16]
+    digest.update("\0".join(nvcc_flags).encode())
     return BuildSpec(
         sources=tuple(map(str, sources)),
         include_dirs=(str(CSRC), str(CSRC / "include")),
@@ -114,6 +119,57 @@ def build_spec(
         nvcc_flags=nvcc_flags,
         with_cuda=with_cuda,
         key=digest.hexdigest()[:16],
+        portable_key=portable_key,
+    )
+
+
+def machine_spec(torch: Any) -> BuildSpec:
+    """Return what a build on this machine consists of. Compiles nothing.
+
+    Args:
+        torch: The module.
+    """
+    with_cuda = cuda_reason(torch) is None
+    count = torch.cuda.device_count() if with_cuda and not os.environ.get("TORCH_CUDA_ARCH_LIST") else 0
+    return build_spec(
+        torch_version=torch.__version__,
+        with_cuda=with_cuda,
+        capabilities=[torch.cuda.get_device_capability(index) for index in range(count)],
+    )
+
+
+def cuda_reason(torch: Any) -> str | None:
+    """Return why the CUDA kernels are not part of a build on this machine, or ``None`` if they are.
+
+    Args:
+        torch: The module.
+    """
+    if torch.version.cuda is None:
+        return "this torch has no CUDA"
+    if not torch.cuda.is_available() and not os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        return "no CUDA device, and TORCH_CUDA_ARCH_LIST does not say what to build for"
+    if find_nvcc() is None:
+        return "no nvcc on PATH or in CUDA_HOME"
+    return None
+
+
+def setuptools_extension(spec: BuildSpec, package: str, root: Path | None = None) -> Any:
+    """Return the setuptools extension of a build ahead of time.
+
+    Args:
+        spec: Of :func:`machine_spec`.
+        package: The package that the library is installed in.
+        root: Make the sources relative to this folder, as setuptools wants them.
+    """
+    from torch.utils.cpp_extension import CppExtension, CUDAExtension
+
+    flags = {"cxx": list(spec.cxx_flags)} | ({"nvcc": list(spec.nvcc_flags)} if spec.with_cuda else {})
+    sources = [os.path.relpath(source, root) if root else source for source in spec.sources]
+    return (CUDAExtension if spec.with_cuda else CppExtension)(
+        name=f"{package}.{library_name(spec.portable_key)}",
+        sources=sources,
+        include_dirs=list(spec.include_dirs),
+        extra_compile_args=flags,
     )
 
 

@@ -1,0 +1,332 @@
+"""Newton-Schulz and the flat passes against what a user would run instead, on the same inputs in one run.
+
+    python benchmarks/newton_schulz.py                  # CPU: one and two threads, about ten minutes
+    python benchmarks/newton_schulz.py --quick          # fewer repetitions, one thread
+    python benchmarks/newton_schulz.py --device cuda    # one GPU
+
+Times are medians over repetitions in which all implementations take turns, so that what else runs on the machine
+meets all of them alike. Peers: the iteration of ``torch.optim.Muon``, one matrix at a time as that optimizer calls it;
+the two functions inside DeepSpeed, compiled as DeepSpeed compiles them, one matrix at a time as its optimizer calls
+them and, for batches, in one call. On a GPU: the standard bf16 iteration under ``torch.compile``, and DeepSpeed's
+default.
+
+Writes ``benchmarks/results/newton_schulz-<hardware>.json`` and ``.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.zero.muon.original_muon import (
+    zeropower_via_gram_newtonschulz,
+    zeropower_via_newtonschulz5,
+)
+from torch import Tensor
+from torch.optim._muon import _zeropower_via_newtonschulz
+
+from deepspeed_muon import ops
+from deepspeed_muon.math.coefficients import resolve_schedule
+from deepspeed_muon.math.newton_schulz import NsSettings, resolve_ns_dtype
+from deepspeed_muon.math.reference import reference_orthogonalize
+from deepspeed_muon.ops.autotune import Tuner, error_of, hardware_name
+
+STEPS = 5
+QUINTIC = (3.4445, -4.7750, 2.0315)
+CPU_SHAPES = [(256, 256), (512, 512), (768, 768), (768, 3072), (1024, 4096)]
+CUDA_SHAPES = [(m, round(m * ratio)) for m in (1024, 2048, 4096) for ratio in (1, 8 / 3, 4, 8)]
+RESULTS = Path(__file__).resolve().parent / "results"
+
+Run = Callable[[], object]
+
+
+def peers(x: Tensor) -> dict[str, Run]:
+    """What others run on ``x`` (batch, rows, cols)."""
+    each = list(x.unbind(0))
+    found: dict[str, Run] = {}
+    if x.device.type == "cuda":
+        compiled = torch.compile(standard_bf16)
+        found["compiled standard bf16"] = lambda: compiled(x)
+    else:
+        found["torch.optim.Muon"] = lambda: [
+            _zeropower_via_newtonschulz(one, QUINTIC, STEPS, 1e-7) for one in each
+        ]
+        found["DeepSpeed standard"] = lambda: [zeropower_via_newtonschulz5(one, STEPS) for one in each]
+    found["DeepSpeed gram"] = lambda: [zeropower_via_gram_newtonschulz(one, STEPS) for one in each]
+    if len(each) > 1:
+        if x.device.type == "cpu":
+            found["DeepSpeed standard, batched"] = lambda: zeropower_via_newtonschulz5(x, STEPS)
+        found["DeepSpeed gram, batched"] = lambda: zeropower_via_gram_newtonschulz(x, STEPS)
+    return found
+
+
+def standard_bf16(x: Tensor) -> Tensor:
+    """The iteration that Muon's authors publish, for a batch."""
+    a, b, c = QUINTIC
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    x = x.bfloat16()
+    for _ in range(STEPS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+def interleaved(
+    runs: dict[str, Run], *, seconds: float, least: int, most: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Milliseconds of each implementation in each round; every round runs all of them once."""
+    for run in runs.values():
+        run()
+        run()
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    started = time.perf_counter()
+    for done in range(most):
+        if done >= least and time.perf_counter() - started > seconds:
+            break
+        for name, run in runs.items():
+            times[name].append(timed(run, device))
+    return times
+
+
+def timed(run: Run, device: torch.device) -> float:
+    if device.type == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(device)
+        begin.record()
+        run()
+        end.record()
+        torch.cuda.synchronize(device)
+        return float(begin.elapsed_time(end))
+    started = time.perf_counter()
+    run()
+    return 1e3 * (time.perf_counter() - started)
+
+
+def iteration_rows(
+    device: torch.device, shapes: Sequence[tuple[int, int]], threads: int, seconds: float, folder: Path
+) -> list[dict[str, Any]]:
+    settings = NsSettings(resolve_schedule("quintic", STEPS), "gram", resolve_ns_dtype("auto", device))
+    rows = []
+    for batch in (1, 8):
+        for shape in shapes:
+            ours = ops.select("auto", tuner=Tuner(folder))
+            x = torch.randn(batch, *shape, generator=torch.Generator().manual_seed(0)).to(device)
+            runs: dict[str, Run] = {"ours": lambda ours=ours, x=x: ours(x, settings=settings), **peers(x)}
+            times = interleaved(
+                runs, seconds=seconds, least=5 if x.numel() > 1e7 else 9, most=201, device=device
+            )
+            medians = {name: statistics.median(values) for name, values in times.items()}
+            others = {name: value for name, value in medians.items() if name != "ours"}
+            fastest = min(others, key=others.__getitem__)
+            # Round by round, because the machine's speed changes between rounds but hardly within one.
+            paired = {
+                name: statistics.median(
+                    theirs / own for theirs, own in zip(times[name], times["ours"], strict=True)
+                )
+                for name in others
+            }
+            small = batch * shape[0] ** 2 * shape[1] < 1e9
+            row = {
+                "device": device.type,
+                "threads": threads,
+                "batch": batch,
+                "shape": list(shape),
+                "rounds": len(times["ours"]),
+                "ran": ours.report()[0]["ran"],
+                "milliseconds": {name: round(value, 4) for name, value in medians.items()},
+                "ratio_of_medians": {
+                    name: round(value / medians["ours"], 3) for name, value in others.items()
+                },
+                "median_of_ratios": {name: round(value, 3) for name, value in paired.items()},
+                "fastest_peer": fastest,
+                "error": errors(x, ours(x, settings=settings)) if small else None,
+            }
+            rows.append(row)
+            ratios = ", ".join(f"{name} {value:.2f}x" for name, value in paired.items())
+            print(
+                f"{threads} thr, {batch} x {shape}: {medians['ours']:.2f} ms ({row['ran']}); {ratios}",
+                flush=True,
+            )
+    return rows
+
+
+def errors(x: Tensor, result: Tensor) -> float:
+    """Relative error against the same polynomial in float64."""
+    rows = resolve_schedule("quintic", STEPS)
+    return round(
+        error_of(result.cpu(), torch.stack([reference_orthogonalize(one.cpu(), rows) for one in x])), 5
+    )
+
+
+def flat_rows(device: torch.device, threads: int, seconds: float) -> list[dict[str, Any]]:
+    """Bandwidth of the flat passes, counting each operand once for each read and write, against a plain copy."""
+    numel = 1 << (28 if device.type == "cuda" else 25)
+    native = ops.flat_passes("ops", device)
+    plain = ops.flat_passes("torch", device)
+    buf, grad, target = (torch.randn(numel, device=device) for _ in range(3))
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        out = torch.empty(numel, dtype=dtype, device=device)
+        bytes_moved = {"copy": 8, "pack": 12 + out.element_size(), "apply": 8 + out.element_size()}
+        runs: dict[str, Run] = {
+            "copy": lambda: target.copy_(grad),
+            "pack": lambda out=out: native.momentum_pack(buf, grad, out, 0.95, True),
+            "apply": lambda out=out: native.unpack_apply(target, out, 1e-6, 0.999),
+            "pack, torch": lambda out=out: plain.momentum_pack(buf, grad, out, 0.95, True),
+            "apply, torch": lambda out=out: plain.unpack_apply(target, out, 1e-6, 0.999),
+        }
+        times = interleaved(runs, seconds=seconds, least=9, most=101, device=device)
+        bandwidth = {
+            name: numel * bytes_moved[name.split(",")[0]] / statistics.median(values) / 1e6
+            for name, values in times.items()
+        }
+        of_copy = {
+            name: statistics.median(
+                bytes_moved[name] / 8 * copy / own
+                for copy, own in zip(times["copy"], times[name], strict=True)
+            )
+            for name in ("pack", "apply")
+        }
+        row = {
+            "device": device.type,
+            "threads": threads,
+            "dtype": str(dtype).removeprefix("torch."),
+            "elements": numel,
+            "rounds": len(times["copy"]),
+            "gigabytes_per_second": {name: round(value, 2) for name, value in bandwidth.items()},
+            "of_a_copy": {name: round(value, 3) for name, value in of_copy.items()},
+        }
+        rows.append(row)
+        print(
+            f"{threads} thr, flat {row['dtype']}: {row['gigabytes_per_second']}; of a copy {row['of_a_copy']}",
+            flush=True,
+        )
+    return rows
+
+
+def sym_gemm_rows(device: torch.device, seconds: float) -> list[dict[str, Any]]:
+    """TFLOP/s on the tiles that ``sym_gemm`` computes (128 x 128, lower triangle), and of cuBLAS's whole product."""
+    rows = []
+    operators = ops.load()
+    for m in (1024, 2048, 4096, 8192):
+        for dtype in (torch.bfloat16, torch.float16):
+            a = torch.randn(1, m, m, device=device).to(dtype)
+            runs: dict[str, Run] = {
+                "sym_gemm": lambda a=a: operators.sym_gemm(a, a, None, 1.0, 0.0, 0.0),
+                "cuBLAS": lambda a=a: a @ a.mT,
+            }
+            times = {
+                name: statistics.median(values)
+                for name, values in interleaved(
+                    runs, seconds=seconds, least=20, most=200, device=device
+                ).items()
+            }
+            tiles = m / 128
+            flops = {"sym_gemm": m**3 * (tiles + 1) / tiles, "cuBLAS": 2.0 * m**3}
+            rows.append(
+                {
+                    "m": m,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "milliseconds": {name: round(value, 4) for name, value in times.items()},
+                    "teraflops": {name: round(flops[name] / value / 1e9, 1) for name, value in times.items()},
+                }
+            )
+            print(rows[-1], flush=True)
+    return rows
+
+
+def write(path: Path, about: dict[str, Any], found: dict[str, list[dict[str, Any]]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".json").write_text(json.dumps({"setting": about, **found}, indent=1) + "\n")
+    told = ", ".join(f"{key} {value}" for key, value in about.items())
+    lines = ["# Newton-Schulz and the flat passes", "", f"{told}.", ""]
+    names = sorted({name for row in found["iteration"] for name in row["median_of_ratios"]})
+    lines += [
+        "Milliseconds of ours; for each peer how many times as long it takes (median over rounds of its time / ours).",
+        "",
+        "| threads | batch | shape | ours, ms | what ran | " + " | ".join(names) + " |",
+        "|" + "---|" * (5 + len(names)),
+    ]
+    for row in found["iteration"]:
+        ratios = [f"{row['median_of_ratios'][n]:.2f}" if n in row["median_of_ratios"] else "" for n in names]
+        shape = " x ".join(map(str, row["shape"]))
+        cells = [
+            str(row["threads"]),
+            str(row["batch"]),
+            shape,
+            f"{row['milliseconds']['ours']:.2f}",
+            row["ran"],
+        ]
+        lines.append("| " + " | ".join([*cells, *ratios]) + " |")
+    lines += [
+        "",
+        "Flat passes: GB/s, and the share of a plain fp32 copy's bandwidth in the same rounds.",
+        "",
+        "| threads | wire dtype | copy | pack | apply | pack, torch | apply, torch | pack / copy | apply / copy |",
+        "|" + "---|" * 9,
+    ]
+    for row in found["flat"]:
+        speeds = [f"{value:.1f}" for value in row["gigabytes_per_second"].values()]
+        shares = [f"{value:.2f}" for value in row["of_a_copy"].values()]
+        lines.append("| " + " | ".join([str(row["threads"]), row["dtype"], *speeds, *shares]) + " |")
+    if "sym_gemm" in found:
+        lines += ["", "| m | dtype | sym_gemm, TFLOP/s | cuBLAS, TFLOP/s |", "|---|---|---|---|"]
+        for row in found["sym_gemm"]:
+            speeds = [f"{row['teraflops'][name]}" for name in ("sym_gemm", "cuBLAS")]
+            lines.append("| " + " | ".join([str(row["m"]), row["dtype"], *speeds]) + " |")
+    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
+
+
+def slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions, one thread")
+    parser.add_argument("--only", choices=["iteration", "flat", "sym_gemm"], help="one part; writes nothing")
+    parsed = parser.parse_args()
+    device = torch.device(parsed.device)
+    seconds = 1.0 if parsed.quick else 5.0
+    threads = [torch.get_num_threads()] if device.type == "cuda" else [1] if parsed.quick else [1, 2]
+    shapes = CUDA_SHAPES if device.type == "cuda" else CPU_SHAPES
+    name = torch.cuda.get_device_name() if device.type == "cuda" else hardware_name()
+    about = {
+        "command": f"python benchmarks/newton_schulz.py --device {device.type}",
+        "hardware": f"{name}, {len(os.sched_getaffinity(0))} cores",
+        "torch": torch.__version__,
+        "deepspeed": deepspeed.__version__,
+        "iteration dtype": str(resolve_ns_dtype("auto", device)).removeprefix("torch."),
+        "steps": STEPS,
+        "load average before": f"{os.getloadavg()[0]:.1f}",
+    }
+    found: dict[str, list[dict[str, Any]]] = {"iteration": [], "flat": []}
+    ops.load()
+    with tempfile.TemporaryDirectory() as folder:
+        for count in threads:
+            torch.set_num_threads(count)
+            if parsed.only in (None, "flat"):
+                found["flat"] += flat_rows(device, count, seconds)
+            if parsed.only in (None, "iteration"):
+                found["iteration"] += iteration_rows(device, shapes, count, seconds, Path(folder))
+    if device.type == "cuda" and parsed.only in (None, "sym_gemm"):
+        found["sym_gemm"] = sym_gemm_rows(device, seconds)
+    if parsed.only is None:
+        write(RESULTS / f"newton_schulz-{slug(name)}", about, found)
+
+
+if __name__ == "__main__":
+    main()

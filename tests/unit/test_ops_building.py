@@ -1,0 +1,259 @@
+"""Building and loading: never by an import, once for all ranks, never behind a dead process; and running without."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed_muon import ops
+from deepspeed_muon.errors import OpsUnavailableError
+from deepspeed_muon.math.coefficients import resolve_schedule
+from deepspeed_muon.math.newton_schulz import NsSettings
+from deepspeed_muon.ops import builder, library, toolchain
+from deepspeed_muon.ops.builder import MuonBuilder
+from tests.native_ops import REPOSITORY
+
+SETTINGS = NsSettings(resolve_schedule("quintic"))
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, **environment},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture
+def without_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(library, "_operators", None)
+    monkeypatch.setattr(library, "_failure", None)
+
+
+def test_importing_neither_builds_nor_loads(tmp_path: Path) -> None:
+    code = """
+        import sys
+        import deepspeed_muon, deepspeed_muon.ops
+        assert not deepspeed_muon.ops.loaded()
+        assert "torch.utils.cpp_extension" not in sys.modules
+    """
+    done = python(code, TORCH_EXTENSIONS_DIR=str(tmp_path), CXX="no-such-compiler")
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_loaded_library_is_loaded_again_within_a_fifth_of_a_second() -> None:
+    ops.load()
+    code = """
+        import time
+        from deepspeed_muon import ops
+        from deepspeed_muon.ops.builder import MuonBuilder
+        import torch
+        times = []
+        started = time.process_time()
+        ops.load()
+        print("seconds", time.process_time() - started)
+        assert torch.ops.deepspeed_muon.sym_gemm
+    """
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    # CPU time, because the machine may be busy.
+    assert float(done.stdout.split("seconds")[1]) < 0.2
+
+
+def test_without_a_compiler_auto_warns_once_and_runs_torch(without_compiler: None) -> None:
+    with pytest.warns(UserWarning, match="no C\\+\\+ compiler") as caught:
+        chosen = ops.select("auto")
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ops.flat_passes("auto").name == "torch"
+        assert ops.select("auto").backend == "auto"
+    assert chosen(torch.randn(4, 6), settings=SETTINGS).shape == (4, 6)
+    assert chosen.report()[0]["ran"].startswith("torch ")
+
+
+def test_without_a_compiler_ops_is_a_typed_error(without_compiler: None) -> None:
+    with pytest.raises(OpsUnavailableError, match="no C\\+\\+ compiler: 'no-such-compiler' is not on PATH"):
+        ops.select("ops")
+    with pytest.raises(OpsUnavailableError):
+        ops.flat_passes("ops")
+    assert ops.select("torch")(torch.randn(4, 6), settings=SETTINGS).shape == (4, 6)
+
+
+def test_a_broken_source_is_a_typed_error_with_the_compilers_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "broken.cpp").write_text("this is not C++;\n")
+    monkeypatch.setattr(toolchain, "CSRC", tmp_path / "csrc")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    with pytest.raises(OpsUnavailableError, match=r"broken\.cpp:1:1: error"):
+        MuonBuilder().load()
+
+
+def test_a_tiny_library_is_built_once_and_a_leftover_lock_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "tiny.cpp").write_text('extern "C" int tiny() { return 7; }\n')
+    monkeypatch.setattr(toolchain, "CSRC", tmp_path / "csrc")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    path = builder.library_path(MuonBuilder().spec())
+    (path.parent / "build").mkdir(parents=True)
+    (path.parent / "build" / "lock").touch()  # what torch leaves when a build is killed
+    (path.parent / ".building").touch()
+    started = time.monotonic()
+    MuonBuilder().load()
+    assert path.exists() and time.monotonic() - started < 60
+    stamp = path.stat().st_mtime_ns
+    MuonBuilder().load()
+    assert path.stat().st_mtime_ns == stamp
+
+
+def test_ranks_that_build_at_once_build_once(tmp_path: Path) -> None:
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "tiny.cpp").write_text('extern "C" int tiny() { return 7; }\n')
+    code = f"""
+        from pathlib import Path
+        from deepspeed_muon.ops import builder, toolchain
+        toolchain.CSRC = Path({str(tmp_path / "csrc")!r})
+        compile_ = builder._compile
+        builder._compile = lambda *a: (print("compiled"), compile_(*a))
+        builder.MuonBuilder().load()
+    """
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    ranks = [
+        subprocess.Popen(command, env=environment, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0, 0]
+    assert sum(output.count("compiled") for output in outputs) == 1
+
+
+def test_the_lock_dies_with_its_holder_and_waiting_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = """
+        import sys, time
+        from pathlib import Path
+        from deepspeed_muon.ops import builder
+        with builder._exclusive(Path(sys.argv[1])):
+            print("held", flush=True)
+            time.sleep(600)
+    """
+    holder = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+    )
+    try:
+        assert holder.stdout is not None
+        assert any("held" in line for line in holder.stdout)
+        monkeypatch.setattr(builder, "WAIT_SECONDS", 0.3)
+        with pytest.raises(OpsUnavailableError, match="DS_MUON_BUILD_TIMEOUT"), builder._exclusive(tmp_path):
+            pass
+        holder.send_signal(signal.SIGKILL)
+        holder.wait(timeout=30)
+        with builder._exclusive(tmp_path):
+            pass
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_the_lock_is_free_after_use(tmp_path: Path) -> None:
+    with builder._exclusive(tmp_path):
+        pass
+    with open(tmp_path / ".building") as gate:
+        fcntl.flock(gate, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_the_key_follows_sources_and_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "one.cpp").write_text("int a;")
+    header = tmp_path / "cpu" / "two.h"
+    header.write_text("int b;")
+    monkeypatch.setattr(toolchain, "CSRC", tmp_path)
+    first = toolchain.build_spec(torch_version="2.6.0+cpu", with_cuda=False)
+    assert "-std=c++17" in first.cxx_flags
+    assert first.key == toolchain.build_spec(torch_version="2.6.0+cpu", with_cuda=False).key
+    other = toolchain.build_spec(torch_version="2.13.0+cpu", with_cuda=False)
+    assert "-std=c++20" in other.cxx_flags and other.key != first.key
+    header.write_text("int c;")
+    assert toolchain.build_spec(torch_version="2.6.0+cpu", with_cuda=False).key != first.key
+
+
+def test_a_build_without_cuda_has_no_cuda_sources_and_one_with_has_all() -> None:
+    plain = toolchain.build_spec(torch_version="2.13.0", with_cuda=False)
+    assert plain.sources and not plain.nvcc_flags
+    assert not any("cuda" in source for source in plain.sources)
+    full = toolchain.build_spec(torch_version="2.13.0", with_cuda=True, capabilities=[(9, 0)])
+    assert set(plain.sources) < set(full.sources)
+    assert {Path(source).name for source in full.sources} >= {"binding_cuda.cpp", "sym_gemm_sm90.cu"}
+    assert "--use_fast_math" not in full.nvcc_flags
+    assert "-gencode=arch=compute_90a,code=sm_90a" in full.nvcc_flags
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "arch_list", "names"),
+    [
+        ([(9, 0)], None, ["90a"]),
+        ([(8, 0), (8, 6), (8, 0)], None, ["80", "86"]),
+        ([(10, 0), (12, 0)], None, ["100a", "120a"]),
+        ([(7, 5)], None, ["80", "90a"]),
+        ([], None, ["80", "90a"]),
+        ([(8, 0)], "9.0a", ["90a"]),
+        ([(8, 0)], "8.0;9.0+PTX", ["80", "90a"]),
+        ([], "7.0 8.6", ["86"]),
+    ],
+)
+def test_arch_flags(capabilities: list[tuple[int, int]], arch_list: str | None, names: list[str]) -> None:
+    expected = tuple(f"-gencode=arch=compute_{name},code=sm_{name}" for name in names)
+    assert toolchain.arch_flags(capabilities, arch_list) == expected
+
+
+def test_the_builder_has_the_face_of_an_op_builder() -> None:
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    made = MuonBuilder()
+    assert isinstance(made, OpBuilder) and made.name == MuonBuilder.NAME == "muon"
+    assert made.absolute_name().startswith("deepspeed_muon.ops.")
+    assert made.is_compatible()
+    assert all(os.path.isabs(path) for path in made.sources() + made.include_paths())
+    assert made.load().orthogonalize is ops.load().orthogonalize
+    extension = made.builder()
+    assert extension.sources == made.sources()
+
+
+@pytest.mark.full
+def test_a_cold_build_takes_at_most_30_seconds_of_two_cores(tmp_path: Path) -> None:
+    code = """
+        import resource
+        from deepspeed_muon import ops
+        ops.load()
+        print("seconds", sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]))
+    """
+    done = python(code, TORCH_EXTENSIONS_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    # CPU time of the compilers, because the machine may be busy.
+    assert float(done.stdout.split("seconds")[1]) < 60

@@ -1,0 +1,197 @@
+"""The choice between candidates: right before fast, remembered, bounded in time, and visible in the report."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed_muon import ops
+from deepspeed_muon.errors import OpsUnavailableError
+from deepspeed_muon.math.coefficients import resolve_schedule
+from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
+from deepspeed_muon.math.reference import reference_orthogonalize
+from deepspeed_muon.ops import autotune, library
+from deepspeed_muon.ops.autotune import Tuner, measure
+from deepspeed_muon.ops.candidates import Candidate, candidates_for, has_kernel, problem_of
+
+SETTINGS = NsSettings(resolve_schedule("quintic"))
+CPU = torch.device("cpu")
+
+
+def sleeping(name: str, seconds: float, factor: float = 1.0) -> Candidate:
+    def run(x: Tensor, settings: NsSettings) -> Tensor:
+        time.sleep(seconds)
+        return factor * orthogonalize(x, settings=settings)
+
+    return Candidate(name, run)
+
+
+def test_the_fastest_candidate_with_a_right_result_is_taken() -> None:
+    problem = problem_of(torch.empty(8, 12), SETTINGS)
+    wrong = sleeping("wrong", 0.0, 1.01)
+
+    def fails(x: Tensor, settings: NsSettings) -> Tensor:
+        raise RuntimeError("no such kernel")
+
+    failing = Candidate("failing", fails)
+    with pytest.warns(UserWarning, match="is not used for cpu") as caught:
+        choice = measure(problem, [sleeping("slow", 0.02), wrong, failing, sleeping("fast", 0.001)], CPU)
+    assert choice.name == "fast" and choice.reason == "measured"
+    assert choice.rejected["wrong"].startswith("relative error 0.01")
+    assert choice.rejected["failing"] == "failed: no such kernel"
+    assert sorted(str(item.message).split("'")[1] for item in caught) == ["failing", "wrong"]
+    assert set(choice.milliseconds) == {"slow", "fast"}
+
+
+def test_the_expected_winner_stays_unless_another_is_clearly_faster() -> None:
+    problem = problem_of(torch.empty(8, 12), SETTINGS)
+    assert measure(problem, [sleeping("expected", 0.02), sleeping("same", 0.02)], CPU).name == "expected"
+
+
+def test_one_run_that_takes_too_long_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autotune, "PROBLEM_SECONDS", 0.05)
+    problem = problem_of(torch.empty(8, 12), SETTINGS)
+    started = time.monotonic()
+    choice = measure(problem, [sleeping("expected", 0.1), sleeping("other", 30.0)], CPU)
+    assert choice.name == "expected" and "too long" in choice.reason
+    assert time.monotonic() - started < 5
+
+
+def test_choices_are_remembered_between_processes(tmp_path: Path) -> None:
+    problem = problem_of(torch.empty(8, 12), SETTINGS)
+    candidates = [sleeping("slow", 0.02), sleeping("fast", 0.001)]
+    assert Tuner(tmp_path).choose(problem, candidates, CPU).name == "fast"
+    again = Tuner(tmp_path)
+    turned = [sleeping("slow", 0.0), sleeping("fast", 0.02)]  # measured anew it would be the other one
+    assert again.choose(problem, turned, CPU).name == "fast"
+    choice = again.choice(problem)
+    assert choice is not None and choice.reason == "remembered"
+    assert Tuner(tmp_path, library_key="new").choose(problem, turned, CPU).name == "slow"
+    more = [*turned, sleeping("fastest", 0.0)]
+    assert Tuner(tmp_path).choose(problem, more, CPU).name in ("slow", "fastest"), (
+        "another list is measured anew"
+    )
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"identity": 1}', '{"identity": ["x"], "choices": {"a": 3}}']
+)
+def test_a_damaged_file_is_measured_over(tmp_path: Path, content: str) -> None:
+    tuner = Tuner(tmp_path)
+    tuner._file.write_text(content)
+    problem = problem_of(torch.empty(8, 12), SETTINGS)
+    assert tuner.choose(problem, [sleeping("slow", 0.02), sleeping("fast", 0.001)], CPU).name == "fast"
+    assert problem.key() in json.loads(tuner._file.read_text())["choices"]
+
+
+def test_a_folder_that_cannot_be_made_is_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    tuner = Tuner(tmp_path / "file" / "folder")
+    problem = problem_of(torch.empty(8, 12), SETTINGS)
+    assert tuner.choose(problem, [sleeping("slow", 0.02), sleeping("fast", 0.001)], CPU).name == "fast"
+
+
+def test_measuring_stops_when_a_process_has_spent_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autotune, "PROCESS_SECONDS", 0.0)
+    tuner = Tuner(tmp_path)
+    problem = problem_of(torch.empty(8, 12), SETTINGS)
+    assert tuner.choose(problem, [sleeping("expected", 9.0), sleeping("other", 9.0)], CPU).name == "expected"
+    choice = tuner.choice(problem)
+    assert choice is not None and "used up" in choice.reason
+
+
+def test_measuring_leaves_the_random_generator_alone(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    expected = torch.randn(4)
+    torch.manual_seed(3)
+    ops.select("auto", tuner=Tuner(tmp_path))(torch.ones(8, 12), settings=SETTINGS)
+    assert torch.equal(torch.randn(4), expected)
+
+
+def names(rows: int, cols: int, method: str, dtype: torch.dtype, batch: int = 1) -> list[str]:
+    settings = NsSettings(resolve_schedule("quintic"), method, dtype)  # type: ignore[arg-type]
+    problem = problem_of(torch.empty(batch, rows, cols), settings)
+    return [candidate.name for candidate in candidates_for(problem, library.load())]
+
+
+def test_standard_pins_the_order_of_the_products_and_gram_allows_both() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert all("standard" in name for name in names(64, 256, "standard", dtype))
+        assert names(64, 256, "gram", dtype)[0].startswith("ops gram")
+        assert names(64, 64, "gram", dtype)[0].startswith("ops standard")
+        assert {"torch standard", "torch gram"} <= set(names(64, 256, "gram", dtype))
+
+
+def test_tiles_are_for_bfloat16_only() -> None:
+    assert not any("tiles" in name for name in names(64, 64, "gram", torch.float32))
+    expected = bool(torch.ops.deepspeed_muon.tiles_available())
+    assert any("tiles" in name for name in names(64, 64, "gram", torch.bfloat16)) is expected
+
+
+@pytest.mark.parametrize("backend", ["auto", "ops", "torch"])
+@pytest.mark.parametrize("shape", [(24, 24), (24, 64), (64, 24), (3, 24, 64), (2, 2, 64, 24), (0, 4, 8)])
+def test_every_backend_has_the_contract_of_the_torch_code(
+    backend: ops.NsBackend, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    chosen = ops.select(backend, tuner=Tuner(tmp_path))
+    x = torch.randn(shape)
+    for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 3e-1)):
+        settings = NsSettings(resolve_schedule("quintic"), "gram", dtype)
+        result = chosen(x, settings=settings)
+        assert result.shape == x.shape and result.dtype == dtype
+        if x.numel():
+            flat = [
+                reference_orthogonalize(each, settings.coefficients) for each in x.reshape(-1, *shape[-2:])
+            ]
+            expected = torch.stack(flat).reshape(shape)
+            assert float((result.double() - expected).norm() / expected.norm()) < bound
+    for entry in chosen.report():
+        assert entry["calls"] == 1
+        if backend != "auto":
+            assert entry["ran"].startswith(backend)
+
+
+def test_the_report_says_what_ran_and_why(tmp_path: Path) -> None:
+    chosen = ops.select("auto", tuner=Tuner(tmp_path))
+    for _ in range(3):
+        chosen(torch.randn(24, 64), settings=SETTINGS)
+    (entry,) = chosen.report()
+    assert entry["calls"] == 3 and entry["reason"] == "measured" and "1x24x64" in entry["problem"]
+    assert entry["ran"] in entry["milliseconds"]
+    json.dumps(chosen.report())
+
+
+def test_flat_passes_of_both_backends_agree() -> None:
+    native, plain = ops.flat_passes("ops"), ops.flat_passes("torch")
+    assert (native.name, plain.name, ops.flat_passes("auto").name) == ("ops", "torch", "ops")
+    buf, grad, param = (torch.randn(1000) for _ in range(3))
+    copies = buf.clone(), param.clone()
+    out, expected = torch.empty(1000, dtype=torch.bfloat16), torch.empty(1000, dtype=torch.bfloat16)
+    native.momentum_pack(buf, grad, out, 0.95, True)
+    plain.momentum_pack(copies[0], grad, expected, 0.95, True)
+    torch.testing.assert_close(out, expected)
+    native.unpack_apply(param, out, 0.1, 0.99)
+    plain.unpack_apply(copies[1], out, 0.1, 0.99)
+    torch.testing.assert_close(param, copies[1])
+
+
+def test_bad_calls_are_refused() -> None:
+    with pytest.raises(ValueError, match="ns_backend must be 'auto', 'ops' or 'torch', got 'cuda'"):
+        ops.select("cuda")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="rows, cols"):
+        ops.select("torch")(torch.ones(3), settings=SETTINGS)
+    library.load()
+    assert not has_kernel(torch.ops.deepspeed_muon, "meta")
+    with pytest.raises(OpsUnavailableError, match="no flat passes for meta"):
+        ops.flat_passes("ops", "meta")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ops.flat_passes("auto", "meta").name == "torch"

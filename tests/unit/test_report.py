@@ -1,0 +1,60 @@
+"""``python -m deepspeed_muon report``: what it says, and its exit status."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from deepspeed_muon.cli import main
+from deepspeed_muon.errors import OpsUnavailableError
+from deepspeed_muon.ops import library, report
+from tests.harness import run_command
+
+
+def test_the_selftest_passes_and_covers_every_op(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "--selftest", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert all(check["ok"] for check in found["selftest"])
+    tested = {check["op"].split()[0] for check in found["selftest"]}
+    assert tested == set(library.NAMES) == {op["name"] for op in found["ops"]}
+    assert all(op["built"] and op["compatible"] and "cpu" in op["devices"] for op in found["ops"])
+    assert found["versions"]["torch"] and found["versions"]["deepspeed"] and found["build"]["folder"]
+
+
+def test_the_text_names_what_a_reader_looks_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report"]) == 0
+    text = capsys.readouterr().out
+    for word in ("torch", "deepspeed", "MPI", "g++", "nvcc", "ninja", "sym_gemm", "architectures", "wgmma"):
+        assert word in text
+    assert "self-test" not in text
+
+
+def test_a_failed_check_is_a_failed_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed: list[dict[str, Any]] = [
+        {"op": "sym_gemm", "device": "cpu", "error": 1.0, "bound": 1e-4, "ok": False}
+    ]
+    monkeypatch.setattr(report, "self_test", lambda: failed)
+    assert main(["report", "--selftest"]) == 1
+    assert "FAILED cpu   sym_gemm" in capsys.readouterr().out
+
+
+def test_ops_that_cannot_be_built_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise OpsUnavailableError("no C++ compiler")
+
+    monkeypatch.setattr(report, "self_test", fail)
+    assert main(["report", "--selftest"]) == 2
+    assert capsys.readouterr().err == "deepspeed_muon report: no C++ compiler\n"
+
+
+def test_it_runs_as_a_module() -> None:
+    assert "deepspeed_muon report" in run_command(["python", "-m", "deepspeed_muon", "report"]).stdout
+    with pytest.raises(SystemExit) as stopped:
+        main(["no-such-command"])
+    assert stopped.value.code == 2
