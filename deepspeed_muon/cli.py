@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 
+from deepspeed_muon.checkpoint import cli as checkpoints
 from deepspeed_muon.errors import MuonError
 
 __all__ = ["main"]
@@ -36,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument("--json", action="store_true", help="print JSON")
     report.set_defaults(run=_report)
+    checkpoints.add_subcommands(commands)
     return parser
 
 

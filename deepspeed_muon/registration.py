@@ -58,6 +58,7 @@ _COMPARED_SECTIONS = (
 _TAGS = ("use_muon", "muon_num_heads", "muon_head_dim")
 
 _ORIGINALS: dict[str, Callable[..., Any]] = {}
+_UNHOOK: list[Callable[[], None]] = []
 
 
 def is_registered() -> bool:
@@ -96,6 +97,9 @@ def register() -> None:
         original = getattr(DeepSpeedEngine, name)
         _ORIGINALS[name] = original
         setattr(DeepSpeedEngine, name, _hooked(original, hook))
+    from deepspeed_muon.checkpoint.universal import hook_converter
+
+    _UNHOOK.append(hook_converter())
     if Muon not in ZERO_SUPPORTED_OPTIMIZERS:
         ZERO_SUPPORTED_OPTIMIZERS.append(Muon)
 
@@ -119,6 +123,8 @@ def unregister() -> None:
     for name, original in _ORIGINALS.items():
         setattr(DeepSpeedEngine, name, original)
     _ORIGINALS.clear()
+    while _UNHOOK:
+        _UNHOOK.pop()()
     if Muon in ZERO_SUPPORTED_OPTIMIZERS:
         ZERO_SUPPORTED_OPTIMIZERS.remove(Muon)
 
@@ -307,12 +313,22 @@ def _bind(engine: Any, optimizer: Muon) -> None:
     except Exception as caught:
         error, claim = caught, Claim({}, failure=f"{type(caught).__name__}: {caught}")
     agree(claim, error=error, kind=PlanMismatchError)
+    _prepare_checkpoints(engine)
     if optimizer.config.nonfinite_grad == "error" and not engine.fp16_enabled():
         _raise_on_overflow(engine.optimizer)
     from deepspeed.utils import log_dist
 
     log_dist(f"deepspeed_muon: {summarize_routes(optimizer.routes)}", ranks=[0])
     logger.debug("deepspeed_muon routes:\n%s", format_routes(optimizer.routes))
+
+
+def _prepare_checkpoints(engine: Any) -> None:
+    """Put the layout into saved states, and our loader of universal checkpoints into the wrapper."""
+    from deepspeed_muon.checkpoint.layout_record import add_record_to_state_dict
+    from deepspeed_muon.checkpoint.universal import use_universal_loader
+
+    add_record_to_state_dict(engine)
+    use_universal_loader(engine)
 
 
 def _raise_on_overflow(wrapper: Any) -> None:

@@ -8,11 +8,10 @@ index, which alone makes them a checkpoint, comes last.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,12 +34,10 @@ from deepspeed_muon.checkpoint.live import (
     read_progress,
     software_versions,
 )
+from deepspeed_muon.checkpoint.plan import Piece, Run, SavePlan
 from deepspeed_muon.checkpoint.shards import (
     DEFAULT_SHARD_BYTES,
-    ITEM_BYTES,
-    PlannedTensor,
     ShardFile,
-    pack,
     remove_stale,
     shard_name,
     write_aside,
@@ -52,104 +49,6 @@ __all__ = ["Stage", "consolidate"]
 
 Stage = Literal["start", "shards", "piece", "shards written", "index written", "done"]
 """Points of a save at which ``on_stage`` is called, in this order; ``piece`` once a round."""
-
-# The largest piece that a rank receives at once. Larger ones are not faster.
-_PIECE_BYTES = 32 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """What one rank appends to its current file in one round.
-
-    Attributes:
-        shard: Number of the file.
-        start: First element of the file's tensors, taken together, that it holds.
-        stop: First element that it does not hold.
-    """
-
-    shard: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Elements that travel, or are copied, from one partition into one piece."""
-
-    source: int
-    parameter: int
-    key: str
-    partition_offset: int
-    piece_offset: int
-    numel: int
-
-
-class _Plan:
-    """Which file holds what, who writes it, and in which pieces; equal on all ranks of the group."""
-
-    def __init__(self, state: LiveState, shard_bytes: int) -> None:
-        self.state = state
-        self._number = {p.route.name: number for number, p in enumerate(state.parameters)}
-        tensors = [
-            PlannedTensor(parameter.route.name, key, parameter.route.shape)
-            for parameter in state.parameters
-            for key in state.keys(parameter)
-        ]
-        total = sum(tensor.numel for tensor in tensors) * ITEM_BYTES
-        # Small models too are written by all ranks.
-        target = min(shard_bytes, max(-(-total // state.world_size), 1))
-        self.shards = pack(tensors, target)
-        sizes = [sum(tensor.numel for tensor in shard) for shard in self.shards]
-        self.writers = _balanced(sizes, state.world_size)
-        piece = max(1 << 10, min(_PIECE_BYTES, shard_bytes // (2 * state.world_size))) // ITEM_BYTES
-        self._pieces: list[list[_Piece]] = [[] for _ in range(state.world_size)]
-        for shard, (size, writer) in enumerate(zip(sizes, self.writers, strict=True)):
-            self._pieces[writer].extend(
-                _Piece(shard, start, min(start + piece, size)) for start in range(0, size, piece)
-            )
-
-    def rounds(self) -> Iterator[list[_Piece | None]]:
-        """Yield the piece of every rank, or ``None`` for ranks that are done."""
-        for number in range(max(map(len, self._pieces))):
-            yield [pieces[number] if number < len(pieces) else None for pieces in self._pieces]
-
-    def runs(self, writer: int, piece: _Piece) -> Iterator[_Run]:
-        """Yield everything that ``piece`` consists of, in an order that all ranks share."""
-        offset = 0
-        for tensor in self.shards[piece.shard]:
-            begin, end = max(piece.start - offset, 0), min(piece.stop - offset, tensor.numel)
-            if begin < end:
-                number = self._number[tensor.parameter]
-                parameter = self.state.parameters[number]
-                base = offset - piece.start
-                if parameter.replicated:
-                    start = parameter.fragments[0].partition_offset + begin
-                    yield _Run(writer, number, tensor.key, start, base + begin, end - begin)
-                else:
-                    for run in parameter.runs(begin, end):
-                        where = base + run.matrix_offset
-                        yield _Run(run.rank, number, tensor.key, run.partition_offset, where, run.numel)
-            offset += tensor.numel
-            if offset >= piece.stop:
-                return
-
-    def digest(self) -> str:
-        """Return a text that is equal where plans are."""
-        records = [
-            (p.route.name, p.route.shape, p.route.algorithm, self.state.step(p.partition), p.fragments)
-            for p in self.state.parameters
-        ]
-        return hashlib.sha256(repr((records, self.writers)).encode()).hexdigest()
-
-
-def _balanced(sizes: Sequence[int], world_size: int) -> list[int]:
-    """Give every file to the rank that has least to write, largest files first."""
-    load = [0] * world_size
-    writers = [0] * len(sizes)
-    for number in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        writers[number] = min(range(world_size), key=lambda rank: (load[rank], rank))
-        load[writers[number]] += sizes[number]
-    return writers
 
 
 def consolidate(
@@ -204,7 +103,7 @@ def consolidate(
     return folder
 
 
-def _prepare(engine: Any, folder: Path, shard_bytes: int) -> tuple[LiveState, _Plan]:
+def _prepare(engine: Any, folder: Path, shard_bytes: int) -> tuple[LiveState, SavePlan]:
     """Make the plan and the folder; every rank raises if one of them fails or differs."""
     error: Exception | None = None
     claim = Claim({})
@@ -212,7 +111,7 @@ def _prepare(engine: Any, folder: Path, shard_bytes: int) -> tuple[LiveState, _P
         if shard_bytes < 1:
             raise CheckpointError(f"shard_bytes must be positive, got {shard_bytes}")
         state = collect(engine)
-        plan = _Plan(state, shard_bytes)
+        plan = SavePlan(state, shard_bytes)
         folder.mkdir(parents=True, exist_ok=True)
         claim = Claim({"out_dir": str(folder), "plan of the save": plan.digest()}, scope=_scope(state))
     except OSError as caught:
@@ -241,7 +140,7 @@ def _shared_save_id() -> str:
 
 
 def _write_shards(
-    plan: _Plan,
+    plan: SavePlan,
     folder: Path,
     names: Sequence[str],
     files: dict[str, FileRecord],
@@ -249,27 +148,85 @@ def _write_shards(
 ) -> Exception | None:
     """Write this rank's files. Its failure is returned: the other ranks still need its fragments."""
     state = plan.state
-    error: Exception | None = None
-    current: ShardFile | None = None
+    buffers = _Buffers(plan.piece_numel, state.device)
     reached("shards")
-    for pieces in plan.rounds():
-        content = _exchange(plan, pieces)
-        own = pieces[state.rank]
-        if own is not None and error is None:
-            name = names[own.shard]
-            try:
-                if own.start == 0:
-                    current = ShardFile(folder / name, plan.shards[own.shard])
-                assert current is not None and content is not None
-                current.write(content)
-                if own.stop == sum(tensor.numel for tensor in plan.shards[own.shard]):
-                    files[name] = current.finish()
-            except OSError as caught:
-                error = CheckpointError(f"{folder / name}: {caught}")
-                if current is not None:
-                    current.discard()
-        reached("piece")
-    return error
+    with _Writer(plan, folder, names, files) as writer:
+        for number, pieces in enumerate(plan.rounds()):
+            own = pieces[state.rank]
+            content = buffers.content[number % 2]
+            writer.wait_for(number - 2)
+            _exchange(plan, pieces, content, buffers)
+            writer.append(own, content)
+            reached("piece")
+    return writer.error
+
+
+class _Buffers:
+    """Memory that all rounds share: the pages of fresh memory cost more than what is copied into them."""
+
+    def __init__(self, piece_numel: int, device: torch.device) -> None:
+        self.content = [torch.empty(piece_numel, dtype=torch.float32) for _ in range(2)]
+        self._device = device
+        self._kept: dict[str, Tensor] = {}
+
+    def get(self, name: str, numel: int) -> Tensor:
+        """Return a buffer on the exchange's device; its content is whatever it was."""
+        kept = self._kept.get(name)
+        if kept is None or kept.numel() < numel:
+            kept = self._kept[name] = torch.empty(numel, dtype=torch.float32, device=self._device)
+        return kept.narrow(0, 0, numel)
+
+
+class _Writer:
+    """Appends pieces to this rank's files in a thread, while the next piece is exchanged.
+
+    The first error is kept and everything after it ignored: the rank goes on to serve the others.
+    """
+
+    def __init__(
+        self, plan: SavePlan, folder: Path, names: Sequence[str], files: dict[str, FileRecord]
+    ) -> None:
+        self.error: Exception | None = None
+        self._plan = plan
+        self._folder = folder
+        self._names = names
+        self._files = files
+        self._current: ShardFile | None = None
+        self._pending: list[Future[None]] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="deepspeed_muon-save")
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
+        for future in self._pending:
+            future.result()
+        if self._current is not None:
+            self._current.discard()
+
+    def append(self, piece: Piece | None, content: Tensor) -> None:
+        """Write a piece soon; ``content`` must stay as it is until :meth:`wait_for` its number."""
+        self._pending.append(self._thread.submit(self._append, piece, content))
+
+    def wait_for(self, number: int) -> None:
+        """Return once the piece appended as number ``number`` is written."""
+        if number >= 0:
+            self._pending[number].result()
+
+    def _append(self, piece: Piece | None, content: Tensor) -> None:
+        if piece is None or self.error is not None:
+            return
+        path = self._folder / self._names[piece.shard]
+        try:
+            if self._current is None:
+                self._current = ShardFile(path, self._plan.shards[piece.shard])
+            self._current.write(content.narrow(0, 0, piece.stop - piece.start))
+            if piece.stop == self._plan.sizes[piece.shard]:
+                self._files[path.name] = self._current.finish()
+                self._current = None
+        except OSError as caught:
+            self.error = CheckpointError(f"{path}: {caught}")
 
 
 def _first_shard(state: LiveState, count: int) -> int:
@@ -283,12 +240,12 @@ def _first_shard(state: LiveState, count: int) -> int:
     return sum(per_group[scope] for scope in earlier)
 
 
-def _exchange(plan: _Plan, pieces: Sequence[_Piece | None]) -> Tensor | None:
-    """Send every rank its piece of this round; return this rank's own, on the CPU."""
+def _exchange(plan: SavePlan, pieces: Sequence[Piece | None], content: Tensor, buffers: _Buffers) -> None:
+    """Send every rank its piece of this round; this rank's own comes into ``content``, on the CPU."""
     state = plan.state
-    sent: list[list[_Run]] = [[] for _ in pieces]
-    received: list[list[_Run]] = [[] for _ in pieces]
-    local: list[_Run] = []
+    sent: list[list[Run]] = [[] for _ in pieces]
+    received: list[list[Run]] = [[] for _ in pieces]
+    local: list[Run] = []
     traffic = False
     for writer, piece in enumerate(pieces):
         if piece is None:
@@ -301,35 +258,30 @@ def _exchange(plan: _Plan, pieces: Sequence[_Piece | None]) -> Tensor | None:
                 sent[writer].append(run)
             elif writer == state.rank:
                 received[run.source].append(run)
-    own = pieces[state.rank]
-    content = None if own is None else torch.empty(own.stop - own.start, dtype=torch.float32)
-    if content is not None:
-        for run in local:
-            content.narrow(0, run.piece_offset, run.numel).copy_(_source(state, run))
+    for run in local:
+        content.narrow(0, run.piece_offset, run.numel).copy_(_source(state, run))
     if traffic:
         out_splits = [sum(run.numel for run in runs) for runs in sent]
         in_splits = [sum(run.numel for run in runs) for runs in received]
-        outgoing = torch.empty(sum(out_splits), dtype=torch.float32, device=state.device)
+        outgoing = buffers.get("outgoing", sum(out_splits))
         offset = 0
         for run in (run for runs in sent for run in runs):
             outgoing.narrow(0, offset, run.numel).copy_(_source(state, run))
             offset += run.numel
-        incoming = torch.empty(sum(in_splits), dtype=torch.float32, device=state.device)
+        incoming = buffers.get("incoming", sum(in_splits))
         dist.all_to_all_single(incoming, outgoing, in_splits, out_splits, group=state.group)
         offset = 0
         for run in (run for runs in received for run in runs):
-            assert content is not None
             content.narrow(0, run.piece_offset, run.numel).copy_(incoming.narrow(0, offset, run.numel))
             offset += run.numel
-    return content
 
 
-def _source(state: LiveState, run: _Run) -> Tensor:
+def _source(state: LiveState, run: Run) -> Tensor:
     parameter: LiveParameter = state.parameters[run.parameter]
     return state.tensor(parameter.partition, run.key).narrow(0, run.partition_offset, run.numel)
 
 
-def _records(plan: _Plan, names: Sequence[str]) -> dict[str, ParameterRecord]:
+def _records(plan: SavePlan, names: Sequence[str]) -> dict[str, ParameterRecord]:
     """Return the record of every parameter of this rank's group."""
     state = plan.state
     where: dict[str, dict[str, str]] = {}

@@ -31,6 +31,7 @@ __all__ = [
     "LiveState",
     "collect",
     "hyperparameters",
+    "is_json",
     "read_progress",
     "software_versions",
     "write_progress",
@@ -172,13 +173,14 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         settings = {}
         for key, value in group.items():
             value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-            if key != "params" and _is_json(value):
+            if key != "params" and is_json(value):
                 settings[str(key)] = value
         groups.append(settings)
     return groups
 
 
-def _is_json(value: Any) -> bool:
+def is_json(value: Any) -> bool:
+    """Return whether JSON can hold ``value`` without loss."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
@@ -192,7 +194,7 @@ def read_progress(engine: Any) -> Progress:
     scheduler = getattr(engine, "lr_scheduler", None)
     if scheduler is not None and hasattr(scheduler, "state_dict"):
         schedule = scheduler.state_dict()
-        if not _is_json(schedule):
+        if not is_json(schedule):
             logger.warning(
                 "deepspeed_muon: the state of the scheduler %s is not JSON and is left out of the consolidated "
                 "checkpoint; step the scheduler to progress.global_steps after restoring",

@@ -1,0 +1,186 @@
+"""The command line: ``python -m deepspeed_muon checkpoint consolidate | inspect | verify | convert | universal``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from deepspeed_muon.checkpoint.index import INDEX_NAME, CheckpointIndex, load_index
+from deepspeed_muon.checkpoint.shards import DEFAULT_SHARD_BYTES
+from deepspeed_muon.errors import CheckpointError
+
+__all__ = ["add_subcommands"]
+
+
+def add_subcommands(subparsers: Any) -> None:
+    """Add ``checkpoint`` with its own subcommands.
+
+    Every parser sets ``run``: a function of the parsed arguments that returns the exit code.
+
+    Args:
+        subparsers: What ``ArgumentParser.add_subparsers`` returned.
+    """
+    parser = subparsers.add_parser("checkpoint", help="consolidate, inspect, verify and convert checkpoints")
+    commands = parser.add_subparsers(dest="checkpoint_command", required=True)
+
+    command = commands.add_parser("consolidate", help="DeepSpeed's saved files -> one safetensors set")
+    command.add_argument("dir", help="a tag's folder of save_checkpoint, or the folder with 'latest'")
+    command.add_argument("out", help="folder to write")
+    _add_reading(command)
+    command.set_defaults(run=_consolidate)
+
+    command = commands.add_parser(
+        "convert", help="from DeepSpeed's own Muon or AdamW, or to torch.optim.Muon's state_dict"
+    )
+    command.add_argument("dir", help="DeepSpeed's files; for --to torch a consolidated set")
+    command.add_argument("out", help="folder to write")
+    command.add_argument("--to", choices=("consolidated", "torch"), default="consolidated")
+    _add_reading(command)
+    command.set_defaults(run=_convert)
+
+    command = commands.add_parser("universal", help="DeepSpeed's saved files -> universal checkpoint")
+    # DeepSpeed's ds_to_universal calls them so.
+    command.add_argument("--input_folder", required=True, help="a tag's folder of save_checkpoint")
+    command.add_argument("--output_folder", required=True, help="folder to write; must not exist yet")
+    _add_reading(command, shards=False)
+    command.set_defaults(run=_universal)
+
+    command = commands.add_parser("inspect", help="print what a directory holds")
+    command.add_argument("dir")
+    command.add_argument("--json", action="store_true", help="the index itself")
+    _add_reading(command, shards=False)
+    command.set_defaults(run=_inspect)
+
+    command = commands.add_parser("verify", help="check completeness and checksums of a consolidated set")
+    command.add_argument("dir")
+    command.set_defaults(run=_verify)
+
+
+def _add_reading(parser: argparse.ArgumentParser, *, shards: bool = True) -> None:
+    if shards:
+        parser.add_argument("--shard-bytes", type=int, default=DEFAULT_SHARD_BYTES, help="size of a file")
+    parser.add_argument(
+        "--trust-pickles",
+        action="store_true",
+        help="unpickle anything in DeepSpeed's files: can run any code",
+    )
+    parser.add_argument("--include", action="append", default=[], help="from AdamW: names that go to Muon")
+    parser.add_argument("--exclude", action="append", default=[], help="from AdamW: names that stay AdamW's")
+
+
+def _reading(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "trust": arguments.trust_pickles,
+        "include": arguments.include,
+        "exclude": arguments.exclude,
+    }
+
+
+def _consolidate(arguments: argparse.Namespace) -> int:
+    from deepspeed_muon.checkpoint.offline import consolidate_files
+
+    index = consolidate_files(
+        arguments.dir, arguments.out, shard_bytes=arguments.shard_bytes, **_reading(arguments)
+    )
+    print(f"{arguments.out}: {len(index.parameters)} parameters in {len(index.files)} files")
+    _print_lossy(index.lossy)
+    return 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from deepspeed_muon.checkpoint.offline import export_to_torch
+
+    if arguments.to == "consolidated":
+        return _consolidate(arguments)
+    lossy = export_to_torch(arguments.dir, arguments.out)
+    print(f"{arguments.out}: muon.pt, adamw.pt, weights.pt")
+    _print_lossy(lossy)
+    return 0
+
+
+def _universal(arguments: argparse.Namespace) -> int:
+    from deepspeed_muon.checkpoint.universal import convert_to_universal
+
+    lossy = convert_to_universal(arguments.input_folder, arguments.output_folder, **_reading(arguments))
+    print(f"{arguments.output_folder}: universal checkpoint; set load_universal_checkpoint to load it")
+    _print_lossy(lossy)
+    return 0
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
+
+    if (Path(arguments.dir) / INDEX_NAME).is_file():
+        index = load_index(arguments.dir)
+        if arguments.json:
+            print(index.model_dump_json(indent=1))
+        else:
+            print("\n".join(_described(index)))
+        return 0
+    saved = DeepSpeedFiles(arguments.dir, **_reading(arguments))
+    rows = {
+        name: {"shape": list(p.shape), "algorithm": p.algorithm, "step": p.step, "tensors": list(p.keys)}
+        for name, p in saved.parameters.items()
+    }
+    if arguments.json:
+        print(json.dumps({"optimizer": saved.kind, "zero_stage": saved.stage, "parameters": rows}, indent=1))
+        return 0
+    print(f"DeepSpeed checkpoint {saved.folder}")
+    print(f"optimizer {saved.kind}, ZeRO stage {saved.stage}, {saved.world_size} ranks")
+    print(f"global_steps {saved.progress.global_steps}")
+    print("\n".join(_table(rows)))
+    _print_lossy(saved.lossy)
+    return 0
+
+
+def _described(index: CheckpointIndex) -> list[str]:
+    source = ", ".join(f"{key} {value}" for key, value in index.source.items())
+    versions = ", ".join(f"{key} {value}" for key, value in index.versions.items())
+    size = sum(record.bytes for record in index.files.values())
+    rows = {
+        name: {
+            "shape": list(record.shape),
+            "algorithm": record.algorithm,
+            "step": record.step,
+            "tensors": list(record.tensors),
+        }
+        for name, record in index.parameters.items()
+    }
+    lines = [
+        f"consolidated checkpoint, format {index.version}",
+        f"from {source}",
+        f"written by {versions}",
+        f"{len(index.parameters)} parameters, {len(index.files)} files, {size} bytes",
+        f"global_steps {index.progress.global_steps}",
+        *_table(rows),
+    ]
+    return lines + [f"lossy: {line}" for line in index.lossy]
+
+
+def _table(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    width = max((len(name) for name in rows), default=0)
+    return [
+        f"{name:{width}}  {row['algorithm']:5}  step {row['step']}  {row['shape']}  {' '.join(row['tensors'])}"
+        for name, row in rows.items()
+    ]
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from deepspeed_muon.checkpoint.offline import verify_folder
+
+    try:
+        index = verify_folder(arguments.dir)
+    except CheckpointError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{arguments.dir}: complete, {len(index.files)} files agree with their checksums")
+    return 0
+
+
+def _print_lossy(lossy: Sequence[str]) -> None:
+    for line in lossy:
+        print(f"lossy: {line}")

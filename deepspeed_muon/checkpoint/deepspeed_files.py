@@ -1,0 +1,470 @@
+"""Read a checkpoint that DeepSpeed saved, without an engine: ours, DeepSpeed's own Muon's, or AdamW's; stages 0 to 3.
+
+The files are pickles. They are read with torch's restricted unpickler (``weights_only``) and a short list of
+DeepSpeed's own classes, memory-mapped, so that only what is copied is read.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed_muon.checkpoint.index import STATE_KEYS, Progress
+from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, RECORD_VERSION
+from deepspeed_muon.checkpoint.live import is_json
+from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.plan.layout import Fragment, flat_fragments, sharded_fragments
+from deepspeed_muon.routing import NamedParameter, route_parameters
+
+__all__ = ["DeepSpeedFiles", "SavedParameter", "load_pickle"]
+
+_OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_SCALE_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedParameter:
+    """One parameter of a DeepSpeed checkpoint.
+
+    Attributes:
+        name: Dotted name.
+        shape: True shape.
+        algorithm: Whose state it shall be.
+        heads: Attention heads orthogonalised separately.
+        step: Optimizer steps taken.
+        group: Number of its param group.
+        partition: Index of the flat partition in every rank's file.
+        fragments: Where the parameter lies in the ranks' partitions.
+        saved_as: Key of our state to the key under which the file has it.
+        whole_from: At DeepSpeed's Muon, where the rank's momentum of the whole matrix starts, by rank.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    algorithm: str
+    heads: int
+    step: int
+    group: int
+    partition: int
+    fragments: tuple[Fragment, ...]
+    saved_as: Mapping[str, str]
+    whole_from: Mapping[int, int]
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Tensors of the parameter: ``fp32`` and its state."""
+        return ("fp32", *self.saved_as)
+
+
+def load_pickle(path: Path, *, trust: bool = False) -> Any:
+    """Read a file of ``torch.save`` on the CPU, memory-mapped, without running code from it.
+
+    Args:
+        path: The file.
+        trust: Unpickle whatever the file asks for. It can run any code.
+
+    Raises:
+        CheckpointError: Naming the file and, where one is to blame, the class that is not allowed.
+    """
+    from deepspeed.runtime.fp16 import loss_scaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    allowed = [loss_scaler.LossScaler, loss_scaler.DynamicLossScaler, ZeroStageEnum, fragment_address]
+    try:
+        with torch.serialization.safe_globals(allowed):
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=not trust)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file") from None
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path}: holds more than tensors and numbers, or is damaged: {str(error).splitlines()[0]}. If you trust "
+            f"whoever wrote it, pass --trust-pickles"
+        ) from error
+    except Exception as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+
+
+class DeepSpeedFiles:
+    """The folder of one tag of ``engine.save_checkpoint``."""
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        trust: bool = False,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+    ) -> None:
+        """Find the files, map them and work out where every parameter lies.
+
+        Args:
+            folder: The tag's folder, or the folder with ``latest``.
+            trust: See :func:`load_pickle`.
+            include: For AdamW checkpoints: patterns of names that go to Muon.
+            exclude: For AdamW checkpoints: patterns of names that stay with AdamW.
+
+        Raises:
+            CheckpointError: Naming the file and, where one is to blame, the parameter.
+        """
+        self.folder = _tag_folder(Path(folder))
+        self._trust = trust
+        self._include, self._exclude = tuple(include), tuple(exclude)
+        self.lossy: list[str] = []
+        self._refuse_unsupported()
+        self.model_file = self._model_file()
+        self._model = load_pickle(self.model_file, trust=trust)
+        if not isinstance(self._model, dict):
+            raise CheckpointError(f"{self.model_file}: not a checkpoint of DeepSpeed")
+        self._ranks = self._read_ranks()
+        self.world_size = max(len(self._ranks), 1)
+        self.stage = self._read_stage()
+        self._inner = [self._inner_state(number) for number in range(self.world_size)]
+        self.groups = [
+            {str(key): value for key, value in group.items() if key != "params" and is_json(value)}
+            for group in self._inner[0]["param_groups"]
+        ]
+        record = self._inner[0].get(RECORD_KEY)
+        self.optimizer: dict[str, Any] = {}
+        if record is not None:
+            self.kind = "deepspeed_muon"
+            found = self._from_record(record)
+        else:
+            has_muon = any("momentum_buffer" in s for s in self._inner[0]["state"].values())
+            self.kind = "DeepSpeed's Muon" if has_muon else "AdamW"
+            found = self._without_record()
+        self.parameters = {parameter.name: parameter for parameter in found}
+        self._check_lengths()
+
+    # ------------------------------------------------------------------------------------------------------- finding
+
+    def _refuse_unsupported(self) -> None:
+        if (self.folder / "offloaded_tensors").exists():
+            raise CheckpointError(
+                f"{self.folder}: checkpoints with NVMe offload cannot be read without an engine"
+            )
+        if any(self.folder.glob("*expert_*_model_states.pt")):
+            raise CheckpointError(f"{self.folder}: mixture-of-experts checkpoints cannot be read")
+        parallel = next(iter(sorted(self.folder.glob("*mp_rank_01*"))), None)
+        if parallel is not None:
+            raise CheckpointError(f"{parallel}: model-parallel checkpoints cannot be read")
+
+    def _model_file(self) -> Path:
+        for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+            if (self.folder / name).is_file():
+                return self.folder / name
+        raise CheckpointError(f"{self.folder}: no model_states file: not the folder of a tag of DeepSpeed")
+
+    def _read_ranks(self) -> list[dict[str, Any]]:
+        files: dict[int, Path] = {}
+        for path in self.folder.iterdir():
+            match = _OPTIMIZER_FILE.fullmatch(path.name)
+            if match:
+                files[int(match.group(1))] = path
+        expected = int(self._model.get("dp_world_size", 0)) if files else 0
+        missing = [rank for rank in range(max(expected, max(files, default=-1) + 1)) if rank not in files]
+        if missing:
+            some = next(iter(files.values())).name
+            name = re.sub(r"pp_rank_\d+", f"pp_rank_{missing[0]}", some)
+            raise CheckpointError(
+                f"{self.folder / name}: missing; the checkpoint was saved by {expected} ranks"
+            )
+        states = []
+        for rank in sorted(files):
+            content = load_pickle(files[rank], trust=self._trust)
+            if not isinstance(content, dict) or not isinstance(content.get("optimizer_state_dict"), dict):
+                raise CheckpointError(f"{files[rank]}: not an optimizer state of DeepSpeed")
+            states.append(content["optimizer_state_dict"])
+        self._files = [files[rank] for rank in sorted(files)]
+        return states
+
+    def _read_stage(self) -> int:
+        if not self._ranks:
+            self._files = [self.model_file]
+            return 0
+        if "fp32_flat_groups" in self._ranks[0]:
+            return 3
+        return int(self._ranks[0].get("zero_stage", 1))
+
+    def _inner_state(self, number: int) -> dict[str, Any]:
+        """Return the ``state_dict()`` of the optimizer inside ZeRO's wrapper."""
+        if self.stage == 0:
+            inner = self._model.get("optimizer")
+            if isinstance(inner, dict) and "optimizer_state_dict" in inner:
+                inner = inner["optimizer_state_dict"]
+        else:
+            saved = self._ranks[number]
+            inner = saved.get("optimizer_state_dict" if self.stage == 3 else "base_optimizer_state")
+        if not isinstance(inner, dict) or "state" not in inner or "param_groups" not in inner:
+            raise CheckpointError(
+                f"{self._files[number]}: holds no optimizer state (elastic checkpoints are not read)"
+            )
+        return inner
+
+    # ------------------------------------------------------------------------------------------------------- layouts
+
+    def _from_record(self, record: Mapping[str, Any]) -> list[SavedParameter]:
+        if record.get("version") != RECORD_VERSION:
+            raise CheckpointError(f"{self._files[0]}: layout record of version {record.get('version')!r}")
+        self.optimizer = dict(record["optimizer"])
+        found = []
+        for entry in record["parameters"]:
+            step = self._step(entry["partition"])
+            fragments = tuple(Fragment(*numbers) for numbers in entry["fragments"])
+            if entry["replicated"] or self.stage == 0:
+                fragments = fragments[:1]
+            keys = STATE_KEYS[entry["algorithm"]] if step else ()
+            found.append(
+                SavedParameter(
+                    entry["name"],
+                    tuple(entry["shape"]),
+                    entry["algorithm"],
+                    entry["heads"],
+                    step,
+                    entry["group"],
+                    entry["partition"],
+                    fragments,
+                    {key: key for key in keys},
+                    {},
+                )
+            )
+        return found
+
+    def _step(self, partition: int) -> int:
+        state = self._inner[0]["state"].get(partition, {})
+        if "step" in state:
+            return int(state["step"])
+        return (
+            int(self._model.get("global_steps", 0)) - int(self._model.get("skipped_steps", 0)) if state else 0
+        )
+
+    def _without_record(self) -> list[SavedParameter]:
+        """Work out the layout of another optimizer's checkpoint as ZeRO lays parameters out."""
+        group_of = {
+            index: number
+            for number, group in enumerate(self._inner[0]["param_groups"])
+            for index in group["params"]
+        }
+        found = []
+        partitions = self._members()
+        to_muon = self._muon_names(partitions)
+        for partition, members in enumerate(partitions):
+            wholes: dict[int, int] = {}
+            for name, shape, fragments in members:
+                state = self._inner[0]["state"].get(partition, {})
+                momentum = "momentum_buffer" in state
+                muon = momentum or name in to_muon
+                step = self._step(partition)
+                keys = STATE_KEYS["muon" if muon else "adamw"] if state else ()
+                whole_from = {}
+                if momentum and self._keeps_whole_matrices(partition, members):
+                    for rank in sorted({fragment.rank for fragment in fragments}):
+                        whole_from[rank] = wholes.get(rank, 0)
+                        wholes[rank] = whole_from[rank] + math.prod(shape)
+                found.append(
+                    SavedParameter(
+                        name,
+                        shape,
+                        "muon" if muon else "adamw",
+                        1,
+                        step if state else 0,
+                        group_of.get(partition, 0),
+                        partition,
+                        fragments,
+                        {
+                            key: "exp_avg" if key == "momentum_buffer" and not momentum else key
+                            for key in keys
+                        },
+                        whole_from,
+                    )
+                )
+        self._say_what_is_lossy(found)
+        return found
+
+    def _members(self) -> list[list[tuple[str, tuple[int, ...], tuple[Fragment, ...]]]]:
+        """Return name, shape and fragments of the parameters of every partition."""
+        if self.stage == 0:
+            return self._members_of_stage0()
+        shapes = self._model.get("param_shapes")
+        if not isinstance(shapes, (list, tuple)):
+            raise CheckpointError(f"{self.model_file}: no param_shapes")
+        paddings = self._ranks[0].get("param_alignment_paddings")
+        partitions = []
+        for number, group in enumerate(shapes):
+            members, offset = [], 0
+            size = self._masters(0)[number].numel()
+            for position, (name, shape) in enumerate(group.items()):
+                shape = tuple(int(n) for n in shape)
+                numel = math.prod(shape)
+                if self.stage == 3:
+                    shard = -(-numel // self.world_size)
+                    fragments = sharded_fragments(offset, numel, shard) if numel else ()
+                    offset += shard
+                else:
+                    fragments = flat_fragments(offset, numel, size) if numel else ()
+                    offset += numel + (int(paddings[number][position]) if paddings else 0)
+                if numel:
+                    members.append((name, shape, fragments))
+            partitions.append(members)
+        return partitions
+
+    def _members_of_stage0(self) -> list[list[tuple[str, tuple[int, ...], tuple[Fragment, ...]]]]:
+        """Match parameters by order, which is right for ``model.parameters()`` and checked by shape."""
+        buffers = set(self._model.get("buffer_names") or ())
+        named = [(n, tuple(t.shape)) for n, t in self._model["module"].items() if n not in buffers]
+        groups = self._inner[0]["param_groups"]
+        order = [index for group in groups for index in group["params"]]
+        states = self._inner[0]["state"]
+        fits = len(order) == len(named) and all(
+            tuple(states[i]["exp_avg"].shape) == named[i][1] for i in order if "exp_avg" in states.get(i, {})
+        )
+        if len(groups) != 1 or not fits:
+            raise CheckpointError(
+                f"{self.model_file}: a checkpoint of stage 0 without names, whose parameters cannot be matched to the "
+                f"model's by order; load it into an engine and save it at stage 1"
+            )
+        return [[(name, shape, (Fragment(0, 0, 0, math.prod(shape)),))] for name, shape in named]
+
+    def _muon_names(self, partitions: Sequence[Sequence[Any]]) -> set[str]:
+        """Route an AdamW checkpoint by names and shapes, as a run with our optimizer would."""
+        if any("momentum_buffer" in state for state in self._inner[0]["state"].values()):
+            return set()  # DeepSpeed's Muon: what has moments is AdamW's
+        members = [
+            NamedParameter((name,), torch.nn.Parameter(torch.empty(shape, device="meta")))
+            for members in partitions
+            for name, shape, _ in members
+        ]
+        routes = route_parameters(members, include=self._include, exclude=self._exclude, require_muon=False)
+        return {route.name for route in routes if route.algorithm == "muon"}
+
+    def _keeps_whole_matrices(self, partition: int, members: Sequence[Any]) -> bool:
+        """Return whether every rank's momentum covers all of the matrices that touch its partition."""
+        if self.stage not in (1, 2):
+            return False
+        for rank in range(self.world_size):
+            touching = sum(
+                math.prod(shape) for _, shape, fragments in members if any(f.rank == rank for f in fragments)
+            )
+            buffer = self._inner[rank]["state"].get(partition, {}).get("momentum_buffer")
+            if touching and (buffer is None or buffer.numel() != touching):
+                return False
+        return True
+
+    def _say_what_is_lossy(self, found: Sequence[SavedParameter]) -> None:
+        muon = [parameter for parameter in found if parameter.algorithm == "muon" and parameter.step]
+        if not muon:
+            return
+        if self.kind == "AdamW":
+            betas = self.groups[muon[0].group].get("betas", ["?"])
+            self.lossy.append(
+                f"AdamW's exp_avg became the momentum of {len(muon)} matrices: the same moving average of the "
+                f"gradient, with its decay {betas[0]}; exp_avg_sq of these matrices was dropped"
+            )
+            return
+        self.lossy.append("DeepSpeed's Muon counts no steps; global_steps - skipped_steps was taken")
+        buffer = self._inner[0]["state"][muon[0].partition]["momentum_buffer"]
+        if buffer.dtype != torch.float32:
+            self.lossy.append(
+                f"the momentum had been kept in {buffer.dtype} and is exactly that, widened to fp32"
+            )
+
+    # ------------------------------------------------------------------------------------------------------- reading
+
+    def _masters(self, rank: int) -> Sequence[Tensor]:
+        if self.stage == 3:
+            masters = self._ranks[rank]["fp32_flat_groups"]
+        else:
+            masters = self._ranks[rank]["single_partition_of_fp32_groups"]
+        return list(masters)
+
+    def _partition(self, parameter: SavedParameter, key: str, rank: int) -> Tensor:
+        if key != "fp32":
+            saved: Tensor = self._inner[rank]["state"][parameter.partition][parameter.saved_as[key]]
+            return saved.reshape(-1)
+        if self.stage:
+            return self._masters(rank)[parameter.partition].detach().reshape(-1)
+        optimizer = self._model["optimizer"]
+        if "fp32_groups" in optimizer:
+            flat = [tensor for group in optimizer["fp32_groups"] for tensor in group]
+            return flat[parameter.partition].detach().reshape(-1)
+        whole: Tensor = self._model["module"][parameter.name]
+        return whole.detach().reshape(-1)
+
+    def _check_lengths(self) -> None:
+        """Make sure that every file holds all that its parameters need."""
+        for parameter in self.parameters.values():
+            for key in parameter.keys:
+                for fragment in parameter.fragments:
+                    path = self._files[fragment.rank if fragment.rank < len(self._files) else 0]
+                    try:
+                        size = self._partition(parameter, key, fragment.rank).numel()
+                    except (KeyError, IndexError) as error:
+                        raise CheckpointError(f"{path}: no {key} of parameter {parameter.name}") from error
+                    if size < self._start(parameter, key, fragment) + fragment.numel:
+                        raise CheckpointError(
+                            f"{path}: {key} of parameter {parameter.name} is cut off: the partition has {size} elements"
+                        )
+
+    @staticmethod
+    def _start(parameter: SavedParameter, key: str, fragment: Fragment) -> int:
+        if key == "momentum_buffer" and parameter.whole_from:
+            return parameter.whole_from[fragment.rank] + fragment.matrix_offset
+        return fragment.partition_offset
+
+    def read(self, name: str, key: str) -> Tensor:
+        """Return a whole tensor in its true shape, fp32.
+
+        Args:
+            name: The parameter.
+            key: ``fp32`` or a state key of its algorithm.
+        """
+        parameter = self.parameters[name]
+        full = torch.empty(math.prod(parameter.shape), dtype=torch.float32)
+        for fragment in parameter.fragments:
+            source = self._partition(parameter, key, fragment.rank)
+            start = self._start(parameter, key, fragment)
+            full.narrow(0, fragment.matrix_offset, fragment.numel).copy_(
+                source.narrow(0, start, fragment.numel)
+            )
+        return full.view(parameter.shape)
+
+    @property
+    def progress(self) -> Progress:
+        """Where the run stood."""
+        schedule = self._model.get("lr_scheduler")
+        scaler = self._ranks[0].get("loss_scaler") if self._ranks else None
+        dynamic = bool(self._ranks and self._ranks[0].get("dynamic_loss_scale"))
+        scale = None
+        if scaler is not None and dynamic:
+            scale = {key: getattr(scaler, key) for key in _SCALE_KEYS if hasattr(scaler, key)}
+        elif not self._ranks and (self._model["optimizer"] or {}).get("dynamic_loss_scale"):
+            saved = self._model["optimizer"]
+            scale = {key: saved[key] for key in _SCALE_KEYS if key in saved}
+        return Progress(
+            global_steps=int(self._model.get("global_steps", 0)),
+            global_samples=int(self._model.get("global_samples", 0)),
+            skipped_steps=int(self._model.get("skipped_steps", 0)),
+            lr_scheduler=schedule if isinstance(schedule, dict) and is_json(schedule) else None,
+            loss_scale=scale,
+        )
+
+
+def _tag_folder(folder: Path) -> Path:
+    latest = folder / "latest"
+    if latest.is_file():
+        tag = latest.read_text().strip()
+        if not tag or Path(tag).name != tag or tag == "..":
+            raise CheckpointError(f"{latest}: names {tag!r}, which is not a folder beside it")
+        folder = folder / tag
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder")
+    return folder

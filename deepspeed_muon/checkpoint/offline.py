@@ -1,0 +1,238 @@
+"""From DeepSpeed's saved files to a consolidated set, and from that to torch's optimizers; one process, no engine."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
+from deepspeed_muon.checkpoint.index import (
+    FORMAT,
+    INDEX_NAME,
+    CheckpointIndex,
+    FileRecord,
+    ParameterRecord,
+)
+from deepspeed_muon.checkpoint.live import software_versions
+from deepspeed_muon.checkpoint.shards import (
+    DEFAULT_SHARD_BYTES,
+    PlannedTensor,
+    ShardFile,
+    pack,
+    remove_stale,
+    shard_name,
+    write_aside,
+)
+from deepspeed_muon.checkpoint.sources import ConsolidatedSource
+from deepspeed_muon.errors import CheckpointError
+
+__all__ = ["consolidate_files", "export_to_torch", "verify_folder"]
+
+
+def consolidate_files(
+    folder: str | os.PathLike[str],
+    out_dir: str | os.PathLike[str],
+    *,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    trust: bool = False,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+) -> CheckpointIndex:
+    """Write a checkpoint that DeepSpeed saved as one safetensors set; memory is bounded by one tensor.
+
+    Args:
+        folder: A tag's folder, or the folder with ``latest``: ours, DeepSpeed's own Muon's, or AdamW's.
+        out_dir: Where to write; made if needed.
+        shard_bytes: Intended size of a file.
+        trust: Unpickle anything; see :func:`deepspeed_muon.checkpoint.deepspeed_files.load_pickle`.
+        include: For AdamW checkpoints: patterns of names that go to Muon.
+        exclude: For AdamW checkpoints: patterns of names that stay with AdamW.
+
+    Returns:
+        The index that was written.
+
+    Raises:
+        CheckpointError: Naming the file and the parameter.
+    """
+    saved = DeepSpeedFiles(folder, trust=trust, include=include, exclude=exclude)
+    out = Path(out_dir)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{out}: cannot be made: {error}") from error
+    tensors = [
+        PlannedTensor(name, key, parameter.shape)
+        for name, parameter in saved.parameters.items()
+        for key in parameter.keys
+    ]
+    save_id = secrets.token_hex(6)
+    files: dict[str, FileRecord] = {}
+    where: dict[str, dict[str, str]] = {name: {} for name in saved.parameters}
+    try:
+        for number, shard in enumerate(pack(tensors, shard_bytes)):
+            name = shard_name(save_id, number)
+            files[name] = _write_shard(saved, out / name, shard)
+            for tensor in shard:
+                where[tensor.parameter][tensor.key] = name
+        index = _index(saved, files, where)
+        write_aside(out / INDEX_NAME, index.model_dump_json(indent=1).encode())
+    except BaseException as error:
+        for name in files:
+            (out / name).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{out}: {error}") from error
+        raise
+    remove_stale(out, index.files)
+    return index
+
+
+def _write_shard(saved: DeepSpeedFiles, path: Path, tensors: Sequence[PlannedTensor]) -> FileRecord:
+    file = ShardFile(path, tensors)
+    try:
+        for tensor in tensors:
+            file.write(saved.read(tensor.parameter, tensor.key).reshape(-1))
+        return file.finish()
+    except BaseException:
+        file.discard()
+        raise
+
+
+def _index(
+    saved: DeepSpeedFiles, files: dict[str, FileRecord], where: dict[str, dict[str, str]]
+) -> CheckpointIndex:
+    return CheckpointIndex(
+        format=FORMAT,
+        version=1,
+        versions=software_versions(),
+        source={
+            "writer": "offline",
+            "optimizer": saved.kind,
+            "zero_stage": saved.stage,
+            "world_size": saved.world_size,
+        },
+        lossy=saved.lossy,
+        optimizer=saved.optimizer,
+        groups=saved.groups,
+        progress=saved.progress,
+        files=files,
+        parameters={
+            name: ParameterRecord(
+                shape=parameter.shape,
+                algorithm="muon" if parameter.algorithm == "muon" else "adamw",
+                heads=parameter.heads,
+                step=parameter.step,
+                group=parameter.group,
+                tensors=where[name],
+            )
+            for name, parameter in saved.parameters.items()
+        },
+    )
+
+
+def verify_folder(folder: str | os.PathLike[str]) -> CheckpointIndex:
+    """Check completeness, headers and checksums of a consolidated checkpoint.
+
+    Raises:
+        CheckpointError: Naming the file and the parameter.
+    """
+    source = ConsolidatedSource(folder)
+    try:
+        source.verify(0, 1)
+    finally:
+        source.close()
+    return source.index
+
+
+def export_to_torch(folder: str | os.PathLike[str], out_dir: str | os.PathLike[str]) -> list[str]:
+    """Write a consolidated checkpoint as ``state_dict()`` files of torch's own optimizers.
+
+    ``muon.pt`` loads into ``torch.optim.Muon`` and ``adamw.pt`` into ``torch.optim.AdamW``, both made of one param
+    group whose parameters are in the order of the ``param_names`` in the file; ``weights.pt`` is the fp32
+    ``state_dict()`` of the trained parameters. All load with ``weights_only=True``.
+
+    Args:
+        folder: A consolidated checkpoint.
+        out_dir: Where to write; made if needed.
+
+    Returns:
+        What was lost, in words.
+
+    Raises:
+        CheckpointError: If the checkpoint is damaged, or its param groups cannot be one group of torch's.
+    """
+    index = verify_folder(folder)
+    source = ConsolidatedSource(folder)
+    out = Path(out_dir)
+    lossy: list[str] = []
+    content: dict[str, Any] = {"weights.pt": {}}
+    for name, record in index.parameters.items():
+        content["weights.pt"][name] = source.read(name, "fp32", 0, record.numel).view(record.shape)
+    for algorithm, file in (("muon", "muon.pt"), ("adamw", "adamw.pt")):
+        names = [name for name, record in index.parameters.items() if record.algorithm == algorithm]
+        state = {}
+        for number, name in enumerate(names):
+            record = index.parameters[name]
+            entries: dict[str, Any] = {
+                key: source.read(name, key, 0, record.numel).view(record.shape)
+                for key in record.tensors
+                if key != "fp32"
+            }
+            if entries and algorithm == "adamw":
+                entries["step"] = torch.tensor(float(record.step))
+            if entries:
+                state[number] = entries
+        settings = _torch_settings(index, algorithm, names, lossy)
+        content[file] = {
+            "state": state,
+            "param_groups": [{**settings, "params": list(range(len(names))), "param_names": names}],
+        }
+    source.close()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for file, what in content.items():
+            torch.save(what, out / f".{file}.tmp")
+            os.replace(out / f".{file}.tmp", out / file)
+    except OSError as error:
+        raise CheckpointError(f"{out}: {error}") from error
+    return lossy
+
+
+def _torch_settings(
+    index: CheckpointIndex, algorithm: str, names: Sequence[str], lossy: list[str]
+) -> dict[str, Any]:
+    """Return the settings of torch's single param group; what it cannot say is added to ``lossy``."""
+    defaults: dict[str, Any]
+    if algorithm == "muon":
+        probe = torch.nn.Parameter(torch.zeros(2, 2))
+        defaults = dict(torch.optim.Muon([probe]).param_groups[0])
+        lossy.append(
+            "torch.optim.Muon has its own Newton-Schulz settings: coefficients, steps and eps are its defaults"
+        )
+    else:
+        defaults = dict(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).param_groups[0])
+    defaults.pop("params")
+    groups = [index.groups[number] for number in sorted({index.parameters[name].group for name in names})]
+    for key in defaults.keys() & {
+        "lr",
+        "weight_decay",
+        "momentum",
+        "nesterov",
+        "betas",
+        "eps",
+        "adjust_lr_fn",
+    }:
+        if algorithm == "muon" and key == "eps":
+            continue  # ours is AdamW's in every group
+        values = [group[key] for group in groups if key in group]
+        if any(value != values[0] for value in values):
+            lossy.append(f"{algorithm}: param groups have {key} {values}; the first is taken for all")
+        if values:
+            defaults[key] = tuple(values[0]) if isinstance(values[0], list) else values[0]
+    if any(index.parameters[name].heads > 1 for name in names):
+        lossy.append("torch.optim.Muon does not orthogonalise heads or experts separately")
+    return defaults

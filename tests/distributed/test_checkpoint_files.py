@@ -1,0 +1,418 @@
+"""DeepSpeed's own files, read without an engine: consolidated, converted, universal; and what is wrong with them."""
+
+from __future__ import annotations
+
+import os
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import deepspeed_muon
+from deepspeed_muon import cli
+from deepspeed_muon.checkpoint import load_index
+from deepspeed_muon.checkpoint.offline import consolidate_files
+from deepspeed_muon.checkpoint.universal import convert_to_universal
+from deepspeed_muon.errors import CheckpointError
+from tests import training
+from tests.distributed.test_checkpoint_consolidate import (
+    MICROS,
+    OFFLOAD,
+    PERSISTENT,
+    ROUND,
+    SMALL,
+    assert_equal,
+    engine_for,
+    load,
+    probe,
+    report,
+)
+from tests.harness import RanksFailed
+from tests.models import MATRICES, build
+
+HAS_OWN_MUON = tuple(int(n) for n in __import__("deepspeed").__version__.split(".")[:2]) >= (0, 19)
+
+
+def save_ours(
+    rank: int, world_size: int, *, folder: str, stage: int, kind: str = "toy", **settings: Any
+) -> Any:
+    engine = engine_for(stage, world_size, seed=0, kind=kind, **settings)
+    for step in range(2):
+        training.run_step(engine, step, rank, world_size, MICROS // world_size)
+    result = report(engine)
+    engine.save_checkpoint(folder)
+    result["loss"] = probe(engine)
+    training.run_step(engine, 2, rank, world_size, MICROS // world_size)
+    result["next_loss"] = probe(engine)
+    engine.destroy()
+    return result
+
+
+def load_universal(
+    rank: int,
+    world_size: int,
+    *,
+    folder: str,
+    stage: int,
+    kind: str = "toy",
+    schedule: bool = True,
+    **settings: Any,
+) -> Any:
+    settings["extra"] = {"checkpoint": {"load_universal": True}}
+    engine = engine_for(stage, world_size, seed=7, kind=kind, **settings)
+    path, _ = engine.load_checkpoint(folder, load_lr_scheduler_states=schedule)
+    assert path is not None
+    result = report(engine)
+    result["loss"] = probe(engine)
+    training.run_step(engine, 2, rank, world_size, MICROS // world_size)
+    result["next_loss"] = probe(engine)
+    engine.destroy()
+    return result
+
+
+CORE = [
+    (0, 2, {}, 1, 3, ROUND),
+    (1, 3, ROUND, 3, 2, SMALL),
+    (2, 2, OFFLOAD, 3, 4, PERSISTENT),
+    (3, 4, SMALL, 2, 3, ROUND),
+    (3, 2, {}, 1, 1, {}),
+    (1, 1, {}, 2, 2, OFFLOAD),
+    (2, 4, ROUND, 2, 3, ROUND),
+    (3, 3, OFFLOAD, 3, 1, OFFLOAD),
+]
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize(("stage", "size", "zero", "to_stage", "to_size", "to_zero"), CORE)
+def test_universal_and_offline_consolidation(
+    ranks: Any, tmp_path: Path, stage: int, size: int, zero: Any, to_stage: int, to_size: int, to_zero: Any
+) -> None:
+    saved = ranks(size).run(save_ours, folder=str(tmp_path / "saved"), stage=stage, zero=zero)[0]
+    convert_to_universal(tmp_path / "saved" / "global_step2", tmp_path / "universal" / "step2")
+    loaded = ranks(to_size).run(
+        load_universal, folder=str(tmp_path / "universal"), stage=to_stage, zero=to_zero
+    )[0]
+    assert_equal(saved, loaded)
+    consolidate_files(tmp_path / "saved", tmp_path / "set", shard_bytes=4000)
+    for other in (to_stage, 0):
+        zero_of = to_zero if other else {}
+        assert_equal(
+            saved, ranks(to_size).run(load, folder=str(tmp_path / "set"), stage=other, zero=zero_of)[0]
+        )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_whole_universal_matrix(ranks: Any, tmp_path: Path, stage: int, size: int) -> None:
+    zero = {0: {}, 1: ROUND, 2: OFFLOAD, 3: SMALL}
+    other = {1: OFFLOAD, 2: ROUND, 3: OFFLOAD}
+    saved = ranks(size).run(save_ours, folder=str(tmp_path / "saved"), stage=stage, zero=zero[stage])[0]
+    convert_to_universal(tmp_path / "saved" / "global_step2", tmp_path / "step2")
+    for to_stage in (1, 2, 3):
+        for to_size in range(1, 5):
+            loaded = ranks(to_size).run(
+                load_universal, folder=str(tmp_path), stage=to_stage, zero=other[to_stage]
+            )
+            assert_equal(saved, loaded[0])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(("stage", "to_stage"), [(0, 3), (1, 3), (3, 1), (2, 2)])
+def test_universal_in_half_precision(
+    ranks: Any, tmp_path: Path, precision: str, stage: int, to_stage: int
+) -> None:
+    saved = ranks(2).run(save_ours, folder=str(tmp_path / "saved"), stage=stage, precision=precision)[0]
+    convert_to_universal(tmp_path / "saved" / "global_step2", tmp_path / "step2")
+    loaded = ranks(3).run(load_universal, folder=str(tmp_path), stage=to_stage, precision=precision)
+    for one in loaded:
+        assert_equal(saved, one, next_loss=2e-2)
+        assert one["loss"] == loaded[0]["loss"]
+
+
+def test_deepspeeds_converter_converts_ours(ranks: Any, tmp_path: Path) -> None:
+    """``ds_to_universal.main`` of a process that imported this package."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    saved = ranks(3).run(save_ours, folder=str(tmp_path / "saved"), stage=3)[0]
+    arguments = types.SimpleNamespace(
+        input_folder=str(tmp_path / "saved" / "global_step2"),
+        output_folder=str(tmp_path / "step2"),
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=False,
+    )
+    ds_to_universal.main(arguments)
+    assert_equal(saved, ranks(2).run(load_universal, folder=str(tmp_path), stage=2)[0])
+
+
+def damaged_universal(ranks: Any, folder: Path, *needles: str, **arguments: Any) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        ranks(2).run(load_universal, folder=str(folder), stage=arguments.pop("stage", 3), **arguments)
+    failures = caught.value.failures
+    assert {failure.type for failure in failures.values()} == {"CheckpointError"} and len(failures) == 2
+    for failure in failures.values():
+        for needle in needles:
+            assert needle in failure.message, failure.message
+
+
+def test_damaged_universal_checkpoints(ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(save_ours, folder=str(tmp_path / "saved"), stage=2)
+    convert_to_universal(tmp_path / "saved" / "global_step2", tmp_path / "step2")
+    file = tmp_path / "step2" / "zero" / "blocks.1.up.weight" / "momentum_buffer.pt"
+    content = file.read_bytes()
+    file.write_bytes(content[:-900] + bytes([content[-900] ^ 1]) + content[-899:])
+    damaged_universal(ranks, tmp_path, str(file), "checksum", "blocks.1.up.weight")
+    file.write_bytes(content[:100])
+    damaged_universal(ranks, tmp_path, str(file), "blocks.1.up.weight", stage=1)
+    file.unlink()
+    damaged_universal(ranks, tmp_path, str(file), "No such file", stage=2)
+    file.write_bytes(content)
+    damaged_universal(ranks, tmp_path, "idle.weight is not in the checkpoint", kind="unused")
+    damaged_universal(ranks, tmp_path, "goes to adamw", params={"exclude": ["blocks.1.*"]})
+    with pytest.raises(CheckpointError, match="already holds something"):
+        convert_to_universal(tmp_path / "saved" / "global_step2", tmp_path / "step2")
+
+
+# ------------------------------------------------------------ other optimizers' files
+
+
+def save_other(
+    rank: int, world_size: int, *, folder: str, optimizer: str, stage: int, zero: Any, precision: str = "fp32"
+) -> Any:
+    """Train with DeepSpeed's own Muon or AdamW; return what DeepSpeed itself says of weights and state."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    deepspeed_muon.unregister()
+    try:
+        zero = dict(zero, **({"reduce_scatter": False} if optimizer == "Muon" and stage == 3 else {}))
+        config = training.ds_config(stage, zero=zero, precision=precision, clipping=0.5)
+        params: dict[str, Any] = {"lr": 1e-3, "torch_adam": True, "betas": [0.8, 0.95]}
+        if optimizer == "Muon":
+            params["momentum"] = 0.8
+        config["optimizer"] = {"type": optimizer, "params": params}
+        engine = training.make_engine(config, exact=precision == "fp32")
+        for step in range(2):
+            training.run_step(engine, step, rank, world_size, 1)
+        engine.save_checkpoint(folder)
+        result: dict[str, Any] = {"fp32": {}, "momentum": {}, "exp_avg_sq": {}}
+        for name, param in engine.module.named_parameters():
+            if stage == 0:
+                result["fp32"][name] = param.detach().clone()
+                state = engine.optimizer.state[param]
+                result["momentum"][name] = state["exp_avg"].clone()
+                result["exp_avg_sq"][name] = state["exp_avg_sq"].clone()
+                continue
+            result["fp32"][name] = safe_get_full_fp32_param(param).clone()
+            if optimizer == "Muon" and stage < 3:
+                continue  # DeepSpeed cannot say
+            muon = optimizer == "Muon" and name in MATRICES["toy"]
+            key = "momentum_buffer" if muon else "exp_avg"
+            result["momentum"][name] = safe_get_full_optimizer_state(param, key).clone()
+            if not muon:
+                result["exp_avg_sq"][name] = safe_get_full_optimizer_state(param, "exp_avg_sq").clone()
+        engine.destroy()
+        return result
+    finally:
+        deepspeed_muon.register()
+
+
+def tensors_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for path in folder.glob("*.safetensors"):
+        found.update(load_file(path))
+    return found
+
+
+def assert_converted(folder: Path, expected: dict[str, Any]) -> None:
+    tensors = tensors_of(folder)
+    assert len(expected["fp32"]) == len(build("toy").state_dict())
+    for name, weight in expected["fp32"].items():
+        assert torch.equal(tensors[f"fp32/{name}"], weight), name
+    for name, momentum in expected["momentum"].items():
+        key = "momentum_buffer" if name in MATRICES["toy"] else "exp_avg"
+        assert torch.equal(tensors[f"{key}/{name}"], momentum.view_as(tensors[f"{key}/{name}"])), name
+    for name in MATRICES["toy"]:
+        assert f"exp_avg_sq/{name}" not in tensors
+    for name in expected["exp_avg_sq"].keys() - MATRICES["toy"]:
+        found = tensors[f"exp_avg_sq/{name}"]
+        assert torch.equal(found, expected["exp_avg_sq"][name].view_as(found))
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize(("stage", "size", "zero"), [(0, 2, {}), (1, 2, {}), (2, 3, OFFLOAD), (3, 3, SMALL)])
+def test_convert_from_adamw(
+    ranks: Any, tmp_path: Path, stage: int, size: int, zero: Any, capsys: Any
+) -> None:
+    if zero == OFFLOAD:
+        zero = {**zero, "offload_optimizer": {"device": "cpu"}}
+    saved = ranks(size).run(
+        save_other, folder=str(tmp_path / "in"), optimizer="AdamW", stage=stage, zero=zero
+    )[0]
+    assert cli.main(["checkpoint", "convert", str(tmp_path / "in"), str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert "exp_avg became the momentum of 8 matrices" in printed and "decay 0.8" in printed
+    assert_converted(tmp_path / "out", saved)
+    loaded = ranks(2).run(load, folder=str(tmp_path / "out"), stage=2)[0]
+    assert loaded["steps"] == [2]
+    for name, weight in saved["fp32"].items():
+        assert torch.equal(loaded["fp32"][name].float(), weight)
+
+
+@pytest.mark.skipif(not HAS_OWN_MUON, reason="DeepSpeed's own Muon of 0.19")
+@pytest.mark.parametrize(("stage", "size", "zero"), [(3, 2, {}), (3, 3, SMALL)])
+def test_convert_from_deepspeeds_muon(ranks: Any, tmp_path: Path, stage: int, size: int, zero: Any) -> None:
+    saved = ranks(size).run(
+        save_other, folder=str(tmp_path / "in"), optimizer="Muon", stage=stage, zero=zero
+    )[0]
+    index = consolidate_files(tmp_path / "in", tmp_path / "out")
+    assert index.source["optimizer"] == "DeepSpeed's Muon"
+    assert {name for name, record in index.parameters.items() if record.algorithm == "muon"} == MATRICES[
+        "toy"
+    ]
+    assert_converted(tmp_path / "out", saved)
+    ranks(3).run(load, folder=str(tmp_path / "out"), stage=1)
+
+
+@pytest.mark.skipif(not HAS_OWN_MUON, reason="DeepSpeed's own Muon of 0.19")
+@pytest.mark.parametrize(("stage", "zero"), [(1, {}), (2, {}), (2, ROUND), (2, OFFLOAD)])
+def test_convert_from_deepspeeds_muon_with_whole_matrices(
+    ranks: Any, tmp_path: Path, stage: int, zero: Any
+) -> None:
+    """At stages 1 and 2 it keeps whole matrices on every rank; stage 3 of the same run says what they should be."""
+    truth = ranks(3).run(save_other, folder=str(tmp_path / "three"), optimizer="Muon", stage=3, zero={})[0]
+    ranks(3).run(save_other, folder=str(tmp_path / "in"), optimizer="Muon", stage=stage, zero=zero)
+    consolidate_files(tmp_path / "in", tmp_path / "out")
+    tensors = tensors_of(tmp_path / "out")
+    for name, expected in truth["momentum"].items():
+        found = tensors[f"{'momentum_buffer' if name in MATRICES['toy'] else 'exp_avg'}/{name}"]
+        # The same numbers but for the order in which gradients are summed.
+        assert torch.allclose(found, expected, rtol=1e-3, atol=1e-6 + 1e-4 * float(expected.abs().max())), (
+            name
+        )
+
+
+def test_universal_of_adamw_by_deepspeed_goes_on_with_muon(ranks: Any, tmp_path: Path) -> None:
+    from deepspeed.checkpoint import ds_to_universal
+
+    for stage in (2, 3):
+        place = tmp_path / str(stage)
+        saved = ranks(2).run(save_other, folder=str(place / "in"), optimizer="AdamW", stage=stage, zero={})[0]
+        arguments = types.SimpleNamespace(
+            input_folder=str(place / "in" / "global_step2"),
+            output_folder=str(place / "step2"),
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,
+        )
+        ds_to_universal.main(arguments)
+        assert not (place / "step2" / "muon_universal.json").exists(), "DeepSpeed's own code ran"
+        loaded = ranks(3).run(load_universal, folder=str(place), stage=stage, schedule=False)[0]
+        for name, weight in saved["fp32"].items():
+            assert torch.equal(loaded["fp32"][name].float(), weight)
+        for name in MATRICES["toy"]:
+            assert torch.equal(
+                loaded["momentum_buffer"][name].float(), saved["momentum"][name].view_as(saved["fp32"][name])
+            )
+
+
+# ------------------------------------------------------------ command line and faults
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
+def test_export_loads_into_torch(ranks: Any, tmp_path: Path, capsys: Any) -> None:
+    saved = ranks(2).run(save_ours, folder=str(tmp_path / "in"), stage=2, zero=ROUND)[0]
+    assert cli.main(["checkpoint", "consolidate", str(tmp_path / "in"), str(tmp_path / "set")]) == 0
+    assert (
+        cli.main(["checkpoint", "convert", "--to", "torch", str(tmp_path / "set"), str(tmp_path / "out")])
+        == 0
+    )
+    assert "Newton-Schulz" in capsys.readouterr().out
+    model = build("toy", seed=3)
+    model.load_state_dict(torch.load(tmp_path / "out" / "weights.pt", weights_only=True))
+    params = dict(model.named_parameters())
+    for file, kind, keys in (
+        ("muon.pt", torch.optim.Muon, ["momentum_buffer"]),
+        ("adamw.pt", torch.optim.AdamW, ["exp_avg", "exp_avg_sq"]),
+    ):
+        state = torch.load(tmp_path / "out" / file, weights_only=True)
+        names = state["param_groups"][0]["param_names"]
+        assert names == [n for n in params if (n in MATRICES["toy"]) == (file == "muon.pt")]
+        optimizer = kind([(name, params[name]) for name in names])
+        optimizer.load_state_dict(state)
+        for name in names:
+            for key in keys:
+                assert torch.equal(optimizer.state[params[name]][key].double(), saved[key][name])
+        for param in params.values():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+
+
+def test_command_line(ranks: Any, tmp_path: Path, capsys: Any) -> None:
+    ranks(2).run(save_ours, folder=str(tmp_path / "in"), stage=1)
+    run = lambda *words: cli.main(["checkpoint", *map(str, words)])  # noqa: E731
+    assert run("inspect", tmp_path / "in") == 0
+    assert "optimizer deepspeed_muon, ZeRO stage 1, 2 ranks" in capsys.readouterr().out
+    assert run("consolidate", tmp_path / "in", tmp_path / "set", "--shard-bytes", 4000) == 0
+    assert run("inspect", tmp_path / "set") == 0
+    printed = capsys.readouterr().out
+    assert "blocks.0.up.weight" in printed and "momentum_buffer" in printed
+    assert run("verify", tmp_path / "set") == 0
+    path = next((tmp_path / "set").glob("*.safetensors"))
+    os.truncate(path, 500)
+    assert run("verify", tmp_path / "set") == 1
+    assert path.name in capsys.readouterr().err
+    assert run("universal", "--input_folder", tmp_path / "in", "--output_folder", tmp_path / "u") == 0
+    assert (tmp_path / "latest_universal").read_text() == "u"
+
+
+def test_missing_rank_file(ranks: Any, tmp_path: Path) -> None:
+    ranks(3).run(save_ours, folder=str(tmp_path / "in"), stage=3)
+    for rank in (0, 1, 2):
+        path = tmp_path / "in" / "global_step2" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        path.rename(tmp_path / "aside")
+        with pytest.raises(CheckpointError, match=path.name):
+            consolidate_files(tmp_path / "in", tmp_path / "out")
+        (tmp_path / "aside").rename(path)
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match=path.name):
+        consolidate_files(tmp_path / "in", tmp_path / "out")
+    assert not (tmp_path / "out" / "muon_index.json").exists()
+
+
+class Payload:
+    def __reduce__(self) -> Any:
+        return (os.mkdir, ("/tmp/deepspeed_muon_was_here",))
+
+
+def test_pickles_run_no_code(ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(save_ours, folder=str(tmp_path / "in"), stage=2)
+    path = tmp_path / "in" / "global_step2" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    content = torch.load(path, weights_only=False)
+    torch.save({**content, "extra": Payload()}, path)
+    with pytest.raises(CheckpointError, match="trust-pickles"):
+        consolidate_files(tmp_path / "in", tmp_path / "out")
+    assert not os.path.exists("/tmp/deepspeed_muon_was_here")
+
+
+def test_latest_may_not_point_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("../../etc")
+    with pytest.raises(CheckpointError, match="not a folder beside it"):
+        consolidate_files(tmp_path, tmp_path / "out")
+
+
+def test_index_says_where_it_came_from(ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(save_ours, folder=str(tmp_path / "in"), stage=0)
+    consolidate_files(tmp_path / "in", tmp_path / "set")
+    index = load_index(tmp_path / "set")
+    assert (
+        index.source["optimizer"] == "deepspeed_muon" and index.source["zero_stage"] == 0 and not index.lossy
+    )
