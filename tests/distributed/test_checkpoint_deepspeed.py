@@ -1,0 +1,148 @@
+"""DeepSpeed's own checkpoints and tools with our optimizer: resuming at the same topology, and reading from outside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import training
+from tests.distributed.test_checkpoint_consolidate import OFFLOAD, ROUND, STATES, engine_for, report
+from tests.models import MATRICES
+
+SCALE = {"initial_scale_power": 33, "loss_scale_window": 2, "hysteresis": 1}
+"""fp16 overflows at once and steps are skipped, then the scale grows again every two steps."""
+
+
+def resumed(
+    rank: int, world_size: int, *, stage: int, folder: str, phase: str, precision: str, zero: Any, extra: Any
+) -> Any:
+    """Train 18 steps and save after 10 (``whole``), or load in a new engine and train the last 8 (``rest``)."""
+    engine = engine_for(
+        stage,
+        12,  # one micro-batch a step
+        seed=0 if phase == "whole" else 7,
+        kind="toy",
+        precision=precision,
+        zero=zero,
+        extra=extra,
+    )
+    if phase == "rest":
+        path, _ = engine.load_checkpoint(folder)
+        assert path is not None
+    scales, rates, losses = [], [], []
+    for step in range(18) if phase == "whole" else range(10, 18):
+        losses.append(training.run_step(engine, step, rank, world_size, 1))
+        scales.append(float(getattr(engine.optimizer, "loss_scale", 1.0)))
+        rates.append([float(group["lr"]) for group in engine.basic_optimizer.param_groups])
+        if phase == "whole" and step == 9:
+            engine.save_checkpoint(folder)
+    result = report(engine)
+    result.update(scales=scales[-8:], all_rates=rates[-8:], losses=losses[-8:], skipped=engine.skipped_steps)
+    engine.destroy()
+    return result
+
+
+CASES = [
+    (1, "fp32", OFFLOAD, {}),
+    (2, "bf16", OFFLOAD, {}),
+    (3, "bf16", OFFLOAD, {}),
+    (3, "fp32", {**OFFLOAD, "offload_param": {"device": "cpu"}}, {}),
+    (2, "fp32", ROUND, {}),
+    (0, "fp16", {}, {"fp16": SCALE}),
+    (1, "fp16", {}, {"fp16": SCALE}),
+    (2, "fp16", OFFLOAD, {"fp16": SCALE}),
+    (3, "fp16", {}, {"fp16": SCALE}),
+    (1, "bf16", {}, {"data_types": {"grad_accum_dtype": "fp32"}}),
+]
+
+
+@pytest.mark.parametrize(("stage", "precision", "zero", "extra"), CASES)
+def test_resume_with_offload_loss_scale_and_schedule(
+    ranks: Any, tmp_path: Path, stage: int, precision: str, zero: Any, extra: Any
+) -> None:
+    arguments = {
+        "stage": stage,
+        "precision": precision,
+        "zero": zero,
+        "extra": extra,
+        "folder": str(tmp_path),
+    }
+    whole = ranks(2).run(resumed, phase="whole", **arguments)
+    rest = ranks(2).run(resumed, phase="rest", **arguments)
+    for rank in range(2):
+        for key in ("scales", "all_rates", "losses", "steps", "global_steps", "skipped"):
+            assert whole[rank][key] == rest[rank][key], key
+        for key in ("fp32", *STATES):
+            assert whole[rank][key].keys() == rest[rank][key].keys() and whole[rank][key]
+            for name, expected in whole[rank][key].items():
+                assert torch.equal(rest[rank][key][name], expected), (key, name)
+    if precision == "fp16":
+        assert whole[0]["skipped"] > 0 and len(set(whole[0]["scales"])) > 1, (
+            "the scale moved while it mattered"
+        )
+
+
+def tools(rank: int, world_size: int, *, stage: int, folder: str, precision: str) -> Any:
+    """Compare what DeepSpeed's tools say of a parameter with our own layouts; write through them too."""
+    from deepspeed.utils import (
+        safe_get_full_fp32_param,
+        safe_get_full_optimizer_state,
+        safe_set_full_fp32_param,
+        safe_set_full_optimizer_state,
+    )
+
+    engine = engine_for(stage, world_size, seed=0, kind="toy", precision=precision)
+    for step in range(2):
+        training.run_step(engine, step, rank, world_size, 12 // world_size)
+    masters, momentum = training.full_masters(engine), training.full_states(engine, "momentum_buffer")
+    for name, param in engine.module.named_parameters():
+        assert torch.equal(safe_get_full_fp32_param(param).double(), masters[name]), name
+        if name in MATRICES["toy"]:
+            found = safe_get_full_optimizer_state(param, "momentum_buffer")
+            assert torch.equal(found.double(), momentum[name]), name
+            safe_set_full_optimizer_state(param, found * 2, "momentum_buffer")
+        safe_set_full_fp32_param(param, safe_get_full_fp32_param(param) * 3)
+    for name, tripled in training.full_masters(engine).items():
+        assert torch.equal(tripled.float(), masters[name].float() * 3), name
+    for name, doubled in training.full_states(engine, "momentum_buffer").items():
+        assert torch.equal(doubled.float(), momentum[name].float() * 2), name
+    engine.save_checkpoint(folder)
+    engine.save_16bit_model(folder, "half.bin")
+    result = training.full_masters(engine)
+    engine.destroy()
+    return result
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeeds_tools(ranks: Any, tmp_path: Path, stage: int, precision: str) -> None:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    masters = ranks(2).run(tools, stage=stage, folder=str(tmp_path), precision=precision)[0]
+    found = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    assert found.keys() == masters.keys()
+    for name, master in masters.items():
+        assert torch.equal(found[name].double(), master), name
+    if stage < 3:  # at stage 3 it needs stage3_gather_16bit_weights_on_model_save
+        assert (tmp_path / "half.bin").is_file()
+
+
+def gathered_model(rank: int, world_size: int, *, folder: str) -> Any:
+    zero = {"stage3_gather_16bit_weights_on_model_save": True}
+    engine = engine_for(3, world_size, seed=0, kind="toy", precision="bf16", zero=zero)
+    training.run_step(engine, 0, rank, world_size, 12 // world_size)
+    assert engine.save_16bit_model(folder, "half.bin")
+    masters = training.full_masters(engine)
+    engine.destroy()
+    return masters
+
+
+def test_save_16bit_model_at_stage_3(ranks: Any, tmp_path: Path) -> None:
+    masters = ranks(2).run(gathered_model, folder=str(tmp_path))[0]
+    half = torch.load(tmp_path / "half.bin", weights_only=True)
+    for name, master in masters.items():
+        assert torch.equal(half[name], master.float().bfloat16()), name
