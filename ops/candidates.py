@@ -104,7 +104,10 @@ def has_kernel(operators: Any | None, device: str, name: str = "orthogonalize") 
     """Return whether the loaded library holds a kernel of operator ``name`` for this device type."""
     if operators is None or device not in ("cpu", "cuda"):
         return False
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"deepspeed_muon::{name}", device.upper()))
+    # The iteration is registered for CUDA in every build, and its products only in one with CUDA.
+    needed = {name, "sym_gemm"} if name == "orthogonalize" else {name}
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return all(has(f"deepspeed_muon::{each}", device.upper()) for each in needed)
 
 
 def candidates_for(problem: Problem, operators: Any | None) -> list[Candidate]:

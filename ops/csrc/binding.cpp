@@ -9,6 +9,7 @@
 #include "cpu/flat.h"
 #include "cpu/kernels.h"
 #include "cpu/tiles.h"
+#include "generic.h"
 
 namespace {
 
@@ -68,4 +69,9 @@ TORCH_LIBRARY_IMPL(deepspeed_muon, CPU, m) {
   m.impl("orthogonalize", &orthogonalize);
   m.impl("momentum_pack_", &momentum_pack);
   m.impl("unpack_apply_", &unpack_apply);
+}
+
+// Only products of the device: its sym_gemm is registered by binding_cuda.cpp where that is part of the build.
+TORCH_LIBRARY_IMPL(deepspeed_muon, CUDA, m) {
+  m.impl("orthogonalize", &muon::orthogonalize_by_products);
 }

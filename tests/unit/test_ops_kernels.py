@@ -16,7 +16,9 @@ from deepspeed_muon.ops import library, reference
 
 # Relative to the same polynomial in float64: issue 3's bounds, argued in tests/unit/test_math.py.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-2, torch.bfloat16: 3e-1}
-METHODS = [base + variant for base in ("standard", "gram") for variant in ("", "+symmetric", "+tiles")]
+METHODS = [
+    base + variant for base in ("standard", "gram") for variant in ("", "+symmetric", "+tiles", "+generic")
+]
 SHAPES = [(1, 1), (1, 9), (9, 1), (17, 17), (31, 13), (96, 200), (200, 96), (520, 530)]
 FLAT = [value for row in resolve_schedule("quintic") for value in row]
 
@@ -24,6 +26,11 @@ FLAT = [value for row in resolve_schedule("quintic") for value in row]
 @pytest.fixture(scope="module")
 def ops() -> Any:
     return library.load()
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
 
 
 def matrix(kind: str, rows: int, cols: int) -> Tensor:
@@ -158,9 +165,11 @@ def test_sym_gemm(ops: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         result = ops.sym_gemm(a, a, addend, 1.5, beta, diag)
         expected = reference.sym_gemm(a, a, addend, 1.5, beta, diag)
         assert torch.equal(result, result.mT), "bitwise symmetric"
-        # The sum is fp32 in both; the result is rounded once, on the diagonal perhaps twice.
+        # The sum is fp32 in both; the result is rounded once, on the diagonal perhaps twice. Two fp32 sums of a hundred
+        # products in another order differ by some ten roundings of numbers up to 4.
         eps = torch.finfo(dtype).eps
-        torch.testing.assert_close(result.double(), expected.double(), rtol=2 * eps, atol=8 * eps)
+        atol = 64 * eps if dtype == torch.float32 else 8 * eps
+        torch.testing.assert_close(result.double(), expected.double(), rtol=2 * eps, atol=atol)
 
 
 def test_sym_gemm_of_two_different_factors(ops: Any) -> None:

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "../generic.h"
 #include "kernels.h"
 #include "products.h"
 #include "tiles.h"
@@ -305,6 +306,10 @@ at::Tensor orthogonalize(
   TORCH_CHECK(
       at::isFloatingType(x.scalar_type()) && at::isFloatingType(dtype),
       "orthogonalize: needs floating dtypes, got ", x.scalar_type(), " and ", dtype);
+  if (method == "standard+generic" || method == "gram+generic") {
+    // What devices without a kernel of their own run; here so that it is tested on machines without such a device.
+    return orthogonalize_by_products(x, coefficients, method.substr(0, method.find('+')), restarts, dtype, eps);
+  }
   const Plan plan = make_plan(coefficients, method, restarts, eps);
   // A batch of transposed matrices is worked on as it is stored, and its result is stored the same way.
   const at::Tensor turned = x.transpose(-2, -1);

@@ -1,0 +1,114 @@
+#include "generic.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/baddbmm.h>
+#include <ATen/ops/bmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linalg_vector_norm.h>
+
+#include <optional>
+#include <string>
+
+namespace muon {
+namespace {
+
+using SymGemm =
+    at::Tensor(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, double, double);
+
+at::Tensor sym(
+    const at::Tensor& a, const at::Tensor& b, const std::optional<at::Tensor>& c, double alpha, double beta,
+    double diag) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("deepspeed_muon::sym_gemm", "").typed<SymGemm>();
+  return op.call(a, b, c, alpha, beta, diag);
+}
+
+// Q X, written in the caller's orientation: a tall result is (X^T Q), which BLAS reads without a copy.
+at::Tensor oriented(const at::Tensor& q, const at::Tensor& x, bool tall) {
+  return tall ? at::bmm(x.mT(), q) : at::bmm(q, x);
+}
+
+}  // namespace
+
+at::Tensor orthogonalize_generic(
+    const at::Tensor& x, at::ArrayRef<double> coefficients, bool gram, const std::vector<bool>& restart,
+    at::ScalarType dtype, double eps) {
+  const bool tall = x.size(-2) > x.size(-1);
+  const at::ScalarType wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const at::Tensor norm = at::linalg_vector_norm(x, 2, at::IntArrayRef({-2, -1}), true, wide).clamp_min_(eps);
+  // The cast writes the short side first, so that turning a tall matrix costs no pass of its own.
+  at::Tensor w = (tall ? x.mT() : x).to(wide).div(norm).to(dtype).contiguous();
+  const int64_t steps = static_cast<int64_t>(coefficients.size() / 3);
+  if (!gram) {
+    for (int64_t index = 0; index < steps; ++index) {
+      const double a = coefficients[3 * index], b = coefficients[3 * index + 1], c = coefficients[3 * index + 2];
+      const at::Tensor r = sym(w, w, std::nullopt, 1.0, 0.0, 0.0);
+      w = at::baddbmm(w, sym(r, r, r, c, b, 0.0), w, a, 1.0);
+    }
+    return tall ? w.mT().contiguous() : w;
+  }
+  at::Tensor r = sym(w, w, std::nullopt, 1.0, 0.0, 0.0), q;
+  for (int64_t done = 1; done <= steps; ++done) {
+    const double a = coefficients[3 * done - 3], b = coefficients[3 * done - 2], c = coefficients[3 * done - 1];
+    const bool last = done == steps, stop = last || restart[done];
+    if (!q.defined() && stop) {
+      q = sym(r, r, r, c, b, a);
+    } else {
+      const at::Tensor z = sym(r, r, r, c, b, 0.0);
+      if (q.defined()) {
+        q = sym(z, q, q, 1.0, a, 0.0);
+      } else {
+        q = z.clone();
+        q.diagonal(0, -2, -1).add_(a);
+      }
+      if (!stop) {
+        const at::Tensor rz = sym(z, r, r, 1.0, a, 0.0);
+        r = sym(z, rz, rz, 1.0, a, 0.0);
+      }
+    }
+    if (last) {
+      break;
+    }
+    if (stop) {
+      w = at::bmm(q, w);
+      r = sym(w, w, std::nullopt, 1.0, 0.0, 0.0);
+      q = at::Tensor();
+    }
+  }
+  return oriented(q, w, tall);
+}
+
+at::Tensor orthogonalize_by_products(
+    const at::Tensor& x, at::ArrayRef<double> coefficients, std::string method, at::IntArrayRef restarts,
+    at::ScalarType dtype, double eps) {
+  TORCH_CHECK(x.dim() >= 2, "orthogonalize: needs (..., rows, cols), got shape ", x.sizes());
+  TORCH_CHECK(
+      at::isFloatingType(x.scalar_type()) && at::isFloatingType(dtype), "orthogonalize: needs floating dtypes, got ",
+      x.scalar_type(), " and ", dtype);
+  TORCH_CHECK(
+      !coefficients.empty() && coefficients.size() % 3 == 0,
+      "orthogonalize: coefficients must be flat (a, b, c) triples, got ", coefficients.size(), " numbers");
+  TORCH_CHECK(
+      method == "gram" || method == "standard", "orthogonalize: unknown method '", method,
+      "'; on this device there are standard and gram");
+  TORCH_CHECK(eps > 0.0, "orthogonalize: eps must be positive, got ", eps);
+  const int64_t steps = static_cast<int64_t>(coefficients.size() / 3);
+  std::vector<bool> restart(steps + 1, false);
+  for (const int64_t done : restarts) {
+    TORCH_CHECK(0 < done && done < steps, "orthogonalize: a restart must come after step 1 to ", steps - 1, ", got ", done);
+    restart[done] = true;
+  }
+  // As on a CPU, the result is stored in the order of the input.
+  const bool transposed = !x.is_contiguous() && x.mT().is_contiguous();
+  const at::Tensor stored = transposed ? x.mT() : x;
+  if (x.numel() == 0) {
+    const at::Tensor empty = at::empty(stored.sizes(), stored.options().dtype(dtype));
+    return transposed ? empty.mT() : empty;
+  }
+  const at::Tensor batch = stored.detach().reshape({-1, stored.size(-2), stored.size(-1)});
+  const at::Tensor out =
+      orthogonalize_generic(batch, coefficients, method == "gram", restart, dtype, eps).view(stored.sizes());
+  return transposed ? out.mT() : out;
+}
+
+}  // namespace muon
