@@ -29,6 +29,7 @@ from tests.distributed.test_checkpoint_consolidate import (
     load,
     probe,
     report,
+    with_compat,
 )
 from tests.harness import RanksFailed
 from tests.models import MATRICES, build
@@ -85,8 +86,7 @@ CORE = [
 ]
 
 
-@pytest.mark.compat
-@pytest.mark.parametrize(("stage", "size", "zero", "to_stage", "to_size", "to_zero"), CORE)
+@pytest.mark.parametrize(("stage", "size", "zero", "to_stage", "to_size", "to_zero"), with_compat(CORE))
 def test_universal_and_offline_consolidation(
     ranks: Any, tmp_path: Path, stage: int, size: int, zero: Any, to_stage: int, to_size: int, to_zero: Any
 ) -> None:
