@@ -11,7 +11,7 @@ from deepspeed_muon.checkpoint.shards import ITEM_BYTES, PlannedTensor, pack
 
 __all__ = ["Piece", "Run", "SavePlan"]
 
-# The largest piece that a rank receives at once: what stays in a cache is copied, hashed and written faster.
+# The largest piece that a rank receives at once, which bounds the buffers beside the shard itself.
 _PIECE_BYTES = 4 << 20
 
 

@@ -23,7 +23,7 @@ STATES = ("momentum_buffer", "exp_avg", "exp_avg_sq")
 # The restored weights are equal, so the loss before the next step differs by nothing but the order in which a
 # kernel adds. After that step gradients were summed over other ranks in another order: 2^-24 relative per addition, a
 # dozen additions, and Newton-Schulz multiplies what falls on small singular values by up to a few hundred: at most
-# 1e-3 in an update that changes the loss by 1e-2 of its value. Measured: below 2e-6.
+# 1e-3 in an update that changes the loss by 1e-2 of its value.
 NEXT_LOSS = 1e-5
 
 
@@ -130,9 +130,19 @@ PERSISTENT = {"stage3_param_persistence_threshold": 300}
 def with_compat(cases: list[Any]) -> list[Any]:
     """Mark the cases that run with the oldest DeepSpeed too.
 
-    Its stages 1 and 2 with offload take a next step that is 3e-5 away in the loss; what was restored is equal.
+    DeepSpeed 0.16.9 loses gradients at stage 2 with offload from the third micro-batch of a step on (its AdamW reports a
+    gradient norm of 1.93 where stage 1 and 0.19.8 report 2.50), so the step after restoring differs there.
     """
-    return [pytest.param(*case, marks=[] if OFFLOAD in case else [pytest.mark.compat]) for case in cases]
+
+    def works(stage: int, zero: Any) -> bool:
+        return (stage, zero) != (2, OFFLOAD)
+
+    return [
+        pytest.param(
+            *case, marks=[pytest.mark.compat] if works(case[0], case[2]) and works(case[3], case[5]) else []
+        )
+        for case in cases
+    ]
 
 
 # Every stage and every number of ranks on both sides; every setting that changes the layout on one of them.
