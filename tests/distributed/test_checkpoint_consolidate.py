@@ -130,8 +130,8 @@ PERSISTENT = {"stage3_param_persistence_threshold": 300}
 def with_compat(cases: list[Any]) -> list[Any]:
     """Mark the cases that run with the oldest DeepSpeed too.
 
-    DeepSpeed 0.16.9 loses gradients at stage 2 with offload from the third micro-batch of a step on (its AdamW reports a
-    gradient norm of 1.93 where stage 1 and 0.19.8 report 2.50), so the step after restoring differs there.
+    DeepSpeed 0.16.9 loses gradients at stage 2 with offload from the third micro-batch of a step on: its AdamW reports
+    a norm of 1.93 where stage 1 and 0.19.8 report 2.50. So the step after restoring differs there.
     """
 
     def works(stage: int, zero: Any) -> bool:
