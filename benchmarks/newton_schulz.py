@@ -22,7 +22,7 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +114,8 @@ def timed(run: Run, device: torch.device) -> float:
 
 def iteration_rows(
     device: torch.device, shapes: Sequence[tuple[int, int]], threads: int, seconds: float, folder: Path
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     settings = NsSettings(resolve_schedule("quintic", STEPS), "gram", resolve_ns_dtype("auto", device))
-    rows = []
     for batch in (1, 8):
         for shape in shapes:
             ours = ops.select("auto", tuner=Tuner(folder))
@@ -151,13 +150,12 @@ def iteration_rows(
                 "fastest_peer": fastest,
                 "error": errors(x, ours(x, settings=settings)) if small else None,
             }
-            rows.append(row)
             ratios = ", ".join(f"{name} {value:.2f}x" for name, value in paired.items())
             print(
                 f"{threads} thr, {batch} x {shape}: {medians['ours']:.2f} ms ({row['ran']}); {ratios}",
                 flush=True,
             )
-    return rows
+            yield row
 
 
 def errors(x: Tensor, result: Tensor) -> float:
@@ -321,7 +319,10 @@ def main() -> None:
             if parsed.only in (None, "flat"):
                 found["flat"] += flat_rows(device, count, seconds)
             if parsed.only in (None, "iteration"):
-                found["iteration"] += iteration_rows(device, shapes, count, seconds, Path(folder))
+                for row in iteration_rows(device, shapes, count, seconds, Path(folder)):
+                    found["iteration"].append(row)
+                    if parsed.only is None:  # after every row: a run that is stopped keeps what it has
+                        write(RESULTS / f"newton_schulz-{slug(name)}", about, found)
     if device.type == "cuda" and parsed.only in (None, "sym_gemm"):
         found["sym_gemm"] = sym_gemm_rows(device, seconds)
     if parsed.only is None:

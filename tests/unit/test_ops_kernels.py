@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -33,6 +34,13 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@functools.lru_cache(maxsize=64)
+def case(kind: str, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return a matrix and its result in float64; shared, so not to be mutated."""
+    x = matrix(kind, *shape)
+    return x, reference_orthogonalize(x, resolve_schedule("quintic"))
+
+
 def matrix(kind: str, rows: int, cols: int) -> Tensor:
     generator = torch.Generator().manual_seed(rows * 1000 + cols)
     x = torch.randn(rows, cols, generator=generator)
@@ -59,9 +67,8 @@ def run(ops: Any, x: Tensor, method: str, dtype: torch.dtype, coefficients: list
 def test_orthogonalize_matches_float64(
     ops: Any, shape: tuple[int, int], kind: str, method: str, dtype: torch.dtype
 ) -> None:
-    x = matrix(kind, *shape)
+    x, expected = case(kind, shape)
     kept = x.clone()
-    expected = reference_orthogonalize(x, resolve_schedule("quintic"))
     result = run(ops, x, method, dtype)
     assert result.shape == x.shape and result.dtype == dtype and result.is_contiguous()
     assert torch.equal(x, kept), "the input is not mutated"
