@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.harness import free_port, run_command
 
-SCRIPT = '''
+SCRIPT = """
 import argparse
 import deepspeed
 import torch
@@ -28,7 +28,7 @@ engine.backward(loss)
 engine.step()
 kind = type(engine.basic_optimizer)
 print(f"RESULT {kind.__module__}.{kind.__name__} {engine.basic_optimizer.param_groups[0]['lr']}", flush=True)
-'''
+"""
 
 
 def test_script_that_cannot_be_edited(tmp_path: Path) -> None:
