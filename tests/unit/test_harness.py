@@ -126,7 +126,10 @@ def test_processes_are_kept_between_calls_and_block_when_idle(ranks: Pools) -> N
     first = pool.run("tests.unit.test_harness:describe")
     before = [cpu_seconds(pid) for pid in pool.pids]
     time.sleep(1.0)
-    assert [cpu_seconds(pid) - start for pid, start in zip(pool.pids, before, strict=True)] == [0.0, 0.0]
+    # A rank that spun would use the whole second. The kernel counts in ticks of 0.01 s, and one of them may fall on a
+    # thread that an earlier test's library keeps in the session's pool.
+    used = [cpu_seconds(pid) - start for pid, start in zip(pool.pids, before, strict=True)]
+    assert max(used) <= 0.05, used
     assert [result["pid"] for result in pool.run(describe)] == [result["pid"] for result in first]
 
 
