@@ -6,14 +6,17 @@ once. Every operator has a readable torch counterpart in :mod:`deepspeed_muon.op
 
 from .dispatch import FlatPasses, NsBackend, Orthogonalizer, flat_passes, select
 from .library import load, loaded, try_load
+from .widened import in_fp32, widened
 
 __all__ = [
     "FlatPasses",
     "NsBackend",
     "Orthogonalizer",
     "flat_passes",
+    "in_fp32",
     "load",
     "loaded",
     "select",
     "try_load",
+    "widened",
 ]

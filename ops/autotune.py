@@ -209,6 +209,8 @@ def measure(problem: Problem, candidates: Sequence[Candidate], device: torch.dev
     for candidate in candidates:
         # The first run warms up (oneDNN's kernels, page faults) and gives the result for the cross-check.
         try:
+            for _ in range(candidate.warm_calls):
+                candidate.run(x, settings)
             first, result = timed(candidate.run, x, settings)
         except RuntimeError as error:
             rejected[candidate.name] = f"failed: {str(error).splitlines()[0]}"

@@ -15,11 +15,20 @@ from torch import Tensor
 
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, restart_steps
 
+from .graphs import Replayed
+
 __all__ = ["Candidate", "Problem", "candidates_for", "has_kernel", "problem_of"]
 
 # Below this long side / short side Gram does more work than the standard iteration with the same kernels: 36 against
 # 30 m^3 at ratio 1, 49 against 63 at 2.67 (KERNELS.md). It is tried from a little below the crossing on.
 _GRAM_TRIED_FROM = 1.3
+
+# Up to this many FLOPs a CUDA graph is tried: 1.5 ms of an H200, about what the launches of an iteration take on the
+# host. Above, the chip is the slower one and a graph would only hold memory.
+_GRAPH_UP_TO = 1e12
+
+# What the symmetric CUDA kernels ask of m and k (include/muon_cuda.h); cuBLAS takes the others.
+_CUDA_MULTIPLE = 8
 
 # Triangles in blocks need at least two blocks of 256 rows.
 _BLOCKS_FROM = 512
@@ -92,12 +101,14 @@ class Candidate:
     """One way to run an orthogonalisation.
 
     Attributes:
-        name: ``torch standard``, ``ops gram+symmetric`` and the like.
+        name: ``torch standard``, ``ops gram+symmetric``, ``ops gram+sm90+graph`` and the like.
         run: Has the contract of :func:`deepspeed_muon.math.newton_schulz.orthogonalize`.
+        warm_calls: Calls with a shape after which it runs as it will from then on.
     """
 
     name: str
     run: Callable[[Tensor, NsSettings], Tensor]
+    warm_calls: int = 0
 
 
 def has_kernel(operators: Any | None, device: str, name: str = "orthogonalize") -> bool:
@@ -127,13 +138,16 @@ def candidates_for(problem: Problem, operators: Any | None) -> list[Candidate]:
         for variant in _variants(problem, operators):
             native += [_native(method + variant, operators) for method in methods]
     # torch's code runs the standard order for what it holds to be square whatever it is asked for.
-    return native + [_torch(method) for method in methods if method == "standard" or problem.ratio >= 2.0]
+    plain = native + [_torch(method) for method in methods if method == "standard" or problem.ratio >= 2.0]
+    if problem.device != "cuda" or problem.flops > _GRAPH_UP_TO:
+        return plain
+    return plain + [Candidate(f"{each.name}+graph", Replayed(each.run), warm_calls=1) for each in plain]
 
 
 def _variants(problem: Problem, operators: Any) -> list[str]:
     """Return the suffixes of the native methods that can run, the fastest expected first."""
     if problem.device != "cpu":
-        return [""]
+        return [f"+{_cuda_products(problem, operators)}"]
     if problem.settings.dtype == torch.bfloat16 and operators.tiles_available():
         return ["+tiles", ""]
     # On several threads only whole matrices run side by side; a triangle of one would be split once more.
@@ -144,14 +158,25 @@ def _variants(problem: Problem, operators: Any) -> list[str]:
     return ["+symmetric", ""]
 
 
+def _cuda_products(problem: Problem, operators: Any) -> str:
+    """Return what computes the symmetric products of ``problem`` on the GPU at hand: a kernel's name or ``cublas``."""
+    half = problem.settings.dtype in (torch.float16, torch.bfloat16)
+    aligned = not (problem.rows % _CUDA_MULTIPLE or problem.cols % _CUDA_MULTIPLE)
+    kernel = str(operators.sym_gemm_kernel()) if half and aligned else ""
+    return kernel if kernel in ("sm90", "sm80") else "cublas"
+
+
 def _native(method: str, operators: Any) -> Candidate:
+    # On a GPU the suffix only says what will compute the products.
+    order = method.partition("+")[0] if method.endswith(("+sm90", "+sm80", "+cublas")) else method
+
     def run(x: Tensor, settings: NsSettings) -> Tensor:
         steps = len(settings.coefficients)
         return operators.orthogonalize(
             x,
             [value for row in settings.coefficients for value in row],
-            method,
-            sorted(restart_steps(steps, settings.dtype)) if method.startswith("gram") else [],
+            order,
+            sorted(restart_steps(steps, settings.dtype)) if order.startswith("gram") else [],
             settings.dtype,
             settings.eps,
         )

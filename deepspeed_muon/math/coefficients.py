@@ -16,7 +16,7 @@ import torch
 
 from deepspeed_muon.errors import ScheduleError
 
-__all__ = ["Coefficients", "NsSchedule", "NsScheduleName", "resolve_schedule"]
+__all__ = ["Coefficients", "NsSchedule", "NsScheduleName", "resolve_schedule", "tolerates_rounding"]
 
 Coefficients = tuple[float, float, float]
 NsScheduleName = Literal["quintic", "polar_express", "polar_express_5", "cans", "deepseekv4"]
@@ -196,3 +196,21 @@ def _check_converges(coefficients: Sequence[Coefficients]) -> None:
             f"ns_schedule: this table maps singular values in [0.05, 1] to [{low:.3g}, {high:.3g}] after "
             f"{len(coefficients)} steps; an orthogonalising schedule ends near 1 (accepted: 0.2 to 2)"
         )
+
+
+def tolerates_rounding(coefficients: Sequence[Coefficients], dtype: torch.dtype) -> bool:
+    """Return whether a schedule stays in its band when every step's input is rounded up once in ``dtype``.
+
+    A table that is optimal on exactly [0, 1] climbs steeply just above 1. Polar Express keeps a safety factor for
+    that; ``cans`` has none, and one rounding in bfloat16 sends a singular value of 1 to infinity.
+
+    Args:
+        coefficients: One ``(a, b, c)`` per step.
+        dtype: Of the matrix products.
+    """
+    exact = torch.linspace(0.0, 1.0, 4001, dtype=torch.float64)
+    rounded = exact.clone()
+    unit = torch.finfo(dtype).eps / 2
+    for a, b, c in coefficients:
+        exact, rounded = (s * (a + s**2 * (b + s**2 * c)) for s in (exact, rounded * (1 + unit)))
+    return bool(rounded.abs().max() <= 1.25 * exact.abs().max())

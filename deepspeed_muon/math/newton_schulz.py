@@ -13,6 +13,7 @@ The readable float64 counterpart is :mod:`deepspeed_muon.math.reference`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,9 +22,10 @@ from torch import Tensor
 
 from deepspeed_muon.math.coefficients import Coefficients
 
-__all__ = ["NsDtypeName", "NsMethod", "NsSettings", "orthogonalize", "resolve_ns_dtype"]
+__all__ = ["NsDtypeName", "NsMethod", "NsSettings", "iterate_columns", "orthogonalize", "resolve_ns_dtype"]
 
 NsMethod = Literal["gram", "standard"]
+GramOf = Callable[[Tensor], Tensor]
 NsDtypeName = Literal["auto", "fp32", "bf16", "fp16"]
 
 _DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -104,7 +106,7 @@ def orthogonalize(x: Tensor, *, settings: NsSettings) -> Tensor:
     short, long = wide.shape[-2:]
     batch = wide.reshape(-1, short, long) if x.ndim != 3 else wide
     batch = _normalized(batch, settings)
-    if settings.method == "gram" and long >= _GRAM_MIN_RATIO * short:
+    if runs_gram(short, long, settings.method):
         result = _gram(batch, settings)
     else:
         result = _standard(batch, settings)
@@ -119,18 +121,47 @@ def _normalized(x: Tensor, settings: NsSettings) -> Tensor:
     return (x.to(wide_dtype) / norm).to(settings.dtype)
 
 
-def _standard(x: Tensor, settings: NsSettings) -> Tensor:
+def _gram_matrix(x: Tensor) -> Tensor:
+    return x @ x.mT
+
+
+def _standard(x: Tensor, settings: NsSettings, gram_of: GramOf = _gram_matrix) -> Tensor:
     """Iterate on ``x`` (batch, m, n) with m <= n. One matrix runs as mm: bmm of one is slower on CPUs."""
     if x.shape[0] == 1:
         matrix = x[0]
         for a, b, c in settings.coefficients:
-            gram = matrix @ matrix.mT
+            gram = gram_of(matrix)
             matrix = torch.addmm(matrix, torch.addmm(gram, gram, gram, beta=b, alpha=c), matrix, beta=a)
         return matrix.unsqueeze(0)
     for a, b, c in settings.coefficients:
-        gram = x @ x.mT
+        gram = gram_of(x)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x
+
+
+def iterate_columns(x: Tensor, *, settings: NsSettings, gram_of: GramOf) -> Tensor:
+    """Run the iteration on some columns of normalised matrices whose Gram matrix ``gram_of`` knows.
+
+    ``X <- p(X X^T) X`` acts on every column alone once ``X X^T`` is known, so whoever can sum the Gram matrices of all
+    columns can iterate on a part of them. ``gram`` asks for the Gram matrix once at the start and once per
+    restart, ``standard`` once per step.
+
+    Args:
+        x: ``(batch, m, columns)`` in ``settings.dtype``; any number of columns, none included. The whole matrices are
+            ``m x n`` with ``m <= n`` and Frobenius norm at most 1.
+        settings: Polynomial and method. ``gram`` runs for square matrices too, unlike in :func:`orthogonalize`.
+        gram_of: Maps some columns ``(batch, m, columns)`` or, in a batch of one, ``(m, columns)`` to ``X X^T`` of the
+            whole matrices, in ``settings.dtype``.
+
+    Returns:
+        The same columns of the approximate polar factor.
+    """
+    return (_gram if settings.method == "gram" else _standard)(x, settings, gram_of)
+
+
+def runs_gram(short: int, long: int, method: NsMethod) -> bool:
+    """Return whether a matrix with these sides goes through the Gram iteration."""
+    return method == "gram" and long >= _GRAM_MIN_RATIO * short
 
 
 def restart_steps(steps: int, dtype: torch.dtype) -> frozenset[int]:
@@ -139,7 +170,7 @@ def restart_steps(steps: int, dtype: torch.dtype) -> frozenset[int]:
     return frozenset(range(first, steps, distance))
 
 
-def _gram(x: Tensor, settings: NsSettings) -> Tensor:
+def _gram(x: Tensor, settings: NsSettings, gram_of: GramOf = _gram_matrix) -> Tensor:
     """Iterate on the Gram matrix of ``x`` (batch, m, n) with m <= n; ``X <- Q X`` at each restart and at the end."""
     steps = len(settings.coefficients)
     restarts = restart_steps(steps, settings.dtype)
@@ -148,7 +179,7 @@ def _gram(x: Tensor, settings: NsSettings) -> Tensor:
         x = x[0]
     multiply_add = torch.addmm if single else torch.baddbmm
     q: Tensor | None = None
-    r = x @ x.mT
+    r = gram_of(x)
     for done, (a, b, c) in enumerate(settings.coefficients, start=1):
         z = multiply_add(r, r, r, beta=b, alpha=c)
         if q is None:
@@ -160,7 +191,7 @@ def _gram(x: Tensor, settings: NsSettings) -> Tensor:
             break
         if done in restarts:
             x = q @ x
-            r, q = x @ x.mT, None
+            r, q = gram_of(x), None
         else:
             rz = multiply_add(r, z, r, beta=a)
             r = multiply_add(rz, z, rz, beta=a)

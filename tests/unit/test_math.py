@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from deepspeed_muon.errors import ScheduleError
 from deepspeed_muon.math.adamw import AdamStep, adam_step_
-from deepspeed_muon.math.coefficients import resolve_schedule
+from deepspeed_muon.math.coefficients import resolve_schedule, tolerates_rounding
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, restart_steps
 from deepspeed_muon.math.reference import reference_adamw_step, reference_muon_step, reference_orthogonalize
 from deepspeed_muon.math.scaling import update_scale
@@ -98,6 +98,18 @@ def test_every_schedule_orthogonalises(name: str) -> None:
     rows = resolve_schedule(name)  # type: ignore[arg-type]
     singular = torch.linalg.svdvals(reference_orthogonalize(x, rows))
     assert float(singular.min()) > 0.6 and float(singular.max()) < 1.3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["quintic", "polar_express", "polar_express_5", "cans", "deepseekv4"])
+def test_only_cans_has_no_margin_for_half_precision(name: str, dtype: torch.dtype) -> None:
+    rows = resolve_schedule(name)  # type: ignore[arg-type]
+    tolerates = tolerates_rounding(rows, dtype)
+    assert tolerates == (name != "cans" or dtype == torch.float32)
+    # What the singular value 1 becomes, which a matrix of rank one has: the norm and the cast may round it up.
+    result = orthogonalize(torch.ones(1, 9), settings=NsSettings(rows, "standard", dtype))
+    if tolerates:
+        assert 0.6 < float(torch.linalg.vector_norm(result.float())) < 1.3
 
 
 @pytest.mark.parametrize("steps", [1, 4, 6])

@@ -1,0 +1,50 @@
+"""Orthogonalisation replayed as CUDA graphs, against the plain calls, bit for bit; skipped without a GPU."""
+
+# ruff: noqa: E402  # the imports below need DeepSpeed, which scripts/gpu_session.sh can do without
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("deepspeed", reason="deepspeed_muon registers with DeepSpeed when it is imported")
+
+from deepspeed_muon.math.coefficients import resolve_schedule
+from deepspeed_muon.math.newton_schulz import NsSettings
+from deepspeed_muon.ops import library
+from deepspeed_muon.ops.candidates import candidates_for, problem_of
+
+SHAPES = [(1, 256, 1024), (8, 512, 512), (4, 768, 256), (1, 264, 264)]
+
+
+@pytest.mark.parametrize("method", ["gram", "standard"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_replay_gives_the_bits_of_the_plain_call(shape: tuple[int, int, int], method: str) -> None:
+    settings = NsSettings(resolve_schedule("quintic"), method, torch.float16)  # type: ignore[arg-type]
+    first = torch.randn(shape, device="cuda")
+    found = {each.name: each for each in candidates_for(problem_of(first, settings), library.try_load())}
+    graphs = [name for name in found if name.endswith("+graph")]
+    assert graphs
+    for name in graphs:
+        plain = found[name.removesuffix("+graph")]
+        found[name].run(first, settings)
+        kept = [(x, found[name].run(x, settings)) for x in (first, torch.randn_like(first), 1e-9 * first)]
+        for x, result in kept:
+            assert torch.equal(result, plain.run(x, settings)), name
+
+
+def test_graphs_of_several_shapes_share_a_pool_and_do_not_disturb_each_other() -> None:
+    settings = NsSettings(resolve_schedule("quintic"), "gram", torch.bfloat16)
+    inputs = [torch.randn(shape, device="cuda") for shape in SHAPES]
+    runs = [
+        next(
+            each
+            for each in candidates_for(problem_of(x, settings), None)
+            if each.name == "torch standard+graph"
+        ).run
+        for x in inputs
+    ]
+    expected = [run(x, settings) for run, x in zip(runs, inputs, strict=True)]
+    for _ in range(3):
+        results = [run(x, settings) for run, x in zip(runs, inputs, strict=True)]
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
