@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 
+from deepspeed_muon import plan_cli
 from deepspeed_muon.checkpoint import cli as checkpoints
 from deepspeed_muon.errors import MuonError
 
@@ -38,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--json", action="store_true", help="print JSON")
     report.set_defaults(run=_report)
     checkpoints.add_subcommands(commands)
+    plan_cli.add_subcommand(commands)
     return parser
 
 

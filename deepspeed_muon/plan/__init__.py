@@ -2,6 +2,7 @@
 
 from deepspeed_muon.plan.exchange import Chunk, ExchangePlan, build_exchange_plan
 from deepspeed_muon.plan.layout import (
+    Block,
     Fragment,
     MatrixLayout,
     ParameterLayout,
@@ -9,9 +10,10 @@ from deepspeed_muon.plan.layout import (
     replicated_fragments,
     sharded_fragments,
 )
-from deepspeed_muon.plan.owners import assign_owners, newton_schulz_flops
+from deepspeed_muon.plan.owners import assign_owners, matrix_flops
 
 __all__ = [
+    "Block",
     "Chunk",
     "ExchangePlan",
     "Fragment",
@@ -20,7 +22,7 @@ __all__ = [
     "assign_owners",
     "build_exchange_plan",
     "flat_fragments",
-    "newton_schulz_flops",
+    "matrix_flops",
     "replicated_fragments",
     "sharded_fragments",
 ]

@@ -17,7 +17,12 @@ from dataclasses import dataclass
 
 from deepspeed_muon.plan.layout import Fragment, MatrixLayout
 
-__all__ = ["Chunk", "ExchangePlan", "Segment", "build_exchange_plan"]
+__all__ = ["Chunk", "ExchangePlan", "Segment", "build_exchange_plan", "chunk_limit"]
+
+# Only several chunks overlap with each other, and smaller ones need less memory. Below so many elements a rank (512 KiB
+# in bf16, some ten microseconds at 50 GB/s) latency is the larger part of an all-to-all, so that is as fine as it gets.
+_CHUNKS = 8
+_LEAST_NUMEL_PER_RANK = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,10 @@ class Chunk:
     gathers: bool
     scatters: bool
 
+    def active(self, flags: Sequence[bool]) -> list[int]:
+        """Return the chunk's matrices that ``flags``, one for each matrix of the plan, marks."""
+        return [index for index in self.matrices if flags[index]]
+
     @property
     def sent_elements(self) -> int:
         """Elements that this rank sends to others in both all-to-alls."""
@@ -108,7 +117,8 @@ class ExchangePlan:
                 matrix.name,
                 matrix.rows,
                 matrix.cols,
-                matrix.heads,
+                [list(sizes) for sizes in matrix.grid],
+                matrix.transposed,
                 self.owners[index],
                 chunk_of[index],
                 [[f.rank, f.matrix_offset, f.partition_offset, f.numel] for f in matrix.fragments],
@@ -132,12 +142,13 @@ def build_exchange_plan(
         owners: One rank per matrix.
         rank: This rank inside the group.
         world_size: Ranks of the group.
-        chunk_numel: Upper bound of the elements of the matrices that move in one chunk; a larger matrix makes a
-            chunk of its own.
+        chunk_numel: Upper bound of the elements of the matrices that one rank owns of a chunk, and so of what it
+            receives at once; a larger matrix is alone in its owner's part. The matrices are cut finer where the bound
+            would make few chunks of them.
     """
     chunks = [
         _build_chunk(matrices, owners, indices, rank, world_size)
-        for indices in _cut(matrices, owners, chunk_numel)
+        for indices in _cut(matrices, owners, chunk_numel, world_size)
     ]
     return ExchangePlan(rank, world_size, tuple(matrices), tuple(owners), tuple(chunks))
 
@@ -146,23 +157,64 @@ def _moves(matrix: MatrixLayout, owner: int) -> bool:
     return any(fragment.rank != owner for fragment in matrix.fragments)
 
 
-def _cut(matrices: Sequence[MatrixLayout], owners: Sequence[int], chunk_numel: int) -> list[list[int]]:
-    """Cut the matrices into chunks: those that never move first, together, then the others by size."""
-    still = [i for i, matrix in enumerate(matrices) if not _moves(matrix, owners[i])]
-    chunks = [still] if still else []
-    current: list[int] = []
-    filled = 0
+def _cut(
+    matrices: Sequence[MatrixLayout], owners: Sequence[int], bound: int, world_size: int
+) -> list[list[int]]:
+    """Cut the matrices into chunks, those that never move first.
+
+    A bound on all matrices of a chunk would put few of them, or one, into a chunk of a large model, and the ranks that
+    own none of those would wait. So every rank fills its part of a chunk, its largest matrices first: the parts of one
+    chunk cost about the same. Of a replicated matrix every rank receives the whole update, so there the bound counts
+    for all of them together; and only updates travel of those, so that no chunk mixes them with others.
+
+    Args:
+        matrices: All matrices.
+        owners: Their owners.
+        bound: Elements of one owner's part of a chunk at most, unless one matrix has more.
+        world_size: Ranks of the group.
+    """
+    kinds: dict[tuple[bool, bool], list[int]] = {}
     for index, matrix in enumerate(matrices):
-        if not _moves(matrix, owners[index]):
-            continue
-        if current and filled + matrix.numel > chunk_numel:
-            chunks.append(current)
-            current, filled = [], 0
-        current.append(index)
-        filled += matrix.numel
-    if current:
-        chunks.append(current)
+        kinds.setdefault((_moves(matrix, owners[index]), matrix.replicated), []).append(index)
+    chunks: list[list[int]] = []
+    for (moving, replicated), members in sorted(kinds.items()):
+        together = moving and replicated
+        parts: dict[int, list[int]] = {}
+        for index in sorted(members, key=lambda i: (-matrices[i].numel, i)):
+            parts.setdefault(-1 if together else owners[index], []).append(index)
+        largest = max(sum(matrices[i].numel for i in part) for part in parts.values())
+        limit = chunk_limit(largest, bound, ranks=world_size if together else 1)
+        found: list[list[int]] = []
+        for part in parts.values():
+            for number, piece in enumerate(_fill([(i, matrices[i].numel) for i in part], limit)):
+                found += [[]] if number == len(found) else []
+                found[number] += piece
+        chunks += [sorted(chunk) for chunk in found]
     return chunks
+
+
+def chunk_limit(largest: int, bound: int, *, ranks: int = 1) -> int:
+    """Return how many elements of matrices the owners' parts of a chunk have at most, single matrices aside.
+
+    Args:
+        largest: Elements of the largest owner's matrices.
+        bound: What the configuration allows.
+        ranks: Ranks that share the bound.
+    """
+    return min(bound, max(-(-largest // _CHUNKS), _LEAST_NUMEL_PER_RANK * ranks))
+
+
+def _fill(items: Sequence[tuple[int, int]], limit: int) -> list[list[int]]:
+    """Divide items of ``(index, elements)``, in order, into pieces of at most ``limit`` elements or one item."""
+    pieces: list[list[int]] = []
+    filled = 0
+    for index, numel in items:
+        if not pieces or filled + numel > limit:
+            pieces.append([])
+            filled = 0
+        pieces[-1].append(index)
+        filled += numel
+    return pieces
 
 
 def _build_chunk(

@@ -11,11 +11,14 @@ Example: a 4 x 3 matrix that starts at element 5 of a flat buffer of two ranks w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 __all__ = [
+    "Block",
     "Fragment",
     "MatrixLayout",
     "ParameterLayout",
+    "TensorShards",
     "flat_fragments",
     "replicated_fragments",
     "sharded_fragments",
@@ -44,17 +47,58 @@ class Fragment:
 
 
 @dataclass(frozen=True, slots=True)
+class Block:
+    """A rectangle of a stored matrix that is orthogonalised and scaled as a matrix of its own.
+
+    Attributes:
+        row: Its first row.
+        col: Its first column.
+        rows: Its rows.
+        cols: Its columns.
+    """
+
+    row: int
+    col: int
+    rows: int
+    cols: int
+
+    @property
+    def area(self) -> tuple[slice, slice]:
+        """The index of the block in a tensor of the stored matrix."""
+        return slice(self.row, self.row + self.rows), slice(self.col, self.col + self.cols)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorShards:
+    """How the matrix that a tensor-parallel group shares is spread over it.
+
+    Attributes:
+        dim: The dimension that is cut: 0 for rows (column-parallel layers), 1 for columns (row-parallel layers),
+            ``None`` where every rank of the group holds a copy.
+        sizes: Length along ``dim`` of every rank's shard, in the order of the group; empty for copies.
+    """
+
+    dim: Literal[0, 1] | None
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class MatrixLayout:
     """One logical matrix and where all of it lies.
 
     Attributes:
         name: Dotted parameter name.
-        rows: Rows of the layer's true shape.
-        cols: Columns of the layer's true shape.
+        rows: Rows of the matrix as it is stored.
+        cols: Columns of the matrix as it is stored.
         partition: Index of the flat partition, unique within the optimizer and equal on all ranks.
         fragments: Every rank's runs, ordered by rank, then by matrix offset.
         replicated: Whether every rank holds the whole matrix (ZeRO stage 0).
-        heads: Row blocks that are orthogonalised separately, 1 for the whole matrix.
+        row_blocks: Rows of the blocks that are orthogonalised separately (attention heads, experts, parts of a fused
+            projection), from the top; empty for all rows together.
+        col_blocks: The same for columns. With both, every cell of the grid is a block.
+        transposed: Whether it is stored as input x output, so that its scale is that of the transposed matrix.
+        shards: How a tensor-parallel group shares the matrix of which this is one shard or copy; ``None`` without
+            tensor parallelism.
     """
 
     name: str
@@ -63,7 +107,10 @@ class MatrixLayout:
     partition: int
     fragments: tuple[Fragment, ...]
     replicated: bool = False
-    heads: int = 1
+    row_blocks: tuple[int, ...] = ()
+    col_blocks: tuple[int, ...] = ()
+    transposed: bool = False
+    shards: TensorShards | None = None
 
     @property
     def numel(self) -> int:
@@ -71,13 +118,58 @@ class MatrixLayout:
         return self.rows * self.cols
 
     @property
+    def logical_shape(self) -> tuple[int, int]:
+        """Rows and columns of the whole matrix, of which a tensor-parallel rank holds a shard."""
+        if self.shards is None or self.shards.dim is None:
+            return self.rows, self.cols
+        total = sum(self.shards.sizes)
+        return (total, self.cols) if self.shards.dim == 0 else (self.rows, total)
+
+    @property
+    def scale_shape(self) -> tuple[int, int]:
+        """Output and input size by which the update is scaled: those of the first block of the whole matrix."""
+        cut = self.shards is not None and self.shards.dim is not None
+        return self.layer_shape(*(self.logical_shape if cut else self.block_shape))
+
+    @property
+    def grid(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Rows and columns of the grid of blocks; one cell for a matrix that is not divided."""
+        return self.row_blocks or (self.rows,), self.col_blocks or (self.cols,)
+
+    @property
     def block_shape(self) -> tuple[int, int]:
-        """Rows and columns of what is orthogonalised as one matrix."""
-        return self.rows // self.heads, self.cols
+        """Rows and columns of the first block, the one whose scale the others' are relative to."""
+        rows, cols = self.grid
+        return rows[0], cols[0]
+
+    @property
+    def equal_blocks(self) -> int | None:
+        """The number of blocks if they are equal and contiguous, so that they stack without a copy, else ``None``."""
+        rows, cols = self.grid
+        return len(rows) if len(cols) == 1 and len(set(rows)) == 1 else None
+
+    def blocks(self) -> list[Block]:
+        """Return all blocks, row by row of the grid."""
+        found = []
+        row = 0
+        for rows in self.grid[0]:
+            col = 0
+            for cols in self.grid[1]:
+                found.append(Block(row, col, rows, cols))
+                col += cols
+            row += rows
+        return found
+
+    def layer_shape(self, rows: int, cols: int) -> tuple[int, int]:
+        """Return output and input size of a stored ``rows x cols`` block."""
+        return (cols, rows) if self.transposed else (rows, cols)
 
     def __post_init__(self) -> None:
-        if self.rows < 1 or self.cols < 1 or self.heads < 1 or self.rows % self.heads:
-            raise ValueError(f"{self.name}: {self.rows} x {self.cols} in {self.heads} heads is not a matrix")
+        if self.rows < 1 or self.cols < 1:
+            raise ValueError(f"{self.name}: {self.rows} x {self.cols} is not a matrix")
+        for what, sizes, whole in zip(("row", "column"), self.grid, (self.rows, self.cols), strict=True):
+            if min(sizes) < 1 or sum(sizes) != whole:
+                raise ValueError(f"{self.name}: {what} blocks {sizes} do not add up to {whole}")
         if self.replicated:
             complete = all(f.matrix_offset == 0 and f.numel == self.numel for f in self.fragments)
         else:

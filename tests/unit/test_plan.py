@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_muon.math.flops import orthogonalize_flops
 from deepspeed_muon.plan.exchange import ExchangePlan, build_exchange_plan
 from deepspeed_muon.plan.layout import (
     Fragment,
@@ -144,6 +145,34 @@ def test_sharded_ownership_is_balanced(world: int) -> None:
     assert sum(load) == pytest.approx(sum(matrix_flops(m) for m in layouts))
 
 
+@settings(max_examples=60, deadline=None)
+@given(dims=shapes, world=st.integers(1, 5), kind=st.sampled_from(sorted(MAKERS)), chunk=st.integers(1, 90))
+def test_what_a_rank_receives_in_a_chunk_is_bounded(
+    dims: list[tuple[int, int]], world: int, kind: str, chunk: int
+) -> None:
+    for plan in plans(MAKERS[kind](dims, world), world, chunk):
+        for part in plan.chunks:
+            owned = [plan.matrices[i].numel for i in part.owned if part.scatters]
+            assert len(owned) <= 1 or sum(owned) <= chunk
+            assert part.matrices == tuple(sorted(part.matrices))
+        assert sorted(i for part in plan.chunks for i in part.matrices) == list(range(len(dims)))
+
+
+def test_all_ranks_work_in_every_chunk() -> None:
+    # Layers of four square and three wide matrices on eight ranks, chunks of about one matrix of a layer.
+    layouts = sharded_layouts(([(64, 64)] * 4 + [(172, 64)] * 3) * 32, 8)
+    plan = plans(layouts, 8, chunk=172 * 64)[0]
+    total, serial = [0.0] * 8, 0.0
+    for part in plan.chunks:
+        load = [0.0] * 8
+        for index in part.matrices:
+            load[plan.owners[index]] += matrix_flops(layouts[index])
+        serial += max(load)
+        total = [a + b for a, b in zip(total, load, strict=True)]
+    # One rank after the other would be up to 8; 1 is no waiting at all.
+    assert serial <= 1.1 * max(total)
+
+
 def test_load_of_other_partitions_counts() -> None:
     layouts = sharded_layouts([(64, 64)], 3)
     assert assign_owners(layouts, 3, load=[5e9, 0.0, 5e9]) == (1,)
@@ -158,8 +187,42 @@ def test_incomplete_layouts_are_refused() -> None:
         Fragment(0, 0, 0, 0)
 
 
-def test_heads_divide_rows() -> None:
-    layout = MatrixLayout("q", 12, 8, 0, (Fragment(0, 0, 0, 96),), heads=3)
-    assert layout.block_shape == (4, 8)
-    with pytest.raises(ValueError, match="heads"):
-        MatrixLayout("q", 12, 8, 0, (Fragment(0, 0, 0, 96),), heads=5)
+def test_blocks_add_up() -> None:
+    whole = (Fragment(0, 0, 0, 96),)
+    heads = MatrixLayout("q", 12, 8, 0, whole, row_blocks=(4, 4, 4))
+    assert heads.block_shape == (4, 8) and heads.equal_blocks == 3
+    grouped = MatrixLayout("qkv", 12, 8, 0, whole, row_blocks=(8, 2, 2))
+    assert grouped.equal_blocks is None
+    assert matrix_flops(grouped) == orthogonalize_flops(8, 8) + 2 * orthogonalize_flops(2, 8)
+    columns = MatrixLayout("c_attn", 12, 8, 0, whole, row_blocks=(6, 6), col_blocks=(5, 3), transposed=True)
+    assert [(b.row, b.col, b.rows, b.cols) for b in columns.blocks()] == [
+        (0, 0, 6, 5),
+        (0, 5, 6, 3),
+        (6, 0, 6, 5),
+        (6, 5, 6, 3),
+    ]
+    assert columns.equal_blocks is None and columns.layer_shape(6, 5) == (5, 6)
+    with pytest.raises(ValueError, match="row blocks"):
+        MatrixLayout("q", 12, 8, 0, whole, row_blocks=(5, 5))
+    with pytest.raises(ValueError, match="column blocks"):
+        MatrixLayout("q", 12, 8, 0, whole, col_blocks=(8, 0))
+
+
+@pytest.mark.parametrize("kind", ["flat", "sharded"])
+def test_chunks_are_bounded_and_many_enough_to_overlap(kind: str) -> None:
+    """Eight chunks or more of what moves; what one rank owns of a chunk, sends and receives is no more than asked."""
+    dims = [(512, 512), (512, 1408)] * 16
+    largest = 512 * 1408
+    for world in (2, 4):
+        for asked in (1 << 30, largest):
+            for plan in plans(MAKERS[kind](dims, world), world, asked):
+                assert sorted(i for chunk in plan.chunks for i in chunk.matrices) == list(range(len(dims)))
+                for chunk in plan.chunks:
+                    parts = [0] * world
+                    for index in chunk.matrices:
+                        parts[plan.owners[index]] += plan.matrices[index].numel
+                    assert max(parts) <= max(asked, largest)
+                    assert sum(chunk.gather_recv_splits) <= parts[plan.rank]
+                    assert sum(chunk.gather_send_splits) <= max(parts)
+                if kind == "sharded":
+                    assert len(plan.chunks) >= 8

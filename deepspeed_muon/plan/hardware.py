@@ -1,0 +1,45 @@
+"""What predicted times are made of: published figures of GPUs, and the fractions of them that real code reaches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["GPUS", "Gpu"]
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One kind of GPU in the server that it is usually sold in. All bandwidths are bytes per second.
+
+    Attributes:
+        name: Key of the table.
+        flops: Dense bf16 / fp16 tensor operations per second, without sparsity.
+        memory_bandwidth: Of the device memory.
+        memory: Bytes of device memory.
+        node_bandwidth: NVLink, one direction, per GPU.
+        network_bandwidth: Network, one direction, per GPU.
+        source: Where the figures stand.
+    """
+
+    name: str
+    flops: float
+    memory_bandwidth: float
+    memory: float
+    node_bandwidth: float
+    network_bandwidth: float
+    source: str
+
+
+# NVLink is quoted as the sum of both directions; here it is halved. The network is that of the DGX server with the GPU:
+# eight ports of 400 Gb/s for eight GPUs (DGX H100, H200, B200), 200 Gb/s (DGX A100).
+GPUS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu(
+            "a100", 312e12, 2.039e12, 80e9, 300e9, 25e9, "NVIDIA A100 80GB SXM datasheet; DGX A100 datasheet"
+        ),
+        Gpu("h100", 989e12, 3.35e12, 80e9, 450e9, 50e9, "NVIDIA H100 SXM datasheet; DGX H100 datasheet"),
+        Gpu("h200", 989e12, 4.8e12, 141e9, 450e9, 50e9, "NVIDIA H200 SXM datasheet; DGX H200 datasheet"),
+        Gpu("b200", 2250e12, 8.0e12, 180e9, 900e9, 50e9, "NVIDIA DGX B200 datasheet"),
+    )
+}

@@ -1,0 +1,109 @@
+"""Who holds how much of every matrix, as arrays: closed forms that stay small at any number of ranks.
+
+ZeRO divides in ways in which the holders of a matrix are consecutive ranks: the first one has a head, the last one a
+tail and each one between the same body. So four numbers a matrix say what a list of fragments says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Holdings", "flat_holdings", "sharded_holdings"]
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """Consecutive holders of every matrix.
+
+    Attributes:
+        first: First data-parallel rank that holds elements of the matrix.
+        last: Last one.
+        head: Elements on the first rank.
+        body: Elements on every rank strictly between.
+        tail: Elements on the last rank; equals ``head`` where it is the only one.
+        numel: Elements of the matrix.
+        ranks: Data-parallel ranks.
+        width: Tensor-parallel ranks that share each of those pieces equally, numbered consecutively.
+    """
+
+    first: Ints
+    last: Ints
+    head: Ints
+    body: Ints
+    tail: Ints
+    numel: Ints
+    ranks: int
+    width: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """All ranks that hold something, tensor-parallel ones counted."""
+        return self.ranks * self.width
+
+    def held(self, matrices: Ints, ranks: Ints) -> Floats:
+        """Return the elements of ``matrices[i]`` on ``ranks[i]``, which must be among its holders or not."""
+        group = ranks // self.width
+        first, last = self.first[matrices], self.last[matrices]
+        amount = np.where(
+            group == first,
+            self.head[matrices],
+            np.where(group == last, self.tail[matrices], self.body[matrices]),
+        )
+        return np.where((group < first) | (group > last), 0, amount) / self.width
+
+    def holders(self, matrix: int) -> tuple[Ints, Floats]:
+        """Return the ranks that hold elements of one matrix, ascending, and how many."""
+        start, stop = self.first[matrix] * self.width, (self.last[matrix] + 1) * self.width
+        ranks = np.arange(start, stop, dtype=np.int64)
+        return ranks, self.held(np.full(len(ranks), matrix), ranks)
+
+    def per_rank(self) -> Floats:
+        """Return the elements that every rank holds, of all matrices together."""
+        steps = np.zeros(self.ranks + 1)
+        several = self.last > self.first
+        np.add.at(steps, self.first[several] + 1, self.body[several])
+        np.add.at(steps, self.last[several], -self.body[several])
+        total = np.cumsum(steps)[: self.ranks]
+        np.add.at(total, self.first, self.head)
+        np.add.at(total, self.last[several], self.tail[several])
+        return np.repeat(total / self.width, self.width)
+
+
+def flat_holdings(
+    offsets: Ints, numels: Ints, *, partition_numel: int, ranks: int, width: int = 1
+) -> Holdings:
+    """Describe matrices in a flat buffer that is cut into equal partitions (stages 1 and 2).
+
+    Args:
+        offsets: Where each matrix starts in the buffer of all ranks.
+        numels: Its elements.
+        partition_numel: Elements of the buffer per rank.
+        ranks: Data-parallel ranks.
+        width: Tensor-parallel ranks.
+    """
+    ends = offsets + numels
+    first, last = offsets // partition_numel, (ends - 1) // partition_numel
+    head = np.minimum(ends, (first + 1) * partition_numel) - offsets
+    tail = np.where(last > first, ends - last * partition_numel, head)
+    body = np.full_like(numels, partition_numel)
+    return Holdings(first, last, head, body, tail, numels, ranks, width)
+
+
+def sharded_holdings(numels: Ints, *, ranks: int, width: int = 1) -> Holdings:
+    """Describe matrices that are each divided over all ranks (stage 3).
+
+    Args:
+        numels: Elements of each matrix.
+        ranks: Data-parallel ranks.
+        width: Tensor-parallel ranks.
+    """
+    shard = -(-numels // ranks)
+    last = -(-numels // shard) - 1
+    tail = numels - last * shard
+    return Holdings(np.zeros_like(numels), last, np.minimum(shard, numels), shard, tail, numels, ranks, width)

@@ -1,0 +1,53 @@
+"""Plans of models and of running engines: what ``plan/`` counts, from what this project knows about parameters."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from deepspeed_muon.plan.owners import matrix_flops
+from deepspeed_muon.plan.predict import PlannedParameter
+from deepspeed_muon.plan.report import live_report
+from deepspeed_muon.registration import muon_optimizer
+from deepspeed_muon.routing import Route
+
+__all__ = ["plan_report", "planned_parameters"]
+
+
+def planned_parameters(routes: Sequence[Route]) -> list[PlannedParameter]:
+    """Return the trained parameters of a routing table, for counting: AdamW's and Muon's in the table's order."""
+    found = []
+    for route in routes:
+        if route.algorithm == "frozen":
+            continue
+        blocks: tuple[tuple[int, int, int], ...] = ()
+        if route.algorithm == "muon":
+            blocks = route.kinds_of_blocks()
+        found.append(PlannedParameter(route.name, math.prod(route.shape), route.algorithm == "muon", blocks))
+    return found
+
+
+def plan_report(engine: Any) -> dict[str, Any]:
+    """Return what an engine's exchange plans say: routes, owners, work and bytes of every rank, as plain data.
+
+    ``python -m deepspeed_muon plan`` predicts the same for a model that is not there, with memory and times.
+
+    Args:
+        engine: A ``DeepSpeedEngine`` made with this optimizer.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    optimizer = muon_optimizer(engine)
+    iteration = optimizer.config.ns_settings(torch.device(get_accelerator().current_device_name()))
+    flops = functools.partial(
+        matrix_flops, steps=len(iteration.coefficients), method=iteration.method, dtype=iteration.dtype
+    )
+    dtypes = {runner.step_set.model_dtype for runner in optimizer.runners}
+    wire = max((optimizer.config.resolved_wire_dtype(dtype).itemsize for dtype in dtypes), default=0)
+    return live_report(
+        optimizer.routes, [runner.plan for runner in optimizer.runners], wire_bytes=wire, flops=flops
+    )

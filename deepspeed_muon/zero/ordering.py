@@ -1,0 +1,119 @@
+"""The order of the matrices in ZeRO's flat buffers: chosen before the buffers exist, recorded in what is saved.
+
+DeepSpeed's files hold flat partitions without names. Loaded into an engine with another order they would fill matrices
+with each other's values; so the order is compared before anything of the optimizer is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.optimizer import Muon
+
+__all__ = ["ORDER_KEY", "check_order_on_load", "order_parameters"]
+
+ORDER_KEY = "deepspeed_muon_order"
+# Where the wrappers keep the state of the optimizer inside them.
+_INNER_KEYS = ("base_optimizer_state", "optimizer_state_dict")
+
+
+def order_parameters(engine: Any, optimizer: Muon, *, device: torch.device) -> None:
+    """Choose the order of the matrices of every Muon group that ZeRO 1 or 2 will flatten.
+
+    Left alone: other stages, which do not cut a flat buffer; ``round_robin_gradients``, which is an order of its own;
+    groups of experts, whose ranks are not known here.
+
+    Args:
+        engine: A ``DeepSpeedEngine`` before its ZeRO wrapper is made.
+        optimizer: Its optimizer. The lists in its param groups are replaced.
+        device: Where the iteration will run.
+    """
+    if optimizer.config.order == "given" or engine.zero_optimization_stage() not in (1, 2):
+        return
+    if getattr(engine._config.zero_config, "round_robin_gradients", False):
+        return
+    group = getattr(engine, "seq_data_parallel_group", None)
+    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    sizes = [None if entry.get("moe") else ranks for entry in optimizer.param_groups]
+    optimizer.order_parameters(sizes, device=device)
+
+
+def check_order_on_load(engine: Any) -> None:
+    """Record the layout in saved states, and refuse a saved state with another one at stages 1 and 2.
+
+    Args:
+        engine: A ``DeepSpeedEngine`` whose optimizer is ours and bound.
+    """
+    optimizer: Muon = engine.basic_optimizer
+    wrapper = engine.optimizer
+    if not isinstance(wrapper, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
+        return
+    digest = _digest(_rows(optimizer))
+    order = optimizer.config.order
+
+    def add(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        state_dict[ORDER_KEY] = {"order": order, "digest": digest}
+
+    optimizer.register_state_dict_post_hook(add)
+    original = wrapper.load_state_dict
+
+    def load_state_dict(state_dict_list: Any, *args: Any, **kwargs: Any) -> Any:
+        # Universal checkpoints come without such a list, and by name.
+        for saved in state_dict_list if isinstance(state_dict_list, (list, tuple)) else ():
+            _compare(saved, digest, order)
+        return original(state_dict_list, *args, **kwargs)
+
+    wrapper.load_state_dict = load_state_dict
+
+
+def _rows(optimizer: Muon) -> list[Any]:
+    """Return name, partition and fragments of every Muon matrix, sorted by name: what two layouts differ in."""
+    return sorted(
+        [matrix.name, matrix.partition, [[f.rank, f.partition_offset, f.numel] for f in matrix.fragments]]
+        for runner in optimizer.runners
+        for matrix in runner.step_set.matrices
+    )
+
+
+def _digest(rows: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def _compare(saved: Any, digest: str, order: str) -> None:
+    """Raise if a rank's saved state was laid out otherwise. States of other optimizers say nothing about it."""
+    if not isinstance(saved, dict):
+        return
+    inner: dict[str, Any] = next((saved[key] for key in _INNER_KEYS if isinstance(saved.get(key), dict)), {})
+    found, stored = _saved_layout(inner)
+    if found is None or found == digest:
+        return
+    raise CheckpointError(
+        f"the checkpoint's flat partitions hold the matrices in another order (optimizer.params.order was {stored!r}) "
+        f"than this engine's ({order!r}). Set optimizer.params.order to {stored!r} to resume it, or convert it with "
+        f"'python -m deepspeed_muon checkpoint consolidate' and start with restore_from"
+    )
+
+
+def _saved_layout(inner: dict[str, Any]) -> tuple[str | None, str]:
+    """Return the digest of a saved layout, ``None`` if there is none, and the order that made it."""
+    if ORDER_KEY in inner:
+        return str(inner[ORDER_KEY]["digest"]), str(inner[ORDER_KEY]["order"])
+    from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
+
+    record = inner.get(RECORD_KEY)
+    if record is None:
+        return None, "given"
+    rows = sorted(
+        [entry["name"], entry["partition"], [[f[0], f[2], f[3]] for f in entry["fragments"]]]
+        for entry in record["parameters"]
+        if entry["algorithm"] == "muon"
+    )
+    return _digest(rows), str(record["optimizer"].get("order", "given"))

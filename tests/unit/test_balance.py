@@ -1,0 +1,126 @@
+"""Owners at scale: balance where a balanced assignment exists, the same everywhere, and fast."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_muon.plan.balance import Job, assign_jobs
+from deepspeed_muon.plan.holdings import flat_holdings, sharded_holdings
+from deepspeed_muon.plan.layout import MatrixLayout, flat_fragments, sharded_fragments
+from deepspeed_muon.plan.owners import assign_holdings, assign_owners, matrix_flops
+
+LIMIT = 1.05
+
+
+@st.composite
+def divisible(draw: st.DrawFn) -> tuple[list[float], int]:
+    """Costs that come from cutting equal loads at random: an assignment with ratio 1 exists."""
+    world = draw(st.integers(2, 9))
+    costs: list[float] = []
+    for _ in range(world):
+        cuts = sorted(draw(st.lists(st.integers(1, 9_999), max_size=5, unique=True)))
+        costs += [float(b - a) for a, b in zip([0, *cuts], [*cuts, 10_000], strict=True)]
+    return draw(st.permutations(costs)), world
+
+
+@settings(max_examples=300, deadline=None)
+@given(case=divisible())
+def test_balanced_where_a_balanced_assignment_exists(case: tuple[list[float], int]) -> None:
+    costs, world = case
+    load = [0.0] * world
+    owners = assign_jobs([Job(cost) for cost in costs], load)
+    assert max(load) <= LIMIT * 10_000
+    for rank in range(world):
+        assert load[rank] == pytest.approx(
+            sum(c for c, o in zip(costs, owners, strict=True) if o == rank), abs=1e-6
+        )
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=divisible(), seed=st.integers(0, 99))
+def test_restricted_jobs_stay_on_their_ranks(case: tuple[list[float], int], seed: int) -> None:
+    costs, world = case
+    generator = random.Random(seed)
+    allowed = [tuple(sorted(generator.sample(range(world), min(2, world)))) for _ in costs]
+    jobs = [Job(cost, ranks, (0.0,) * len(ranks)) for cost, ranks in zip(costs, allowed, strict=True)]
+    first, second = [0.0] * world, [0.0] * world
+    owners = assign_jobs(jobs, first)
+    assert all(owner in ranks for owner, ranks in zip(owners, allowed, strict=True))
+    assert assign_jobs(jobs, second) == owners and first == second
+
+
+def test_load_of_earlier_sets_is_evened_out() -> None:
+    load = [900.0, 0.0, 300.0]
+    assign_jobs([Job(100.0)] * 12, load)
+    assert max(load) == 900.0 and min(load) >= 700.0
+
+
+def test_ten_thousand_matrices_on_a_thousand_ranks_take_less_than_two_seconds() -> None:
+    generator = random.Random(0)
+    shapes = [(768, 2048), (2048, 768), (2048, 4096), (512, 2048), (2048, 2048)]
+    chosen = [generator.choice(shapes) for _ in range(10_000)]
+    numels = np.array([r * c for r, c in chosen], dtype=np.int64)
+    costs = [matrix_flops(MatrixLayout("m", r, c, 0, flat_fragments(0, r * c, r * c))) for r, c in chosen]
+    nodes = np.arange(1024) // 8
+    offsets = np.cumsum(numels) - numels
+    partition = -(-int(numels.sum()) // 1024)
+    for holdings in (
+        sharded_holdings(numels, ranks=1024),
+        flat_holdings(offsets, numels, partition_numel=partition, ranks=1024),
+    ):
+        load = [0.0] * 1024
+        start = time.process_time()
+        owners = assign_holdings(costs, holdings, load=load, nodes=nodes)
+        assert time.process_time() - start < 2.0
+        again = [0.0] * 1024
+        assert assign_holdings(costs, holdings, load=again, nodes=nodes) == owners and again == load
+        if holdings.last.max() == 1023 and holdings.first.max() == 0:
+            assert max(load) / (sum(load) / 1024) <= LIMIT
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    dims=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=8),
+    world=st.integers(1, 6),
+    flat=st.booleans(),
+)
+def test_the_closed_form_says_what_the_fragments_say(
+    dims: list[tuple[int, int]], world: int, flat: bool
+) -> None:
+    numels = np.array([r * c for r, c in dims], dtype=np.int64)
+    offsets = np.cumsum(numels) - numels
+    partition = -(-int(numels.sum()) // world)
+    if flat:
+        fragments = [flat_fragments(int(o), int(n), partition) for o, n in zip(offsets, numels, strict=True)]
+        holdings = flat_holdings(offsets, numels, partition_numel=partition, ranks=world)
+    else:
+        fragments = [sharded_fragments(0, int(n), -(-int(n) // world)) for n in numels]
+        holdings = sharded_holdings(numels, ranks=world)
+    layouts = [
+        MatrixLayout(str(i), r, c, 0, f) for i, ((r, c), f) in enumerate(zip(dims, fragments, strict=True))
+    ]
+    per_rank = [sum(layout.held_by(rank) for layout in layouts) for rank in range(world)]
+    assert holdings.per_rank().tolist() == per_rank
+    for index, layout in enumerate(layouts):
+        held = holdings.held(np.full(world, index), np.arange(world)).tolist()
+        assert held == [layout.held_by(rank) for rank in range(world)]
+    loads: tuple[list[float], list[float]] = ([0.0] * world, [0.0] * world)
+    costs = [matrix_flops(layout) for layout in layouts]
+    nodes = np.zeros(world, dtype=np.int64)
+    closed = assign_holdings(costs, holdings, load=loads[0], nodes=nodes)
+    assert closed == assign_owners(layouts, world, load=loads[1]) and loads[0] == loads[1]
+
+
+def test_the_node_that_holds_most_of_a_matrix_owns_it() -> None:
+    # Ranks 0, 1 are one node, 2 and 3 the other: the node of 0 and 1 holds six of ten rows, no rank most of them.
+    fragments = flat_fragments(2, 40, 12)
+    layout = MatrixLayout("m", 10, 4, 0, fragments)
+    assert [layout.held_by(rank) for rank in range(4)] == [10, 12, 12, 6]
+    assert assign_owners([layout], 64, nodes=[0, 0, 1, 1] + [2] * 60)[0] in (0, 1)
+    assert assign_owners([layout], 64, nodes=[1, 0, 0, 0] + [2] * 60)[0] in (1, 2)

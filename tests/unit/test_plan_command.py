@@ -1,0 +1,164 @@
+"""``python -m deepspeed_muon plan``: shapes without weights, text, JSON, a plot, and errors that say what to do."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from deepspeed_muon.cli import main
+from deepspeed_muon.errors import ConfigError
+from deepspeed_muon.math.coefficients import resolve_schedule
+from deepspeed_muon.math.flops import orthogonalize_flops
+from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
+from deepspeed_muon.model_shapes import PRESETS, count_elements, family_shapes, from_config, load_model
+from deepspeed_muon.plan.predict import PlanSettings
+from deepspeed_muon.routing import route_parameters
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "head_dim": 8,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+
+
+@pytest.mark.parametrize("steps", [1, 5, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(24, 24), (16, 40), (56, 8), (1, 9)])
+def test_operations_are_those_that_are_run(shape: tuple[int, int], dtype: torch.dtype, steps: int) -> None:
+    for method in ("gram", "standard"):
+        settings = NsSettings(resolve_schedule("quintic", steps), method, dtype)
+        with FlopCounterMode(display=False) as counter:
+            orthogonalize(torch.randn(1, *shape), settings=settings)
+        expected = orthogonalize_flops(*shape, steps=steps, method=method, dtype=dtype)
+        assert counter.get_total_flops() == expected
+
+
+@pytest.mark.parametrize(
+    ("preset", "billions"),
+    [("llama-7b", 6.74), ("llama-70b", 68.98), ("qwen3-30b-a3b", 30.53), ("kimi-k2", 1026.4)],
+)
+def test_presets_have_the_size_of_the_models(preset: str, billions: float) -> None:
+    assert count_elements(load_model(preset)) / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+def test_experts_can_be_parameters_of_their_own() -> None:
+    assert count_elements(load_model("kimi-k2", separate_experts=True)) == count_elements(
+        load_model("kimi-k2")
+    )
+
+
+def test_own_shapes_are_those_of_transformers() -> None:
+    pytest.importorskip("transformers")
+    for kind in ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"):
+        config = {"model_type": kind, **SMALL}
+        theirs = [(item.name, tuple(item.param.shape)) for item in from_config(config)]
+        assert theirs == list(family_shapes(config)), kind
+        routes = route_parameters(from_config(config))
+        own = route_parameters(from_config(config, separate_experts=False))
+        assert [route.algorithm for route in routes] == [route.algorithm for route in own]
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "llama-7b", "--world-size", "16", "--stage", "3", "--json", "--owners"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    muon = data["algorithms"]["muon"]
+    assert muon == {"tensors": 224, "elements": 32 * (4 * 4096**2 + 3 * 4096 * 11008)}
+    assert data["owners"]["max_over_mean"] <= 1.05
+    assert len(data["owners"]["of"]) == 224 and set(data["owners"]["of"].values()) == set(range(16))
+    # DESIGN.md's bound: 2 directions of N/W (W-1)/W elements, two bytes each.
+    bound = 2 * 2 * muon["elements"] / 16 * 15 / 16
+    assert data["sent_bytes_per_rank"]["mean"] == pytest.approx(bound, rel=1e-3)
+    step = data["step"]
+    assert step["muon"]["seconds"]["total"] < step["deepspeed_muon_builtin"]["seconds"]["total"]
+    assert step["adamw"]["sent_bytes"] == 0
+
+
+def test_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "qwen3-30b-a3b", "--world-size", "64", "--stage", "1", "--gpu", "b200"]) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "128 experts separately",
+        "MoE router by name",
+        "busiest rank",
+        "optimizer step, ms",
+        "memory, GB",
+    ):
+        assert part in text
+
+
+def test_a_trillion_parameters_on_sixteen_thousand_ranks_take_seconds(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    start = time.process_time()
+    picture = tmp_path / "plan.png"
+    command = ["plan", "kimi-k2", "--world-size", "16384", "--separate-experts", "--plot", str(picture)]
+    assert main(command) == 0
+    # Fifteen numbers of ranks and 69,608 matrices: about 6 s here; the limit allows for a machine with other work.
+    assert time.process_time() - start < 30
+    assert picture.stat().st_size > 10_000
+    assert "16384 x H100" in capsys.readouterr().out
+
+
+def test_checkpoint_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from safetensors.torch import save_file
+
+    weights = {"model.layers.0.up.weight": torch.zeros(6, 4), "model.embed_tokens.weight": torch.zeros(9, 4)}
+    save_file(weights, tmp_path / "model.safetensors")
+    assert main(["plan", str(tmp_path), "--world-size", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["algorithms"]["muon"] == {"tensors": 1, "elements": 24}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["no-such-model"], "neither a preset"),
+        (["llama-7b", "--world-size", "6", "--tensor-parallel", "4"], "tensor-parallel groups of 4"),
+        (["llama-7b", "--params", '{"ns_step": 3}'], "did you mean 'ns_steps'"),
+        (["llama-7b", "--params", "{"], "not JSON"),
+    ],
+)
+def test_errors_say_what_to_do(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_unknown_architectures_and_missing_keys_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"'mamba9'.*install transformers"):
+        family_shapes({"model_type": "mamba9"})
+    config = {key: value for key, value in PRESETS["llama-7b"].items() if key != "hidden_size"}
+    with pytest.raises(ConfigError, match="lacks the key 'hidden_size'"):
+        family_shapes(config)
+
+
+def test_tensor_parallel_divides_work_and_memory() -> None:
+    from deepspeed_muon.plan.report import report
+    from deepspeed_muon.planning import planned_parameters
+
+    routes = route_parameters(load_model("llama-7b"))
+    for stage in (1, 3):
+        data = report("m", routes, planned_parameters(routes), PlanSettings(32, stage, tensor_parallel=4))
+        assert data["owners"]["max_over_mean"] <= 1.3
+        weights = data["step"]["muon"]["memory"]["weights"]
+        assert weights == pytest.approx(2 * data["elements"] / (4 if stage == 1 else 32))
