@@ -14,7 +14,7 @@ from torch import Tensor
 from deepspeed_muon.math.coefficients import Coefficients
 from deepspeed_muon.math.scaling import AdjustLrName, update_scale
 
-__all__ = ["reference_adamw_step", "reference_muon_step", "reference_orthogonalize"]
+__all__ = ["reference_adamw_step", "reference_health", "reference_muon_step", "reference_orthogonalize"]
 
 
 def reference_orthogonalize(x: Tensor, coefficients: Sequence[Coefficients], eps: float = 1e-12) -> Tensor:
@@ -110,3 +110,30 @@ def reference_adamw_step(
     denominator = torch.sqrt(exp_avg_sq / (1 - beta2**step)) + eps
     param = param * (1 - lr * weight_decay)
     return param - lr * (exp_avg / (1 - beta1**step)) / denominator, exp_avg, exp_avg_sq
+
+
+def reference_health(
+    direction: Tensor, result: Tensor, *, scale: float, low: float, high: float
+) -> dict[str, float]:
+    """Measure one orthogonalised matrix through its singular values, in float64.
+
+    Args:
+        direction: ``(rows, cols)``, what was orthogonalised.
+        result: ``(rows, cols)``, what came out.
+        scale: Factor of the scale rule.
+        low: Lower end of the band of singular values.
+        high: Upper end.
+
+    Returns:
+        The numbers of :class:`deepspeed_muon.math.health.MatrixHealth`, by name.
+    """
+    u, x = direction.double(), result.double()
+    sigma = torch.linalg.svdvals(x)
+    outside = torch.maximum(low - sigma, sigma - high).clamp(min=0)
+    return {
+        "update_rms": float((scale * x).square().mean().sqrt()),
+        "orthogonality_error": float(outside.square().mean().sqrt()),
+        "sigma_max": float(sigma.max()),
+        "stable_rank": float(u.square().sum() / torch.linalg.svdvals(u).max() ** 2),
+        "alignment": float((u * x).sum() / (u.norm() * x.norm())),
+    }

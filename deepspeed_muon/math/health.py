@@ -1,0 +1,301 @@
+"""How well a matrix was orthogonalised: bounds that every result must keep, and numbers for the sampled ones.
+
+With ``p`` the polynomial of all Newton-Schulz steps and ``s`` the singular values of the normalised input
+(``sum s^2 = 1``), the singular values of the result are ``p(s)``. Two bounds follow for its Frobenius norm::
+
+    min p(s)/s  <=  ||X||_F  <=  max p(s) * sqrt(min(rows, cols))
+
+The spectrum of a sampled matrix is estimated by stochastic Lanczos quadrature (Ubaru, Chen, Saad 2017,
+doi 10.1137/16M1104974): a few Lanczos steps on ``X X^T`` from random signs give nodes and weights of a quadrature
+for the distribution of its eigenvalues. The exact counterpart is ``math.reference.reference_health``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from deepspeed_muon.math.coefficients import Coefficients
+from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
+
+__all__ = [
+    "Band",
+    "MatrixHealth",
+    "Sums",
+    "band_of",
+    "block_norms",
+    "check_failure",
+    "combine",
+    "measure",
+    "norm_bounds",
+    "orthogonalize_carefully",
+    "spectrum",
+]
+
+# The iteration in bf16 may differ from float64 by 0.3 in relative Frobenius norm (worst spectrum; the tests of
+# math/ and ops/ hold every backend to it), so a norm that leaves the exact bounds by more is wrong, not imprecise.
+NORM_TOLERANCE = 0.3
+# For the largest singular value of a sampled matrix. All schedules stay within 1.02 * high in half precision, except
+# cans in bf16: it maps values just above 1, where rounding puts them, to anything.
+SIGMA_TOLERANCE = 0.3
+
+# Normalised singular values from here on belong in the band; the same start as the check of an own ns_schedule.
+_SETTLED_FROM = 0.05
+
+_PROBES = 4
+_LANCZOS_STEPS = 8
+# A sampled matrix is converted to fp32 whole up to this many elements, in column blocks beyond it.
+_CONVERT_NUMEL = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Where a schedule puts singular values.
+
+    Attributes:
+        low: Smallest image of the settled interval [0.05, 1].
+        high: Largest image of [0, 1].
+        gain: Smallest ``p(s) / s`` on (0, 1].
+    """
+
+    low: float
+    high: float
+    gain: float
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixHealth:
+    """What was measured of one sampled matrix.
+
+    Attributes:
+        update_rms: Root mean square of the elements of the scaled update, before the learning rate.
+        orthogonality_error: Root mean square distance of the update's singular values from the schedule's band.
+        sigma_max: Largest singular value of the orthogonalised update, before scaling.
+        stable_rank: ``||U||_F^2 / ||U||_2^2`` of the direction ``U`` (the momentum with its Nesterov blend).
+        alignment: Cosine of the angle between the update and the direction.
+    """
+
+    update_rms: float
+    orthogonality_error: float
+    sigma_max: float
+    stable_rank: float
+    alignment: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """What adds up over the blocks of one matrix.
+
+    Attributes:
+        blocks: How many.
+        values: Their singular values.
+        numel: Their elements.
+        distances: Squared distances of the singular values from the band.
+        sigma_max: Largest singular value (the maximum, not a sum).
+        stable_ranks: Of the directions.
+        directions: Squared elements of the directions.
+        updates: Squared elements of the scaled updates.
+        products: Products of both.
+    """
+
+    blocks: int
+    values: int
+    numel: int
+    distances: float
+    sigma_max: float
+    stable_ranks: float
+    directions: float
+    updates: float
+    products: float
+
+
+@functools.lru_cache(maxsize=16)
+def band_of(coefficients: tuple[Coefficients, ...]) -> Band:
+    """Return the band of a schedule, from its polynomial on a fine grid.
+
+    Args:
+        coefficients: One ``(a, b, c)`` per step.
+    """
+    start = torch.logspace(-6, 0, 6001, dtype=torch.float64)
+    values = start
+    for a, b, c in coefficients:
+        values = a * values + b * values**3 + c * values**5
+    settled = values[start >= _SETTLED_FROM]
+    return Band(float(settled.min()), float(values.max()), float((values / start).min()))
+
+
+def norm_bounds(rows: int, cols: int, band: Band) -> tuple[float, float]:
+    """Return the smallest and the largest Frobenius norm of a right result for an input that is not zero.
+
+    Args:
+        rows: Of the matrix.
+        cols: Of the matrix.
+        band: Of the schedule.
+    """
+    smallest = max(0.0, band.gain) * (1 - NORM_TOLERANCE)
+    return smallest, band.high * (1 + NORM_TOLERANCE) * math.sqrt(min(rows, cols))
+
+
+def block_norms(blocks: Tensor) -> Tensor:
+    """Return the Frobenius norm of every matrix, fp32, ``(batch,)``; one read of ``blocks`` and no synchronisation.
+
+    Args:
+        blocks: ``(batch, rows, cols)``; not copied if it or its transpose is contiguous.
+    """
+    flat = (blocks if blocks.is_contiguous() else blocks.mT).flatten(1)
+    # Summed in fp32, returned in the input's dtype: asking for an fp32 result takes four times as long on a CPU.
+    return torch.linalg.vector_norm(flat, dim=1).float()
+
+
+def orthogonalize_carefully(x: Tensor, settings: NsSettings) -> Tensor:
+    """Return the polar factors by the standard iteration in fp32, after scaling by the largest element.
+
+    The scaling keeps the sum of squares finite where the elements' own squares are not (above 1.8e19).
+
+    Args:
+        x: ``(batch, rows, cols)``. Not mutated.
+        settings: The configured iteration; its method and dtype are replaced.
+
+    Returns:
+        ``(batch, rows, cols)``, fp32.
+    """
+    largest = x.abs().amax(dim=(-2, -1), keepdim=True).float()
+    scaled = x.float() / largest.clamp(min=torch.finfo(torch.float32).tiny)
+    return orthogonalize(scaled, settings=replace(settings, method="standard", dtype=torch.float32))
+
+
+def spectrum(x: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Estimate the distribution of the squared singular values of every matrix of a batch.
+
+    Args:
+        x: ``(batch, rows, cols)``, any floating dtype. Not mutated.
+        seed: Of the random signs.
+
+    Returns:
+        Nodes and weights, each ``(batch, probes, steps)`` in float64 on the CPU. For a function ``f`` the mean of
+        ``f(s^2)`` over the ``min(rows, cols)`` singular values is about the sum of ``weight * f(node)`` over the
+        last axis, averaged over the probes; the largest node approaches ``s_max^2`` from below.
+    """
+    x = x if x.shape[-2] <= x.shape[-1] else x.mT
+    if x.numel() <= _CONVERT_NUMEL:
+        x = x.float()
+    batch, short, _ = x.shape
+    steps = min(_LANCZOS_STEPS, short)
+    generator = torch.Generator(device=x.device).manual_seed(seed)
+    signs = torch.randint(2, (batch, short, _PROBES), generator=generator, device=x.device)
+    v = (2.0 * signs - 1.0) / math.sqrt(short)
+    basis, diagonal, off_diagonal = [v], [], []
+    for _ in range(steps):
+        w = _gram_times(x, v)
+        diagonal.append((v * w).sum(dim=1))
+        reach = w.norm(dim=1, keepdim=True)
+        # Against the whole basis and twice: rounding would otherwise bring found eigenvalues back as new ones.
+        for _ in range(2):
+            for known in basis:
+                w = w - known * (known * w).sum(dim=1, keepdim=True)
+        beta = w.norm(dim=1, keepdim=True)
+        # What is left of an exhausted Krylov space is rounding: a zero vector ends the recursion there.
+        beta = torch.where(beta > 1e-5 * reach, beta, torch.zeros_like(beta))
+        v = torch.where(beta > 0, w / beta, torch.zeros_like(w))
+        basis.append(v)
+        off_diagonal.append(beta.squeeze(1))
+    return _quadrature(torch.stack(diagonal, dim=-1), torch.stack(off_diagonal, dim=-1)[..., :-1])
+
+
+def _gram_times(x: Tensor, v: Tensor) -> Tensor:
+    """Return ``x x^T v`` in fp32 for ``x`` (batch, m, n) and ``v`` (batch, m, probes), in column blocks."""
+    width = max(1, _CONVERT_NUMEL // (x.shape[0] * x.shape[1]))
+    result = torch.zeros_like(v)
+    for part in x.split(width, dim=-1):
+        wide = part.float()
+        result += wide @ (wide.mT @ v)
+    return result
+
+
+def _quadrature(diagonal: Tensor, off_diagonal: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues and squared first components of the tridiagonal matrices; the one transfer to the CPU."""
+    packed = torch.cat((diagonal, off_diagonal), dim=-1).double().cpu()
+    steps = diagonal.shape[-1]
+    if not bool(torch.isfinite(packed).all()):
+        nan = torch.full((*packed.shape[:-1], steps), math.nan, dtype=torch.float64)
+        return nan, nan
+    tridiagonal = torch.diag_embed(packed[..., :steps])
+    if steps > 1:
+        beta = packed[..., steps:]
+        tridiagonal = tridiagonal + torch.diag_embed(beta, 1) + torch.diag_embed(beta, -1)
+    nodes, vectors = torch.linalg.eigh(tridiagonal)
+    return nodes.clamp(min=0), vectors[..., 0, :] ** 2
+
+
+def measure(direction: Tensor, result: Tensor, *, scale: float, band: Band) -> Sums:
+    """Measure orthogonalised blocks of one matrix, of one shape and scale; waits for the device.
+
+    Args:
+        direction: ``(blocks, rows, cols)``, what was orthogonalised. Not mutated.
+        result: Same shape: what came out, before scaling. Not mutated.
+        scale: Factor of the scale rule.
+        band: Of the schedule.
+    """
+    batch, rows, cols = result.shape
+    nodes, weights = spectrum(result)
+    sigma = nodes.sqrt()
+    distance = (band.low - sigma).clamp(min=0) + (sigma - band.high).clamp(min=0)
+    error = float((weights * distance.square()).sum(dim=-1).mean())
+    uu, xx, ux = _products(direction, result).double().cpu()
+    top = spectrum(direction)[0].amax(dim=(-2, -1))
+    return Sums(
+        blocks=batch,
+        values=batch * min(rows, cols),
+        numel=result.numel(),
+        distances=error * batch * min(rows, cols),
+        sigma_max=float(sigma.max()),
+        stable_ranks=float(torch.where(top > 0, uu / top, torch.zeros_like(top)).sum()),
+        directions=float(uu.sum()),
+        updates=scale**2 * float(xx.sum()),
+        products=scale * float(ux.sum()),
+    )
+
+
+def combine(parts: Sequence[Sums]) -> MatrixHealth:
+    """Return the numbers of a matrix from those of its blocks."""
+
+    def total(name: str) -> float:
+        return math.fsum(getattr(part, name) for part in parts)
+
+    norms = math.sqrt(total("directions")) * math.sqrt(total("updates"))
+    return MatrixHealth(
+        update_rms=math.sqrt(total("updates") / total("numel")),
+        orthogonality_error=math.sqrt(total("distances") / total("values")),
+        sigma_max=max(part.sigma_max for part in parts),
+        stable_rank=total("stable_ranks") / total("blocks"),
+        alignment=total("products") / norms if norms else 0.0,
+    )
+
+
+def _products(u: Tensor, x: Tensor) -> Tensor:
+    """Return ``<u, u>, <x, x>, <u, x>`` of every matrix, ``(3, batch)`` in fp32, in column blocks."""
+    width = max(1, _CONVERT_NUMEL // (x.shape[0] * x.shape[1]))
+    total = torch.zeros(3, x.shape[0], device=x.device)
+    for left, right in zip(u.split(width, dim=-1), x.split(width, dim=-1), strict=True):
+        a, b = left.float(), right.float()
+        total += torch.stack([(p * q).sum(dim=(-2, -1)) for p, q in ((a, a), (b, b), (a, b))])
+    return total
+
+
+def check_failure(norm: float, bounds: Sequence[float]) -> str | None:
+    """Return what is wrong with a Frobenius norm, or ``None``.
+
+    Args:
+        norm: Of a result.
+        bounds: Smallest and largest admissible value.
+    """
+    if not math.isfinite(norm):
+        return "it holds an infinity or NaN"
+    if not bounds[0] <= norm <= bounds[1]:
+        return f"its Frobenius norm {norm:.3g} is outside of [{bounds[0]:.3g}, {bounds[1]:.3g}]"
+    return None

@@ -1,0 +1,177 @@
+"""NorMuon's row moments in every kind of checkpoint: exact at the same topology, and after moving to another."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import deepspeed_muon
+from deepspeed_muon.checkpoint import consolidate, load_index, restore
+from deepspeed_muon.checkpoint.offline import consolidate_files, export_to_torch
+from deepspeed_muon.checkpoint.universal import convert_to_universal
+from deepspeed_muon.plan.rows import ROW_STATE_KEY
+from tests import training
+from tests.distributed.test_equivalence import compare
+from tests.models import MATRICES
+
+MICROS = 4
+NORMUON = {"variant": "normuon"}
+
+
+def full_rows(engine: Any) -> dict[str, Tensor]:
+    """Assemble every matrix's row moments from the ranks; empty where there are none."""
+    optimizer = deepspeed_muon.muon_optimizer(engine)
+    full = {}
+    for runner in optimizer.runners:
+        tensors = {p.index: optimizer.state[p.tensor].get(ROW_STATE_KEY) for p in runner.step_set.partitions}
+        for layout in runner.row_layouts:
+            kept = tensors[layout.partition]
+            if kept is None:
+                continue
+            whole = torch.zeros(layout.rows, dtype=torch.float64)
+            for run in layout.fragments:
+                if run.rank == runner.step_set.rank and not (layout.replicated and run.rank):
+                    whole[run.matrix_offset :][: run.numel] = kept[run.partition_offset :][: run.numel]
+            if runner.step_set.world_size > 1:
+                dist.all_reduce(whole, group=runner.step_set.group)
+            full[layout.name] = whole
+    return full
+
+
+def make(stage: int, world_size: int, *, seed: int = 0, params: Any = None, **settings: Any) -> Any:
+    config = training.ds_config(
+        stage,
+        accumulation=MICROS // world_size,
+        clipping=0.5,
+        params=NORMUON if params is None else params,
+        **settings,
+    )
+    return training.make_engine(config, "mixed", seed=seed)
+
+
+def outcome(engine: Any) -> dict[str, Any]:
+    return {
+        "params": training.full_masters(engine),
+        "momentum": training.full_states(engine, "momentum_buffer"),
+        "rows": full_rows(engine),
+    }
+
+
+def train(
+    rank: int,
+    world_size: int,
+    *,
+    stage: int,
+    steps: tuple[int, int],
+    load: str = "",
+    save: str = "",
+    how: str = "deepspeed",
+    **settings: Any,
+) -> dict[str, Any]:
+    """Load, run steps, save; report the state after loading and at the end."""
+    if how == "universal":
+        settings["extra"] = {"checkpoint": {"load_universal": bool(load)}}
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("deepspeed_muon").addHandler(handler)
+    engine = make(stage, world_size, seed=7 if load else 0, **settings)
+    if load and how == "consolidated":
+        restore(engine, load)
+    elif load:
+        path, _ = engine.load_checkpoint(load)
+        assert path is not None
+    loaded = outcome(engine) if load else {}
+    norms = []
+    for step in range(*steps):
+        training.run_step(engine, step, rank, world_size, MICROS // world_size)
+        norms.append(float(engine.get_global_grad_norm()))
+    if save and how == "consolidated":
+        consolidate(engine, save, shard_bytes=4000)
+    elif save:
+        engine.save_checkpoint(save, tag="tag")
+    report = {**outcome(engine), "loaded": loaded, "norms": norms, "log": records}
+    logging.getLogger("deepspeed_muon").removeHandler(handler)
+    engine.destroy()
+    return report
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for key in ("params", "momentum", "rows"):
+        assert found[key].keys() == expected[key].keys() and found[key], key
+        for name, tensor in expected[key].items():
+            assert torch.equal(found[key][name], tensor), (key, name)
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings"),
+    [
+        (0, {}),
+        (1, {"precision": "bf16"}),
+        (2, {"zero": {"offload_optimizer": {"device": "cpu"}}}),
+        (3, {"zero": {"sub_group_size": 200}}),
+    ],
+    ids=["stage0", "stage1-bf16", "stage2-offload", "stage3-sub-groups"],
+)
+def test_resume_is_bit_identical(ranks: Any, tmp_path: Path, stage: int, settings: dict[str, Any]) -> None:
+    pool, arguments = ranks(2), {"stage": stage, **settings}
+    half = pool.run(train, steps=(0, 2), save=str(tmp_path), **arguments)
+    whole = pool.run(train, steps=(0, 4), **arguments)
+    rest = pool.run(train, steps=(2, 4), load=str(tmp_path), **arguments)
+    for mine, before, all_of_it in zip(rest, half, whole, strict=True):
+        assert_equal(mine["loaded"], before)
+        assert_equal(mine, all_of_it)
+
+
+@pytest.mark.parametrize(
+    ("from_stage", "from_world", "to_stage", "to_world"), [(3, 4, 1, 2), (0, 2, 3, 4), (2, 2, 0, 1)]
+)
+def test_consolidated_sets_move_to_another_topology(
+    ranks: Any, tmp_path: Path, from_stage: int, from_world: int, to_stage: int, to_world: int
+) -> None:
+    saved = ranks(from_world).run(
+        train, stage=from_stage, steps=(0, 3), save=str(tmp_path), how="consolidated"
+    )
+    index = load_index(tmp_path)
+    assert index.parameters["experts.up_proj"].rows == 30
+    results = ranks(to_world).run(train, stage=to_stage, steps=(3, 5), load=str(tmp_path), how="consolidated")
+    assert_equal(results[0]["loaded"], saved[0])
+    for result, before in zip(results, [saved[0]] * to_world, strict=True):
+        result["norms"] = before["norms"] + result["norms"]
+    compare(results, "mixed", MICROS, 0.5, variant="normuon")
+
+
+def test_deepspeeds_files_without_an_engine(ranks: Any, tmp_path: Path) -> None:
+    """Offline consolidation, universal checkpoints and the export to torch."""
+    saved = ranks(4).run(train, stage=3, steps=(0, 2), save=str(tmp_path / "saved"))[0]
+    consolidate_files(tmp_path / "saved", tmp_path / "set")
+    arguments = {"stage": 2, "steps": (2, 2)}
+    loaded = ranks(2).run(train, load=str(tmp_path / "set"), how="consolidated", **arguments)[0]["loaded"]
+    assert_equal(loaded, saved)
+    convert_to_universal(tmp_path / "saved" / "tag", tmp_path / "universal" / "step2")
+    loaded = ranks(2).run(train, load=str(tmp_path / "universal"), how="universal", **arguments)[0]["loaded"]
+    assert_equal(loaded, saved)
+    assert any(
+        "row moments are dropped" in line for line in export_to_torch(tmp_path / "set", tmp_path / "torch")
+    )
+
+
+def test_sets_of_the_other_variant(ranks: Any, tmp_path: Path) -> None:
+    """Without row moments NorMuon starts them from zero, and says so; with them Muon drops them, and says so."""
+    muon = {"variant": "muon"}
+    ranks(2).run(train, stage=1, steps=(0, 2), save=str(tmp_path / "m"), how="consolidated", params=muon)
+    result = ranks(2).run(train, stage=3, steps=(2, 2), load=str(tmp_path / "m"), how="consolidated")[0]
+    assert result["loaded"]["rows"].keys() == MATRICES["mixed"]
+    assert not any(rows.any() for rows in result["loaded"]["rows"].values())
+    assert any("they start from zero" in line for line in result["log"])
+    ranks(2).run(train, stage=1, steps=(0, 2), save=str(tmp_path / "n"), how="consolidated")
+    result = ranks(2).run(
+        train, stage=3, steps=(2, 3), load=str(tmp_path / "n"), how="consolidated", params=muon
+    )[0]
+    assert not result["rows"] and any("are dropped" in line for line in result["log"])

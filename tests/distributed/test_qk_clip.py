@@ -1,0 +1,396 @@
+"""QK-clip: logits above the threshold scale the right rows, at every stage and layout, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from torch import Tensor
+
+import deepspeed_muon
+from deepspeed_muon.math.reference_qk_clip import reference_clip, reference_clip_latent, reference_max_logits
+from tests import training
+from tests.attention_models import HEADS, KEY_HEADS, NOPE, ROPE, SCALE, THRESHOLD, WIDTH
+from tests.distributed import test_pipeline
+from tests.models import MATRICES, batch, build
+from tests.reference import Oracle, relative
+
+CLIP = {"threshold": THRESHOLD, "alpha": 0.25}
+STEPS = 3
+# As in test_equivalence.py. The clip multiplies by a factor that is itself right to 1e-6: no more than the weights are.
+TOLERANCE = 2e-5
+
+
+def clip_reference(kind: str, model: Any, largest: list[float]) -> None:
+    """Scale the rows of a float64 model by the oracle."""
+    params = dict(model.named_parameters())
+    settings = {"threshold": THRESHOLD, "alpha": CLIP["alpha"]}
+    with torch.no_grad():
+        if kind == "latent":
+            q, kv = params["attn.q_b_proj.weight"], params["attn.kv_b_proj.weight"]
+            new = reference_clip_latent(q, kv, largest, nope=NOPE, rope=ROPE, **settings)
+            q.copy_(new[0]), kv.copy_(new[1])
+        elif kind == "grouped":
+            q, k = params["attn.q_proj.weight"], params["attn.k_proj.weight"]
+            new = reference_clip(q, k, largest, key_heads=KEY_HEADS, **settings)
+            q.copy_(new[0]), k.copy_(new[1])
+        else:
+            for part in ("weight", "bias"):
+                whole = params[f"attn.qkv.{part}"]
+                rows = whole.view(len(whole), -1)
+                q, k = rows[: HEADS * WIDTH], rows[HEADS * WIDTH : (HEADS + KEY_HEADS) * WIDTH]
+                new = reference_clip(q, k, largest, key_heads=KEY_HEADS, **settings)
+                q.copy_(new[0]), k.copy_(new[1])
+
+
+@functools.lru_cache(maxsize=32)
+def reference(kind: str, micro_batches: int, excluded: bool = False) -> tuple[Any, Any, list[list[float]]]:
+    """Train in float64 in one process; return start, end and the largest logits of every step."""
+    model = build(kind)
+    start = {name: param.detach().clone() for name, param in model.named_parameters()}
+    model = model.double()
+    oracle = Oracle(MATRICES[kind] - ({"attn.qkv.weight"} if excluded else set()))
+    model.attn.keep = True
+    history = []
+    for step in range(STEPS):
+        model.zero_grad()
+        model.attn.seen.clear()
+        for micro in range(micro_batches):
+            (model(*batch(step, micro)) / micro_batches).backward()
+        found = [reference_max_logits(q, k, scale=SCALE) for q, k in model.attn.seen]
+        history.append([max(values) for values in zip(*found, strict=True)])
+        oracle.update(model)
+        clip_reference(kind, model, history[-1])
+    return start, {name: param.detach() for name, param in model.named_parameters()}, history
+
+
+def clipped(
+    rank: int,
+    world_size: int,
+    *,
+    kind: str,
+    stage: int,
+    accumulation: int = 1,
+    steps: int = STEPS,
+    repeat: bool = False,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Train with QK-clip; report masters, momentum, the weights of the forward pass and what every step saw."""
+    params = {"qk_clip": CLIP, **settings.pop("params", {})}
+    config = training.ds_config(stage, accumulation=accumulation, params=params, **settings)
+    engine = training.make_engine(config, kind)
+    optimizer = deepspeed_muon.muon_optimizer(engine)
+    before = training.full_masters(engine)
+    history, numbers = [], []
+    for step in range(steps):
+        training.run_step(engine, 0 if repeat else step, rank, world_size, accumulation)
+        history.append(optimizer.qk_clip.report.largest["attn"] if optimizer.qk_clip.report.largest else [])
+        numbers.append(optimizer.qk_clip.report.clipped)
+        assert engine.module.attn.recorder.largest is None, "a step ends with the recorders empty"
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=stage == 3):
+        seen = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+    report = {
+        "before": before,
+        "params": training.full_masters(engine),
+        "momentum": training.full_states(engine, "momentum_buffer"),
+        "forward": seen,
+        "largest": history,
+        "clipped": numbers,
+        "skipped": engine.skipped_steps,
+    }
+    engine.destroy()
+    return report
+
+
+@pytest.mark.parametrize(
+    ("stage", "world", "accumulation", "kind"),
+    [
+        (0, 1, 1, "grouped"),
+        (0, 2, 2, "fused_attention"),
+        pytest.param(1, 2, 1, "latent", marks=pytest.mark.compat),
+        (1, 4, 1, "grouped"),
+        (2, 2, 2, "grouped"),
+        (2, 4, 1, "fused_attention"),
+        pytest.param(3, 2, 1, "latent", marks=pytest.mark.compat),
+        (3, 4, 2, "grouped"),
+        pytest.param(2, 1, 2, "latent", marks=pytest.mark.full),
+        pytest.param(3, 3, 1, "fused_attention", marks=pytest.mark.full),
+        pytest.param(0, 4, 1, "latent", marks=pytest.mark.full),
+    ],
+)
+def test_clip_matches_the_reference(ranks: Any, stage: int, world: int, accumulation: int, kind: str) -> None:
+    results = ranks(world).run(clipped, kind=kind, stage=stage, accumulation=accumulation)
+    compare(results, kind, world * accumulation)
+
+
+def compare(results: list[dict[str, Any]], kind: str, micro_batches: int, excluded: bool = False) -> None:
+    """Check weights and logits against the reference; every step must have had something to clip."""
+    start, end, history = reference(kind, micro_batches, excluded)
+    for name in end:
+        error = relative(results[0]["params"][name], end[name], start[name])
+        assert error <= TOLERANCE, (name, error)
+    for result in results:
+        assert min(result["clipped"][0:1]) > 0, "the model was made so that logits are above the threshold"
+        for found, expected in zip(result["largest"], history, strict=True):
+            # The maximum of float64 logits of weights that are right to 1e-6.
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"stage": 3, "zero": {"sub_group_size": 150}},
+        {"stage": 2, "zero": {"offload_optimizer": {"device": "cpu"}}},
+        {"stage": 1, "zero": {"round_robin_gradients": True}},
+    ],
+    ids=["sub-groups", "offload", "round-robin"],
+)
+def test_clip_under_other_settings(ranks: Any, settings: dict[str, Any]) -> None:
+    compare(ranks(2).run(clipped, kind="grouped", **settings), "grouped", 2)
+
+
+def test_rows_of_parameters_that_are_adams(ranks: Any) -> None:
+    params = {"exclude": ["attn.qkv.weight"]}
+    compare(
+        ranks(2).run(clipped, kind="fused_attention", stage=3, params=params),
+        "fused_attention",
+        2,
+        excluded=True,
+    )
+
+
+FROZEN = {"muon_lr": 0.0, "adam_lr": 0.0, "weight_decay": 0.0, "wire_dtype": "auto"}
+WRAPPERS = {
+    "stage0": {"stage": 0},
+    "stage1-fp32-accumulation": {"stage": 1, "extra": {"data_types": {"grad_accum_dtype": "fp32"}}},
+    "stage2-offload": {"stage": 2, "zero": {"offload_optimizer": {"device": "cpu"}}},
+    "stage3": {"stage": 3},
+}
+
+
+@pytest.mark.parametrize("wrapper", list(WRAPPERS))
+def test_clip_reaches_masters_and_low_precision(ranks: Any, wrapper: str) -> None:
+    """With rates of zero the clip alone moves the weights: by exactly its factors, in both copies."""
+    result = ranks(2).run(
+        clipped, kind="grouped", precision="bf16", steps=2, repeat=True, params=FROZEN, **WRAPPERS[wrapper]
+    )[0]
+    assert result["clipped"][0] > 0
+    largest = result["largest"][0]
+    before, after = result["before"], result["params"]
+    # Two steps: the second clips what the rounding of the first left above the threshold.
+    q, k = before["attn.q_proj.weight"], before["attn.k_proj.weight"]
+    for values in result["largest"]:
+        q, k = reference_clip(q, k, values, key_heads=KEY_HEADS, **CLIP)
+    torch.testing.assert_close(after["attn.q_proj.weight"], q, rtol=1e-6, atol=0)
+    torch.testing.assert_close(after["attn.k_proj.weight"], k, rtol=1e-6, atol=0)
+    for name, weight in result["forward"].items():
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(weight.double(), after[name].bfloat16().double()), name
+        if name not in ("attn.q_proj.weight", "attn.k_proj.weight"):
+            assert torch.equal(after[name], before[name]), name
+    # bf16 weights: each factor of a logit is off by up to 2^-9.
+    assert max(result["largest"][1]) <= THRESHOLD * (1 + 2**-7) < max(largest)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_step_that_overflows_clips_nothing(ranks: Any, stage: int) -> None:
+    extra = {"fp16": {"initial_scale_power": 40, "hysteresis": 1}}
+    result = ranks(2).run(clipped, kind="grouped", stage=stage, precision="fp16", steps=1, extra=extra)[0]
+    assert result["skipped"] == 1
+    for name, before in result["before"].items():
+        assert torch.equal(result["params"][name], before), name
+
+
+# ------------------------------------------------------------------------------------------------- Hugging Face
+
+
+def hugging_face_model(kind: str, **changes: Any) -> Any:
+    from transformers import (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+    )
+
+    common: dict[str, Any] = {
+        "vocab_size": 29,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    torch.manual_seed(0)
+    if kind == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**{**common, "attention_bias": True, **changes}))
+    elif kind == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**{**common, "head_dim": 4, **changes}))
+    else:
+        latent = {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 6,
+            "qk_nope_head_dim": NOPE,
+            "qk_rope_head_dim": ROPE,
+            "v_head_dim": 3,
+            "first_k_dense_replace": 2,
+            "n_routed_experts": 2,
+            "num_experts_per_tok": 1,
+            "n_group": 1,
+            "topk_group": 1,
+        }
+        model = DeepseekV3ForCausalLM(DeepseekV3Config(**{**common, **latent, **changes}))
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if any(part in name for part in ("q_proj", "k_proj", "q_b_proj", "kv_b_proj", "kv_a_proj")):
+                param.normal_(std=1.0)
+    return model
+
+
+def captured_logits(model: Any, batches: list[Tensor]) -> list[list[float]]:
+    """Return the largest logit of every head of every layer, from queries and keys that a probe has seen."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    found: dict[int, list[list[float]]] = {}
+
+    def probe(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+        values = reference_max_logits(query.detach(), key.detach(), scale=kwargs["scaling"])
+        found.setdefault(module.layer_idx, []).append(values)
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)
+
+    AttentionInterface.register("test_probe", probe)
+    AttentionMaskInterface.register("test_probe", eager_mask)
+    twin = copy.deepcopy(model).train()
+    twin.set_attn_implementation("test_probe")
+    for tokens in batches:
+        twin(input_ids=tokens)
+    return [[max(values) for values in zip(*found[layer], strict=True)] for layer in range(len(found))]
+
+
+def hugging_face(rank: int, world_size: int, *, kind: str, stage: int, attention: str) -> dict[str, Any]:
+    model = hugging_face_model(kind)
+    model.set_attn_implementation(attention)
+    # DeepSpeed's 0 keeps the model's own dtype; dropout is zero, so train mode changes nothing else.
+    batches = [batch(0, number)[0] for number in range(world_size)]
+    expected = captured_logits(model, batches)
+    clip = {"threshold": 1.0}
+    config = training.ds_config(stage, params={**FROZEN, "wire_dtype": "fp32", "qk_clip": clip})
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    before = training.full_masters(engine)
+    loss = engine(input_ids=batches[rank], labels=batches[rank]).loss
+    engine.backward(loss)
+    engine.step()
+    with torch.no_grad():
+        engine.eval()
+        engine(input_ids=batches[rank])
+    report = {
+        "before": before,
+        "after": training.full_masters(engine),
+        "expected": expected,
+        "largest": list(deepspeed_muon.muon_optimizer(engine).qk_clip.report.largest.values()),
+        "implementation": engine.module.config._attn_implementation,
+    }
+    engine.destroy()
+    return report
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "attention"),
+    [("llama", 3, "sdpa"), ("llama", 1, "eager"), ("deepseek", 2, "sdpa"), ("deepseek", 3, "eager")],
+)
+def test_hugging_face_models(ranks: Any, kind: str, stage: int, attention: str) -> None:
+    """Their attention records, and with rates of zero the clip is all that moves the weights."""
+    result = ranks(2).run(hugging_face, kind=kind, stage=stage, attention=attention, timeout=120)[0]
+    assert result["implementation"] == f"qk_clip_{attention}"
+    # fp32 logits of fp32 weights against float64 products of the same queries and keys.
+    torch.testing.assert_close(
+        torch.tensor(result["largest"]), torch.tensor(result["expected"]), rtol=1e-5, atol=1e-5
+    )
+    assert max(max(layer) for layer in result["expected"]) > 1.0
+    before, after = result["before"], dict(result["after"])
+    for layer, largest in enumerate(result["expected"]):
+        prefix = f"model.layers.{layer}.self_attn."
+        settings = {"threshold": 1.0, "alpha": 0.5}
+        if kind == "llama":
+            names = [(f"{prefix}q_proj.{part}", f"{prefix}k_proj.{part}") for part in ("weight", "bias")]
+            pairs = [
+                (q, k, reference_clip(_rows(before[q]), _rows(before[k]), largest, key_heads=2, **settings))
+                for q, k in names
+            ]
+        else:
+            q, k = f"{prefix}q_b_proj.weight", f"{prefix}kv_b_proj.weight"
+            new = reference_clip_latent(before[q], before[k], largest, nope=NOPE, rope=ROPE, **settings)
+            pairs = [(q, k, new)]
+        for q, k, (new_q, new_k) in pairs:
+            torch.testing.assert_close(_rows(after.pop(q)), new_q, rtol=2e-5, atol=1e-7)
+            torch.testing.assert_close(_rows(after.pop(k)), new_k, rtol=2e-5, atol=1e-7)
+    for name, weight in after.items():
+        assert torch.equal(weight, before[name]), name
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(tensor.shape[0], -1)
+
+
+def refused(rank: int, world_size: int) -> list[str]:
+    """Return the messages of configurations that cannot be clipped."""
+    messages = []
+    for model in (build("toy"), hugging_face_model("qwen3"), hugging_face_model("llama")):
+        if model.__class__.__name__.startswith("Llama"):
+            for layer in model.model.layers:
+                layer.self_attn.q_proj.requires_grad_(False)
+        try:
+            deepspeed.initialize(
+                model=model,
+                model_parameters=[p for p in model.parameters() if p.requires_grad],
+                config=training.ds_config(2, params={"qk_clip": {}}),
+            )
+        except deepspeed_muon.ConfigError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_what_cannot_be_clipped_is_refused_on_every_rank(ranks: Any) -> None:
+    for messages in ranks(2).run(refused):
+        assert "no attention layer was found" in messages[0]
+        assert "normalises queries or keys" in messages[1]
+        assert "is not trained by this optimizer" in messages[2]
+
+
+def on_shared_sequences(rank: int, world_size: int) -> str:
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+    parallel_state_sp.initialize_sequence_parallel(2)
+    model = build("grouped")
+    try:
+        deepspeed.initialize(
+            model=model,
+            model_parameters=list(model.parameters()),
+            config=training.ds_config(1, params={"qk_clip": CLIP}),
+            mpu=parallel_state_sp,
+        )
+    except deepspeed_muon.UnsupportedConfigError as error:
+        return str(error)
+    finally:
+        parallel_state_sp._release_sequence_parallel_groups()
+    return ""
+
+
+def test_parts_of_heads_or_layers_are_refused(ranks: Any) -> None:
+    for message in ranks(2).run(on_shared_sequences):
+        assert "qk_clip with sequence parallelism is not supported" in message
+    pipeline = {"kind": "toy", "stages": 2, "zero": 1, "precision": "fp32", "params": {"qk_clip": CLIP}}
+    for result in ranks(2).run(test_pipeline.train, **pipeline):
+        assert "qk_clip with a pipeline is not supported" in result["error"]

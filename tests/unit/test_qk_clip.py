@@ -1,0 +1,180 @@
+"""The pieces of QK-clip on their own: logits in blocks, factors, rows in partitions, recorders, configuration."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed_muon import ConfigError, Muon, MuonConfig, QkRecorder
+from deepspeed_muon.math import qk_clip
+from deepspeed_muon.math.qk_clip import clip_factor, logit_bounds, max_logits
+from deepspeed_muon.math.reference_qk_clip import reference_clip, reference_max_logits
+from deepspeed_muon.plan.heads import AttentionHeads, HeadRows, head_runs
+from deepspeed_muon.plan.layout import flat_fragments
+from tests.attention_models import THRESHOLD, AttendingToy
+from tests.models import batch
+
+
+@pytest.mark.parametrize("block", [1, 64, 1 << 24])
+@pytest.mark.parametrize("causal", [True, False])
+def test_logits_in_blocks(monkeypatch: Any, block: int, causal: bool) -> None:
+    monkeypatch.setattr(qk_clip, "_BLOCK_NUMEL", block)
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 6, 7, 5), torch.randn(2, 3, 7, 5)
+    found = max_logits(query, key, scale=0.3, causal=causal)
+    expected = reference_max_logits(query, key, scale=0.3, causal=causal)
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("additive", [False, True])
+def test_masks_hide_logits(monkeypatch: Any, additive: bool, per_head: bool) -> None:
+    monkeypatch.setattr(qk_clip, "_BLOCK_NUMEL", 50)
+    torch.manual_seed(1)
+    query, key = torch.randn(2, 4, 5, 3), torch.randn(2, 2, 6, 3)
+    mask = torch.rand(2, 4 if per_head else 1, 5, 6) > 0.5
+    logits = torch.einsum("bhqd,bhkd->bhqk", query, key.repeat_interleave(2, 1))
+    expected = logits.masked_fill(~mask, -math.inf).amax((0, 2, 3))
+    if additive:
+        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    found = max_logits(query, key, scale=1.0, causal=False, mask=mask)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_half_precision_does_not_overflow() -> None:
+    query = torch.full((1, 1, 2, 64), 40.0, dtype=torch.float16)
+    assert float(max_logits(query, query, scale=0.125)) == pytest.approx(64 * 1600 * 0.125)
+
+
+def test_factors() -> None:
+    settings = {"threshold": 10.0, "alpha": 0.25}
+    assert clip_factor(9.0, role="query", **settings) == 1.0
+    for quiet in (-math.inf, math.inf, math.nan, -50.0):
+        assert clip_factor(quiet, role="key", **settings) == 1.0
+    assert clip_factor(40.0, role="query", **settings) == pytest.approx(0.25**0.25)
+    assert clip_factor(40.0, role="key", **settings) == pytest.approx(0.25**0.75)
+    assert clip_factor(40.0, role="rotated_query", **settings) == pytest.approx(0.25)
+
+
+def test_rows_of_heads_in_partitions() -> None:
+    """Two heads of 2 rows of 3 elements, from row 1 on, every 3 rows, over ranks that hold 8 elements each."""
+    layer = AttentionHeads("a", 4, (HeadRows("w", "key", 2, 2, 3, 1, 3),))
+    fragments = flat_fragments(2, 24, 8)
+    marked = torch.zeros(24, dtype=torch.int)
+    for rank in range(4):
+        for run in head_runs([layer], {"w": (7, fragments)}, rank=rank):
+            assert run.partition == 7
+            fragment = next(f for f in fragments if f.rank == rank)
+            begin = fragment.matrix_offset + run.offset - fragment.partition_offset
+            marked[begin : begin + run.numel] = run.stop // 2
+    expected = torch.tensor([0, 1, 1, 0, 2, 2, 0, 0]).repeat_interleave(3)
+    assert torch.equal(marked, expected.int())
+
+
+def test_recorders_keep_the_largest() -> None:
+    recorder = QkRecorder.separate(heads=2, head_dim=3)
+    recorder.record_maxima(torch.tensor([1.0, 5.0]))
+    recorder.record_logits(torch.tensor([[[[2.0, 0.0]], [[1.0, 4.0]]]]))
+    assert recorder.largest is not None and recorder.largest.tolist() == [2.0, 5.0]
+    recorder.clear()
+    assert recorder.largest is None
+    with pytest.raises(ConfigError, match="2 heads got queries"):
+        recorder.record(torch.zeros(1, 3, 4, 5), torch.zeros(1, 3, 4, 5), scale=1.0)
+    with pytest.raises(ConfigError, match="do not fit 6 query heads"):
+        QkRecorder.separate(heads=6, key_heads=4, head_dim=2)
+
+
+def test_without_deepspeed() -> None:
+    """A single step with rates of zero scales the rows as the reference does."""
+    torch.manual_seed(0)
+    model = AttendingToy()
+    start = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizer = Muon(model, muon_lr=0.0, adam_lr=0.0, qk_clip={"threshold": THRESHOLD})
+    model(*batch(0, 0)).backward()
+    optimizer.step()
+    report = optimizer.qk_clip.report  # type: ignore[union-attr]
+    assert report.clipped > 0
+    q, k = reference_clip(
+        start["attn.q_proj.weight"],
+        start["attn.k_proj.weight"],
+        report.largest["attn"],
+        key_heads=2,
+        threshold=THRESHOLD,
+        alpha=0.5,
+    )
+    torch.testing.assert_close(model.attn.q_proj.weight.double(), q, rtol=1e-6, atol=0)
+    torch.testing.assert_close(model.attn.k_proj.weight.double(), k, rtol=1e-6, atol=0)
+    model.eval()
+    with torch.no_grad():
+        model(*batch(0, 0))
+    assert model.attn.recorder.largest is None, "nothing is recorded outside of training"
+
+
+def test_configuration() -> None:
+    assert MuonConfig.from_params({"qk_clip": {}}).qk_clip.threshold == 100.0  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match=r"qk_clip: unknown key 'treshold'; did you mean 'threshold'"):
+        MuonConfig.from_params({"qk_clip": {"treshold": 3}})
+    with pytest.raises(ConfigError, match=r"optimizer\.params\.qk_clip"):
+        MuonConfig.from_params({"qk_clip": {"alpha": 2}})
+    model = nn.Linear(4, 4)
+    optimizer = Muon(list(model.named_parameters()), qk_clip={})
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(ConfigError, match="pass model="):
+        optimizer.step()
+
+
+def test_wrong_rows_are_errors() -> None:
+    model = nn.Module()
+    model.inner = nn.Module()
+    model.inner.q_proj, model.inner.k_proj = nn.Linear(4, 6), nn.Linear(4, 8)
+    model.inner.recorder = QkRecorder.separate(heads=2, head_dim=4)
+    optimizer = Muon(model, qk_clip={})
+    with pytest.raises(ConfigError, match=r"inner\.q_proj\.weight has 6 rows, not the 8 of 2 heads"):
+        optimizer.step()
+    model.inner.recorder = QkRecorder.separate(heads=2, head_dim=3, key="keys")
+    with pytest.raises(ConfigError, match=r"has no keys\.weight"):
+        Muon(model, qk_clip={}).step()
+
+
+def test_bounds_hold() -> None:
+    torch.manual_seed(5)
+    query, key = torch.randn(3, 6, 7, 5), torch.randn(3, 2, 7, 5)
+    bounds = logit_bounds(query, key, scale=0.4)
+    largest = max_logits(query, key, scale=0.4, causal=False)
+    assert bounds.shape == (6,) and bool((bounds >= largest).all())
+    # A query and a key along one axis meet the bound.
+    assert float(logit_bounds(query[:1, :1, :1], query[:1, :1, :1] * 2, scale=0.5)) == pytest.approx(
+        float(query[0, 0, 0].square().sum())
+    )
+
+
+def test_quiet_layers_are_only_watched(caplog: Any) -> None:
+    """Logits are computed where a bound comes near the threshold; a jump beyond it is said and clipped a step later."""
+    torch.manual_seed(0)
+    model = AttendingToy()
+    optimizer = Muon(model, muon_lr=0.0, adam_lr=0.0, qk_clip={"threshold": 1e4})
+
+    def step() -> Any:
+        model(*batch(0, 0)).backward()
+        optimizer.step()
+        return optimizer.qk_clip.report  # type: ignore[union-attr]
+
+    first = step()
+    assert max(first.largest["attn"]) > 0 and not first.bounds
+    second = step()
+    assert max(second.largest["attn"]) == -math.inf
+    assert all(b >= s for b, s in zip(second.bounds["attn"], first.largest["attn"], strict=True))
+    with torch.no_grad():
+        model.attn.q_proj.weight.mul_(1e6)
+    before = model.attn.q_proj.weight.detach().clone()
+    third = step()
+    assert max(third.bounds["attn"]) > 1e4 and third.clipped == 0
+    assert torch.equal(model.attn.q_proj.weight, before)
+    assert "may have jumped" in caplog.text
+    fourth = step()
+    assert fourth.clipped > 0 and not fourth.bounds
+    assert not torch.equal(model.attn.q_proj.weight, before)
