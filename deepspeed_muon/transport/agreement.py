@@ -6,7 +6,7 @@ and every rank raises.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -25,11 +25,17 @@ class Claim:
         facts: Name of each setting to a text that must be the same on all ranks that are compared.
         scope: Ranks with equal scope are compared with each other (a data-parallel group).
         failure: The error text of a rank that could not get this far.
+        scopes: Scope of single facts, where it is not ``scope`` (ranks that share some of their parameters).
     """
 
     facts: dict[str, str]
     scope: str = "world"
     failure: str | None = None
+    scopes: dict[str, str] = field(default_factory=dict)
+
+    def scope_of(self, fact: str) -> str:
+        """Return the scope in which a fact is compared."""
+        return self.scopes.get(fact, self.scope)
 
 
 def agree(
@@ -60,23 +66,26 @@ def agree(
     failures = [f"rank {rank}: {c.failure}" for rank, c in enumerate(known) if c.failure is not None]
     if failures:
         raise kind("another rank could not start, so this one stops too:\n" + "\n".join(failures))
-    differences = _differences(known, claim.scope)
+    differences = _differences(known)
     if differences:
         raise kind("the ranks do not agree:\n" + "\n".join(differences))
 
 
-def _differences(claims: list[Claim], scope: str) -> list[str]:
-    """Describe every fact on which the ranks of one scope differ, each value once with the ranks that hold it."""
+def _differences(claims: list[Claim]) -> list[str]:
+    """Describe every fact on which the ranks of one scope differ, each value once with the ranks that hold it.
+
+    All scopes are looked at on every rank: the ranks of the others would wait for those that raise.
+    """
     lines = []
-    ranks = [rank for rank, claim in enumerate(claims) if claim.scope == scope]
-    names = sorted({name for rank in ranks for name in claims[rank].facts})
-    for name in names:
-        holders: dict[str, list[int]] = {}
-        for rank in ranks:
-            holders.setdefault(claims[rank].facts.get(name, "<absent>"), []).append(rank)
-        if len(holders) > 1:
-            values = "; ".join(f"ranks {held}: {_short(value)}" for value, held in holders.items())
-            lines.append(f"{name}: {values}")
+    for name in sorted({name for claim in claims for name in claim.facts}):
+        by_scope: dict[str, dict[str, list[int]]] = {}
+        for rank, claim in enumerate(claims):
+            holders = by_scope.setdefault(claim.scope_of(name), {})
+            holders.setdefault(claim.facts.get(name, "<absent>"), []).append(rank)
+        for holders in by_scope.values():
+            if len(holders) > 1:
+                values = "; ".join(f"ranks {held}: {_short(value)}" for value, held in holders.items())
+                lines.append(f"{name}: {values}")
     return lines
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,8 +14,13 @@ from torch import Tensor
 from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.plan.exchange import Chunk, ExchangePlan
 from deepspeed_muon.plan.layout import Fragment
+from deepspeed_muon.transport.buffers import ExchangeBuffers
+from deepspeed_muon.transport.watch import PipelineWatch, Result
 
-__all__ = ["MuonPipeline", "Orthogonalize", "StepStats"]
+if TYPE_CHECKING:
+    from deepspeed_muon.transport.tensor_parallel import TensorParallelExchange
+
+__all__ = ["MuonPipeline", "Orthogonalize", "StepCalls", "StepStats"]
 
 # Matrices whose short side is at least this long are orthogonalised one by one: on a CPU bmm is slower than mm there,
 # on a GPU one of them fills the chip (two waves of 128 x 128 tiles on 132 multiprocessors).
@@ -21,11 +28,45 @@ _CPU_BATCH_BELOW = 256
 _GPU_BATCH_BELOW = 2048
 # Elements that a batch may stack at most: stacking copies, and the iteration needs three times as much again.
 _BATCH_NUMEL = 1 << 25
+# Chunks that have a place in memory: one arrives, one is orthogonalised, one returns.
+_SLOTS = 3
 
 # (batch, rows, cols) -> the same in the settings' dtype; called as ``orthogonalize(x, settings=...)``.
 Orthogonalize = Callable[..., Tensor]
-DirectionOf = Callable[[int, Fragment], Tensor]
-ApplyUpdate = Callable[[int, Fragment, Tensor], None]
+Finish = Callable[[Sequence[tuple[int, int]], Tensor], Tensor]
+
+
+class DirectionSource(Protocol):
+    """What makes directions; :class:`deepspeed_muon.directions.Directions`."""
+
+    def prepare(self, indices: Sequence[int], /) -> None:
+        """Update momentum and make the directions of these matrices, called once for each in a step."""
+
+    def get(self, index: int, fragment: Fragment, /) -> Tensor:
+        """Return a local fragment's direction: contiguous, one-dimensional, in the wire dtype, on any device."""
+
+    def release(self, indices: Sequence[int], /) -> None:
+        """Forget these directions."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCalls:
+    """What the pipeline asks its caller for in one step.
+
+    Attributes:
+        directions: Makes the directions of a chunk's active matrices and hands out the local fragments.
+        apply: Receives matrix index, local fragment and the orthogonalised fragment (one-dimensional, wire dtype, only
+            valid during the call).
+        relative_scales: Returns, for a matrix of unequal blocks, the scale of each block relative to the first one's;
+            the owner multiplies by it.
+        finish: Receives the matrix and the number of every block of orthogonalised ``(blocks, rows, cols)``, and these;
+            returns what is to be applied instead. The blocks of a call are all transposed, or none is.
+    """
+
+    directions: DirectionSource
+    apply: Callable[[int, Fragment, Tensor], None]
+    relative_scales: Callable[[int], Sequence[float]]
+    finish: Finish | None = None
 
 
 @dataclass(slots=True)
@@ -47,11 +88,40 @@ class StepStats:
         self.bytes_sent = self.matrices_orthogonalized = self.exchanges = 0
 
 
+@dataclass(slots=True)
+class _Flight:
+    """One chunk on its way.
+
+    Attributes:
+        chunk: What travels.
+        held: Fragments that this rank holds of other ranks' matrices: directions leave from here, and their updates
+            arrive here.
+        owned: Fragments that other ranks hold of this rank's matrices: directions arrive, and updates leave.
+        work: The all-to-all that is under way.
+    """
+
+    chunk: Chunk
+    held: Tensor
+    owned: Tensor
+    work: dist.Work | None = None
+
+    def wait(self) -> None:
+        """Wait until the all-to-all is done; on a GPU the current stream waits, not the process."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+
+
 class MuonPipeline:
     """Runs one :class:`ExchangePlan` in every step.
 
     The direction is exchanged and the update returned in the wire dtype, also for fragments that stay on their
     rank: so the result does not depend on the number of ranks.
+
+    While one chunk is orthogonalised, the directions of the next one and the updates of the one before it travel. All
+    ranks issue the all-to-alls in one order: gather 0, gather 1, scatter 0, gather 2, scatter 1, and so on. NCCL runs
+    them on a stream of its own and gloo on threads of its own, so nothing else is needed for them to overlap. What
+    the caller wants done meanwhile and the matrices that never move come first, behind the first gather.
     """
 
     def __init__(
@@ -64,8 +134,12 @@ class MuonPipeline:
         ns_settings: NsSettings,
         orthogonalize: Orthogonalize,
         stats: StepStats,
+        watch: PipelineWatch,
+        buffers: ExchangeBuffers,
+        overlap: bool = True,
+        tensor_parallel: TensorParallelExchange | None = None,
     ) -> None:
-        """Keep the plan and its settings; nothing is allocated or sent.
+        """Keep the plan and its settings and reserve the buffers; nothing is allocated or sent.
 
         Args:
             plan: This rank's view of the exchange.
@@ -75,115 +149,277 @@ class MuonPipeline:
             ns_settings: The iteration.
             orthogonalize: What runs it, with the contract of ``math.newton_schulz.orthogonalize``.
             stats: Counters to increase.
+            watch: Checks and measures the results.
+            buffers: Where chunks lie while they travel; other pipelines whose steps do not overlap may share it.
+            overlap: Whether chunks travel while others are orthogonalised. Without it every all-to-all is waited for
+                at once, in a third of the memory; the results are equal to the last bit.
+            tensor_parallel: Orthogonalises what this rank holds a tensor-parallel shard or copy of.
         """
         self.plan = plan
         self.stats = stats
+        self._watch = watch
         self._group = group
         self._device = device
         self._wire_dtype = wire_dtype
         self._ns_settings = ns_settings
         self._orthogonalize = orthogonalize
+        self._tensor_parallel = tensor_parallel
+        self._buffers = buffers
+        self._overlap = overlap
+        moving = [chunk for chunk in plan.chunks if chunk.scatters]
+        self._slots = min(_SLOTS if overlap else 1, len(moving))
+        for slot in range(self._slots):
+            held = max(sum(chunk.scatter_recv_splits) for chunk in moving)
+            owned = max(sum(chunk.scatter_send_splits) for chunk in moving)
+            buffers.reserve(f"held {slot}", held * wire_dtype.itemsize)
+            buffers.reserve(f"owned {slot}", owned * wire_dtype.itemsize)
 
-    def run(self, *, active: Sequence[bool], direction: DirectionOf, apply: ApplyUpdate) -> None:
-        """Exchange and orthogonalise all active matrices and hand every local fragment of the update to ``apply``.
+    def run(
+        self,
+        *,
+        active: Sequence[bool],
+        calls: StepCalls,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """Exchange and orthogonalise all active matrices and apply every local fragment of the updates.
 
         Must be called by all ranks of the group with the same ``active``.
 
         Args:
             active: One flag per matrix of the plan: whether any rank has a gradient for it.
-            direction: Returns the local fragment of the direction as a contiguous one-dimensional tensor in the
-                wire dtype (on any device).
-            apply: Receives matrix index, local fragment and the orthogonalised fragment (one-dimensional, wire dtype).
+            calls: Where directions come from and updates go.
+            meanwhile: Called once, behind the first gather. It must not communicate.
         """
-        for chunk in self.plan.chunks:
-            if any(active[index] for index in chunk.matrices):
-                self._run_chunk(chunk, active, direction, apply)
+        chunks = [chunk for chunk in self.plan.chunks if any(active[index] for index in chunk.matrices)]
+        waiting = deque(enumerate(chunk for chunk in chunks if chunk.scatters))
+        coming: deque[_Flight] = deque()
+        returning: deque[_Flight] = deque()
 
-    def _run_chunk(
-        self, chunk: Chunk, active: Sequence[bool], direction: DirectionOf, apply: ApplyUpdate
+        def depart() -> None:
+            if waiting:
+                number, chunk = waiting.popleft()
+                coming.append(self._depart(chunk, number % self._slots, active, calls))
+
+        depart()
+        if meanwhile is not None:
+            meanwhile()
+        for chunk in chunks:
+            if not chunk.scatters:
+                calls.directions.prepare(chunk.active(active))
+                self._compute(chunk, None, active, calls)
+        while coming:
+            flight = coming.popleft()
+            if self._overlap:
+                depart()
+            with self._watch.span("gather"):
+                flight.wait()
+            self._compute(flight.chunk, flight.owned, active, calls)
+            self._send_back(flight)
+            returning.append(flight)
+            # The chunk before has returned while this one was orthogonalised; its place is the next one's.
+            while len(returning) > int(self._overlap and bool(coming)):
+                self._land(returning.popleft(), active, calls)
+            if not self._overlap:
+                depart()
+
+    def _depart(self, chunk: Chunk, slot: int, active: Sequence[bool], calls: StepCalls) -> _Flight:
+        """Start the gather of a chunk: this rank's fragments go to their owners."""
+        # The same fragments travel in both directions, so the updates come back to where the directions left from.
+        flight = _Flight(
+            chunk,
+            held=self._buffers.take(f"held {slot}", sum(chunk.scatter_recv_splits), self._wire_dtype),
+            owned=self._buffers.take(f"owned {slot}", sum(chunk.scatter_send_splits), self._wire_dtype),
+        )
+        calls.directions.prepare(chunk.active(active))
+        if chunk.gathers:
+            for segment in chunk.outgoing:
+                # The place of a matrix without a gradient keeps what it held: nobody reads it.
+                if active[segment.matrix]:
+                    flight.held.narrow(0, segment.buffer_offset, segment.fragment.numel).copy_(
+                        calls.directions.get(segment.matrix, segment.fragment), non_blocking=True
+                    )
+            flight.work = self._all_to_all(
+                flight.owned, flight.held, chunk.gather_recv_splits, chunk.gather_send_splits
+            )
+        return flight
+
+    def _compute(
+        self,
+        chunk: Chunk,
+        owned_buffer: Tensor | None,
+        active: Sequence[bool],
+        calls: StepCalls,
     ) -> None:
-        received = self._gather(chunk, direction)
-        updates_out = self._buffer(sum(chunk.scatter_send_splits))
+        """Orthogonalise this rank's matrices of a chunk; put the updates over the directions in ``owned_buffer``."""
         outgoing: dict[int, list[tuple[Fragment, int]]] = {}
         for segment in chunk.updates_out:
             outgoing.setdefault(segment.matrix, []).append((segment.fragment, segment.buffer_offset))
         owned = [index for index in chunk.owned if active[index]]
-        for index, update in self._orthogonalized(owned, chunk, received, direction):
+        for index, update in self._updates(owned, chunk, owned_buffer, calls):
             for fragment in self._local(index):
-                apply(index, fragment, update.narrow(0, fragment.matrix_offset, fragment.numel))
+                calls.apply(index, fragment, update.narrow(0, fragment.matrix_offset, fragment.numel))
             for fragment, offset in outgoing.get(index, ()):
-                updates_out.narrow(0, offset, fragment.numel).copy_(
+                assert owned_buffer is not None
+                owned_buffer.narrow(0, offset, fragment.numel).copy_(
                     update.narrow(0, fragment.matrix_offset, fragment.numel)
                 )
-        del received
-        if not chunk.scatters:
-            return
-        updates_in = self._buffer(sum(chunk.scatter_recv_splits))
-        self._all_to_all(updates_in, updates_out, chunk.scatter_recv_splits, chunk.scatter_send_splits)
-        for segment in chunk.updates_in:
+        calls.directions.release(chunk.active(active))
+
+    def _send_back(self, flight: _Flight) -> None:
+        """Start the scatter of a chunk: the updates go to the ranks that hold the fragments."""
+        chunk = flight.chunk
+        flight.work = self._all_to_all(
+            flight.held, flight.owned, chunk.scatter_recv_splits, chunk.scatter_send_splits
+        )
+
+    def _land(self, flight: _Flight, active: Sequence[bool], calls: StepCalls) -> None:
+        """Apply what came back."""
+        with self._watch.span("scatter"):
+            flight.wait()
+        for segment in flight.chunk.updates_in:
             if active[segment.matrix]:
-                update = updates_in.narrow(0, segment.buffer_offset, segment.fragment.numel)
-                apply(segment.matrix, segment.fragment, update)
+                update = flight.held.narrow(0, segment.buffer_offset, segment.fragment.numel)
+                calls.apply(segment.matrix, segment.fragment, update)
 
-    def _gather(self, chunk: Chunk, direction: DirectionOf) -> Tensor | None:
-        """Send this rank's fragments to their owners; return the buffer with the fragments that it owns."""
-        if not chunk.gathers:
-            return None
-        send = self._buffer(sum(chunk.gather_send_splits))
-        for segment in chunk.outgoing:
-            send.narrow(0, segment.buffer_offset, segment.fragment.numel).copy_(
-                direction(segment.matrix, segment.fragment)
-            )
-        received = self._buffer(sum(chunk.gather_recv_splits))
-        self._all_to_all(received, send, chunk.gather_recv_splits, chunk.gather_send_splits)
-        return received
-
-    def _orthogonalized(
-        self, owned: Sequence[int], chunk: Chunk, received: Tensor | None, direction: DirectionOf
+    def _updates(
+        self,
+        owned: Sequence[int],
+        chunk: Chunk,
+        received: Tensor | None,
+        calls: StepCalls,
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield ``(matrix index, flat update in the wire dtype)`` of every owned matrix, batched by shape."""
+        """Yield ``(matrix index, flat update in the wire dtype)`` of every owned matrix, or of its shard here."""
+
+        def whole(indices: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+            return self._orthogonalized(indices, chunk, received, calls)
+
+        if self._tensor_parallel is None:
+            return whole(owned)
+        incoming = self._incoming(chunk)
+
+        def local(index: int) -> Tensor:
+            return self._assemble([index], incoming, received, calls).reshape(-1)
+
+        return self._tensor_parallel.run(owned, local=local, whole=whole)
+
+    @staticmethod
+    def _incoming(chunk: Chunk) -> dict[int, list[tuple[Fragment, int]]]:
         incoming: dict[int, list[tuple[Fragment, int]]] = {}
         for segment in chunk.incoming:
             incoming.setdefault(segment.matrix, []).append((segment.fragment, segment.buffer_offset))
-        for batch in self._batches(owned):
-            blocks = self._assemble(batch, incoming, received, direction)
-            result = self._orthogonalize(blocks, settings=self._ns_settings).to(self._wire_dtype)
-            self.stats.matrices_orthogonalized += len(batch)
-            heads = self.plan.matrices[batch[0]].heads
+        return incoming
+
+    def _orthogonalized(
+        self,
+        owned: Sequence[int],
+        chunk: Chunk,
+        received: Tensor | None,
+        calls: StepCalls,
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield ``(matrix index, flat update in the wire dtype)`` of every owned matrix, batched by shape."""
+        incoming = self._incoming(chunk)
+
+        def direction_of(index: int) -> Tensor:
+            return self._assemble([index], incoming, received, calls)[0]
+
+        def results() -> Iterator[Result]:
+            for batch in self._batches(owned):
+                full = self._assemble(batch, incoming, received, calls)
+                self.stats.matrices_orthogonalized += len(batch)
+                if self.plan.matrices[batch[0]].equal_blocks is not None:
+                    yield self._equal_blocks(full, batch, calls)
+                else:
+                    yield from self._unequal_blocks(full, batch, calls)
+
+        for result in self._watch.settled(results(), direction_of):
+            yield from result.complete(result.blocks)
+
+    def _iterate(self, blocks: Tensor) -> Tensor:
+        with self._watch.span("newton_schulz"):
+            return self._orthogonalize(blocks, settings=self._ns_settings)
+
+    def _equal_blocks(self, full: Tensor, batch: Sequence[int], calls: StepCalls) -> Result:
+        """Orthogonalise ``(matrices, rows, cols)`` whole or in equal blocks."""
+        first = self.plan.matrices[batch[0]]
+        members = [(index, block) for index in batch for block in range(first.equal_blocks or 1)]
+
+        def complete(blocks: Tensor) -> Iterable[tuple[int, Tensor]]:
+            finished = blocks if calls.finish is None else calls.finish(members, blocks)
+            return zip(batch, finished.to(self._wire_dtype).reshape(len(batch), -1), strict=True)
+
+        return Result(members, self._iterate(full.view(len(members), *first.block_shape)), complete)
+
+    def _unequal_blocks(self, full: Tensor, batch: Sequence[int], calls: StepCalls) -> Iterator[Result]:
+        """Orthogonalise ``(matrices, rows, cols)`` in unequal blocks, those of one shape together if they are small."""
+        update = torch.empty_like(full)
+        scales = [calls.relative_scales(index) for index in batch]
+        pieces: dict[tuple[int, int], list[tuple[Tensor, Tensor, float, tuple[int, int]]]] = {}
+        for number, block in enumerate(self.plan.matrices[batch[0]].blocks()):
             for position, index in enumerate(batch):
-                yield index, result.narrow(0, position * heads, heads).reshape(-1)
+                views = (full[position][block.area], update[position][block.area])
+                piece = (*views, scales[position][number], (index, number))
+                pieces.setdefault((block.rows, block.cols), []).append(piece)
+        groups = [
+            members[start : start + size]
+            for shape, members in pieces.items()
+            for size in (self._batch_size(*shape),)
+            for start in range(0, len(members), size)
+        ]
+        for together in groups:
+            first = together[0][0].unsqueeze(0)
+            blocks = first if len(together) == 1 else torch.stack([source for source, *_ in together])
+            members = [member for *_, member in together]
+
+            def complete(
+                blocks: Tensor, together: Any = together, members: Any = members
+            ) -> Iterable[tuple[int, Tensor]]:
+                finished = blocks if calls.finish is None else calls.finish(members, blocks)
+                for done, (_, target, scale, _) in zip(finished, together, strict=True):
+                    target.copy_(done if scale == 1.0 else done.mul_(scale))
+                # The last blocks complete the matrices.
+                last = together is groups[-1]
+                return zip(batch, update.reshape(len(batch), -1), strict=True) if last else ()
+
+            yield Result(members, self._iterate(blocks), complete)
 
     def _batches(self, owned: Sequence[int]) -> list[list[int]]:
-        """Group small matrices of equal block shape; large ones stay alone."""
-        by_shape: dict[tuple[int, int, int], list[int]] = {}
+        """Group small matrices of equal blocks; large ones stay alone."""
+        by_shape: dict[object, list[int]] = {}
         for index in owned:
             matrix = self.plan.matrices[index]
-            by_shape.setdefault((*matrix.block_shape, matrix.heads), []).append(index)
-        small = _CPU_BATCH_BELOW if self._device.type == "cpu" else _GPU_BATCH_BELOW
+            by_shape.setdefault((matrix.grid, matrix.transposed), []).append(index)
         batches: list[list[int]] = []
-        for (rows, cols, heads), indices in by_shape.items():
-            size = max(1, _BATCH_NUMEL // (rows * cols * heads)) if min(rows, cols) < small else 1
+        for indices in by_shape.values():
+            first = self.plan.matrices[indices[0]]
+            size = self._batch_size(*first.block_shape, numel=first.numel)
             batches.extend(indices[start : start + size] for start in range(0, len(indices), size))
         return batches
+
+    def _batch_size(self, rows: int, cols: int, *, numel: int = 0) -> int:
+        """Return how many blocks of this shape, or matrices of ``numel`` made of them, run together."""
+        small = _CPU_BATCH_BELOW if self._device.type == "cpu" else _GPU_BATCH_BELOW
+        return max(1, _BATCH_NUMEL // (numel or rows * cols)) if min(rows, cols) < small else 1
 
     def _assemble(
         self,
         batch: Sequence[int],
         incoming: dict[int, list[tuple[Fragment, int]]],
         received: Tensor | None,
-        direction: DirectionOf,
+        calls: StepCalls,
     ) -> Tensor:
-        """Return ``(matrices * heads, rows, cols)``. One matrix that lies whole on this rank is used in place."""
+        """Return ``(matrices, rows, cols)``. One matrix that lies whole on this rank is used in place."""
         first = self.plan.matrices[batch[0]]
-        shape = (len(batch) * first.heads, *first.block_shape)
+        shape = (len(batch), first.rows, first.cols)
         if len(batch) == 1 and batch[0] not in incoming:
             local = self._local(batch[0])
-            return direction(batch[0], local[0]).to(self._device).view(shape)
+            return calls.directions.get(batch[0], local[0]).to(self._device).view(shape)
         full = self._buffer(len(batch) * first.numel)
         for position, index in enumerate(batch):
             matrix = full.narrow(0, position * first.numel, first.numel)
             for fragment in self._local(index):
-                matrix.narrow(0, fragment.matrix_offset, fragment.numel).copy_(direction(index, fragment))
+                matrix.narrow(0, fragment.matrix_offset, fragment.numel).copy_(
+                    calls.directions.get(index, fragment)
+                )
             for fragment, offset in incoming.get(index, ()):
                 assert received is not None
                 matrix.narrow(0, fragment.matrix_offset, fragment.numel).copy_(
@@ -201,15 +437,20 @@ class MuonPipeline:
 
     def _all_to_all(
         self, out: Tensor, send: Tensor, out_splits: Sequence[int], send_splits: Sequence[int]
-    ) -> None:
-        """Exchange as bytes: gloo does not know every half format, and no backend computes on this data."""
+    ) -> dist.Work | None:
+        """Start an exchange, as bytes: gloo does not know every half format, and no backend computes on this data."""
         size = send.element_size()
-        dist.all_to_all_single(
+        work = dist.all_to_all_single(
             out.view(torch.uint8),
             send.view(torch.uint8),
             [count * size for count in out_splits],
             [count * size for count in send_splits],
             group=self._group,
+            async_op=True,
         )
         self.stats.bytes_sent += sum(send_splits) * size
         self.stats.exchanges += 1
+        if not self._overlap:
+            work.wait()
+            return None
+        return work

@@ -1,0 +1,166 @@
+"""NorMuon's row moments on their way: from the ranks that keep them to the owners of the matrices, and back.
+
+They travel in fp32, two small all-to-alls beside those of the step (one number for every row of a matrix), and only
+where a matrix has rows that begin on another rank than its owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed_muon.math.normuon import normalize_rows
+from deepspeed_muon.plan.exchange import Chunk, ExchangePlan, Segment, build_exchange_plan
+from deepspeed_muon.plan.rows import row_layouts
+from deepspeed_muon.transport.pipeline import StepStats
+
+__all__ = ["RowMoments"]
+
+
+class RowMoments:
+    """The row moments of the matrices of one exchange plan.
+
+    In every step: :meth:`gather`, then :meth:`normalize` for each batch of owned matrices, then :meth:`scatter`.
+    """
+
+    def __init__(
+        self, plan: ExchangePlan, *, group: dist.ProcessGroup | None, device: torch.device, stats: StepStats
+    ) -> None:
+        """Make the plan of the rows; nothing is allocated or sent.
+
+        Args:
+            plan: The plan of the matrices, for their owners.
+            group: Data-parallel process group.
+            device: Where the exchange runs.
+            stats: Counters to increase.
+        """
+        self._matrices = plan.matrices
+        layouts = row_layouts(plan.matrices)
+        self.plan = build_exchange_plan(
+            layouts,
+            plan.owners,
+            rank=plan.rank,
+            world_size=plan.world_size,
+            chunk_numel=sum(layout.numel for layout in layouts) + 1,
+        )
+        self._group = group
+        self._device = device
+        self._stats = stats
+        self._whole: dict[int, Tensor] = {}
+
+    def numel(self, partition: int) -> int:
+        """Return how many row moments of a partition this rank keeps."""
+        layouts = (layout for layout in self.plan.matrices if layout.partition == partition)
+        return sum(layout.held_by(self.plan.rank) for layout in layouts)
+
+    def gather(self, kept: Mapping[int, Tensor]) -> None:
+        """Bring the moments of every matrix to its owner.
+
+        Must be called by all ranks of the group.
+
+        Args:
+            kept: Partition index to the moments that this rank keeps of it, one-dimensional fp32.
+        """
+        self._whole = {}
+        for chunk in self.plan.chunks:
+            received = None
+            if chunk.gathers:
+                send = self._buffer(sum(chunk.gather_send_splits))
+                for segment in chunk.outgoing:
+                    _cut(send, segment).copy_(self._kept(kept, segment))
+                received = self._buffer(sum(chunk.gather_recv_splits))
+                self._all_to_all(received, send, chunk.gather_recv_splits, chunk.gather_send_splits)
+            for index in chunk.owned:
+                self._whole[index] = self._buffer(self.plan.matrices[index].rows)
+            for segment in self._own(chunk):
+                self._rows(segment).copy_(self._kept(kept, segment))
+            for segment in chunk.incoming:
+                assert received is not None
+                self._rows(segment).copy_(_cut(received, segment))
+
+    def normalize(
+        self, blocks: Sequence[tuple[int, int]], updates: Tensor, *, beta2: Sequence[float]
+    ) -> Tensor:
+        """Normalise the rows of owned matrices and advance their moments.
+
+        Args:
+            blocks: Matrix and number of the block, for each of the updates.
+            updates: ``(blocks, rows, cols)``: what Newton-Schulz gave for them.
+            beta2: Decay of the moments of each of them.
+
+        Returns:
+            A new fp32 tensor of the same shape.
+        """
+        kept = [self._of_block(index, block) for index, block in blocks]
+        moments = torch.stack(kept)
+        transposed = self._matrices[blocks[0][0]].transposed
+        decay = torch.tensor(beta2, device=self._device).unsqueeze(-1)
+        result = normalize_rows(updates.mT if transposed else updates, moments, beta2=decay)
+        for view, new in zip(kept, moments, strict=True):
+            view.copy_(new)
+        return result.mT if transposed else result
+
+    def _of_block(self, index: int, number: int) -> Tensor:
+        """Return a view of the moments of one block of an owned matrix."""
+        matrix = self._matrices[index]
+        row, col = divmod(number, len(matrix.grid[1]))
+        block = matrix.blocks()[number]
+        if matrix.transposed:
+            return self._whole[index].view(-1, matrix.cols)[row].narrow(0, block.col, block.cols)
+        return self._whole[index].view(matrix.rows, -1)[:, col].narrow(0, block.row, block.rows)
+
+    def scatter(self, kept: Mapping[int, Tensor]) -> None:
+        """Bring the moments back to the ranks that keep them, unchanged where a matrix was not active.
+
+        Must be called by all ranks of the group.
+
+        Args:
+            kept: As for :meth:`gather`. The tensors are mutated.
+        """
+        for chunk in self.plan.chunks:
+            for segment in self._own(chunk):
+                self._kept(kept, segment).copy_(self._rows(segment))
+            if not chunk.scatters:
+                continue
+            send = self._buffer(sum(chunk.scatter_send_splits))
+            for segment in chunk.updates_out:
+                _cut(send, segment).copy_(self._rows(segment))
+            received = self._buffer(sum(chunk.scatter_recv_splits))
+            self._all_to_all(received, send, chunk.scatter_recv_splits, chunk.scatter_send_splits)
+            for segment in chunk.updates_in:
+                self._kept(kept, segment).copy_(_cut(received, segment))
+        self._whole = {}
+
+    def _own(self, chunk: Chunk) -> list[Segment]:
+        """Return the runs that this rank both keeps and owns."""
+        return [
+            Segment(index, fragment, 0)
+            for index in chunk.owned
+            for fragment in self.plan.matrices[index].fragments
+            if fragment.rank == self.plan.rank
+        ]
+
+    def _kept(self, kept: Mapping[int, Tensor], segment: Segment) -> Tensor:
+        partition = kept[self.plan.matrices[segment.matrix].partition]
+        return partition.narrow(0, segment.fragment.partition_offset, segment.fragment.numel)
+
+    def _rows(self, segment: Segment) -> Tensor:
+        return self._whole[segment.matrix].narrow(0, segment.fragment.matrix_offset, segment.fragment.numel)
+
+    def _buffer(self, numel: int) -> Tensor:
+        return torch.empty(numel, dtype=torch.float32, device=self._device)
+
+    def _all_to_all(
+        self, out: Tensor, send: Tensor, out_splits: Sequence[int], send_splits: Sequence[int]
+    ) -> None:
+        dist.all_to_all_single(out, send, list(out_splits), list(send_splits), group=self._group)
+        self._stats.bytes_sent += sum(send_splits) * send.element_size()
+        self._stats.exchanges += 1
+
+
+def _cut(buffer: Tensor, segment: Segment) -> Tensor:
+    """Return a segment's part of a communication buffer."""
+    return buffer.narrow(0, segment.buffer_offset, segment.fragment.numel)

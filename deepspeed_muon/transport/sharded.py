@@ -1,0 +1,221 @@
+"""Newton-Schulz on matrices that stay sharded over a process group.
+
+``X <- p(X X^T) X`` needs of the other ranks only the m x m Gram matrix ``X X^T``, and that is a sum over columns. So a
+matrix that is cut along its *long* side is orthogonalised where it lies: one all-reduce of the Gram matrix at the start
+and one per restart of the iteration, whatever the long side's length.
+
+A matrix that is cut along its *short* side has a sum over ranks only for the Gram matrix of its long side, which is
+larger than the matrix itself. There the shards are cut anew along the long side first, by one all-to-all in which a
+rank sends no more than the shard that it holds, and the result goes back by another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed_muon.errors import ShardingError
+from deepspeed_muon.math.newton_schulz import NsSettings, iterate_columns, orthogonalize
+
+__all__ = ["even_sizes", "orthogonalize_sharded"]
+
+
+def orthogonalize_sharded(
+    x: Tensor,
+    *,
+    group: dist.ProcessGroup,
+    shard_dim: int,
+    settings: NsSettings,
+    shard_sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """Return this rank's shard of the approximate polar factor of every matrix in a batch of sharded matrices.
+
+    It is :func:`deepspeed_muon.orthogonalize` of the whole matrices, up to rounding, without any rank holding one.
+    Must be called by all ranks of ``group`` with equal settings. The shards follow each other in the order of
+    the group's ranks; they may be uneven, and empty on some ranks.
+
+    For one ``m x n`` matrix with ``m <= n`` on W ranks a rank sends its norm, one number in float32. With ``gram`` it
+    takes part in an all-reduce of ``m x m`` elements at the start and per restart (two to three in all for five steps),
+    with ``standard`` in one per step, in float32 at least. Where the short side is sharded it also sends
+    ``2 m n / W (W - 1) / W`` elements in ``settings.dtype``. The ``m x m`` products run on every rank.
+
+    Args:
+        x: This rank's shard of ``(..., rows, cols)``, any floating dtype. Not mutated.
+        group: The process group over which the matrices are sharded. There is no default: a wrong group gives a wrong
+            update, not an error.
+        shard_dim: The sharded dimension of the matrix: -2 (rows) or -1 (columns), or 0 or 1 where ``x`` is a single
+            matrix.
+        settings: Polynomial, method, dtype and eps. ``gram`` runs for square matrices too.
+        shard_sizes: Length of every rank's shard along ``shard_dim``, for callers whose ranks agreed on all shapes
+            before. Without it they compare shapes and settings by one small all-gather, which waits for the device.
+
+    Returns:
+        A new tensor of the shape of ``x``, in ``settings.dtype``.
+
+    Raises:
+        ShardingError: On every rank, if the shards do not fit together, ``shard_dim`` is not a dimension of the matrix,
+            or ``group`` is not one that this rank belongs to.
+    """
+    world_size = _group_size(group)
+    try:
+        dim = _matrix_dim(x, shard_dim)
+        problem = None
+    except ShardingError as error:
+        dim, problem = -1, error
+    if shard_sizes is None:
+        shard_sizes = _agree_on_sizes(x, dim, group, settings, problem)
+    elif problem is not None:
+        raise problem
+    elif len(shard_sizes) != world_size or shard_sizes[dist.get_rank(group)] != x.shape[dim]:
+        raise ShardingError(
+            f"shard_sizes {list(shard_sizes)} do not describe {world_size} ranks of which rank "
+            f"{dist.get_rank(group)} holds {x.shape[dim]} along dimension {dim}"
+        )
+    if world_size == 1:
+        return orthogonalize(x, settings=settings)
+    # From here on columns are what is sharded.
+    columns = x.mT if dim == -2 else x
+    rows, total, batch = columns.shape[-2], sum(shard_sizes), x.shape[:-2].numel()
+    if batch * rows * total == 0:
+        return x.to(settings.dtype, copy=True)
+    flat = columns.reshape(batch, rows, columns.shape[-1])
+    flat = _normalized(flat, settings, group)
+    if rows <= total:
+        result = _iterate(flat, settings, group)
+    else:
+        recut = _Recut(tuple(shard_sizes), even_sizes(rows, world_size), group)
+        result = recut.back(_iterate(recut.there(flat), settings, group))
+    result = result.reshape(columns.shape)
+    return result.mT.contiguous() if dim == -2 else result
+
+
+def even_sizes(total: int, parts: int) -> tuple[int, ...]:
+    """Divide ``total`` into ``parts`` lengths that differ by at most one, longer ones first."""
+    length, longer = divmod(total, parts)
+    return tuple(length + (part < longer) for part in range(parts))
+
+
+def _group_size(group: dist.ProcessGroup) -> int:
+    if not isinstance(group, dist.ProcessGroup):
+        raise ShardingError(
+            f"orthogonalize_sharded needs the process group that shards the matrices, got {group!r}: there is no "
+            f"default group, and this rank must be a member of the one that is given"
+        )
+    return dist.get_world_size(group)
+
+
+def _matrix_dim(x: Tensor, shard_dim: int) -> int:
+    """Return ``shard_dim`` counted from the end: -2 or -1."""
+    if x.ndim < 2 or not x.is_floating_point():
+        raise ShardingError(
+            f"orthogonalize_sharded needs floating (..., rows, cols), got {x.dtype} of shape {tuple(x.shape)}"
+        )
+    dim = shard_dim - x.ndim if shard_dim >= 0 else shard_dim
+    if dim not in (-2, -1):
+        raise ShardingError(
+            f"shard_dim {shard_dim} of a tensor of shape {tuple(x.shape)} is not a dimension of its matrices: "
+            f"use -2 for rows, -1 for columns"
+        )
+    return dim
+
+
+def _agree_on_sizes(
+    x: Tensor, dim: int, group: dist.ProcessGroup, settings: NsSettings, problem: ShardingError | None
+) -> tuple[int, ...]:
+    """Return every rank's length along ``dim``; raise on all ranks if anything that must be equal differs."""
+    batch, other = 1, -1
+    if problem is None:
+        batch, other = x.shape[:-2].numel(), x.shape[-3 - dim]
+    digest = int.from_bytes(hashlib.sha256(repr(settings).encode()).digest()[:7], "big")
+    fields = ("failed", "shard_dim", "matrices", "length of the other side", "settings", "length")
+    facts = [int(problem is not None), dim, batch, other, digest, x.shape[dim] if problem is None else 0]
+    own = torch.tensor(facts, dtype=torch.int64, device=x.device)
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, own, group=group)
+    if problem is not None:
+        raise problem
+    columns = list(zip(*(row.tolist() for row in gathered), strict=True))
+    if any(columns[0]):
+        failed = [rank for rank, flag in enumerate(columns[0]) if flag]
+        raise ShardingError(f"ranks {failed} of the group refused their arguments, so this one stops too")
+    for name, values in zip(fields[1:-1], columns[1:-1], strict=True):
+        if len(set(values)) > 1:
+            shown = "differ" if name == "settings" else f"are {list(values)}"
+            raise ShardingError(f"the shards do not belong together: by rank of the group, {name} {shown}")
+    return tuple(columns[-1])
+
+
+def _normalized(x: Tensor, settings: NsSettings, group: dist.ProcessGroup) -> Tensor:
+    """Divide the shards by the Frobenius norm of the whole matrices, in at least float32, then cast.
+
+    The ranks' norms are gathered rather than their squares summed: all ranks then compute the same norm, bit for bit.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(x, dim=(-2, -1), dtype=dtype)
+    gathered = [torch.empty_like(norms) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, norms, group=group)
+    norm = torch.linalg.vector_norm(torch.stack(gathered), dim=0).clamp_(min=settings.eps)
+    return (x.to(dtype) / norm[:, None, None]).to(settings.dtype)
+
+
+def _iterate(x: Tensor, settings: NsSettings, group: dist.ProcessGroup) -> Tensor:
+    """Run the iteration on this rank's columns ``(batch, m, columns)`` of normalised matrices."""
+    sum_dtype = torch.promote_types(settings.dtype, torch.float32)
+
+    def gram_of(part: Tensor) -> Tensor:
+        # Each rank's product is rounded to the iteration's dtype once, as the unsharded one is; the sum over ranks
+        # must not round again with every rank that is added.
+        gram = (part @ part.mT).to(sum_dtype)
+        dist.all_reduce(gram, group=group)
+        return gram.to(settings.dtype)
+
+    return iterate_columns(x, settings=settings, gram_of=gram_of)
+
+
+@dataclass(frozen=True, slots=True)
+class _Recut:
+    """Moves matrices that are cut along columns to a cut along rows, and back.
+
+    Attributes:
+        col_sizes: Columns that each rank holds at first.
+        row_sizes: Rows that each rank holds in between.
+        group: The process group.
+    """
+
+    col_sizes: tuple[int, ...]
+    row_sizes: tuple[int, ...]
+    group: dist.ProcessGroup
+
+    def there(self, x: Tensor) -> Tensor:
+        """Turn ``(batch, rows, own columns)`` into ``(batch, columns, own rows)``, transposed."""
+        pieces = [piece.mT for piece in x.split(self.row_sizes, dim=-2)]
+        own = self.row_sizes[dist.get_rank(self.group)]
+        return torch.cat(self._exchange(pieces, [(size, own) for size in self.col_sizes]), dim=-2)
+
+    def back(self, x: Tensor) -> Tensor:
+        """Turn ``(batch, columns, own rows)`` back into ``(batch, rows, own columns)``."""
+        pieces = [piece.mT for piece in x.split(self.col_sizes, dim=-2)]
+        own = self.col_sizes[dist.get_rank(self.group)]
+        return torch.cat(self._exchange(pieces, [(size, own) for size in self.row_sizes]), dim=-2)
+
+    def _exchange(self, pieces: Sequence[Tensor], shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Send one piece ``(batch, r, c)`` to every rank; return theirs, of the given ``(r, c)``."""
+        batch = pieces[0].shape[0]
+        send = torch.cat([piece.reshape(-1) for piece in pieces])
+        counts = [batch * rows * cols for rows, cols in shapes]
+        received = send.new_empty(sum(counts))
+        size = send.element_size()
+        # As bytes: gloo does not know every half format.
+        dist.all_to_all_single(
+            received.view(torch.uint8),
+            send.view(torch.uint8),
+            [count * size for count in counts],
+            [piece.numel() * size for piece in pieces],
+            group=self.group,
+        )
+        return [part.view(batch, *shape) for part, shape in zip(received.split(counts), shapes, strict=True)]

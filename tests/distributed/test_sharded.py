@@ -1,0 +1,175 @@
+"""orthogonalize_sharded against the unsharded iteration and the float64 reference, on real process groups."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed_muon import MuonError, NsSettings, ShardingError, orthogonalize, orthogonalize_sharded
+from deepspeed_muon.math.coefficients import resolve_schedule
+from deepspeed_muon.math.reference import reference_orthogonalize
+from deepspeed_muon.transport import sharded
+from tests.unit.test_math import TOLERANCE, matrix
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# Against the unsharded iteration in the same dtype. fp32: the two sum the Gram matrix in another order, which is one
+# rounding of 6e-8 that the iteration multiplies by up to 3.44^5 = 480 in small directions: 3e-5, of which the norm
+# sees a part. Half formats: both differ from float64 by up to TOLERANCE, each in its own direction.
+AGAINST_UNSHARDED = {"fp32": 3e-5, "fp16": 4e-2, "bf16": 3e-1}
+
+SHAPES = [(1, 1), (1, 9), (9, 1), (17, 17), (13, 31), (31, 13), (64, 256), (256, 64), (96, 200)]
+KINDS = ["gaussian", "low-rank", "ill-conditioned", "tiny", "huge"]
+
+
+def settings(dtype: str = "fp32", method: str = "gram", schedule: str = "quintic") -> NsSettings:
+    return NsSettings(resolve_schedule(schedule), method, DTYPES[dtype])  # type: ignore[arg-type]
+
+
+def cases(world_size: int, dtype: str, method: str, count: int) -> list[dict[str, Any]]:
+    """Draw shapes, spectra, cuts and batches from a fixed seed: every shape and both sides come up, some often."""
+    draw = random.Random(f"{world_size} {dtype} {method}")
+    found = []
+    for number in range(count):
+        rows, cols = SHAPES[number % len(SHAPES)]
+        dim = -2 if (number // len(SHAPES)) % 2 else -1
+        cuts = sorted(draw.randint(0, (rows, cols)[dim]) for _ in range(world_size - 1))
+        ends = [0, *cuts, (rows, cols)[dim]]
+        sizes = [b - a for a, b in itertools.pairwise(ends)]
+        # What a half format adds to the null space of a small low-rank matrix is as large as the matrix, and the
+        # unsharded iteration errs by 0.6 there: nothing to compare.
+        kinds = [kind for kind in KINDS if kind != "low-rank" or dtype == "fp32" or min(rows, cols) >= 64]
+        kinds = [draw.choice(kinds) for _ in range(draw.choice([1, 1, 3]))]
+        found.append({"shape": [rows, cols], "dim": dim, "sizes": sizes, "kinds": kinds})
+    return found
+
+
+def whole(case: dict[str, Any]) -> torch.Tensor:
+    return torch.stack([matrix(kind, *case["shape"]) for kind in case["kinds"]])
+
+
+def compare_all(rank: int, world_size: int, *, dtype: str, method: str, count: int) -> list[dict[str, float]]:
+    """Orthogonalise every case and return the errors of this rank's shards against both comparisons."""
+    options = settings(dtype, method)
+    errors = []
+    for number, case in enumerate(cases(world_size, dtype, method, count)):
+        full, dim, sizes = whole(case), case["dim"], case["sizes"]
+        mine = full.split(sizes, dim=dim)[rank]
+        kept = mine.clone()
+        known = {"shard_sizes": sizes} if number % 2 else {}
+        result = orthogonalize_sharded(mine, group=dist.group.WORLD, shard_dim=dim, settings=options, **known)
+        assert result.shape == mine.shape and result.dtype == DTYPES[dtype]
+        assert torch.equal(mine, kept), "the input is the caller's"
+        for index in range(len(case["kinds"])):
+            exact = reference_orthogonalize(full[index], options.coefficients)
+            plain = orthogonalize(full[index], settings=options).double()
+            part = result[index].double()
+            pairs = {"reference": exact, "unsharded": plain}
+            sums = torch.zeros(2, 2, dtype=torch.float64)
+            for row, other in enumerate(pairs.values()):
+                sums[row] = torch.tensor(
+                    [(part - other.split(sizes, dim=dim)[rank]).square().sum(), exact.square().sum()]
+                )
+            total = sums[:, 0].clone()
+            dist.all_reduce(total)
+            relative = (total / sums[:, 1]).sqrt().tolist()
+            errors.append({"reference": relative[0], "unsharded": relative[1]})
+    return errors
+
+
+CASES = list(itertools.product([1, 2, 3, 4], DTYPES, ["gram", "standard"]))
+CORE = {(2, dtype, "gram") for dtype in DTYPES} | {(4, dtype, "standard") for dtype in DTYPES}
+CORE |= {(1, "fp32", "gram"), (3, "fp32", "gram")}
+
+
+@pytest.mark.parametrize(
+    ("world", "dtype", "method"),
+    [pytest.param(*case, marks=() if case in CORE else pytest.mark.full) for case in CASES],
+)
+def test_shards_give_the_whole_matrix_s_result(ranks: Any, world: int, dtype: str, method: str) -> None:
+    """Uneven and empty shards, both sides, wide and tall, batches, tiny and huge scales."""
+    for errors in ranks(world).run(compare_all, dtype=dtype, method=method, count=2 * len(SHAPES)):
+        for number, error in enumerate(errors):
+            assert error["reference"] <= TOLERANCE[DTYPES[dtype]], (number, error)
+            assert error["unsharded"] <= AGAINST_UNSHARDED[dtype], (number, error)
+
+
+def subgroup_and_counts(rank: int, world_size: int) -> dict[str, Any]:
+    """Two groups of two ranks work on different matrices at once; count the all-reduces."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = groups[rank // 2]
+    full = matrix("gaussian", 12 + rank // 2, 40)
+    calls: list[int] = []
+    original = dist.all_reduce
+
+    def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(tensor.numel())
+        return original(tensor, *args, **kwargs)
+
+    sharded.dist.all_reduce = counting
+    try:
+        result = orthogonalize_sharded(
+            full.chunk(2, dim=1)[rank % 2], group=mine, shard_dim=1, settings=settings()
+        )
+    finally:
+        sharded.dist.all_reduce = original
+    expected = orthogonalize(full, settings=settings()).chunk(2, dim=1)[rank % 2]
+    outside = None
+    try:
+        orthogonalize_sharded(full, group=groups[1 - rank // 2], shard_dim=0, settings=settings())
+    except MuonError as error:
+        outside = f"{type(error).__name__}: {error}"
+    return {"error": float((result - expected).norm() / expected.norm()), "calls": calls, "outside": outside}
+
+
+def test_explicit_subgroups_and_one_all_reduce_per_restart(ranks: Any) -> None:
+    for rank, result in enumerate(ranks(4).run(subgroup_and_counts)):
+        assert result["error"] <= AGAINST_UNSHARDED["fp32"]
+        assert result["calls"] == [(12 + rank // 2) ** 2] * 2, "the start and the one restart of fp32"
+        assert "must be a member" in result["outside"]
+
+
+def refused(rank: int, world_size: int) -> dict[str, str]:
+    """Give arguments of which one rank's does not fit, and return what every rank raised."""
+    group = dist.group.WORLD
+    good = torch.ones(4, 6)
+    odd = rank == 1
+    attempts: dict[str, dict[str, Any]] = {
+        "group": {"x": good, "group": None},
+        "dimension": {"x": good, "shard_dim": 2 if odd else -1},
+        "vector": {"x": good[0] if odd else good},
+        "integers": {"x": good.long() if odd else good},
+        "other side": {"x": torch.ones(5, 6) if odd else good},
+        "sides": {"x": good, "shard_dim": 0 if odd else -1},
+        "matrices": {"x": good.expand(3, 4, 6) if odd else good},
+        "settings": {"x": good, "settings": settings(method="standard" if odd else "gram")},
+        "sizes": {"x": good, "shard_sizes": [5, 5]},
+    }
+    messages = {}
+    for name, arguments in attempts.items():
+        arguments = {"group": group, "shard_dim": -1, "settings": settings(), **arguments}
+        try:
+            orthogonalize_sharded(arguments.pop("x"), **arguments)
+        except ShardingError as error:
+            messages[name] = str(error)
+    return messages
+
+
+def test_what_does_not_fit_is_refused_on_every_rank(ranks: Any) -> None:
+    first, second = ranks(2).run(refused)
+    for messages in (first, second):
+        assert "no default group" in messages["group"].replace("\n", " ")
+        for name in ("dimension", "vector", "integers"):
+            assert name in messages
+        assert "length of the other side are [4, 5]" in messages["other side"]
+        assert "shard_dim are [-1, -2]" in messages["sides"]
+        assert "matrices are [1, 3]" in messages["matrices"]
+        assert "holds 6 along dimension -1" in messages["sizes"]
+        assert "settings differ" in messages["settings"]
+    assert "ranks [1] of the group refused" in first["vector"]
+    assert "shape (6,)" in second["vector"]
