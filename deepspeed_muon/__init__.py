@@ -3,6 +3,7 @@
 ``import deepspeed_muon`` makes ``"optimizer": {"type": "Muon"}`` of a DeepSpeed configuration resolve to this project.
 """
 
+from deepspeed_muon.attention import QkRecorder
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import (
     BindingError,
@@ -11,17 +12,28 @@ from deepspeed_muon.errors import (
     MuonError,
     NonFiniteGradientError,
     OpsUnavailableError,
+    OrthogonalizationError,
     PlanMismatchError,
     RankDisagreementError,
     RegistrationError,
     RoutingError,
     ScheduleError,
+    ShardingError,
     UnsupportedConfigError,
 )
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.registration import is_registered, muon_optimizer, register, routes, unregister
+from deepspeed_muon.planning import plan_report
+from deepspeed_muon.registration import (
+    health,
+    is_registered,
+    muon_optimizer,
+    register,
+    routes,
+    unregister,
+)
 from deepspeed_muon.routing import Route
+from deepspeed_muon.transport.sharded import orthogonalize_sharded
 
 __version__ = "0.1.0"
 
@@ -35,17 +47,23 @@ __all__ = [
     "NonFiniteGradientError",
     "NsSettings",
     "OpsUnavailableError",
+    "OrthogonalizationError",
     "PlanMismatchError",
+    "QkRecorder",
     "RankDisagreementError",
     "RegistrationError",
     "Route",
     "RoutingError",
     "ScheduleError",
+    "ShardingError",
     "UnsupportedConfigError",
     "__version__",
+    "health",
     "is_registered",
     "muon_optimizer",
     "orthogonalize",
+    "orthogonalize_sharded",
+    "plan_report",
     "register",
     "routes",
     "unregister",

@@ -15,16 +15,26 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from deepspeed_muon.errors import ConfigError
-from deepspeed_muon.math.coefficients import Coefficients, NsScheduleName, resolve_schedule
+from deepspeed_muon.math.coefficients import (
+    Coefficients,
+    NsScheduleName,
+    resolve_schedule,
+    tolerates_rounding,
+)
 from deepspeed_muon.math.newton_schulz import NsDtypeName, NsMethod, NsSettings, resolve_ns_dtype
+from deepspeed_muon.math.normuon import VariantName
 from deepspeed_muon.math.scaling import AdjustLrName
+from deepspeed_muon.math.weight_decay import WeightDecayMode
+from deepspeed_muon.plan.order import OrderName
+from deepspeed_muon.shapes import ShapeRules
 
-__all__ = ["GROUP_KEYS", "MuonConfig", "WireDtypeName"]
+__all__ = ["GROUP_KEYS", "HealthConfig", "MomentumDtypeName", "MuonConfig", "QkClipConfig", "WireDtypeName"]
 
 WireDtypeName = Literal["auto", "fp32", "bf16", "fp16"]
+MomentumDtypeName = Literal["fp32", "bf16"]
 
 DEFAULT_MUON_LR = 0.02
 DEFAULT_ADAM_LR = 3e-4
@@ -45,6 +55,8 @@ GROUP_KEYS = frozenset(
         "betas",
         "eps",
         "adjust_lr_fn",
+        "beta2",
+        "weight_decay_mode",
     }
 )
 
@@ -61,6 +73,69 @@ def _no_auto(value: Any) -> Any:
 _Rate = Annotated[float, BeforeValidator(_no_auto), Field(ge=0, allow_inf_nan=False)]
 _Fraction = Annotated[float, BeforeValidator(_no_auto), Field(ge=0, lt=1)]
 _Positive = Annotated[float, BeforeValidator(_no_auto), Field(gt=0, allow_inf_nan=False)]
+
+
+_Size = Annotated[int, Field(ge=1, strict=True)]
+_Sizes = Annotated[list[_Size], Field(min_length=1)]
+_Fractions = Annotated[list[Annotated[float, Field(gt=0, lt=1)]], Field(min_length=2)]
+
+
+class QkClipConfig(BaseModel):
+    """The settings of QK-clip (:mod:`deepspeed_muon.math.qk_clip`).
+
+    Attributes:
+        threshold: Attention logits above it are clipped.
+        alpha: Share of the queries; the keys have the rest.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    threshold: _Positive = 100.0
+    alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, value: Any) -> Any:
+        for key in value if isinstance(value, Mapping) else ():
+            if key not in cls.model_fields:
+                raise ValueError(unknown_key_message(str(key), cls.model_fields, "qk_clip"))
+        return value
+
+
+class HealthConfig(BaseModel):
+    """The object under ``health``: what each step checks of itself, and how often it is measured.
+
+    Attributes:
+        every: Steps between samples, which go to DeepSpeed's monitor; 0 for none.
+        matrices: Matrices that a sample measures, another set each time.
+        check: Whether every result is checked, and redone in fp32 where it is wrong.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    every: int = Field(default=100, ge=0)
+    matrices: int = Field(default=4, ge=1)
+    check: bool = True
+
+    @classmethod
+    def parse(cls, value: Any) -> Any:
+        """Turn the short forms (``true``, ``false``, ``null``) into the object; leave the rest to pydantic.
+
+        Raises:
+            ValueError: For an unknown key or a value of another kind.
+        """
+        if value is None or value is True:
+            return cls()
+        if value is False:
+            return cls(every=0, check=False)
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise ValueError("must be an object with every, matrices and check, or true or false")
+        for key in value:
+            if key not in cls.model_fields:
+                raise ValueError(unknown_key_message(str(key), cls.model_fields, "of its keys"))
+        return value
 
 
 class MuonConfig(BaseModel):
@@ -86,6 +161,10 @@ class MuonConfig(BaseModel):
 
     # Keys of this project.
     nesterov: bool = True
+    variant: VariantName = "muon"
+    beta2: _Fraction = 0.95
+    weight_decay_mode: WeightDecayMode = "decoupled"
+    qk_clip: QkClipConfig | None = None
     ns_steps: int | None = Field(default=None, ge=1, le=100)
     ns_schedule: NsScheduleName | list[Coefficients] = "quintic"
     ns_dtype: NsDtypeName = "auto"
@@ -93,15 +172,24 @@ class MuonConfig(BaseModel):
     ns_backend: Literal["auto", "ops", "torch"] = "auto"
     adjust_lr_fn: AdjustLrName = "original"
     wire_dtype: WireDtypeName = "auto"
+    momentum_dtype: MomentumDtypeName | None = None
     muon_weight_decay: _Rate | None = None
     adam_weight_decay: _Rate | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    split: dict[str, Literal["qkv", "gate_up"] | _Sizes | _Fractions] = Field(default_factory=dict)
+    heads: dict[str, _Size | _Sizes] = Field(default_factory=dict)
+    transposed: tuple[str, ...] = ()
     min_muon_params: int = Field(default=0, ge=0)
     nonfinite_grad: Literal["skip", "error"] = "skip"
+    tensor_parallel_mode: Literal["gather", "distributed"] = "gather"
     exchange_chunk_numel: int = Field(default=1 << 26, ge=1)
+    exchange_overlap: bool = True
+    order: OrderName = "balanced"
+    ranks_per_node: int | None = Field(default=None, ge=1)
     consolidate_on_save: bool = False
     restore_from: str | None = Field(default=None, min_length=1)
+    health: Annotated[HealthConfig, BeforeValidator(HealthConfig.parse)] = HealthConfig()
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any] | None) -> MuonConfig:
@@ -122,7 +210,20 @@ class MuonConfig(BaseModel):
         except ValidationError as error:
             raise ConfigError(_readable(error)) from error
         config.coefficients()
+        config.check_combinations()
         return config
+
+    def check_combinations(self) -> None:
+        """Refuse keys that contradict each other.
+
+        Raises:
+            ConfigError: Naming both keys.
+        """
+        if not self.adam_w_mode and self.weight_decay_mode != "decoupled":
+            raise ConfigError(
+                f"optimizer.params.weight_decay_mode: {self.weight_decay_mode!r} needs adam_w_mode true; "
+                f"with adam_w_mode false the decay of AdamW's half is a term of the gradient"
+            )
 
     def coefficients(self) -> tuple[Coefficients, ...]:
         """Return the ``(a, b, c)`` of every Newton-Schulz step.
@@ -133,13 +234,15 @@ class MuonConfig(BaseModel):
         return resolve_schedule(self.ns_schedule, self.ns_steps)
 
     def ns_settings(self, device: torch.device) -> NsSettings:
-        """Return what the Newton-Schulz iteration needs on ``device``."""
-        return NsSettings(
-            coefficients=self.coefficients(),
-            method=self.ns_method,
-            dtype=resolve_ns_dtype(self.ns_dtype, device),
-            eps=self.ns_eps,
-        )
+        """Return what the Newton-Schulz iteration needs on ``device``.
+
+        ``ns_dtype: auto`` is the fast dtype of the device, or fp32 for a schedule that has no margin for its rounding.
+        """
+        coefficients = self.coefficients()
+        dtype = resolve_ns_dtype(self.ns_dtype, device)
+        if self.ns_dtype == "auto" and not tolerates_rounding(coefficients, dtype):
+            dtype = torch.float32
+        return NsSettings(coefficients=coefficients, method=self.ns_method, dtype=dtype, eps=self.ns_eps)
 
     def resolved_wire_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which fragments travel: bf16 for a half-precision model under ``auto``, else fp32.
@@ -151,6 +254,12 @@ class MuonConfig(BaseModel):
             return _WIRE_DTYPES[self.wire_dtype]
         return torch.bfloat16 if model_dtype in (torch.bfloat16, torch.float16) else torch.float32
 
+    def shape_rules(self) -> ShapeRules:
+        """Return what the settings say about the division of weights into matrices."""
+        return ShapeRules(
+            split=self.split, heads=self.heads, transposed=self.transposed, per_head=self.per_head_muon
+        )
+
     def muon_defaults(self) -> dict[str, Any]:
         """Return the settings of a Muon param group before the caller's own group overrides them."""
         return {
@@ -159,6 +268,8 @@ class MuonConfig(BaseModel):
             "nesterov": self.nesterov,
             "weight_decay": _first(self.muon_weight_decay, self.weight_decay),
             "adjust_lr_fn": self.adjust_lr_fn,
+            "beta2": self.beta2,
+            "weight_decay_mode": self.weight_decay_mode,
         }
 
     def adam_defaults(self) -> dict[str, Any]:
@@ -168,6 +279,7 @@ class MuonConfig(BaseModel):
             "betas": self.betas,
             "eps": self.eps,
             "weight_decay": _first(self.adam_weight_decay, self.weight_decay),
+            "weight_decay_mode": self.weight_decay_mode,
         }
 
     @property
@@ -203,7 +315,7 @@ def _readable(error: ValidationError) -> str:
     lines: list[str] = []
     for item in error.errors():
         location = item["loc"]
-        key = str(location[0]) if location else "?"
+        key = ".".join(map(str, location[: 2 if location[0] == "health" else 1])) if location else "?"
         original = item.get("ctx", {}).get("error")
         message = str(original) if isinstance(original, ValueError) else item["msg"]
         line = f"optimizer.params.{key}: {message} (got {item['input']!r})"

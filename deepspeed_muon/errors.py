@@ -14,11 +14,13 @@ __all__ = [
     "MuonError",
     "NonFiniteGradientError",
     "OpsUnavailableError",
+    "OrthogonalizationError",
     "PlanMismatchError",
     "RankDisagreementError",
     "RegistrationError",
     "RoutingError",
     "ScheduleError",
+    "ShardingError",
     "UnsupportedConfigError",
 ]
 
@@ -59,6 +61,10 @@ class PlanMismatchError(MuonError, RuntimeError):
     """The ranks of one data-parallel group derived different exchange plans."""
 
 
+class ShardingError(MuonError, ValueError):
+    """The shards that the ranks hold do not make up one matrix, or their layout is not known."""
+
+
 class RankDisagreementError(MuonError, RuntimeError):
     """The ranks were started with different settings, or one of them failed to start."""
 
@@ -69,3 +75,7 @@ class NonFiniteGradientError(MuonError, ArithmeticError):
 
 class OpsUnavailableError(MuonError, RuntimeError):
     """The native operators were asked for and can be neither loaded nor built on this machine."""
+
+
+class OrthogonalizationError(MuonError, ArithmeticError):
+    """The update of a matrix was wrong in fp32 too, and the configuration asks for an error."""

@@ -7,25 +7,44 @@ the parameters themselves are the partitions of a single process.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from deepspeed_muon.config import MuonConfig, WireDtypeName
-from deepspeed_muon.errors import BindingError, NonFiniteGradientError, RoutingError
+from deepspeed_muon.config import MomentumDtypeName, MuonConfig, WireDtypeName
+from deepspeed_muon.errors import (
+    BindingError,
+    ConfigError,
+    NonFiniteGradientError,
+    OrthogonalizationError,
+    RoutingError,
+)
 from deepspeed_muon.math.coefficients import NsScheduleName
+from deepspeed_muon.math.flops import orthogonalize_flops
 from deepspeed_muon.math.newton_schulz import NsDtypeName, NsMethod
+from deepspeed_muon.math.normuon import VariantName
 from deepspeed_muon.math.scaling import AdjustLrName
+from deepspeed_muon.math.weight_decay import WeightDecayMode
+from deepspeed_muon.monitoring import HealthLog
 from deepspeed_muon.ops import NsBackend, Orthogonalizer, select
 from deepspeed_muon.param_groups import ParamsInput, RoutedGroups, build_groups
+from deepspeed_muon.plan.order import OrderName, balanced_order
+from deepspeed_muon.qk_clip import QkClip
 from deepspeed_muon.routing import Route, model_parameters_by_name, route_parameters
-from deepspeed_muon.step import GradientReport, StepRunner, group_rank_scope
+from deepspeed_muon.shapes import SplitRule
+from deepspeed_muon.state import STATE_TENSORS, StatePolicy
+from deepspeed_muon.step import StepRunner, group_rank_scope
 from deepspeed_muon.transport.agreement import Claim
+from deepspeed_muon.transport.buffers import ExchangeBuffers
 from deepspeed_muon.transport.pipeline import StepStats
+from deepspeed_muon.transport.recorder import StepRecorder
+from deepspeed_muon.transport.tensor_parallel import TensorParallelMode
 from deepspeed_muon.zero.binding import StepSet, read_whole
 
 __all__ = ["Muon"]
@@ -41,6 +60,9 @@ class Muon(torch.optim.Optimizer):
         buf <- momentum * buf + (1 - momentum) * g
         u   <- g + momentum * (buf - g)   if nesterov else buf
         W   <- W * (1 - lr * weight_decay) - lr * scale(rows, cols) * orthogonalize(u)
+
+    ``variant="normuon"`` normalises the rows of ``orthogonalize(u)`` (:mod:`deepspeed_muon.math.normuon`), and
+    ``weight_decay_mode`` chooses between kinds of decay (:mod:`deepspeed_muon.math.weight_decay`).
 
     A parameter whose gradient is zero on every rank counts as one without a gradient and is left alone, state
     included. ``state[...]["step"]`` counts optimizer steps.
@@ -62,6 +84,10 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         muon_weight_decay: float | None = None,
         adam_weight_decay: float | None = None,
+        weight_decay_mode: WeightDecayMode = "decoupled",
+        variant: VariantName = "muon",
+        beta2: float = 0.95,
+        qk_clip: Mapping[str, float] | None = None,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-10,
         ns_method: NsMethod = "gram",
@@ -72,14 +98,23 @@ class Muon(torch.optim.Optimizer):
         ns_backend: NsBackend = "auto",
         adjust_lr_fn: AdjustLrName = "original",
         wire_dtype: WireDtypeName = "auto",
+        momentum_dtype: MomentumDtypeName | None = None,
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
+        split: Mapping[str, SplitRule] | None = None,
+        heads: Mapping[str, int | Sequence[int]] | None = None,
+        transposed: Sequence[str] = (),
         min_muon_params: int = 0,
         nonfinite_grad: Literal["skip", "error"] = "skip",
         per_head_muon: bool = False,
         torch_adam: bool = False,
         adam_w_mode: bool = True,
+        tensor_parallel_mode: TensorParallelMode = "gather",
         exchange_chunk_numel: int = 1 << 26,
+        exchange_overlap: bool = True,
+        order: OrderName = "balanced",
+        ranks_per_node: int | None = None,
+        health: Mapping[str, Any] | bool | None = None,
         model: nn.Module | None = None,
     ) -> None:
         """Route the parameters and make the param groups.
@@ -96,6 +131,12 @@ class Muon(torch.optim.Optimizer):
             weight_decay: Decoupled weight decay of both halves.
             muon_weight_decay: Weight decay of the matrices.
             adam_weight_decay: Weight decay of all other parameters.
+            weight_decay_mode: ``decoupled`` (times the rate), ``independent`` (of the rate) or ``cautious`` (only where
+                the update has the sign of the weight), for both halves.
+            variant: ``muon``, or ``normuon``: rows of the update brought to equal size.
+            beta2: Decay of NorMuon's second moment of each row.
+            qk_clip: ``{"threshold": 100, "alpha": 0.5}``: after each step, scale the query and key rows of attention
+                heads whose largest logit was above the threshold (:mod:`deepspeed_muon.math.qk_clip`). Needs ``model``.
             betas: Decay of AdamW's moments.
             eps: AdamW's epsilon.
             ns_method: ``gram`` (rectangular matrices iterate on their Gram matrix) or ``standard``.
@@ -106,23 +147,46 @@ class Muon(torch.optim.Optimizer):
             ns_backend: ``auto`` measures native and torch code and takes the faster; ``ops`` and ``torch`` pin it.
             adjust_lr_fn: Scale of the orthogonalised update.
             wire_dtype: Dtype in which fragments travel between ranks.
+            momentum_dtype: ``fp32`` or ``bf16``: dtype in which the momentum is kept between steps; the arithmetic is
+                fp32 in any case. ``None``: bf16 with DeepSpeed's ``bf16_optimizer_states``, else fp32.
             include: Name patterns that go to Muon although a rule would not send them.
             exclude: Name patterns that go to AdamW.
+            split: Name pattern to the parts of a fused projection, each a matrix of its own: their sizes, their
+                fractions of the output, ``qkv`` or ``gate_up``.
+            heads: Name pattern to the number of attention heads, or to one number for each part.
+            transposed: Name patterns of weights that are stored as input x output.
             min_muon_params: Fewer Muon matrices than this are an error.
             nonfinite_grad: Skip a step with an infinity or NaN in a gradient, or raise.
-            per_head_muon: Orthogonalise attention heads separately (DeepSpeed tags the head counts).
-            torch_adam: Accepted for DeepSpeed's configurations; torch's fused kernels run in any case.
+            per_head_muon: Orthogonalise the heads of query, key and value projections separately; the counts are
+                those of the model's ``config``, or DeepSpeed's tags.
+            torch_adam: Run torch's AdamW also on partitions that are offloaded to the CPU, where DeepSpeed's native one
+                runs otherwise.
             adam_w_mode: Decoupled weight decay (AdamW) rather than an L2 term (Adam).
-            exchange_chunk_numel: Bound, in elements, of what is exchanged at once.
+            tensor_parallel_mode: ``gather`` (a matrix that tensor parallelism cuts goes whole to one rank) or
+                ``distributed`` (it stays cut, and its Gram matrix is summed over the ranks).
+            exchange_chunk_numel: Bound, in elements, of what a rank receives as an owner at once. Three such chunks
+                have a place in memory, one without ``exchange_overlap``.
+            exchange_overlap: Exchange one chunk while another is orthogonalised; the results are the same without.
+            order: How ZeRO 1 and 2 lay the matrices out: ``balanced`` puts them so that few cross a partition's end and
+                all ranks have equal work; ``given`` keeps the model's order.
+            ranks_per_node: Ranks of one machine, numbered consecutively: the owner of a matrix is then sought where
+                most of it lies. Without it all ranks count as equally far.
+            health: ``every`` (100), ``matrices`` (4) and ``check`` (true): steps between samples, matrices in each,
+                whether every result is checked; ``False`` for none of it.
             model: The module that ``params`` belongs to, for names and module types.
 
         Raises:
             ConfigError: If a setting is out of range.
             RoutingError: If the parameters cannot be divided as asked.
         """
+        split, heads = dict(split or {}), dict(heads or {})
         given = {name: value for name, value in locals().items() if name in MuonConfig.model_fields}
         config = MuonConfig.from_params(given)
-        self._setup(config, build_groups(params, config, model=model))
+        self._setup(
+            config,
+            build_groups(params, config, model=model),
+            params if isinstance(params, nn.Module) else model,
+        )
 
     @classmethod
     def from_config(cls, params: ParamsInput, config: MuonConfig, *, model: nn.Module | None = None) -> Muon:
@@ -134,19 +198,27 @@ class Muon(torch.optim.Optimizer):
             model: The module that the parameters belong to.
         """
         self = cls.__new__(cls)
-        self._setup(config, build_groups(params, config, model=model))
+        self._setup(config, build_groups(params, config, model=model), model)
         return self
 
-    def _setup(self, config: MuonConfig, routed: RoutedGroups) -> None:
+    def _setup(self, config: MuonConfig, routed: RoutedGroups, model: nn.Module | None) -> None:
         self.config = config
         self.stats = StepStats()
+        self.recorder = StepRecorder(**config.health.model_dump())
+        self.health_log = HealthLog(self.recorder)
         self.skipped_steps = 0
         self.managed = False
-        self.records_global_norm = False
+        # Without ZeRO and clipping nobody else computes the norm of the raw gradients; an adapter sets this.
+        self.measure_norm: Callable[[], Tensor] | None = None
+        self.state_policy = StatePolicy.of(config)
         self._routed = routed
         self._runners: list[StepRunner] = []
         self._runner_of: dict[int, StepRunner] = {}
         self._orthogonalize: Orthogonalizer | None = None
+        # Kept for the attention layers alone: a model that its optimizer refers to lives longer.
+        self._model = model if config.qk_clip is not None else None
+        self.qk_clip: QkClip | None = None
+        self.step_ends_outside = False
         defaults = {**config.adam_defaults(), **config.muon_defaults(), "algorithm": None, "lr_ratio": 1.0}
         super().__init__(routed.groups, defaults)
         if routed.unnamed:
@@ -165,9 +237,52 @@ class Muon(torch.optim.Optimizer):
         """The bound step sets with their exchange plans; empty before the optimizer is bound."""
         return list(self._runners)
 
+    def health(self) -> dict[str, Any]:
+        """Return the last sample and the counters; see :func:`deepspeed_muon.health`."""
+        return self.health_log.summary()
+
     def kernel_report(self) -> list[dict[str, Any]]:
         """Return what really ran the Newton-Schulz iteration on this rank, one entry for each shape."""
         return [] if self._orthogonalize is None else self._orthogonalize.report()
+
+    def adam_report(self) -> list[dict[str, Any]]:
+        """Return what runs AdamW on this rank, why, and how often it ran: one entry for each step set."""
+        return [
+            {
+                "kernel": runner.adam.name,
+                "reason": runner.adam.reason,
+                "calls": runner.adam.calls,
+                "torch_calls": runner.adam.torch_calls,
+            }
+            for runner in self._runners
+        ]
+
+    @property
+    def fp32_optimizer_states(self) -> bool:
+        """Whether AdamW's moments are fp32; DeepSpeed asks this of the optimizer that it offloads."""
+        return not self.state_policy.half_states
+
+    def keep_half_states(self) -> None:
+        """Keep all state in bf16, as DeepSpeed's ``bf16_optimizer_states`` says, save what the settings pin."""
+        self.state_policy = StatePolicy.of(self.config, half_states=True)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict; momentum and moments come into the dtypes that this optimizer keeps them in.
+
+        Args:
+            state_dict: From :meth:`state_dict`. Not mutated.
+        """
+        super().load_state_dict(state_dict)
+        # torch casts to the parameter's dtype on the way, and would round fp32 moments of masters in half precision.
+        saved_order = [index for group in state_dict["param_groups"] for index in group["params"]]
+        own_order = [param for group in self.param_groups for param in group["params"]]
+        for index, param in zip(saved_order, own_order, strict=True):
+            for key, value in state_dict["state"].get(index, {}).items():
+                if isinstance(value, Tensor):
+                    kept = key in STATE_TENSORS
+                    dtype = self.state_policy.dtype(key, param.dtype) if kept else value.dtype
+                    if self.state[param][key].dtype != dtype:
+                        self.state[param][key] = value.to(device=param.device, dtype=dtype, copy=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group during construction; later additions are refused.
@@ -178,6 +293,13 @@ class Muon(torch.optim.Optimizer):
         if self._runners or "algorithm" not in param_group:
             raise RoutingError("param groups cannot be added after the optimizer is made; make a new one")
         super().add_param_group(param_group)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Give param groups of states that were saved before a setting existed its value of this configuration."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for key, value in self.config.muon_defaults().items():
+                group.setdefault(key, value)
 
     def check_names(self, model: nn.Module) -> None:
         """Refuse routes that were made without names and that the model's names contradict.
@@ -216,6 +338,35 @@ class Muon(torch.optim.Optimizer):
         """Return ``id(parameter)`` to its route, for the adapters."""
         return self._routed.by_id
 
+    def order_parameters(self, group_sizes: Sequence[int | None], *, device: torch.device) -> None:
+        """Put the matrices of each Muon param group into the order in which ZeRO 1 or 2 shall flatten them.
+
+        Must be called before ZeRO's wrapper is made, by all ranks alike; nothing is sent.
+
+        Args:
+            group_sizes: For every param group the number of ranks that will divide it, or ``None`` to leave its order.
+            device: Where the iteration will run, which decides its cost.
+        """
+        settings = self.config.ns_settings(device)
+        flops = functools.partial(
+            orthogonalize_flops,
+            steps=len(settings.coefficients),
+            method=settings.method,
+            dtype=settings.dtype,
+        )
+        for group, ranks in zip(self.param_groups, group_sizes, strict=True):
+            if ranks is None or group["algorithm"] != "muon":
+                continue
+            routes = [self._routed.by_id[id(param)] for param in group["params"]]
+            kinds = [route.kinds_of_blocks() for route in routes]
+            order = balanced_order(
+                [param.numel() for param in group["params"]],
+                [sum(count * flops(rows, cols) for count, rows, cols in kind) for kind in kinds],
+                kinds,
+                ranks,
+            )
+            group["params"] = [group["params"][position] for position in order]
+
     def bind(self, step_sets: Sequence[StepSet], *, device: torch.device) -> None:
         """Tell the optimizer where ZeRO keeps its parameters and make the exchange plans; nothing is sent.
 
@@ -229,6 +380,8 @@ class Muon(torch.optim.Optimizer):
             OpsUnavailableError: If ``ns_backend`` is ``ops`` and the native library can be neither loaded nor built.
         """
         self._orthogonalize = select(self.config.ns_backend)
+        buffers = ExchangeBuffers(device)
+        self.recorder.reset(device)
         loads: dict[str, list[float]] = {}
         runners = []
         for step_set in step_sets:
@@ -241,21 +394,61 @@ class Muon(torch.optim.Optimizer):
                     orthogonalize=self._orthogonalize,
                     stats=self.stats,
                     load=load,
+                    buffers=buffers,
+                    policy=self.state_policy,
+                    recorder=self.recorder,
                 )
             )
         self._runners = runners
+        self.exchange_buffers = buffers
         self._runner_of = {
             id(partition.tensor): runner for runner in runners for partition in runner.step_set.partitions
         }
+        if self.qk_clip is not None:
+            self.qk_clip.bind(step_sets, device=device)
+
+    def clip_attention_of(self, model: nn.Module) -> None:
+        """Find the attention layers that ``qk_clip`` is about, before :meth:`bind`; nothing without that setting.
+
+        Args:
+            model: The model that is trained. Those of Hugging Face are made to record their logits.
+
+        Raises:
+            ConfigError: If there is no attention layer to clip, or one cannot be clipped.
+        """
+        if self.config.qk_clip is not None:
+            self.qk_clip = QkClip(self.config.qk_clip, model, self._routed.by_id)
 
     def plan_claim(self) -> Claim:
         """Return what this rank derived for the exchange, to be compared with the other ranks."""
-        facts = {}
-        for number, runner in enumerate(self._runners):
-            facts[f"plan of step set {number}"] = runner.plan.digest()
-            facts[f"matrices of step set {number}"] = ", ".join(m.name for m in runner.step_set.matrices)
-        groups = {group_rank_scope(runner.step_set.group) for runner in self._runners}
-        return Claim(facts, scope="; ".join(sorted(groups)))
+        facts: dict[str, str] = {}
+        scopes: dict[str, str] = {}
+        shared = [group_rank_scope(runner.step_set.group) for runner in self._runners]
+        for number, (runner, ranks) in enumerate(zip(self._runners, shared, strict=True)):
+            own = {
+                f"step sets of ranks {ranks}": str(shared.count(ranks)),
+                f"plan of step set {number}": runner.plan.digest(),
+                f"matrices of step set {number}": ", ".join(m.name for m in runner.step_set.matrices),
+            }
+            facts.update(own)
+            scopes.update(dict.fromkeys(own, ranks))
+            if runner.step_set.tensor_group is not None:
+                # Their collectives follow the order of the plan, and their products the settings.
+                across = {
+                    f"owners and chunks of step set {number}": str(
+                        (runner.plan.owners, [chunk.matrices for chunk in runner.plan.chunks])
+                    ),
+                    f"optimizer.params for step set {number}": self.config.digest(),
+                }
+                facts.update(across)
+                scopes.update(dict.fromkeys(across, group_rank_scope(runner.step_set.tensor_group)))
+        if self.qk_clip is not None:
+            facts["attention layers of qk_clip"] = self.qk_clip.description()
+            scopes["attention layers of qk_clip"] = "; ".join(sorted(set(shared)))
+        # All ranks enter the exchange of a sampled step, also those that share no parameter.
+        facts["optimizer.params.health"] = self.config.health.model_dump_json()
+        scopes["optimizer.params.health"] = "all ranks"
+        return Claim(facts, scopes=scopes)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -273,6 +466,8 @@ class Muon(torch.optim.Optimizer):
         Raises:
             BindingError: If ZeRO hands over a tensor that was not there when the optimizer was bound.
             NonFiniteGradientError: On every rank, when a gradient is not finite and ``nonfinite_grad`` is ``error``.
+            OrthogonalizationError: On every rank, when a matrix got no update in the step before because it was
+                wrong in fp32 too, and ``nonfinite_grad`` is ``error``.
         """
         loss = None
         if closure is not None:
@@ -283,14 +478,36 @@ class Muon(torch.optim.Optimizer):
                 # FP16 wrappers call step() in their constructor, with zero gradients and nothing bound yet.
                 return loss
             self._bind_plain()
-        for runner, groups in self._current():
-            grads = self._gradients(runner)
-            report = runner.inspect_gradients(grads)
-            if report.nonfinite:
-                self._refuse(report)
-                continue
-            runner.run(report, grads, groups, self.state)
+        # Under DeepSpeed a step of the engine is several calls, and the engine's hook records all of them together.
+        with nullcontext() if self.managed else self.health_log.step(), self.recorder.span("step"):
+            self._run_step_sets()
         return loss
+
+    def _run_step_sets(self) -> None:
+        if self.qk_clip is not None:
+            # Before anything that a part of the ranks might skip.
+            self.qk_clip.reduce()
+        if self.measure_norm is not None:
+            scale = getattr(self, "grad_scale", None)
+            self._global_grad_norm = float(self.measure_norm()) / (1.0 if scale is None else float(scale))
+        current = [(runner, groups, self._gradients(runner)) for runner, groups in self._current()]
+        reports = [runner.inspect_gradients(grads) for runner, _, grads in current]
+        failed = [name for report in reports for name in report.failed]
+        if failed and self.config.nonfinite_grad == "error":
+            raise OrthogonalizationError(
+                f"the updates of {', '.join(failed[:5])} were wrong in the step before, in fp32 too, and "
+                f"optimizer.params.nonfinite_grad is 'error'; the log of the owner's rank says more"
+            )
+        nonfinite = [name for report in reports for name in report.nonfinite]
+        if nonfinite:
+            self._refuse(nonfinite)
+            current = []
+        for (runner, groups, grads), report in zip(current, reports, strict=not nonfinite):
+            runner.run(report, grads, groups, self.state)
+            if self.qk_clip is not None:
+                self.qk_clip.apply(self._runners.index(runner), runner.flat_partitions())
+        if self.qk_clip is not None and not self.step_ends_outside:
+            self.qk_clip.clear()
 
     def _bind_plain(self) -> None:
         """Bind to the parameters themselves: a single process without DeepSpeed."""
@@ -306,6 +523,10 @@ class Muon(torch.optim.Optimizer):
             raise BindingError(
                 f"without DeepSpeed all parameters must be on one device, found {sorted(map(str, devices))}"
             )
+        if self.config.qk_clip is not None:
+            if self._model is None:
+                raise ConfigError("qk_clip needs the model: pass model=... to deepspeed_muon.Muon")
+            self.clip_attention_of(self._model)
         self.bind([read_whole(pairs, self._routed.by_id, None)], device=devices.pop())
 
     def _current(self) -> list[tuple[StepRunner, dict[int, dict[str, Any]]]]:
@@ -346,22 +567,19 @@ class Muon(torch.optim.Optimizer):
                         "sparse gradients are not supported; use sparse=False in the embedding"
                     )
                 grads[partition.index] = grad
-        if self.records_global_norm:
-            total = torch.nn.utils.get_total_norm(grads.values()) if grads else torch.zeros(())
-            self._global_grad_norm = float(total)
         scale: Tensor | None = getattr(self, "grad_scale", None)
         if scale is not None:
             inverse = 1.0 / scale.double()
             grads = {index: grad * inverse.to(grad.device, grad.dtype) for index, grad in grads.items()}
         return grads
 
-    def _refuse(self, report: GradientReport) -> None:
+    def _refuse(self, nonfinite: Sequence[str]) -> None:
         """Leave everything as it is, or raise, as configured. All ranks come here together."""
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         if found_inf is not None:
             found_inf.fill_(1.0)
-        where = ", ".join(report.nonfinite[:5]) + (" ..." if len(report.nonfinite) > 5 else "")
-        message = f"non-finite gradient in {len(report.nonfinite)} parameters ({where})"
+        where = ", ".join(nonfinite[:5]) + (" ..." if len(nonfinite) > 5 else "")
+        message = f"non-finite gradient in {len(nonfinite)} parameters ({where})"
         if self.config.nonfinite_grad == "error":
             raise NonFiniteGradientError(
                 f"{message}; optimizer.params.nonfinite_grad is 'error'. Nothing was updated from it"

@@ -1,20 +1,22 @@
 """From what the caller passes to param groups that are purely Muon's or purely AdamW's.
 
-ZeRO flattens each param group into one buffer, so a group must not mix the two. Every group of the caller becomes
-at most two, which keep the caller's settings: a recipe such as "no weight decay on norms" survives.
+ZeRO flattens each param group into one buffer, so a group must not mix the two, nor parameters that different ranks
+share. Every group of the caller becomes one for each of its kinds, which keeps the caller's settings: a recipe such
+as "no weight decay on norms" survives.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from deepspeed_muon.config import GROUP_KEYS, MuonConfig, unknown_key_message
 from deepspeed_muon.errors import ConfigError, RoutingError
+from deepspeed_muon.pipelines import is_divided
 from deepspeed_muon.routing import (
     Algorithm,
     NamedParameter,
@@ -23,7 +25,7 @@ from deepspeed_muon.routing import (
     route_parameters,
 )
 
-__all__ = ["ParamsInput", "RoutedGroups", "build_groups"]
+__all__ = ["ParamsInput", "RoutedGroups", "build_groups", "expert_group_name"]
 
 ParamsInput = nn.Module | Iterable[Any]
 
@@ -61,7 +63,8 @@ def build_groups(params: ParamsInput, config: MuonConfig, *, model: nn.Module | 
         params: A module, or an iterable of parameters, of ``(name, parameter)`` pairs, or of param groups of either.
         config: The settings that groups inherit.
         model: The module that the parameters belong to; gives names and module types. Not needed when ``params`` is
-            a module.
+            a module. Of a pipeline it holds one stage: what is only right or wrong for the whole model is then left to
+            :func:`deepspeed_muon.routing.check_routes`.
 
     Raises:
         ConfigError: If a group's own setting is misspelt or out of range.
@@ -79,24 +82,24 @@ def build_groups(params: ParamsInput, config: MuonConfig, *, model: nn.Module | 
         if (algorithm := _explicit_algorithm(group.settings)) is not None
         for member in group.members
     }
-    if not config.per_head_muon:
-        members = [replace(member, heads=1) for member in members]
-    elif all(member.heads == 1 for member in members):
-        raise RoutingError(
-            "optimizer.params.per_head_muon: no parameter carries a head count. DeepSpeed 0.19 and newer tag them for "
-            "an optimizer that is built from the configuration; use that, or unset per_head_muon"
-        )
     routes = route_parameters(
         members,
         include=config.include,
         exclude=config.exclude,
         explicit=explicit,
         min_muon_params=config.min_muon_params,
+        partial=model is not None and is_divided(model),
+        rules=config.shape_rules(),
     )
     by_id = {id(member.param): route for member, route in zip(members, routes, strict=True)}
     groups = [half for group in callers for half in _halves(group, by_id, config)]
     unnamed = any(not member.names and id(member.param) not in explicit for member in members)
     return RoutedGroups(groups, routes, by_id, unnamed)
+
+
+def expert_group_name(param: Tensor) -> str | None:
+    """Return the name of the expert-parallel group of an expert of DeepSpeed's, ``None`` for any other parameter."""
+    return str(param.group_name) if getattr(param, "allreduce", True) is False else None  # type: ignore[attr-defined]
 
 
 def _caller_groups(params: Iterable[Any], known: Mapping[int, NamedParameter]) -> list[_CallerGroup]:
@@ -159,7 +162,10 @@ def _explicit_algorithm(settings: Mapping[str, Any]) -> Algorithm | None:
 
 
 def _halves(group: _CallerGroup, by_id: Mapping[int, Route], config: MuonConfig) -> list[dict[str, Any]]:
-    """Return the group's Muon half and AdamW half, those that are not empty, with all settings resolved."""
+    """Return the group's Muon half and AdamW half, those that are not empty, with all settings resolved.
+
+    Experts of DeepSpeed's layers are in groups of their own, marked as DeepSpeed's wrappers expect it.
+    """
     resolved = _checked_settings(group.settings, config)
     extra = {
         key: value for key, value in group.settings.items() if key not in GROUP_KEYS | set(_ALGORITHM_KEYS)
@@ -178,8 +184,12 @@ def _halves(group: _CallerGroup, by_id: Mapping[int, Route], config: MuonConfig)
                 settings[key] = own
         reference = config.reference_lr
         settings["lr_ratio"] = float(settings["lr"]) / reference if reference else 1.0
-        params = [member.param for member in members]
-        halves.append({**extra, **settings, "params": params, "algorithm": algorithm})
+        shared: dict[str | None, list[Tensor]] = {}
+        for member in members:
+            shared.setdefault(expert_group_name(member.param), []).append(member.param)
+        for name, params in shared.items():
+            marks = {} if name is None else {"name": name, "moe": True}
+            halves.append({**extra, **settings, **marks, "params": params, "algorithm": algorithm})
     return halves
 
 

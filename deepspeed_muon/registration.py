@@ -1,10 +1,10 @@
 """The only file that hooks DeepSpeed's engine: config type -> optimizer, and binding once the ZeRO wrapper exists.
 
-Four methods of ``DeepSpeedEngine`` are wrapped. ``_configure_basic_optimizer`` makes our optimizer for the type
+Five methods of ``DeepSpeedEngine`` are wrapped. ``_configure_basic_optimizer`` makes our optimizer for the type
 ``Muon``; ``_configure_optimizer`` compares the ranks' settings before it and binds after it;
 ``_configure_lr_scheduler`` keeps the ratio between the rates of the two halves under DeepSpeed's schedulers that
-write one number into every group, and restores what ``restore_from`` names; and ``save_checkpoint`` consolidates
-where ``consolidate_on_save`` is set.
+write one number into every group, and restores what ``restore_from`` names; ``_take_model_step`` writes the health
+of sampled steps to DeepSpeed's monitor; and ``save_checkpoint`` consolidates where ``consolidate_on_save`` is set.
 """
 
 from __future__ import annotations
@@ -26,16 +26,25 @@ from deepspeed_muon.errors import (
     NonFiniteGradientError,
     PlanMismatchError,
     RegistrationError,
-    UnsupportedConfigError,
 )
+from deepspeed_muon.monitoring import monitor_events
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.param_groups import build_groups
-from deepspeed_muon.routing import Route, format_routes, summarize_routes
+from deepspeed_muon.pipelines import is_divided
+from deepspeed_muon.routing import Route, check_routes, format_routes, summarize_routes
 from deepspeed_muon.schedulers import keep_rate_ratios
 from deepspeed_muon.transport.agreement import Claim, agree
 from deepspeed_muon.zero.binding import read_step_sets
+from deepspeed_muon.zero.loss_scale import grow_after_step, use_deepspeed_scaler
+from deepspeed_muon.zero.moving import allow_offload_states
+from deepspeed_muon.zero.offload import Admission
+from deepspeed_muon.zero.supported import (
+    refuse_checkpoints_of_experts,
+    refuse_unsupported,
+    refuse_with_qk_clip,
+)
 
-__all__ = ["is_registered", "muon_optimizer", "register", "routes", "unregister"]
+__all__ = ["health", "is_registered", "muon_optimizer", "register", "routes", "unregister"]
 
 logger = logging.getLogger("deepspeed_muon")
 
@@ -84,6 +93,7 @@ def register() -> None:
         "_configure_basic_optimizer": _configure_basic_optimizer,
         "_configure_optimizer": _configure_optimizer,
         "_configure_lr_scheduler": _configure_lr_scheduler,
+        "_take_model_step": _take_model_step,
         "save_checkpoint": _save_checkpoint,
     }
     missing = [name for name in hooks if not hasattr(DeepSpeedEngine, name)]
@@ -100,8 +110,38 @@ def register() -> None:
     from deepspeed_muon.checkpoint.universal import hook_converter
 
     _UNHOOK.append(hook_converter())
+    _UNHOOK.append(_hook_tagging())
     if Muon not in ZERO_SUPPORTED_OPTIMIZERS:
         ZERO_SUPPORTED_OPTIMIZERS.append(Muon)
+
+
+def _hook_tagging() -> Callable[[], None]:
+    """Let ``per_head_muon`` through where DeepSpeed finds no heads to tag: ours are found by other rules, and checked.
+
+    Returns:
+        What undoes it.
+    """
+    import deepspeed
+
+    original = getattr(deepspeed, "set_optimizer_flags", None)
+    if original is None:
+        return lambda: None
+
+    def set_optimizer_flags(config: Any, model: nn.Module) -> None:
+        try:
+            original(config, model)
+        except ValueError:
+            per_head = (getattr(config, "optimizer_params", None) or {}).get("per_head_muon")
+            if not per_head or (config.optimizer_name or "").lower() != OPTIMIZER_TYPE:
+                raise
+
+    deepspeed.set_optimizer_flags = set_optimizer_flags
+
+    def undo() -> None:
+        if deepspeed.set_optimizer_flags is set_optimizer_flags:
+            deepspeed.set_optimizer_flags = original
+
+    return undo
 
 
 def unregister() -> None:
@@ -153,6 +193,23 @@ def routes(engine: Any) -> list[Route]:
     return muon_optimizer(engine).routes
 
 
+def health(engine: Any) -> dict[str, Any]:
+    """Return what the last sampled step measured; ``docs/health.md`` says what each number means.
+
+    Equal on all ranks. Steps are sampled every ``health.every`` optimizer steps, with or without a monitor.
+
+    Args:
+        engine: A ``DeepSpeedEngine`` made with this optimizer.
+
+    Returns:
+        ``step``, ``update_rms``, ``orthogonality_error``, ``sigma_max``, ``stable_rank``, ``alignment``,
+        ``time_gather``, ``time_newton_schulz``, ``time_scatter``, ``seconds``, ``redone``, ``failed``, and
+        ``matrices`` with the numbers of each sampled matrix. Before the first sample only ``redone`` and ``failed``,
+        of this rank.
+    """
+    return muon_optimizer(engine).health()
+
+
 def _hooked(original: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapper(engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -183,14 +240,32 @@ def _configure_optimizer(
     failure = None if error is None else f"{type(error).__name__}: {error}"
     agree(Claim(facts, scope=_data_parallel_scope(engine), failure=failure), error=error)
 
-    if isinstance(client_optimizer, Muon):
-        client_optimizer.managed = True
-    elif client_optimizer is not None and not isinstance(client_optimizer, torch.optim.Optimizer):
-        client_optimizer = _managed_by_deepspeed(client_optimizer, engine)
-    result = original(client_optimizer, model_parameters)
+    if client_optimizer is None and getattr(engine, "has_moe_layers", False):
+        model_parameters = _named_groups(model_parameters)
+    admission = Admission(engine)
+    engine._deepspeed_muon_admission = admission
+    try:
+        if isinstance(client_optimizer, Muon):
+            admission.adopt(client_optimizer)
+            _order_parameters(engine, client_optimizer)
+        elif client_optimizer is not None and not isinstance(client_optimizer, torch.optim.Optimizer):
+            client_optimizer = _managed_by_deepspeed(client_optimizer, engine)
+        result = original(client_optimizer, model_parameters)
+    finally:
+        admission.close()
+        del engine._deepspeed_muon_admission
     if isinstance(engine.basic_optimizer, Muon):
+        admission.settle(engine.optimizer, engine.basic_optimizer)
         _bind(engine, engine.basic_optimizer)
     return result
+
+
+def _named_groups(model_parameters: Any) -> Any:
+    """Give param groups the names without which DeepSpeed cannot divide them into experts and others."""
+    items = list(model_parameters)
+    if not all(isinstance(item, dict) for item in items):
+        return items
+    return [{"name": f"dense-params-{number}", **item} for number, item in enumerate(items)]
 
 
 def _managed_by_deepspeed(make: Callable[[Any], Any], engine: Any) -> Callable[[Any], Any]:
@@ -199,9 +274,10 @@ def _managed_by_deepspeed(make: Callable[[Any], Any], engine: Any) -> Callable[[
     def made(model_parameters: Any) -> Any:
         optimizer = make(model_parameters)
         if isinstance(optimizer, Muon):
-            _refuse_unsupported(engine)
+            refuse_unsupported(engine)
             optimizer.check_names(engine.module)
-            optimizer.managed = True
+            engine._deepspeed_muon_admission.adopt(optimizer)
+            _order_parameters(engine, optimizer)
             _remove_tags(engine.module)
         return optimizer
 
@@ -216,7 +292,7 @@ def _described(engine: Any, client_optimizer: Any) -> str:
 
 def _preflight(engine: Any, client_optimizer: Muon | None, model_parameters: Any) -> dict[str, str]:
     """Check everything that can be checked before DeepSpeed communicates; return what all ranks must share."""
-    _refuse_unsupported(engine)
+    refuse_unsupported(engine)
     if client_optimizer is not None:
         client_optimizer.check_names(engine.module)
         config, table = client_optimizer.config, client_optimizer.routes
@@ -224,6 +300,7 @@ def _preflight(engine: Any, client_optimizer: Muon | None, model_parameters: Any
     else:
         config = MuonConfig.from_params(engine.optimizer_params())
         table = build_groups(model_parameters, config, model=engine.module).routes
+    refuse_checkpoints_of_experts(engine, config)
     facts = {f"optimizer.params.{key}": value for key, value in _flat_facts(config).items()}
     facts["routes"] = format_routes(table)
     # Machine-independent settings can resolve to different arithmetic on different machines.
@@ -245,56 +322,22 @@ def _data_parallel_scope(engine: Any) -> str:
     return "world" if group is None else ",".join(map(str, dist.get_process_group_ranks(group)))
 
 
-def _refuse_unsupported(engine: Any) -> None:
-    """Raise for features whose result would be wrong, before anything is built.
-
-    Raises:
-        UnsupportedConfigError: Naming the config key and what to do.
-    """
-    zero = engine._config.zero_config
-    offload = getattr(zero, "offload_optimizer", None)
-
-    def refuse(key: str, why: str) -> None:
-        raise UnsupportedConfigError(f"{key} is not supported by deepspeed_muon: {why}")
-
-    if offload is not None and getattr(offload, "ratio", 1.0) < 1.0:
-        refuse(
-            "zero_optimization.offload_optimizer.ratio < 1",
-            "twin-flow needs DeepSpeedCPUAdam; set ratio to 1.0",
-        )
-    if offload is not None and getattr(offload, "super_offload", False):
-        refuse("zero_optimization.offload_optimizer.super_offload", "it needs DeepSpeedCPUAdam; remove it")
-    if getattr(zero, "zenflow", None) is not None:
-        refuse("zero_optimization.zenflow", "it replaces the inner step; remove it")
-    if offload is not None and str(getattr(offload, "device", "none")).endswith("nvme"):
-        refuse("zero_optimization.offload_optimizer.device nvme", "not tested yet; use cpu")
-    for section in ("bfloat16_config", "float16_config"):
-        precision = getattr(engine._config, section, None)
-        for key in ("bf16_master_weights_and_grads", "fp16_master_weights_and_grads"):
-            if getattr(precision, key, False):
-                refuse(key, "the momentum and the master weights are kept in fp32; remove it")
-    if getattr(engine, "has_moe_layers", False):
-        refuse("deepspeed.moe", "expert groups are not exchanged yet")
-    model_parallel = engine.mpu.get_model_parallel_world_size() if _has_model_parallel(engine.mpu) else 1
-    if model_parallel > 1 or int(getattr(engine, "autotp_size", lambda: 0)() or 0) > 1:
-        refuse(
-            "tensor parallelism", "a shard would be orthogonalised as if it were the matrix; use ZeRO alone"
-        )
-
-
-def _has_model_parallel(mpu: Any) -> bool:
-    return mpu is not None and hasattr(mpu, "get_model_parallel_world_size")
-
-
 def _configure_basic_optimizer(original: Callable[..., Any], engine: Any, model_parameters: Any) -> Any:
     """Make our optimizer for the type ``Muon``; leave every other type to DeepSpeed."""
     if (engine.optimizer_name() or "").lower() != OPTIMIZER_TYPE:
         return original(model_parameters)
     config = MuonConfig.from_params(engine.optimizer_params())
     optimizer = Muon.from_config(model_parameters, config, model=engine.module)
-    optimizer.managed = True
+    engine._deepspeed_muon_admission.adopt(optimizer)
+    _order_parameters(engine, optimizer)
     _remove_tags(engine.module)
     return optimizer
+
+
+def _order_parameters(engine: Any, optimizer: Muon) -> None:
+    from deepspeed_muon.zero.ordering import order_parameters
+
+    order_parameters(engine, optimizer, device=_compute_device())
 
 
 def _remove_tags(model: nn.Module) -> None:
@@ -306,14 +349,24 @@ def _remove_tags(model: nn.Module) -> None:
 
 def _bind(engine: Any, optimizer: Muon) -> None:
     """Read the wrapper's layout and compare the plans; every rank raises if one of them fails."""
+    use_deepspeed_scaler(engine)
+    grow_after_step(engine.optimizer)
     error: Exception | None = None
     try:
+        if optimizer.config.qk_clip is not None:
+            refuse_with_qk_clip(engine)
+            optimizer.clip_attention_of(engine.module)
         optimizer.bind(read_step_sets(engine, optimizer, optimizer.route_table()), device=_compute_device())
         claim = optimizer.plan_claim()
     except Exception as caught:
         error, claim = caught, Claim({}, failure=f"{type(caught).__name__}: {caught}")
     agree(claim, error=error, kind=PlanMismatchError)
+    if is_divided(engine.module):
+        _check_all_stages(optimizer)
+    allow_offload_states(engine.optimizer)
     _prepare_checkpoints(engine)
+    if optimizer.qk_clip is not None and engine.optimizer is not optimizer:
+        _end_steps_of_qk_clip(engine.optimizer, optimizer)
     if optimizer.config.nonfinite_grad == "error" and not engine.fp16_enabled():
         _raise_on_overflow(engine.optimizer)
     from deepspeed.utils import log_dist
@@ -322,13 +375,46 @@ def _bind(engine: Any, optimizer: Muon) -> None:
     logger.debug("deepspeed_muon routes:\n%s", format_routes(optimizer.routes))
 
 
+def _check_all_stages(optimizer: Muon) -> None:
+    """Check, on all ranks alike, what only the routes of a pipeline's stages together can tell."""
+    stages: list[list[Route]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(stages, optimizer.routes)
+    whole = {route.name: route for routes in stages for route in routes}
+    config = optimizer.config
+    check_routes(
+        list(whole.values()),
+        list(whole),
+        include=config.include,
+        exclude=config.exclude,
+        min_muon_params=config.min_muon_params,
+        rules=config.shape_rules(),
+    )
+
+
 def _prepare_checkpoints(engine: Any) -> None:
     """Put the layout into saved states, and our loader of universal checkpoints into the wrapper."""
     from deepspeed_muon.checkpoint.layout_record import add_record_to_state_dict
     from deepspeed_muon.checkpoint.universal import use_universal_loader
+    from deepspeed_muon.zero.ordering import check_order_on_load
 
     add_record_to_state_dict(engine)
+    check_order_on_load(engine)
     use_universal_loader(engine)
+
+
+def _end_steps_of_qk_clip(wrapper: Any, optimizer: Muon) -> None:
+    """Forget the attention logits when ZeRO's step is over: it calls ours several times, or never if it overflowed."""
+    original_step = wrapper.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original_step(*args, **kwargs)
+        finally:
+            if optimizer.qk_clip is not None:
+                optimizer.qk_clip.clear()
+
+    optimizer.step_ends_outside = True
+    wrapper.step = step
 
 
 def _raise_on_overflow(wrapper: Any) -> None:
@@ -368,6 +454,22 @@ def _configure_lr_scheduler(original: Callable[..., Any], engine: Any, *args: An
             from deepspeed_muon.checkpoint import restore
 
             restore(engine, optimizer.config.restore_from)
+    return result
+
+
+def _take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """Take the step, recording its health, and write a sampled step to the monitor.
+
+    It is the boundary of a step in the plain engine and in the pipeline engine, reached by all ranks, overflow or not.
+    """
+    optimizer = getattr(engine, "basic_optimizer", None)
+    if not isinstance(optimizer, Muon):
+        return original(*args, **kwargs)
+    number = engine.global_steps + 1
+    with optimizer.health_log.step(number, exchange=True):
+        result = original(*args, **kwargs)
+    if optimizer.recorder.due(number) and engine.monitor.enabled:
+        engine.monitor.write_events(monitor_events(optimizer.health(), engine.global_samples))
     return result
 
 

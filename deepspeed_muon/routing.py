@@ -14,14 +14,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from deepspeed_muon.errors import RoutingError
+from deepspeed_muon.parameters import NamedParameter, model_parameters_by_name, true_shape
+from deepspeed_muon.plan.owners import grid_blocks
+from deepspeed_muon.shapes import ShapeRules, cut_into_heads, leaf_name, split_output
 
 __all__ = [
     "Algorithm",
     "NamedParameter",
     "Route",
+    "check_routes",
     "model_parameters_by_name",
     "route_parameters",
     "true_shape",
@@ -40,29 +43,7 @@ _HEAD_COMPONENTS = frozenset({"lm_head", "embed_out", "unembed"})
 _TOP_LEVEL_HEAD_COMPONENTS = frozenset(
     {"output_layer", "output", "head", "classifier", "score", "logits", "predictions"}
 )
-_ROUTER_COMPONENTS = frozenset({"router", "wg", "shared_expert_gate"})
-
-
-@dataclass(frozen=True, slots=True)
-class NamedParameter:
-    """One parameter as the model sees it.
-
-    Attributes:
-        names: Every dotted name under which the model reaches it, first one first; empty when unknown.
-        param: The parameter itself.
-        module_kinds: What the modules that hold it are: a subset of {"embedding", "head", "convolution"}.
-        heads: Attention heads that are orthogonalised separately (``per_head_muon``), 1 for the whole matrix.
-    """
-
-    names: tuple[str, ...]
-    param: nn.Parameter
-    module_kinds: frozenset[str] = frozenset()
-    heads: int = 1
-
-    @property
-    def name(self) -> str:
-        """The first name, or a description by shape for an unnamed parameter."""
-        return self.names[0] if self.names else f"<unnamed {'x'.join(map(str, true_shape(self.param)))}>"
+_ROUTER_COMPONENTS = frozenset({"wg", "shared_expert_gate"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +55,49 @@ class Route:
         shape: True shape of the layer.
         algorithm: ``muon``, ``adamw`` or ``frozen``.
         reason: The rule that decided, in words.
-        heads: Row blocks of the matrix that are orthogonalised separately (attention heads, experts).
+        parts: Sizes along the layer's output that are orthogonalised separately (attention heads, parts of a fused
+            projection); empty for all of it together.
         kind: How a Muon parameter is read as a matrix; see :attr:`matrix_shape`.
+        transposed: Whether the weight is stored as input x output, so that the output is its last dimension.
     """
 
     name: str
     shape: tuple[int, ...]
     algorithm: Algorithm
     reason: str
-    heads: int = 1
+    parts: tuple[int, ...] = ()
     kind: MatrixKind = "matrix"
+    transposed: bool = False
+
+    @property
+    def row_blocks(self) -> tuple[int, ...]:
+        """Rows of the stored matrix that are orthogonalised separately; empty for all together."""
+        own = () if self.transposed else self.parts
+        if self.kind == "experts":
+            return (own or (self.shape[1],)) * self.shape[0]
+        return own
+
+    @property
+    def col_blocks(self) -> tuple[int, ...]:
+        """Columns of the stored matrix that are orthogonalised separately; empty for all together."""
+        return self.parts if self.transposed else ()
+
+    @property
+    def heads(self) -> int:
+        """The number of blocks that are orthogonalised separately, 1 for the whole matrix."""
+        return max(1, len(self.row_blocks)) * max(1, len(self.col_blocks))
+
+    @property
+    def grid(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Row and column blocks where :attr:`heads` does not describe them: they are unequal, or columns."""
+        if len(set(self.row_blocks)) > 1 or self.col_blocks:
+            return self.row_blocks, self.col_blocks
+        return None
+
+    def kinds_of_blocks(self) -> tuple[tuple[int, int, int], ...]:
+        """Return count, rows and columns of every kind of block that is orthogonalised by itself."""
+        rows, cols = self.matrix_shape
+        return grid_blocks(self.row_blocks or (rows,), self.col_blocks or (cols,))
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
@@ -91,60 +105,6 @@ class Route:
         if self.kind == "experts":
             return self.shape[0] * self.shape[1], self.shape[2]
         return self.shape[0], torch.Size(self.shape[1:]).numel()
-
-
-def true_shape(param: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of the layer's weight, also when ZeRO-3 has replaced its data by a placeholder."""
-    return tuple(getattr(param, "ds_shape", param.shape))
-
-
-def model_parameters_by_name(model: nn.Module) -> dict[int, NamedParameter]:
-    """Collect every parameter of ``model`` with all of its names and the kinds of module that hold it.
-
-    Args:
-        model: Any module; nothing is mutated.
-
-    Returns:
-        ``id(param)`` to :class:`NamedParameter`, in the order of ``model.named_parameters()``.
-    """
-    names: dict[int, list[str]] = {}
-    params: dict[int, nn.Parameter] = {}
-    kinds: dict[int, set[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
-        params[id(param)] = param
-    for module in model.modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or "Embedding" in type(module).__name__:
-            for param in module.parameters(recurse=False):
-                kinds.setdefault(id(param), set()).add("embedding")
-        # A transposed convolution has its input first, a grouped one several matrices: neither is one filter bank.
-        if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and module.groups == 1:
-            kinds.setdefault(id(module.weight), set()).add("convolution")
-    for kind, getter in (("head", "get_output_embeddings"), ("embedding", "get_input_embeddings")):
-        module = _call_quietly(model, getter)
-        if isinstance(module, nn.Module):
-            for param in module.parameters(recurse=False):
-                kinds.setdefault(id(param), set()).add(kind)
-    return {
-        key: NamedParameter(
-            tuple(names[key]),
-            param,
-            frozenset(kinds.get(key, ())),
-            getattr(param, "muon_num_heads", None) or 1,
-        )
-        for key, param in params.items()
-    }
-
-
-def _call_quietly(model: nn.Module, method: str) -> Any:
-    """Call a Hugging Face accessor if the model has one; models without a head raise from it."""
-    function = getattr(model, method, None)
-    if function is None:
-        return None
-    try:
-        return function()
-    except (NotImplementedError, AttributeError):
-        return None
 
 
 def route_parameters(
@@ -155,6 +115,8 @@ def route_parameters(
     explicit: Mapping[int, Algorithm] | None = None,
     min_muon_params: int = 0,
     require_muon: bool = True,
+    partial: bool = False,
+    rules: ShapeRules | None = None,
 ) -> list[Route]:
     """Decide the algorithm of every parameter.
 
@@ -169,24 +131,80 @@ def route_parameters(
         explicit: ``id(param)`` to the algorithm that the caller's own param group asks for.
         min_muon_params: The number of Muon matrices that the caller expects at least.
         require_muon: Whether no Muon parameter at all is an error.
+        partial: Whether these are only a part of the model (one stage of a pipeline), so that what a pattern matches
+            and what goes to Muon may be elsewhere; whoever knows all parts calls :func:`check_routes`.
+        rules: How weights divide into matrices; ``None`` for whole ones.
 
     Returns:
         One route per parameter, in the same order.
 
     Raises:
-        RoutingError: If a pattern matches nothing, Muon is asked for something that is not a matrix, or fewer
-            matrices than expected were found.
+        RoutingError: If a pattern matches nothing, Muon is asked for something that is not a matrix, a weight does not
+            divide as asked, or fewer matrices than expected were found.
     """
     all_names = [name for item in parameters for name in item.names]
-    for key, patterns in (("include", include), ("exclude", exclude)):
+    expert_parents = _parents_of_experts(all_names)
+    rules = rules or ShapeRules()
+    routes = [_route(item, include, exclude, explicit or {}, expert_parents, rules) for item in parameters]
+    if not partial:
+        _refuse_idle_rules(parameters, routes, rules)
+        check_routes(
+            routes,
+            all_names,
+            include=include,
+            exclude=exclude,
+            min_muon_params=min_muon_params,
+            require_muon=require_muon,
+            rules=rules,
+        )
+    return routes
+
+
+def check_routes(
+    routes: Sequence[Route],
+    names: Sequence[str],
+    *,
+    include: Sequence[str],
+    exclude: Sequence[str],
+    min_muon_params: int,
+    require_muon: bool = True,
+    rules: ShapeRules | None = None,
+) -> None:
+    """Raise where the routes of a whole model are not what the settings expect.
+
+    Args:
+        routes: The routes of all parameters.
+        names: All names of those parameters.
+        include: As for :func:`route_parameters`, like the rest.
+        exclude: See there.
+        min_muon_params: See there.
+        require_muon: See there.
+        rules: See there.
+
+    Raises:
+        RoutingError: If a pattern matches nothing, no heads were found, or fewer matrices than expected went to Muon.
+    """
+    rules = rules or ShapeRules()
+    for key, patterns in (
+        ("include", include),
+        ("exclude", exclude),
+        ("split", rules.split),
+        ("heads", rules.heads),
+        ("transposed", rules.transposed),
+    ):
         for pattern in patterns:
-            if not any(_matches(pattern, name, key) for name in all_names):
+            if not any(_matches(pattern, name, key) for name in names):
                 raise RoutingError(
                     f"optimizer.params.{key}: pattern {pattern!r} matches no parameter name; "
-                    f"names look like {all_names[:3]}"
+                    f"names look like {list(names[:3])}"
                 )
-    expert_parents = _parents_of_experts(all_names)
-    routes = [_route(item, include, exclude, explicit or {}, expert_parents) for item in parameters]
+    if rules.per_head and not any("heads separately" in route.reason for route in routes):
+        raise RoutingError(
+            "optimizer.params.per_head_muon: no attention projection was recognised, so no heads would be separate. "
+            "They are found by name (q_proj, k_proj, v_proj and the like) with the head counts of the model's config "
+            "(num_attention_heads, num_key_value_heads, head_dim; a client optimizer needs model=). A fused projection "
+            "needs 'split' too. Otherwise write the counts as 'heads': {pattern: count}, or unset per_head_muon"
+        )
     found = sum(route.algorithm == "muon" for route in routes)
     if require_muon and found == 0:
         shapes = ", ".join(f"{route.name} {list(route.shape)} ({route.reason})" for route in routes[:5])
@@ -199,7 +217,6 @@ def route_parameters(
             f"optimizer.params.min_muon_params expects at least {min_muon_params} Muon matrices and routing found "
             f"{found}; the summary of routes says why each of the others went elsewhere:\n{format_routes(routes)}"
         )
-    return routes
 
 
 def _route(
@@ -208,6 +225,7 @@ def _route(
     exclude: Sequence[str],
     explicit: Mapping[int, Algorithm],
     expert_parents: frozenset[str],
+    rules: ShapeRules,
 ) -> Route:
     shape = true_shape(item.param)
     kind = _matrix_kind(item, shape)
@@ -219,16 +237,77 @@ def _route(
             f"parameter {item.name} of shape {list(shape)} was sent to Muon ({reason}) but Muon orthogonalises "
             f"matrices, plain convolutions and stacked experts, none of them empty; remove it from the pattern or group"
         )
+    transposed = kind != "convolution" and (
+        "transposed" in item.module_kinds
+        or _chosen(item, dict.fromkeys(rules.transposed, True), "transposed")
+    )
     if kind == "experts":
-        return Route(item.name, shape, algorithm, f"{reason}, {shape[0]} experts separately", shape[0], kind)
-    heads = item.heads
-    if heads > 1:
-        if shape[0] % heads:
-            raise RoutingError(
-                f"per_head_muon: {item.name} has {shape[0]} rows, not divisible by {heads} heads"
-            )
-        reason += f", {heads} heads separately"
-    return Route(item.name, shape, algorithm, reason, heads, kind)
+        reason += f", {shape[0]} experts separately"
+    parts, how = _divide(item, shape, kind, bool(transposed), rules)
+    return Route(item.name, shape, algorithm, reason + how, parts, kind, bool(transposed))
+
+
+def _divide(
+    item: NamedParameter, shape: tuple[int, ...], kind: MatrixKind, transposed: bool, rules: ShapeRules
+) -> tuple[tuple[int, ...], str]:
+    """Return the sizes of what is orthogonalised separately along the output, and the words for it."""
+    output = shape[-1] if transposed else shape[1] if kind == "experts" else shape[0]
+    parts: tuple[int, ...] = (output,)
+    how = ", stored as input x output" if transposed else ""
+    rule = _chosen(item, rules.split, "split")
+    if rule is not None:
+        interleaved = "interleaved" in item.module_kinds
+        parts = split_output(
+            rule, name=item.name, output=output, attention=item.attention, interleaved=interleaved
+        )
+        how += f", split into {' + '.join(map(str, parts))}"
+    explicit = _chosen(item, rules.heads, "heads")
+    heads = cut_into_heads(
+        parts,
+        name=item.name,
+        explicit=explicit,
+        tagged=item.heads,
+        attention=item.attention,
+        derive=rules.per_head and kind == "matrix",
+    )
+    if max(heads) > 1:
+        how += f", {' + '.join(map(str, heads))} heads separately"
+    elif rules.per_head and explicit is None and item.attention is not None and kind == "matrix":
+        doubt = item.attention.doubt(leaf_name(item.name), output)
+        how += "" if doubt is None else f", {doubt}"
+    blocks = tuple(size // count for size, count in zip(parts, heads, strict=True) for _ in range(count))
+    return (blocks if len(blocks) > 1 else ()), how
+
+
+def _chosen(item: NamedParameter, rules: Mapping[str, Any], key: str) -> Any:
+    """Return what the first pattern that matches the parameter says, or ``None``."""
+    for pattern, value in rules.items():
+        if any(_matches(pattern, name, key) for name in item.names):
+            return value
+    return None
+
+
+def _refuse_idle_rules(
+    parameters: Sequence[NamedParameter], routes: Sequence[Route], rules: ShapeRules
+) -> None:
+    """Raise for a pattern of ``split``, ``heads`` or ``transposed`` that no Muon parameter has."""
+    names = [
+        name
+        for item, route in zip(parameters, routes, strict=True)
+        if route.algorithm == "muon"
+        for name in item.names
+    ]
+    for key, patterns in (
+        ("split", rules.split),
+        ("heads", rules.heads),
+        ("transposed", dict.fromkeys(rules.transposed)),
+    ):
+        for pattern in patterns:
+            if not any(_matches(pattern, name, key) for name in names):
+                raise RoutingError(
+                    f"optimizer.params.{key}: pattern {pattern!r} matches no parameter that goes to Muon; their names "
+                    f"look like {names[:3]}"
+                )
 
 
 def _matrix_kind(item: NamedParameter, shape: tuple[int, ...]) -> MatrixKind | None:
@@ -240,7 +319,8 @@ def _matrix_kind(item: NamedParameter, shape: tuple[int, ...]) -> MatrixKind | N
     if "convolution" in item.module_kinds:
         return "convolution"
     # (experts, out, in), as Hugging Face's mixture-of-experts models keep them.
-    if len(shape) == 3 and any("experts" in name.split(".") for name in item.names):
+    in_experts = "experts" in item.module_kinds or any("experts" in name.split(".") for name in item.names)
+    if len(shape) == 3 and in_experts:
         return "experts"
     return None
 
@@ -265,6 +345,9 @@ def _decide(
         if any(_matches(pattern, name, "include") for name in item.names):
             return "muon", f"include pattern {pattern!r}"
     if kind is None:
+        for other in ("grouped convolution", "transposed convolution"):
+            if other in item.module_kinds:
+                return "adamw", f"filters of a {other}"
         what = {0: "a scalar", 1: "a vector", 2: "an empty matrix"}.get(
             ndim, f"{ndim}-dimensional, not a matrix"
         )
@@ -273,6 +356,12 @@ def _decide(
         return "adamw", "weight of an embedding module"
     if "head" in item.module_kinds:
         return "adamw", "output head of the model"
+    if "tied" in item.module_kinds:
+        # The stages update their copies separately and must get the same bits: only an elementwise update gives that.
+        return "adamw", "tied between the stages of a pipeline"
+    # Stacked experts have a row of biases for each of them.
+    if kind == "matrix" and any(name.lower().endswith(("_bias", ".bias")) for name in item.names):
+        return "adamw", "biases"
     for name in item.names:
         reason = _reason_by_name(name, expert_parents)
         if reason:
@@ -296,7 +385,13 @@ def _reason_by_name(name: str, expert_parents: frozenset[str]) -> str | None:
     if holder in _HEAD_COMPONENTS or (holder in _TOP_LEVEL_HEAD_COMPONENTS and not in_block):
         return f"output head by name ({holder})"
     parent = ".".join(name.split(".")[:-2])
+    # A router may be a module of several layers: "router.classifier.weight", "router.layer.weight".
+    if "router" in components:
+        return "MoE router by name (router)"
     if holder in _ROUTER_COMPONENTS or (holder == "gate" and parent in expert_parents):
+        return f"MoE router by name ({holder})"
+    # DeepSpeed's residual experts: it weighs the experts against the dense layer, token by token.
+    if holder == "coefficient" and ".".join((*name.split(".")[:-2], "deepspeed_moe")) in expert_parents:
         return f"MoE router by name ({holder})"
     return None
 

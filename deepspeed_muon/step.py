@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,19 +13,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepspeed_muon.adam import AdamKernel, choose_adam
 from deepspeed_muon.config import MuonConfig
-from deepspeed_muon.errors import BindingError
-from deepspeed_muon.math.adamw import AdamStep, adam_step_
+from deepspeed_muon.directions import Directions, MomentumSource
+from deepspeed_muon.errors import BindingError, UnsupportedConfigError
+from deepspeed_muon.math.adamw import AdamStep
 from deepspeed_muon.math.scaling import update_scale
-from deepspeed_muon.ops import flat_passes
+from deepspeed_muon.math.weight_decay import cautious_apply_, decay_factor
+from deepspeed_muon.ops import FlatPasses, flat_passes, in_fp32, widened
 from deepspeed_muon.plan.exchange import ExchangePlan, build_exchange_plan
 from deepspeed_muon.plan.layout import Fragment, MatrixLayout, ParameterLayout
 from deepspeed_muon.plan.owners import assign_owners
+from deepspeed_muon.plan.rows import ROW_STATE_KEY
+from deepspeed_muon.state import StatePolicy
 from deepspeed_muon.transport.agreement import gather_flags, gradient_flags
-from deepspeed_muon.transport.pipeline import MuonPipeline, Orthogonalize, StepStats
+from deepspeed_muon.transport.buffers import ExchangeBuffers
+from deepspeed_muon.transport.pipeline import Finish, MuonPipeline, Orthogonalize, StepCalls, StepStats
+from deepspeed_muon.transport.recorder import StepRecorder
+from deepspeed_muon.transport.row_moments import RowMoments
+from deepspeed_muon.transport.tensor_parallel import TensorParallelExchange
+from deepspeed_muon.transport.watch import PipelineWatch
 from deepspeed_muon.zero.binding import BoundPartition, StepSet
 
 __all__ = ["GradientReport", "StepRunner"]
+
+logger = logging.getLogger("deepspeed_muon")
 
 State = MutableMapping[Tensor, dict[str, Any]]
 Run = tuple[int, int]  # offset and length inside a partition
@@ -35,10 +50,12 @@ class GradientReport:
     Attributes:
         active: Whether any rank has a non-zero gradient, one flag per matrix and then per other parameter.
         nonfinite: Names of the parameters whose gradient holds an infinity or NaN on some rank.
+        failed: Names of the matrices that got no update in the step before, because it was wrong in fp32 too.
     """
 
     active: tuple[bool, ...]
     nonfinite: tuple[str, ...]
+    failed: tuple[str, ...]
 
 
 class StepRunner:
@@ -53,6 +70,9 @@ class StepRunner:
         orthogonalize: Orthogonalize,
         stats: StepStats,
         load: list[float],
+        recorder: StepRecorder,
+        buffers: ExchangeBuffers,
+        policy: StatePolicy | None = None,
     ) -> None:
         """Make the exchange plan; nothing is sent.
 
@@ -63,13 +83,24 @@ class StepRunner:
             orthogonalize: Runs the Newton-Schulz iteration.
             stats: Counters to increase.
             load: Newton-Schulz cost that each rank carries from other sets; updated.
+            buffers: Memory of the exchange, shared with other sets.
+            policy: Dtype of the state; ``None`` for what the settings say.
+            recorder: Health of the optimizer's steps.
         """
         self.step_set = step_set
+        self.policy = policy or StatePolicy.of(config)
         self.device = device
         self._wire_dtype = config.resolved_wire_dtype(step_set.model_dtype)
         self._decoupled = config.adam_w_mode
+        iteration = config.ns_settings(device)
         owners = assign_owners(
-            step_set.matrices, step_set.world_size, steps=len(config.coefficients()), load=load
+            step_set.matrices,
+            step_set.world_size,
+            steps=len(iteration.coefficients),
+            load=load,
+            method=iteration.method,
+            dtype=iteration.dtype,
+            nodes=_nodes(step_set, config.ranks_per_node),
         )
         self.plan: ExchangePlan = build_exchange_plan(
             step_set.matrices,
@@ -78,24 +109,31 @@ class StepRunner:
             world_size=step_set.world_size,
             chunk_numel=config.exchange_chunk_numel,
         )
+        self._watch = PipelineWatch(recorder, self.plan.matrices, device=device, ns=iteration)
         self._pipeline = MuonPipeline(
             self.plan,
             group=step_set.group,
             device=device,
             wire_dtype=self._wire_dtype,
-            ns_settings=config.ns_settings(device),
+            ns_settings=iteration,
             orthogonalize=orthogonalize,
             stats=stats,
+            buffers=buffers,
+            overlap=config.exchange_overlap,
+            tensor_parallel=self._tensor_parallel(config, orthogonalize, stats),
+            watch=self._watch,
         )
-        # The native passes are for fp32; without DeepSpeed the parameters may be in half precision themselves.
+        self._row_moments = (
+            RowMoments(self.plan, group=step_set.group, device=device, stats=stats)
+            if config.variant == "normuon"
+            else None
+        )
         self._passes = {
-            partition.index: flat_passes(
-                config.ns_backend if partition.tensor.dtype == torch.float32 else "torch",
-                partition.tensor.device,
-            )
+            partition.index: self._passes_for(partition, config)
             for partition in step_set.partitions
             if partition.muon
         }
+        self.adam: AdamKernel = choose_adam(step_set, config, self.policy)
         self._local: list[list[tuple[int, Fragment]]] = [[] for _ in step_set.partitions]
         position = {partition.index: number for number, partition in enumerate(step_set.partitions)}
         self._layouts: tuple[MatrixLayout | ParameterLayout, ...] = (*step_set.matrices, *step_set.others)
@@ -104,10 +142,50 @@ class StepRunner:
                 if fragment.rank == step_set.rank:
                     self._local[position[layout.partition]].append((number, fragment))
 
+    def _tensor_parallel(
+        self, config: MuonConfig, orthogonalize: Orthogonalize, stats: StepStats
+    ) -> TensorParallelExchange | None:
+        """Return the exchange with the tensor-parallel ranks, if there are any."""
+        if self.step_set.tensor_group is None:
+            return None
+        for key, wanted, why in (
+            ("variant", config.variant != "muon", "its state belongs to whole rows, which are cut"),
+            (
+                "consolidate_on_save",
+                config.consolidate_on_save,
+                "only DeepSpeed's own checkpoints know shards",
+            ),
+        ):
+            if wanted:
+                raise UnsupportedConfigError(
+                    f"optimizer.params.{key} is not supported with tensor parallelism: {why}; unset it"
+                )
+        return TensorParallelExchange(
+            self.plan.matrices,
+            group=self.step_set.tensor_group,
+            mode=config.tensor_parallel_mode,
+            device=self.device,
+            wire_dtype=self._wire_dtype,
+            ns_settings=config.ns_settings(self.device),
+            orthogonalize=orthogonalize,
+            chunk_numel=config.exchange_chunk_numel,
+            stats=stats,
+        )
+
+    def _passes_for(self, partition: BoundPartition, config: MuonConfig) -> FlatPasses:
+        """Return the elementwise passes for the dtypes of a partition and of its momentum."""
+        master = partition.tensor.dtype
+        momentum = self.policy.dtype("momentum_buffer", master)
+        if torch.float64 in (master, momentum):
+            return flat_passes("torch", partition.tensor.device)  # without DeepSpeed
+        passes = flat_passes(config.ns_backend, partition.tensor.device)
+        return passes if master == momentum == torch.float32 else widened(passes)
+
     @property
     def wire_bytes_per_step(self) -> int:
-        """Bytes that this rank sends in one step when every matrix has a gradient."""
-        return self.plan.sent_elements * self._wire_dtype.itemsize
+        """Bytes that this rank sends in one step when every matrix has a gradient, to data-parallel ranks alone."""
+        rows = 0 if self._row_moments is None else self._row_moments.plan.sent_elements
+        return self.plan.sent_elements * self._wire_dtype.itemsize + rows * torch.float32.itemsize
 
     def inspect_gradients(self, grads: Mapping[int, Tensor]) -> GradientReport:
         """Find out, together with the group, which parameters have a gradient and whether all are finite.
@@ -118,7 +196,8 @@ class StepRunner:
             grads: Partition index to its gradient; a missing one counts as zero.
         """
         names = [layout.name for layout in self._layouts]
-        flags = [[0, 0] for _ in names]
+        flags = [[0, 0, int(number in self._watch.failed_last)] for number in range(len(names))]
+        self._watch.failed_last.clear()
         numbers: list[int] = []
         views: list[Tensor] = []
         for partition, local in zip(self.step_set.partitions, self._local, strict=True):
@@ -129,15 +208,26 @@ class StepRunner:
                 views.extend(flat.narrow(0, f.partition_offset, f.numel) for _, f in local)
         if views:
             for number, (nonzero, nonfinite) in zip(numbers, gradient_flags(views).tolist(), strict=True):
-                flags[number] = [flags[number][0] | nonzero, flags[number][1] | nonfinite]
+                flags[number][0] |= nonzero
+                flags[number][1] |= nonfinite
         rows = flags
-        if self.step_set.world_size > 1:
+        # Over both groups: a shard without a gradient must take part where other shards of its matrix have one.
+        groups = [self.step_set.group] if self.step_set.world_size > 1 else []
+        if self.step_set.tensor_group is not None:
+            groups.append(self.step_set.tensor_group)
+        if groups:
             sent = torch.tensor(flags, dtype=torch.uint8, device=self.device)
-            rows = gather_flags(sent, group=self.step_set.group).tolist()
-        return GradientReport(
-            active=tuple(bool(row[0]) for row in rows),
-            nonfinite=tuple(name for name, row in zip(names, rows, strict=True) if row[1]),
-        )
+            for group in groups:
+                sent = gather_flags(sent, group=group)
+            rows = sent.tolist()
+        nonfinite = tuple(name for name, row in zip(names, rows, strict=True) if row[1])
+        failed = tuple(name for name, row in zip(names, rows, strict=True) if row[2])
+        if self.step_set.wider_group is not None:
+            bad = torch.tensor([bool(nonfinite), bool(failed)], dtype=torch.uint8, device=self.device)
+            others = gather_flags(bad, group=self.step_set.wider_group).tolist()
+            nonfinite = nonfinite or ("a parameter of other ranks",) * others[0]
+            failed = failed or ("a matrix of other ranks",) * others[1]
+        return GradientReport(tuple(bool(row[0]) for row in rows), nonfinite, failed)
 
     def run(
         self,
@@ -152,12 +242,33 @@ class StepRunner:
 
         Args:
             report: The outcome of :meth:`inspect_gradients`.
-            grads: Partition index to its gradient, fp32, shaped like the partition.
+            grads: Partition index to its gradient, in the dtype and shape of the partition.
             groups: Partition index to the param group with its rates.
             state: The optimizer's state; created where missing. Mutated.
         """
-        self._run_muon(report.active, grads, groups, state)
-        self._run_adam(report.active, grads, groups, state)
+
+        def others() -> None:
+            self._run_adam(report.active, grads, groups, state)
+
+        self._run_muon(report.active, grads, groups, state, meanwhile=others)
+
+    @property
+    def row_layouts(self) -> tuple[MatrixLayout, ...]:
+        """Where NorMuon's row moments lie, one layout for each matrix; empty without NorMuon."""
+        return () if self._row_moments is None else self._row_moments.plan.matrices
+
+    def flat_partitions(self) -> dict[int, Tensor]:
+        """Return this rank's tensor of each partition as a flat view, by index."""
+        return {partition.index: _flat(partition.tensor) for partition in self.step_set.partitions}
+
+    def _own_state(self, partition: BoundPartition, state: State) -> dict[str, Any]:
+        """Return the state of a partition, made if it is not there."""
+        own = state[partition.tensor]
+        for key in ("momentum_buffer",) if partition.muon else ("exp_avg", "exp_avg_sq"):
+            if key not in own:
+                own[key] = self.policy.make(key, partition.tensor)
+                own.setdefault("step", 0)
+        return own
 
     def _run_muon(
         self,
@@ -165,60 +276,107 @@ class StepRunner:
         grads: Mapping[int, Tensor],
         groups: Mapping[int, dict[str, Any]],
         state: State,
+        meanwhile: Callable[[], None],
     ) -> None:
-        directions: dict[int, Tensor] = {}
+        sources: dict[int, MomentumSource] = {}
         flat: dict[int, Tensor] = {}
-        for partition, local in zip(self.step_set.partitions, self._local, strict=True):
+        for partition in self.step_set.partitions:
             if not partition.muon:
                 continue
-            own = state[partition.tensor]
-            if "momentum_buffer" not in own:
-                own["momentum_buffer"] = torch.zeros_like(partition.tensor, requires_grad=False)
-                own["step"] = 0
+            own = self._own_state(partition, state)
             own["step"] += 1
             flat[partition.index] = _flat(partition.tensor)
-            runs = _active_runs(local, active, flat[partition.index].numel())
-            group = groups[partition.index]
-            directions[partition.index] = self._directions(
-                partition, own["momentum_buffer"], grads, group, runs
+            group, grad = groups[partition.index], grads.get(partition.index)
+            sources[partition.index] = MomentumSource(
+                _flat(own["momentum_buffer"]),
+                None if grad is None else grad.reshape(-1),
+                float(group["momentum"]),
+                bool(group["nesterov"]),
+                self._passes[partition.index].momentum_pack,
             )
+        directions = Directions(
+            self.step_set.matrices, sources, rank=self.step_set.rank, wire_dtype=self._wire_dtype
+        )
 
-        def direction(index: int, fragment: Fragment) -> Tensor:
-            partition = self.step_set.matrices[index].partition
-            return directions[partition].narrow(0, fragment.partition_offset, fragment.numel)
+        def scale_of(index: int, number: int) -> float:
+            matrix = self.step_set.matrices[index]
+            block = matrix.blocks()[number]
+            rule = groups[matrix.partition]["adjust_lr_fn"]
+            return update_scale(rule, *matrix.layer_shape(block.rows, block.cols))
 
         def apply(index: int, fragment: Fragment, update: Tensor) -> None:
             matrix = self.step_set.matrices[index]
             group = groups[matrix.partition]
             rate = float(group["lr"])
-            scale = update_scale(group["adjust_lr_fn"], *matrix.block_shape)
-            decay = 1.0 - rate * float(group["weight_decay"])
+            scale = update_scale(group["adjust_lr_fn"], *matrix.scale_shape)
+            mode, decay = group["weight_decay_mode"], float(group["weight_decay"])
             target = flat[matrix.partition].narrow(0, fragment.partition_offset, fragment.numel)
-            self._passes[matrix.partition].unpack_apply(target, update.to(target.device), rate * scale, decay)
+            update = update.to(target.device)
+            if mode == "cautious":
+                cautious = functools.partial(cautious_apply_, lr_scale=rate * scale, decay=rate * decay)
+                if target.dtype.itemsize < 4:
+                    in_fp32(cautious, [target], [update])
+                else:
+                    cautious(target, update)
+            else:
+                factor = decay_factor(mode, lr=rate, weight_decay=decay)
+                self._passes[matrix.partition].unpack_apply(target, update, rate * scale, factor)
 
-        self._pipeline.run(active=active[: len(self.step_set.matrices)], direction=direction, apply=apply)
+        def relative_scales(index: int) -> list[float]:
+            matrix = self.step_set.matrices[index]
+            rule = groups[matrix.partition]["adjust_lr_fn"]
+            scales = [update_scale(rule, *matrix.layer_shape(b.rows, b.cols)) for b in matrix.blocks()]
+            return [scale / scales[0] for scale in scales]
 
-    def _directions(
-        self,
-        partition: BoundPartition,
-        momentum_buffer: Tensor,
-        grads: Mapping[int, Tensor],
-        group: Mapping[str, Any],
-        runs: Sequence[Run],
-    ) -> Tensor:
-        """Update the momentum and return the direction of the whole partition in the wire dtype, flat."""
-        buf = _flat(momentum_buffer)
-        pack = self._passes[partition.index].momentum_pack
-        complete = runs == [(0, buf.numel())]
-        out = (torch.empty if complete else torch.zeros)(
-            buf.numel(), dtype=self._wire_dtype, device=buf.device
-        )
-        grad = grads.get(partition.index)
-        grad = torch.zeros_like(buf) if grad is None else grad.reshape(-1)
-        for offset, numel in runs:
-            part = (tensor.narrow(0, offset, numel) for tensor in (buf, grad, out))
-            pack(*part, float(group["momentum"]), bool(group["nesterov"]))
-        return out
+        self._watch.scale_of = scale_of
+        with self._normalized_rows(active, groups, state) as finish:
+            self._pipeline.run(
+                active=active[: len(self.step_set.matrices)],
+                calls=StepCalls(directions, apply, relative_scales, finish),
+                meanwhile=meanwhile,
+            )
+
+    @contextlib.contextmanager
+    def _normalized_rows(
+        self, active: Sequence[bool], groups: Mapping[int, dict[str, Any]], state: State
+    ) -> Iterator[Finish | None]:
+        """Bring NorMuon's row moments to the owners, and back when the matrices are done."""
+        rows = self._row_moments
+        if rows is None or not any(active[: len(self.step_set.matrices)]):
+            yield None
+            return
+        kept = {p.index: self._kept_moments(p, state[p.tensor]) for p in self.step_set.partitions if p.muon}
+
+        def normalize(blocks: Sequence[tuple[int, int]], updates: Tensor) -> Tensor:
+            own = (groups[self.step_set.matrices[index].partition] for index, _ in blocks)
+            return rows.normalize(blocks, updates, beta2=[float(group["beta2"]) for group in own])
+
+        rows.gather(kept)
+        yield normalize
+        rows.scatter(kept)
+
+    def _kept_moments(self, partition: BoundPartition, own: dict[str, Any]) -> Tensor:
+        """Return the partition's row moments from the state, made where they are missing."""
+        assert self._row_moments is not None
+        numel = self._row_moments.numel(partition.index)
+        if ROW_STATE_KEY not in own:
+            if own["step"] > 1 and numel:
+                logger.warning(
+                    "deepspeed_muon: the state of partition %d has no %s after %d steps (saved with variant 'muon'?); "
+                    "NorMuon starts it from zero",
+                    partition.index,
+                    ROW_STATE_KEY,
+                    own["step"] - 1,
+                )
+            own[ROW_STATE_KEY] = torch.zeros(numel, dtype=torch.float32, device=partition.tensor.device)
+        kept: Tensor = own[ROW_STATE_KEY]
+        if kept.numel() != numel:
+            raise BindingError(
+                f"the optimizer state holds {kept.numel()} row moments of partition {partition.index} on rank "
+                f"{self.step_set.rank}, expected {numel}: it was saved with another layout. Restore it from a "
+                f"consolidated checkpoint"
+            )
+        return kept
 
     def _run_adam(
         self,
@@ -231,11 +389,7 @@ class StepRunner:
         for partition, local in zip(self.step_set.partitions, self._local, strict=True):
             if partition.muon:
                 continue
-            own = state[partition.tensor]
-            if "exp_avg" not in own:
-                own["exp_avg"] = torch.zeros_like(partition.tensor, requires_grad=False)
-                own["exp_avg_sq"] = torch.zeros_like(partition.tensor, requires_grad=False)
-                own["step"] = 0
+            own = self._own_state(partition, state)
             own["step"] += 1
             group = groups[partition.index]
             settings = AdamStep(
@@ -245,6 +399,7 @@ class StepRunner:
                 weight_decay=float(group["weight_decay"]),
                 step=int(own["step"]),
                 decoupled=self._decoupled,
+                decay_mode=group["weight_decay_mode"],
             )
             param = _flat(partition.tensor)
             grad = grads.get(partition.index)
@@ -255,7 +410,15 @@ class StepRunner:
                 batches.setdefault(settings, []).append(part)  # type: ignore[arg-type]
         for settings, parts in batches.items():
             params, gradients, exp_avgs, exp_avg_sqs = (list(column) for column in zip(*parts, strict=True))
-            adam_step_(params, gradients, exp_avgs, exp_avg_sqs, settings=settings)
+            self.adam(params, gradients, exp_avgs, exp_avg_sqs, settings=settings)
+
+
+def _nodes(step_set: StepSet, ranks_per_node: int | None) -> list[int] | None:
+    """Return the machine of every rank of the set's group, numbered from zero."""
+    if ranks_per_node is None or step_set.group is None:
+        return None
+    nodes = [rank // ranks_per_node for rank in dist.get_process_group_ranks(step_set.group)]
+    return [node - min(nodes) for node in nodes]
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -43,6 +43,7 @@ from deepspeed_muon.checkpoint.shards import (
     write_aside,
 )
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.plan.rows import ROW_STATE_KEY
 from deepspeed_muon.transport.agreement import Claim, agree
 
 __all__ = ["Stage", "consolidate"]
@@ -293,6 +294,9 @@ def _records(plan: SavePlan, names: Sequence[str]) -> dict[str, ParameterRecord]
             shape=parameter.route.shape,
             algorithm="muon" if parameter.route.algorithm == "muon" else "adamw",
             heads=parameter.route.heads,
+            grid=parameter.route.grid,
+            transposed=parameter.route.transposed,
+            rows=parameter.row_count if ROW_STATE_KEY in state.keys(parameter) else 0,
             step=state.step(parameter.partition),
             group=parameter.group,
             tensors=where[parameter.route.name],

@@ -23,6 +23,7 @@ from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, RECORD_VERSION
 from deepspeed_muon.checkpoint.live import is_json
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.plan.layout import Fragment, flat_fragments, sharded_fragments
+from deepspeed_muon.plan.rows import ROW_STATE_KEY
 from deepspeed_muon.routing import NamedParameter, route_parameters
 
 __all__ = ["DeepSpeedFiles", "SavedParameter", "load_pickle"]
@@ -39,13 +40,16 @@ class SavedParameter:
         name: Dotted name.
         shape: True shape.
         algorithm: Whose state it shall be.
-        heads: Attention heads orthogonalised separately.
+        heads: Blocks orthogonalised separately.
         step: Optimizer steps taken.
         group: Number of its param group.
         partition: Index of the flat partition in every rank's file.
         fragments: Where the parameter lies in the ranks' partitions.
         saved_as: Key of our state to the key under which the file has it.
         whole_from: At DeepSpeed's Muon, where the rank's momentum of the whole matrix starts, by rank.
+        grid: As in :class:`~deepspeed_muon.checkpoint.index.ParameterRecord`.
+        transposed: Whether the weight is stored as input x output.
+        rows: Where NorMuon's row moments lie; empty where there are none.
     """
 
     name: str
@@ -58,11 +62,27 @@ class SavedParameter:
     fragments: tuple[Fragment, ...]
     saved_as: Mapping[str, str]
     whole_from: Mapping[int, int]
+    grid: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    transposed: bool = False
+    rows: tuple[Fragment, ...] = ()
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Tensors of the parameter: ``fp32`` and its state."""
         return ("fp32", *self.saved_as)
+
+    @property
+    def row_count(self) -> int:
+        """How many row moments there are."""
+        return sum(run.numel for run in self.rows)
+
+    def fragments_of(self, key: str) -> tuple[Fragment, ...]:
+        """Return where the master or an entry of the state lies."""
+        return self.rows if key == ROW_STATE_KEY else self.fragments
+
+    def shape_of(self, key: str) -> tuple[int, ...]:
+        """Return the shape of the whole master or of an entry of the state."""
+        return (self.row_count,) if key == ROW_STATE_KEY else self.shape
 
 
 def load_pickle(path: Path, *, trust: bool = False) -> Any:
@@ -220,9 +240,12 @@ class DeepSpeedFiles:
         for entry in record["parameters"]:
             step = self._step(entry["partition"])
             fragments = tuple(Fragment(*numbers) for numbers in entry["fragments"])
+            rows = tuple(Fragment(*numbers) for numbers in entry.get("rows", ()))
+            if not step or ROW_STATE_KEY not in self._inner[0]["state"].get(entry["partition"], {}):
+                rows = ()
             if entry["replicated"] or self.stage == 0:
-                fragments = fragments[:1]
-            keys = STATE_KEYS[entry["algorithm"]] if step else ()
+                fragments, rows = fragments[:1], rows[:1]
+            keys = (*STATE_KEYS[entry["algorithm"]], *((ROW_STATE_KEY,) if rows else ())) if step else ()
             found.append(
                 SavedParameter(
                     entry["name"],
@@ -235,6 +258,9 @@ class DeepSpeedFiles:
                     fragments,
                     {key: key for key in keys},
                     {},
+                    grid=entry.get("grid"),
+                    transposed=bool(entry.get("transposed", False)),
+                    rows=rows,
                 )
             )
         return found
@@ -403,7 +429,7 @@ class DeepSpeedFiles:
         """Make sure that every file holds all that its parameters need."""
         for parameter in self.parameters.values():
             for key in parameter.keys:
-                for fragment in parameter.fragments:
+                for fragment in parameter.fragments_of(key):
                     path = self._files[fragment.rank if fragment.rank < len(self._files) else 0]
                     try:
                         size = self._partition(parameter, key, fragment.rank).numel()
@@ -428,14 +454,14 @@ class DeepSpeedFiles:
             key: ``fp32`` or a state key of its algorithm.
         """
         parameter = self.parameters[name]
-        full = torch.empty(math.prod(parameter.shape), dtype=torch.float32)
-        for fragment in parameter.fragments:
+        full = torch.empty(math.prod(parameter.shape_of(key)), dtype=torch.float32)
+        for fragment in parameter.fragments_of(key):
             source = self._partition(parameter, key, fragment.rank)
             start = self._start(parameter, key, fragment)
             full.narrow(0, fragment.matrix_offset, fragment.numel).copy_(
                 source.narrow(0, start, fragment.numel)
             )
-        return full.view(parameter.shape)
+        return full.view(parameter.shape_of(key))
 
     @property
     def progress(self) -> Progress:

@@ -14,9 +14,19 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.plan.rows import ROW_STATE_KEY
 
 __all__ = [
     "FORMAT",
@@ -36,7 +46,7 @@ VERSION = 1
 INDEX_NAME = "muon_index.json"
 SHARD_PATTERN = re.compile(r"muon-[0-9a-f]{12}-[0-9]{5,}\.safetensors")
 STATE_KEYS: dict[str, tuple[str, ...]] = {"muon": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}
-"""What the optimizer keeps for a parameter of each algorithm, next to the fp32 master."""
+"""What the optimizer keeps for a parameter of each algorithm, next to the fp32 master. NorMuon keeps rows besides."""
 
 # Beyond any model there is, and small enough that sizes in bytes fit into 64 bits.
 _MAX_NUMEL = 1 << 50
@@ -68,7 +78,10 @@ class ParameterRecord(_Record):
     Attributes:
         shape: The layer's true shape.
         algorithm: Whose state it is.
-        heads: Attention heads that were orthogonalised separately.
+        heads: Blocks (attention heads, experts, parts) that were orthogonalised separately.
+        grid: Their rows and columns where they are not ``heads`` equal blocks of rows; absent from the file elsewhere.
+        transposed: Whether the weight is stored as input x output; absent from the file where not.
+        rows: Length of NorMuon's ``row_second_moment``; 0, and absent from the file, where there is none.
         step: Optimizer steps taken; 0 when there is no optimizer state.
         group: Number of the param group in :attr:`CheckpointIndex.groups`.
         tensors: ``fp32`` and the state keys of the algorithm, each with the file that holds it.
@@ -77,6 +90,9 @@ class ParameterRecord(_Record):
     shape: Annotated[tuple[Dimension, ...], Field(max_length=64)]
     algorithm: Literal["muon", "adamw"]
     heads: Annotated[int, Field(ge=1)] = 1
+    grid: tuple[tuple[Dimension, ...], tuple[Dimension, ...]] | None = None
+    transposed: bool = False
+    rows: Annotated[int, Field(ge=0, le=_MAX_NUMEL, strict=True)] = 0
     step: Count
     group: Count
     tensors: dict[str, str]
@@ -86,6 +102,10 @@ class ParameterRecord(_Record):
         """Elements of the parameter."""
         return math.prod(self.shape)
 
+    def shape_of(self, key: str) -> tuple[int, ...]:
+        """Return the shape of one of the parameter's tensors."""
+        return (self.rows,) if key == ROW_STATE_KEY else self.shape
+
     @field_validator("shape")
     @classmethod
     def _bounded(cls, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -93,9 +113,24 @@ class ParameterRecord(_Record):
             raise ValueError(f"shape {list(shape)} is absurd")
         return shape
 
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # Releases that do not know these keys refuse an index that has them.
+        written = dict(serialize(self))
+        for key in ("grid", "transposed", "rows"):
+            if not written[key]:
+                del written[key]
+        return written
+
     @model_validator(mode="after")
     def _complete(self) -> ParameterRecord:
         expected = {"fp32", *(STATE_KEYS[self.algorithm] if self.step else ())}
+        if self.rows:
+            if self.algorithm != "muon" or not self.step or self.rows > self.numel:
+                raise ValueError(
+                    f"{self.rows} rows of moments do not fit {self.algorithm} and shape {list(self.shape)}"
+                )
+            expected.add(ROW_STATE_KEY)
         if set(self.tensors) != expected:
             raise ValueError(f"holds {sorted(self.tensors)}, expected {sorted(expected)}")
         return self
@@ -164,8 +199,8 @@ class CheckpointIndex(_Record):
                     raise ValueError(f"parameter {name}: {key} is in {file!r}, which is not among the files")
         used: dict[str, int] = dict.fromkeys(self.files, 0)
         for record in self.parameters.values():
-            for file in record.tensors.values():
-                used[file] += 4 * record.numel
+            for key, file in record.tensors.items():
+                used[file] += 4 * math.prod(record.shape_of(key))
         for file, size in used.items():
             if size > self.files[file].bytes:
                 raise ValueError(f"{file} has {self.files[file].bytes} bytes, its tensors need {size}")

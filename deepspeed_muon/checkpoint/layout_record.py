@@ -56,12 +56,15 @@ def _record(state: LiveState) -> Mapping[str, Any]:
                 "shape": list(parameter.route.shape),
                 "algorithm": parameter.route.algorithm,
                 "heads": parameter.route.heads,
+                "grid": None if (grid := parameter.route.grid) is None else [list(sizes) for sizes in grid],
+                "transposed": parameter.route.transposed,
                 "partition": parameter.partition.index,
                 "group": parameter.group,
                 "replicated": parameter.replicated,
                 "fragments": [
                     [f.rank, f.matrix_offset, f.partition_offset, f.numel] for f in parameter.fragments
                 ],
+                "rows": [[f.rank, f.matrix_offset, f.partition_offset, f.numel] for f in parameter.rows],
             }
             for parameter in parameters
         ],

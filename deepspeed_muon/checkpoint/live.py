@@ -18,6 +18,7 @@ from deepspeed_muon.checkpoint.index import STATE_KEYS, Progress
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.layout import Fragment, MatrixLayout, ParameterLayout
+from deepspeed_muon.plan.rows import ROW_STATE_KEY
 from deepspeed_muon.routing import Route
 from deepspeed_muon.zero.binding import BoundPartition
 from deepspeed_muon.zero.checkpointing import (
@@ -51,6 +52,7 @@ class LiveParameter:
         replicated: Whether every rank holds all of it.
         partition: The partition that holds this rank's runs.
         group: Number of its param group.
+        rows: Where NorMuon's row moments lie, ordered alike; empty without NorMuon.
     """
 
     route: Route
@@ -59,11 +61,26 @@ class LiveParameter:
     replicated: bool
     partition: BoundPartition
     group: int
+    rows: tuple[Fragment, ...] = ()
 
-    def runs(self, start: int, stop: int) -> Iterator[Fragment]:
+    @property
+    def row_count(self) -> int:
+        """How many row moments there are."""
+        return max((run.matrix_offset + run.numel for run in self.rows), default=0)
+
+    def fragments_of(self, key: str) -> tuple[Fragment, ...]:
+        """Return where the master or an entry of the state lies."""
+        return self.rows if key == ROW_STATE_KEY else self.fragments
+
+    def shape_of(self, key: str) -> tuple[int, ...]:
+        """Return the shape of the whole master or of an entry of the state."""
+        return (self.row_count,) if key == ROW_STATE_KEY else self.route.shape
+
+    def runs(self, key: str, start: int, stop: int) -> Iterator[Fragment]:
         """Yield the fragments of ``[start, stop)`` of a parameter that is divided, cut to that interval."""
-        first = bisect.bisect_right(self.fragments, start, key=lambda f: f.matrix_offset) - 1
-        for fragment in self.fragments[max(first, 0) :]:
+        fragments = self.fragments_of(key)
+        first = bisect.bisect_right(fragments, start, key=lambda f: f.matrix_offset) - 1
+        for fragment in fragments[max(first, 0) :]:
             if fragment.matrix_offset >= stop:
                 return
             begin = max(start, fragment.matrix_offset)
@@ -111,7 +128,11 @@ class LiveState:
 
     def keys(self, parameter: LiveParameter) -> tuple[str, ...]:
         """Return what there is to save of a parameter: ``fp32``, and the state once a step was taken."""
-        return ("fp32", *(STATE_KEYS[parameter.route.algorithm] if self.step(parameter.partition) else ()))
+        if not self.step(parameter.partition):
+            return ("fp32",)
+        own = self.optimizer.state[parameter.partition.tensor]
+        rows = (ROW_STATE_KEY,) if parameter.rows and ROW_STATE_KEY in own else ()
+        return ("fp32", *STATE_KEYS[parameter.route.algorithm], *rows)
 
 
 def collect(engine: Any) -> LiveState:
@@ -137,7 +158,13 @@ def collect(engine: Any) -> LiveState:
     groups = param_group_numbers(engine.optimizer)
     parameters = []
     sets = [runner.step_set for runner in optimizer.runners]
-    for step_set in sets:
+    for runner, step_set in zip(optimizer.runners, sets, strict=True):
+        rows = {layout.name: layout.fragments for layout in runner.row_layouts}
+        if step_set.tensor_group is not None:
+            raise CheckpointError(
+                "this project's checkpoints do not know tensor parallelism yet: use engine.save_checkpoint and "
+                "load_checkpoint with the same number of ranks and the same tensor-parallel size"
+            )
         if _ranks(step_set.group) != _ranks(sets[0].group):
             raise CheckpointError("param groups of different data-parallel groups cannot be consolidated yet")
         partitions = {partition.index: partition for partition in step_set.partitions}
@@ -152,6 +179,7 @@ def collect(engine: Any) -> LiveState:
                     held == layout.numel * step_set.world_size and step_set.world_size > 1,
                     partitions[layout.partition],
                     groups[layout.partition],
+                    tuple(sorted(rows.get(layout.name, ()), key=lambda f: f.matrix_offset)),
                 )
             )
     if not parameters:

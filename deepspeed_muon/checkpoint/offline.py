@@ -30,6 +30,7 @@ from deepspeed_muon.checkpoint.shards import (
 )
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.plan.rows import ROW_STATE_KEY
 
 __all__ = ["consolidate_files", "export_to_torch", "verify_folder"]
 
@@ -66,7 +67,7 @@ def consolidate_files(
     except OSError as error:
         raise CheckpointError(f"{out}: cannot be made: {error}") from error
     tensors = [
-        PlannedTensor(name, key, parameter.shape)
+        PlannedTensor(name, key, parameter.shape_of(key))
         for name, parameter in saved.parameters.items()
         for key in parameter.keys
     ]
@@ -125,6 +126,9 @@ def _index(
                 shape=parameter.shape,
                 algorithm="muon" if parameter.algorithm == "muon" else "adamw",
                 heads=parameter.heads,
+                grid=parameter.grid,
+                transposed=parameter.transposed,
+                rows=parameter.row_count,
                 step=parameter.step,
                 group=parameter.group,
                 tensors=where[name],
@@ -180,7 +184,7 @@ def export_to_torch(folder: str | os.PathLike[str], out_dir: str | os.PathLike[s
             entries: dict[str, Any] = {
                 key: source.read(name, key, 0, record.numel).view(record.shape)
                 for key in record.tensors
-                if key != "fp32"
+                if key not in ("fp32", ROW_STATE_KEY)
             }
             if entries and algorithm == "adamw":
                 entries["step"] = torch.tensor(float(record.step))
@@ -234,5 +238,9 @@ def _torch_settings(
         if values:
             defaults[key] = tuple(values[0]) if isinstance(values[0], list) else values[0]
     if any(index.parameters[name].heads > 1 for name in names):
-        lossy.append("torch.optim.Muon does not orthogonalise heads or experts separately")
+        lossy.append("torch.optim.Muon does not orthogonalise heads, experts or parts separately")
+    if any(index.parameters[name].rows for name in names):
+        lossy.append("torch.optim.Muon has no NorMuon: the row moments are dropped")
+    if any(index.parameters[name].transposed for name in names):
+        lossy.append("torch.optim.Muon takes the scale of a transposed weight from its stored shape")
     return defaults

@@ -63,7 +63,7 @@ class SavePlan:
         self.state = state
         self._number = {p.route.name: number for number, p in enumerate(state.parameters)}
         tensors = [
-            PlannedTensor(parameter.route.name, key, parameter.route.shape)
+            PlannedTensor(parameter.route.name, key, parameter.shape_of(key))
             for parameter in state.parameters
             for key in state.keys(parameter)
         ]
@@ -97,10 +97,10 @@ class SavePlan:
                 parameter = self.state.parameters[number]
                 base = offset - piece.start
                 if parameter.replicated:
-                    start = parameter.fragments[0].partition_offset + begin
+                    start = parameter.fragments_of(tensor.key)[0].partition_offset + begin
                     yield Run(writer, number, tensor.key, start, base + begin, end - begin)
                 else:
-                    for run in parameter.runs(begin, end):
+                    for run in parameter.runs(tensor.key, begin, end):
                         where = base + run.matrix_offset
                         yield Run(run.rank, number, tensor.key, run.partition_offset, where, run.numel)
             offset += tensor.numel
@@ -110,7 +110,14 @@ class SavePlan:
     def digest(self) -> str:
         """Return a text that is equal where plans are."""
         records = [
-            (p.route.name, p.route.shape, p.route.algorithm, self.state.step(p.partition), p.fragments)
+            (
+                p.route.name,
+                p.route.shape,
+                p.route.algorithm,
+                self.state.step(p.partition),
+                p.fragments,
+                self.state.keys(p),
+            )
             for p in self.state.parameters
         ]
         return hashlib.sha256(repr((records, self.writers)).encode()).hexdigest()

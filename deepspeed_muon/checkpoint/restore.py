@@ -16,11 +16,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.index import INDEX_NAME, STATE_KEYS, ParameterRecord
-from deepspeed_muon.checkpoint.live import LiveParameter, LiveState, collect, write_progress
+from deepspeed_muon.checkpoint.live import (
+    LiveParameter,
+    LiveState,
+    collect,
+    write_progress,
+)
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource, StateSource
 from deepspeed_muon.config import GROUP_KEYS
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.pipelines import is_divided
 from deepspeed_muon.plan.layout import Fragment
+from deepspeed_muon.plan.rows import ROW_STATE_KEY
 from deepspeed_muon.transport.agreement import Claim, agree
 from deepspeed_muon.zero.checkpointing import refresh_low_precision
 
@@ -146,7 +153,8 @@ def _compare(state: LiveState, source: StateSource, state_too: bool) -> None:
     live, saved = state.by_name, source.parameters
     problems = []
     missing = [name for name in live if name not in saved]
-    extra = [name for name in saved if name not in live]
+    # A stage of a pipeline has a part of the model; what the other stages have is no fault.
+    extra = [] if is_divided(state.engine.module) else [name for name in saved if name not in live]
     for name in missing:
         twin = next((other for other in extra if saved[other].shape == live[name].route.shape), None)
         hint = f" (renamed? it has {twin} of the same shape)" if twin else ""
@@ -172,6 +180,11 @@ def _differences(parameter: LiveParameter, record: ParameterRecord, state_too: b
             f"parameter {route.name} goes to {route.algorithm} ({route.reason}), in the checkpoint to "
             f"{record.algorithm} ({file}); set include / exclude in optimizer.params as the saved run did"
         ]
+    if state_too and record.rows and parameter.rows and record.rows != parameter.row_count:
+        return [
+            f"parameter {route.name} has {parameter.row_count} row moments of NorMuon, in the checkpoint {record.rows} "
+            f"({record.tensors[ROW_STATE_KEY]}): it was divided into other blocks"
+        ]
     return []
 
 
@@ -181,14 +194,17 @@ def _fill(
 ) -> None:
     """Write the source into this rank's partitions. All checks are done; what fails here is the disk."""
     steps = _steps(state, source) if state_too else {}
+    if state_too:
+        _say_what_happens_to_rows(state, source)
     try:
         for parameter in state.parameters:
-            for key in ("fp32", *(STATE_KEYS[parameter.route.algorithm] if state_too else ())):
+            rows = (ROW_STATE_KEY,) if parameter.rows else ()
+            for key in ("fp32", *((*STATE_KEYS[parameter.route.algorithm], *rows) if state_too else ())):
                 target = _target(state, parameter, key, steps)
                 if target is None:
                     continue
-                empty = key != "fp32" and source.parameters[parameter.route.name].step == 0
-                for run in _local_runs(state, parameter):
+                empty = key not in source.parameters[parameter.route.name].tensors
+                for run in _local_runs(state, parameter, key):
                     destination = target.narrow(0, run.partition_offset, run.numel)
                     if empty:
                         destination.zero_()
@@ -238,13 +254,43 @@ def _target(state: LiveState, parameter: LiveParameter, key: str, steps: Mapping
         own.clear()
         return None
     if key not in own:
-        own[key] = torch.zeros_like(partition.tensor, requires_grad=False)
+        if key == ROW_STATE_KEY:
+            sharing = (other for other in state.parameters if other.partition is partition)
+            numel = sum(run.numel for other in sharing for run in _local_runs(state, other, key))
+            own[key] = torch.zeros(numel, dtype=torch.float32, device=partition.tensor.device)
+        else:
+            own[key] = state.optimizer.state_policy.make(key, partition.tensor)
         own.setdefault("step", 0)
     return state.tensor(partition, key)
 
 
-def _local_runs(state: LiveState, parameter: LiveParameter) -> list[Fragment]:
-    return [fragment for fragment in parameter.fragments if fragment.rank == state.rank]
+def _local_runs(state: LiveState, parameter: LiveParameter, key: str) -> list[Fragment]:
+    return [fragment for fragment in parameter.fragments_of(key) if fragment.rank == state.rank]
+
+
+def _say_what_happens_to_rows(state: LiveState, source: StateSource) -> None:
+    """Warn where NorMuon's row moments start from zero or are dropped, because the saved run had another variant."""
+    without, dropped = [], []
+    for parameter in state.parameters:
+        record = source.parameters[parameter.route.name]
+        if parameter.rows and record.step and not record.rows:
+            without.append(parameter.route.name)
+        elif record.rows and not parameter.rows:
+            dropped.append(parameter.route.name)
+    if without:
+        logger.warning(
+            "deepspeed_muon: %s holds no row moments of NorMuon for %d matrices (%s, ...); they start from zero",
+            source.where,
+            len(without),
+            without[0],
+        )
+    if dropped:
+        logger.warning(
+            "deepspeed_muon: %s was saved with variant 'normuon', this run has 'muon': the row moments of %d matrices "
+            "are dropped",
+            source.where,
+            len(dropped),
+        )
 
 
 def _restore_settings(state: LiveState, source: StateSource) -> None:
@@ -253,10 +299,14 @@ def _restore_settings(state: LiveState, source: StateSource) -> None:
     for parameter in state.parameters:
         saved.setdefault(parameter.group, set()).add(source.parameters[parameter.route.name].group)
     for number, origins in saved.items():
+        group = state.optimizer.param_groups[number]
         settings = [source.groups[origin] for origin in origins if origin < len(source.groups)]
+        # The stages of a pipeline may number their groups differently, and one stage's are saved.
+        settings = [
+            entry for entry in settings if entry.get("algorithm", group["algorithm"]) == group["algorithm"]
+        ]
         if not settings:
             continue
-        group = state.optimizer.param_groups[number]
         for key in sorted(_RESTORED_SETTINGS & group.keys()):
             values = [entry[key] for entry in settings if key in entry]
             if len(values) < len(settings):

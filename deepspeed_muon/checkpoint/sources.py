@@ -136,10 +136,11 @@ class ConsolidatedSource:
                 raise CheckpointError(f"{path}: no tensor {entry} of parameter {parameter}")
             piece = handle.get_slice(entry)
             shape = tuple(piece.get_shape())
-            if shape != self.parameters[parameter].shape or piece.get_dtype() != "F32":
+            expected = self.parameters[parameter].shape_of(key)
+            if shape != expected or piece.get_dtype() != "F32":
                 raise CheckpointError(
                     f"{path}: {entry} is {piece.get_dtype()} of shape {list(shape)}, the index says F32 of shape "
-                    f"{list(self.parameters[parameter].shape)}"
+                    f"{list(expected)}"
                 )
 
     def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
@@ -149,7 +150,7 @@ class ConsolidatedSource:
         try:
             handle = self._handle(file)
             entry = tensor_name(key, parameter)
-            return flat_slice(handle, entry, record.shape, start, numel)
+            return flat_slice(handle, entry, record.shape_of(key), start, numel)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self._folder / file}: {parameter} ({key}): {error}") from error
 

@@ -111,6 +111,9 @@ def _record(saved: DeepSpeedFiles, files: Mapping[str, str]) -> dict[str, Any]:
                 "shape": list(parameter.shape),
                 "algorithm": parameter.algorithm,
                 "heads": parameter.heads,
+                "grid": parameter.grid,
+                "transposed": parameter.transposed,
+                "rows": parameter.row_count,
                 "step": parameter.step,
                 "group": parameter.group,
                 "sha256": {key: files[f"{name}/{key}"] for key in parameter.keys},
@@ -243,9 +246,13 @@ class UniversalSource:
                 if damaged:
                     raise CheckpointError(f"{path}: its checksum is not that of the record; parameter {name}")
                 shape = tuple(self._tensor(name, key).shape)
-                if shape != record.shape and torch.Size(shape).numel() != record.numel:
+                expected_shape = record.shape_of(key)
+                if (
+                    shape != expected_shape
+                    and torch.Size(shape).numel() != torch.Size(expected_shape).numel()
+                ):
                     raise CheckpointError(
-                        f"{path}: shape {list(shape)}, expected {list(record.shape)}; parameter {name}"
+                        f"{path}: shape {list(shape)}, expected {list(expected_shape)}; parameter {name}"
                     )
 
     def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:

@@ -23,7 +23,8 @@ class BoundPartition:
 
     Attributes:
         index: Number of the partition, equal on all ranks; the layouts refer to it.
-        tensor: This rank's tensor: a flat fp32 partition, or the whole fp32 parameter at stage 0.
+        tensor: This rank's tensor: a flat master partition (fp32, or half precision where DeepSpeed is told to keep
+            masters so), or the whole fp32 parameter at stage 0.
         muon: Whether its parameters are Muon's. A partition is never mixed.
     """
 
@@ -44,6 +45,10 @@ class StepSet:
         rank: This rank inside the group.
         world_size: Its size.
         model_dtype: Dtype of the weights that the forward pass uses.
+        wider_group: Ranks beyond the group that must skip the same steps (those with other experts), or ``None``.
+        tensor_group: The tensor-parallel process group whose ranks hold the other shards of the same matrices; ``None``
+            without tensor parallelism.
+        offloaded: Whether ZeRO-Offload keeps the partitions off the device.
     """
 
     partitions: tuple[BoundPartition, ...]
@@ -53,20 +58,37 @@ class StepSet:
     rank: int
     world_size: int
     model_dtype: torch.dtype
+    wider_group: dist.ProcessGroup | None = None
+    tensor_group: dist.ProcessGroup | None = None
+    offloaded: bool = False
 
 
 class LayoutReader:
     """Collects the layouts of one step set while an adapter walks a wrapper's groups."""
 
-    def __init__(self, routes: Mapping[int, Route], group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        routes: Mapping[int, Route],
+        group: dist.ProcessGroup | None,
+        *,
+        wider_group: dist.ProcessGroup | None = None,
+        offloaded: bool = False,
+    ) -> None:
         """Start an empty set.
 
         Args:
             routes: ``id(model parameter)`` to its route.
             group: The process group of the set.
+            wider_group: Ranks that must skip the same steps, where they are more than the group.
+            offloaded: See :class:`StepSet`.
         """
+        self._offloaded = offloaded
         self._routes = routes
         self._group = group
+        self._wider_group = wider_group
+        if group is not None and wider_group is not None:
+            larger = dist.get_world_size(wider_group) > dist.get_world_size(group)
+            self._wider_group = wider_group if larger else None
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self._partitions: list[BoundPartition] = []
@@ -103,7 +125,17 @@ class LayoutReader:
         if partition.muon:
             rows, cols = route.matrix_shape
             self._matrices.append(
-                MatrixLayout(route.name, rows, cols, partition.index, fragments, replicated, route.heads)
+                MatrixLayout(
+                    route.name,
+                    rows,
+                    cols,
+                    partition.index,
+                    fragments,
+                    replicated=replicated,
+                    row_blocks=route.row_blocks,
+                    col_blocks=route.col_blocks,
+                    transposed=route.transposed,
+                )
             )
         else:
             numel = torch.Size(route.shape).numel()
@@ -119,6 +151,8 @@ class LayoutReader:
             self.rank,
             self.world_size,
             self._model_dtype or torch.float32,
+            self._wider_group,
+            offloaded=self._offloaded,
         )
 
     def _route(self, param: Tensor) -> Route:
@@ -132,7 +166,12 @@ class LayoutReader:
 
 
 def read_whole(
-    pairs: Sequence[tuple[Tensor, Tensor]], routes: Mapping[int, Route], group: dist.ProcessGroup | None
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    routes: Mapping[int, Route],
+    group: dist.ProcessGroup | None,
+    *,
+    numbers: Sequence[int] | None = None,
+    wider_group: dist.ProcessGroup | None = None,
 ) -> StepSet:
     """Describe parameters that every rank holds whole; each one is a partition of its own.
 
@@ -140,9 +179,11 @@ def read_whole(
         pairs: Model parameter and the fp32 tensor that the optimizer updates (often the same), in order.
         routes: ``id(model parameter)`` to its route.
         group: Ranks that hold the same parameters; ``None`` in a single process.
+        numbers: Number of each partition; ``None`` counts from 0.
+        wider_group: Ranks that must skip the same steps, where they are more than the group.
     """
-    reader = LayoutReader(routes, group)
-    for index, (model, master) in enumerate(pairs):
+    reader = LayoutReader(routes, group, wider_group=wider_group)
+    for index, (model, master) in zip(numbers or range(len(pairs)), pairs, strict=True):
         reader.add_partition(index, master, [model])
         if model.numel():
             reader.add_parameter(
@@ -165,9 +206,20 @@ def read_step_sets(
         The step sets in an order that all ranks share.
 
     Raises:
-        UnsupportedConfigError: If the wrapper is one that no adapter knows.
+        UnsupportedConfigError: If the wrapper is one that no adapter knows, or a matrix that tensor parallelism cuts
+            is of a kind that cannot be orthogonalised.
         BindingError: If the layout does not fit the routes.
+        PlanMismatchError: If the ranks of a tensor-parallel group hold different matrices.
     """
+    from deepspeed_muon.zero.tensor_parallel import tensor_parallel_group, with_tensor_parallel
+
+    group = tensor_parallel_group(engine)
+    if group is None:
+        return _read(engine, optimizer, routes)
+    return with_tensor_parallel(group, lambda: _read(engine, optimizer, routes), engine.module, routes)
+
+
+def _read(engine: Any, optimizer: torch.optim.Optimizer, routes: Mapping[int, Route]) -> list[StepSet]:
     from deepspeed_muon.zero import stage3, stage12, unpartitioned
 
     wrapper = engine.optimizer

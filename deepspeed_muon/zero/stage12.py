@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
@@ -18,6 +17,7 @@ from deepspeed_muon.errors import BindingError
 from deepspeed_muon.plan.layout import flat_fragments
 from deepspeed_muon.routing import Route, true_shape
 from deepspeed_muon.zero.binding import LayoutReader, StepSet
+from deepspeed_muon.zero.experts import by_group
 
 __all__ = ["knows", "read"]
 
@@ -33,27 +33,32 @@ def read(engine: Any, wrapper: Any, routes: Mapping[int, Route]) -> list[StepSet
     ``DeepSpeedZeroOptimizer`` calls the inner step once per group; ``BF16_Optimizer`` once for all groups.
     """
     if isinstance(wrapper, BF16_Optimizer):
-        return _read_bf16(wrapper, routes)
+        return _read_bf16(engine, wrapper, routes)
     sets = []
     for index, params in enumerate(wrapper.bit16_groups):
-        reader = LayoutReader(routes, wrapper.real_dp_process_group[index])
+        reader = LayoutReader(
+            routes,
+            wrapper.real_dp_process_group[index],
+            wider_group=engine.seq_data_parallel_group,
+            offloaded=bool(wrapper.cpu_offload),
+        )
         tensor = wrapper.single_partition_of_fp32_groups[index]
         _read_group(reader, index, tensor, params, wrapper.bit16_groups_flat[index])
         sets.append(reader.step_set())
     return sets
 
 
-def _read_bf16(wrapper: BF16_Optimizer, routes: Mapping[int, Route]) -> list[StepSet]:
-    groups = wrapper.real_dp_process_group
-    if any(
-        dist.get_process_group_ranks(group) != dist.get_process_group_ranks(groups[0]) for group in groups
-    ):
-        raise BindingError("BF16_Optimizer holds param groups of different data-parallel groups")
-    reader = LayoutReader(routes, groups[0])
-    for index, params in enumerate(wrapper.bf16_groups):
-        tensor = wrapper.fp32_groups_flat_partition[index]
-        _read_group(reader, index, tensor, params, wrapper.bf16_groups_flat[index])
-    return [reader.step_set()]
+def _read_bf16(engine: Any, wrapper: BF16_Optimizer, routes: Mapping[int, Route]) -> list[StepSet]:
+    """Read all param groups, those of one data-parallel group as one set; the inner step is called once."""
+    sets = []
+    numbers = range(len(wrapper.bf16_groups))
+    for group, members in by_group(numbers, lambda index: wrapper.real_dp_process_group[index]):
+        reader = LayoutReader(routes, group, wider_group=engine.seq_data_parallel_group)
+        for index in members:
+            tensor = wrapper.fp32_groups_flat_partition[index]
+            _read_group(reader, index, tensor, wrapper.bf16_groups[index], wrapper.bf16_groups_flat[index])
+        sets.append(reader.step_set())
+    return sets
 
 
 def _read_group(

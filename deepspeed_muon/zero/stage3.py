@@ -24,7 +24,11 @@ def read(engine: Any, wrapper: Any, routes: Mapping[int, Route]) -> list[StepSet
     """Read every sub-group; DeepSpeed calls the inner step once for each of them."""
     sets = []
     for index, params in enumerate(wrapper.fp16_groups):
-        reader = LayoutReader(routes, _process_group(wrapper, index))
+        reader = LayoutReader(
+            routes,
+            _process_group(wrapper, index),
+            offloaded=bool(wrapper.offload_optimizer),
+        )
         reader.add_partition(index, wrapper.fp32_partitioned_groups_flat[index], params)
         offset = 0
         for param in params:

@@ -9,12 +9,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import Tensor
 
+from deepspeed_muon.pipelines import is_divided
 from deepspeed_muon.routing import Route
 from deepspeed_muon.zero.binding import StepSet, read_whole
+from deepspeed_muon.zero.experts import by_group, exact_norm, holders, needs_exact_norm
+from deepspeed_muon.zero.tensor_parallel import tensor_parallel_group
 
 __all__ = ["knows", "read"]
 
@@ -30,37 +34,76 @@ def read(engine: Any, wrapper: Any, routes: Mapping[int, Route]) -> list[StepSet
     """Read the parameters of the plain engine or of ``FP16_UnfusedOptimizer``; the inner step is called once."""
     group = engine.seq_data_parallel_group
     if isinstance(wrapper, FP16_UnfusedOptimizer):
-        _scale_the_loss(engine, wrapper)
         pairs = [
             (model, master)
             for models, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)
             for model, master in zip(models, masters, strict=True)
         ]
+        _scale_the_loss(engine, wrapper, pairs)
     else:
-        _record_global_norm(engine, wrapper)
         pairs = [(param, param) for group_ in wrapper.param_groups for param in group_["params"]]
-    return [read_whole(pairs, routes, group)]
+        _record_global_norm(engine, wrapper, [param for param, _ in pairs])
+    sets = []
+    for holder, numbers in by_group(range(len(pairs)), lambda number: holders(pairs[number][0], group)):
+        members = [pairs[number] for number in numbers]
+        sets.append(read_whole(members, routes, holder, numbers=numbers, wider_group=group))
+    return sets
 
 
-def _record_global_norm(engine: Any, optimizer: Any) -> None:
+def _record_global_norm(engine: Any, optimizer: Any, params: list[Tensor]) -> None:
     """Keep the norm of the raw gradients, which the plain engine computes for clipping and throws away."""
     from deepspeed.runtime.utils import clip_grad_norm_
 
+    def exact() -> Tensor:
+        return exact_norm([(param, param.grad) for param in params])
+
     def clip_fp32_gradients() -> None:
-        optimizer._global_grad_norm = clip_grad_norm_(
-            parameters=engine.module.parameters(), max_norm=engine.gradient_clipping(), mpu=engine.mpu
-        )
+        limit = engine.gradient_clipping()
+        divided = is_divided(engine.module)
+        if divided or needs_exact_norm(engine):
+            norm = _norm_of_all_stages(engine) if divided else exact()
+            optimizer._global_grad_norm = norm
+            grads = [param.grad for param in params if param.grad is not None]
+            torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp_(max=1.0))
+        else:
+            optimizer._global_grad_norm = clip_grad_norm_(
+                parameters=engine.module.parameters(), max_norm=limit, mpu=engine.mpu
+            )
+
+    def total() -> Tensor:
+        if is_divided(engine.module):
+            return _norm_of_all_stages(engine)
+        if tensor_parallel_group(engine) is not None:
+            # Clipping to infinity is how DeepSpeed measures: it counts a shard everywhere and a copy once.
+            norm: Tensor = clip_grad_norm_(
+                parameters=engine.module.parameters(), max_norm=float("inf"), mpu=engine.mpu
+            )
+            return norm
+        grads = [param.grad for param in params if param.grad is not None]
+        return exact() if needs_exact_norm(engine) else torch.nn.utils.get_total_norm(grads)
 
     engine.clip_fp32_gradients = clip_fp32_gradients
-    optimizer.records_global_norm = engine.gradient_clipping() <= 0.0
+    optimizer.measure_norm = total if engine.gradient_clipping() <= 0.0 else None
 
 
-def _scale_the_loss(engine: Any, wrapper: Any) -> None:
+def _norm_of_all_stages(engine: Any) -> Tensor:
+    """Return the norm of a pipeline's gradients over all stages, where DeepSpeed counts the first stage only."""
+    # A tied layer's gradient is the same on all stages that hold a copy and counts where it is not marked.
+    counted = [p.grad for p in engine.module.parameters() if p.grad is not None and not p.ds_pipe_replicated]
+    squared = torch.zeros((), dtype=torch.float64, device=engine.device)
+    for norm in torch._foreach_norm(counted) if counted else []:
+        squared += norm.double() ** 2
+    dist.all_reduce(squared, group=engine.mpu.get_model_parallel_group())
+    return squared.sqrt().float()
+
+
+def _scale_the_loss(engine: Any, wrapper: Any, pairs: list[tuple[Tensor, Tensor]]) -> None:
     """Make stage 0 in half precision divide by the loss scale that was applied, and report the unscaled norm.
 
     Three defects of DeepSpeed meet here. Engines that know ``ZeROOptimizer.scale_if_loss`` scale the loss only for
     wrappers of that class, while ``FP16_UnfusedOptimizer`` divides by the scale in any case. It divides by the scale
-    of the *next* step when the scale has just grown. And the norm that it reports is that of the scaled gradients.
+    of the *next* step when the scale has just grown. And the norm that it reports is that of the scaled gradients,
+    without those of experts.
     """
     config = getattr(wrapper, "loss_scale_config", None)
     scaling = config is None or config.use_grad_scaling
@@ -76,6 +119,10 @@ def _scale_the_loss(engine: Any, wrapper: Any) -> None:
 
     def unscale_and_clip_grads(total_norm: Any, apply_scale: bool = True) -> float:
         divisor = applied[0]
+        if needs_exact_norm(engine):
+            total_norm = wrapper._global_grad_norm = exact_norm(
+                [(model, master.grad) for model, master in pairs]
+            )
         if wrapper.clip_grad > 0.0:
             divisor *= max(1.0, (float(total_norm) / applied[0] + 1e-6) / wrapper.clip_grad)
         if apply_scale and divisor != 1.0:

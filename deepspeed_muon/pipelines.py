@@ -1,0 +1,39 @@
+"""What routing must know of ``deepspeed.pipe.PipelineModule``: its layers have numbers for names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+__all__ = ["is_divided", "is_pipeline", "pipeline_kinds"]
+
+
+def is_pipeline(model: nn.Module) -> bool:
+    """Return whether ``model`` is a ``deepspeed.pipe.PipelineModule``."""
+    return all(hasattr(model, name) for name in ("forward_funcs", "tied_modules", "stage_id", "num_stages"))
+
+
+def is_divided(model: Any) -> bool:
+    """Return whether ``model`` is a pipeline of which each rank holds one of several stages."""
+    return is_pipeline(model) and model.num_stages > 1
+
+
+def pipeline_kinds(model: Any) -> dict[str, list[nn.Parameter]]:
+    """Find what the names cannot tell: the output head and the layers that stages share.
+
+    Args:
+        model: A ``PipelineModule``; nothing is mutated.
+
+    Returns:
+        Parameters of this rank's stage by kind: ``head`` and ``tied``.
+    """
+    found: dict[str, list[nn.Parameter]] = {"head": [], "tied": list(model.tied_modules.parameters())}
+    last = model.forward_funcs[-1] if model.forward_funcs else None
+    if model.stage_id == model.num_stages - 1 and isinstance(last, nn.Module):
+        # Under zero.Init a parameter's own shape is that of a placeholder.
+        matrices = [param for param in last.parameters() if len(getattr(param, "ds_shape", param.shape)) > 1]
+        # A block has several matrices; a last layer with only one projects onto the outputs.
+        if len(matrices) == 1:
+            found["head"] = matrices
+    return found

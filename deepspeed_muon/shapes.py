@@ -1,0 +1,290 @@
+"""How a weight divides into the matrices that are orthogonalised: fused projections, heads, stored transposes.
+
+The output of a layer is the first dimension of its weight, the last one where the weight is stored as input x output
+(Hugging Face's ``Conv1D``, the stacked experts of gpt-oss and Llama 4). ``split`` cuts the output into the parts of
+a fused projection, attention heads cut each part again, and every piece is a matrix with a scale of its own. The
+input is never cut: the heads of an output projection lie on its input, so it stays whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from deepspeed_muon.errors import RoutingError
+
+__all__ = [
+    "AttentionShape",
+    "ShapeRules",
+    "SplitRule",
+    "attention_shapes",
+    "cut_into_heads",
+    "leaf_name",
+    "nearest_attention",
+    "split_output",
+]
+
+SplitRule = str | Sequence[int] | Sequence[float]
+"""Sizes of the parts, fractions of the output, or the word ``qkv`` or ``gate_up``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeRules:
+    """What the configuration says about the division of weights; patterns are those of ``include``.
+
+    Attributes:
+        split: Pattern to the parts of a fused projection.
+        heads: Pattern to the number of heads, or to one number for each part.
+        transposed: Patterns of weights that are stored as input x output.
+        per_head: Whether heads are taken from DeepSpeed's tags and the model's configuration too.
+    """
+
+    split: Mapping[str, SplitRule] = field(default_factory=dict)
+    heads: Mapping[str, int | Sequence[int]] = field(default_factory=dict)
+    transposed: Sequence[str] = ()
+    per_head: bool = False
+
+
+# Modules whose output is a run of heads, by the last component of their name. q_b_proj and kv_b_proj are the
+# up-projections of multi-head latent attention.
+_QUERY_NAMES = frozenset({"q_proj", "query", "wq", "q", "q_b_proj"})
+_KEY_VALUE_NAMES = frozenset({"k_proj", "v_proj", "key", "value", "wk", "wv", "k", "v"})
+_LATENT_NAMES = frozenset({"kv_b_proj"})
+_FUSED_NAMES = frozenset({"qkv_proj", "qkv", "wqkv", "c_attn", "query_key_value", "in_proj_weight"})
+
+# Projections that these models store head by head (q, k, v of the first head, then of the second, ...): there is no
+# run of rows that is the query.
+_INTERLEAVED_NAMES = frozenset({"query_key_value"})
+_INTERLEAVED_MODELS = frozenset({"gpt_bigcode"})
+
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+_WIDTHS = ("hidden_size", "n_embd", "d_model")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """The heads of an attention module, from a Hugging Face style configuration.
+
+    Attributes:
+        heads: Query heads.
+        kv_heads: Key and value heads.
+        head_dim: Outputs of a head.
+        latent_query: Outputs of a query head of multi-head latent attention.
+        latent_kv: Outputs of a head of its joint key and value projection.
+        model_type: The configuration's ``model_type``.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int | None = None
+    latent_query: int | None = None
+    latent_kv: int | None = None
+    model_type: str = ""
+
+    @classmethod
+    def from_config(cls, config: Any) -> AttentionShape | None:
+        """Read a configuration object; ``None`` if it does not speak of attention heads."""
+        heads = _first(config, _HEADS)
+        if heads is None:
+            return None
+        width = _first(config, _WIDTHS)
+        head_dim = _first(config, ("head_dim", "d_kv"))
+        if head_dim is None and width is not None and width % heads == 0:
+            head_dim = width // heads
+        nope = _first(config, ("qk_nope_head_dim",))
+        rope = _first(config, ("qk_rope_head_dim",))
+        value = _first(config, ("v_head_dim",))
+        return cls(
+            heads,
+            _first(config, _KEY_VALUE_HEADS) or heads,
+            head_dim,
+            None if nope is None or rope is None else nope + rope,
+            None if nope is None or value is None else nope + value,
+            str(getattr(config, "model_type", "") or ""),
+        )
+
+    def qkv_sizes(self) -> tuple[int, int, int] | None:
+        """Return the sizes of query, key and value in a fused projection."""
+        if self.head_dim is None:
+            return None
+        kv = self.kv_heads * self.head_dim
+        return self.heads * self.head_dim, kv, kv
+
+    def heads_of(self, leaf: str, output: int) -> int | None:
+        """Return into how many heads the projection ``leaf`` with ``output`` outputs divides.
+
+        A name is a claim that the size must confirm; ``None`` where it does not.
+        """
+        return next((count for count, width in self._claims(leaf) if count * width == output), None)
+
+    def doubt(self, leaf: str, output: int) -> str | None:
+        """Say why a projection whose name claims heads is not divided; ``None`` where there is nothing to say."""
+        claims = self._claims(leaf)
+        if not claims or self.heads_of(leaf, output):
+            return None
+        count, width = claims[-1]
+        return f"whole: {count} heads of {width} are not its {output} outputs"
+
+    def _claims(self, leaf: str) -> list[tuple[int, int]]:
+        """Return the head counts and widths that a projection of this name can have."""
+        claims: list[tuple[int, int | None]] = []
+        if leaf in _QUERY_NAMES:
+            claims = [(self.heads, self.latent_query), (self.heads, self.head_dim)]
+        elif leaf in _KEY_VALUE_NAMES:
+            claims = [(self.kv_heads, self.head_dim)]
+        elif leaf in _LATENT_NAMES:
+            claims = [(self.heads, self.latent_kv)]
+        return [(count, width) for count, width in claims if width]
+
+
+def _first(config: Any, names: Sequence[str]) -> int | None:
+    values = (getattr(config, name, None) for name in names)
+    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)
+
+
+def attention_shapes(model: nn.Module) -> dict[str, AttentionShape]:
+    """Return what each module's own ``config`` says of attention heads, by the module's name.
+
+    The vision tower of a model has another configuration than its language model, so the nearest one counts: see
+    :func:`nearest_attention`.
+
+    Args:
+        model: Any module; nothing is mutated.
+    """
+    found: dict[str, AttentionShape] = {}
+    known: dict[int, AttentionShape | None] = {}
+    for name, module in model.named_modules():
+        config = getattr(module, "config", None)
+        if config is None or isinstance(config, (str, int, float)):
+            continue
+        if id(config) not in known:
+            inner = getattr(config, "text_config", None)
+            known[id(config)] = AttentionShape.from_config(config) or AttentionShape.from_config(inner)
+        shape = known[id(config)]
+        if shape is not None:
+            found[name] = shape
+    return found
+
+
+def nearest_attention(shapes: Mapping[str, AttentionShape], name: str) -> AttentionShape | None:
+    """Return the entry of the closest module above the parameter ``name``."""
+    if not shapes:
+        return None
+    path = name.split(".")[:-1]
+    for length in range(len(path), -1, -1):
+        shape = shapes.get(".".join(path[:length]))
+        if shape is not None:
+            return shape
+    return None
+
+
+def leaf_name(name: str) -> str:
+    """Return the module that holds a parameter, in lower case: ``model.layers.0.q_proj.weight`` gives ``q_proj``."""
+    parts = name.lower().split(".")
+    return parts[-2] if len(parts) > 1 and parts[-1] in ("weight", "bias") else parts[-1]
+
+
+def split_output(
+    rule: SplitRule, *, name: str, output: int, attention: AttentionShape | None, interleaved: bool
+) -> tuple[int, ...]:
+    """Return the sizes of the parts of a fused projection.
+
+    Args:
+        rule: What ``optimizer.params.split`` says for this parameter.
+        name: The parameter's name.
+        output: Outputs of the layer.
+        attention: The heads of its model, for ``qkv``.
+        interleaved: Whether the outputs of the parts alternate (gate 0, up 0, gate 1, ...).
+
+    Raises:
+        RoutingError: If the parts are no runs of the output, or do not add up to it.
+    """
+    where = f"optimizer.params.split: {name} has {output} outputs"
+    if interleaved:
+        raise RoutingError(
+            f"{where} in which those of its parts alternate, so that no part is a run of them; leave it whole"
+        )
+    if isinstance(rule, str):
+        sizes = _named_sizes(rule, where, name, output, attention)
+    elif all(isinstance(size, int) for size in rule):
+        sizes = tuple(int(size) for size in rule)
+    else:
+        # A fraction is written with a few digits: 0.3333 stands for a third.
+        sizes = tuple(round(size * output) for size in rule)
+        if any(abs(size * output - whole) >= 0.5 for size, whole in zip(rule, sizes, strict=True)):
+            sizes = ()
+    if sum(sizes) != output or min(sizes, default=0) < 1:
+        raise RoutingError(f"{where}, which {rule!r} does not divide (it gives {list(sizes)})")
+    return sizes
+
+
+def _named_sizes(
+    word: str, where: str, name: str, output: int, attention: AttentionShape | None
+) -> tuple[int, ...]:
+    if word == "gate_up":
+        return (output // 2, output - output // 2) if output % 2 == 0 else ()
+    leaf = leaf_name(name)
+    if leaf in _INTERLEAVED_NAMES or (attention and attention.model_type in _INTERLEAVED_MODELS):
+        raise RoutingError(
+            f"{where} and a layer of that name is often stored head by head, where query, key and value are no runs of "
+            f"outputs; if they are runs in this model, write their sizes instead of 'qkv'"
+        )
+    sizes = attention.qkv_sizes() if attention is not None else None
+    if sizes is None:
+        raise RoutingError(
+            f"{where} and 'qkv' needs a model whose config has num_attention_heads and head_dim or hidden_size; write "
+            f"the sizes of query, key and value instead"
+        )
+    return sizes
+
+
+def cut_into_heads(
+    parts: Sequence[int],
+    *,
+    name: str,
+    explicit: int | Sequence[int] | None,
+    tagged: int,
+    attention: AttentionShape | None,
+    derive: bool,
+) -> tuple[int, ...]:
+    """Return the number of heads in every part, 1 for a part that stays whole.
+
+    The first source that speaks decides: ``optimizer.params.heads``, DeepSpeed's tag, the model's configuration.
+
+    Args:
+        parts: Sizes of the parts of the output; one for a layer that is not split.
+        name: The parameter's name.
+        explicit: Heads from the configuration: a number for every part, or one for the only part.
+        tagged: ``muon_num_heads`` of the parameter, 1 where there is none.
+        attention: The heads of its model.
+        derive: Whether ``per_head_muon`` asks for the last two sources.
+
+    Raises:
+        RoutingError: If a part does not divide into its heads.
+    """
+    counts: Sequence[int] = (1,) * len(parts)
+    source = "optimizer.params.heads"
+    if explicit is not None:
+        counts = (explicit,) if isinstance(explicit, int) else explicit
+        if len(counts) != len(parts):
+            raise RoutingError(
+                f"{source}: {name} has {len(parts)} parts and {list(counts)} has {len(counts)} numbers; write one for "
+                f"each part, 1 for a part that stays whole"
+            )
+    elif derive:
+        source = "optimizer.params.per_head_muon"
+        leaf = leaf_name(name)
+        if len(parts) == 1 and tagged > 1:
+            counts = (tagged,)
+        elif attention is not None and len(parts) == 1:
+            counts = (attention.heads_of(leaf, parts[0]) or 1,)
+        elif attention is not None and leaf in _FUSED_NAMES and tuple(parts) == attention.qkv_sizes():
+            counts = (attention.heads, attention.kv_heads, attention.kv_heads)
+    for size, count in zip(parts, counts, strict=True):
+        if size % count:
+            raise RoutingError(f"{source}: {name} has {size} outputs, not divisible by {count} heads")
+    return tuple(counts)

@@ -1,0 +1,112 @@
+"""What ZeRO-Offload and masters in half precision ask of the inner optimizer, and how ours answers.
+
+Twin-flow (``ratio``) and ``bf16_master_weights_and_grads`` work with any optimizer that updates partitions on the CPU
+and in half precision, but ZeRO's wrappers admit ``DeepSpeedCPUAdam`` alone, by its exact type.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero import stage3, stage_1_and_2
+
+__all__ = [
+    "Admission",
+    "half_states",
+    "master_dtype",
+    "offload_device",
+    "offload_ratio",
+]
+
+_MODULES = (stage3, stage_1_and_2)
+
+
+def offload_device(engine: Any, section: str = "offload_optimizer") -> str:
+    """Return where ZeRO offloads to: ``none``, ``cpu`` or ``nvme``.
+
+    Args:
+        engine: A ``DeepSpeedEngine``.
+        section: ``offload_optimizer`` or ``offload_param``.
+    """
+    offload = getattr(engine._config.zero_config, section, None)
+    device = getattr(offload, "device", None)
+    return "none" if device is None else str(getattr(device, "value", device))
+
+
+def offload_ratio(engine: Any) -> float:
+    """Return the share of the sub-groups that ``offload_optimizer.ratio`` puts on the CPU (stage 3)."""
+    offload = getattr(engine._config.zero_config, "offload_optimizer", None)
+    if offload is None or engine.zero_optimization_stage() != 3:
+        return 1.0
+    return float(getattr(offload, "ratio", 1.0))
+
+
+def half_states(engine: Any) -> bool:
+    """Return whether ``bf16.bf16_optimizer_states`` is set; DeepSpeed 0.16.9 does not have it."""
+    return bool(getattr(engine, "bf16_optimizer_states", lambda: False)())
+
+
+def master_dtype(engine: Any) -> torch.dtype:
+    """Return the dtype that the configuration asks the master weights to be kept in."""
+    if getattr(engine, "bf16_master_weights_and_gradients", lambda: False)():
+        return torch.bfloat16
+    return torch.float16 if engine.fp16_master_weights_and_gradients() else torch.float32
+
+
+class Admission:
+    """Lets ZeRO's wrappers take our optimizer where they ask for ``DeepSpeedCPUAdam``, while they are made."""
+
+    def __init__(self, engine: Any) -> None:
+        """Change nothing yet.
+
+        Args:
+            engine: The engine whose optimizer is about to be wrapped.
+        """
+        self._engine = engine
+        self._replaced: list[tuple[Any, Any]] = []
+        self._group_keys: list[tuple[dict[str, Any], frozenset[str]]] = []
+
+    def adopt(self, optimizer: Any) -> None:
+        """Prepare our optimizer, once it is made and before it is wrapped.
+
+        Args:
+            optimizer: A :class:`deepspeed_muon.optimizer.Muon`.
+        """
+        engine = self._engine
+        optimizer.managed = True
+        # Asked of client optimizers: ours runs the native CPU Adam by itself.
+        engine.zero_force_ds_cpu_optimizer = lambda: False
+        if half_states(engine):
+            optimizer.keep_half_states()
+        if offload_device(engine) == "none":
+            return
+        if offload_ratio(engine) < 1.0:
+            # The wrapper makes a torch.optim.AdamW for the sub-groups on the device out of our groups.
+            self._group_keys = [(group, frozenset(group)) for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group.setdefault("amsgrad", False)
+        if offload_ratio(engine) < 1.0 or master_dtype(engine) != torch.float32:
+            for module in _MODULES:
+                self._replaced.append((module, module.DeepSpeedCPUAdam))
+                module.DeepSpeedCPUAdam = type(optimizer)
+
+    def close(self) -> None:
+        """Put everything back. Called in any case."""
+        while self._replaced:
+            module, original = self._replaced.pop()
+            module.DeepSpeedCPUAdam = original
+
+    def settle(self, wrapper: Any, optimizer: Any) -> None:
+        """Give our optimizer the sub-groups that twin-flow leaves on the device, after the wrapper is made.
+
+        Args:
+            wrapper: ``engine.optimizer``.
+            optimizer: Our optimizer inside it.
+        """
+        if not self._group_keys:
+            return
+        wrapper.backup_optimizer = optimizer
+        for group, keys in self._group_keys:
+            for extra in [key for key in group if key not in keys]:
+                del group[extra]
