@@ -162,6 +162,157 @@ class Mixed(Toy):
         return F.cross_entropy(self.lm_head(x).flatten(0, 1), targets.flatten())
 
 
+class Adapted(nn.Module):
+    """A frozen linear layer with a trainable low-rank update beside it (LoRA)."""
+
+    def __init__(self, base: Linear, rank: int = 2) -> None:
+        super().__init__()
+        # Under zero.Init the weight is divided over the ranks already.
+        rows, cols = getattr(base.weight, "ds_shape", base.weight.shape)
+        self.base = base.requires_grad_(False)
+        self.lora_a = Linear(cols, rank)
+        self.lora_b = Linear(rank, rows)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.lora_b(self.lora_a(x))
+
+
+class Adapters(Toy):
+    """A frozen model that trains low-rank adapters on its blocks, the gains and the head."""
+
+    def __init__(self, **_: object) -> None:
+        super().__init__(hidden=(16, 48), thin=False)
+        self.embed.requires_grad_(False)
+        for block in self.blocks:
+            block.up, block.down = Adapted(block.up), Adapted(block.down)
+
+
+class Tied(Toy):
+    """A model whose output head is its embedding."""
+
+    def __init__(self, **_: object) -> None:
+        super().__init__(thin=False)
+        del self.lm_head
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(tokens).double()
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(F.linear(x, self.embed.weight.double()).flatten(0, 1), targets.flatten())
+
+
+class Conv1D(nn.Module):
+    """A linear layer stored as input x output, recognised by its name and ``nf`` as Hugging Face's is."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf = nf
+        self.weight = nn.Parameter(torch.randn(nx, nf) / nx**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.double()
+
+
+class FusedExperts(nn.Module):
+    """Three experts of which all take part, stored as (expert, in, out) or (expert, out, in)."""
+
+    def __init__(self, width: int, hidden: int, *, is_transposed: bool) -> None:
+        super().__init__()
+        self.is_transposed = is_transposed
+        shapes = [(3, 2 * hidden, width), (3, width, hidden)]
+        if is_transposed:
+            shapes = [(e, c, r) for e, r, c in shapes]
+        self.gate_up_proj = nn.Parameter(torch.randn(shapes[0]) / width**0.5)
+        self.down_proj = nn.Parameter(torch.randn(shapes[1]) / hidden**0.5)
+        self.gate_up_proj_bias = nn.Parameter(torch.zeros(3, 2 * hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, down = self.gate_up_proj.double(), self.down_proj.double()
+        if not self.is_transposed:
+            up, down = up.mT, down.mT
+        both = torch.einsum("bli,eio->eblo", x, up) + self.gate_up_proj_bias.double()[:, None, None]
+        gate, value = both.chunk(2, dim=-1)
+        return torch.einsum("eblo,eoi->bli", torch.tanh(gate) * torch.tanh(value), down)
+
+
+class FusedAttention(nn.Module):
+    """Fused grouped-query projections of 4 query and 2 key-value heads of width 4, and another of three equal parts."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv_proj = Linear(width, 32)
+        self.o_proj = Linear(16, width)
+        self.c_attn = Conv1D(48, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv_proj(x).split((16, 8, 8), dim=-1)
+        x = x + self.o_proj(torch.tanh(q) * torch.cat((k, k), dim=-1) + torch.cat((v, v), dim=-1))
+        q, k, v = self.c_attn(x).chunk(3, dim=-1)
+        return x + torch.tanh(q) * torch.tanh(k) * torch.tanh(v)
+
+
+class Fused(Toy):
+    """Fused projections of every kind: rows, columns, experts either way round."""
+
+    def __init__(self, **_: object) -> None:
+        super().__init__(width=16, hidden=(24,), thin=False)
+        self.config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, head_dim=4)
+        self.self_attn = FusedAttention(16)
+        self.experts = FusedExperts(16, 6, is_transposed=False)
+        self.turned = FusedExperts(16, 10, is_transposed=True)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.self_attn(self.embed(tokens).double())
+        # Small branches: with large ones the gradient follows the rounding of the weights instead of the optimizer.
+        x = x + 0.3 * (self.experts(x) + self.turned(x))
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.lm_head(x).flatten(0, 1), targets.flatten())
+
+
+class Convolutions(Toy):
+    """Filters of one, two and three dimensions, and those that are no single matrix: grouped and transposed."""
+
+    def __init__(self, **_: object) -> None:
+        super().__init__(width=12, hidden=(), thin=False)
+        self.plain = nn.ModuleList((nn.Conv1d(12, 12, 3), nn.Conv2d(2, 5, 3), nn.Conv3d(1, 7, (1, 2, 3))))
+        self.others = nn.ModuleList((nn.Conv1d(12, 12, 3, groups=12), nn.ConvTranspose1d(12, 12, 3)))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(tokens).double()
+        total = x.new_zeros(())
+        for layer in (*self.plain, *self.others):
+            name = type(layer).__name__
+            run = getattr(F, f"conv_transpose{name[-2]}d" if "Transpose" in name else f"conv{name[-2]}d")
+            weight, bias = layer.weight.double(), layer.bias.double()
+            groups = {"groups": layer.groups}
+            if weight.ndim == 3:
+                x = x + torch.tanh(run(x.mT, weight, bias, padding=1, **groups)).mT
+            else:
+                image = x.reshape(
+                    x.shape[0], weight.shape[1], *((12, -1) if weight.ndim == 4 else (4, 4, -1))
+                )
+                total = total + torch.tanh(run(image, weight, bias)).square().mean()
+        return F.cross_entropy(self.lm_head(x).flatten(0, 1), targets.flatten()) + total
+
+
+class Even(Toy):
+    """Sizes that divide evenly over tensor-parallel ranks, wide and tall, and a matrix that they all hold whole."""
+
+    def __init__(self, exact: bool = True) -> None:
+        super().__init__(width=16, hidden=(16, 48, 8), exact=exact, thin=False)
+        self.mix = Linear(16, 16, exact=exact)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        if self.exact:
+            x = x.double()
+        x = x + torch.tanh(self.mix(x))
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.lm_head(x).flatten(0, 1).double(), targets.flatten())
+
+
 MODELS: dict[str, type[Toy]] = {
     "toy": Toy,
     "unused": Unused,
@@ -169,6 +320,11 @@ MODELS: dict[str, type[Toy]] = {
     "single": Single,
     "heads": Heads,
     "mixed": Mixed,
+    "adapters": Adapters,
+    "tied": Tied,
+    "fused": Fused,
+    "convolutions": Convolutions,
+    "even": Even,
 }
 
 MATRICES: dict[str, set[str]] = {
@@ -180,7 +336,41 @@ MATRICES: dict[str, set[str]] = {
     "heads": {f"blocks.0.{part}.weight" for part in ("up", "down")}
     | {f"self_attn.{p}_proj.weight" for p in "qko"},
 }
+MATRICES["adapters"] = {
+    f"blocks.{i}.{part}.lora_{half}.weight" for i in range(2) for part in ("up", "down") for half in "ab"
+}
+MATRICES["tied"] = {f"blocks.{i}.{part}.weight" for i in range(3) for part in ("up", "down")}
+MATRICES["fused"] = (
+    {f"blocks.0.{part}.weight" for part in ("up", "down")}
+    | {f"self_attn.{part}.weight" for part in ("qkv_proj", "o_proj", "c_attn")}
+    | {f"{side}.{part}" for side in ("experts", "turned") for part in ("gate_up_proj", "down_proj")}
+)
+MATRICES["convolutions"] = {f"plain.{number}.weight" for number in range(3)}
+MATRICES["even"] = {f"blocks.{i}.{part}.weight" for i in range(3) for part in ("up", "down")} | {"mix.weight"}
 MATRICES["unused"] = MATRICES["toy"] | {"idle.weight"}
+
+
+# How the parts of "fused" are cut under FUSED_PARAMS: rows, columns, whether the weight is input x output.
+CUTS: dict[str, dict[str, tuple[list[int], list[int], bool]]] = {
+    "fused": {
+        "self_attn.qkv_proj.weight": ([4] * 8, [16], False),
+        "self_attn.c_attn.weight": ([16], [16, 16, 16], True),
+        "experts.gate_up_proj": ([6] * 6, [16], False),
+        "experts.down_proj": ([16] * 3, [6], False),
+        "turned.gate_up_proj": ([16] * 3, [10, 10], True),
+        "turned.down_proj": ([10] * 3, [16], True),
+    },
+}
+# The same without heads: blocks of unequal size.
+CUTS["fused-whole-heads"] = {**CUTS["fused"], "self_attn.qkv_proj.weight": ([16, 8, 8], [16], False)}
+FUSED_PARAMS: dict[str, object] = {
+    "per_head_muon": True,
+    "split": {
+        "*.qkv_proj.weight": "qkv",
+        "*.c_attn.weight": [16, 16, 16],
+        "*.gate_up_proj": "gate_up",
+    },
+}
 
 
 def build(kind: str, *, seed: int = 0, **kwargs: object) -> Toy:

@@ -45,8 +45,15 @@ class Oracle:
     scale: Callable[[int, int], float] = lambda r, c: math.sqrt(max(1.0, r / c))
     heads: dict[str, int] = field(default_factory=dict)
     experts: set[str] = field(default_factory=set)
+    variant: str = "muon"
+    beta2: float = 0.95
+    decay_mode: str = "decoupled"
+    # Name to rows, columns and whether the weight is input x output; 3-D weights are stacked to one matrix first.
+    cuts: dict[str, tuple[list[int], list[int], bool]] = field(default_factory=dict)
+    keep: Callable[[Tensor], Tensor] = lambda buf: buf
     step: int = 0
     state: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
+    rows: dict[str, Tensor] = field(default_factory=dict)
 
     def update(self, model: nn.Module) -> float:
         """Apply one step to ``model`` from its ``.grad`` and return the norm of the raw gradients."""
@@ -66,11 +73,48 @@ class Oracle:
         (buf,) = self.state.get(name, (torch.zeros_like(grad),))
         buf = self.momentum * buf + (1 - self.momentum) * grad
         u = (1 - self.momentum) * grad + self.momentum * buf if self.nesterov else buf
-        self.state[name] = (buf,)
-        param.mul_(1 - self.lr * self.weight_decay)
-        blocks = list(u) if name in self.experts else u.flatten(1).chunk(self.heads.get(name, 1))
-        update = torch.cat([self.scale(*block.shape) * polar(block) for block in blocks])
-        param.sub_(self.lr * update.view(param.shape))
+        self.state[name] = (self.keep(buf),)
+        if name in self.cuts:
+            update = self._cut(name, u.reshape(-1, u.shape[-1]), *self.cuts[name])
+        else:
+            blocks = list(u) if name in self.experts else u.flatten(1).chunk(self.heads.get(name, 1))
+            factors = [polar(block) for block in blocks]
+            if self.variant == "normuon":
+                factors = self._rows_alike(name, factors)
+            update = torch.cat([self.scale(*factor.shape) * factor for factor in factors])
+        self._apply(param, update.view(param.shape), self.lr)
+
+    def _rows_alike(self, name: str, factors: list[Tensor]) -> list[Tensor]:
+        seconds = self.rows.get(name, torch.zeros(sum(len(o) for o in factors), dtype=torch.float64))
+        seconds = self.beta2 * seconds + (1 - self.beta2) * torch.cat([(o**2).mean(1) for o in factors])
+        self.rows[name] = seconds
+        result = []
+        for o, v in zip(factors, seconds.split([len(o) for o in factors]), strict=True):
+            n = o / (v.sqrt() + 1e-8)[:, None]
+            result.append(n / n.norm() * o.norm())
+        return result
+
+    def _apply(self, param: Tensor, update: Tensor, lr: float) -> None:
+        if self.decay_mode == "cautious":
+            decay = lr * self.weight_decay * param * (update * param >= 0)
+        else:
+            decay = (1.0 if self.decay_mode == "independent" else lr) * self.weight_decay * param
+        param.sub_(decay + lr * update)
+
+    def _cut(self, name: str, u: Tensor, rows: list[int], cols: list[int], transposed: bool) -> Tensor:
+        def own(place: str, cell: Tensor) -> Tensor:
+            layer = cell.T if transposed else cell
+            factor = polar(layer)
+            if self.variant == "normuon":
+                (factor,) = self._rows_alike(place, [factor])
+            update = self.scale(*layer.shape) * factor
+            return update.T if transposed else update
+
+        bands = []
+        for i, band in enumerate(u.split(rows)):
+            cells = enumerate(band.split(cols, 1))
+            bands.append(torch.cat([own(f"{name}[{i}, {j}]", cell) for j, cell in cells], 1))
+        return torch.cat(bands)
 
     def _adamw(self, name: str, param: Tensor, grad: Tensor) -> None:
         m, v = self.state.get(name, (torch.zeros_like(grad), torch.zeros_like(grad)))
@@ -78,8 +122,7 @@ class Oracle:
         m, v = b1 * m + (1 - b1) * grad, b2 * v + (1 - b2) * grad**2
         self.state[name] = (m, v)
         root = (v / (1 - b2**self.step)).sqrt() + self.eps
-        param.mul_(1 - self.adam_lr * self.weight_decay)
-        param.sub_(self.adam_lr * (m / (1 - b1**self.step)) / root)
+        self._apply(param, (m / (1 - b1**self.step)) / root, self.adam_lr)
 
 
 def relative(actual: Tensor, expected: Tensor, start: Tensor) -> float:

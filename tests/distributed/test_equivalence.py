@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests import training
-from tests.models import MATRICES, batch, build
+from tests.models import CUTS, MATRICES, batch, build
 from tests.reference import Oracle, relative, worst
 
 STEPS = 5
@@ -26,28 +26,43 @@ ADAM_TOLERANCE = 2.5e-5
 
 @functools.lru_cache(maxsize=64)
 def reference(
-    kind: str, micro_batches: int, clipping: float, steps: int = STEPS
+    kind: str,
+    micro_batches: int,
+    clipping: float,
+    steps: int = STEPS,
+    variant: str = "muon",
+    decay_mode: str = "decoupled",
+    cuts: str = "",
 ) -> tuple[Any, Any, list[float], Any]:
     """Train in one process in float64 on all micro-batches; return start, end, raw norms and momentum."""
     model = build(kind)
     start = {name: param.detach().clone() for name, param in model.named_parameters()}
     model = model.double()
     heads = {"self_attn.q_proj.weight": 4, "self_attn.k_proj.weight": 2} if kind == "heads" else {}
-    oracle = Oracle(MATRICES[kind], clipping=clipping, heads=heads, experts={"experts.up_proj"})
+    oracle = Oracle(
+        MATRICES[kind],
+        clipping=clipping,
+        heads=heads,
+        experts={"experts.up_proj"},
+        cuts=CUTS.get(cuts or kind, {}),
+    )
+    oracle.variant, oracle.decay_mode = variant, decay_mode
     norms = []
     for step in range(steps):
         model.zero_grad()
         for micro in range(micro_batches):
             (model(*batch(step, micro)) / micro_batches).backward()
         norms.append(oracle.update(model))
-    end = {name: param.detach() for name, param in model.named_parameters()}
+    end = {name: param.detach() for name, param in model.named_parameters() if param.requires_grad}
     momentum = {name: oracle.state[name][0] for name in MATRICES[kind]}
     return start, end, norms, momentum
 
 
-def compare(results: list[dict[str, Any]], kind: str, micro_batches: int, clipping: float) -> None:
+def compare(
+    results: list[dict[str, Any]], kind: str, micro_batches: int, clipping: float, **variant: str
+) -> None:
     """Check the first rank's assembled parameters and every rank's gradient norms against the reference."""
-    start, end, norms, momentum = reference(kind, micro_batches, clipping)
+    start, end, norms, momentum = reference(kind, micro_batches, clipping, **variant)
     params: dict[str, Tensor] = results[0]["params"]
     assert params.keys() == end.keys()
     errors = {name: relative(params[name], end[name], start[name]) for name in end}

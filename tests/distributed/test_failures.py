@@ -152,8 +152,6 @@ def test_error_on_one_rank_stops_all(ranks: Any) -> None:
         ({"params": {"exclude": ["bloks.*"]}}, "RoutingError", "matches no parameter"),
         ({"params": {"include": ["*.gain"]}}, "RoutingError", "shape [16]"),
         ({"params": {"min_muon_params": 99}}, "RoutingError", "expects at least 99"),
-        ({"stage": 3, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}},
-         "UnsupportedConfigError", "ratio"),
     ],
 )  # fmt: skip
 def test_bad_input_is_a_typed_error(ranks: Any, change: dict[str, Any], kind: str, said: str) -> None:

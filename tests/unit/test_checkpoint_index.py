@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deepspeed_muon.checkpoint.index import load_index
+from deepspeed_muon.checkpoint.index import ParameterRecord, load_index
 from deepspeed_muon.checkpoint.shards import PlannedTensor, ShardFile, pack, remove_stale, shard_name
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource, file_digest
 from deepspeed_muon.errors import CheckpointError
@@ -184,3 +184,29 @@ def test_damage_to_the_header_is_found_even_if_the_checksum_fits(tmp_path: Path)
     (tmp_path / "muon_index.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=FILE):
         ConsolidatedSource(tmp_path).verify(0, 1)
+
+
+def test_row_moments_must_fit(tmp_path: Path) -> None:
+    """NorMuon's rows: as many as the record says, there if and only if it says so, and never more than elements."""
+    tensors = {"fp32": FILE, "momentum_buffer": FILE, "row_second_moment": FILE}
+    content = changed(["parameters", "w", "tensors"], tensors)
+    assert "holds" in refused(tmp_path, content)
+    content["parameters"]["w"]["rows"] = 4
+    (tmp_path / "muon_index.json").write_text(json.dumps(content))
+    record = load_index(tmp_path).parameters["w"]
+    assert record.shape_of("row_second_moment") == (4,) and record.shape_of("fp32") == (4, 3)
+    content["parameters"]["w"]["rows"] = 13
+    assert "13 rows of moments do not fit" in refused(tmp_path, content)
+    content["parameters"]["w"]["rows"] = 4
+    content["files"][FILE]["bytes"] = 4 * (12 + 12 + 3)
+    assert "its tensors need 112" in refused(tmp_path, content)
+    assert "holds" in refused(tmp_path, changed(["parameters", "w", "rows"], 4))
+
+
+def test_the_grid_of_blocks_is_written_only_where_heads_do_not_say_it() -> None:
+    """Releases that do not know the keys refuse an index that has them."""
+    plain = {"shape": (4, 3), "algorithm": "muon", "step": 0, "group": 0, "tensors": {"fp32": FILE}}
+    assert not {"grid", "transposed"} & ParameterRecord(heads=2, **plain).model_dump().keys()
+    divided = ParameterRecord(heads=3, grid=((), (1, 1, 1)), transposed=True, **plain)
+    again = ParameterRecord.model_validate_json(divided.model_dump_json())
+    assert again == divided and again.grid == ((), (1, 1, 1)) and again.transposed

@@ -20,8 +20,16 @@ def test_defaults_are_those_of_deepspeeds_own_muon() -> None:
         "nesterov": True,
         "weight_decay": 0.0,
         "adjust_lr_fn": "original",
+        "beta2": 0.95,
+        "weight_decay_mode": "decoupled",
     }
-    assert config.adam_defaults() == {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
+    assert config.adam_defaults() == {
+        "lr": 3e-4,
+        "betas": (0.9, 0.95),
+        "eps": 1e-10,
+        "weight_decay": 0.0,
+        "weight_decay_mode": "decoupled",
+    }
     assert len(config.coefficients()) == 5
 
 
@@ -57,6 +65,13 @@ def test_precedence_of_rates() -> None:
         ({"adjust_lr_fn": "spectral_norm"}, "optimizer.params.adjust_lr_fn"),
         ({"min_muon_params": -1}, "optimizer.params.min_muon_params"),
         ({"nonfinite_grad": "ignore"}, "optimizer.params.nonfinite_grad"),
+        (
+            {"health": {"evry": 3}},
+            "optimizer.params.health: of its keys: unknown key 'evry'; did you mean 'every'?",
+        ),
+        ({"health": {"every": -1}}, "optimizer.params.health.every"),
+        ({"health": {"matrices": 0}}, "optimizer.params.health.matrices"),
+        ({"health": 3}, "optimizer.params.health: must be an object"),
     ],
 )
 def test_bad_values_name_the_key(params: dict[str, Any], said: str) -> None:
@@ -86,3 +101,26 @@ def test_digest_is_canonical() -> None:
     first = MuonConfig.from_params({"lr": 0.1, "momentum": 0.9})
     second = MuonConfig.from_params({"momentum": 0.9, "lr": 0.1})
     assert first.digest() == second.digest() != MuonConfig.from_params({"lr": 0.1}).digest()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, (100, 4, True)),
+        (True, (100, 4, True)),
+        (False, (0, 4, False)),
+        ({"every": 7}, (7, 4, True)),
+        ({"check": False, "matrices": 2}, (100, 2, False)),
+    ],
+)
+def test_health(given: Any, expected: tuple[int, int, bool]) -> None:
+    health = MuonConfig.from_params({"health": given}).health
+    assert (health.every, health.matrices, health.check) == expected
+
+
+def test_auto_takes_fp32_for_a_schedule_without_a_margin_for_rounding() -> None:
+    gpu = torch.device("cuda")
+    assert MuonConfig.from_params({}).ns_settings(gpu).dtype == torch.float16
+    assert MuonConfig.from_params({"ns_schedule": "cans"}).ns_settings(gpu).dtype == torch.float32
+    chosen = MuonConfig.from_params({"ns_schedule": "cans", "ns_dtype": "fp16"})
+    assert chosen.ns_settings(gpu).dtype == torch.float16

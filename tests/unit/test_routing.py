@@ -38,6 +38,8 @@ def route(name: str, *shape: int, siblings: tuple[str, ...] = ()) -> Route:
         ("score.weight", (2, 8), "adamw"),
         ("embed_out.weight", (32, 8), "adamw"),
         ("layers.0.router.weight", (4, 8), "adamw"),
+        ("decoder.block.1.layer.2.mlp.router.classifier.weight", (4, 8), "adamw"),
+        ("transformer.blocks.0.ffn.router.layer.weight", (4, 8), "adamw"),
         ("model.layers.0.input_layernorm.weight", (8,), "adamw"),
         ("scale", (), "adamw"),
         ("conv.weight", (4, 3, 3, 3), "adamw"),
@@ -57,6 +59,14 @@ def test_a_gate_beside_experts_is_a_router() -> None:
         "model.layers.0.moe.gate.weight", 4, 8, siblings=("model.layers.0.moe.experts.0.w1.weight",)
     )
     assert found.algorithm == "adamw" and "router" in found.reason
+
+
+def test_the_coefficient_of_residual_experts_is_a_router() -> None:
+    found = route(
+        "moe.coefficient.weight", 2, 8, siblings=("moe.deepspeed_moe.experts.deepspeed_experts.0.weight",)
+    )
+    assert found.algorithm == "adamw" and "router" in found.reason
+    assert route("moe.coefficient.weight", 2, 8).algorithm == "muon"
 
 
 class Tied(nn.Module):

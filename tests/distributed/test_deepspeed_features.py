@@ -1,0 +1,340 @@
+"""DeepSpeed's other features: each gives the reference's update, or ``deepspeed.initialize`` refuses it."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.runtime.config import DeepSpeedConfigError
+from torch.utils.checkpoint import checkpoint
+
+import deepspeed_muon
+from tests import training
+from tests.distributed.test_equivalence import STEPS, compare
+from tests.models import MATRICES, batch, build
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "stage3-hpz": {"stage": 3, "zero": {"zero_hpz_partition_size": 2}},
+    "stage3-hpz-zero-init": {
+        "stage": 3,
+        "zero": {"zero_hpz_partition_size": 2, "sub_group_size": 300},
+        "zero_init": True,
+    },
+    "stage1-not-contiguous": {"stage": 1, "zero": {"contiguous_gradients": False}},
+    "stage3-not-contiguous": {"stage": 3, "zero": {"contiguous_gradients": False}},
+    "stage1-overlap-round-robin": {"stage": 1, "zero": {"overlap_comm": True, "round_robin_gradients": True}},
+    "stage2-data-efficiency": {
+        "stage": 2,
+        "extra": {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True}}},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            n, marks=pytest.mark.full if n in ("stage3-hpz-zero-init", "stage1-not-contiguous") else ()
+        )
+        for n in VARIANTS
+    ],
+)
+def test_variant_matches_the_reference(ranks: Any, name: str) -> None:
+    world = 4 if "hpz" in name else 2
+    results = ranks(world).run(training.train, accumulation=2, clipping=0.5, **VARIANTS[name])
+    compare(results, "toy", 2 * world, 0.5)
+    assert sum(result["orthogonalized"] for result in results) == len(MATRICES["toy"])
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero_init"), [(0, False), (1, False), (2, False), (3, True)], ids=["0", "1", "2", "3"]
+)
+def test_frozen_base_with_adapters(ranks: Any, stage: int, zero_init: bool) -> None:
+    """Low-rank adapters are matrices like any other; what is frozen stays and has no state."""
+    results = ranks(2).run(training.train, stage=stage, kind="adapters", clipping=0.5, zero_init=zero_init)
+    frozen = {"embed.weight"} | {
+        f"blocks.{i}.{part}.base.weight" for i in range(2) for part in ("up", "down")
+    }
+    assert not frozen & results[0]["params"].keys()
+    compare(results, "adapters", 2, 0.5)
+
+
+def with_feature(
+    rank: int, world_size: int, *, feature: str, stage: int, accumulation: int = 1
+) -> dict[str, Any]:
+    """Train the toy model with one of DeepSpeed's or torch's features around it."""
+    # Inside of no_sync the engine does not count micro-batches: the caller does.
+    counted = 1 if feature == "no_sync" else accumulation
+    config = training.ds_config(stage, accumulation=counted, clipping=0.5)
+    model: Any = build("toy")
+    if feature == "torch.compile":
+        model = torch.compile(model, backend="eager")
+    if feature == "activation-checkpointing":
+        config["activation_checkpointing"] = {"partition_activations": False, "number_checkpoints": 3}
+        for block in model.blocks:
+            block.forward = recomputed(block.forward)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    if feature == "engine.compile":
+        engine.compile(backend="eager")
+    norms = []
+    for step in range(STEPS):
+        if feature == "no_sync":
+            step_with_no_sync(engine, step, rank, world_size, accumulation)
+        elif feature == "set_gradient_accumulation_boundary":
+            for micro in range(accumulation):
+                engine.set_gradient_accumulation_boundary(is_boundary=micro == accumulation - 1)
+                engine.backward(engine(*batch(step, micro * world_size + rank)))
+                engine.step()
+        else:
+            training.run_step(engine, step, rank, world_size, accumulation)
+        norms.append(float(engine.get_global_grad_norm()))
+    report = {
+        "params": without_prefix(training.full_masters(engine)),
+        "momentum": without_prefix(training.full_states(engine, "momentum_buffer")),
+        "norms": norms,
+    }
+    engine.destroy()
+    return report
+
+
+def recomputed(forward: Any) -> Any:
+    return lambda x: checkpoint(forward, x, use_reentrant=False)
+
+
+def without_prefix(named: dict[str, Any]) -> dict[str, Any]:
+    return {name.removeprefix("_orig_mod."): value for name, value in named.items()}
+
+
+def step_with_no_sync(engine: Any, step: int, rank: int, world_size: int, accumulation: int) -> None:
+    """Accumulate without reduction, and reduce with the last micro-batch; the caller scales the loss."""
+    for micro in range(accumulation):
+        last = micro == accumulation - 1
+        with contextlib.nullcontext() if last else engine.no_sync():
+            loss = engine(*batch(step, micro * world_size + rank)) / accumulation
+            engine.backward(loss)
+    engine.step()
+
+
+@pytest.mark.parametrize(
+    ("feature", "stage", "accumulation"),
+    [
+        pytest.param("torch.compile", 2, 1, marks=pytest.mark.full),
+        pytest.param("engine.compile", 1, 1, marks=pytest.mark.full),
+        pytest.param("engine.compile", 3, 1, marks=pytest.mark.full),
+        pytest.param("activation-checkpointing", 1, 1, marks=pytest.mark.full),
+        ("activation-checkpointing", 3, 2),
+        pytest.param("no_sync", 0, 2, marks=pytest.mark.full),
+        ("no_sync", 1, 2),
+        ("set_gradient_accumulation_boundary", 2, 2),
+    ],
+)
+def test_feature_matches_the_reference(ranks: Any, feature: str, stage: int, accumulation: int) -> None:
+    results = ranks(2).run(with_feature, feature=feature, stage=stage, accumulation=accumulation)
+    compare(results, "toy", 2 * accumulation, 0.5)
+
+
+def ulysses(rank: int, world_size: int, *, stage: int) -> dict[str, Any]:
+    """Two ranks share each sequence; the toy model looks at each position alone, so half a sequence needs no other."""
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+    parallel_state_sp.initialize_sequence_parallel(2)
+    model = build("toy")
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=list(model.parameters()),
+        config=training.ds_config(stage, clipping=0.5),
+        mpu=parallel_state_sp,
+    )
+    # Each rank has half of a sequence's mean loss. DeepSpeed adds up the gradients of the ranks that share one, but
+    # takes their mean where stage 3 reduces by reduce-scatter.
+    share = 1 if stage == 3 else 2
+    norms = []
+    for step in range(STEPS):
+        tokens, targets = (half.chunk(2, dim=1)[rank % 2] for half in batch(step, rank // 2))
+        engine.backward(engine(tokens, targets) / share)
+        engine.step()
+        norms.append(float(engine.get_global_grad_norm()))
+    report = {
+        "params": training.full_masters(engine),
+        "momentum": training.full_states(engine, "momentum_buffer"),
+        "norms": norms,
+        "group": deepspeed_muon.muon_optimizer(engine).runners[0].step_set.world_size,
+    }
+    engine.destroy()
+    parallel_state_sp._release_sequence_parallel_groups()
+    return report
+
+
+@pytest.mark.parametrize(
+    "stage", [pytest.param(0, marks=pytest.mark.full), 1, pytest.param(2, marks=pytest.mark.full), 3]
+)
+def test_ulysses_sequence_parallel(ranks: Any, stage: int) -> None:
+    """ZeRO partitions over data and sequence ranks together, and so does the exchange."""
+    results = ranks(4).run(ulysses, stage=stage)
+    assert [result["group"] for result in results] == [4] * 4
+    compare(results, "toy", 2, 0.5)
+
+
+def start_on_a_mesh(rank: int, world_size: int) -> str:
+    model = build("toy")
+    try:
+        deepspeed.initialize(
+            model=model,
+            model_parameters=list(model.parameters()),
+            config=training.ds_config(1),
+            mesh_param=(1, 2),
+        )
+    except deepspeed_muon.UnsupportedConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_sequence_parallel_by_mesh_is_refused(ranks: Any) -> None:
+    """There DeepSpeed adds up gradients over the data-parallel ranks only, and the weights drift apart."""
+    for message in ranks(2).run(start_on_a_mesh):
+        assert "mesh_param" in message and "parallel_state_sp" in message
+
+
+def moved_away(rank: int, world_size: int, *, stage: int, precision: str, move: bool) -> Any:
+    """Train, offload all states to the host and take them back, train on."""
+    engine = training.make_engine(training.ds_config(stage, precision=precision, clipping=0.5))
+    for step in range(4):
+        training.run_step(engine, step, rank, world_size, 1)
+        if move and step % 2 == 0:
+            engine.offload_states()
+            engine.reload_states()
+    report = {
+        "params": training.full_masters(engine),
+        "momentum": training.full_states(engine, "momentum_buffer"),
+    }
+    engine.destroy()
+    return report
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [
+        pytest.param(1, "bf16", marks=pytest.mark.full),
+        (2, "bf16"),
+        pytest.param(2, "fp32", marks=pytest.mark.full),
+        pytest.param(3, "fp32", marks=pytest.mark.full),
+        (3, "bf16"),
+    ],
+)
+def test_offload_states_changes_nothing(ranks: Any, stage: int, precision: str) -> None:
+    stayed = ranks(2).run(moved_away, stage=stage, precision=precision, move=False)[0]
+    moved = ranks(2).run(moved_away, stage=stage, precision=precision, move=True)[0]
+    for key in stayed:
+        assert stayed[key] and stayed[key].keys() == moved[key].keys()
+        for name, expected in stayed[key].items():
+            assert torch.equal(moved[key][name], expected), (key, name)
+
+
+def loaded_weights(
+    rank: int, world_size: int, *, stage: int, folder: str, save: bool, from_fp32: bool, with_state: bool
+) -> dict[str, Any]:
+    """Save after two steps, or load that into an engine with other weights; then train one step."""
+    config = training.ds_config(stage, precision="bf16", zero={"load_from_fp32_weights": from_fp32})
+    engine = training.make_engine(config, seed=0 if save else 7)
+    if save:
+        for step in range(2):
+            training.run_step(engine, step, rank, world_size, 1)
+        engine.save_checkpoint(folder)
+    else:
+        path, _ = engine.load_checkpoint(folder, load_optimizer_states=with_state)
+        assert path is not None
+    masters = training.full_masters(engine)
+    training.run_step(engine, 2, rank, world_size, 1)
+    states = deepspeed_muon.muon_optimizer(engine).state.values()
+    report = {
+        "loaded": masters,
+        "params": training.full_masters(engine),
+        "steps": sorted({int(state["step"]) for state in states if "step" in state}),
+    }
+    engine.destroy()
+    return report
+
+
+@pytest.mark.parametrize(
+    ("stage", "from_fp32", "with_state"),
+    [
+        (1, True, False),
+        (1, False, True),
+        pytest.param(2, True, True, marks=pytest.mark.full),
+        pytest.param(3, True, False, marks=pytest.mark.full),
+        (3, True, True),
+    ],
+)
+def test_loading_weights(ranks: Any, stage: int, from_fp32: bool, with_state: bool, tmp_path: Path) -> None:
+    """``load_from_fp32_weights`` takes the saved masters; without it, or without the state, their bf16 copies count."""
+    arguments = {"stage": stage, "folder": str(tmp_path), "from_fp32": from_fp32, "with_state": with_state}
+    saved = ranks(2).run(loaded_weights, save=True, **arguments)[0]
+    loaded = ranks(2).run(loaded_weights, save=False, **arguments)[0]
+    for name, master in saved["loaded"].items():
+        expected = master if from_fp32 and with_state else master.bfloat16().double()
+        assert torch.equal(loaded["loaded"][name], expected), name
+    assert loaded["steps"] == ([3] if with_state else [1])
+    if from_fp32 and with_state:
+        for name, after in saved["params"].items():
+            assert torch.equal(loaded["params"][name], after), name
+
+
+def refusal(rank: int, world_size: int, *, stage: int, change: dict[str, Any]) -> str:
+    """Return the error of starting an engine with ``change`` merged into its configuration."""
+    config = training.ds_config(stage, zero=change.pop("zero", {}), extra=change)
+    model = build("toy")
+    try:
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=list(model.parameters()), config=config
+        )
+        engine.destroy()
+    except (deepspeed_muon.UnsupportedConfigError, DeepSpeedConfigError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("stage", "change", "said"),
+    [
+        (3, {"zero": {"zero_quantized_weights": True}}, "zero_quantized_weights is not supported"),
+        (3, {"zero": {"zero_quantized_gradients": True}}, "zero_quantized_gradients is not supported"),
+        (3, {"zero": {"zero_quantized_nontrainable_weights": True}}, "remove it"),
+        pytest.param(3, {"zero": {"mics_shard_size": 1}}, "mics_shard_size", marks=pytest.mark.compat),
+        pytest.param(2, {"zero": {"elastic_checkpoint": True}}, "consolidate and", marks=pytest.mark.compat),
+        (1, {"compile": {"deepcompile": True}}, "compile.deepcompile is not supported"),
+        (1, {"elasticity": {"enabled": True}}, "lastic"),
+    ],
+)  # fmt: skip
+def test_refused_at_once(ranks: Any, stage: int, change: dict[str, Any], said: str) -> None:
+    """Every rank raises; keys that DeepSpeed has removed are refused by DeepSpeed itself."""
+    for message in ranks(2).run(refusal, stage=stage, change=change):
+        assert said in message
+
+
+def outcomes(rank: int, world_size: int, *, kinds: list[str]) -> dict[str, list[str]]:
+    """Say what each optimizer type gives with this project registered and without it: a class, or an error."""
+    found: dict[str, list[str]] = {kind: [] for kind in kinds}
+    for register in (deepspeed_muon.register, deepspeed_muon.unregister):
+        register()
+        for kind in kinds:
+            config = training.ds_config(0)
+            config["optimizer"] = {"type": kind, "params": {"lr": 1e-3}}
+            try:
+                engine = training.make_engine(config)
+                found[kind].append(type(engine.basic_optimizer).__name__)
+                engine.destroy()
+            except Exception as error:
+                found[kind].append(f"{type(error).__name__}: {error}")
+    deepspeed_muon.register()
+    return found
+
+
+@pytest.mark.full
+def test_other_optimizer_types_stay_deepspeeds(ranks: Any) -> None:
+    """1-bit optimizers are types of their own; without the hardware for them the error is DeepSpeed's."""
+    for kind, (registered, plain) in ranks(1).run(outcomes, kinds=["AdamW", "OneBitAdam"])[0].items():
+        assert registered == plain, kind

@@ -1,0 +1,476 @@
+"""transformers.Trainer and Accelerate with the optimizer type Muon, on real ranks, without a download.
+
+The models are randomly initialised Qwen2 and Llama of a few thousand parameters.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from torch import Tensor
+
+import deepspeed_muon
+from tests import training
+from tests.harness import free_port, run_command
+from tests.native_ops import REPOSITORY
+from tests.reference import Oracle, relative, worst
+
+MISSING = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)}: the extra 'hf'"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="Accelerate would take the GPU, DeepSpeed the CPU"),
+]
+
+VOCAB = 61
+STEPS = 4
+SAVED_AT = 2
+RATES = {"learning_rate": 3e-3, "muon_lr": 0.02}
+
+PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+MATRICES = {
+    f"model.layers.{layer}.{part}.weight"
+    for layer in range(2)
+    for part in (*PROJECTIONS, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+}
+
+# The Trainer's model computes in fp32 where the reference computes in float64, so the two get gradients that differ by
+# some 1e-6, and the iteration multiplies what falls into the directions of small singular values by up to 3.44^5 = 480.
+MUON_TOLERANCE = 5e-4
+# AdamW divides by the root of the second moment: an element whose gradient is near zero moves by the rate whatever its
+# size, so the relative error of the gradient (1e-6 of the largest) counts in full for the small ones.
+ADAM_TOLERANCE = 1e-3
+
+
+def build(kind: str, *, tied: bool, seed: int) -> Any:
+    """Make a small causal language model; under stage 3 the Trainer's configuration has it built partitioned."""
+    import transformers
+
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": tied,
+        "attn_implementation": "eager",
+    }
+    config = {"qwen2": transformers.Qwen2Config, "llama": transformers.LlamaConfig}[kind](**shape)
+    transformers.set_seed(seed)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def whole_weights(model: Any) -> dict[str, Tensor]:
+    """Copy all parameters; under ``zero.Init`` the same seed draws other weights than outside of it."""
+    found = {}
+    for name, param in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
+            found[name] = param.detach().clone()
+    return found
+
+
+def rows(count: int, seed: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCAB, (count, 10), generator=generator)
+    return [{"input_ids": row, "labels": row.clone()} for row in tokens]
+
+
+def ds_config(stage: int, *, scheduler: str | None, params: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A configuration with ``auto`` wherever Hugging Face fills it in."""
+    optimizer = {
+        "lr": "auto",
+        "betas": "auto",
+        "eps": "auto",
+        "weight_decay": "auto",
+        "muon_lr": RATES["muon_lr"],
+        "ns_dtype": "fp32",
+        "wire_dtype": "fp32",
+        **(params or {}),
+    }
+    config: dict[str, Any] = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "Muon", "params": optimizer},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": "auto"},
+    }
+    if stage == 3:
+        config["zero_optimization"].update(
+            stage3_prefetch_bucket_size="auto",
+            stage3_param_persistence_threshold="auto",
+            stage3_gather_16bit_weights_on_model_save=True,
+        )
+    if scheduler:
+        config["scheduler"] = {
+            "type": scheduler,
+            "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"},
+        }
+        if scheduler == "WarmupDecayLR":
+            config["scheduler"]["params"].update(warmup_min_lr="auto", warmup_max_lr="auto")
+    return config
+
+
+def use_cpu_ranks() -> None:
+    """Tell Accelerate of the gloo ranks: without a GPU it would take each of them for a run of its own."""
+    from accelerate import PartialState
+
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")
+
+
+def reset_hugging_face() -> None:
+    """Drop what Accelerate and transformers keep in module globals, so that the pool's next call starts clean."""
+    from accelerate.state import AcceleratorState, GradientState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    unset_hf_deepspeed_config()
+
+
+def recording_trainer() -> type:
+    """A Trainer that keeps what it saw; it is a class of its own because transformers may not be installed."""
+    import transformers
+
+    class RecordingTrainer(transformers.Trainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.seen: list[Tensor] = []
+            self.losses: list[float] = []
+            self.rates: list[list[float]] = []
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            found = super().compute_loss(model, inputs, *args, **kwargs)
+            if model.training:
+                loss = found[0] if isinstance(found, tuple) else found
+                self.seen.append(inputs["input_ids"].clone())
+                self.losses.append(float(loss))
+                optimizer = deepspeed_muon.muon_optimizer(self.model_wrapped)
+                self.rates.append([float(group["lr"]) for group in optimizer.param_groups])
+            return found
+
+    return RecordingTrainer
+
+
+def trainer_run(
+    rank: int,
+    world_size: int,
+    *,
+    folder: str,
+    config: dict[str, Any],
+    kind: str,
+    tied: bool,
+    options: dict[str, Any],
+    resume: bool = False,
+    client: bool = False,
+) -> dict[str, Any]:
+    """Train ``STEPS`` steps, or the last ones from the checkpoint of step ``SAVED_AT``, and report."""
+    import transformers
+
+    use_cpu_ranks()
+    settings = {
+        "learning_rate": RATES["learning_rate"],
+        "adam_beta2": 0.95,
+        "adam_epsilon": 1e-6,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.5,
+        "per_device_train_batch_size": 2,
+        "max_steps": STEPS,
+        "save_strategy": "steps",
+        "save_steps": SAVED_AT,
+        "eval_strategy": "steps",
+        "eval_steps": SAVED_AT,
+        "logging_steps": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+        "seed": 11,
+        "dataloader_pin_memory": False,
+        "accelerator_config": {"use_configured_state": True},
+        **options,
+    }
+    arguments = transformers.TrainingArguments(output_dir=folder, deepspeed=config, **settings)
+    model = build(kind, tied=tied, seed=7 if resume else 0)
+    start = whole_weights(model)
+    extra: dict[str, Any] = {}
+    if client:
+        rates = {"muon_lr": RATES["muon_lr"], "adam_lr": RATES["learning_rate"]}
+        fixed = {"betas": (0.9, 0.95), "eps": 1e-6, "ns_dtype": "fp32", "wire_dtype": "fp32"}
+        chosen = {"model": model, **rates, **fixed, "weight_decay": 0.1}
+        extra["optimizer_cls_and_kwargs"] = (deepspeed_muon.Muon, chosen)
+    trainer = recording_trainer()(
+        model=model, args=arguments, train_dataset=rows(64, 1), eval_dataset=rows(6, 2), **extra
+    )
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{SAVED_AT}" if resume else None)
+    trainer.save_model(f"{folder}/model")
+    report = {
+        "start": start,
+        "routes": {route.name: route.algorithm for route in deepspeed_muon.routes(trainer.model_wrapped)},
+        "filled": json.dumps(trainer.accelerator.deepspeed_config["optimizer"]["params"], default=str)
+        if not client
+        else "",
+        "params": training.full_masters(trainer.model_wrapped),
+        "momentum": training.full_states(trainer.model_wrapped, "momentum_buffer"),
+        "losses": trainer.losses,
+        "rates": trainer.rates,
+        "eval": [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry],
+        "seen": trainer.seen,
+        "saved": {},
+    }
+    trainer.model_wrapped.destroy()
+    reset_hugging_face()
+    if rank == 0:
+        saved = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/model")
+        report["saved"] = {name: param.detach() for name, param in saved.named_parameters()}
+    return report
+
+
+def reference(
+    rank: int,
+    world_size: int,
+    *,
+    kind: str,
+    tied: bool,
+    start: dict[str, Tensor],
+    seen: list[Any],
+    rates: list[Any],
+    accumulation: int,
+) -> dict[str, Tensor]:
+    """Train the same model in float64 in one process on all the micro-batches that the ranks saw."""
+    model = build(kind, tied=tied, seed=0)
+    for name, param in model.named_parameters():
+        param.data.copy_(start[name])
+    model = model.double()
+    oracle = Oracle(MATRICES, clipping=0.5)
+    oracle.eps = 1e-6
+    for step in range(STEPS):
+        model.zero_grad()
+        for micro in range(step * accumulation, (step + 1) * accumulation):
+            oracle.lr, oracle.adam_lr = rates[micro]
+            for tokens in (ranks_seen[micro] for ranks_seen in seen):
+                loss = model(input_ids=tokens, labels=tokens).loss
+                (loss / (accumulation * len(seen))).backward()
+        oracle.update(model)
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "stage0-linear": {"stage": 0, "kind": "qwen2", "tied": False, "options": {"lr_scheduler_type": "linear"}},
+    "stage1-cosine": {
+        "stage": 1,
+        "kind": "llama",
+        "tied": True,
+        "options": {
+            "lr_scheduler_type": "cosine",
+            "gradient_accumulation_steps": 2,
+            "gradient_checkpointing": True,
+        },
+    },
+    "stage2-deepspeed-schedule": {
+        "stage": 2,
+        "kind": "qwen2",
+        "tied": True,
+        "scheduler": "WarmupDecayLR",
+        "options": {"warmup_steps": 2},
+    },
+    "stage3-cosine": {
+        "stage": 3,
+        "kind": "qwen2",
+        "tied": True,
+        "options": {"lr_scheduler_type": "cosine", "gradient_checkpointing": True},
+    },
+    "stage2-client": {"stage": 2, "kind": "llama", "tied": False, "client": True, "options": {}},
+}
+
+
+def settings_of(case: str, folder: Path) -> dict[str, Any]:
+    settings = dict(CASES[case])
+    config = ds_config(settings.pop("stage"), scheduler=settings.pop("scheduler", None))
+    if settings.get("client"):
+        del config["optimizer"]
+    return {"config": config, "folder": str(folder), **settings}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(n, marks=pytest.mark.full if n in ("stage0-linear", "stage2-client") else ())
+        for n in CASES
+    ],
+)
+def test_trainer(ranks: Any, case: str, tmp_path: Path) -> None:
+    """The curve is the reference's, resuming continues it bit by bit, and ``save_model`` writes the weights."""
+    settings = settings_of(case, tmp_path)
+    whole = ranks(2).run(trainer_run, **settings)
+    first = whole[0]
+
+    muon = {name for name, algorithm in first["routes"].items() if algorithm == "muon"}
+    assert muon == MATRICES, "embeddings, head, norms and biases are AdamW's"
+    if not settings.get("client"):
+        filled = json.loads(first["filled"])
+        assert (filled["lr"], filled["weight_decay"], filled["eps"]) == (3e-3, 0.1, 1e-6)
+    assert all(a == pytest.approx(b * RATES["muon_lr"] / RATES["learning_rate"]) for a, b in first["rates"])
+    assert len({muon_rate for muon_rate, _ in first["rates"]}) > 1, "the schedule moves"
+    assert len(first["eval"]) == STEPS // SAVED_AT
+
+    accumulation = settings["options"].get("gradient_accumulation_steps", 1)
+    expected = ranks(1).run(
+        reference,
+        kind=settings["kind"],
+        tied=settings["tied"],
+        start=first["start"],
+        seen=[result["seen"] for result in whole],
+        rates=first["rates"],
+        accumulation=accumulation,
+    )[0]
+    errors = {
+        name: relative(first["params"][name], end, first["start"][name]) for name, end in expected.items()
+    }
+    assert errors.keys() == first["params"].keys()
+    assert worst([error for name, error in errors.items() if name in MATRICES]) <= MUON_TOLERANCE, errors
+    assert worst([error for name, error in errors.items() if name not in MATRICES]) <= ADAM_TOLERANCE, errors
+    for name, param in first["saved"].items():
+        assert torch.equal(param.double(), first["params"][name]), name
+
+    rest = ranks(2).run(trainer_run, resume=True, **settings)
+    for before, after in zip(whole, rest, strict=True):
+        assert after["losses"] == before["losses"][SAVED_AT * accumulation :]
+        assert after["rates"] == before["rates"][SAVED_AT * accumulation :]
+        assert after["eval"][-1] == before["eval"][-1]
+        for key in ("params", "momentum"):
+            assert before[key].keys() == after[key].keys() and before[key]
+            for name, value in before[key].items():
+                assert torch.equal(after[key][name], value), (key, name)
+
+
+def loop(rank: int, world_size: int, *, stage: int, folder: str, resume: bool) -> dict[str, Any]:
+    """A training loop of Accelerate's: weight-decay groups, accumulation, a schedule of its own, its checkpoints."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.utils import DummyOptim, DummyScheduler
+
+    use_cpu_ranks()
+    config = ds_config(stage, scheduler=None, params={"betas": [0.9, 0.95], "eps": 1e-6})
+    config.update(gradient_accumulation_steps=2, gradient_clipping=0.5)
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    model = build("qwen2", tied=False, seed=7 if resume else 0)
+    named = list(model.named_parameters())
+    groups = [
+        {"params": [p for name, p in named if name in MATRICES or ("weight" in name and "norm" not in name)]},
+        {
+            "params": [p for name, p in named if "norm" in name or name.endswith("bias")],
+            "weight_decay": 0.0,
+        },
+    ]
+    optimizer = DummyOptim(groups, lr=RATES["learning_rate"], weight_decay=0.1)
+    scheduler = DummyScheduler(
+        optimizer,
+        lr_scheduler_callable=lambda real: torch.optim.lr_scheduler.LambdaLR(
+            real, lambda step: 1 / (1 + step)
+        ),
+    )
+    loader = torch.utils.data.DataLoader(rows(4 * STEPS * world_size, 1), batch_size=2)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    if resume:
+        accelerator.load_state(folder)
+    inner = deepspeed_muon.muon_optimizer(model)
+    losses, rates = [], []
+    for number, batch in enumerate(loader):
+        if resume and number < 2 * SAVED_AT:
+            continue
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            rates.append([float(group["lr"]) for group in inner.param_groups])
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        if not resume and number == 2 * SAVED_AT - 1:
+            accelerator.save_state(folder)
+    report = {
+        "losses": losses,
+        "rates": rates,
+        "groups": [[group["algorithm"], float(group["weight_decay"])] for group in inner.param_groups],
+        "params": training.full_masters(model),
+    }
+    model.destroy()
+    reset_hugging_face()
+    return report
+
+
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full), 3])
+def test_accelerate_loop(ranks: Any, stage: int, tmp_path: Path) -> None:
+    """The caller's groups and schedule survive, and ``save_state`` / ``load_state`` continue bit by bit."""
+    whole = ranks(2).run(loop, stage=stage, folder=str(tmp_path), resume=False)[0]
+    assert whole["groups"] == [["muon", 0.1], ["adamw", 0.1], ["adamw", 0.0]]
+    assert len(whole["losses"]) == 2 * STEPS
+    for number, (muon, decayed, other) in enumerate(whole["rates"]):
+        assert muon == pytest.approx(RATES["muon_lr"] / (1 + number // 2))
+        assert decayed == other == pytest.approx(RATES["learning_rate"] / (1 + number // 2))
+    rest = ranks(2).run(loop, stage=stage, folder=str(tmp_path), resume=True)[0]
+    assert rest["losses"] == whole["losses"][2 * SAVED_AT :]
+    for name, value in whole["params"].items():
+        assert torch.equal(rest["params"][name], value), name
+
+
+def muon_lr_auto(rank: int, world_size: int) -> str:
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.utils import DummyOptim
+
+    use_cpu_ranks()
+    config = ds_config(1, scheduler=None, params={"betas": [0.9, 0.95], "eps": 1e-6, "muon_lr": "auto"})
+    config.update(gradient_accumulation_steps=1, gradient_clipping=0.5, train_batch_size=2 * world_size)
+    config["train_micro_batch_size_per_gpu"] = 2
+    try:
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+        model = build("qwen2", tied=False, seed=0)
+        accelerator.prepare(model, DummyOptim(list(model.parameters()), lr=1e-3))
+    except ValueError as error:
+        return str(error)
+    finally:
+        reset_hugging_face()
+    return ""
+
+
+def test_muon_lr_cannot_be_auto(ranks: Any) -> None:
+    """Hugging Face knows one rate; its error names the key and asks for a number."""
+    for message in ranks(2).run(muon_lr_auto):
+        assert "optimizer.params.muon_lr" in message and "correct value" in message
+
+
+LAUNCHERS = {
+    "torchrun": ["torchrun", "--nproc_per_node", "2", "--master_port"],
+    "deepspeed": ["deepspeed", "--num_accelerators", "2", "--master_port"],
+    "accelerate": ["accelerate", "launch", "--use_deepspeed", "--num_processes", "2", "--main_process_port"],
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("launcher", list(LAUNCHERS))
+def test_example(launcher: str, tmp_path: Path) -> None:
+    """The example as a user starts it: it trains, evaluates, saves, and goes on from a checkpoint."""
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    run = tmp_path / "run"
+    script = ["examples/hf_trainer.py", "--deepspeed", "ds_configs/hf_zero3.json", "--output_dir", str(run)]
+    script += ["--data", str(tmp_path / "text.txt"), "--dim", "32", "--layers", "2", "--seq_len", "32"]
+    script += ["--max_steps", "4", "--save_steps", "2", "--logging_steps", "1", "--report_to", "none"]
+    script += ["--per_device_train_batch_size", "2", "--learning_rate", "3e-3"]
+    output = run_command([*LAUNCHERS[launcher], str(free_port()), *script], cwd=REPOSITORY).stdout
+    assert "train_loss" in output, output
+    assert (run / "model.safetensors").is_file()
+    saved = json.loads((run / "eval_results.json").read_text())
+    assert saved["eval_loss"] < 5.5, "a byte drawn at random costs log 256, 5.55"
+    if launcher == "deepspeed":
+        again = [*script, "--resume_from_checkpoint", str(run / "checkpoint-2")]
+        run_command([*LAUNCHERS[launcher], str(free_port()), *again], cwd=REPOSITORY)
+        assert json.loads((run / "eval_results.json").read_text())["eval_loss"] == saved["eval_loss"]

@@ -1,0 +1,270 @@
+"""DeepSpeed's mixture-of-experts layers: every expert is updated as in a single process, by the ranks that share it."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+
+import deepspeed_muon
+from deepspeed_muon.optimizer import Muon
+from tests import training
+from tests.models import batch
+from tests.moe_models import EXPERTS, GATE, MOE_MATRICES, build_deepspeed, build_plain, global_name
+from tests.reference import Oracle, relative
+
+STEPS = 4
+
+# DeepSpeed's gate computes in fp32 (6e-8) whatever the rest does, so gradients are off by a few of its roundings, and
+# five quintic steps amplify those of the small singular directions by up to 480, of which the norm sees little.
+MUON_TOLERANCE = 2e-5
+# As in test_equivalence, with the gate's rounding in AdamW's division by the root of a small second moment.
+ADAM_TOLERANCE = 1e-4
+
+
+def make_engine(
+    ep_size: int,
+    rank: int,
+    *,
+    stage: int,
+    groups: str = "list",
+    config: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Any:
+    """Return an engine; ``groups`` says how the parameters are passed."""
+    model = build_deepspeed(ep_size, rank % ep_size)
+    config = config or training.ds_config(stage, **settings)
+    params: Any = list(model.parameters())
+    optimizer = None
+    if groups == "caller":
+        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+        params = split_params_into_different_moe_groups_for_optimizer({"params": params, "name": "all"})
+    elif groups == "unnamed":
+        params = [
+            {"params": [p for p in params if p.ndim > 1]},
+            {"params": [p for p in params if p.ndim < 2]},
+        ]
+    elif groups == "client":
+        optimizer = Muon(model, **training.MUON_PARAMS)
+        del config["optimizer"]
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=params, optimizer=optimizer, config=config
+    )
+    return engine
+
+
+def train(
+    rank: int,
+    world_size: int,
+    *,
+    ep_size: int,
+    stage: int,
+    accumulation: int = 1,
+    groups: str = "list",
+    **settings: Any,
+) -> Any:
+    """Train; return this rank's experts under their global names, everything else, and the norms."""
+    engine = make_engine(ep_size, rank, stage=stage, groups=groups, accumulation=accumulation, **settings)
+    optimizer = deepspeed_muon.muon_optimizer(engine)
+    norms = []
+    for step in range(STEPS):
+        optimizer.stats.reset()
+        training.run_step(engine, step, rank, world_size, accumulation)
+        norms.append(float(engine.get_global_grad_norm()))
+    first = (rank % ep_size) * (EXPERTS // ep_size)
+    report = {
+        "params": {global_name(n, first): p for n, p in training.full_masters(engine).items()},
+        "norms": norms,
+        "orthogonalized": optimizer.stats.matrices_orthogonalized,
+        "routes": {route.name: route.algorithm for route in optimizer.routes},
+        "groups": [[g["algorithm"], bool(g.get("moe"))] for g in optimizer.param_groups],
+    }
+    engine.destroy()
+    return report
+
+
+@functools.lru_cache(maxsize=8)
+def reference(micro_batches: int, clipping: float, variant: str = "muon") -> tuple[Any, Any, list[float]]:
+    """Train the plain model in float64 in this process."""
+    model = build_plain()
+    start = {name: param.detach().clone() for name, param in model.named_parameters()}
+    model = model.double()
+    oracle = Oracle(MOE_MATRICES, clipping=clipping, variant=variant)
+    norms = []
+    for step in range(STEPS):
+        model.zero_grad()
+        for micro in range(micro_batches):
+            (model(*batch(step, micro)) / micro_batches).backward()
+        assert all(param.grad.any() for param in model.parameters()), "every expert gets a token"
+        norms.append(oracle.update(model))
+    return start, {name: param.detach() for name, param in model.named_parameters()}, norms
+
+
+def compare(results: list[Any], micro_batches: int, clipping: float, variant: str = "muon") -> None:
+    start, end, norms = reference(micro_batches, clipping, variant)
+    seen = set()
+    for result in results:
+        for name, value in result["params"].items():
+            limit = MUON_TOLERANCE if name in MOE_MATRICES else ADAM_TOLERANCE
+            error = relative(value, end[name], start[name])
+            assert error <= limit, (name, error)
+            seen.add(name)
+        torch.testing.assert_close(torch.tensor(result["norms"]), torch.tensor(norms), rtol=1e-6, atol=0)
+        assert result["routes"][GATE] == "adamw"
+    assert seen == end.keys(), "all experts together are the whole model"
+
+
+CASES = [
+    (0, 2, 1, 1, 0.5),
+    (0, 4, 2, 1, 0.5),
+    (0, 2, 2, 2, 0.0),
+    (1, 3, 1, 1, 0.0),
+    (1, 4, 2, 1, 0.5),
+    (2, 2, 1, 2, 0.5),
+    (2, 4, 2, 1, 0.5),
+    (2, 2, 2, 2, 0.0),
+]
+CORE = {CASES[1], CASES[3], CASES[4], CASES[5], CASES[7]}
+
+
+@pytest.mark.parametrize(
+    ("stage", "world", "ep_size", "accumulation", "clipping"),
+    [pytest.param(*case, marks=pytest.mark.compat if case in CORE else pytest.mark.full) for case in CASES],
+)
+def test_matches_the_reference(
+    ranks: Any, stage: int, world: int, ep_size: int, accumulation: int, clipping: float
+) -> None:
+    results = ranks(world).run(
+        train, stage=stage, ep_size=ep_size, accumulation=accumulation, clipping=clipping
+    )
+    compare(results, world * accumulation, clipping)
+    # Newton-Schulz runs once for every expert and matrix, over all ranks that share it.
+    assert sum(result["orthogonalized"] for result in results) == len(MOE_MATRICES)
+
+
+@pytest.mark.parametrize(("groups", "stage"), [("caller", 1), ("unnamed", 2), ("client", 0), ("client", 2)])
+def test_ways_of_passing_the_parameters(ranks: Any, groups: str, stage: int) -> None:
+    """The caller's expert groups, groups without a name, and a client optimizer that knows nothing of experts."""
+    results = ranks(2).run(train, stage=stage, ep_size=2, groups=groups)
+    compare(results, 2, 0.0)
+    found = {tuple(group) for group in results[0]["groups"]}
+    assert found == {("muon", False), ("adamw", False), ("muon", True), ("adamw", True)}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [1, 2])
+def test_offload(ranks: Any, stage: int) -> None:
+    zero = {"offload_optimizer": {"device": "cpu"}}
+    compare(ranks(4).run(train, stage=stage, ep_size=2, clipping=0.5, zero=zero), 4, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "extra"),
+    [
+        (1, "bf16", {"data_types": {"grad_accum_dtype": "fp32"}}),
+        (2, "bf16", {}),
+        (0, "fp16", {}),
+    ],
+)
+def test_half_precision(ranks: Any, stage: int, precision: str, extra: dict[str, Any]) -> None:
+    """BF16_Optimizer, the ZeRO wrapper and FP16_UnfusedOptimizer; bounds as in test_variants, for a wrong update."""
+    results = ranks(2).run(train, stage=stage, ep_size=2, precision=precision, clipping=0.5, extra=extra)
+    start, end, norms = reference(2, 0.5)
+    for result in results:
+        for name in result["params"].keys() & MOE_MATRICES:
+            error = relative(result["params"][name], end[name], start[name])
+            assert error <= 0.25, (name, error)
+        torch.testing.assert_close(torch.tensor(result["norms"]), torch.tensor(norms), rtol=3e-2, atol=0)
+
+
+def refused(rank: int, world_size: int, *, ep_size: int, stage: int, params: dict[str, Any]) -> str:
+    try:
+        make_engine(ep_size, rank, stage=stage, params=params)
+    except deepspeed_muon.UnsupportedConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("ep_size", "stage", "params", "said"),
+    [
+        (1, 3, {}, "deepspeed.moe at ZeRO stage 3 is not supported by deepspeed_muon: DeepSpeed cannot"),
+        (2, 2, {"consolidate_on_save": True}, "consolidate_on_save with deepspeed.moe and ep_size > 1"),
+    ],
+)
+def test_refusals(ranks: Any, ep_size: int, stage: int, params: dict[str, Any], said: str) -> None:
+    for text in ranks(2).run(refused, ep_size=ep_size, stage=stage, params=params):
+        assert said in text, text
+
+
+def poisoned(rank: int, world_size: int, *, stage: int, mode: str) -> Any:
+    """Put an infinity into the gradient of an expert that only rank 0 has."""
+    engine = make_engine(2, rank, stage=stage, params={"nonfinite_grad": mode})
+    optimizer = deepspeed_muon.muon_optimizer(engine)
+    before = training.full_masters(engine)
+    inner, said = optimizer.step, ""
+
+    def step(*args: Any) -> Any:
+        for group in optimizer.param_groups:
+            if rank == 0 and group.get("moe"):
+                group["params"][0].grad.view(-1)[0] = float("inf")
+        return inner(*args)
+
+    optimizer.step = step
+    try:
+        training.run_step(engine, 0, rank, world_size, 1)
+    except deepspeed_muon.NonFiniteGradientError as error:
+        said = str(error)
+    after = training.full_masters(engine)
+    moved = [name for name in before if not torch.equal(before[name], after[name])]
+    skipped = optimizer.skipped_steps
+    engine.destroy()
+    return {"said": said, "moved": moved, "skipped": skipped}
+
+
+@pytest.mark.parametrize("mode", ["skip", "error"])
+def test_an_infinity_in_one_expert_is_known_to_all_ranks(ranks: Any, mode: str) -> None:
+    for result in ranks(2).run(poisoned, stage=0, mode=mode, timeout=60):
+        assert not result["moved"]
+        assert ("non-finite gradient" in result["said"]) == (mode == "error")
+        assert result["skipped"] == (mode == "skip")
+
+
+def resumed(rank: int, world_size: int, *, stage: int, folder: str, phase: str) -> Any:
+    """Train 4 steps, saving after 2, or load and train the last 2."""
+    engine = make_engine(2, rank, stage=stage, clipping=0.5)
+    if phase == "rest":
+        path, _ = engine.load_checkpoint(folder)
+        assert path is not None
+    for step in range(0 if phase == "whole" else 2, 4):
+        training.run_step(engine, step, rank, world_size, 1)
+        if phase == "whole" and step == 1:
+            engine.save_checkpoint(folder)
+    report = {
+        "params": training.full_masters(engine),
+        "momentum": training.full_states(engine, "momentum_buffer"),
+    }
+    engine.destroy()
+    return report
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_resume_is_bit_identical(ranks: Any, stage: int, tmp_path: Path) -> None:
+    whole = ranks(4).run(resumed, stage=stage, folder=str(tmp_path), phase="whole")
+    rest = ranks(4).run(resumed, stage=stage, folder=str(tmp_path), phase="rest")
+    for first, second in zip(whole, rest, strict=True):
+        for key in ("params", "momentum"):
+            for name, expected in first[key].items():
+                assert torch.equal(second[key][name], expected), (key, name)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 1])
+def test_normuon_of_experts(ranks: Any, stage: int) -> None:
+    """The row moments of an expert travel among the ranks that share it."""
+    results = ranks(4).run(train, ep_size=2, stage=stage, params={"variant": "normuon"})
+    compare(results, 4, 0.0, variant="normuon")

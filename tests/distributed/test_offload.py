@@ -1,0 +1,122 @@
+"""Offload: where the state lies, which AdamW runs there, twin-flow and NVMe; and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+
+import deepspeed_muon
+from tests import training
+from tests.distributed.test_equivalence import compare
+from tests.distributed.test_failures import try_to_start
+from tests.models import build
+
+CPU = {"offload_optimizer": {"device": "cpu"}}
+
+
+def offloaded(
+    rank: int, world_size: int, *, stage: int, params: dict[str, Any] | None = None, **settings: Any
+) -> dict[str, Any]:
+    """Train five steps, with or without offload, and report what ran and where the state lies."""
+    device_sub_groups = settings.pop("device_sub_groups", 0)
+    client = settings.pop("client", False)
+    config = training.ds_config(stage, clipping=0.5, params=params, **settings)
+    if client:
+        del config["optimizer"]
+        model = build("toy")
+        optimizer = deepspeed_muon.Muon(model, **training.MUON_PARAMS)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    else:
+        engine = training.make_engine(config)
+    optimizer = deepspeed_muon.muon_optimizer(engine)
+    for number in range(device_sub_groups):
+        # On a CPU "cpu" is also the name of the device; so the way of a GPU's sub-groups is taken by another name.
+        engine.optimizer.subgroup_to_device[number] = "device"
+    norms = []
+    for step in range(5):
+        training.run_step(engine, step, rank, world_size, 1)
+        norms.append(float(engine.get_global_grad_norm()))
+    report = {
+        "params": training.full_masters(engine),
+        "momentum": training.full_states(engine, "momentum_buffer"),
+        "norms": norms,
+        "kernels": sorted({entry["kernel"] for entry in optimizer.adam_report() if entry["calls"]}),
+        "reasons": sorted({entry["reason"] for entry in optimizer.adam_report()}),
+        "devices": sorted(
+            {
+                str(value.device)
+                for own in optimizer.state.values()
+                for value in own.values()
+                if torch.is_tensor(value)
+            }
+        ),
+        "group_keys": sorted({key for group in optimizer.param_groups for key in group}),
+        "sub_groups": len(getattr(engine.optimizer, "fp16_groups", [])),
+    }
+    engine.destroy()
+    return report
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero", "params", "kernel"),
+    [
+        (1, CPU, {}, "deepspeed_cpu_adam"),
+        (2, CPU, {}, "deepspeed_cpu_adam"),
+        (3, CPU, {}, "deepspeed_cpu_adam"),
+        (2, CPU, {"torch_adam": True}, "torch_fused"),
+        (3, {}, {}, "torch_fused"),
+    ],
+)
+def test_the_native_adam_runs_where_state_is_offloaded(
+    ranks: Any, stage: int, zero: dict[str, Any], params: dict[str, Any], kernel: str
+) -> None:
+    for result in (results := ranks(2).run(offloaded, stage=stage, zero=zero, params=params)):
+        assert result["kernels"] == [kernel], result["reasons"]
+        assert result["devices"] == ["cpu"]
+    compare(results, "toy", 2, 0.5)
+
+
+@pytest.mark.parametrize("device_sub_groups", [0, 2])
+def test_twin_flow_matches_the_reference(ranks: Any, device_sub_groups: int) -> None:
+    """``ratio`` leaves some sub-groups on the device: ours runs on both kinds, and its groups stay as they were."""
+    zero = {"sub_group_size": 150, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+    results = ranks(2).run(offloaded, stage=3, zero=zero, device_sub_groups=device_sub_groups)
+    compare(results, "toy", 2, 0.5)
+    plain = ranks(2).run(offloaded, stage=3, zero={**CPU, "sub_group_size": 150})
+    assert results[0]["group_keys"] == plain[0]["group_keys"]
+    assert results[0]["sub_groups"] > 2
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_client_optimizer_can_be_offloaded(ranks: Any, stage: int) -> None:
+    """Ours brings the native Adam along, so ``zero_force_ds_cpu_optimizer: false`` need not be set."""
+    compare(ranks(2).run(offloaded, stage=stage, zero=CPU, client=True), "toy", 2, 0.5)
+
+
+def zero(stage: int, **settings: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **settings}}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            zero(3, offload_optimizer={"device": "cpu", "super_offload": True}),
+            ["super_offload", "device cpu works"],
+        ),
+        (
+            zero(2, offload_optimizer={"device": "cpu"}, zenflow={"topk_ratio": 0.1}),
+            ["zenflow", "device cpu works"],
+        ),
+        (zero(2, offload_optimizer={"device": "nvme", "nvme_path": "/tmp"}), ["nvme", "Use device cpu"]),
+        (zero(3, offload_optimizer={"device": "nvme", "nvme_path": "/tmp"}), ["nvme", "Use device cpu"]),
+    ],
+)
+def test_refused(ranks: Any, change: dict[str, Any], said: list[str]) -> None:
+    for report in ranks(2).run(try_to_start, stage=1, on_last_rank={}, common=change):
+        assert report["type"] == "UnsupportedConfigError", report
+        for words in said:
+            assert words in report["message"]

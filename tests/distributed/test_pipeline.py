@@ -1,0 +1,210 @@
+"""DeepSpeed's pipeline engine: a rank holds one stage of the model, and data-parallel ranks share its matrices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import deepspeed_muon
+from tests import training
+from tests.distributed.test_equivalence import STEPS, compare
+from tests.models import MATRICES, VOCAB, batch, build
+
+MICRO_BATCHES = 2
+
+
+class Embed(nn.Embedding):
+    """The toy model's embedding, whose output is float64 as its layers want it."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCAB, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens).double()
+
+
+def as_head(embedding: Embed, x: Tensor) -> Tensor:
+    return F.linear(x, embedding.weight.double())
+
+
+def loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).double(), targets.flatten())
+
+
+def make_pipeline(kind: str, stages: int) -> tuple[Any, dict[str, str]]:
+    """Lay the toy model out as a pipeline; return it with the toy model's name of each parameter name."""
+    toy = build(kind)
+    blocks = [*toy.blocks, *([toy.thin] if toy.thin is not None else [])]
+    if kind == "tied":
+        layers = [
+            TiedLayerSpec("shared", Embed),
+            *blocks,
+            TiedLayerSpec("shared", Embed, forward_fn=as_head),
+        ]
+    else:
+        layers = [Embed(), *blocks, toy.lm_head]
+        layers[0].weight = toy.embed.weight
+    pipeline = PipelineModule(layers, num_stages=stages, loss_fn=loss, partition_method="uniform")
+    if kind == "tied" and "shared" in pipeline.tied_modules:
+        pipeline.tied_modules["shared"].weight.data.copy_(toy.embed.weight.data)
+    names = {"0.weight": "embed.weight", "tied_modules.shared.weight": "embed.weight"}
+    names[f"{len(blocks) + 1}.weight"] = "lm_head.weight"
+    for number, block in enumerate(blocks, 1):
+        place = "thin" if block is toy.thin else f"blocks.{number - 1}"
+        names.update({f"{number}.{name}": f"{place}.{name}" for name, _ in block.named_parameters()})
+    return pipeline, names
+
+
+def run_step(engine: Any, step: int, replicas: int) -> None:
+    """Run the micro-batches of one step through the pipeline."""
+    replica = engine.grid.get_data_parallel_id()
+    micros = [batch(step, micro * replicas + replica) for micro in range(MICRO_BATCHES)]
+    engine.train_batch(iter(micros))
+
+
+def train(
+    rank: int,
+    world_size: int,
+    *,
+    kind: str,
+    stages: int,
+    zero: int,
+    precision: str,
+    params: dict[str, Any],
+    clipping: float = 0.5,
+) -> dict[str, Any]:
+    """Train with ``engine.train_batch``; report what this rank's stage holds under the toy model's names."""
+    pipeline, names = make_pipeline(kind, stages)
+    config = training.ds_config(
+        zero, accumulation=MICRO_BATCHES, clipping=clipping, precision=precision, params=params
+    )
+    trainable = [param for param in pipeline.parameters() if param.requires_grad]
+    try:
+        engine, *_ = deepspeed.initialize(model=pipeline, model_parameters=trainable, config=config)
+    except deepspeed_muon.MuonError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    norms = []
+    for step in range(STEPS):
+        run_step(engine, step, world_size // stages)
+        norms.append(float(engine.get_global_grad_norm()))
+    report = {
+        "params": {names[name]: value for name, value in training.full_masters(engine).items()},
+        "momentum": {
+            names[name]: value for name, value in training.full_states(engine, "momentum_buffer").items()
+        },
+        "routes": {names[route.name]: route.reason for route in deepspeed_muon.routes(engine)},
+        "norms": norms,
+        "sharers": deepspeed_muon.muon_optimizer(engine).runners[0].step_set.world_size,
+    }
+    engine.destroy()
+    return report
+
+
+def merged(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put the stages' shares of the model together, and check that copies of a parameter are the same bits."""
+    whole: dict[str, Any] = {"params": {}, "momentum": {}, "routes": {}}
+    for result in results:
+        for key, found in whole.items():
+            for name, value in result[key].items():
+                if name in found and isinstance(value, Tensor):
+                    assert torch.equal(found[name], value), name
+                found[name] = value
+    return [{**result, **whole} for result in results]
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "zero"),
+    [
+        ("toy", 4, 0),
+        ("tied", 4, 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (("toy", 2, 1), ("toy", 4, 1), ("tied", 2, 0))
+        ),
+    ],
+)
+def test_pipeline_matches_the_reference(ranks: Any, kind: str, world: int, zero: int) -> None:
+    """Two stages, one or two data-parallel ranks; the layers' names are numbers, so routing looks at the layers."""
+    results = merged(ranks(world).run(train, kind=kind, stages=2, zero=zero, precision="fp32", params={}))
+    assert results[0]["momentum"].keys() == MATRICES[kind]
+    assert [result["sharers"] for result in results] == [world // 2] * world
+    compare(results, kind, MICRO_BATCHES * world // 2, 0.5)
+
+
+def test_norm_without_clipping(ranks: Any) -> None:
+    """At stage 0 the reported norm is that of all stages, and a tied layer counts once."""
+    results = merged(
+        ranks(2).run(train, kind="tied", stages=2, zero=0, precision="fp32", params={}, clipping=0.0)
+    )
+    compare(results, "tied", MICRO_BATCHES, 0.0)
+
+
+def test_pipeline_in_bf16(ranks: Any) -> None:
+    """bf16 under ZeRO 1 is ``BF16_Optimizer``; tied copies stay the same bits on both stages."""
+    results = merged(
+        ranks(4).run(train, kind="tied", stages=2, zero=1, precision="bf16", params={"wire_dtype": "auto"})
+    )
+    assert all(torch.isfinite(value).all() for value in results[0]["params"].values())
+    assert results[0]["momentum"].keys() == MATRICES["tied"]
+
+
+def test_half_precision_needs_stage_1(ranks: Any) -> None:
+    for result in ranks(2).run(train, kind="toy", stages=2, zero=0, precision="bf16", params={}):
+        assert "set zero_optimization.stage to 1" in result["error"]
+
+
+def test_patterns_see_all_stages(ranks: Any) -> None:
+    """A pattern may match on another stage only; one that matches on none is an error on every rank."""
+    for result in merged(
+        ranks(2).run(
+            train, kind="toy", stages=2, zero=1, precision="fp32", params={"exclude": ["1.up.weight"]}
+        )
+    ):
+        assert result["routes"]["blocks.0.up.weight"] == "exclude pattern '1.up.weight'"
+    for params in ({"exclude": ["9.up.weight"]}, {"min_muon_params": 9}):
+        for result in ranks(2).run(train, kind="toy", stages=2, zero=1, precision="fp32", params=params):
+            assert result["error"].startswith("RoutingError"), result
+
+
+def resumed(rank: int, world_size: int, *, folder: str, how: str, rest: bool) -> dict[str, Any]:
+    """Train three steps and save after two, or load that and train the third."""
+    from deepspeed_muon.checkpoint import consolidate, restore
+
+    pipeline, _ = make_pipeline("tied", 2)
+    config = training.ds_config(1, accumulation=MICRO_BATCHES, clipping=0.5)
+    engine, *_ = deepspeed.initialize(
+        model=pipeline, model_parameters=list(pipeline.parameters()), config=config
+    )
+    if rest and how == "deepspeed":
+        path, _ = engine.load_checkpoint(folder)
+        assert path is not None
+    elif rest:
+        restore(engine, folder)
+    for step in range(2 if rest else 0, 3):
+        run_step(engine, step, world_size // 2)
+        if step == 1:
+            engine.save_checkpoint(folder) if how == "deepspeed" else consolidate(engine, folder)
+    report = {
+        "params": training.full_masters(engine),
+        "momentum": training.full_states(engine, "momentum_buffer"),
+    }
+    engine.destroy()
+    return report
+
+
+@pytest.mark.parametrize("how", ["deepspeed", "consolidated"])
+def test_pipeline_resumes_bit_by_bit(ranks: Any, how: str, tmp_path: Path) -> None:
+    whole = ranks(4).run(resumed, folder=str(tmp_path / how), how=how, rest=False)
+    rest = ranks(4).run(resumed, folder=str(tmp_path / how), how=how, rest=True)
+    for before, after in zip(whole, rest, strict=True):
+        for key, found in before.items():
+            assert found.keys() == after[key].keys()
+            for name, value in found.items():
+                assert torch.equal(after[key][name], value), (key, name)

@@ -1,0 +1,186 @@
+"""Weights that are more than one matrix: fused projections, heads, stacked experts, convolutions; and refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+
+import deepspeed_muon
+from deepspeed_muon.checkpoint import consolidate, restore
+from deepspeed_muon.checkpoint.index import load_index
+from deepspeed_muon.optimizer import Muon
+from tests import training
+from tests.distributed.test_equivalence import compare, reference
+from tests.models import FUSED_PARAMS, MATRICES, build
+from tests.reference import relative
+
+WITHOUT_HEADS = {"split": FUSED_PARAMS["split"]}
+
+
+@pytest.mark.parametrize(
+    ("stage", "world", "zero"),
+    [
+        (0, 2, {}),
+        (1, 3, {}),
+        (2, 4, {"round_robin_gradients": True}),
+        pytest.param(3, 2, {"sub_group_size": 400}, marks=pytest.mark.compat),
+        pytest.param(3, 4, {}, marks=pytest.mark.full),
+        pytest.param(1, 2, {"offload_optimizer": {"device": "cpu"}}, marks=pytest.mark.full),
+    ],
+)
+def test_fused_projections_and_their_heads(ranks: Any, stage: int, world: int, zero: dict[str, Any]) -> None:
+    """Parts of rows and of columns, heads inside them, experts stored either way round."""
+    results = ranks(world).run(
+        training.train,
+        stage=stage,
+        kind="fused",
+        zero=zero,
+        clipping=0.5,
+        params=FUSED_PARAMS,
+        zero_init=stage == 3,
+    )
+    compare(results, "fused", world, 0.5)
+    assert sum(result["orthogonalized"] for result in results) == len(MATRICES["fused"])
+
+
+@pytest.mark.parametrize(
+    ("stage", "world"), [(0, 3), (1, 2), (3, 3), pytest.param(2, 4, marks=pytest.mark.full)]
+)
+def test_parts_of_unequal_size(ranks: Any, stage: int, world: int) -> None:
+    results = ranks(world).run(training.train, stage=stage, kind="fused", params=WITHOUT_HEADS)
+    compare(results, "fused", world, 0.0, cuts="fused-whole-heads")
+
+
+@pytest.mark.parametrize(
+    ("stage", "world"),
+    [(3, 2), pytest.param(0, 2, marks=pytest.mark.full), pytest.param(1, 3, marks=pytest.mark.full)],
+)
+def test_normuon_normalises_the_rows_of_every_part(ranks: Any, stage: int, world: int) -> None:
+    results = ranks(world).run(
+        training.train, stage=stage, kind="fused", params={**FUSED_PARAMS, "variant": "normuon"}
+    )
+    compare(results, "fused", world, 0.0, variant="normuon")
+
+
+def test_bf16_optimizer_splits_too(ranks: Any) -> None:
+    """BF16_Optimizer, which DeepSpeed's own per_head_muon passes by. The bound is argued in test_variants."""
+    results = ranks(2).run(
+        training.train,
+        stage=1,
+        kind="fused",
+        precision="bf16",
+        params=FUSED_PARAMS,
+        extra={"data_types": {"grad_accum_dtype": "fp32"}},
+    )
+    start, end, _, _ = reference("fused", 2, 0.0)
+    for name in MATRICES["fused"]:
+        error = relative(results[0]["params"][name], end[name], start[name])
+        assert error <= 0.25, (name, error)
+
+
+def client(rank: int, world_size: int, *, stage: int, how: str) -> Any:
+    """Train with a client optimizer that splits and finds the heads by itself."""
+    settings: dict[str, Any] = {**training.MUON_PARAMS, **FUSED_PARAMS}
+    model = build("fused")
+    if how == "heads-key":
+        del settings["per_head_muon"]
+        settings["heads"] = {"*.qkv_proj.weight": [4, 2, 2]}
+        optimizer: Any = Muon(model.named_parameters(), model=model, **settings)
+    elif how == "model":
+        optimizer = Muon(model, **settings)
+    else:
+        optimizer = lambda params: Muon(params, model=model, **settings)  # noqa: E731
+    config = training.ds_config(stage)
+    del config["optimizer"]
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), optimizer=optimizer, config=config
+    )
+    for step in range(5):
+        training.run_step(engine, step, rank, world_size, 1)
+    report = {
+        "params": training.full_masters(engine),
+        "momentum": training.full_states(engine, "momentum_buffer"),
+        "reasons": [[r.name, r.reason] for r in deepspeed_muon.routes(engine)],
+    }
+    engine.destroy()
+    return report
+
+
+@pytest.mark.parametrize(
+    ("how", "stage"),
+    [("model", 0), ("heads-key", 2), ("callable", 3), pytest.param("model", 3, marks=pytest.mark.full)],
+)
+def test_client_optimizers_split_too(ranks: Any, how: str, stage: int) -> None:
+    result = ranks(2).run(client, stage=stage, how=how)[0]
+    start, end, _, _ = reference("fused", 2, 0.0)
+    for name in end:
+        assert relative(result["params"][name], end[name], start[name]) <= 2.5e-5, name
+    reasons = dict(result["reasons"])
+    assert reasons["self_attn.qkv_proj.weight"].endswith("split into 16 + 8 + 8, 4 + 2 + 2 heads separately")
+
+
+@pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 3), (2, 2), (3, 4)])
+def test_convolutions(ranks: Any, stage: int, world: int) -> None:
+    """Conv1d, 2d and 3d are one filter bank each; depthwise and transposed ones go to AdamW."""
+    results = ranks(world).run(training.train, stage=stage, kind="convolutions", zero_init=stage == 3)
+    compare(results, "convolutions", world, 0.0)
+
+
+def consolidated(rank: int, world_size: int, *, stage: int, folder: str, phase: str) -> Any:
+    """Train two steps and consolidate, or restore at another stage."""
+    engine = training.make_engine(
+        training.ds_config(stage, params=WITHOUT_HEADS), "fused", seed=0 if phase == "save" else 7
+    )
+    if phase == "save":
+        for step in range(2):
+            training.run_step(engine, step, rank, world_size, 1)
+        consolidate(engine, folder)
+    else:
+        restore(engine, folder)
+    report = {
+        "params": training.full_masters(engine),
+        "momentum": training.full_states(engine, "momentum_buffer"),
+    }
+    engine.destroy()
+    return report
+
+
+def test_consolidated_checkpoints_record_the_parts(ranks: Any, tmp_path: Path) -> None:
+    saved = ranks(3).run(consolidated, stage=2, folder=str(tmp_path), phase="save")[0]
+    restored = ranks(2).run(consolidated, stage=3, folder=str(tmp_path), phase="restore")[0]
+    for key, tensors in saved.items():
+        for name, expected in tensors.items():
+            assert torch.equal(restored[key][name], expected), (key, name)
+    records = load_index(tmp_path).parameters
+    assert records["self_attn.qkv_proj.weight"].grid == ((16, 8, 8), ())
+    assert records["self_attn.c_attn.weight"].grid == ((), (16, 16, 16))
+    assert records["self_attn.c_attn.weight"].transposed
+    assert records["experts.gate_up_proj"].heads == 6 and records["experts.gate_up_proj"].grid is None
+    assert records["turned.gate_up_proj"].grid == ((16, 16, 16), (10, 10))
+
+
+def refused(rank: int, world_size: int, *, kind: str, params: dict[str, Any]) -> list[str]:
+    """Return the class and the text of the error that every rank gets."""
+    try:
+        training.make_engine(training.ds_config(2, params=params), kind)
+    except deepspeed_muon.MuonError as error:
+        return [type(error).__name__, str(error)]
+    return ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "said"),
+    [
+        ("fused", {"split": {"*.qkv_proj.weight": [16, 8, 9]}}, "self_attn.qkv_proj.weight has 32 outputs"),
+        ("fused", {"split": {"*.nothing": "qkv"}}, "matches no parameter that goes to Muon"),
+        ("toy", {"split": {"blocks.0.up.weight": "qkv"}}, "write the sizes of query, key and value"),
+        ("toy", {"per_head_muon": True}, "no attention projection was recognised"),
+    ],
+)
+def test_refusals(ranks: Any, kind: str, params: dict[str, Any], said: str) -> None:
+    for name, text in ranks(2).run(refused, kind=kind, params=params):
+        assert name == "RoutingError" and said in text, (name, text)

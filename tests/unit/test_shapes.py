@@ -1,0 +1,236 @@
+"""How weights divide into matrices: sizes, heads, stored transposes, and every way in which it can be asked wrongly."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.errors import ConfigError, RoutingError
+from deepspeed_muon.optimizer import Muon
+from deepspeed_muon.routing import Route
+from deepspeed_muon.shapes import AttentionShape, leaf_name, nearest_attention, split_output
+from tests.models import build
+from tests.reference import polar
+
+
+def routes(model: nn.Module, **settings: Any) -> dict[str, Route]:
+    return {route.name: route for route in Muon(model, **settings).routes}
+
+
+class Named(nn.Module):
+    """Linear layers with names, under a configuration."""
+
+    def __init__(self, config: Any = None, **layers: tuple[int, int]) -> None:
+        super().__init__()
+        if config is not None:
+            self.config = SimpleNamespace(**config)
+        for name, (rows, cols) in layers.items():
+            setattr(self, name, nn.Linear(cols, rows, bias=False))
+
+
+LLAMA = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
+LATENT = {
+    "num_attention_heads": 4,
+    "hidden_size": 32,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 5,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "leaf", "rows", "blocks"),
+    [
+        (LLAMA, "q_proj", 32, (8,) * 4),
+        (LLAMA, "k_proj", 16, (8,) * 2),
+        (LLAMA, "v_proj", 16, (8,) * 2),
+        (LLAMA, "o_proj", 32, ()),
+        (LLAMA, "up_proj", 32, ()),
+        ({**LLAMA, "head_dim": 16}, "q_proj", 64, (16,) * 4),
+        ({"n_head": 2, "n_embd": 8}, "query", 8, (4, 4)),
+        ({"num_heads": 2, "d_model": 32, "d_kv": 6}, "q", 12, (6, 6)),
+        (LATENT, "q_b_proj", 32, (8,) * 4),
+        (LATENT, "kv_b_proj", 44, (11,) * 4),
+        (LATENT, "kv_a_proj_with_mqa", 32, ()),
+        ({"num_attention_heads": 4, "text_config": None, "hidden_size": 33}, "q_proj", 33, ()),
+    ],
+)
+def test_heads_are_those_of_the_config(
+    config: dict[str, Any], leaf: str, rows: int, blocks: tuple[int, ...]
+) -> None:
+    model = Named(config, **{leaf: (rows, 7)})
+    if not blocks:
+        model.extra = Named(LLAMA, q_proj=(32, 7))  # so that some heads are found
+    assert routes(model, per_head_muon=True)[f"{leaf}.weight"].row_blocks == blocks
+    assert routes(model)[f"{leaf}.weight"].row_blocks == ()
+
+
+def test_a_size_that_does_not_fit_is_said_so() -> None:
+    model = Named(LLAMA, q_proj=(32, 7), k_proj=(24, 7))
+    found = routes(model, per_head_muon=True)
+    assert found["k_proj.weight"].row_blocks == ()
+    assert "2 heads of 8 are not its 24 outputs" in found["k_proj.weight"].reason
+
+
+def test_the_nearest_config_counts() -> None:
+    """The vision tower has another head count than the language model around it."""
+    model = Named(LLAMA, q_proj=(32, 7))
+    model.vision = Named({"num_attention_heads": 8, "hidden_size": 32}, q_proj=(32, 7))
+    found = routes(model, per_head_muon=True)
+    assert found["q_proj.weight"].row_blocks == (8,) * 4
+    assert found["vision.q_proj.weight"].row_blocks == (4,) * 8
+    assert nearest_attention({}, "a.b.weight") is None
+    inner = Named()
+    inner.config = SimpleNamespace(text_config=SimpleNamespace(**LLAMA))
+    inner.q_proj = nn.Linear(7, 32, bias=False)
+    assert routes(inner, per_head_muon=True)["q_proj.weight"].row_blocks == (8,) * 4
+
+
+def test_tags_and_the_explicit_key_come_first() -> None:
+    model = Named(LLAMA, q_proj=(32, 7), odd=(30, 7))
+    model.q_proj.weight.muon_num_heads = 2
+    assert routes(model, per_head_muon=True)["q_proj.weight"].row_blocks == (16, 16)
+    found = routes(model, per_head_muon=True, heads={"q_proj.*": 8, "odd.*": 3})
+    assert found["q_proj.weight"].row_blocks == (4,) * 8
+    assert found["odd.weight"].row_blocks == (10,) * 3
+    assert routes(model, heads={"odd.*": 3})["q_proj.weight"].row_blocks == ()
+
+
+def test_splits() -> None:
+    model = Named(LLAMA, qkv_proj=(64, 7), gate_up_proj=(10, 7), thirds=(9, 7))
+    found = routes(
+        model,
+        split={"qkv_proj.*": "qkv", "*.weight": "gate_up", "gate_up_proj.*": [1, 9]},
+        exclude=["thirds.weight"],
+    )
+    assert found["qkv_proj.weight"].row_blocks == (32, 16, 16)
+    assert found["gate_up_proj.weight"].row_blocks == (5, 5), "the first pattern that matches"
+    thirds = routes(model, split={"thirds.*": [0.3333, 0.3333, 0.3333]})["thirds.weight"]
+    assert thirds.row_blocks == (3, 3, 3)
+    heads = routes(model, split={"qkv_proj.*": [32, 16, 16]}, per_head_muon=True)["qkv_proj.weight"]
+    assert heads.row_blocks == (8,) * 8, "sizes that are those of the config have its heads too"
+    own = routes(model, split={"qkv_proj.*": "qkv"}, heads={"qkv_proj.*": [4, 2, 1]})["qkv_proj.weight"]
+    assert own.row_blocks == (8, 8, 8, 8, 8, 8, 16) and own.grid == (own.row_blocks, ())
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"split": {"qkv_proj.*": [32, 16]}}, r"64 outputs, which \[32, 16\] does not divide"),
+        ({"split": {"qkv_proj.*": [0.5, 0.25]}}, "does not divide"),
+        ({"split": {"odd.*": "gate_up"}}, "9 outputs, which 'gate_up' does not divide"),
+        ({"split": {"none.*": "qkv"}}, "split: pattern 'none.*' matches no parameter that goes to Muon"),
+        ({"split": {"query_key_value.*": "qkv"}}, "often stored head by head"),
+        ({"split": {"odd.*": "qkv"}}, "does not divide"),
+        ({"heads": {"odd.*": 2}}, "heads: odd.weight has 9 outputs, not divisible by 2 heads"),
+        ({"heads": {"odd.*": [3, 3]}}, "odd.weight has 1 parts and"),
+        ({"heads": {"re:(": 3}}, "heads: 're:\\(' is not a regular expression"),
+        ({"transposed": ["nothing"]}, "transposed: pattern 'nothing' matches no parameter"),
+    ],
+)
+def test_what_does_not_divide(settings: dict[str, Any], said: str) -> None:
+    model = Named(LLAMA, qkv_proj=(64, 7), query_key_value=(64, 7), odd=(9, 7))
+    with pytest.raises(RoutingError, match=said):
+        Muon(model, **settings)
+
+
+def test_words_that_need_a_config() -> None:
+    with pytest.raises(RoutingError, match="write the sizes of query, key and value instead"):
+        Muon(Named(qkv_proj=(64, 7)), split={"qkv_proj.*": "qkv"})
+    with pytest.raises(RoutingError, match="no attention projection was recognised"):
+        Muon(Named(LLAMA, up_proj=(64, 7)), per_head_muon=True)
+    with pytest.raises(RoutingError, match="leave it whole"):
+        split_output("gate_up", name="w", output=4, attention=None, interleaved=True)
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"split": {"*": "kv"}}, "optimizer.params.split"),
+        ({"split": {"*": [4, 0]}}, "optimizer.params.split"),
+        ({"split": {"*": [0.5, 1.5]}}, "optimizer.params.split"),
+        ({"split": ["*"]}, "optimizer.params.split"),
+        ({"heads": {"*": 0}}, "optimizer.params.heads"),
+        ({"heads": {"*": []}}, "optimizer.params.heads"),
+        ({"transposed": {"a": 1}}, "optimizer.params.transposed"),
+    ],
+)
+def test_bad_values(params: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        MuonConfig.from_params(params)
+
+
+def test_stored_transposes() -> None:
+    """Which weights count as input x output, and what their blocks and scales are."""
+    found = {route.name: route for route in Muon(build("fused")).routes}
+    assert {name for name, route in found.items() if route.transposed} == {
+        "self_attn.c_attn.weight",
+        "turned.gate_up_proj",
+        "turned.down_proj",
+    }
+    assert found["experts.gate_up_proj"].row_blocks == (12,) * 3
+    assert found["turned.gate_up_proj"].row_blocks == (16,) * 3
+    assert found["experts.gate_up_proj_bias"].algorithm == "adamw"
+    asked = routes(Named(a=(4, 8), b=(4, 8)), transposed=["a.*"], split={"a.*": [6, 2]})
+    assert asked["a.weight"].transposed and asked["a.weight"].col_blocks == (6, 2)
+    assert not asked["b.weight"].transposed
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_scale_is_that_of_the_layer(transposed: bool) -> None:
+    """A layer and the same layer stored as its transpose take the same step."""
+    torch.manual_seed(0)
+    gradient = torch.randn(12, 3)
+    stored = gradient.T.contiguous() if transposed else gradient
+    model = Named(a=tuple(stored.shape))
+    start = model.a.weight.detach().clone()
+    optimizer = Muon(
+        model,
+        muon_lr=0.1,
+        momentum=0.0,
+        nesterov=False,
+        ns_dtype="fp32",
+        transposed=["a.*"] if transposed else [],
+    )
+    model.a.weight.grad = stored.clone()
+    optimizer.step()
+    moved = (model.a.weight.detach() - start).T if transposed else model.a.weight.detach() - start
+    # sqrt(12 / 3) = 2; fp32 rounding of the weight (6e-8) against a step of 0.2.
+    torch.testing.assert_close(moved.double(), -0.2 * polar(gradient), rtol=0, atol=2e-6)
+
+
+def test_hugging_face_models() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 50, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    common = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, **sizes, **tokens}
+    gpt2 = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_layer=1, n_embd=32, n_head=4, vocab_size=50, bos_token_id=1, eos_token_id=2)
+    )
+    found = routes(gpt2, split={"*.c_attn.weight": "qkv"}, per_head_muon=True)
+    attention = found["transformer.h.0.attn.c_attn.weight"]
+    assert attention.transposed and attention.col_blocks == (8,) * 12 and attention.row_blocks == ()
+    assert found["transformer.h.0.mlp.c_fc.weight"].transposed
+    phi = transformers.Phi3ForCausalLM(transformers.Phi3Config(**common))
+    found = routes(phi, split={"*.qkv_proj.weight": "qkv", "*.gate_up_proj.weight": "gate_up"})
+    assert found["model.layers.0.self_attn.qkv_proj.weight"].row_blocks == (32, 16, 16)
+    oss = transformers.GptOssForCausalLM(transformers.GptOssConfig(num_local_experts=4, **common))
+    experts = routes(oss, per_head_muon=True)["model.layers.0.mlp.experts.gate_up_proj"]
+    assert experts.transposed and experts.row_blocks == (32,) * 4
+    with pytest.raises(RoutingError, match="alternate"):
+        Muon(oss, split={"*.gate_up_proj": "gate_up"})
+    mixtral = transformers.MixtralForCausalLM(transformers.MixtralConfig(num_local_experts=4, **common))
+    experts = routes(mixtral, split={"*.gate_up_proj": "gate_up"})["model.layers.0.mlp.experts.gate_up_proj"]
+    assert experts.row_blocks == (48,) * 8 and not experts.transposed
+
+
+def test_small_things() -> None:
+    assert leaf_name("model.layers.0.self_attn.Q_proj.weight") == "q_proj"
+    assert leaf_name("in_proj_weight") == "in_proj_weight"
+    assert AttentionShape.from_config(None) is None
+    assert AttentionShape.from_config(SimpleNamespace(num_attention_heads=True)) is None

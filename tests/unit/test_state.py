@@ -1,0 +1,136 @@
+"""State in half precision: its dtype, the elementwise passes over it, and the kernels of AdamW."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_muon import Muon
+from deepspeed_muon.adam import AdamKernel, _torch_step
+from deepspeed_muon.math.adamw import AdamStep
+from deepspeed_muon.math.reference import reference_adamw_step
+from deepspeed_muon.ops import flat_passes, widened
+from deepspeed_muon.state import StatePolicy, state_bytes
+from tests.models import batch, build
+
+BLOCK = 1 << 16  # of ops/widened.py: lengths on both sides of it
+HALF = (torch.bfloat16, torch.float16)
+
+
+def random(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("momentum_dtype", "half_states", "master", "momentum", "moments"),
+    [
+        (None, False, torch.float32, torch.float32, torch.float32),
+        (None, False, torch.bfloat16, torch.float32, torch.float32),
+        (None, False, torch.float64, torch.float64, torch.float64),
+        ("bf16", False, torch.float32, torch.bfloat16, torch.float32),
+        (None, True, torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        ("fp32", True, torch.bfloat16, torch.float32, torch.bfloat16),
+    ],
+)
+def test_policy(
+    momentum_dtype: str | None,
+    half_states: bool,
+    master: torch.dtype,
+    momentum: torch.dtype,
+    moments: torch.dtype,
+) -> None:
+    policy = StatePolicy(momentum_dtype, half_states)
+    assert policy.make("momentum_buffer", torch.empty(3, dtype=master)).dtype == momentum
+    assert policy.make("exp_avg_sq", torch.empty(3, dtype=master)).dtype == moments
+
+
+@pytest.mark.parametrize("numel", [1, BLOCK - 1, 2 * BLOCK + 5])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_momentum_in_bf16_is_rounded_once(numel: int, out_dtype: torch.dtype, nesterov: bool) -> None:
+    """The stored momentum is the fp32 one rounded; the direction is made before it is rounded."""
+    buf, grad = random(numel, torch.bfloat16, 0), random(numel, torch.float32, 1)
+    out, expected_out = torch.empty(2, numel, dtype=out_dtype)
+    plain = flat_passes("torch")
+    expected = buf.float()
+    plain.momentum_pack(expected, grad, expected_out, 0.95, nesterov)
+    widened(plain).momentum_pack(buf, grad, out, 0.95, nesterov)
+    assert torch.equal(buf, expected.bfloat16())
+    assert torch.equal(out, expected_out)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_masters_in_half_precision_are_rounded_once(dtype: torch.dtype) -> None:
+    param, update = random(BLOCK + 3, dtype, 0), random(BLOCK + 3, torch.bfloat16, 1)
+    exact = param.double() * 0.998 - 0.02 * update.double()
+    widened(flat_passes("torch")).unpack_apply(param, update, 0.02, 0.998)
+    # Half a unit in the last place of the exact result, and the fp32 arithmetic before (1e-7, far below).
+    assert ((param.double() - exact).abs() <= exact.abs() * torch.finfo(dtype).eps * 0.501 + 1e-7).all()
+
+
+@pytest.mark.parametrize(
+    ("master", "moments"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("kernel", ["torch", "deepspeed"])
+def test_adam_kernels(kernel: str, decoupled: bool, master: torch.dtype, moments: torch.dtype) -> None:
+    """One step of each kernel in each pair of dtypes, on a length that no vector divides."""
+    run: Any = _torch_step
+    if kernel == "deepspeed":
+        from deepspeed_muon.zero.cpu_adam import CpuAdam
+
+        run = CpuAdam(decoupled=decoupled, master=master, moments=moments)
+    numel = 1003
+    param, grad = 0.02 * random(numel, torch.float32, 0), random(numel, torch.float32, 1)
+    param, grad = param.to(master), grad.to(master)
+    exp_avg, exp_avg_sq = random(numel, moments, 2), random(numel, torch.float32, 3).square().to(moments)
+    decay = 0.1
+    expected = reference_adamw_step(
+        param,
+        grad.double() + (0.0 if decoupled else decay) * param.double(),
+        exp_avg,
+        exp_avg_sq,
+        step=3,
+        lr=0.01,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        weight_decay=decay if decoupled else 0.0,
+    )
+    step = AdamStep(0.01, (0.9, 0.95), 1e-8, decay, 3, decoupled)
+    called = AdamKernel("x", "", run)
+    called([param], [grad], [exp_avg], [exp_avg_sq], settings=step)
+    assert called.calls == 1
+    for found, exact in zip((param, exp_avg, exp_avg_sq), expected, strict=True):
+        # Half a unit for the one rounding into the stored dtype, a few fp32 units for the arithmetic; a parameter is
+        # off by a few fp32 units of the update too, whose quotient is at most 30 here.
+        bound = exact.abs() * (0.51 * torch.finfo(found.dtype).eps + 1e-6) + 1e-6
+        assert ((found.double() - exact).abs() <= bound).all()
+
+
+def test_state_dict_keeps_the_dtypes() -> None:
+    """Torch casts state to the parameter's dtype when it loads: bf16 momentum would come back as fp32."""
+    model, other = build("toy"), build("toy", seed=1)
+    optimizer, fresh = (Muon(m, lr=0.02, momentum_dtype="bf16") for m in (model, other))
+    for step in range(2):
+        model.zero_grad()
+        model(*batch(step, 0)).backward()
+        optimizer.step()
+    fresh.load_state_dict(optimizer.state_dict())
+    for own, loaded in zip(optimizer.state.values(), fresh.state.values(), strict=True):
+        for key, value in own.items():
+            if isinstance(value, torch.Tensor):
+                assert loaded[key].dtype == value.dtype and torch.equal(loaded[key], value), key
+    assert state_bytes(optimizer.state) == state_bytes(fresh.state)
+    assert state_bytes(optimizer.state)["momentum_buffer"] == 2 * sum(
+        route.matrix_shape[0] * route.matrix_shape[1]
+        for route in optimizer.routes
+        if route.algorithm == "muon"
+    )
