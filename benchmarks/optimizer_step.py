@@ -1,0 +1,228 @@
+"""One optimizer step of this project beside its peers, in one run: time, bytes, memory, Newton-Schulz work.
+
+``python benchmarks/optimizer_step.py --model 5M --out benchmarks/results/optimizer_step-NAME`` runs every stage on 1, 2
+and 4 ranks, with 1 and 4 accumulation steps. ``--quick`` is a smoke test of a minute. Ready-made rows in the JSON of
+``--out`` are kept and overwritten one by one, so a long matrix can be run in pieces (``--stages 3 --ranks 4``).
+
+All engines of a cell live in the same processes, get the same weights and batches, and take turns; a time is the
+slowest rank's, a ratio the median over the turns of the paired ratio. Rates are zero, so that the gradients stay equal.
+Memory is measured afterwards, one optimizer at a time, in processes that give freed memory back at once.
+
+On GPUs: ``torchrun --nproc_per_node N benchmarks/optimizer_step.py --device cuda --model 350M --stages 0 1 2 3``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.step_ranks import MODELS, OPTIMIZERS
+
+# So small that every tensor that matters is mapped by itself and given back when it is freed.
+_RETURN_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_ARENA_MAX": "1",
+}
+_TIME_LIMIT = 1200.0
+
+Row = dict[str, Any]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", nargs="+", choices=sorted(MODELS), default=["5M"])
+    parser.add_argument("--stages", nargs="+", type=int, default=[0, 1, 2, 3])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4], help="ignored on GPUs")
+    parser.add_argument("--accumulation", nargs="+", type=int, default=[1, 4])
+    parser.add_argument(
+        "--optimizers",
+        nargs="+",
+        choices=list(OPTIMIZERS),
+        default=[name for name in OPTIMIZERS if name != "ours, no overlap"],
+    )
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of a micro-batch of one sequence")
+    parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--no-times", action="store_true", help="only measure memory")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument(
+        "--profile", action="store_true", help="keep a trace of one step of each cell, beside --out"
+    )
+    parser.add_argument("--quick", action="store_true", help="a tiny model, two stages, two ranks")
+    parser.add_argument("--out", help="path without ending for .json, .md and .png")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.model, arguments.stages, arguments.ranks = ["tiny"], [1, 3], [2]
+        arguments.accumulation, arguments.repeats = [1], 2
+        arguments.optimizers = ["ours", "DeepSpeed Muon, standard", "DeepSpeed AdamW"]
+    if arguments.device == "cuda":
+        arguments.ranks = [int(os.environ.get("WORLD_SIZE", "1"))]
+    return arguments
+
+
+def measure(arguments: argparse.Namespace) -> Iterator[list[Row]]:
+    """Measure every cell; yield its rows when its times are known, and again with the memory."""
+    runner = _OnGpu() if arguments.device == "cuda" else _OnCpu()
+    cells = [(m, s, a) for m in arguments.model for s in arguments.stages for a in arguments.accumulation]
+    for ranks in arguments.ranks:
+        for model, stage, accumulation in cells:
+            cell = {"model": model, "stage": stage, "accumulation": accumulation}
+            common = {**cell, "tokens": arguments.tokens, "device": arguments.device}
+            names = [name for name in arguments.optimizers if name != "torch Muon" or stage == 0]
+            found: dict[str, Row] = {name: {**cell, "ranks": ranks, "optimizer": name} for name in names}
+            if not arguments.no_times:
+                profile = ""
+                if arguments.profile and arguments.out:
+                    profile = (
+                        f"{Path(arguments.out).resolve()}-{model}-stage{stage}-ranks{ranks}-acc{accumulation}"
+                    )
+                reports = runner.run(
+                    "measure_times",
+                    ranks,
+                    optimizers=names,
+                    repeats=arguments.repeats,
+                    profile=profile,
+                    **common,
+                )
+                for name in names:
+                    parts = [report[name] for report in reports]
+                    found[name] |= {
+                        "total_s": parts[0]["total_s"],
+                        "step_s": parts[0]["step_s"],
+                        "sent_bytes": max(part["bytes"] for part in parts),
+                        "matrices": [part["matrices"] for part in parts],
+                    }
+                yield list(found.values())
+            if not arguments.no_memory:
+                for name in names:
+                    reports = runner.run("measure_memory", ranks, memory=True, optimizer=name, **common)
+                    found[name]["peak_bytes"] = max(report["peak_bytes"] for report in reports)
+                    found[name]["resident_bytes"] = max(report["resident_bytes"] for report in reports)
+                yield list(found.values())
+        runner.close()
+
+
+class _OnCpu:
+    """Pools of gloo ranks, one for times and one for memory, as the tests start them."""
+
+    def __init__(self) -> None:
+        self._pools: dict[bool, Any] = {}
+        self._warm: set[str] = set()
+
+    def run(self, function: str, ranks: int, *, memory: bool = False, **settings: Any) -> list[Any]:
+        from tests.harness import RankPool
+
+        if memory not in self._pools:
+            self._pools[memory] = RankPool(ranks, env=_RETURN_MEMORY if memory else None)
+            if (
+                memory
+            ):  # the first call pays for imports and compilation, which no optimizer should be charged with
+                self.run(function, ranks, memory=True, **settings)
+        pool = self._pools[memory]
+        return list(pool.run(f"benchmarks.step_ranks:{function}", timeout=_TIME_LIMIT, **settings))
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+        self._warm.clear()
+
+
+class _OnGpu:
+    """This process is a rank: of torchrun, or the only one."""
+
+    def run(self, function: str, ranks: int, *, memory: bool = False, **settings: Any) -> list[Any]:
+        import deepspeed
+        import torch
+        import torch.distributed as dist
+
+        from benchmarks import step_ranks
+
+        defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        for name, value in {**defaults, "MASTER_PORT": "29655"}.items():
+            os.environ.setdefault(name, value)
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        if not dist.is_initialized():
+            deepspeed.init_distributed("nccl")
+        report = getattr(step_ranks, function)(dist.get_rank(), ranks, **settings)
+        torch.cuda.empty_cache()
+        reports: list[Any] = [None] * ranks
+        dist.all_gather_object(reports, report)
+        return reports
+
+    def close(self) -> None:
+        pass
+
+
+def merged(known: list[Row], rows: list[Row]) -> list[Row]:
+    """Return the rows that are known with ``rows`` put in or over them, in order."""
+    key = lambda row: (row["model"], row["stage"], row["ranks"], row["accumulation"], row["optimizer"])  # noqa: E731
+    old = {key(row): row for row in known}
+    for row in rows:
+        old[key(row)] = {**old.get(key(row), {}), **row}
+    order = list(OPTIMIZERS)
+    return sorted(old.values(), key=lambda row: (*key(row)[:4], order.index(row["optimizer"])))
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    from benchmarks.step_report import draw, table
+
+    first = int(os.environ.get("RANK", "0")) == 0
+    out = Path(arguments.out + ".json") if arguments.out else None
+    rows: list[Row] = json.loads(out.read_text())["rows"] if out and out.exists() else []
+    report: dict[str, Any] = {}
+    for found in measure(arguments):
+        rows = merged(rows, found)
+        report = {
+            "machine": _machine(),
+            "command": " ".join(["python", *sys.argv]),
+            "tokens": arguments.tokens,
+            "rows": rows,
+        }
+        if first:
+            print(table({**report, "rows": found}).rpartition("|---|")[2], flush=True)
+        if first and out:  # after every cell, so that a long matrix can be stopped
+            out.write_text(json.dumps(report, indent=1) + "\n")
+            out.with_suffix(".md").write_text(table(report))
+    if first:
+        print(table(report))
+    if first and out:
+        draw(rows, out.with_suffix(".png"))
+
+
+def _machine() -> dict[str, Any]:
+    import deepspeed
+    import torch
+
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+    else:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(
+            (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+            platform.machine(),
+        )
+    return {
+        "name": name,
+        "cores": len(os.sched_getaffinity(0)),
+        "amx": torch.cpu._is_amx_tile_supported(),
+        "torch": torch.__version__,
+        "deepspeed": deepspeed.__version__,
+        "load_at_end": [round(value, 1) for value in os.getloadavg()],
+    }
+
+
+if __name__ == "__main__":
+    main()

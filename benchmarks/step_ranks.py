@@ -1,0 +1,416 @@
+"""What a rank does in ``benchmarks/optimizer_step.py``: the model, the engines, the counters, the measurements."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A decoder with the shapes of LLaMA.
+
+    The vocabulary is small, so that the hidden matrices have the share of the weights that they have in a model of
+    several billion (95 % and more), and not that of a toy.
+    """
+
+    width: int
+    hidden: int
+    layers: int
+    vocabulary: int
+
+
+MODELS = {
+    "5M": Shape(256, 704, 6, 512),
+    "60M": Shape(768, 2048, 8, 2048),
+    "350M": Shape(1024, 2816, 26, 4096),
+    "1.3B": Shape(2048, 5504, 25, 8192),
+    "tiny": Shape(64, 176, 2, 64),
+}
+
+# Every optimizer that takes part, in the order of the tables.
+OPTIMIZERS = {
+    "ours": "this project, its defaults",
+    "ours, no overlap": "exchange_overlap false; only on request",
+    "DeepSpeed Muon, standard": "ns_method standard (bf16 where supported)",
+    "DeepSpeed Muon, gram": "its default (fp16 where supported)",
+    "DeepSpeed AdamW": "DeepSpeed's fused AdamW",
+    "torch Muon": "torch.optim.Muon and AdamW, whole matrices on every rank, stage 0 only",
+}
+
+
+class Layer(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        width = shape.width
+        self.heads = max(1, width // 64)
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(width, width, bias=False) for _ in range(4)
+        )
+        self.gate_proj, self.up_proj = (nn.Linear(width, shape.hidden, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(shape.hidden, width, bias=False)
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm1(x)
+        q, k, v = (
+            proj(h).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        attention = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o_proj(attention.transpose(1, 2).flatten(2))
+        h = self.norm2(x)
+        return x + self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h))
+
+
+class Decoder(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(shape.vocabulary, shape.width)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.width)
+        self.lm_head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed_tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.lm_head(self.norm(x))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+class TorchMuon(torch.optim.Optimizer):
+    """``torch.optim.Muon`` for the hidden matrices and fused AdamW for the rest, as one optimizer for DeepSpeed."""
+
+    def __init__(self, named: list[tuple[str, Tensor]]) -> None:
+        inside = [p for name, p in named if name.startswith("layers.") and p.ndim == 2]
+        chosen = {id(p) for p in inside}
+        rest = [p for _, p in named if id(p) not in chosen]
+        super().__init__([{"params": inside}, {"params": rest}], {"lr": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        if not hasattr(self, "halves"):  # the wrapper has replaced the parameters by its fp32 copies by now
+            matrices, rest = (group["params"] for group in self.param_groups)
+            self.halves = (
+                torch.optim.Muon(matrices, lr=0.0, weight_decay=0.0),
+                torch.optim.AdamW(rest, lr=0.0, weight_decay=0.0, fused=True),
+            )
+        for half in self.halves:
+            half.step()
+
+
+class SentBytes:
+    """Counts what the collectives of this process send, at the one place that all callers pass: the process group.
+
+    Every collective counts as the bytes that one rank sends in a bandwidth-optimal algorithm, whatever the backend
+    really runs (gloo has no reduce-scatter of its own): all-reduce ``2 n (W-1)/W``, reduce-scatter, reduce and
+    broadcast ``n (W-1)/W``, all-gather ``n_own (W-1)``, all-to-all its splits, a message ``n``.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._originals: dict[str, Any] = {}
+
+    def install(self) -> None:
+        group_class = dist.ProcessGroup
+        for name, size in self._sizes().items():
+            # From the dictionary: looked up on the class, it would not bind to a group once it is put back.
+            original = group_class.__dict__.get(name)
+            if original is None:
+                continue
+            self._originals[name] = original
+            original = getattr(group_class, name)
+
+            def counted(
+                group: Any, *args: Any, _original: Any = original, _size: Any = size, **kw: Any
+            ) -> Any:
+                self.total += int(_size(group, args))
+                return _original(group, *args, **kw)
+
+            setattr(group_class, name, counted)
+
+    def remove(self) -> None:
+        for name, original in self._originals.items():
+            setattr(dist.ProcessGroup, name, original)
+        self._originals.clear()
+
+    @staticmethod
+    def _sizes() -> dict[str, Callable[[Any, tuple[Any, ...]], float]]:
+        def rest(group: Any) -> float:
+            return (group.size() - 1) / group.size()
+
+        def gather(group: Any, args: tuple[Any, ...]) -> float:
+            return _bytes(args[1]) * (group.size() - 1)
+
+        def scatter(group: Any, args: tuple[Any, ...]) -> float:
+            return _bytes(args[1]) * rest(group)
+
+        def once(group: Any, args: tuple[Any, ...]) -> float:
+            return _bytes(args[0]) * rest(group)
+
+        def twice(group: Any, args: tuple[Any, ...]) -> float:
+            return 2 * once(group, args)
+
+        def to_all(group: Any, args: tuple[Any, ...]) -> float:
+            send, splits = args[1], args[3]
+            if not splits:
+                return _bytes(send) * rest(group)
+            row = send.numel() // max(1, send.shape[0]) * send.element_size()
+            return row * (sum(splits) - splits[group.rank()])
+
+        def lists_to_all(group: Any, args: tuple[Any, ...]) -> float:
+            return sum(_bytes(t) for peer, t in enumerate(args[1]) if peer != group.rank())
+
+        names = {"allreduce": twice, "allreduce_coalesced": twice, "broadcast": once, "reduce": once}
+        for name in ("allgather", "allgather_coalesced", "_allgather_base", "all_gather_single"):
+            names[name] = gather
+        for name in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"):
+            names[name] = gather
+        for name in ("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"):
+            names[name] = scatter
+        for name in ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"):
+            names[name] = scatter
+        for name in ("alltoall_base", "all_to_all_single"):
+            names[name] = to_all
+        names["alltoall"] = lists_to_all
+        names["send"] = lambda group, args: _bytes(args[0])
+        return names
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    return sum(_bytes(each) for each in value)
+
+
+def count_matrices() -> tuple[dict[str, int], Callable[[], None]]:
+    """Count the matrices that DeepSpeed's and torch's Muon orthogonalise here; returns counter and undo."""
+    import deepspeed.runtime.zero.muon.muon_optimizer as outer
+    import deepspeed.runtime.zero.muon.original_muon as inner
+    import torch.optim._muon as peer
+
+    counter = {"calls": 0}
+    undo: list[Callable[[], None]] = []
+
+    def wrap(module: Any, name: str) -> None:
+        original = getattr(module, name, None)
+        if original is None:
+            return
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            counter["calls"] += 1
+            return original(*args, **kwargs)
+
+        setattr(module, name, counted)
+        undo.append(lambda: setattr(module, name, original))
+
+    wrap(inner, "muon_update")
+    if getattr(outer, "muon_update", None) is not None:
+        wrap(outer, "muon_update")
+    wrap(peer, "_zeropower_via_newtonschulz")
+    return counter, lambda: [restore() for restore in undo] and None
+
+
+def make_engine(optimizer: str, shape: Shape, stage: int, accumulation: int, device: str) -> Any:
+    """Return an engine whose weights depend on the shape alone. Rates of zero keep weights and gradients equal."""
+    import deepspeed
+
+    import deepspeed_muon
+
+    torch.manual_seed(0)
+    model = Decoder(shape)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 1_000_000,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage},
+    }
+    client = None
+    if optimizer == "DeepSpeed AdamW":
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.0, "weight_decay": 0.0}}
+    elif optimizer == "torch Muon":
+        client = TorchMuon(list(model.named_parameters()))
+        config["zero_allow_untested_optimizer"] = True
+    else:
+        config["optimizer"] = {"type": "Muon", "params": {"lr": 0.0}}
+    if optimizer == "ours, no overlap":
+        config["optimizer"]["params"]["exchange_overlap"] = False
+    if optimizer.startswith("DeepSpeed Muon"):
+        config["optimizer"]["params"]["ns_method"] = optimizer.rpartition(" ")[2]
+        if stage == 3:
+            config["zero_optimization"].update(reduce_scatter=False, save_muon_momentum_buffer_in_memory=True)
+        deepspeed_muon.unregister()  # until the engine is made
+    try:
+        parameters = list(model.parameters())
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=parameters, config=config, optimizer=client
+        )
+    finally:
+        deepspeed_muon.register()
+    return engine
+
+
+def batch_of(shape: Shape, micro: int, tokens: int, device: str) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * dist.get_rank() + micro)
+    return torch.randint(shape.vocabulary, (1, tokens), generator=generator).to(device)
+
+
+def one_step(engine: Any, batches: list[Tensor], device: str) -> tuple[float, float]:
+    """Run one optimizer step; return seconds of all backward and step calls, and of the step calls alone."""
+    backward = step = 0.0
+    for batch in batches:
+        loss = engine(batch)
+        _wait(device)
+        dist.barrier()
+        start = time.perf_counter()
+        engine.backward(loss)
+        _wait(device)
+        middle = time.perf_counter()
+        engine.step()
+        _wait(device)
+        end = time.perf_counter()
+        backward += middle - start
+        step += end - middle
+    return backward + step, step
+
+
+def _wait(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def measure_times(
+    rank: int,
+    world_size: int,
+    *,
+    model: str,
+    stage: int,
+    accumulation: int,
+    optimizers: list[str],
+    repeats: int,
+    tokens: int,
+    device: str = "cpu",
+    profile: str = "",
+) -> dict[str, Any]:
+    """Time all optimizers in turn, with all their engines alive, and count bytes and matrices of one step.
+
+    With ``profile``, one more step of this project runs under torch's profiler; rank 0 writes its trace and a table to
+    that path with endings.
+    """
+    shape = MODELS[model]
+    matrices, undo = count_matrices()
+    sent = SentBytes()
+    engines = {name: make_engine(name, shape, stage, accumulation, device) for name in optimizers}
+    batches = [batch_of(shape, micro, tokens, device) for micro in range(accumulation)]
+    rows: dict[str, dict[str, Any]] = {name: {"total_s": [], "step_s": []} for name in optimizers}
+    for name, engine in engines.items():
+        one_step(engine, batches, device)  # builds state, compiles, chooses kernels
+        sent.install()
+        with _ours_counted(engine, matrices):
+            sent.total = matrices["calls"] = 0
+            losses = one_step(engine, batches, device)
+        sent.remove()
+        del losses
+        # The barriers of one_step carry no payload.
+        rows[name].update(bytes=sent.total, matrices=matrices["calls"])
+    gc.collect()
+    for repeat in range(repeats):
+        turn = repeat % len(optimizers)
+        for name in optimizers[turn:] + optimizers[:turn]:
+            seconds = torch.tensor(one_step(engines[name], batches, device), dtype=torch.float64).to(device)
+            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+            rows[name]["total_s"].append(float(seconds[0]))
+            rows[name]["step_s"].append(float(seconds[1]))
+    if profile and "ours" in engines:
+        _profile(engines["ours"], batches, device, profile)
+    undo()
+    for engine in engines.values():
+        engine.destroy()
+    return rows
+
+
+def _profile(engine: Any, batches: list[Tensor], device: str, path: str) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device != "cpu")
+    with profile(activities=activities) as profiler:
+        one_step(engine, batches, device)
+    if dist.get_rank() == 0:
+        profiler.export_chrome_trace(f"{path}.trace.json.gz")
+        key = "self_cpu_time_total" if device == "cpu" else "self_device_time_total"
+        table = profiler.key_averages().table(sort_by=key, row_limit=25, max_name_column_width=60)
+        Path(f"{path}.txt").write_text(table)
+
+
+@contextlib.contextmanager
+def _ours_counted(engine: Any, counter: dict[str, int]) -> Iterator[None]:
+    import deepspeed_muon
+
+    optimizer = engine.basic_optimizer
+    if not isinstance(optimizer, deepspeed_muon.Muon):
+        yield
+        return
+    optimizer.stats.reset()
+    yield
+    counter["calls"] = optimizer.stats.matrices_orthogonalized
+
+
+def measure_memory(
+    rank: int,
+    world_size: int,
+    *,
+    model: str,
+    stage: int,
+    accumulation: int,
+    optimizer: str,
+    tokens: int,
+    device: str = "cpu",
+) -> dict[str, int]:
+    """Return how far memory grows over what the process had before the model: peak of steady steps, and after them.
+
+    On a CPU it is resident memory, everything included; the process must run with a small MALLOC_MMAP_THRESHOLD_ and
+    MALLOC_TRIM_THRESHOLD_, so that what is freed goes back. On a GPU it is torch's count.
+    """
+    shape = MODELS[model]
+    gc.collect()
+    before = _memory(device)[0]
+    engine = make_engine(optimizer, shape, stage, accumulation, device)
+    batches = [batch_of(shape, micro, tokens, device) for micro in range(accumulation)]
+    one_step(engine, batches, device)
+    gc.collect()
+    _reset_peak(device)
+    for _ in range(2):
+        one_step(engine, batches, device)
+    now, peak = _memory(device)
+    engine.destroy()
+    return {"peak_bytes": peak - before, "resident_bytes": now - before}
+
+
+def _memory(device: str) -> tuple[int, int]:
+    if device != "cpu":
+        return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    values = {}
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(("VmRSS", "VmHWM")):
+            values[line[:5]] = int(line.split()[1]) * 1024
+    return values["VmRSS"], values["VmHWM"]
+
+
+def _reset_peak(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")

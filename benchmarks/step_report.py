@@ -1,0 +1,123 @@
+"""Tables and the picture of ``benchmarks/optimizer_step.py``."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+OURS = "ours"
+Row = dict[str, Any]
+
+
+def cells(rows: list[Row]) -> dict[tuple[str, int, int, int], dict[str, Row]]:
+    """Group the rows by model, stage, ranks and accumulation."""
+    grouped: dict[tuple[str, int, int, int], dict[str, Row]] = {}
+    for row in rows:
+        key = (row["model"], row["stage"], row["ranks"], row["accumulation"])
+        grouped.setdefault(key, {})[row["optimizer"]] = row
+    return grouped
+
+
+def ratio(ours: Row, peer: Row, what: str) -> float | None:
+    """Return ours / peer: of times the median of the paired ratios, of bytes and memory the plain one."""
+    if what not in ours or what not in peer:
+        return None
+    if isinstance(ours[what], list):
+        return statistics.median(a / b for a, b in zip(ours[what], peer[what], strict=True))
+    return ours[what] / peer[what] if peer[what] else None
+
+
+def table(report: dict[str, Any]) -> str:
+    """Return all rows as Markdown, with the ratio of this project to each peer."""
+    machine = report["machine"]
+    lines = [
+        "# One optimizer step",
+        "",
+        f"{machine['name']}, {machine['cores']} cores, AMX: {machine['amx']}, torch {machine['torch']}, DeepSpeed "
+        f"{machine['deepspeed']}; bf16 models, one thread a rank, {report['tokens']} tokens a micro-batch. "
+        f"Last command: `{report['command']}`.",
+        "",
+        "Times are medians of the slowest rank; bytes those of the rank that sends most, gradient reduction and "
+        "parameter gathers included; memory the growth of the largest rank over the process before the model. `x` "
+        "columns are this project / that optimizer, for times the median of paired ratios.",
+        "",
+        "| model | stage | ranks | acc. | optimizer | backward + step, ms | x | step, ms | sent, MB | x | peak, MB | x "
+        "| Newton-Schulz calls by rank |",
+        "|" + "---|" * 13,
+    ]
+    for (model, stage, ranks, accumulation), found in cells(report["rows"]).items():
+        ours = found.get(OURS)
+        for name, row in found.items():
+            against = {
+                what: _number(ratio(ours, row, what)) if ours and name != OURS else ""
+                for what in ("total_s", "sent_bytes", "peak_bytes")
+            }
+            values = [
+                model,
+                stage,
+                ranks,
+                accumulation,
+                name,
+                _scaled(row, "total_s", 1e3),
+                against["total_s"],
+                _scaled(row, "step_s", 1e3),
+                _scaled(row, "sent_bytes", 1e-6),
+                against["sent_bytes"],
+                _scaled(row, "peak_bytes", 1e-6),
+                against["peak_bytes"],
+                " ".join(str(count) for count in row.get("matrices", [])),
+            ]
+            lines.append("| " + " | ".join(map(str, values)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _scaled(row: Row, what: str, factor: float) -> str:
+    if what not in row:
+        return ""
+    value = statistics.median(row[what]) if isinstance(row[what], list) else row[what]
+    return f"{value * factor:.1f}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Draw time, bytes and memory of every optimizer over AdamW's, accumulation 1, the largest model that is there."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    base = "DeepSpeed AdamW"
+    grouped = cells(rows)
+    sizes = {model: sum(1 for key in grouped if key[0] == model) for model, *_ in grouped}
+    model = max(sizes, key=lambda name: (sizes[name], name))
+    accumulation = min(key[3] for key in grouped if key[0] == model)
+    shown = {
+        (stage, ranks): found
+        for (name, stage, ranks, acc), found in grouped.items()
+        if name == model and acc == accumulation and base in found
+    }
+    if not shown:
+        return
+    names = list(dict.fromkeys(name for found in shown.values() for name in found if name != base))
+    panels = {"total_s": "backward + step", "sent_bytes": "bytes sent by a rank", "peak_bytes": "peak memory"}
+    figure, axes = plt.subplots(len(panels), 1, figsize=(11, 9), sharex=True, layout="constrained")
+    width = 0.8 / max(1, len(names))
+    for axis, (what, title) in zip(axes, panels.items(), strict=True):
+        for number, name in enumerate(names):
+            heights = [
+                ratio(found[name], found[base], what) if name in found else None for found in shown.values()
+            ]
+            places = [place + number * width for place, height in enumerate(heights) if height is not None]
+            axis.bar(places, [height for height in heights if height is not None], width, label=name)
+        axis.axhline(1.0, color="black", linewidth=0.8)
+        axis.set_ylabel(f"{title}\nover AdamW's")
+    axes[0].legend(ncols=len(names))
+    axes[0].set_title(f"{model}, accumulation {accumulation}")
+    labels = [f"stage {stage}\n{ranks} rank{'s' * (ranks > 1)}" for stage, ranks in shown]
+    axes[-1].set_xticks([place + 0.4 - width / 2 for place in range(len(labels))], labels)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
