@@ -57,7 +57,7 @@ nvcc-check: $(VENV)/.ready ## compile the CUDA sources for all architectures; ne
 setup: $(VENV)/.ready ## only make the environment
 
 $(VENV)/.ready: $(SETUP_INPUTS)
-	scripts/setup_env.sh $(VENV) $(DEEPSPEED_VERSION)
+	scripts/setup_env.sh $(VENV) $(DEEPSPEED_VERSION) hf
 	@touch $@
 
 $(OLD_VENV)/.ready: $(SETUP_INPUTS)

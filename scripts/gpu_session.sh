@@ -3,8 +3,9 @@
 #
 #   OUT=folder scripts/gpu_session.sh [PYTHON]     an interpreter with torch (CUDA) and pytest; default python3
 #
-# Needs nvcc, and neither DeepSpeed nor an installed copy of this project. Nothing is timed unless everything is right:
-# a fast wrong kernel is worth nothing. Changes no setting of the card. About five minutes on an H200.
+# Needs nvcc; DeepSpeed and an installed copy of this project only for tests/gpu/test_graphs.py, which is skipped without
+# them. Nothing is timed unless everything is right: a fast wrong kernel is worth nothing. Changes no setting of the
+# card. About five minutes on an H200.
 set -euo pipefail
 
 python=${1:-python3}

