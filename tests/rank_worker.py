@@ -200,6 +200,8 @@ def join_group(*, shm_all_reduce: bool) -> None:
         # The op leaves 66 MB a rank in /dev/shm for ever, and spins while it waits.
         backend = importlib.import_module("deepspeed.comm.torch")
         backend.build_shm_op = lambda: None
+    # DeepSpeed refuses fp16 on a CPU without instructions for it (AVX512-FP16), for its speed: torch converts there.
+    deepspeed.get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed(dist_backend="gloo", timeout=timedelta(minutes=30), verbose=False)
     torch.distributed.barrier()
 
