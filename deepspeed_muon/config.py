@@ -187,6 +187,7 @@ class MuonConfig(BaseModel):
     exchange_overlap: bool = True
     order: OrderName = "balanced"
     ranks_per_node: int | None = Field(default=None, ge=1)
+    share_matrices: Literal["auto", False] | Annotated[int, Field(ge=2, strict=True)] = "auto"
     consolidate_on_save: bool = False
     restore_from: str | None = Field(default=None, min_length=1)
     health: Annotated[HealthConfig, BeforeValidator(HealthConfig.parse)] = HealthConfig()

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from deepspeed_muon.assignment import may_share
 from deepspeed_muon.config import MomentumDtypeName, MuonConfig, WireDtypeName
 from deepspeed_muon.errors import (
     BindingError,
@@ -44,6 +45,7 @@ from deepspeed_muon.transport.agreement import Claim
 from deepspeed_muon.transport.buffers import ExchangeBuffers
 from deepspeed_muon.transport.pipeline import StepStats
 from deepspeed_muon.transport.recorder import StepRecorder
+from deepspeed_muon.transport.shared import ShareGroups
 from deepspeed_muon.transport.tensor_parallel import TensorParallelMode
 from deepspeed_muon.zero.binding import StepSet, read_whole
 
@@ -114,6 +116,7 @@ class Muon(torch.optim.Optimizer):
         exchange_overlap: bool = True,
         order: OrderName = "balanced",
         ranks_per_node: int | None = None,
+        share_matrices: Literal["auto", False] | int = "auto",
         health: Mapping[str, Any] | bool | None = None,
         model: nn.Module | None = None,
     ) -> None:
@@ -171,6 +174,9 @@ class Muon(torch.optim.Optimizer):
                 all ranks have equal work; ``given`` keeps the model's order.
             ranks_per_node: Ranks of one machine, numbered consecutively: the owner of a matrix is then sought where
                 most of it lies. Without it all ranks count as equally far.
+            share_matrices: ``auto``: where it pays on GPUs, ranks of one node orthogonalise a matrix together that
+                would keep one of them busy for longer than all have work on average. A number: so many ranks at most
+                do it wherever they would be done sooner without communication; ``False``: never.
             health: ``every`` (100), ``matrices`` (4) and ``check`` (true): steps between samples, matrices in each,
                 whether every result is checked; ``False`` for none of it.
             model: The module that ``params`` belongs to, for names and module types.
@@ -381,6 +387,7 @@ class Muon(torch.optim.Optimizer):
         """
         self._orthogonalize = select(self.config.ns_backend)
         buffers = ExchangeBuffers(device)
+        self._share_groups = ShareGroups()
         self.recorder.reset(device)
         loads: dict[str, list[float]] = {}
         runners = []
@@ -395,6 +402,7 @@ class Muon(torch.optim.Optimizer):
                     stats=self.stats,
                     load=load,
                     buffers=buffers,
+                    share_groups=self._share_groups,
                     policy=self.state_policy,
                     recorder=self.recorder,
                 )
@@ -406,6 +414,19 @@ class Muon(torch.optim.Optimizer):
         }
         if self.qk_clip is not None:
             self.qk_clip.bind(step_sets, device=device)
+
+    def open_share_groups(self, device: torch.device) -> None:
+        """Make the process groups of ranks that share matrices, after :meth:`bind` and once the plans were compared.
+
+        Must be called by all ranks of the default process group.
+
+        Args:
+            device: As for :meth:`bind`.
+        """
+        if may_share(self.config, device):
+            self._share_groups.open(
+                ranks for runner in self._runners for ranks in runner.shared.wanted_groups()
+            )
 
     def clip_attention_of(self, model: nn.Module) -> None:
         """Find the attention layers that ``qk_clip`` is about, before :meth:`bind`; nothing without that setting.

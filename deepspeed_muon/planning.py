@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from deepspeed_muon.plan.owners import matrix_flops
 from deepspeed_muon.plan.predict import PlannedParameter
 from deepspeed_muon.plan.report import live_report
 from deepspeed_muon.registration import muon_optimizer
@@ -39,15 +35,12 @@ def plan_report(engine: Any) -> dict[str, Any]:
     Args:
         engine: A ``DeepSpeedEngine`` made with this optimizer.
     """
-    from deepspeed.accelerator import get_accelerator
-
     optimizer = muon_optimizer(engine)
-    iteration = optimizer.config.ns_settings(torch.device(get_accelerator().current_device_name()))
-    flops = functools.partial(
-        matrix_flops, steps=len(iteration.coefficients), method=iteration.method, dtype=iteration.dtype
-    )
     dtypes = {runner.step_set.model_dtype for runner in optimizer.runners}
     wire = max((optimizer.config.resolved_wire_dtype(dtype).itemsize for dtype in dtypes), default=0)
     return live_report(
-        optimizer.routes, [runner.plan for runner in optimizer.runners], wire_bytes=wire, flops=flops
+        optimizer.routes,
+        [runner.plan for runner in optimizer.runners],
+        wire_bytes=wire,
+        work=[runner.assignment.work for runner in optimizer.runners],
     )

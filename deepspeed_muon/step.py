@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.adam import AdamKernel, choose_adam
+from deepspeed_muon.assignment import assign
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.directions import Directions, MomentumSource
 from deepspeed_muon.errors import BindingError, UnsupportedConfigError
@@ -23,7 +24,6 @@ from deepspeed_muon.math.weight_decay import cautious_apply_, decay_factor
 from deepspeed_muon.ops import FlatPasses, flat_passes, in_fp32, widened
 from deepspeed_muon.plan.exchange import ExchangePlan, build_exchange_plan
 from deepspeed_muon.plan.layout import Fragment, MatrixLayout, ParameterLayout
-from deepspeed_muon.plan.owners import assign_owners
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
 from deepspeed_muon.state import StatePolicy
 from deepspeed_muon.transport.agreement import gather_flags, gradient_flags
@@ -31,6 +31,7 @@ from deepspeed_muon.transport.buffers import ExchangeBuffers
 from deepspeed_muon.transport.pipeline import Finish, MuonPipeline, Orthogonalize, StepCalls, StepStats
 from deepspeed_muon.transport.recorder import StepRecorder
 from deepspeed_muon.transport.row_moments import RowMoments
+from deepspeed_muon.transport.shared import SharedMatrices, ShareGroups
 from deepspeed_muon.transport.tensor_parallel import TensorParallelExchange
 from deepspeed_muon.transport.watch import PipelineWatch
 from deepspeed_muon.zero.binding import BoundPartition, StepSet
@@ -72,6 +73,7 @@ class StepRunner:
         load: list[float],
         recorder: StepRecorder,
         buffers: ExchangeBuffers,
+        share_groups: ShareGroups,
         policy: StatePolicy | None = None,
     ) -> None:
         """Make the exchange plan; nothing is sent.
@@ -84,6 +86,7 @@ class StepRunner:
             stats: Counters to increase.
             load: Newton-Schulz cost that each rank carries from other sets; updated.
             buffers: Memory of the exchange, shared with other sets.
+            share_groups: Process groups of ranks that share matrices, shared with other sets.
             policy: Dtype of the state; ``None`` for what the settings say.
             recorder: Health of the optimizer's steps.
         """
@@ -93,23 +96,24 @@ class StepRunner:
         self._wire_dtype = config.resolved_wire_dtype(step_set.model_dtype)
         self._decoupled = config.adam_w_mode
         iteration = config.ns_settings(device)
-        owners = assign_owners(
-            step_set.matrices,
-            step_set.world_size,
-            steps=len(iteration.coefficients),
-            load=load,
-            method=iteration.method,
-            dtype=iteration.dtype,
-            nodes=_nodes(step_set, config.ranks_per_node),
-        )
+        self.assignment = assign(step_set, config, device=device, load=load)
         self.plan: ExchangePlan = build_exchange_plan(
-            step_set.matrices,
-            owners,
+            self.assignment.matrices,
+            self.assignment.owners,
             rank=step_set.rank,
             world_size=step_set.world_size,
             chunk_numel=config.exchange_chunk_numel,
         )
         self._watch = PipelineWatch(recorder, self.plan.matrices, device=device, ns=iteration)
+        self.shared = SharedMatrices(
+            self.plan.matrices,
+            rank=step_set.rank,
+            group=step_set.group,
+            groups=share_groups,
+            ns_settings=iteration,
+            wire_dtype=self._wire_dtype,
+            watch=self._watch,
+        )
         self._pipeline = MuonPipeline(
             self.plan,
             group=step_set.group,
@@ -121,6 +125,7 @@ class StepRunner:
             buffers=buffers,
             overlap=config.exchange_overlap,
             tensor_parallel=self._tensor_parallel(config, orthogonalize, stats),
+            shared=self.shared,
             watch=self._watch,
         )
         self._row_moments = (
@@ -196,7 +201,8 @@ class StepRunner:
             grads: Partition index to its gradient; a missing one counts as zero.
         """
         names = [layout.name for layout in self._layouts]
-        flags = [[0, 0, int(number in self._watch.failed_last)] for number in range(len(names))]
+        failed_last = {self.assignment.origin[index] for index in self._watch.failed_last}
+        flags = [[0, 0, int(number in failed_last)] for number in range(len(names))]
         self._watch.failed_last.clear()
         numbers: list[int] = []
         views: list[Tensor] = []
@@ -294,18 +300,17 @@ class StepRunner:
                 bool(group["nesterov"]),
                 self._passes[partition.index].momentum_pack,
             )
-        directions = Directions(
-            self.step_set.matrices, sources, rank=self.step_set.rank, wire_dtype=self._wire_dtype
-        )
+        matrices = self.plan.matrices
+        directions = Directions(matrices, sources, rank=self.step_set.rank, wire_dtype=self._wire_dtype)
 
         def scale_of(index: int, number: int) -> float:
-            matrix = self.step_set.matrices[index]
+            matrix = matrices[index]
             block = matrix.blocks()[number]
             rule = groups[matrix.partition]["adjust_lr_fn"]
             return update_scale(rule, *matrix.layer_shape(block.rows, block.cols))
 
         def apply(index: int, fragment: Fragment, update: Tensor) -> None:
-            matrix = self.step_set.matrices[index]
+            matrix = matrices[index]
             group = groups[matrix.partition]
             rate = float(group["lr"])
             scale = update_scale(group["adjust_lr_fn"], *matrix.scale_shape)
@@ -323,7 +328,7 @@ class StepRunner:
                 self._passes[matrix.partition].unpack_apply(target, update, rate * scale, factor)
 
         def relative_scales(index: int) -> list[float]:
-            matrix = self.step_set.matrices[index]
+            matrix = matrices[index]
             rule = groups[matrix.partition]["adjust_lr_fn"]
             scales = [update_scale(rule, *matrix.layer_shape(b.rows, b.cols)) for b in matrix.blocks()]
             return [scale / scales[0] for scale in scales]
@@ -331,7 +336,7 @@ class StepRunner:
         self._watch.scale_of = scale_of
         with self._normalized_rows(active, groups, state) as finish:
             self._pipeline.run(
-                active=active[: len(self.step_set.matrices)],
+                active=[active[origin] for origin in self.assignment.origin],
                 calls=StepCalls(directions, apply, relative_scales, finish),
                 meanwhile=meanwhile,
             )
@@ -348,7 +353,7 @@ class StepRunner:
         kept = {p.index: self._kept_moments(p, state[p.tensor]) for p in self.step_set.partitions if p.muon}
 
         def normalize(blocks: Sequence[tuple[int, int]], updates: Tensor) -> Tensor:
-            own = (groups[self.step_set.matrices[index].partition] for index, _ in blocks)
+            own = (groups[self.plan.matrices[index].partition] for index, _ in blocks)
             return rows.normalize(blocks, updates, beta2=[float(group["beta2"]) for group in own])
 
         rows.gather(kept)
@@ -411,14 +416,6 @@ class StepRunner:
         for settings, parts in batches.items():
             params, gradients, exp_avgs, exp_avg_sqs = (list(column) for column in zip(*parts, strict=True))
             self.adam(params, gradients, exp_avgs, exp_avg_sqs, settings=settings)
-
-
-def _nodes(step_set: StepSet, ranks_per_node: int | None) -> list[int] | None:
-    """Return the machine of every rank of the set's group, numbered from zero."""
-    if ranks_per_node is None or step_set.group is None:
-        return None
-    nodes = [rank // ranks_per_node for rank in dist.get_process_group_ranks(step_set.group)]
-    return [node - min(nodes) for node in nodes]
 
 
 def _flat(tensor: Tensor) -> Tensor:

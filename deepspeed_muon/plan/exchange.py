@@ -120,6 +120,7 @@ class ExchangePlan:
                 [list(sizes) for sizes in matrix.grid],
                 matrix.transposed,
                 self.owners[index],
+                list(matrix.sharers),
                 chunk_of[index],
                 [[f.rank, f.matrix_offset, f.partition_offset, f.numel] for f in matrix.fragments],
             ]
@@ -167,6 +168,8 @@ def _cut(
     chunk cost about the same. Of a replicated matrix every rank receives the whole update, so there the bound counts
     for all of them together; and only updates travel of those, so that no chunk mixes them with others.
 
+    What several ranks share is in one chunk, since they orthogonalise it at the same time, and in chunks of its own.
+
     Args:
         matrices: All matrices.
         owners: Their owners.
@@ -174,9 +177,13 @@ def _cut(
         world_size: Ranks of the group.
     """
     kinds: dict[tuple[bool, bool], list[int]] = {}
+    shared: list[int] = []
     for index, matrix in enumerate(matrices):
-        kinds.setdefault((_moves(matrix, owners[index]), matrix.replicated), []).append(index)
-    chunks: list[list[int]] = []
+        if matrix.sharers:
+            shared.append(index)
+        else:
+            kinds.setdefault((_moves(matrix, owners[index]), matrix.replicated), []).append(index)
+    chunks = _cut_shared(matrices, shared, bound)
     for (moving, replicated), members in sorted(kinds.items()):
         together = moving and replicated
         parts: dict[int, list[int]] = {}
@@ -191,6 +198,41 @@ def _cut(
                 found[number] += piece
         chunks += [sorted(chunk) for chunk in found]
     return chunks
+
+
+def _cut_shared(matrices: Sequence[MatrixLayout], slabs: Sequence[int], bound: int) -> list[list[int]]:
+    """Cut matrices that ranks share into chunks, in each of which a rank has slabs of ``bound`` elements or only one.
+
+    Args:
+        matrices: All matrices.
+        slabs: Those that are slabs; the slabs of one matrix follow each other.
+        bound: As for :func:`_cut`.
+    """
+    chunks: list[list[int]] = []
+    place: dict[int, int] = {}
+    filled: dict[int, int] = {}
+    start = 0
+    while start < len(slabs):
+        first = matrices[slabs[start]]
+        together = slabs[start : start + len(first.sharers)]
+        parts = dict(zip(first.sharers, (matrices[index].numel for index in together), strict=True))
+        if first.replicated:
+            # Every rank receives the whole update.
+            parts = {-1: sum(parts.values())}
+        at = max(
+            place.get(rank, 0) + _is_full(filled.get(rank, 0), numel, bound) for rank, numel in parts.items()
+        )
+        chunks += [[]] if at == len(chunks) else []
+        chunks[at] += together
+        for rank, numel in parts.items():
+            filled[rank] = numel + (filled[rank] if place.get(rank) == at else 0)
+            place[rank] = at
+        start += len(together)
+    return chunks
+
+
+def _is_full(filled: int, numel: int, bound: int) -> bool:
+    return filled > 0 and filled + numel > bound
 
 
 def chunk_limit(largest: int, bound: int, *, ranks: int = 1) -> int:

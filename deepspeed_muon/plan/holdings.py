@@ -63,6 +63,24 @@ class Holdings:
         ranks = np.arange(start, stop, dtype=np.int64)
         return ranks, self.held(np.full(len(ranks), matrix), ranks)
 
+    def starts(self, matrix: int) -> Ints:
+        """Return where in one matrix each of its :meth:`holders` begins; without tensor parallelism."""
+        number = np.arange(self.last[matrix] - self.first[matrix] + 1, dtype=np.int64)
+        return np.where(number > 0, self.head[matrix] + (number - 1) * self.body[matrix], 0)
+
+    def take(self, matrices: Ints) -> Holdings:
+        """Return those of some matrices."""
+        return Holdings(
+            self.first[matrices],
+            self.last[matrices],
+            self.head[matrices],
+            self.body[matrices],
+            self.tail[matrices],
+            self.numel[matrices],
+            self.ranks,
+            self.width,
+        )
+
     def per_rank(self) -> Floats:
         """Return the elements that every rank holds, of all matrices together."""
         steps = np.zeros(self.ranks + 1)

@@ -97,8 +97,10 @@ class MatrixLayout:
             projection), from the top; empty for all rows together.
         col_blocks: The same for columns. With both, every cell of the grid is a block.
         transposed: Whether it is stored as input x output, so that its scale is that of the transposed matrix.
-        shards: How a tensor-parallel group shares the matrix of which this is one shard or copy; ``None`` without
-            tensor parallelism.
+        shards: How a tensor-parallel group shares the matrix of which this is one shard or copy, or how the ranks of
+            ``sharers`` do; ``None`` for a matrix that is not shared.
+        sharers: Ranks of the data-parallel group that orthogonalise the matrix together of which these are the rows
+            that one of them gets; empty for a matrix with one owner.
     """
 
     name: str
@@ -111,6 +113,7 @@ class MatrixLayout:
     col_blocks: tuple[int, ...] = ()
     transposed: bool = False
     shards: TensorShards | None = None
+    sharers: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:

@@ -10,8 +10,9 @@ Bytes of a collective are those that a ring sends from each rank: ``n (W-1)/W`` 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -21,7 +22,8 @@ from deepspeed_muon.math.newton_schulz import NsMethod
 from deepspeed_muon.plan.hardware import GPUS, Gpu
 from deepspeed_muon.plan.holdings import Floats, Holdings, Ints, flat_holdings, sharded_holdings
 from deepspeed_muon.plan.order import OrderName, balanced_order, flat_partition_numel
-from deepspeed_muon.plan.owners import assign_holdings
+from deepspeed_muon.plan.owners import FLOPS_PER_MOVED_ELEMENT, assign_holdings
+from deepspeed_muon.plan.sharing import Shareable, SharingRule, Speeds, choose_sharers, even_sizes
 
 __all__ = [
     "Exchange",
@@ -75,6 +77,7 @@ class PlanSettings:
         model_bytes: Bytes of an element of the forward pass's weights, and of its gradient.
         chunk_numel: ``exchange_chunk_numel``.
         order: Order of the matrices in the flat buffers of stages 1 and 2.
+        share_matrices: Whether ranks share a matrix where that pays, or how many do wherever it is possible.
         efficiency: Part of the GPU's tensor operations that the iteration reaches.
         link_efficiency: Part of the bandwidths that copies and collectives reach.
     """
@@ -91,6 +94,7 @@ class PlanSettings:
     model_bytes: int = 2
     chunk_numel: int = 1 << 26
     order: OrderName = "balanced"
+    share_matrices: Literal["auto", False] | int = "auto"
     efficiency: float = 0.5
     link_efficiency: float = 0.7
 
@@ -105,20 +109,32 @@ class PlanSettings:
         """Ranks among which ZeRO divides."""
         return self.world_size // self.tensor_parallel
 
+    @property
+    def sharing_rule(self) -> SharingRule:
+        """When ranks share a matrix."""
+        wanted = False if self.tensor_parallel > 1 else self.share_matrices
+        speeds = None
+        if wanted == "auto":
+            speeds = Speeds.of(self.gpu, efficiency=self.efficiency, link_efficiency=self.link_efficiency)
+        most = 1 if wanted is False else self.world_size if wanted == "auto" else int(wanted)
+        return SharingRule(most, self.steps, self.method, self.ns_dtype, speeds)
+
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """Owners, work and traffic of all Muon matrices in one step.
 
     Attributes:
-        owners: The owning rank of each Muon parameter, in order.
-        flops: Newton-Schulz operations of each rank.
+        owners: The owning rank of each Muon parameter, in order; the first of several.
+        shared: The ranks that share a Muon parameter, by its number, for those that are shared.
+        flops: Newton-Schulz operations of each rank; time in which sharers communicate counts as operations.
         gather_elements: Elements that each rank sends to owners.
         scatter_elements: Elements that each rank sends back as an owner.
         moving: Muon parameters that do not lie whole on their owner.
     """
 
     owners: tuple[int, ...]
+    shared: Mapping[int, tuple[int, ...]]
     flops: Floats
     gather_elements: Floats
     scatter_elements: Floats
@@ -164,20 +180,37 @@ def exchange_of(parameters: Sequence[PlannedParameter], settings: PlanSettings) 
     nodes = node_of_ranks(world, settings.gpus_per_node)
     costs = [parameter_flops(parameter, settings) for parameter in muon]
     owners: list[int] = []
+    shared: dict[int, tuple[int, ...]] = {}
     gather, scatter = np.zeros(world), np.zeros(world)
     moving = 0
     for start, stop in _sub_groups(muon, settings):
         numels = np.array([parameter.numel for parameter in muon[start:stop]], dtype=np.int64)
-        holdings = _holdings(numels, settings)
-        part = assign_holdings(
+        everything = _holdings(numels, settings)
+        sharers = choose_sharers(
+            _shareable(muon[start:stop], everything, settings),
             costs[start:stop],
+            load=load,
+            nodes=nodes.tolist(),
+            rule=settings.sharing_rule,
+        )
+        for index, ranks in sharers.items():
+            _count_slabs(gather, scatter, index, muon[start + index], ranks, everything, settings)
+            shared[place[start + index]] = ranks
+        alone = np.array([index for index in range(len(numels)) if index not in sharers], dtype=np.int64)
+        holdings, numels = everything.take(alone), numels[alone]
+        part = assign_holdings(
+            [costs[start + index] for index in alone.tolist()],
             holdings,
             load=load,
             nodes=nodes,
             replicated=settings.stage == 0 and world > 1,
         )
         owner = np.asarray(part, dtype=np.int64)
-        owners.extend(part)
+        owner_of = {
+            **{index: ranks[0] for index, ranks in sharers.items()},
+            **dict(zip(alone.tolist(), part, strict=True)),
+        }
+        owners.extend(owner_of[index] for index in range(stop - start))
         own = holdings.held(np.arange(len(numels)), owner)
         if settings.stage > 0:
             gather += holdings.per_rank()
@@ -186,10 +219,49 @@ def exchange_of(parameters: Sequence[PlannedParameter], settings: PlanSettings) 
         else:
             np.add.at(scatter, owner, numels * (world - 1.0))
         moving += int(np.count_nonzero(own < numels)) if settings.stage else len(numels) * (world > 1)
-    owner_of = dict(zip(place, owners, strict=True))
-    return Exchange(
-        tuple(owner_of[index] for index in range(len(given))), np.asarray(load), gather, scatter, moving
-    )
+        moving += len(sharers)
+    of_given = dict(zip(place, owners, strict=True))
+    in_order = tuple(of_given[index] for index in range(len(given)))
+    return Exchange(in_order, shared, np.asarray(load), gather, scatter, moving)
+
+
+def _shareable(
+    muon: Sequence[PlannedParameter], holdings: Holdings, settings: PlanSettings
+) -> list[Shareable | None]:
+    """Return what ranks could share: matrices that are orthogonalised whole."""
+    stays = (holdings.first == holdings.last) & (settings.stage > 0)
+    return [
+        Shareable(*p.blocks[0][1:], moving=FLOPS_PER_MOVED_ELEMENT * p.numel * bool(alone))
+        if sum(count for count, _, _ in p.blocks) == 1
+        else None
+        for p, alone in zip(muon, stays, strict=True)
+    ]
+
+
+def _count_slabs(
+    gather: Floats,
+    scatter: Floats,
+    index: int,
+    parameter: PlannedParameter,
+    ranks: Sequence[int],
+    holdings: Holdings,
+    settings: PlanSettings,
+) -> None:
+    """Add what travels of a matrix that ranks share."""
+    _, rows, cols = parameter.blocks[0]
+    holders, held = holdings.holders(index)
+    starts = holdings.starts(index)
+    first = 0
+    for rank, count in zip(ranks, even_sizes(rows, len(ranks)), strict=True):
+        last = first + count * cols
+        if settings.stage == 0:
+            scatter[rank] += (last - first) * (settings.world_size - 1.0)
+        else:
+            inside = np.clip(np.minimum(starts + held, last) - np.maximum(starts, first), 0, None)
+            elsewhere = np.where(holders == rank, 0, inside)
+            gather[holders] += elsewhere
+            scatter[rank] += elsewhere.sum()
+        first = last
 
 
 def _order(muon: Sequence[PlannedParameter], settings: PlanSettings) -> list[int]:
@@ -290,6 +362,9 @@ def owner_numels(
     """Return the elements of the matrices that each rank owns."""
     owned = np.zeros(settings.world_size)
     numels = np.array([parameter.numel for parameter in parameters if parameter.muon], dtype=np.float64)
+    for index, ranks in exchange.shared.items():
+        owned[list(ranks)] += numels[index] / len(ranks)
+        numels[index] = 0
     if len(numels):
         np.add.at(owned, np.asarray(exchange.owners, dtype=np.int64), numels)
     return owned

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from deepspeed_muon.plan.exchange import ExchangePlan, chunk_limit
-from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.predict import (
     Exchange,
     PlannedParameter,
@@ -21,7 +20,6 @@ from deepspeed_muon.plan.predict import (
     peer_flops,
     zero_bytes,
 )
-from deepspeed_muon.plan.sharing import Sharing, sharing_of
 
 __all__ = ["Forecast", "forecast", "live_report", "report", "route_rows"]
 
@@ -234,7 +232,7 @@ def report(
         owners: Also list the owner of every matrix.
     """
     exchange = exchange_of(parameters, settings)
-    shared = sharing_of(parameters, settings, exchange)
+    shared = _sharing(parameters, settings, exchange)
     muon = [parameter for parameter in parameters if parameter.muon]
     counts = np.bincount(np.asarray(exchange.owners, dtype=np.int64), minlength=settings.world_size)
     totals: dict[str, dict[str, int]] = {}
@@ -258,7 +256,7 @@ def report(
         },
         "sent_bytes_per_rank": _spread(sent),
         "step": {name: asdict(found) for name, found in forecast(parameters, settings, exchange).items()},
-        "sharing": None if shared is None else {**asdict(shared), "pays": shared.pays},
+        "sharing": shared,
         "advice": _advice(parameters, settings, exchange, shared),
     }
     if owners:
@@ -271,7 +269,7 @@ def live_report(
     plans: Sequence[ExchangePlan],
     *,
     wire_bytes: int,
-    flops: Callable[[MatrixLayout], float],
+    work: Sequence[Sequence[float]],
 ) -> dict[str, Any]:
     """Return the plan of an optimizer that is bound, as plain data: what the exchange plans say, for all ranks.
 
@@ -279,29 +277,30 @@ def live_report(
         routes: As for :func:`route_rows`.
         plans: The exchange plans of one rank; owners and layouts in them are those of all ranks.
         wire_bytes: Bytes of an element of the exchange.
-        flops: The Newton-Schulz operations of a matrix.
+        work: The Newton-Schulz operations of each matrix, or slab, of each plan.
     """
     sets = []
-    for plan in plans:
-        work, sent = np.zeros(plan.world_size), np.zeros(plan.world_size)
-        rows = []
-        for matrix, owner in zip(plan.matrices, plan.owners, strict=True):
-            work[owner] += flops(matrix)
+    for plan, costs in zip(plans, work, strict=True):
+        flops, sent = np.zeros(plan.world_size), np.zeros(plan.world_size)
+        rows: list[dict[str, Any]] = []
+        for matrix, owner, cost in zip(plan.matrices, plan.owners, costs, strict=True):
+            flops[owner] += cost
             elsewhere = [fragment for fragment in matrix.fragments if fragment.rank != owner]
             for fragment in elsewhere:
                 if not matrix.replicated:
                     sent[fragment.rank] += fragment.numel
                 sent[owner] += fragment.numel
             moved = sum(fragment.numel for fragment in elsewhere)
-            rows.append({"name": matrix.name, "owner": owner, "moved_elements": moved})
+            shared = {"shared_by": list(matrix.sharers), "rows": matrix.rows} if matrix.sharers else {}
+            rows.append({"name": matrix.name, "owner": owner, "moved_elements": moved, **shared})
         sets.append(
             {
                 "world_size": plan.world_size,
                 "chunks": len(plan.chunks),
                 "matrices": rows,
-                "flops_per_rank": work.tolist(),
+                "flops_per_rank": flops.tolist(),
                 "sent_bytes_per_rank": (sent * wire_bytes).tolist(),
-                "max_over_mean": float(work.max() / work.mean()) if work.any() else 1.0,
+                "max_over_mean": float(flops.max() / flops.mean()) if flops.any() else 1.0,
             }
         )
     return {"routes": route_rows(routes, each=True), "step_sets": sets}
@@ -330,19 +329,34 @@ def _spread(values: Any) -> dict[str, float]:
     return {"min": float(values.min()), "mean": float(values.mean()), "max": float(values.max())}
 
 
+def _sharing(
+    parameters: Sequence[PlannedParameter], settings: PlanSettings, exchange: Exchange
+) -> dict[str, Any] | None:
+    """Return what ranks share, and the predicted Newton-Schulz time with it and without."""
+    if not exchange.shared:
+        return None
+    alone = exchange_of(parameters, replace(settings, share_matrices=False))
+    return {
+        "matrices": len(exchange.shared),
+        "most_ranks": max(len(ranks) for ranks in exchange.shared.values()),
+        "seconds": _compute_seconds(settings, float(exchange.flops.max())),
+        "alone_seconds": _compute_seconds(settings, float(alone.flops.max())),
+    }
+
+
 def _advice(
     parameters: Sequence[PlannedParameter],
     settings: PlanSettings,
     exchange: Exchange,
-    shared: Sharing | None,
+    shared: Mapping[str, Any] | None,
 ) -> list[str]:
     lines = []
     muon = sum(parameter.muon for parameter in parameters)
-    if muon < settings.world_size:
+    if shared is None and muon < settings.world_size:
         lines.append(
             f"{muon} matrices for {settings.world_size} ranks: the other ranks have nothing to orthogonalise"
         )
-    elif exchange.balance > 1.05:
+    elif muon >= settings.world_size and exchange.balance > 1.05:
         lines.append(f"the busiest rank has {exchange.balance:.2f} times the mean of the work")
     stacked = max((sum(count for count, _, _ in p.blocks) for p in parameters if p.muon), default=0)
     if stacked >= 8 and exchange.balance > 1.05:
@@ -352,9 +366,8 @@ def _advice(
         )
     if shared is not None:
         lines.append(
-            f"{shared.ranks} ranks together would need {shared.shared_seconds * 1e3:.1f} ms for {shared.parameter}, "
-            f"one alone needs {shared.alone_seconds * 1e3:.1f}: sharing would {'pay' if shared.pays else 'not pay'}; "
-            f"the step does not share matrices"
+            f"up to {shared['most_ranks']} ranks of a node orthogonalise one matrix together, {shared['matrices']} "
+            f"matrices in all: {shared['seconds'] * 1e3:.1f} ms instead of {shared['alone_seconds'] * 1e3:.1f}"
         )
     memory = forecast(parameters, settings, exchange)["muon"].memory["total"]
     if memory > settings.gpu.memory:

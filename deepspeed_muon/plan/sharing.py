@@ -1,87 +1,231 @@
-"""Whether it would pay that several ranks orthogonalise one matrix together, where ranks outnumber matrices.
+"""Which matrices several ranks orthogonalise together: those that would keep one rank busy while others wait.
 
-The model is that of :func:`deepspeed_muon.orthogonalize_sharded`: each rank has a part of the long side, so that the
-products with the matrix are divided; the products of Gram-sized matrices run on every rank; and the ranks all-reduce
-the Gram matrix at the start and at each restart. It is a prediction: the step gives every matrix to one owner.
+Where ranks outnumber matrices, or one matrix dominates, everybody waits for the owner of a matrix. Then the ranks of
+one node share it: each one gets some of its rows, and they run :func:`deepspeed_muon.orthogonalize_sharded`. The
+products with the matrix are divided; the products of Gram-sized matrices run on every rank; the ranks all-reduce
+the Gram matrix once per pass over the matrix, and where rows are the short side they cut it anew along columns first.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
 
 from deepspeed_muon.math.flops import gram_flops, orthogonalize_flops
-from deepspeed_muon.plan.predict import Exchange, PlannedParameter, PlanSettings, parameter_flops
+from deepspeed_muon.math.newton_schulz import NsMethod, runs_gram
+from deepspeed_muon.plan.hardware import GPUS, Gpu
+from deepspeed_muon.plan.layout import Fragment, MatrixLayout, TensorShards
 
-__all__ = ["Sharing", "shared_seconds", "sharing_of"]
+__all__ = ["Shareable", "SharingRule", "Speeds", "choose_sharers", "even_sizes", "slabs"]
 
-# A gain below this is not worth a second way to run a matrix.
+# A gain below this is not worth it; nor is a share of a matrix that costs no more than the mean.
 _WORTH = 1.05
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
-    """What sharing the most expensive block of the busiest rank would come to.
+class Speeds:
+    """What sharing is weighed with.
 
     Attributes:
-        parameter: Its name.
-        ranks: Ranks that would share it: those of a node, as far as there are so many for each matrix.
-        alone_seconds: Predicted time on one rank.
-        shared_seconds: Predicted time on all of them.
+        flops: Floating-point operations per second that the iteration reaches.
+        node_bandwidth: Bytes per second that a collective reaches between ranks of one node.
+        collective_seconds: What a collective takes, however little it sends.
     """
 
-    parameter: str
-    ranks: int
-    alone_seconds: float
-    shared_seconds: float
+    flops: float
+    node_bandwidth: float
+    collective_seconds: float = 3e-5
 
-    @property
-    def pays(self) -> bool:
-        """Whether the gain is worth it."""
-        return self.alone_seconds > _WORTH * self.shared_seconds
+    @classmethod
+    def of(cls, gpu: Gpu, *, efficiency: float = 0.5, link_efficiency: float = 0.7) -> Speeds:
+        """Return the speeds of a kind of GPU.
+
+        Args:
+            gpu: Published figures.
+            efficiency: Part of the operations that the iteration reaches.
+            link_efficiency: Part of the bandwidth that collectives reach.
+        """
+        return cls(gpu.flops * efficiency, gpu.node_bandwidth * link_efficiency)
+
+    @classmethod
+    def of_device(cls, device: torch.device) -> Speeds | None:
+        """Return the speeds of a device, those of an H100 for a GPU that the table does not have; none for a CPU.
+
+        Only the ratio of both figures decides, and it is alike in all GPUs of the table.
+        """
+        if device.type != "cuda":
+            return None
+        name = torch.cuda.get_device_name(device).lower()
+        return cls.of(next((gpu for key, gpu in GPUS.items() if key in name), GPUS["h100"]))
 
 
-def shared_seconds(rows: int, cols: int, ranks: int, settings: PlanSettings) -> float:
-    """Return the predicted time in which ``ranks`` of one node orthogonalise one matrix together.
+@dataclass(frozen=True, slots=True)
+class SharingRule:
+    """How many ranks share a matrix, and what it costs them.
+
+    Attributes:
+        most: Ranks at most; 1 for no sharing.
+        steps: Newton-Schulz steps.
+        method: ``gram`` or ``standard``.
+        dtype: Dtype of the iteration.
+        speeds: Decide whether it pays; ``None`` shares whatever has more work than a rank has on average.
+    """
+
+    most: int
+    steps: int
+    method: NsMethod
+    dtype: torch.dtype
+    speeds: Speeds | None
+
+    def cost(self, rows: int, cols: int, ranks: int) -> float:
+        """Return what orthogonalising one matrix costs each of ``ranks``, in floating-point operations.
+
+        Time that collectives take is counted as the operations that run in that time.
+
+        Args:
+            rows: Rows of the matrix, which are what is divided.
+            cols: Columns of the matrix.
+            ranks: How many share it; one is the ordinary iteration.
+        """
+        if ranks == 1:
+            return orthogonalize_flops(rows, cols, steps=self.steps, method=self.method, dtype=self.dtype)
+        short, long = min(rows, cols), max(rows, cols)
+        if runs_gram(short, long, self.method):
+            divided, repeated, reductions = gram_flops(rows, cols, steps=self.steps, dtype=self.dtype)
+        else:
+            divided, repeated, reductions = (
+                self.steps * 4.0 * short**2 * long,
+                self.steps * 2.0 * short**3,
+                self.steps,
+            )
+        flops = divided / ranks + repeated
+        if self.speeds is None:
+            return flops
+        # The Gram matrix is reduced in float32; the norm is a collective of its own.
+        nbytes = reductions * 2 * 4.0 * short**2 * (ranks - 1) / ranks
+        collectives = reductions + 1
+        if rows < cols:
+            nbytes += 2.0 * self.dtype.itemsize * rows * cols / ranks * (ranks - 1) / ranks
+            collectives += 2
+        seconds = nbytes / self.speeds.node_bandwidth + collectives * self.speeds.collective_seconds
+        return flops + seconds * self.speeds.flops
+
+
+@dataclass(frozen=True, slots=True)
+class Shareable:
+    """A matrix that several ranks could share.
+
+    Attributes:
+        rows: Its rows.
+        cols: Its columns.
+        moving: What bringing the rows to their ranks costs besides, in operations: for a matrix that would not move.
+    """
+
+    rows: int
+    cols: int
+    moving: float = 0.0
+
+
+def choose_sharers(
+    matrices: Sequence[Shareable | None],
+    costs: Sequence[float],
+    *,
+    load: list[float],
+    nodes: Sequence[int],
+    rule: SharingRule,
+) -> dict[int, tuple[int, ...]]:
+    """Return, by index, the ranks that share a matrix, for those that are shared.
+
+    A matrix of k times the work that a rank has on average goes to k ranks of one node, the largest matrix first, where
+    the busiest of them has least to do, if they are done with it before the idlest rank would be. Deterministic.
 
     Args:
-        rows: Rows of the matrix.
-        cols: Columns of the matrix.
-        ranks: How many share it; one is the ordinary iteration.
-        settings: Iteration and hardware.
+        matrices: All matrices of a step set; ``None`` for one that cannot be shared.
+        costs: What each costs one rank, in operations.
+        load: What each rank has to do already; increased on the ranks that share.
+        nodes: The node of every rank.
+        rule: When it pays.
     """
-    rate = settings.gpu.flops * settings.efficiency
-    if ranks == 1:
-        whole = orthogonalize_flops(
-            rows, cols, steps=settings.steps, method=settings.method, dtype=settings.ns_dtype
+    world = len(load)
+    if rule.most < 2 or world < 2:
+        return {}
+    mean = (math.fsum(costs) + math.fsum(load)) / world
+    places: dict[int, np.ndarray] = {}
+    loads = np.array(load)
+    found: dict[int, tuple[int, ...]] = {}
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        if costs[index] <= _WORTH * mean:
+            break
+        matrix = matrices[index]
+        if matrix is None:
+            continue
+        ranks = min(rule.most, world, matrix.rows, round(costs[index] / mean))
+        while ranks > 1:
+            if ranks not in places:
+                places[ranks] = _places(nodes, ranks)
+            each = rule.cost(matrix.rows, matrix.cols, ranks)
+            if len(places[ranks]):
+                busiest = loads[places[ranks]].max(axis=1)
+                best = int(busiest.argmin())
+                together = busiest[best] + _WORTH * (each + matrix.moving / ranks)
+                if together < loads.min() + costs[index]:
+                    loads[places[ranks][best]] += each
+                    found[index] = tuple(places[ranks][best].tolist())
+                    break
+            ranks -= 1 if ranks <= 4 else ranks // 4
+    load[:] = loads.tolist()
+    return found
+
+
+def _places(nodes: Sequence[int], ranks: int) -> np.ndarray:
+    """Return the groups of so many ranks, next to each other in one node, that may share a matrix."""
+    of_node: dict[int, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        of_node.setdefault(node, []).append(rank)
+    groups = [
+        members[start : start + ranks]
+        for members in of_node.values()
+        for start in range(0, len(members) - ranks + 1, ranks)
+    ]
+    return np.array(groups, dtype=np.int64).reshape(len(groups), ranks)
+
+
+def even_sizes(total: int, parts: int) -> tuple[int, ...]:
+    """Divide ``total`` into ``parts`` lengths that differ by at most one, longer ones first."""
+    length, longer = divmod(total, parts)
+    return tuple(length + (part < longer) for part in range(parts))
+
+
+def slabs(matrix: MatrixLayout, sharers: Sequence[int]) -> list[MatrixLayout]:
+    """Cut a matrix into the rows that each of the ranks that share it gets, and say where they lie.
+
+    Args:
+        matrix: A matrix that is orthogonalised whole.
+        sharers: Ranks of its group, no more than it has rows.
+    """
+    sizes = even_sizes(matrix.rows, len(sharers))
+    found, start = [], 0
+    for rows in sizes:
+        first, last = start * matrix.cols, (start + rows) * matrix.cols
+        fragments = []
+        for fragment in matrix.fragments:
+            begin = max(fragment.matrix_offset, first)
+            end = min(fragment.matrix_offset + fragment.numel, last)
+            if begin < end:
+                inside = fragment.partition_offset + begin - fragment.matrix_offset
+                fragments.append(Fragment(fragment.rank, begin - first, inside, end - begin))
+        found.append(
+            replace(
+                matrix,
+                rows=rows,
+                fragments=tuple(fragments),
+                shards=TensorShards(0, sizes),
+                sharers=tuple(sharers),
+            )
         )
-        return whole / rate
-    divided, repeated, reductions = gram_flops(rows, cols, steps=settings.steps, dtype=settings.ns_dtype)
-    # The Gram matrix is reduced in float32.
-    nbytes = reductions * 2 * 4.0 * min(rows, cols) ** 2 * (ranks - 1) / ranks
-    link = settings.gpu.node_bandwidth * settings.link_efficiency
-    return (divided / ranks + repeated) / rate + nbytes / link
-
-
-def sharing_of(
-    parameters: Sequence[PlannedParameter], settings: PlanSettings, exchange: Exchange
-) -> Sharing | None:
-    """Return what sharing the most expensive matrix would come to, or ``None`` where no ranks are idle for it.
-
-    Args:
-        parameters: All parameters.
-        settings: Stage, ranks, iteration and hardware.
-        exchange: Owners and work of the same.
-    """
-    muon = [parameter for parameter in parameters if parameter.muon]
-    mean = float(exchange.flops.mean())
-    if not muon or exchange.balance <= _WORTH:
-        return None
-    largest = max(muon, key=lambda parameter: parameter_flops(parameter, settings))
-    free = round(parameter_flops(largest, settings) / mean) if mean else 1
-    ranks = min(settings.gpus_per_node, settings.world_size, max(1, free))
-    if ranks < 2:
-        return None
-    alone = sum(n * shared_seconds(r, c, 1, settings) for n, r, c in largest.blocks)
-    together = sum(n * shared_seconds(r, c, ranks, settings) for n, r, c in largest.blocks)
-    return Sharing(largest.name, ranks, alone, together)
+        start += rows
+    return found

@@ -18,6 +18,7 @@ from deepspeed_muon.transport.buffers import ExchangeBuffers
 from deepspeed_muon.transport.watch import PipelineWatch, Result
 
 if TYPE_CHECKING:
+    from deepspeed_muon.transport.shared import SharedMatrices
     from deepspeed_muon.transport.tensor_parallel import TensorParallelExchange
 
 __all__ = ["MuonPipeline", "Orthogonalize", "StepCalls", "StepStats"]
@@ -138,6 +139,7 @@ class MuonPipeline:
         buffers: ExchangeBuffers,
         overlap: bool = True,
         tensor_parallel: TensorParallelExchange | None = None,
+        shared: SharedMatrices | None = None,
     ) -> None:
         """Keep the plan and its settings and reserve the buffers; nothing is allocated or sent.
 
@@ -154,6 +156,7 @@ class MuonPipeline:
             overlap: Whether chunks travel while others are orthogonalised. Without it every all-to-all is waited for
                 at once, in a third of the memory; the results are equal to the last bit.
             tensor_parallel: Orthogonalises what this rank holds a tensor-parallel shard or copy of.
+            shared: Orthogonalises what this rank shares with others; needed if the plan has slabs.
         """
         self.plan = plan
         self.stats = stats
@@ -164,6 +167,7 @@ class MuonPipeline:
         self._ns_settings = ns_settings
         self._orthogonalize = orthogonalize
         self._tensor_parallel = tensor_parallel
+        self._shared = shared
         self._buffers = buffers
         self._overlap = overlap
         moving = [chunk for chunk in plan.chunks if chunk.scatters]
@@ -293,14 +297,18 @@ class MuonPipeline:
         def whole(indices: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
             return self._orthogonalized(indices, chunk, received, calls)
 
-        if self._tensor_parallel is None:
-            return whole(owned)
         incoming = self._incoming(chunk)
 
         def local(index: int) -> Tensor:
-            return self._assemble([index], incoming, received, calls).reshape(-1)
+            return self._assemble([index], incoming, received, calls)[0]
 
-        return self._tensor_parallel.run(owned, local=local, whole=whole)
+        if owned and self.plan.matrices[owned[0]].sharers:
+            assert self._shared is not None
+            self.stats.matrices_orthogonalized += sum(self._shared.counts_for(index) for index in owned)
+            return self._shared.run(owned, local=local)
+        if self._tensor_parallel is None:
+            return whole(owned)
+        return self._tensor_parallel.run(owned, local=lambda index: local(index).reshape(-1), whole=whole)
 
     @staticmethod
     def _incoming(chunk: Chunk) -> dict[int, list[tuple[Fragment, int]]]:

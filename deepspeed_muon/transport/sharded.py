@@ -21,8 +21,9 @@ from torch import Tensor
 
 from deepspeed_muon.errors import ShardingError
 from deepspeed_muon.math.newton_schulz import NsSettings, iterate_columns, orthogonalize
+from deepspeed_muon.plan.sharing import even_sizes
 
-__all__ = ["even_sizes", "orthogonalize_sharded"]
+__all__ = ["orthogonalize_sharded"]
 
 
 def orthogonalize_sharded(
@@ -92,12 +93,6 @@ def orthogonalize_sharded(
         result = recut.back(_iterate(recut.there(flat), settings, group))
     result = result.reshape(columns.shape)
     return result.mT.contiguous() if dim == -2 else result
-
-
-def even_sizes(total: int, parts: int) -> tuple[int, ...]:
-    """Divide ``total`` into ``parts`` lengths that differ by at most one, longer ones first."""
-    length, longer = divmod(total, parts)
-    return tuple(length + (part < longer) for part in range(parts))
 
 
 def _group_size(group: dist.ProcessGroup) -> int:

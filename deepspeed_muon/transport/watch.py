@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.math.health import (
@@ -161,11 +162,64 @@ class PipelineWatch:
             self.failed_last.add(index)
         self._warn(index, self._matrices[index], failure, worse)
 
+    def checked_slab(
+        self,
+        index: int,
+        direction: Tensor,
+        update: Tensor,
+        *,
+        group: dist.ProcessGroup,
+        again: Callable[[], Tensor],
+        counts: bool,
+    ) -> Tensor:
+        """Check a matrix that the ranks of ``group`` orthogonalised together; return this rank's rows of a right one.
+
+        Must be called by all of them; all come to the same verdict. Waits for the device. Such matrices are checked in
+        every step but not sampled.
+
+        Args:
+            index: Of this rank's slab in the plan.
+            direction: What this rank put in.
+            update: What came out.
+            group: The ranks that share the matrix.
+            again: Orthogonalises it in fp32, on all of them.
+            counts: Whether this rank counts and reports it.
+        """
+        if not self.recorder.check:
+            return update
+        matrix = self._matrices[index]
+        bounds = norm_bounds(*matrix.logical_shape, self._band)
+        failure = self._slab_failure(direction, update, bounds, group)
+        if failure is None:
+            return update
+        update = again()
+        worse = self._slab_failure(direction, update, bounds, group)
+        if worse is not None:
+            update = torch.zeros_like(update)
+        if counts:
+            self.recorder.redone += worse is None
+            self.recorder.failed += worse is not None
+            self._warn(index, matrix, failure, worse)
+            if worse is not None:
+                self.failed_last.add(index)
+        return update
+
+    def _slab_failure(
+        self, direction: Tensor, update: Tensor, bounds: tuple[float, float], group: dist.ProcessGroup
+    ) -> str | None:
+        norms = torch.stack([torch.linalg.vector_norm(x, dtype=torch.float32) for x in (direction, update)])
+        gathered = [torch.empty_like(norms) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, norms, group=group)
+        before, after = torch.linalg.vector_norm(torch.stack(gathered), dim=0).tolist()
+        # As in _redo: an input below ns_eps is not normalised.
+        return check_failure(after, (0.0, bounds[1]) if before < self._ns.eps else bounds)
+
     def _warn(self, index: int, matrix: MatrixLayout, why: str, failure: str | None) -> None:
         if index in self._warned:
             return
         self._warned.add(index)
-        shape, dtype = f"{matrix.rows} x {matrix.cols}", str(self._ns.dtype).removeprefix("torch.")
+        rows, cols = matrix.logical_shape
+        shape, dtype = f"{rows} x {cols}", str(self._ns.dtype).removeprefix("torch.")
         if failure is None:
             logger.warning(
                 "deepspeed_muon: the orthogonalised update of %s (%s) was wrong in %s (%s) and was redone in fp32; "

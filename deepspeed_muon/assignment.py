@@ -1,0 +1,141 @@
+"""Who orthogonalises what of one step set: owners, and the matrices that several ranks share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.errors import UnsupportedConfigError
+from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.owners import FLOPS_PER_MOVED_ELEMENT, assign_owners, matrix_flops
+from deepspeed_muon.plan.sharing import Shareable, SharingRule, Speeds, choose_sharers, slabs
+from deepspeed_muon.zero.binding import StepSet
+
+__all__ = ["Assignment", "assign", "may_share"]
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The matrices of a step set as they are exchanged: whole, or in slabs of rows where ranks share one.
+
+    Attributes:
+        matrices: Layouts; the slabs of one matrix follow each other.
+        owners: The rank that each goes to.
+        origin: Index of each in the step set.
+        work: Newton-Schulz operations that each costs its owner.
+    """
+
+    matrices: tuple[MatrixLayout, ...]
+    owners: tuple[int, ...]
+    origin: tuple[int, ...]
+    work: tuple[float, ...]
+
+
+def assign(step_set: StepSet, config: MuonConfig, *, device: torch.device, load: list[float]) -> Assignment:
+    """Choose the owners of a step set's matrices.
+
+    Args:
+        step_set: Partitions and layouts.
+        config: The optimizer's settings.
+        device: Where the iteration runs.
+        load: Newton-Schulz cost that each rank carries from other sets; updated.
+
+    Raises:
+        UnsupportedConfigError: If ranks shall share matrices that cannot be shared.
+    """
+    iteration = config.ns_settings(device)
+    steps, method, dtype = len(iteration.coefficients), iteration.method, iteration.dtype
+    costs = [matrix_flops(matrix, steps, method=method, dtype=dtype) for matrix in step_set.matrices]
+    rule = SharingRule(_most(step_set, config, device), steps, method, dtype, None)
+    if config.share_matrices == "auto":
+        rule = SharingRule(rule.most, steps, method, dtype, Speeds.of_device(device))
+    shared = choose_sharers(
+        [_shareable(matrix) for matrix in step_set.matrices],
+        costs,
+        load=load,
+        nodes=_nodes(step_set, config.ranks_per_node or _ranks_of_this_node()) or [0] * step_set.world_size,
+        rule=rule,
+    )
+    alone = [index for index in range(len(costs)) if index not in shared]
+    owners = assign_owners(
+        [step_set.matrices[index] for index in alone],
+        step_set.world_size,
+        steps=steps,
+        load=load,
+        method=method,
+        dtype=dtype,
+        nodes=_nodes(step_set, config.ranks_per_node),
+    )
+    owner_of = dict(zip(alone, owners, strict=True))
+    rows: list[tuple[MatrixLayout, int, int, float]] = []
+    for index, matrix in enumerate(step_set.matrices):
+        if index in owner_of:
+            rows.append((matrix, owner_of[index], index, costs[index]))
+            continue
+        sharers = shared[index]
+        each = replace(rule, speeds=None).cost(matrix.rows, matrix.cols, len(sharers))
+        rows += [
+            (slab, rank, index, each) for slab, rank in zip(slabs(matrix, sharers), sharers, strict=True)
+        ]
+    return Assignment(
+        tuple(matrix for matrix, _, _, _ in rows),
+        tuple(owner for _, owner, _, _ in rows),
+        tuple(index for _, _, index, _ in rows),
+        tuple(cost for _, _, _, cost in rows),
+    )
+
+
+def may_share(config: MuonConfig, device: torch.device) -> bool:
+    """Return whether ranks may share matrices at all: the same on every rank."""
+    if config.share_matrices is False or not dist.is_initialized() or dist.get_world_size() == 1:
+        return False
+    return config.share_matrices != "auto" or device.type == "cuda"
+
+
+def _most(step_set: StepSet, config: MuonConfig, device: torch.device) -> int:
+    """Return how many ranks may share a matrix."""
+    wanted = config.share_matrices
+    if step_set.world_size == 1 or not may_share(config, device):
+        return 1
+    for applies, why in (
+        (config.variant != "muon", f"variant {config.variant!r}, which normalises by whole matrices"),
+        (
+            step_set.tensor_group is not None,
+            "tensor parallelism, which has a way of its own: tensor_parallel_mode",
+        ),
+    ):
+        if applies:
+            if wanted == "auto":
+                return 1
+            raise UnsupportedConfigError(
+                f'optimizer.params.share_matrices is {wanted} with {why}; set it to "auto" or false'
+            )
+    return step_set.world_size if wanted == "auto" else int(wanted)
+
+
+def _shareable(matrix: MatrixLayout) -> Shareable | None:
+    if len(matrix.grid[0]) * len(matrix.grid[1]) > 1:
+        return None
+    stays = not matrix.replicated and matrix.whole_on() is not None
+    return Shareable(matrix.rows, matrix.cols, FLOPS_PER_MOVED_ELEMENT * matrix.numel * stays)
+
+
+def _ranks_of_this_node() -> int | None:
+    """Return what the launcher says: torchrun's variable or DeepSpeed's."""
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name]) or None
+    return None
+
+
+def _nodes(step_set: StepSet, ranks_per_node: int | None) -> Sequence[int] | None:
+    """Return the machine of every rank of the set's group, numbered from zero."""
+    if ranks_per_node is None or step_set.group is None:
+        return None
+    nodes = [rank // ranks_per_node for rank in dist.get_process_group_ranks(step_set.group)]
+    return [node - min(nodes) for node in nodes]
