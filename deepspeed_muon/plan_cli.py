@@ -101,6 +101,7 @@ def _settings(arguments: argparse.Namespace, config: MuonConfig) -> PlanSettings
             wire_bytes=config.resolved_wire_dtype(torch.bfloat16).itemsize,
             chunk_numel=config.exchange_chunk_numel,
             order=config.order,
+            share_matrices=config.share_matrices if config.variant == "muon" else False,
             efficiency=arguments.efficiency,
         )
     except ValueError as error:

@@ -9,6 +9,7 @@ the Gram matrix once per pass over the matrix, and where rows are the short side
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -22,7 +23,7 @@ from deepspeed_muon.plan.layout import Fragment, MatrixLayout, TensorShards
 
 __all__ = ["Shareable", "SharingRule", "Speeds", "choose_sharers", "even_sizes", "slabs"]
 
-# A gain below this is not worth it; nor is a share of a matrix that costs no more than the mean.
+# A gain below this is not worth it.
 _WORTH = 1.05
 
 
@@ -140,8 +141,8 @@ def choose_sharers(
 ) -> dict[int, tuple[int, ...]]:
     """Return, by index, the ranks that share a matrix, for those that are shared.
 
-    A matrix of k times the work that a rank has on average goes to k ranks of one node, the largest matrix first, where
-    the busiest of them has least to do, if they are done with it before the idlest rank would be. Deterministic.
+    How many ranks share a matrix follows from when all should be done; where, from who has least to do: the costliest
+    matrix first, on ranks of one node, if they are done with it before the idlest rank would be. Deterministic.
 
     Args:
         matrices: All matrices of a step set; ``None`` for one that cannot be shared.
@@ -150,35 +151,96 @@ def choose_sharers(
         nodes: The node of every rank.
         rule: When it pays.
     """
-    world = len(load)
-    if rule.most < 2 or world < 2:
-        return {}
-    mean = (math.fsum(costs) + math.fsum(load)) / world
+    largest_node = max(Counter(nodes).values(), default=1)
+    wanted = _ranks_wanted(matrices, costs, load, rule, most=min(rule.most, largest_node))
     places: dict[int, np.ndarray] = {}
     loads = np.array(load)
     found: dict[int, tuple[int, ...]] = {}
-    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        if costs[index] <= _WORTH * mean:
-            break
+    for index in sorted(wanted, key=lambda i: (-costs[i], i)):
         matrix = matrices[index]
-        if matrix is None:
-            continue
-        ranks = min(rule.most, world, matrix.rows, round(costs[index] / mean))
-        while ranks > 1:
+        assert matrix is not None
+        for ranks in range(wanted[index], 1, -1):
             if ranks not in places:
                 places[ranks] = _places(nodes, ranks)
+            if not len(places[ranks]):
+                continue
+            busiest = loads[places[ranks]].max(axis=1)
+            best = int(busiest.argmin())
             each = rule.cost(matrix.rows, matrix.cols, ranks)
-            if len(places[ranks]):
-                busiest = loads[places[ranks]].max(axis=1)
-                best = int(busiest.argmin())
-                together = busiest[best] + _WORTH * (each + matrix.moving / ranks)
-                if together < loads.min() + costs[index]:
-                    loads[places[ranks][best]] += each
-                    found[index] = tuple(places[ranks][best].tolist())
-                    break
-            ranks -= 1 if ranks <= 4 else ranks // 4
+            if busiest[best] + _WORTH * (each + matrix.moving / ranks) < loads.min() + costs[index]:
+                loads[places[ranks][best]] += each
+                found[index] = tuple(places[ranks][best].tolist())
+                break
     load[:] = loads.tolist()
     return found
+
+
+def _ranks_wanted(
+    matrices: Sequence[Shareable | None],
+    costs: Sequence[float],
+    load: Sequence[float],
+    rule: SharingRule,
+    *,
+    most: int,
+) -> dict[int, int]:
+    """Return how many ranks each matrix should have that should have several, so that all are done soonest.
+
+    For every time that a part can take, each matrix gets the fewest ranks with which its parts take no longer; that
+    with which all are done soonest wins.
+    """
+    kinds: dict[tuple[Shareable | None, float], list[int]] = {}
+    for index, kind in enumerate(zip(matrices, costs, strict=True)):
+        kinds.setdefault(kind, []).append(index)
+    # What each of so many ranks has to do for a matrix of a kind; one that cannot be shared has one rank.
+    options = [
+        [cost]
+        + [
+            rule.cost(matrix.rows, matrix.cols, ranks) + matrix.moving / ranks
+            for ranks in range(2, min(most, matrix.rows) + 1)
+        ]
+        if matrix is not None
+        else [cost]
+        for matrix, cost in kinds
+    ]
+    counts = [len(indices) for indices in kinds.values()]
+    carried = math.fsum(load)
+
+    def outcome(limit: float) -> tuple[float, list[int]]:
+        ranks = [
+            next((number for number, each in enumerate(parts, 1) if each <= limit), 1) for parts in options
+        ]
+        each = [parts[number - 1] for parts, number in zip(options, ranks, strict=True)]
+        pieces = [count * number for count, number in zip(counts, ranks, strict=True)]
+        return _earliest_end(pieces, each, carried, len(load)), ranks
+
+    if not costs:
+        return {}
+    alone, nobody = outcome(math.inf)
+    soonest, chosen = min(outcome(limit) for limit in {each for parts in options for each in parts})
+    if _WORTH * soonest >= alone:
+        chosen = nobody
+    return {
+        index: number
+        for indices, number in zip(kinds.values(), chosen, strict=True)
+        if number > 1
+        for index in indices
+    }
+
+
+def _earliest_end(pieces: Sequence[int], each: Sequence[float], carried: float, world: int) -> float:
+    """Return about when so many ranks are done with so many pieces of such lengths, none of which can be divided.
+
+    In a given time a rank does a whole number of long pieces of one length; short ones fill what is left.
+    """
+    mean = (carried + math.fsum(count * length for count, length in zip(pieces, each, strict=True))) / world
+    ends = {length * number for length in each for number in (1, 2, 3)} | {_WORTH * mean}
+    for end in sorted(ends):
+        if end < mean or end < max(each):
+            continue
+        long = (pair for pair in zip(pieces, each, strict=True) if pair[1] > end / 4)
+        if math.fsum(count / (end // length) for count, length in long) <= world - carried / end:
+            return end
+    return max(max(each), mean) * _WORTH
 
 
 def _places(nodes: Sequence[int], ranks: int) -> np.ndarray:
