@@ -65,7 +65,8 @@ def resolve_ns_dtype(name: NsDtypeName, device: torch.device) -> torch.dtype:
     """Return the dtype in which the iteration runs on ``device``.
 
     ``auto`` is float16 on CUDA (eight times the mantissa of bfloat16 at the same speed, and safe because the
-    input is normalised in float32 first), bfloat16 on a CPU with AMX tiles, float32 elsewhere.
+    input is normalised in float32 first), bfloat16 on a CPU with instructions for it (AMX, AVX512-BF16), float32
+    elsewhere.
 
     Args:
         name: The ``ns_dtype`` of the configuration.
@@ -75,7 +76,7 @@ def resolve_ns_dtype(name: NsDtypeName, device: torch.device) -> torch.dtype:
         return _DTYPES[name]
     if device.type == "cuda":
         return torch.float16
-    if device.type == "cpu" and torch.cpu._is_amx_tile_supported():
+    if device.type == "cpu" and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()):
         return torch.bfloat16
     return torch.float32
 
