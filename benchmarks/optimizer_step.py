@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -187,7 +188,7 @@ def main() -> None:
         rows = merged(rows, found)
         report = {
             "machine": _machine(),
-            "command": " ".join(["python", *sys.argv]),
+            "command": shlex.join(["python", *sys.argv]),
             "tokens": arguments.tokens,
             "rows": rows,
         }

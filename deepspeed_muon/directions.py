@@ -12,6 +12,8 @@ from deepspeed_muon.plan.layout import Fragment, MatrixLayout
 
 __all__ = ["Directions", "MomentumSource"]
 
+_ALIGNMENT = 32
+
 
 @dataclass(frozen=True, slots=True)
 class MomentumSource:
@@ -60,23 +62,43 @@ class Directions:
     def prepare(self, indices: Sequence[int]) -> None:
         """Update the momentum of these matrices' local fragments and make their directions.
 
+        The directions of one device lie in memory in the order of ``indices``, each at a multiple of 32 elements: small
+        matrices that are whole here and orthogonalised together need no stacking if their sizes are such multiples.
+
         Args:
             indices: Matrices, each once in a step.
         """
-        for index in indices:
-            matrix = self._matrices[index]
-            source = self._sources[matrix.partition]
-            buf = source.momentum_buffer
-            made = self._made[index] = {}
-            for fragment in matrix.fragments:
-                if fragment.rank != self._rank:
-                    continue
-                run = (0, fragment.partition_offset, fragment.numel)
-                out = torch.empty(fragment.numel, dtype=self._wire_dtype, device=buf.device)
-                local = buf.narrow(*run)
-                grad = torch.zeros_like(local) if source.grad is None else source.grad.narrow(*run)
-                source.pack(local, grad, out, source.momentum, source.nesterov)
-                made[fragment.matrix_offset] = out
+        local = [
+            (index, fragment)
+            for index in indices
+            for fragment in self._matrices[index].fragments
+            if fragment.rank == self._rank
+        ]
+        sizes: dict[torch.device, int] = {}
+        for index, fragment in local:
+            device = self._source_of(index).momentum_buffer.device
+            sizes[device] = sizes.get(device, 0) + _aligned(fragment.numel)
+        free = {
+            device: torch.empty(numel, dtype=self._wire_dtype, device=device)
+            for device, numel in sizes.items()
+        }
+        self._made.update({index: {} for index in indices})
+        for index, fragment in local:
+            source = self._source_of(index)
+            buf = source.momentum_buffer.narrow(0, fragment.partition_offset, fragment.numel)
+            place, free[buf.device] = free[buf.device].tensor_split([_aligned(fragment.numel)])
+            out = place.narrow(0, 0, fragment.numel)
+            grad = source.grad
+            grad = (
+                torch.zeros_like(buf)
+                if grad is None
+                else grad.narrow(0, fragment.partition_offset, fragment.numel)
+            )
+            source.pack(buf, grad, out, source.momentum, source.nesterov)
+            self._made[index][fragment.matrix_offset] = out
+
+    def _source_of(self, index: int) -> MomentumSource:
+        return self._sources[self._matrices[index].partition]
 
     def get(self, index: int, fragment: Fragment) -> Tensor:
         """Return the direction of a local fragment of a prepared matrix, one-dimensional, on the partition's device."""
@@ -86,3 +108,7 @@ class Directions:
         """Forget the directions of these matrices."""
         for index in indices:
             del self._made[index]
+
+
+def _aligned(numel: int) -> int:
+    return -(-numel // _ALIGNMENT) * _ALIGNMENT

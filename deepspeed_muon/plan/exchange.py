@@ -193,7 +193,8 @@ def _cut(
         limit = chunk_limit(largest, bound, ranks=world_size if together else 1)
         found: list[list[int]] = []
         for part in parts.values():
-            for number, piece in enumerate(_fill([(i, matrices[i].numel) for i in part], limit)):
+            items = [(i, matrices[i].numel, owners[i] if together else -1) for i in part]
+            for number, piece in enumerate(_fill(items, limit, copies=world_size - 1 if together else 0)):
                 found += [[]] if number == len(found) else []
                 found[number] += piece
         chunks += [sorted(chunk) for chunk in found]
@@ -246,16 +247,25 @@ def chunk_limit(largest: int, bound: int, *, ranks: int = 1) -> int:
     return min(bound, max(-(-largest // _CHUNKS), _LEAST_NUMEL_PER_RANK * ranks))
 
 
-def _fill(items: Sequence[tuple[int, int]], limit: int) -> list[list[int]]:
-    """Divide items of ``(index, elements)``, in order, into pieces of at most ``limit`` elements or one item."""
+def _fill(items: Sequence[tuple[int, int, int]], limit: int, *, copies: int) -> list[list[int]]:
+    """Divide items, in order, into pieces that are at most ``limit`` elements long or one item.
+
+    Args:
+        items: Index, elements and owner of each.
+        limit: Elements of a piece, and of what one owner sends of it.
+        copies: How many copies an owner sends of its items of a piece.
+    """
     pieces: list[list[int]] = []
     filled = 0
-    for index, numel in items:
-        if not pieces or filled + numel > limit:
+    of_owner: dict[int, int] = {}
+    for index, numel, owner in items:
+        own = of_owner.get(owner, 0)
+        if not pieces or filled + numel > limit or (own and copies * (own + numel) > limit):
             pieces.append([])
-            filled = 0
+            filled, of_owner, own = 0, {}, 0
         pieces[-1].append(index)
         filled += numel
+        of_owner[owner] = own + numel
     return pieces
 
 

@@ -41,7 +41,7 @@ class DirectionSource(Protocol):
     """What makes directions; :class:`deepspeed_muon.directions.Directions`."""
 
     def prepare(self, indices: Sequence[int], /) -> None:
-        """Update momentum and make the directions of these matrices, called once for each in a step."""
+        """Update momentum and make the directions of these matrices, in that order in memory; each once in a step."""
 
     def get(self, index: int, fragment: Fragment, /) -> Tensor:
         """Return a local fragment's direction: contiguous, one-dimensional, in the wire dtype, on any device."""
@@ -209,7 +209,7 @@ class MuonPipeline:
             meanwhile()
         for chunk in chunks:
             if not chunk.scatters:
-                calls.directions.prepare(chunk.active(active))
+                calls.directions.prepare(self._in_batches(chunk, active))
                 self._compute(chunk, None, active, calls)
         while coming:
             flight = coming.popleft()
@@ -234,7 +234,7 @@ class MuonPipeline:
             held=self._buffers.take(f"held {slot}", sum(chunk.scatter_recv_splits), self._wire_dtype),
             owned=self._buffers.take(f"owned {slot}", sum(chunk.scatter_send_splits), self._wire_dtype),
         )
-        calls.directions.prepare(chunk.active(active))
+        calls.directions.prepare(self._in_batches(chunk, active))
         if chunk.gathers:
             for segment in chunk.outgoing:
                 # The place of a matrix without a gradient keeps what it held: nobody reads it.
@@ -390,6 +390,12 @@ class MuonPipeline:
 
             yield Result(members, self._iterate(blocks), complete)
 
+    def _in_batches(self, chunk: Chunk, active: Sequence[bool]) -> list[int]:
+        """Return the active matrices of a chunk, those of this rank first and in the order of its batches."""
+        owned = [index for index in chunk.owned if active[index]]
+        others = [index for index in chunk.active(active) if self.plan.owners[index] != self.plan.rank]
+        return [index for batch in self._batches(owned) for index in batch] + others
+
     def _batches(self, owned: Sequence[int]) -> list[list[int]]:
         """Group small matrices of equal blocks; large ones stay alone."""
         by_shape: dict[object, list[int]] = {}
@@ -415,12 +421,13 @@ class MuonPipeline:
         received: Tensor | None,
         calls: StepCalls,
     ) -> Tensor:
-        """Return ``(matrices, rows, cols)``. One matrix that lies whole on this rank is used in place."""
+        """Return ``(matrices, rows, cols)``. Matrices that lie whole on this rank are used in place."""
         first = self.plan.matrices[batch[0]]
         shape = (len(batch), first.rows, first.cols)
-        if len(batch) == 1 and batch[0] not in incoming:
-            local = self._local(batch[0])
-            return calls.directions.get(batch[0], local[0]).to(self._device).view(shape)
+        if all(index not in incoming for index in batch):
+            whole = _together([calls.directions.get(index, self._local(index)[0]) for index in batch])
+            if whole is not None:
+                return whole.to(self._device).view(shape)
         full = self._buffer(len(batch) * first.numel)
         for position, index in enumerate(batch):
             matrix = full.narrow(0, position * first.numel, first.numel)
@@ -462,3 +469,13 @@ class MuonPipeline:
             work.wait()
             return None
         return work
+
+
+def _together(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return one view of tensors of equal length that follow each other in memory, ``None`` if they do not."""
+    first, step = parts[0], parts[0].numel() * parts[0].element_size()
+    if any(part.data_ptr() != first.data_ptr() + number * step for number, part in enumerate(parts)):
+        return None
+    if any(part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() for part in parts):
+        return None
+    return first.as_strided((len(parts) * first.numel(),), (1,))

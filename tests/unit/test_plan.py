@@ -226,3 +226,16 @@ def test_chunks_are_bounded_and_many_enough_to_overlap(kind: str) -> None:
                     assert sum(chunk.gather_send_splits) <= max(parts)
                 if kind == "sharded":
                     assert len(plan.chunks) >= 8
+
+
+@pytest.mark.parametrize("owners", [[0] * 8, [0, 1, 2, 3] * 2])
+def test_copies_of_replicated_updates_are_bounded(owners: list[int]) -> None:
+    """At stage 0 an owner sends its update to every other rank: all copies together stay within the bound."""
+    world, limit = 4, 600
+    layouts = replicated_layouts([(10, 10)] * 8, world)
+    for rank in range(world):
+        plan = build_exchange_plan(layouts, owners, rank=rank, world_size=world, chunk_numel=limit)
+        for chunk in plan.chunks:
+            assert sum(chunk.scatter_send_splits) <= limit or len(chunk.owned) == 1
+            assert sum(chunk.scatter_recv_splits) <= limit
+    assert sorted(i for chunk in plan.chunks for i in chunk.matrices) == list(range(8))

@@ -1,0 +1,45 @@
+"""Directions of one chunk: where they lie, and which matrices need no stacking."""
+
+from __future__ import annotations
+
+import torch
+
+from deepspeed_muon.directions import Directions, MomentumSource
+from deepspeed_muon.plan.layout import Fragment, MatrixLayout
+from deepspeed_muon.transport.pipeline import _together
+
+
+def made(rows: int, count: int, order: list[int]) -> tuple[Directions, list[MatrixLayout], torch.Tensor]:
+    """Make the directions of equal matrices of 8 columns in one partition; the gradient is 0, 1, 2, ..."""
+    numel = 8 * rows
+    layouts = [MatrixLayout(f"m{i}", rows, 8, 0, (Fragment(0, 0, i * numel, numel),)) for i in range(count)]
+    grad = torch.arange(count * numel, dtype=torch.float32)
+
+    def pack(buf: torch.Tensor, g: torch.Tensor, out: torch.Tensor, momentum: float, nesterov: bool) -> None:
+        buf.copy_(g)
+        out.copy_(g)
+
+    source = MomentumSource(torch.zeros_like(grad), grad, 0.9, True, pack)
+    directions = Directions(layouts, {0: source}, rank=0, wire_dtype=torch.float32)
+    directions.prepare(order)
+    return directions, layouts, grad
+
+
+def test_small_matrices_follow_each_other_in_the_order_of_the_batch() -> None:
+    order = [2, 0, 1]
+    directions, layouts, grad = made(rows=4, count=3, order=order)
+    parts = [directions.get(index, layouts[index].fragments[0]) for index in order]
+    whole = _together(parts)
+    assert whole is not None and whole.data_ptr() == parts[0].data_ptr()
+    assert torch.equal(whole.view(3, 32), grad.view(3, 32)[order])
+    assert _together(parts[::-1]) is None
+
+
+def test_sizes_that_would_be_misaligned_are_not_put_together() -> None:
+    directions, layouts, grad = made(rows=3, count=2, order=[0, 1])
+    parts = [directions.get(index, layouts[index].fragments[0]) for index in (0, 1)]
+    assert all(part.data_ptr() % 64 == 0 for part in parts)
+    assert _together(parts) is None
+    assert torch.equal(torch.stack(parts), grad.view(2, 24))
+    directions.release([0])
+    assert torch.equal(directions.get(1, layouts[1].fragments[0]), grad[24:])
