@@ -150,6 +150,8 @@ def _variants(problem: Problem, operators: Any) -> list[str]:
         return [f"+{_cuda_products(problem, operators)}"]
     if problem.settings.dtype == torch.bfloat16 and operators.tiles_available():
         return ["+tiles", ""]
+    if problem.settings.dtype == torch.bfloat16 and operators.vectors_available():
+        return ["+vectors", ""]
     # On several threads only whole matrices run side by side; a triangle of one would be split once more.
     one_thread_each = problem.threads == 1 or problem.batch > 1
     blocks = problem.short >= _BLOCKS_FROM and one_thread_each

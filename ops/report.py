@@ -180,6 +180,8 @@ def _test_orthogonalize(operators: Any, device: str) -> list[dict[str, Any]]:
         variants = [""] if device == "cuda" else ["", "+symmetric"]
         if device == "cpu" and dtype == torch.bfloat16 and operators.tiles_available():
             variants.append("+tiles")
+        if device == "cpu" and dtype == torch.bfloat16 and operators.vectors_available():
+            variants.append("+vectors")
         for method in [base + variant for base in ("standard", "gram") for variant in variants]:
             restarts = sorted(restart_steps(len(rows), dtype)) if method.startswith("gram") else []
             result = operators.orthogonalize(x.to(device), flat, method, restarts, dtype, 1e-12).cpu()

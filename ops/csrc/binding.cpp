@@ -61,6 +61,7 @@ TORCH_LIBRARY(deepspeed_muon, m) {
   m.def("momentum_pack_(Tensor(a!) buf, Tensor grad, Tensor(b!) out, float momentum, bool nesterov) -> ()");
   // Whether method "...+tiles" of orthogonalize runs on this processor.
   m.def("tiles_available() -> bool", &muon::cpu::tiles::available);
+  m.def("vectors_available() -> bool", &muon::cpu::tiles::vectors_available);
   m.def("unpack_apply_(Tensor(a!) param, Tensor update, float lr_scale, float decay) -> ()");
 }
 

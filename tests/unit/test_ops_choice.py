@@ -130,10 +130,13 @@ def test_standard_pins_the_order_of_the_products_and_gram_allows_both() -> None:
         assert {"torch standard", "torch gram"} <= set(names(64, 256, "gram", dtype))
 
 
-def test_tiles_are_for_bfloat16_only() -> None:
-    assert not any("tiles" in name for name in names(64, 64, "gram", torch.float32))
-    expected = bool(torch.ops.deepspeed_muon.tiles_available())
-    assert any("tiles" in name for name in names(64, 64, "gram", torch.bfloat16)) is expected
+def test_tiles_and_vectors_are_for_bfloat16_only() -> None:
+    assert not any("+tiles" in name or "+vectors" in name for name in names(64, 64, "gram", torch.float32))
+    has = torch.ops.deepspeed_muon
+    found = names(64, 64, "gram", torch.bfloat16)
+    assert any("+tiles" in name for name in found) is bool(has.tiles_available())
+    only_vectors = bool(has.vectors_available()) and not has.tiles_available()
+    assert any("+vectors" in name for name in found) is only_vectors
 
 
 @pytest.mark.parametrize("backend", ["auto", "ops", "torch"])

@@ -18,7 +18,9 @@ from deepspeed_muon.ops import library, reference
 # Relative to the same polynomial in float64: issue 3's bounds, argued in tests/unit/test_math.py.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-2, torch.bfloat16: 3e-1}
 METHODS = [
-    base + variant for base in ("standard", "gram") for variant in ("", "+symmetric", "+tiles", "+generic")
+    base + variant
+    for base in ("standard", "gram")
+    for variant in ("", "+symmetric", "+tiles", "+vectors", "+generic")
 ]
 SHAPES = [(1, 1), (1, 9), (9, 1), (17, 17), (31, 13), (96, 200), (200, 96), (520, 530)]
 FLAT = [value for row in resolve_schedule("quintic") for value in row]
@@ -56,6 +58,8 @@ def matrix(kind: str, rows: int, cols: int) -> Tensor:
 def run(ops: Any, x: Tensor, method: str, dtype: torch.dtype, coefficients: list[float] = FLAT) -> Tensor:
     if method.endswith("+tiles") and (dtype != torch.bfloat16 or not ops.tiles_available()):
         pytest.skip("tiles are for bfloat16, on processors that have them")
+    if method.endswith("+vectors") and (dtype != torch.bfloat16 or not ops.vectors_available()):
+        pytest.skip("vectors are for bfloat16, on processors that multiply it")
     restarts = sorted(restart_steps(len(coefficients) // 3, dtype))
     return ops.orthogonalize(x, coefficients, method, restarts, dtype, 1e-12)
 

@@ -33,6 +33,7 @@ struct Plan {
   bool gram = false;
   bool blocks = false;  // skip half of every symmetric product
   bool tiles = false;   // bf16 on matrix tiles, see tiles.h
+  bool vectors = false; // the same on vector registers
   double eps = 0.0;
 };
 
@@ -271,17 +272,22 @@ Plan make_plan(
   plan.gram = order == "gram";
   plan.blocks = variant == "+symmetric";
   plan.tiles = variant == "+tiles";
+  plan.vectors = variant == "+vectors";
   TORCH_CHECK(
-      (plan.gram || order == "standard") && (plan.blocks || plan.tiles || variant.empty()),
-      "orthogonalize: unknown method '", method, "'; there are standard and gram, alone or with +symmetric or +tiles");
+      (plan.gram || order == "standard") && (plan.blocks || plan.tiles || plan.vectors || variant.empty()),
+      "orthogonalize: unknown method '", method,
+      "'; there are standard and gram, alone or with +symmetric, +tiles or +vectors");
   TORCH_CHECK(
       !plan.tiles || tiles::available(), "orthogonalize: this processor has no bf16 matrix tiles for '", method, "'");
+  TORCH_CHECK(
+      !plan.vectors || tiles::vectors_available(),
+      "orthogonalize: this processor does not multiply bf16 in vector registers for '", method, "'");
   TORCH_CHECK(eps > 0.0, "orthogonalize: eps must be positive, got ", eps);
   plan.eps = eps;
   return plan;
 }
 
-// One stored matrix on the tiles of this thread, or of all threads when there is no other matrix to give them.
+// One stored matrix on the tiles or vectors of this thread, or of all threads when there is no other matrix to give them.
 void run_tiles(const Plan& plan, const at::Tensor& x, const at::Tensor& out, int threads) {
   std::vector<tiles::Step> steps;
   for (const Step& step : plan.steps) {
@@ -289,7 +295,7 @@ void run_tiles(const Plan& plan, const at::Tensor& x, const at::Tensor& out, int
   }
   const std::vector<uint8_t> restart(plan.restart.begin(), plan.restart.end());
   const tiles::Problem problem{
-      x.size(0), x.size(1), steps.data(), static_cast<int64_t>(steps.size()), restart.data(), plan.gram, plan.eps,
+      plan.vectors ? tiles::Engine::vectors : tiles::Engine::tiles, x.size(0), x.size(1), steps.data(), static_cast<int64_t>(steps.size()), restart.data(), plan.gram, plan.eps,
       threads};
   Workspace workspace(at::kBFloat16, tiles::workspace_bytes(problem) / 2);
   tiles::orthogonalize(
@@ -315,7 +321,7 @@ at::Tensor orthogonalize(
   const at::Tensor turned = x.transpose(-2, -1);
   const bool transposed = !x.is_contiguous() && turned.is_contiguous();
   at::Tensor stored = transposed ? turned : x.contiguous();
-  if (plan.tiles) {
+  if (plan.tiles || plan.vectors) {
     TORCH_CHECK(dtype == at::kBFloat16, "orthogonalize: '", method, "' computes in bfloat16, got ", dtype);
     if (stored.scalar_type() != at::kBFloat16) {
       stored = stored.to(at::kFloat);
@@ -329,7 +335,7 @@ at::Tensor orthogonalize(
     const int threads = count == 1 && !at::in_parallel_region() ? at::get_num_threads() : 1;
     const auto run = [&](int64_t begin, int64_t end) {
       for (int64_t index = begin; index < end; ++index) {
-        if (plan.tiles) {
+        if (plan.tiles || plan.vectors) {
           run_tiles(plan, inputs.select(0, index), results.select(0, index), threads);
           continue;
         }

@@ -1,6 +1,8 @@
-// One tile register holds 16 rows of 64 bytes: 16 x 32 bf16 of a left factor, or 32 x 16 of a right factor with each
-// pair of rows interleaved. Four of the eight registers hold the fp32 sums of a 32 x 32 block of the result, two hold
-// left factors and two right ones, so that every load feeds two products.
+// A result is made in blocks of 32 x 32. One tile register holds 16 rows of 64 bytes: 16 x 32 bf16 of a left factor, or
+// 32 x 16 of a right factor with each pair of rows interleaved. Four of the eight registers hold the fp32 sums of a
+// block, two hold left factors and two right ones, so that every load feeds two products. Without tiles, vector
+// registers hold the sums of 8 rows of a block at a time; a pair of a left factor is broadcast over a pair of rows of
+// the same packed right factor.
 //
 // Matrices are padded with zeros to multiples of 32 and to a row length of an odd number of cache lines: 16 rows that
 // lie a power of two apart would fall into the same few cache sets.
@@ -33,8 +35,8 @@ constexpr int64_t kEdge = 32;              // rows and columns of a block of the
 constexpr int64_t kTile = 512;             // bf16 elements in a tile register
 constexpr int64_t kPanelStep = 2 * kTile;  // packed elements of a panel (32 columns) for 32 of the inner dimension
 
-// The packed right factor that is used again and again must stay in the second-level cache (2 MB where there are tiles)
-// beside the rows of the left factor, which pass through it once.
+// The packed right factor that is used again and again must stay in the second-level cache (2 MB where there are tiles,
+// 1 MB and more where there are none) beside the rows of the left factor, which pass through it once.
 constexpr int64_t kRightBytes = 5 << 18;
 
 // Inner dimensions beyond kInnerWhole are cut into pieces of kInner; the sums of a unit of kCutUnit x kCutUnit blocks
@@ -60,6 +62,7 @@ struct Product {
   Matrix out, left, addend;
   const uint16_t* packed;       // the right factor
   int64_t rows, cols, inner;    // multiples of 32
+  Engine engine;
   float alpha = 1.0f, beta = 0.0f, diag = 0.0f;
   bool symmetric = false;       // compute only blocks on and below the diagonal, mirror the rest
 };
@@ -156,6 +159,41 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
+// Adds the products of one block to `from`, or to zero where that is null; `to` is 32 x 32, row-major.
+inline void accumulate_vectors(
+    const uint16_t* left, int64_t ld, const uint16_t* right, int64_t steps, const float* from, float* to) {
+  constexpr int kRows = 8;
+  for (int64_t row = 0; row < kEdge; row += kRows) {
+    __m512 sums[kRows][2];
+    for (int i = 0; i < kRows; ++i) {
+      for (int half = 0; half < 2; ++half) {
+        sums[i][half] = from == nullptr ? _mm512_setzero_ps() : _mm512_load_ps(from + (row + i) * kEdge + 16 * half);
+      }
+    }
+    const uint16_t* a = left + row * ld;
+    const uint16_t* b = right;
+    for (int64_t step = 0; step < steps; ++step, a += kEdge, b += kPanelStep) {
+      for (int pair = 0; pair < 16; ++pair) {
+        const __m512bh low = (__m512bh)_mm512_load_si512(b + pair * 32);
+        const __m512bh high = (__m512bh)_mm512_load_si512(b + kTile + pair * 32);
+        for (int i = 0; i < kRows; ++i) {
+          int32_t two;
+          std::memcpy(&two, a + i * ld + 2 * pair, 4);
+          const __m512bh both = (__m512bh)_mm512_set1_epi32(two);
+          sums[i][0] = _mm512_dpbf16_ps(sums[i][0], both, low);
+          sums[i][1] = _mm512_dpbf16_ps(sums[i][1], both, high);
+        }
+      }
+    }
+    for (int i = 0; i < kRows; ++i) {
+      for (int half = 0; half < 2; ++half) {
+        _mm512_store_ps(to + (row + i) * kEdge + 16 * half, sums[i][half]);
+      }
+    }
+  }
+}
+
+// The same with tile registers, which keep the sums of the block. There a partial block is 2 x 2 tiles of 16 x 16.
 inline void accumulate(const uint16_t* left, int64_t ld, const uint16_t* right, int64_t steps) {
   const int64_t stride = ld * 2;
   const uint16_t* below = left + 16 * ld;
@@ -236,6 +274,29 @@ inline void store_sums(float* to, int64_t stride_floats, int64_t right, int64_t 
   _tile_stored(3, to + below + right, stride);
 }
 
+inline void accumulate_tiles(
+    const uint16_t* left, int64_t ld, const uint16_t* right, int64_t steps, const float* from, float* to, bool last) {
+  asm volatile("" ::: "memory");
+  if (from == nullptr) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
+    _tile_loadd(0, from, 64);
+    _tile_loadd(1, from + 256, 64);
+    _tile_loadd(2, from + 512, 64);
+    _tile_loadd(3, from + 768, 64);
+  }
+  accumulate(left, ld, right, steps);
+  if (last) {
+    store_sums(to, kEdge, 16, 16 * kEdge);
+  } else {
+    store_sums(to, 16, 256, 512);
+  }
+}
+
+template <Engine kEngine>
 void unit(const Product& p, int64_t inner_step, int64_t row0, int64_t row1, int64_t col0, int64_t col1) {
   alignas(64) float sums[kEdge * kEdge];
   // Partial sums of the blocks of this unit, where the inner dimension is cut.
@@ -251,25 +312,17 @@ void unit(const Product& p, int64_t inner_step, int64_t row0, int64_t row1, int6
     for (int64_t i = row0; i < row1; ++i) {
       for (int64_t j = col0; j < col1 && !(p.symmetric && j > i); ++j) {
         float* const partial = aligned + ((i - row0) * kCutUnit + (j - col0)) * kEdge * kEdge;
-        asm volatile("" ::: "memory");
-        if (k == 0) {
-          _tile_zero(0);
-          _tile_zero(1);
-          _tile_zero(2);
-          _tile_zero(3);
+        const uint16_t* const left = p.left.at(i * kEdge, k);
+        const uint16_t* const right = p.packed + (j * (p.inner / kEdge) + k / kEdge) * kPanelStep;
+        const float* const from = k == 0 ? nullptr : partial;
+        float* const to = last ? sums : partial;
+        if constexpr (kEngine == Engine::tiles) {
+          accumulate_tiles(left, p.left.ld, right, steps, from, to, last);
         } else {
-          _tile_loadd(0, partial, 64);
-          _tile_loadd(1, partial + 256, 64);
-          _tile_loadd(2, partial + 512, 64);
-          _tile_loadd(3, partial + 768, 64);
+          accumulate_vectors(left, p.left.ld, right, steps, from, to);
         }
-        accumulate(
-            p.left.at(i * kEdge, k), p.left.ld, p.packed + (j * (p.inner / kEdge) + k / kEdge) * kPanelStep, steps);
         if (last) {
-          store_sums(sums, kEdge, 16, 16 * kEdge);
           finish(p, sums, i * kEdge, j * kEdge);
-        } else {
-          store_sums(partial, 16, 256, 512);
         }
       }
     }
@@ -292,9 +345,13 @@ void multiply(const Product& p, int threads) {
     if (p.symmetric && col0 >= row1) {
       return;
     }
+    if (p.engine == Engine::vectors) {
+      unit<Engine::vectors>(p, inner_step, row0, row1, col0, col1);
+      return;
+    }
     const TileConfig config;
     _tile_loadconfig(&config);
-    unit(p, inner_step, row0, row1, col0, col1);
+    unit<Engine::tiles>(p, inner_step, row0, row1, col0, col1);
     _tile_release();
   });
 }
@@ -500,14 +557,14 @@ class Iteration {
   // out = X X^T
   void form_gram(const Matrix& out) {
     pack_transposed(packed_, x_, n_, m_, problem_.threads);
-    Product p{out, x_, out, packed_, m_, m_, n_};
+    Product p{out, x_, out, packed_, m_, m_, n_, problem_.engine};
     p.symmetric = true;
     multiply(p, problem_.threads);
   }
 
   // out = alpha left right + beta addend, all symmetric; `right` is what is packed.
   void square(const Matrix& out, const Matrix& left, const Matrix& addend, float alpha, float beta) {
-    Product p{out, left, addend, packed_, m_, m_, m_, alpha, beta};
+    Product p{out, left, addend, packed_, m_, m_, m_, problem_.engine, alpha, beta};
     p.symmetric = true;
     multiply(p, problem_.threads);
   }
@@ -515,7 +572,7 @@ class Iteration {
   // X <- left X + beta X
   void move(const Matrix& left, float beta) {
     pack(packed_, x_, m_, n_, problem_.threads);
-    const Product p{next_, left, x_, packed_, m_, n_, m_, 1.0f, beta};
+    const Product p{next_, left, x_, packed_, m_, n_, m_, problem_.engine, 1.0f, beta};
     multiply(p, problem_.threads);
     std::swap(x_, next_);
   }
@@ -534,15 +591,19 @@ class Iteration {
   uint16_t* packed_;
 };
 
-bool ask() {
+bool ask_vectors() {
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
+bool ask_tiles() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   constexpr unsigned kTileBf16 = 1u << 22, kTiles = 1u << 24;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kTileBf16) == 0 || (d & kTiles) == 0) {
     return false;
   }
-  __builtin_cpu_init();
-  if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512bw") ||
-      !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl")) {
+  if (!ask_vectors()) {
     return false;
   }
   // Linux saves the tile registers only for processes that asked for them.
@@ -553,7 +614,12 @@ bool ask() {
 }  // namespace
 
 bool available() {
-  static const bool answer = ask();
+  static const bool answer = ask_tiles();
+  return answer;
+}
+
+bool vectors_available() {
+  static const bool answer = ask_vectors();
   return answer;
 }
 
@@ -577,6 +643,7 @@ void orthogonalize(const Problem& problem, const void* x, Element type, uint16_t
 namespace muon::cpu::tiles {
 
 bool available() { return false; }
+bool vectors_available() { return false; }
 int64_t workspace_bytes(const Problem&) { return 0; }
 void orthogonalize(const Problem&, const void*, Element, uint16_t*, void*) {}
 

@@ -1,5 +1,6 @@
-// The Newton-Schulz iteration in bf16 on a CPU's matrix tiles (AMX): products that compute half of a symmetric result,
-// with scaling, addition and mirroring done on the fp32 sums before they are rounded once.
+// The Newton-Schulz iteration in bf16 on a CPU's matrix tiles (AMX) or its vector registers (AVX512-BF16): products that
+// compute half of a symmetric result, with scaling, addition and mirroring done on the fp32 sums before they are
+// rounded once.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,10 @@ struct Step {
   float a, b, c;
 };
 
+enum class Engine { tiles, vectors };
+
 struct Problem {
+  Engine engine;
   int64_t rows, cols;
   const Step* steps;
   int64_t count;            // of steps
@@ -24,6 +28,9 @@ struct Problem {
 
 // Whether this processor has bf16 tiles and the kernel lets this process use them. Asks once.
 bool available();
+
+// Whether this processor multiplies bf16 in its 512-bit registers. Asks once.
+bool vectors_available();
 
 // Bytes that `orthogonalize` needs, 64-byte aligned.
 int64_t workspace_bytes(const Problem& problem);
