@@ -1,8 +1,10 @@
-"""Who orthogonalises what of one step set: owners, and the matrices that several ranks share."""
+"""Who orthogonalises what of one step set: owners, stacks in pieces, and the matrices that several ranks share."""
 
 from __future__ import annotations
 
+import math
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,8 +13,10 @@ import torch.distributed as dist
 
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import UnsupportedConfigError
+from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.owners import FLOPS_PER_MOVED_ELEMENT, assign_owners, matrix_flops
+from deepspeed_muon.plan.pieces import PIECE_SHARE, pieces
 from deepspeed_muon.plan.sharing import Shareable, SharingRule, Speeds, choose_sharers, slabs
 from deepspeed_muon.zero.binding import StepSet
 
@@ -21,10 +25,10 @@ __all__ = ["Assignment", "assign", "may_share"]
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The matrices of a step set as they are exchanged: whole, or in slabs of rows where ranks share one.
+    """The matrices of a step set as they are exchanged: whole, in pieces, or in slabs of rows where ranks share one.
 
     Attributes:
-        matrices: Layouts; the slabs of one matrix follow each other.
+        matrices: Layouts; the pieces and slabs of one matrix follow each other.
         owners: The rank that each goes to.
         origin: Index of each in the step set.
         work: Newton-Schulz operations that each costs its owner.
@@ -50,12 +54,17 @@ def assign(step_set: StepSet, config: MuonConfig, *, device: torch.device, load:
     """
     iteration = config.ns_settings(device)
     steps, method, dtype = len(iteration.coefficients), iteration.method, iteration.dtype
-    costs = [matrix_flops(matrix, steps, method=method, dtype=dtype) for matrix in step_set.matrices]
+    matrices, origin = _in_pieces(step_set, config, iteration, load)
+    pieces_of = Counter(origin)
+    costs = [matrix_flops(matrix, steps, method=method, dtype=dtype) for matrix in matrices]
     rule = SharingRule(_most(step_set, config, device), steps, method, dtype, None)
     if config.share_matrices == "auto":
         rule = SharingRule(rule.most, steps, method, dtype, Speeds.of_device(device))
     shared = choose_sharers(
-        [_shareable(matrix) for matrix in step_set.matrices],
+        [
+            _shareable(matrix) if pieces_of[index] == 1 else None
+            for matrix, index in zip(matrices, origin, strict=True)
+        ],
         costs,
         load=load,
         nodes=_nodes(step_set, config.ranks_per_node or _ranks_of_this_node()) or [0] * step_set.world_size,
@@ -63,7 +72,7 @@ def assign(step_set: StepSet, config: MuonConfig, *, device: torch.device, load:
     )
     alone = [index for index in range(len(costs)) if index not in shared]
     owners = assign_owners(
-        [step_set.matrices[index] for index in alone],
+        [matrices[index] for index in alone],
         step_set.world_size,
         steps=steps,
         load=load,
@@ -73,14 +82,15 @@ def assign(step_set: StepSet, config: MuonConfig, *, device: torch.device, load:
     )
     owner_of = dict(zip(alone, owners, strict=True))
     rows: list[tuple[MatrixLayout, int, int, float]] = []
-    for index, matrix in enumerate(step_set.matrices):
+    for index, matrix in enumerate(matrices):
         if index in owner_of:
-            rows.append((matrix, owner_of[index], index, costs[index]))
+            rows.append((matrix, owner_of[index], origin[index], costs[index]))
             continue
         sharers = shared[index]
         each = replace(rule, speeds=None).cost(matrix.rows, matrix.cols, len(sharers))
         rows += [
-            (slab, rank, index, each) for slab, rank in zip(slabs(matrix, sharers), sharers, strict=True)
+            (slab, rank, origin[index], each)
+            for slab, rank in zip(slabs(matrix, sharers), sharers, strict=True)
         ]
     return Assignment(
         tuple(matrix for matrix, _, _, _ in rows),
@@ -88,6 +98,22 @@ def assign(step_set: StepSet, config: MuonConfig, *, device: torch.device, load:
         tuple(index for _, _, index, _ in rows),
         tuple(cost for _, _, _, cost in rows),
     )
+
+
+def _in_pieces(
+    step_set: StepSet, config: MuonConfig, iteration: NsSettings, load: Sequence[float]
+) -> tuple[list[MatrixLayout], list[int]]:
+    """Return the set's matrices, stacks in pieces, and the index in the set of each."""
+    found = list(step_set.matrices)
+    if step_set.world_size == 1 or config.variant != "muon":
+        return found, list(range(len(found)))
+    costs = [
+        matrix_flops(matrix, len(iteration.coefficients), method=iteration.method, dtype=iteration.dtype)
+        for matrix in found
+    ]
+    limit = PIECE_SHARE * (math.fsum(costs) + math.fsum(load)) / step_set.world_size
+    cut = [pieces(matrix, cost=cost, limit=limit) for matrix, cost in zip(found, costs, strict=True)]
+    return [piece for parts in cut for piece in parts], [i for i, parts in enumerate(cut) for _ in parts]
 
 
 def may_share(config: MuonConfig, device: torch.device) -> bool:

@@ -21,9 +21,13 @@ def planned_parameters(routes: Sequence[Route]) -> list[PlannedParameter]:
         if route.algorithm == "frozen":
             continue
         blocks: tuple[tuple[int, int, int], ...] = ()
+        stack = 1
         if route.algorithm == "muon":
             blocks = route.kinds_of_blocks()
-        found.append(PlannedParameter(route.name, math.prod(route.shape), route.algorithm == "muon", blocks))
+            if not route.col_blocks and len(set(route.row_blocks)) == 1:
+                stack = len(route.row_blocks)
+        numel = math.prod(route.shape)
+        found.append(PlannedParameter(route.name, numel, route.algorithm == "muon", blocks, stack))
     return found
 
 

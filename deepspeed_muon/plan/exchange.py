@@ -119,6 +119,7 @@ class ExchangePlan:
                 matrix.cols,
                 [list(sizes) for sizes in matrix.grid],
                 matrix.transposed,
+                matrix.first_row,
                 self.owners[index],
                 list(matrix.sharers),
                 chunk_of[index],

@@ -68,18 +68,20 @@ class Holdings:
         number = np.arange(self.last[matrix] - self.first[matrix] + 1, dtype=np.int64)
         return np.where(number > 0, self.head[matrix] + (number - 1) * self.body[matrix], 0)
 
-    def take(self, matrices: Ints) -> Holdings:
-        """Return those of some matrices."""
-        return Holdings(
-            self.first[matrices],
-            self.last[matrices],
-            self.head[matrices],
-            self.body[matrices],
-            self.tail[matrices],
-            self.numel[matrices],
-            self.ranks,
-            self.width,
-        )
+    def parts(self, matrices: Ints, starts: Ints, stops: Ints) -> Holdings:
+        """Return who holds the elements ``starts[i]`` to ``stops[i]`` of ``matrices[i]``, as matrices of their own."""
+        first, head, body = self.first[matrices], self.head[matrices], self.body[matrices]
+
+        def rank_of(position: Ints) -> Ints:
+            return np.where(position < head, first, first + 1 + (position - head) // np.maximum(body, 1))
+
+        def end_of(rank: Ints) -> Ints:
+            return head + (rank - first) * body
+
+        begin, last = rank_of(starts), rank_of(stops - 1)
+        front = np.minimum(stops, np.where(begin == self.last[matrices], stops, end_of(begin))) - starts
+        back = np.where(last > begin, stops - end_of(last - 1), front)
+        return Holdings(begin, last, front, body, back, stops - starts, self.ranks, self.width)
 
     def per_rank(self) -> Floats:
         """Return the elements that every rank holds, of all matrices together."""

@@ -101,6 +101,7 @@ class MatrixLayout:
             ``sharers`` do; ``None`` for a matrix that is not shared.
         sharers: Ranks of the data-parallel group that orthogonalise the matrix together of which these are the rows
             that one of them gets; empty for a matrix with one owner.
+        first_row: Where these rows begin in the parameter, of which they are a piece with an owner of its own.
     """
 
     name: str
@@ -114,6 +115,7 @@ class MatrixLayout:
     transposed: bool = False
     shards: TensorShards | None = None
     sharers: tuple[int, ...] = ()
+    first_row: int = 0
 
     @property
     def numel(self) -> int:

@@ -10,6 +10,7 @@ Bytes of a collective are those that a ring sends from each rank: ``n (W-1)/W`` 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -23,6 +24,7 @@ from deepspeed_muon.plan.hardware import GPUS, Gpu
 from deepspeed_muon.plan.holdings import Floats, Holdings, Ints, flat_holdings, sharded_holdings
 from deepspeed_muon.plan.order import OrderName, balanced_order, flat_partition_numel
 from deepspeed_muon.plan.owners import FLOPS_PER_MOVED_ELEMENT, assign_holdings
+from deepspeed_muon.plan.pieces import PIECE_SHARE, block_runs
 from deepspeed_muon.plan.sharing import Shareable, SharingRule, Speeds, choose_sharers, even_sizes
 
 __all__ = [
@@ -31,7 +33,6 @@ __all__ = [
     "PlannedParameter",
     "exchange_of",
     "node_of_ranks",
-    "owner_numels",
     "parameter_flops",
     "peer_bytes",
     "peer_flops",
@@ -52,12 +53,14 @@ class PlannedParameter:
         numel: Elements.
         muon: Whether it is Muon's; otherwise AdamW's.
         blocks: Rows and columns of every matrix in it that is orthogonalised by itself, with their count.
+        stack: How many equal ones follow each other in memory, if that is all of it.
     """
 
     name: str
     numel: int
     muon: bool
     blocks: tuple[tuple[int, int, int], ...] = ()
+    stack: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +128,8 @@ class Exchange:
     """Owners, work and traffic of all Muon matrices in one step.
 
     Attributes:
-        owners: The owning rank of each Muon parameter, in order; the first of several.
+        owners: The owning rank of each Muon parameter, in order; the first of several, and of a stack's first piece.
+        owned_elements: Elements of the matrices, and parts of them, that each rank orthogonalises.
         shared: The ranks that share a Muon parameter, by its number, for those that are shared.
         flops: Newton-Schulz operations of each rank; time in which sharers communicate counts as operations.
         gather_elements: Elements that each rank sends to owners.
@@ -135,6 +139,7 @@ class Exchange:
 
     owners: tuple[int, ...]
     shared: Mapping[int, tuple[int, ...]]
+    owned_elements: Floats
     flops: Floats
     gather_elements: Floats
     scatter_elements: Floats
@@ -181,48 +186,85 @@ def exchange_of(parameters: Sequence[PlannedParameter], settings: PlanSettings) 
     costs = [parameter_flops(parameter, settings) for parameter in muon]
     owners: list[int] = []
     shared: dict[int, tuple[int, ...]] = {}
-    gather, scatter = np.zeros(world), np.zeros(world)
+    gather, scatter, owned = np.zeros(world), np.zeros(world), np.zeros(world)
     moving = 0
     for start, stop in _sub_groups(muon, settings):
         numels = np.array([parameter.numel for parameter in muon[start:stop]], dtype=np.int64)
-        everything = _holdings(numels, settings)
+        whole = _holdings(numels, settings)
+        part_of, begins, ends = _cut_stacks(muon[start:stop], costs[start:stop], whole, load, settings)
+        holdings = whole.parts(part_of, begins, ends)
+        of_part = [
+            (end - begin)
+            * muon[start + i].stack
+            // muon[start + i].numel
+            * costs[start + i]
+            / muon[start + i].stack
+            for i, begin, end in zip(part_of.tolist(), begins.tolist(), ends.tolist(), strict=True)
+        ]
+        candidates = _shareable(muon[start:stop], whole, settings)
+        single = np.bincount(part_of, minlength=stop - start)[part_of] == 1
         sharers = choose_sharers(
-            _shareable(muon[start:stop], everything, settings),
-            costs[start:stop],
+            [candidates[i] if alone else None for i, alone in zip(part_of.tolist(), single, strict=True)],
+            of_part,
             load=load,
             nodes=nodes.tolist(),
             rule=settings.sharing_rule,
         )
-        for index, ranks in sharers.items():
-            _count_slabs(gather, scatter, index, muon[start + index], ranks, everything, settings)
+        owner_of: dict[int, int] = {}
+        for part, ranks in sharers.items():
+            index = int(part_of[part])
+            _count_slabs(gather, scatter, part, muon[start + index], ranks, holdings, settings)
+            owned[list(ranks)] += numels[index] / len(ranks)
             shared[place[start + index]] = ranks
-        alone = np.array([index for index in range(len(numels)) if index not in sharers], dtype=np.int64)
-        holdings, numels = everything.take(alone), numels[alone]
-        part = assign_holdings(
-            [costs[start + index] for index in alone.tolist()],
-            holdings,
+            owner_of[index] = ranks[0]
+        alone = np.array([part for part in range(len(part_of)) if part not in sharers], dtype=np.int64)
+        rest = holdings.parts(alone, np.zeros_like(alone), holdings.numel[alone])
+        given_to = assign_holdings(
+            [of_part[part] for part in alone.tolist()],
+            rest,
             load=load,
             nodes=nodes,
             replicated=settings.stage == 0 and world > 1,
         )
-        owner = np.asarray(part, dtype=np.int64)
-        owner_of = {
-            **{index: ranks[0] for index, ranks in sharers.items()},
-            **dict(zip(alone.tolist(), part, strict=True)),
-        }
+        owner = np.asarray(given_to, dtype=np.int64)
+        for part, rank in zip(alone.tolist(), given_to, strict=True):
+            owner_of.setdefault(int(part_of[part]), rank)
         owners.extend(owner_of[index] for index in range(stop - start))
-        own = holdings.held(np.arange(len(numels)), owner)
+        own = rest.held(np.arange(len(alone)), owner)
+        np.add.at(owned, owner, rest.numel)
         if settings.stage > 0:
-            gather += holdings.per_rank()
+            gather += rest.per_rank()
             np.add.at(gather, owner, -own)
-            np.add.at(scatter, owner, numels - own)
+            np.add.at(scatter, owner, rest.numel - own)
         else:
-            np.add.at(scatter, owner, numels * (world - 1.0))
-        moving += int(np.count_nonzero(own < numels)) if settings.stage else len(numels) * (world > 1)
+            np.add.at(scatter, owner, rest.numel * (world - 1.0))
+        moving += int(np.count_nonzero(own < rest.numel)) if settings.stage else len(alone) * (world > 1)
         moving += len(sharers)
     of_given = dict(zip(place, owners, strict=True))
     in_order = tuple(of_given[index] for index in range(len(given)))
-    return Exchange(in_order, shared, np.asarray(load), gather, scatter, moving)
+    return Exchange(in_order, shared, owned, np.asarray(load), gather, scatter, moving)
+
+
+def _cut_stacks(
+    muon: Sequence[PlannedParameter],
+    costs: Sequence[float],
+    holdings: Holdings,
+    load: Sequence[float],
+    settings: PlanSettings,
+) -> tuple[Ints, Ints, Ints]:
+    """Return the parameter, first and last element of everything that has an owner of its own."""
+    limit = PIECE_SHARE * (math.fsum(costs) + math.fsum(load)) / settings.world_size
+    rows: list[tuple[int, int, int]] = []
+    for index, parameter in enumerate(muon):
+        size = parameter.numel // parameter.stack
+        runs = [(0, parameter.stack)]
+        lies_whole = settings.stage > 0 and holdings.first[index] == holdings.last[index]
+        if parameter.stack > 1 and settings.tensor_parallel == 1 < settings.world_size and not lies_whole:
+            starts = holdings.starts(index).tolist() if settings.stage else None
+            runs = block_runs(parameter.stack, size, starts, cost=costs[index] / parameter.stack, limit=limit)
+        rows += [(index, first * size, (first + count) * size) for first, count in runs]
+    table = np.array(rows, dtype=np.int64).reshape(len(rows), 3)
+    return table[:, 0], table[:, 1], table[:, 2]
 
 
 def _shareable(
@@ -354,17 +396,3 @@ def peer_bytes(parameters: Sequence[PlannedParameter], settings: PlanSettings) -
     update = 2 * rounds.max(axis=1).sum() * (ranks - 1)
     gathers = 2 * numels.sum() * (ranks - 1) / ranks
     return own + settings.model_bytes * (numel * (ranks - 1) / ranks + gathers + float(update))
-
-
-def owner_numels(
-    parameters: Sequence[PlannedParameter], settings: PlanSettings, exchange: Exchange
-) -> Floats:
-    """Return the elements of the matrices that each rank owns."""
-    owned = np.zeros(settings.world_size)
-    numels = np.array([parameter.numel for parameter in parameters if parameter.muon], dtype=np.float64)
-    for index, ranks in exchange.shared.items():
-        owned[list(ranks)] += numels[index] / len(ranks)
-        numels[index] = 0
-    if len(numels):
-        np.add.at(owned, np.asarray(exchange.owners, dtype=np.int64), numels)
-    return owned

@@ -15,7 +15,6 @@ from deepspeed_muon.plan.predict import (
     PlannedParameter,
     PlanSettings,
     exchange_of,
-    owner_numels,
     peer_bytes,
     peer_flops,
     zero_bytes,
@@ -167,8 +166,8 @@ def _buffers(
     parameters: Sequence[PlannedParameter], settings: PlanSettings, exchange: Exchange
 ) -> dict[str, float]:
     """Return what Muon's step needs besides: upper bounds, from the chunk size and the largest matrix."""
-    owned = owner_numels(parameters, settings, exchange)
-    largest = max((p.numel for p in parameters if p.muon), default=0)
+    owned = exchange.owned_elements
+    largest = max((p.numel // p.stack for p in parameters if p.muon), default=0)
     chunk = 0.0
     if exchange.moving:
         limit = chunk_limit(int(owned.max()), settings.chunk_numel)

@@ -19,7 +19,8 @@ import torch
 from deepspeed_muon.math.flops import gram_flops, orthogonalize_flops
 from deepspeed_muon.math.newton_schulz import NsMethod, runs_gram
 from deepspeed_muon.plan.hardware import GPUS, Gpu
-from deepspeed_muon.plan.layout import Fragment, MatrixLayout, TensorShards
+from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
+from deepspeed_muon.plan.pieces import cut_rows
 
 __all__ = ["Shareable", "SharingRule", "Speeds", "choose_sharers", "even_sizes", "slabs"]
 
@@ -270,24 +271,7 @@ def slabs(matrix: MatrixLayout, sharers: Sequence[int]) -> list[MatrixLayout]:
         sharers: Ranks of its group, no more than it has rows.
     """
     sizes = even_sizes(matrix.rows, len(sharers))
-    found, start = [], 0
-    for rows in sizes:
-        first, last = start * matrix.cols, (start + rows) * matrix.cols
-        fragments = []
-        for fragment in matrix.fragments:
-            begin = max(fragment.matrix_offset, first)
-            end = min(fragment.matrix_offset + fragment.numel, last)
-            if begin < end:
-                inside = fragment.partition_offset + begin - fragment.matrix_offset
-                fragments.append(Fragment(fragment.rank, begin - first, inside, end - begin))
-        found.append(
-            replace(
-                matrix,
-                rows=rows,
-                fragments=tuple(fragments),
-                shards=TensorShards(0, sizes),
-                sharers=tuple(sharers),
-            )
-        )
-        start += rows
-    return found
+    return [
+        replace(matrix, rows=rows, fragments=held, shards=TensorShards(0, sizes), sharers=tuple(sharers))
+        for rows, held in zip(sizes, cut_rows(matrix, sizes), strict=True)
+    ]

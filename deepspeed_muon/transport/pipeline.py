@@ -76,7 +76,8 @@ class StepStats:
 
     Attributes:
         bytes_sent: Bytes that left this rank in the two all-to-alls (own fragments are not sent).
-        matrices_orthogonalized: Matrices that went through Newton-Schulz on this rank.
+        matrices_orthogonalized: Matrices that went through Newton-Schulz on this rank; a stack in pieces counts once,
+            where its first blocks are.
         exchanges: All-to-alls that this rank took part in.
     """
 
@@ -333,7 +334,10 @@ class MuonPipeline:
         def results() -> Iterator[Result]:
             for batch in self._batches(owned):
                 full = self._assemble(batch, incoming, received, calls)
-                self.stats.matrices_orthogonalized += len(batch)
+                # A matrix in pieces counts where its first one is.
+                self.stats.matrices_orthogonalized += sum(
+                    self.plan.matrices[index].first_row == 0 for index in batch
+                )
                 if self.plan.matrices[batch[0]].equal_blocks is not None:
                     yield self._equal_blocks(full, batch, calls)
                 else:

@@ -16,10 +16,19 @@ from tests.counting import counted
 WIDTH, HIDDEN = 24, (24, 72, 40, 8, 56)
 
 
-def count_a_step(rank: int, world_size: int, *, stage: int, method: str) -> dict[str, Any]:
+def count_a_step(
+    rank: int,
+    world_size: int,
+    *,
+    stage: int,
+    method: str,
+    kind: str = "toy",
+    params: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """Train two steps and report what the second one did, beside what the planner says of the same model."""
-    config = training.ds_config(stage, params={"ns_backend": "torch", "ns_method": method})
-    engine = training.make_engine(config, width=WIDTH, hidden=HIDDEN)
+    config = training.ds_config(stage, params={"ns_backend": "torch", "ns_method": method, **(params or {})})
+    shape = {"width": WIDTH, "hidden": HIDDEN} if kind == "toy" else {}
+    engine = training.make_engine(config, kind, **shape)
     optimizer = deepspeed_muon.muon_optimizer(engine)
     training.run_step(engine, 0, rank, world_size, 1)
     optimizer.stats.reset()
@@ -34,11 +43,10 @@ def count_a_step(rank: int, world_size: int, *, stage: int, method: str) -> dict
     )
     parameters = planned_parameters(optimizer.routes)
     exchange = exchange_of(parameters, settings)
-    owners = {
-        matrix.name: owner
-        for runner in optimizer.runners
-        for matrix, owner in zip(runner.plan.matrices, runner.plan.owners, strict=True)
-    }
+    owners: dict[str, int] = {}
+    for runner in optimizer.runners:
+        for matrix, owner in zip(runner.plan.matrices, runner.plan.owners, strict=True):
+            owners.setdefault(matrix.name, owner)
     names = [parameter.name for parameter in parameters if parameter.muon]
     result = {
         "flops": (inside.flops, float(exchange.flops[rank])),
@@ -46,6 +54,7 @@ def count_a_step(rank: int, world_size: int, *, stage: int, method: str) -> dict
             optimizer.stats.bytes_sent,
             4.0 * float(exchange.gather_elements[rank] + exchange.scatter_elements[rank]),
         ),
+        "pieces": sum(len(runner.plan.matrices) for runner in optimizer.runners),
         "owners": (owners, dict(zip(names, exchange.owners, strict=True))),
         "zero": (around.zero + inside.zero, zero_bytes(parameters, settings)),
         "collectives": str((around.sent, inside.sent)),
@@ -77,3 +86,25 @@ def test_predictions_are_what_runs(ranks: Any, stage: int, world: int) -> None:
         # ZeRO pads flat buffers and shards, and sends flags and norms: parts of a percent of 14 thousand elements.
         really, predicted = result["zero"]
         assert really == pytest.approx(predicted, rel=0.02), result
+
+
+@pytest.mark.parametrize(
+    ("stage", "world", "kind", "params"),
+    [
+        (0, 2, "mixed", {}),
+        (1, 3, "mixed", {}),
+        (2, 2, "heads", {"per_head_muon": True}),
+        (3, 2, "mixed", {}),
+        (3, 4, "heads", {"per_head_muon": True}),
+    ],
+)
+def test_stacks_in_pieces(ranks: Any, stage: int, world: int, kind: str, params: dict[str, Any]) -> None:
+    """Experts and heads that lie whole on a rank stay there; the planner counts the same."""
+    found = ranks(world).run(count_a_step, stage=stage, method="standard", kind=kind, params=params)
+    assert found[0]["pieces"] > len(found[0]["owners"][0]), "something is in pieces"
+    for result in found:
+        counted_owners, predicted_owners = result["owners"]
+        assert counted_owners == predicted_owners
+        for key in ("flops", "exchange"):
+            really, predicted = result[key]
+            assert really == predicted, (key, result)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_muon.math.flops import orthogonalize_flops
 from deepspeed_muon.plan.exchange import ExchangePlan, build_exchange_plan
+from deepspeed_muon.plan.holdings import flat_holdings, sharded_holdings
 from deepspeed_muon.plan.layout import (
     Fragment,
     MatrixLayout,
@@ -16,6 +20,7 @@ from deepspeed_muon.plan.layout import (
     sharded_fragments,
 )
 from deepspeed_muon.plan.owners import assign_owners, matrix_flops
+from deepspeed_muon.plan.pieces import block_runs, pieces
 
 shapes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=8)
 
@@ -239,3 +244,62 @@ def test_copies_of_replicated_updates_are_bounded(owners: list[int]) -> None:
             assert sum(chunk.scatter_send_splits) <= limit or len(chunk.owned) == 1
             assert sum(chunk.scatter_recv_splits) <= limit
     assert sorted(i for chunk in plan.chunks for i in chunk.matrices) == list(range(8))
+
+
+def test_stacks_are_cut_where_blocks_lie_whole() -> None:
+    """Six blocks of ten elements over ranks of 25: two whole on each end, the third and fourth cross a cut."""
+    assert block_runs(6, 10, [0, 25, 50], cost=1.0, limit=0.5) == [(0, 2), (2, 1), (3, 2), (5, 1)]
+    # Blocks that all cross go together up to the limit; where every rank has all, only the limit counts.
+    assert block_runs(4, 10, list(range(0, 40, 5)), cost=1.0, limit=2.9) == [(0, 2), (2, 2)]
+    assert block_runs(5, 10, None, cost=1.0, limit=2.0) == [(0, 2), (2, 2), (4, 1)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    blocks=st.integers(2, 7),
+    rows=st.integers(1, 4),
+    cols=st.integers(1, 5),
+    before=st.integers(0, 30),
+    world=st.integers(1, 5),
+    kind=st.sampled_from(sorted(MAKERS)),
+    limit=st.sampled_from([0.0, 2.0, 1e9]),
+)
+def test_pieces_are_the_stack(
+    blocks: int, rows: int, cols: int, before: int, world: int, kind: str, limit: float
+) -> None:
+    dims = [(1, before)] * bool(before) + [(blocks * rows, cols)]
+    whole = replace(MAKERS[kind](dims, world)[-1], row_blocks=(rows,) * blocks)
+    parts = pieces(whole, cost=float(blocks), limit=limit)
+    assert [part.first_row for part in parts] == [sum(p.rows for p in parts[:i]) for i in range(len(parts))]
+    assert sum(len(part.blocks()) for part in parts) == blocks
+    assert all(part.block_shape == (rows, cols) and part.scale_shape == whole.scale_shape for part in parts)
+    found = sorted(
+        (f.rank, f.partition_offset + i, part.first_row * cols + f.matrix_offset + i)
+        for part in parts
+        for f in part.fragments
+        for i in range(f.numel)
+    )
+    assert found == sorted(
+        (f.rank, f.partition_offset + i, f.matrix_offset + i) for f in whole.fragments for i in range(f.numel)
+    )
+    # A piece that lies whole somewhere never moves; one that does not is small, or one block.
+    for part in parts if len(parts) > 1 else []:
+        assert part.whole_on() is not None or len(part.blocks()) <= max(1, limit)
+    # The planner's closed forms say the same.
+    if kind != "replicated":
+        offsets = np.array([before]), np.array([whole.numel])
+        total = before + whole.numel
+        held = (
+            flat_holdings(*offsets, partition_numel=-(-total // world), ranks=world)
+            if kind == "flat"
+            else sharded_holdings(offsets[1], ranks=world)
+        )
+        begins = np.array([part.first_row * cols for part in parts])
+        ends = np.array([(part.first_row + part.rows) * cols for part in parts])
+        closed = held.parts(np.zeros(len(parts), dtype=np.int64), begins, ends)
+        for number, part in enumerate(parts):
+            ranks, amounts = closed.holders(number)
+            expected = {rank: part.held_by(rank) for rank in range(world) if part.held_by(rank)}
+            assert dict(zip(ranks.tolist(), amounts.tolist(), strict=True)) == expected
+            starts = closed.starts(number).tolist()
+            assert starts == sorted(fragment.matrix_offset for fragment in part.fragments)
