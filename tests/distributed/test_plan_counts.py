@@ -39,7 +39,13 @@ def count_a_step(
     with counted() as inside:
         engine.step()
     settings = PlanSettings(
-        world_size, stage, method=method, ns_dtype=torch.float32, wire_bytes=4, model_bytes=4
+        world_size,
+        stage,
+        method=method,
+        ns_dtype=torch.float32,
+        wire_bytes=4,
+        model_bytes=4,
+        order=optimizer.config.order,
     )
     parameters = planned_parameters(optimizer.routes)
     exchange = exchange_of(parameters, settings)
@@ -92,8 +98,8 @@ def test_predictions_are_what_runs(ranks: Any, stage: int, world: int) -> None:
     ("stage", "world", "kind", "params"),
     [
         (0, 2, "mixed", {}),
-        (1, 3, "mixed", {}),
-        (2, 2, "heads", {"per_head_muon": True}),
+        (1, 4, "mixed", {"order": "given"}),
+        (2, 3, "heads", {"order": "given", "per_head_muon": True}),
         (3, 2, "mixed", {}),
         (3, 4, "heads", {"per_head_muon": True}),
     ],
