@@ -6,7 +6,13 @@
 // No torch headers here: they would take most of the build's time.
 #include "flat.h"
 
+#include <algorithm>
 #include <cstring>
+#include <type_traits>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #define MUON_INLINE inline __attribute__((always_inline))
 
@@ -103,11 +109,47 @@ MUON_INLINE void apply_loop(
   }
 }
 
+// The compiler does not vectorise its conversion to half well, so directions are made in blocks of fp32 and converted.
+constexpr int64_t kHalfBlock = 1024;
+
+inline void halves_plain(const float* x, Fp16* out, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    out[i] = Wire<Fp16>::store(x[i]);
+  }
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx2,fma,f16c"))) inline void halves_avx2(const float* x, Fp16* out, int64_t n) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(x + i), 0));
+  }
+  halves_plain(x + i, out + i, n - i);
+}
+
+__attribute__((target("avx512f"))) inline void halves_avx512(const float* x, Fp16* out, int64_t n) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), _mm512_cvtps_ph(_mm512_loadu_ps(x + i), 0));
+  }
+  halves_plain(x + i, out + i, n - i);
+}
+#endif
+
 // One copy of both loops for each vector unit.
 #define MUON_VARIANT(NAME, ATTRIBUTE)                                                                        \
   template <typename T>                                                                                      \
   ATTRIBUTE void momentum_##NAME(                                                                            \
       float* buf, const float* grad, T* out, int64_t n, float momentum, float rest, bool nesterov) {         \
+    if constexpr (std::is_same_v<T, Fp16>) {                                                                 \
+      alignas(64) float block[kHalfBlock];                                                                   \
+      for (int64_t i = 0; i < n; i += kHalfBlock) {                                                          \
+        const int64_t count = std::min(kHalfBlock, n - i);                                                   \
+        momentum_##NAME<float>(buf + i, grad + i, block, count, momentum, rest, nesterov);                   \
+        halves_##NAME(block, out + i, count);                                                                \
+      }                                                                                                      \
+      return;                                                                                                \
+    }                                                                                                        \
     if (nesterov) {                                                                                          \
       momentum_loop<T, true>(buf, grad, out, n, momentum, rest);                                             \
     } else {                                                                                                 \
