@@ -295,7 +295,11 @@ def main() -> None:
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions, one thread")
-    parser.add_argument("--only", choices=["iteration", "flat", "sym_gemm"], help="one part; writes nothing")
+    parser.add_argument(
+        "--only",
+        choices=["iteration", "flat", "sym_gemm"],
+        help="one part; the others of an earlier run on the same hardware are kept",
+    )
     parsed = parser.parse_args()
     device = torch.device(parsed.device)
     seconds = 1.0 if parsed.quick else 5.0
@@ -312,6 +316,12 @@ def main() -> None:
         "load average before": f"{os.getloadavg()[0]:.1f}",
     }
     found: dict[str, list[dict[str, Any]]] = {"iteration": [], "flat": []}
+    path = RESULTS / f"newton_schulz-{slug(name)}"
+    if parsed.only and path.with_suffix(".json").exists():
+        earlier = json.loads(path.with_suffix(".json").read_text())
+        later = {f"{parsed.only} in a later run, load average before": about["load average before"]}
+        about = {**earlier.pop("setting"), **later}
+        found = {**earlier, parsed.only: []}
     ops.load()
     with tempfile.TemporaryDirectory() as folder:
         for count in threads:
@@ -321,12 +331,10 @@ def main() -> None:
             if parsed.only in (None, "iteration"):
                 for row in iteration_rows(device, shapes, count, seconds, Path(folder)):
                     found["iteration"].append(row)
-                    if parsed.only is None:  # after every row: a run that is stopped keeps what it has
-                        write(RESULTS / f"newton_schulz-{slug(name)}", about, found)
+                    write(path, about, found)  # after every row: a run that is stopped keeps what it has
     if device.type == "cuda" and parsed.only in (None, "sym_gemm"):
         found["sym_gemm"] = sym_gemm_rows(device, seconds)
-    if parsed.only is None:
-        write(RESULTS / f"newton_schulz-{slug(name)}", about, found)
+    write(path, about, found)
 
 
 if __name__ == "__main__":
