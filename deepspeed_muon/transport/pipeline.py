@@ -294,11 +294,10 @@ class MuonPipeline:
         calls: StepCalls,
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield ``(matrix index, flat update in the wire dtype)`` of every owned matrix, or of its shard here."""
+        incoming = self._incoming(chunk)
 
         def whole(indices: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-            return self._orthogonalized(indices, chunk, received, calls)
-
-        incoming = self._incoming(chunk)
+            return self._orthogonalized(indices, incoming, received, calls)
 
         def local(index: int) -> Tensor:
             return self._assemble([index], incoming, received, calls)[0]
@@ -321,12 +320,11 @@ class MuonPipeline:
     def _orthogonalized(
         self,
         owned: Sequence[int],
-        chunk: Chunk,
+        incoming: dict[int, list[tuple[Fragment, int]]],
         received: Tensor | None,
         calls: StepCalls,
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield ``(matrix index, flat update in the wire dtype)`` of every owned matrix, batched by shape."""
-        incoming = self._incoming(chunk)
 
         def direction_of(index: int) -> Tensor:
             return self._assemble([index], incoming, received, calls)[0]

@@ -24,10 +24,12 @@ def count_a_step(
     method: str,
     kind: str = "toy",
     params: dict[str, Any] | None = None,
+    shape: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train two steps and report what the second one did, beside what the planner says of the same model."""
     config = training.ds_config(stage, params={"ns_backend": "torch", "ns_method": method, **(params or {})})
-    shape = {"width": WIDTH, "hidden": HIDDEN} if kind == "toy" else {}
+    if shape is None:
+        shape = {"width": WIDTH, "hidden": HIDDEN} if kind == "toy" else {}
     engine = training.make_engine(config, kind, **shape)
     optimizer = deepspeed_muon.muon_optimizer(engine)
     training.run_step(engine, 0, rank, world_size, 1)
@@ -46,6 +48,7 @@ def count_a_step(
         wire_bytes=4,
         model_bytes=4,
         order=optimizer.config.order,
+        share_matrices=optimizer.config.share_matrices if (params or {}).get("share_matrices") else False,
     )
     parameters = planned_parameters(optimizer.routes)
     exchange = exchange_of(parameters, settings)
@@ -60,6 +63,10 @@ def count_a_step(
             optimizer.stats.bytes_sent,
             4.0 * float(exchange.gather_elements[rank] + exchange.scatter_elements[rank]),
         ),
+        "shared": [
+            len({m.name for runner in optimizer.runners for m in runner.plan.matrices if m.sharers}),
+            len(exchange.shared),
+        ],
         "pieces": sum(len(runner.plan.matrices) for runner in optimizer.runners),
         "owners": (owners, dict(zip(names, exchange.owners, strict=True))),
         "zero": (around.zero + inside.zero, zero_bytes(parameters, settings)),

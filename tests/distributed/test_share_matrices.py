@@ -9,13 +9,11 @@ import pytest
 import torch
 
 import deepspeed_muon
-from deepspeed_muon.plan.predict import PlanSettings, exchange_of
-from deepspeed_muon.planning import planned_parameters
 from deepspeed_muon.transport import shared
 from tests import training
-from tests.counting import counted
 from tests.distributed.test_equivalence import compare
 from tests.distributed.test_failures import try_to_start
+from tests.distributed.test_plan_counts import count_a_step
 from tests.models import MATRICES
 
 CASES = [
@@ -80,45 +78,13 @@ def test_half_precision_and_offload(ranks: Any) -> None:
         assert float((a - b).norm() / (5 * 0.02 * min(a.shape) ** 0.5)) <= 0.3, name
 
 
-def count_a_step(rank: int, world_size: int, *, stage: int, method: str) -> dict[str, Any]:
-    """Train two steps and report what the second one did, beside what the planner says of the same model."""
-    params = {"ns_backend": "torch", "ns_method": method, "share_matrices": 2, "health": False}
-    engine = training.make_engine(
-        training.ds_config(stage, params=params), width=24, hidden=(72,), thin=False
-    )
-    optimizer = deepspeed_muon.muon_optimizer(engine)
-    training.run_step(engine, 0, rank, world_size, 1)
-    optimizer.stats.reset()
-    engine.backward(engine(*training.batch(1, rank)))
-    with counted() as inside:
-        engine.step()
-    settings = PlanSettings(
-        world_size,
-        stage,
-        method=method,
-        ns_dtype=torch.float32,
-        wire_bytes=4,
-        model_bytes=4,
-        share_matrices=2,
-    )
-    exchange = exchange_of(planned_parameters(optimizer.routes), settings)
-    report = {
-        "shared": (len(shared_names(optimizer)), len(exchange.shared)),
-        "flops": (inside.flops, float(exchange.flops[rank])),
-        "exchange": (
-            optimizer.stats.bytes_sent,
-            4.0 * float(exchange.gather_elements[rank] + exchange.scatter_elements[rank]),
-        ),
-    }
-    engine.destroy()
-    return report
-
-
 @pytest.mark.parametrize(
     ("stage", "method"), [(0, "gram"), (1, "standard"), (2, "gram"), (3, "gram"), (3, "standard")]
 )
 def test_predictions_are_what_runs(ranks: Any, stage: int, method: str) -> None:
-    for result in ranks(4).run(count_a_step, stage=stage, method=method):
+    params = {"share_matrices": 2, "health": False}
+    shape = {"width": 24, "hidden": (72,), "thin": False}
+    for result in ranks(4).run(count_a_step, stage=stage, method=method, params=params, shape=shape):
         assert tuple(result["shared"]) == (2, 2)
         for key in ("flops", "exchange"):
             really, predicted = result[key]
