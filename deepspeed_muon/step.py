@@ -21,7 +21,7 @@ from deepspeed_muon.errors import BindingError, UnsupportedConfigError
 from deepspeed_muon.math.adamw import AdamStep
 from deepspeed_muon.math.scaling import update_scale
 from deepspeed_muon.math.weight_decay import cautious_apply_, decay_factor
-from deepspeed_muon.ops import FlatPasses, flat_passes, in_fp32, widened
+from deepspeed_muon.ops import FlatPasses, flat_passes, in_fp32, matrix_norms, widened
 from deepspeed_muon.plan.exchange import ExchangePlan, build_exchange_plan
 from deepspeed_muon.plan.layout import Fragment, MatrixLayout, ParameterLayout
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
@@ -104,7 +104,13 @@ class StepRunner:
             world_size=step_set.world_size,
             chunk_numel=config.exchange_chunk_numel,
         )
-        self._watch = PipelineWatch(recorder, self.plan.matrices, device=device, ns=iteration)
+        self._watch = PipelineWatch(
+            recorder,
+            self.plan.matrices,
+            device=device,
+            ns=iteration,
+            norms=matrix_norms(config.ns_backend, device),
+        )
         self.shared = SharedMatrices(
             self.plan.matrices,
             rank=step_set.rank,

@@ -4,7 +4,7 @@ Importing this package neither compiles nor loads anything: :func:`select`, :fun
 once. Every operator has a readable torch counterpart in :mod:`deepspeed_muon.ops.reference` that it is tested against.
 """
 
-from .dispatch import FlatPasses, NsBackend, Orthogonalizer, flat_passes, select
+from .dispatch import FlatPasses, NsBackend, Orthogonalizer, flat_passes, matrix_norms, select
 from .library import load, loaded, try_load
 from .widened import in_fp32, widened
 
@@ -16,6 +16,7 @@ __all__ = [
     "in_fp32",
     "load",
     "loaded",
+    "matrix_norms",
     "select",
     "try_load",
     "widened",

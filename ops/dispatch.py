@@ -16,7 +16,7 @@ from . import library, reference
 from .autotune import Choice, Tuner
 from .candidates import Candidate, Problem, candidates_for, has_kernel, problem_of
 
-__all__ = ["FlatPasses", "NsBackend", "Orthogonalizer", "flat_passes", "select"]
+__all__ = ["FlatPasses", "NsBackend", "Orthogonalizer", "flat_passes", "matrix_norms", "select"]
 
 NsBackend = Literal["auto", "ops", "torch"]
 
@@ -176,6 +176,27 @@ def flat_passes(backend: NsBackend, device: torch.device | str = "cpu") -> FlatP
             f"`python -m deepspeed_muon report` says why. Use ns_backend 'auto' or 'torch'"
         )
     return FlatPasses("torch", reference.momentum_pack_, reference.unpack_apply_)
+
+
+def matrix_norms(backend: NsBackend, device: torch.device | str = "cpu") -> Callable[[Tensor], Tensor]:
+    """Return :func:`.reference.frobenius_norms` or its native counterpart for matrices on ``device``.
+
+    On CUDA, where torch needs one kernel for it, it is torch's with every backend.
+
+    Args:
+        backend: See :func:`select`.
+        device: Where the matrices are.
+
+    Raises:
+        OpsUnavailableError: If the backend is ``ops`` and the library can be neither loaded nor built.
+        ValueError: If there is no such backend.
+    """
+    operators = _operators(backend)
+    if has_kernel(operators, torch.device(device).type, "frobenius_norms"):
+        assert operators is not None
+        native: Callable[[Tensor], Tensor] = operators.frobenius_norms.default
+        return native
+    return reference.frobenius_norms
 
 
 def _operators(backend: str) -> Any | None:

@@ -17,7 +17,7 @@ from deepspeed_muon.errors import OpsUnavailableError
 
 __all__ = ["NAMES", "load", "loaded", "try_load"]
 
-NAMES = ("sym_gemm", "orthogonalize", "momentum_pack_", "unpack_apply_")
+NAMES = ("sym_gemm", "orthogonalize", "frobenius_norms", "momentum_pack_", "unpack_apply_")
 
 _guard = threading.Lock()
 _operators: Any = None
@@ -91,6 +91,10 @@ def _register_fakes() -> None:
         if stored_transposed(x):
             return x.new_empty(x.mT.shape, dtype=dtype).mT
         return x.new_empty(x.shape, dtype=dtype)
+
+    @torch.library.register_fake("deepspeed_muon::frobenius_norms")
+    def _(x: Tensor) -> Tensor:
+        return x.new_empty(x.shape[:-2], dtype=torch.float32)
 
     @torch.library.register_fake("deepspeed_muon::momentum_pack_")
     def _(buf: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool) -> None:

@@ -70,6 +70,7 @@ def self_test() -> list[dict[str, Any]]:
     for device in devices:
         checks += _test_orthogonalize(operators, device)
         checks += _test_sym_gemm(operators, device)
+        checks += _test_norms(operators, device)
         checks += _test_flat(operators, device)
     return checks
 
@@ -205,6 +206,17 @@ def _test_sym_gemm(operators: Any, device: str) -> list[dict[str, Any]]:
         checks.append(
             _check(f"sym_gemm {_short(dtype)}, bitwise symmetric", device, error, 2 * torch.finfo(dtype).eps)
         )
+    return checks
+
+
+def _test_norms(operators: Any, device: str) -> list[dict[str, Any]]:
+    if not has_kernel(operators, device, "frobenius_norms"):
+        return []
+    checks = []
+    for dtype in _BOUND:
+        x = torch.randn(3, 200, 500, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+        error = _relative(operators.frobenius_norms(x), torch.linalg.matrix_norm(x.double()))
+        checks.append(_check(f"frobenius_norms {_short(dtype)}", device, error, 1e-6))
     return checks
 
 

@@ -28,7 +28,6 @@ __all__ = [
     "MatrixHealth",
     "Sums",
     "band_of",
-    "block_norms",
     "check_failure",
     "combine",
     "measure",
@@ -141,17 +140,6 @@ def norm_bounds(rows: int, cols: int, band: Band) -> tuple[float, float]:
     return smallest, band.high * (1 + NORM_TOLERANCE) * math.sqrt(min(rows, cols))
 
 
-def block_norms(blocks: Tensor) -> Tensor:
-    """Return the Frobenius norm of every matrix, fp32, ``(batch,)``; one read of ``blocks`` and no synchronisation.
-
-    Args:
-        blocks: ``(batch, rows, cols)``; not copied if it or its transpose is contiguous.
-    """
-    flat = (blocks if blocks.is_contiguous() else blocks.mT).flatten(1)
-    # Summed in fp32, returned in the input's dtype: asking for an fp32 result takes four times as long on a CPU.
-    return torch.linalg.vector_norm(flat, dim=1).float()
-
-
 def orthogonalize_carefully(x: Tensor, settings: NsSettings) -> Tensor:
     """Return the polar factors by the standard iteration in fp32, after scaling by the largest element.
 
@@ -187,33 +175,36 @@ def spectrum(x: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
     batch, short, _ = x.shape
     steps = min(_LANCZOS_STEPS, short)
     generator = torch.Generator(device=x.device).manual_seed(seed)
-    signs = torch.randint(2, (batch, short, _PROBES), generator=generator, device=x.device)
+    signs = torch.randint(2, (batch, _PROBES, short), generator=generator, device=x.device)
     v = (2.0 * signs - 1.0) / math.sqrt(short)
     basis, diagonal, off_diagonal = [v], [], []
     for _ in range(steps):
         w = _gram_times(x, v)
-        diagonal.append((v * w).sum(dim=1))
-        reach = w.norm(dim=1, keepdim=True)
+        diagonal.append((v * w).sum(dim=-1))
+        reach = w.norm(dim=-1, keepdim=True)
         # Against the whole basis and twice: rounding would otherwise bring found eigenvalues back as new ones.
         for _ in range(2):
             for known in basis:
-                w = w - known * (known * w).sum(dim=1, keepdim=True)
-        beta = w.norm(dim=1, keepdim=True)
+                w = w - known * (known * w).sum(dim=-1, keepdim=True)
+        beta = w.norm(dim=-1, keepdim=True)
         # What is left of an exhausted Krylov space is rounding: a zero vector ends the recursion there.
         beta = torch.where(beta > 1e-5 * reach, beta, torch.zeros_like(beta))
         v = torch.where(beta > 0, w / beta, torch.zeros_like(w))
         basis.append(v)
-        off_diagonal.append(beta.squeeze(1))
+        off_diagonal.append(beta.squeeze(-1))
     return _quadrature(torch.stack(diagonal, dim=-1), torch.stack(off_diagonal, dim=-1)[..., :-1])
 
 
 def _gram_times(x: Tensor, v: Tensor) -> Tensor:
-    """Return ``x x^T v`` in fp32 for ``x`` (batch, m, n) and ``v`` (batch, m, probes), in column blocks."""
+    """Return ``v x x^T`` in fp32 for ``x`` (batch, m, n) and ``v`` (batch, probes, m), in column blocks.
+
+    The probes are rows: five to eight times as fast on a CPU as the same products with probes as columns.
+    """
     width = max(1, _CONVERT_NUMEL // (x.shape[0] * x.shape[1]))
     result = torch.zeros_like(v)
     for part in x.split(width, dim=-1):
         wide = part.float()
-        result += wide @ (wide.mT @ v)
+        result += (v @ wide) @ wide.mT
     return result
 
 
@@ -242,6 +233,8 @@ def measure(direction: Tensor, result: Tensor, *, scale: float, band: Band) -> S
         band: Of the schedule.
     """
     batch, rows, cols = result.shape
+    if result.numel() <= _CONVERT_NUMEL:
+        direction, result = direction.float(), result.float()
     nodes, weights = spectrum(result)
     sigma = nodes.sqrt()
     distance = (band.low - sigma).clamp(min=0) + (sigma - band.high).clamp(min=0)
@@ -283,7 +276,7 @@ def _products(u: Tensor, x: Tensor) -> Tensor:
     total = torch.zeros(3, x.shape[0], device=x.device)
     for left, right in zip(u.split(width, dim=-1), x.split(width, dim=-1), strict=True):
         a, b = left.float(), right.float()
-        total += torch.stack([(p * q).sum(dim=(-2, -1)) for p, q in ((a, a), (b, b), (a, b))])
+        total += torch.stack([torch.einsum("bij,bij->b", p, q) for p, q in ((a, a), (b, b), (a, b))])
     return total
 
 

@@ -19,13 +19,13 @@ from torch import Tensor
 from deepspeed_muon.math.health import (
     SIGMA_TOLERANCE,
     band_of,
-    block_norms,
     check_failure,
     measure,
     norm_bounds,
     orthogonalize_carefully,
 )
 from deepspeed_muon.math.newton_schulz import NsSettings
+from deepspeed_muon.ops.reference import frobenius_norms
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.transport.recorder import SpanName, StepRecorder
 
@@ -69,6 +69,7 @@ class PipelineWatch:
         *,
         device: torch.device,
         ns: NsSettings,
+        norms: Callable[[Tensor], Tensor] = frobenius_norms,
     ) -> None:
         """Reserve numbers for the plan's matrices.
 
@@ -77,6 +78,7 @@ class PipelineWatch:
             matrices: Of the plan.
             device: Where the iteration runs.
             ns: The iteration.
+            norms: The Frobenius norms of a batch, fp32.
         """
         self.recorder = recorder
         self.scale_of: Callable[[int, int], float] = lambda index, block: 1.0
@@ -85,7 +87,9 @@ class PipelineWatch:
         self._first = recorder.reserve(len(matrices))
         self._device = device
         self._ns = ns
+        self._norms = norms
         self._band = band_of(ns.coefficients)
+        self._bounds: dict[tuple[int, int], tuple[float, float]] = {}
         self._warned: set[int] = set()
 
     def span(self, name: SpanName) -> AbstractContextManager[None]:
@@ -107,35 +111,50 @@ class PipelineWatch:
         current = _Window()
         for result in results:
             if not self.recorder.check:
-                self._sample(result, direction_of)
+                if self.recorder.sampling:
+                    self._sample(result, direction_of)
                 yield result
                 continue
-            current.add(result, block_norms(result.blocks))
+            if window == 0:
+                self._settle_now(result, direction_of)
+                yield result
+                continue
+            current.add(result, self._norms(result.blocks))
             if current.numel < window:
                 continue
             current.send()
-            if window == 0:
-                yield from self._settle(current, direction_of)
-            else:
-                if waiting is not None:
-                    yield from self._settle(waiting, direction_of)
-                waiting = current
-            current = _Window()
+            if waiting is not None:
+                yield from self._settle_all(waiting, direction_of)
+            waiting, current = current, _Window()
         current.send()
         for rest in (waiting, current):
             if rest is not None:
-                yield from self._settle(rest, direction_of)
+                yield from self._settle_all(rest, direction_of)
 
-    def _settle(self, window: _Window, direction_of: Callable[[int], Tensor]) -> Iterator[Result]:
+    def _settle_now(self, result: Result, direction_of: Callable[[int], Tensor]) -> None:
+        self._settle(result, self._norms(result.blocks).tolist(), direction_of)
+
+    def _settle_all(self, window: _Window, direction_of: Callable[[int], Tensor]) -> Iterator[Result]:
         norms = iter(window.read())
         for result in window.results:
-            bounds = norm_bounds(result.blocks.shape[1], result.blocks.shape[2], self._band)
-            for position in range(len(result.members)):
-                failure = check_failure(next(norms), bounds)
-                if failure is not None:
-                    self._redo(result, position, direction_of, failure)
-            self._sample(result, direction_of)
+            self._settle(result, [next(norms) for _ in result.members], direction_of)
             yield result
+
+    def _settle(self, result: Result, norms: list[float], direction_of: Callable[[int], Tensor]) -> None:
+        """Redo the entries whose norm is wrong, and sample."""
+        lowest, highest = bounds = self._bounds_of(*result.blocks.shape[1:])
+        for position, norm in enumerate(norms):
+            # Not so for a NaN either.
+            if not lowest <= norm <= highest:
+                self._redo(result, position, direction_of, str(check_failure(norm, bounds)))
+        if self.recorder.sampling:
+            self._sample(result, direction_of)
+
+    def _bounds_of(self, rows: int, cols: int) -> tuple[float, float]:
+        bounds = self._bounds.get((rows, cols))
+        if bounds is None:
+            bounds = self._bounds[rows, cols] = norm_bounds(rows, cols, self._band)
+        return bounds
 
     def _redo(
         self, result: Result, position: int, direction_of: Callable[[int], Tensor], failure: str
@@ -143,7 +162,7 @@ class PipelineWatch:
         """Compute one entry again in fp32; leave it out where that is wrong too."""
         index, number = result.members[position]
         source = direction_of(index)[self._matrices[index].blocks()[number].area].to(self._device)
-        bounds = norm_bounds(source.shape[0], source.shape[1], self._band)
+        bounds = self._bounds_of(*source.shape)
         # Below ns_eps (a head without a gradient is zero) the input is not normalised: no bound from below.
         if (
             float(source.double().norm()) < self._ns.eps
@@ -151,7 +170,7 @@ class PipelineWatch:
         ):
             return
         again = orthogonalize_carefully(source.unsqueeze(0), self._ns)
-        worse = check_failure(float(block_norms(again)), bounds)
+        worse = check_failure(float(self._norms(again)), bounds)
         result.blocks = result.blocks.float()
         if worse is None:
             result.blocks[position].copy_(again[0])
@@ -188,7 +207,7 @@ class PipelineWatch:
         if not self.recorder.check:
             return update
         matrix = self._matrices[index]
-        bounds = norm_bounds(*matrix.logical_shape, self._band)
+        bounds = self._bounds_of(*matrix.logical_shape)
         failure = self._slab_failure(direction, update, bounds, group)
         if failure is None:
             return update
@@ -235,8 +254,6 @@ class PipelineWatch:
 
     def _sample(self, result: Result, direction_of: Callable[[int], Tensor]) -> None:
         """Measure the entries of sampled matrices."""
-        if not self.recorder.sampling:
-            return
         with self.span("sampling"):
             entries: dict[int, list[int]] = {}
             for position, (index, _) in enumerate(result.members):

@@ -3,7 +3,13 @@
 //
 // This is the only CPU source with torch/library.h, which costs seconds to compile.
 #include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <vector>
 
 #include "binding_checks.h"
 #include "cpu/flat.h"
@@ -13,14 +19,11 @@
 
 namespace {
 
+using muon::cpu::element;
 using muon::cpu::Element;
 
 // Elements a thread must get before another one is worth waking.
 constexpr int64_t kGrain = 1 << 15;
-
-Element element(at::ScalarType type) {
-  return type == at::kFloat ? Element::fp32 : type == at::kBFloat16 ? Element::bf16 : Element::fp16;
-}
 
 void momentum_pack(at::Tensor& buf, const at::Tensor& grad, at::Tensor& out, double momentum, bool nesterov) {
   muon::check_momentum_pack(buf, grad, out);
@@ -43,6 +46,32 @@ void unpack_apply(at::Tensor& param, const at::Tensor& update, double lr_scale, 
   });
 }
 
+at::Tensor frobenius_norms(const at::Tensor& x) {
+  muon::check_frobenius_norms(x);
+  // The order of the elements does not matter: a batch of transposed matrices is read as it is stored.
+  const at::Tensor turned = x.transpose(-2, -1);
+  const at::Tensor stored = !x.is_contiguous() && turned.is_contiguous() ? turned : x.contiguous();
+  const at::Tensor norms = at::empty(x.sizes().slice(0, x.dim() - 2), x.options().dtype(at::kFloat).requires_grad(false));
+  const int64_t numel = x.size(-2) * x.size(-1), count = norms.numel();
+  // Each piece is summed by one thread, so the result does not depend on their number.
+  const int64_t pieces = std::max<int64_t>(1, (numel + kGrain - 1) / kGrain);
+  std::vector<double> sums(count * pieces);
+  const void* const data = stored.const_data_ptr();
+  const Element type = element(stored.scalar_type());
+  at::parallel_for(0, count * pieces, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, numel)), [&](int64_t begin, int64_t end) {
+    for (int64_t index = begin; index < end; ++index) {
+      const int64_t first = index / pieces * numel, start = index % pieces * kGrain;
+      sums[index] = muon::cpu::squared_norm(data, type, first + start, first + std::min(numel, start + kGrain));
+    }
+  });
+  float* const out = norms.data_ptr<float>();
+  for (int64_t index = 0; index < count; ++index) {
+    const double* const own = sums.data() + index * pieces;
+    out[index] = static_cast<float>(std::sqrt(std::accumulate(own, own + pieces, 0.0)));
+  }
+  return norms;
+}
+
 at::Tensor orthogonalize(
     const at::Tensor& x, at::ArrayRef<double> coefficients, std::string method, at::IntArrayRef restarts,
     at::ScalarType dtype, double eps) {
@@ -59,6 +88,8 @@ TORCH_LIBRARY(deepspeed_muon, m) {
       "orthogonalize(Tensor x, float[] coefficients, str method, int[] restarts, ScalarType dtype, float eps)"
       " -> Tensor");
   m.def("momentum_pack_(Tensor(a!) buf, Tensor grad, Tensor(b!) out, float momentum, bool nesterov) -> ()");
+  // (..., rows, cols) of float32, bfloat16 or float16 -> (...) of float32.
+  m.def("frobenius_norms(Tensor x) -> Tensor");
   // Whether method "...+tiles" of orthogonalize runs on this processor.
   m.def("tiles_available() -> bool", &muon::cpu::tiles::available);
   m.def("vectors_available() -> bool", &muon::cpu::tiles::vectors_available);
@@ -68,6 +99,7 @@ TORCH_LIBRARY(deepspeed_muon, m) {
 TORCH_LIBRARY_IMPL(deepspeed_muon, CPU, m) {
   m.impl("sym_gemm", &muon::cpu::sym_gemm);
   m.impl("orthogonalize", &orthogonalize);
+  m.impl("frobenius_norms", &frobenius_norms);
   m.impl("momentum_pack_", &momentum_pack);
   m.impl("unpack_apply_", &unpack_apply);
 }

@@ -43,4 +43,9 @@ inline void check_unpack_apply(const at::Tensor& param, const at::Tensor& update
   check_wire(update, op, "update");
 }
 
+inline void check_frobenius_norms(const at::Tensor& x) {
+  TORCH_CHECK(x.dim() >= 2, "frobenius_norms: x must be (..., rows, cols), got shape ", x.sizes());
+  check_wire(x, "frobenius_norms", "x");
+}
+
 }  // namespace muon

@@ -16,7 +16,6 @@ from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.health import (
     SIGMA_TOLERANCE,
     band_of,
-    block_norms,
     check_failure,
     combine,
     measure,
@@ -27,6 +26,7 @@ from deepspeed_muon.math.health import (
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
 from deepspeed_muon.math.reference import reference_health, reference_orthogonalize
 from deepspeed_muon.monitoring import RankReport, monitor_events, summarize
+from deepspeed_muon.ops.reference import frobenius_norms
 from deepspeed_muon.plan.layout import Fragment, MatrixLayout
 from deepspeed_muon.transport.recorder import StepRecorder
 from deepspeed_muon.transport.watch import PipelineWatch, Result
@@ -109,7 +109,7 @@ def test_right_results_pass(schedule: str, dtype: torch.dtype) -> None:
             settings = NsSettings(coefficients, method, dtype)  # type: ignore[arg-type]
             result = orthogonalize(x.float().unsqueeze(0), settings=settings)
             bounds = norm_bounds(*x.shape, band)
-            assert check_failure(float(block_norms(result)), bounds) is None, (x.shape, method)
+            assert check_failure(float(frobenius_norms(result)), bounds) is None, (x.shape, method)
             sigma = float(torch.linalg.svdvals(result[0].double()).max())
             assert sigma <= band.high * 1.02, f"the limit of {1 + SIGMA_TOLERANCE} leaves a margin"
 
@@ -131,7 +131,7 @@ def test_norms_of_half_formats_are_summed_in_fp32() -> None:
     # 2^20 elements of 1/32 each: a bf16 sum of their squares would stop at 0.25.
     blocks = torch.full((2, 1024, 1024), 1 / 32)
     for dtype in (torch.bfloat16, torch.float16):
-        assert block_norms(blocks.to(dtype)).tolist() == [32.0, 32.0]
+        assert frobenius_norms(blocks.to(dtype)).tolist() == [32.0, 32.0]
 
 
 def test_what_fails() -> None:

@@ -161,6 +161,9 @@ def test_bad_arguments_are_refused(ops: Any) -> None:
         ops.sym_gemm(x, x, torch.ones(4, 4, dtype=torch.float16), 1.0, 1.0, 0.0)
     with pytest.raises(RuntimeError, match="must have shape"):
         ops.sym_gemm(x, x, torch.ones(8, 8), 1.0, 1.0, 0.0)
+    for bad, text in ((x[0], "rows, cols"), (x.double(), "must be float32, bfloat16 or float16")):
+        with pytest.raises(RuntimeError, match=text):
+            ops.frobenius_norms(bad)
     with pytest.raises(RuntimeError, match="grad must be a contiguous"):
         ops.momentum_pack_(torch.ones(8), torch.ones(16)[::2], torch.ones(8), 0.9, True)
     with pytest.raises(RuntimeError, match="must be float32"):
@@ -239,6 +242,35 @@ def test_unpack_apply(ops: Any, numel: int, dtype: torch.dtype) -> None:
     assert torch.equal(update, kept)
 
 
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("shape", [(3, 1, 1), (2, 31, 13), (0, 4, 8), (2, 0, 8), (520, 530), (2, 2, 200, 96)])
+def test_frobenius_norms(ops: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.randn(shape).to(dtype)
+    expected = torch.linalg.matrix_norm(x.double()).float()
+    for stored in (x, x.mT, x.repeat_interleave(2, dim=-1)[..., ::2]):
+        norms = ops.frobenius_norms(stored)
+        torch.testing.assert_close(norms, expected, rtol=1e-6, atol=0)
+        # torch sums all of a matrix in fp32 and rounds the norm to the matrix's dtype.
+        loose = max(5e-6, 2 * torch.finfo(dtype).eps)
+        torch.testing.assert_close(norms, reference.frobenius_norms(stored), rtol=loose, atol=0)
+
+
+def test_frobenius_norms_beyond_fp32_squares(ops: Any) -> None:
+    x = torch.tensor([[[1e30, 0.0]], [[3e-30, 4e-30]], [[math.inf, 1.0]], [[math.nan, 1.0]]])
+    norms = ops.frobenius_norms(x)
+    assert norms[0] == 1e30 and math.isinf(norms[2]) and math.isnan(norms[3])
+    threads = torch.get_num_threads()
+    try:
+        large = torch.randn(3, 300, 700)
+        results = []
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            results.append(ops.frobenius_norms(large))
+        assert torch.equal(*results), "the same bits with any number of threads"
+    finally:
+        torch.set_num_threads(threads)
+
+
 def samples() -> list[tuple[str, tuple[Any, ...]]]:
     a, flat = torch.randn(2, 12, 20), torch.randn(40)
     return [
@@ -247,6 +279,7 @@ def samples() -> list[tuple[str, tuple[Any, ...]]]:
         ("orthogonalize", (a, FLAT, "gram", [3], torch.bfloat16, 1e-12)),
         ("orthogonalize", (a.mT, FLAT, "standard+symmetric", [], torch.float32, 1e-12)),
         ("orthogonalize", (a[0], FLAT, "standard", [], torch.float32, 1e-12)),
+        ("frobenius_norms", (a.mT.half(),)),
         ("momentum_pack_", (flat.clone(), flat.clone(), torch.empty(40, dtype=torch.bfloat16), 0.9, True)),
         ("unpack_apply_", (flat.clone(), torch.randn(40).half(), 0.1, 0.9)),
     ]

@@ -1,4 +1,4 @@
-// The elementwise passes over flat fp32 partitions, each one read and one write of every operand.
+// The elementwise passes over flat fp32 partitions, each one read and one write of every operand, and the sum of squares.
 //
 // The loops are compiled several times, for the vector units that a chip may have, and chosen at run time: the
 // library must also run on another chip than the one it was built on (a shared home directory, a wheel).
@@ -7,6 +7,7 @@
 #include "flat.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <type_traits>
 
@@ -109,6 +110,35 @@ MUON_INLINE void apply_loop(
   }
 }
 
+template <typename T>
+MUON_INLINE double squares_loop(const T* x, int64_t n) {
+  // Blocks in fp32 so that the loop vectorises, their sums in fp64 so that nothing is lost over many blocks.
+  constexpr int64_t kBlock = 8192;
+  constexpr int kLanes = 64;
+  double total = 0.0;
+  for (int64_t begin = 0; begin < n; begin += kBlock) {
+    const int64_t end = std::min(n, begin + kBlock);
+    float lanes[kLanes] = {};
+    int64_t i = begin;
+    for (; i + kLanes <= end; i += kLanes) {
+      for (int lane = 0; lane < kLanes; ++lane) {
+        const float v = Wire<T>::load(x[i + lane]);
+        lanes[lane] += v * v;
+      }
+    }
+    float sum = 0.0f;
+    for (; i < end; ++i) {
+      const float v = Wire<T>::load(x[i]);
+      sum += v * v;
+    }
+    for (int lane = 0; lane < kLanes; ++lane) {
+      sum += lanes[lane];
+    }
+    total += sum;
+  }
+  return total;
+}
+
 // The compiler does not vectorise its conversion to half well, so directions are made in blocks of fp32 and converted.
 constexpr int64_t kHalfBlock = 1024;
 
@@ -136,7 +166,7 @@ __attribute__((target("avx512f"))) inline void halves_avx512(const float* x, Fp1
 }
 #endif
 
-// One copy of both loops for each vector unit.
+// One copy of the loops for each vector unit.
 #define MUON_VARIANT(NAME, ATTRIBUTE)                                                                        \
   template <typename T>                                                                                      \
   ATTRIBUTE void momentum_##NAME(                                                                            \
@@ -159,6 +189,10 @@ __attribute__((target("avx512f"))) inline void halves_avx512(const float* x, Fp1
   template <typename T>                                                                                      \
   ATTRIBUTE void apply_##NAME(float* param, const T* update, int64_t n, float lr_scale, float decay) {       \
     apply_loop<T>(param, update, n, lr_scale, decay);                                                        \
+  }                                                                                                          \
+  template <typename T>                                                                                      \
+  ATTRIBUTE double squares_##NAME(const T* x, int64_t n) {                                                   \
+    return squares_loop<T>(x, n);                                                                            \
   }
 
 MUON_VARIANT(plain, )
@@ -188,12 +222,12 @@ Unit unit() {
 #if defined(__x86_64__)
 #define MUON_CALL(NAME, ...)                                             \
   switch (unit()) {                                                      \
-    case Unit::avx512: NAME##_avx512(__VA_ARGS__); break;                \
-    case Unit::avx2: NAME##_avx2(__VA_ARGS__); break;                    \
-    default: NAME##_plain(__VA_ARGS__);                                  \
+    case Unit::avx512: return NAME##_avx512(__VA_ARGS__);                \
+    case Unit::avx2: return NAME##_avx2(__VA_ARGS__);                    \
+    default: return NAME##_plain(__VA_ARGS__);                           \
   }
 #else
-#define MUON_CALL(NAME, ...) NAME##_plain(__VA_ARGS__)
+#define MUON_CALL(NAME, ...) return NAME##_plain(__VA_ARGS__)
 #endif
 
 }  // namespace
@@ -221,6 +255,27 @@ void unpack_apply(
     case Element::fp32: return run(static_cast<const float*>(update));
     case Element::bf16: return run(static_cast<const Bf16*>(update));
     case Element::fp16: return run(static_cast<const Fp16*>(update));
+  }
+}
+
+double squared_norm(const void* x, Element type, int64_t begin, int64_t end) {
+  const auto run = [&](const auto* v) -> double {
+    const auto fast = [&]() -> double { MUON_CALL(squares, v + begin, end - begin); };
+    double total = fast();
+    if (!std::isfinite(total)) {
+      // Squares beyond fp32's range, or an element is not finite.
+      total = 0.0;
+      for (int64_t i = begin; i < end; ++i) {
+        const double wide = Wire<std::decay_t<decltype(*v)>>::load(v[i]);
+        total += wide * wide;
+      }
+    }
+    return total;
+  };
+  switch (type) {
+    case Element::fp32: return run(static_cast<const float*>(x));
+    case Element::bf16: return run(static_cast<const Bf16*>(x));
+    default: return run(static_cast<const Fp16*>(x));
   }
 }
 

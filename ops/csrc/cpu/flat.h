@@ -1,4 +1,4 @@
-// The elementwise passes over flat fp32 partitions, on the elements from `begin` to `end` in one thread.
+// The passes over flat tensors, on the elements from `begin` to `end` in one thread.
 #pragma once
 
 #include <cstdint>
@@ -14,5 +14,8 @@ void momentum_pack(
 // param <- decay * param - lr_scale * update.
 void unpack_apply(
     float* param, const void* update, Element type, int64_t begin, int64_t end, double lr_scale, double decay);
+
+// Sum of squares, in fp32 within blocks and in fp64 over them; in fp64 throughout where squares leave fp32's range.
+double squared_norm(const void* x, Element type, int64_t begin, int64_t end);
 
 }  // namespace muon::cpu

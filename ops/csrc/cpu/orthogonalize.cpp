@@ -68,44 +68,6 @@ class Workspace {
   int64_t used_ = 0;
 };
 
-template <typename T>
-double squared_norm(const T* x, int64_t n) {
-  // Blocks in fp32 so that the loop vectorises, their sums in fp64 so that nothing is lost over many blocks.
-  constexpr int64_t kBlock = 4096;
-  constexpr int kLanes = 32;
-  double total = 0.0;
-  for (int64_t begin = 0; begin < n; begin += kBlock) {
-    const int64_t end = std::min(n, begin + kBlock);
-    float lanes[kLanes] = {};
-    int64_t i = begin;
-    for (; i + kLanes <= end; i += kLanes) {
-      for (int lane = 0; lane < kLanes; ++lane) {
-        const float v = static_cast<float>(x[i + lane]);
-        lanes[lane] += v * v;
-      }
-    }
-    float sum = 0.0f;
-    for (; i < end; ++i) {
-      const float v = static_cast<float>(x[i]);
-      sum += v * v;
-    }
-    for (int lane = 0; lane < kLanes; ++lane) {
-      sum += lanes[lane];
-    }
-    total += sum;
-  }
-  if (std::isfinite(total)) {
-    return total;
-  }
-  // Squares beyond fp32's range, or the input is not finite.
-  total = 0.0;
-  for (int64_t i = 0; i < n; ++i) {
-    const double v = static_cast<double>(x[i]);
-    total += v * v;
-  }
-  return total;
-}
-
 template <typename In, typename Out>
 void normalize(const In* x, Out* out, int64_t n, double eps) {
   double squared;
@@ -115,7 +77,7 @@ void normalize(const In* x, Out* out, int64_t n, double eps) {
       squared += x[i] * x[i];
     }
   } else {
-    squared = squared_norm(x, n);
+    squared = squared_norm(x, element(c10::CppTypeToScalarType<In>::value), 0, n);
   }
   // An infinity anywhere must not be divided away: the whole result becomes NaN.
   const double norm = std::isfinite(squared) ? std::max(std::sqrt(squared), eps) : std::nan("");
@@ -299,7 +261,7 @@ void run_tiles(const Plan& plan, const at::Tensor& x, const at::Tensor& out, int
       threads};
   Workspace workspace(at::kBFloat16, tiles::workspace_bytes(problem) / 2);
   tiles::orthogonalize(
-      problem, x.const_data_ptr(), x.scalar_type() == at::kFloat ? Element::fp32 : Element::bf16,
+      problem, x.const_data_ptr(), element(x.scalar_type()),
       static_cast<uint16_t*>(out.data_ptr()), workspace.data());
 }
 

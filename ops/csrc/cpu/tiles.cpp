@@ -19,6 +19,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #ifdef _OPENMP
@@ -375,39 +376,6 @@ inline __mmask16 first_lanes(int64_t count) {
   return count >= 16 ? 0xffff : count <= 0 ? 0 : static_cast<__mmask16>((1u << count) - 1);
 }
 
-template <typename T>
-double norm(const T* x, int64_t n) {
-  double total = 0.0;
-  constexpr int64_t kBlock = 8192;
-  for (int64_t begin = 0; begin < n; begin += kBlock) {
-    const int64_t end = std::min(n, begin + kBlock);
-    __m512 s0 = _mm512_setzero_ps(), s1 = s0, s2 = s0, s3 = s0;
-    int64_t i = begin;
-    for (; i + 64 <= end; i += 64) {
-      const __m512 a = load16(x + i, 0xffff), b = load16(x + i + 16, 0xffff);
-      const __m512 c = load16(x + i + 32, 0xffff), d = load16(x + i + 48, 0xffff);
-      s0 = _mm512_fmadd_ps(a, a, s0);
-      s1 = _mm512_fmadd_ps(b, b, s1);
-      s2 = _mm512_fmadd_ps(c, c, s2);
-      s3 = _mm512_fmadd_ps(d, d, s3);
-    }
-    for (; i < end; i += 16) {
-      const __m512 a = load16(x + i, first_lanes(end - i));
-      s0 = _mm512_fmadd_ps(a, a, s0);
-    }
-    total += _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(s0, s1), _mm512_add_ps(s2, s3)));
-  }
-  if (!std::isfinite(total)) {
-    // Squares beyond fp32's range, or the input is not finite.
-    total = 0.0;
-    for (int64_t i = 0; i < n; ++i) {
-      const double v = as_float(x[i]);
-      total += v * v;
-    }
-  }
-  return std::sqrt(total);
-}
-
 // Writes x / norm into the upper left of a padded matrix, transposed if asked to, and zeros into the padding.
 template <typename T>
 void load_scaled(const T* x, int64_t rows, int64_t cols, bool turn, double norm, const Matrix& to) {
@@ -494,7 +462,8 @@ class Iteration {
   template <typename T>
   void run(const T* x, uint16_t* out) {
     const bool tall = problem_.rows > problem_.cols;
-    const double length = norm(x, problem_.rows * problem_.cols);
+    const Element type = std::is_same_v<T, float> ? Element::fp32 : Element::bf16;
+    const double length = std::sqrt(squared_norm(x, type, 0, problem_.rows * problem_.cols));
     // An infinity anywhere must not be divided away: the whole result becomes NaN.
     const double divisor =
         std::isfinite(length) ? std::max(length, problem_.eps) : std::numeric_limits<double>::quiet_NaN();
