@@ -39,6 +39,7 @@ from deepspeed_muon.zero.loss_scale import grow_after_step, use_deepspeed_scaler
 from deepspeed_muon.zero.moving import allow_offload_states
 from deepspeed_muon.zero.offload import Admission
 from deepspeed_muon.zero.supported import (
+    expert_parallel,
     refuse_checkpoints_of_experts,
     refuse_unsupported,
     refuse_with_qk_clip,
@@ -96,6 +97,8 @@ def register() -> None:
         "_take_model_step": _take_model_step,
         "save_checkpoint": _save_checkpoint,
     }
+    if hasattr(DeepSpeedEngine, "_configure_expert_parallel"):  # not in old versions
+        hooks["_configure_expert_parallel"] = _configure_expert_parallel
     missing = [name for name in hooks if not hasattr(DeepSpeedEngine, name)]
     if missing:
         import deepspeed
@@ -224,6 +227,18 @@ def _wants_muon(engine: Any, client_optimizer: Any) -> bool:
     if client_optimizer is not None:
         return isinstance(client_optimizer, Muon)
     return (engine.optimizer_name() or "").lower() == OPTIMIZER_TYPE
+
+
+def _configure_expert_parallel(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """Leave the model alone where our optimizer will refuse AutoEP, which would fail or communicate before that."""
+    config = engine._config.expert_parallel_config
+    if not (expert_parallel(engine) and _wants_muon(engine, engine.client_optimizer)):
+        return original(*args, **kwargs)
+    config.enabled = False
+    try:
+        return original(*args, **kwargs)
+    finally:
+        config.enabled = True
 
 
 def _configure_optimizer(

@@ -16,6 +16,7 @@ from tests import training
 from tests.models import batch
 from tests.moe_models import EXPERTS, GATE, MOE_MATRICES, build_deepspeed, build_plain, global_name
 from tests.reference import Oracle, relative
+from tests.tensor_parallel import Mpu
 
 STEPS = 4
 
@@ -33,6 +34,7 @@ def make_engine(
     stage: int,
     groups: str = "list",
     config: dict[str, Any] | None = None,
+    tensor_size: int = 1,
     **settings: Any,
 ) -> Any:
     """Return an engine; ``groups`` says how the parameters are passed."""
@@ -53,7 +55,11 @@ def make_engine(
         optimizer = Muon(model, **training.MUON_PARAMS)
         del config["optimizer"]
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=params, optimizer=optimizer, config=config
+        model=model,
+        model_parameters=params,
+        optimizer=optimizer,
+        config=config,
+        mpu=Mpu(tensor_size) if tensor_size > 1 else None,
     )
     return engine
 
@@ -182,23 +188,29 @@ def test_half_precision(ranks: Any, stage: int, precision: str, extra: dict[str,
         torch.testing.assert_close(torch.tensor(result["norms"]), torch.tensor(norms), rtol=3e-2, atol=0)
 
 
-def refused(rank: int, world_size: int, *, ep_size: int, stage: int, params: dict[str, Any]) -> str:
+def refused(rank: int, world_size: int, *, ep_size: int, stage: int, **settings: Any) -> str:
     try:
-        make_engine(ep_size, rank, stage=stage, params=params)
+        make_engine(ep_size, rank, stage=stage, **settings)
     except deepspeed_muon.UnsupportedConfigError as error:
         return str(error)
     return ""
 
 
 @pytest.mark.parametrize(
-    ("ep_size", "stage", "params", "said"),
+    ("ep_size", "stage", "settings", "said"),
     [
         (1, 3, {}, "deepspeed.moe at ZeRO stage 3 is not supported by deepspeed_muon: DeepSpeed cannot"),
-        (2, 2, {"consolidate_on_save": True}, "consolidate_on_save with deepspeed.moe and ep_size > 1"),
+        (
+            2,
+            2,
+            {"params": {"consolidate_on_save": True}},
+            "consolidate_on_save with deepspeed.moe and ep_size > 1",
+        ),
+        (1, 1, {"tensor_size": 2}, "tensor parallelism with deepspeed.moe is not supported"),
     ],
 )
-def test_refusals(ranks: Any, ep_size: int, stage: int, params: dict[str, Any], said: str) -> None:
-    for text in ranks(2).run(refused, ep_size=ep_size, stage=stage, params=params):
+def test_refusals(ranks: Any, ep_size: int, stage: int, settings: dict[str, Any], said: str) -> None:
+    for text in ranks(2).run(refused, ep_size=ep_size, stage=stage, **settings):
         assert said in text, text
 
 

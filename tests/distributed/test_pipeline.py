@@ -160,6 +160,39 @@ def test_half_precision_needs_stage_1(ranks: Any) -> None:
         assert "set zero_optimization.stage to 1" in result["error"]
 
 
+def refused(rank: int, world_size: int, *, what: str) -> str:
+    """Return the error of a kind of pipeline that is not supported."""
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    layers = [Embed(), *(nn.Linear(16, 16).double() for _ in range(4)), nn.Linear(16, VOCAB).double()]
+    if what == "dual":
+        pipeline = deepspeed.DualPipeVModule(layers, num_stages=2, loss_fn=loss)
+    else:
+        topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
+        pipeline = PipelineModule(layers, topology=topology, loss_fn=loss)
+    try:
+        deepspeed.initialize(
+            model=pipeline,
+            model_parameters=list(pipeline.parameters()),
+            config=training.ds_config(1, accumulation=4),
+        )
+    except deepspeed_muon.UnsupportedConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "world_size", "said"),
+    [
+        ("dual", 2, "use deepspeed.pipe.PipelineModule"),
+        ("tensor", 4, "tensor parallelism inside deepspeed.pipe"),
+    ],
+)
+def test_other_pipelines_are_refused(ranks: Any, what: str, world_size: int, said: str) -> None:
+    for text in ranks(world_size).run(refused, what=what):
+        assert said in text, text
+
+
 def test_patterns_see_all_stages(ranks: Any) -> None:
     """A pattern may match on another stage only; one that matches on none is an error on every rank."""
     for result in merged(

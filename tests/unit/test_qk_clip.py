@@ -16,7 +16,7 @@ from deepspeed_muon.math.reference_qk_clip import reference_clip, reference_max_
 from deepspeed_muon.plan.heads import AttentionHeads, HeadRows, head_runs
 from deepspeed_muon.plan.layout import flat_fragments
 from tests.attention_models import THRESHOLD, AttendingToy
-from tests.models import batch
+from tests.models import batch, build
 
 
 @pytest.mark.parametrize("block", [1, 64, 1 << 24])
@@ -178,3 +178,40 @@ def test_quiet_layers_are_only_watched(caplog: Any) -> None:
     fourth = step()
     assert fourth.clipped > 0 and not fourth.bounds
     assert not torch.equal(model.attn.q_proj.weight, before)
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 29, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+LARGER: dict[str, Any] = {**SIZES, "intermediate_size": 24, "num_key_value_heads": 2}
+REFUSED = {
+    "flash": ("Llama", LARGER, "attn_implementation 'flash_attention_2' of LlamaForCausalLM cannot be recorded"),
+    "flex": ("Llama", LARGER, "attn_implementation 'flex_attention' of LlamaForCausalLM cannot be recorded"),
+    "capped": ("Gemma2", {**LARGER, "head_dim": 4}, "has attn_logit_softcapping, which bounds the logits already"),
+    "fused": ("Phi3", LARGER, "makes queries and keys in qkv_proj; say where their rows are"),
+    "gpt2": ("GPT2", SIZES, "makes queries and keys in c_attn; say where their rows are"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", list(REFUSED))
+def test_hugging_face_models_that_cannot_be_clipped_are_refused(what: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    kind, sizes, text = REFUSED[what]
+    name = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
+    model = getattr(transformers, name)(getattr(transformers, f"{kind}Config")(**sizes))
+    if what in ("flash", "flex"):
+        # As a model that was loaded with it, without the package that this needs.
+        model.config._attn_implementation = {"flash": "flash_attention_2", "flex": "flex_attention"}[what]
+    optimizer = Muon(model, qk_clip={})
+    with pytest.raises(ConfigError, match=text):
+        optimizer.clip_attention_of(model)
+
+
+def test_projections_stored_as_input_x_output_are_refused() -> None:
+    model = build("fused")
+    model.self_attn.qk = QkRecorder.fused("c_attn", heads=4, key_heads=4, head_dim=4)
+    with pytest.raises(
+        ConfigError, match=r"self_attn\.c_attn is a Conv1D, whose weight is stored as input x output"
+    ):
+        Muon(model, qk_clip={}).clip_attention_of(model)
