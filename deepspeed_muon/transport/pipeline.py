@@ -123,7 +123,8 @@ class MuonPipeline:
     While one chunk is orthogonalised, the directions of the next one and the updates of the one before it travel. All
     ranks issue the all-to-alls in one order: gather 0, gather 1, scatter 0, gather 2, scatter 1, and so on. NCCL runs
     them on a stream of its own and gloo on threads of its own, so nothing else is needed for them to overlap. What
-    the caller wants done meanwhile and the matrices that never move come first, behind the first gather.
+    the caller wants done meanwhile and one half of the matrices that never move come behind the first gather, the other
+    half behind the last scatter.
     """
 
     def __init__(
@@ -197,6 +198,7 @@ class MuonPipeline:
         """
         chunks = [chunk for chunk in self.plan.chunks if any(active[index] for index in chunk.matrices)]
         waiting = deque(enumerate(chunk for chunk in chunks if chunk.scatters))
+        staying = deque(chunk for chunk in chunks if not chunk.scatters)
         coming: deque[_Flight] = deque()
         returning: deque[_Flight] = deque()
 
@@ -205,13 +207,17 @@ class MuonPipeline:
                 number, chunk = waiting.popleft()
                 coming.append(self._depart(chunk, number % self._slots, active, calls))
 
+        def stay(kept: int) -> None:
+            while len(staying) > kept:
+                chunk = staying.popleft()
+                calls.directions.prepare(self._in_batches(chunk, active))
+                self._compute(chunk, None, active, calls)
+
         depart()
         if meanwhile is not None:
             meanwhile()
-        for chunk in chunks:
-            if not chunk.scatters:
-                calls.directions.prepare(self._in_batches(chunk, active))
-                self._compute(chunk, None, active, calls)
+        # Half of them behind the first gather, half behind the last scatter.
+        stay(len(staying) // 2 if self._overlap and coming else 0)
         while coming:
             flight = coming.popleft()
             if self._overlap:
@@ -221,6 +227,8 @@ class MuonPipeline:
             self._compute(flight.chunk, flight.owned, active, calls)
             self._send_back(flight)
             returning.append(flight)
+            if not coming and not waiting:
+                stay(0)
             # The chunk before has returned while this one was orthogonalised; its place is the next one's.
             while len(returning) > int(self._overlap and bool(coming)):
                 self._land(returning.popleft(), active, calls)
