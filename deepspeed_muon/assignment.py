@@ -54,7 +54,7 @@ def assign(step_set: StepSet, config: MuonConfig, *, device: torch.device, load:
     """
     iteration = config.ns_settings(device)
     steps, method, dtype = len(iteration.coefficients), iteration.method, iteration.dtype
-    matrices, origin = _in_pieces(step_set, config, iteration, load)
+    matrices, origin = _in_pieces(step_set, iteration, load)
     pieces_of = Counter(origin)
     costs = [matrix_flops(matrix, steps, method=method, dtype=dtype) for matrix in matrices]
     rule = SharingRule(_most(step_set, config, device), steps, method, dtype, None)
@@ -101,11 +101,11 @@ def assign(step_set: StepSet, config: MuonConfig, *, device: torch.device, load:
 
 
 def _in_pieces(
-    step_set: StepSet, config: MuonConfig, iteration: NsSettings, load: Sequence[float]
+    step_set: StepSet, iteration: NsSettings, load: Sequence[float]
 ) -> tuple[list[MatrixLayout], list[int]]:
     """Return the set's matrices, stacks in pieces, and the index in the set of each."""
     found = list(step_set.matrices)
-    if step_set.world_size == 1 or config.variant != "muon":
+    if step_set.world_size == 1:
         return found, list(range(len(found)))
     costs = [
         matrix_flops(matrix, len(iteration.coefficients), method=iteration.method, dtype=iteration.dtype)

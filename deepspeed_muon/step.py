@@ -24,7 +24,7 @@ from deepspeed_muon.math.weight_decay import cautious_apply_, decay_factor
 from deepspeed_muon.ops import FlatPasses, flat_passes, in_fp32, matrix_norms, widened
 from deepspeed_muon.plan.exchange import ExchangePlan, build_exchange_plan
 from deepspeed_muon.plan.layout import Fragment, MatrixLayout, ParameterLayout
-from deepspeed_muon.plan.rows import ROW_STATE_KEY
+from deepspeed_muon.plan.rows import ROW_STATE_KEY, row_layouts
 from deepspeed_muon.state import StatePolicy
 from deepspeed_muon.transport.agreement import gather_flags, gradient_flags
 from deepspeed_muon.transport.buffers import ExchangeBuffers
@@ -266,8 +266,8 @@ class StepRunner:
 
     @property
     def row_layouts(self) -> tuple[MatrixLayout, ...]:
-        """Where NorMuon's row moments lie, one layout for each matrix; empty without NorMuon."""
-        return () if self._row_moments is None else self._row_moments.plan.matrices
+        """Where NorMuon's row moments lie, one layout for each matrix of the set; empty without NorMuon."""
+        return () if self._row_moments is None else row_layouts(self.step_set.matrices)
 
     def flat_partitions(self) -> dict[int, Tensor]:
         """Return this rank's tensor of each partition as a flat view, by index."""
