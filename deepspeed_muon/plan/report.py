@@ -350,18 +350,16 @@ def _advice(
     shared: Mapping[str, Any] | None,
 ) -> list[str]:
     lines = []
-    muon = sum(parameter.muon for parameter in parameters)
-    if shared is None and muon < settings.world_size:
-        lines.append(
-            f"{muon} matrices for {settings.world_size} ranks: the other ranks have nothing to orthogonalise"
-        )
-    elif muon >= settings.world_size and exchange.balance > 1.05:
+    idle = int((exchange.flops == 0).sum())
+    if shared is None and idle:
+        lines.append(f"{idle} of {settings.world_size} ranks have nothing to orthogonalise")
+    elif exchange.balance > 1.05:
         lines.append(f"the busiest rank has {exchange.balance:.2f} times the mean of the work")
     stacked = max((sum(count for count, _, _ in p.blocks) for p in parameters if p.muon), default=0)
-    if stacked >= 8 and exchange.balance > 1.05:
+    if settings.tensor_parallel > 1 and stacked >= 8 and exchange.balance > 1.05:
         lines.append(
-            f"stacks of up to {stacked} experts have one owner each: --separate-experts shows the plan of a model that "
-            f"keeps them as parameters of their own"
+            f"under tensor parallelism stacks of up to {stacked} experts have one owner each: --separate-experts shows "
+            f"the plan of a model that keeps them as parameters of their own"
         )
     if shared is not None:
         lines.append(

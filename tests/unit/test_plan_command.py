@@ -107,6 +107,28 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
         assert part in text
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said", "not_said"),
+    [
+        (["qwen3-30b-a3b", "--world-size", "64"], "", "have one owner each"),
+        (
+            ["qwen3-30b-a3b", "--world-size", "64", "--tensor-parallel", "2"],
+            "have one owner each",
+            "nothing to",
+        ),
+        (
+            ["llama-7b", "--world-size", "256", "--params", '{"share_matrices": false}'],
+            "32 of 256 ranks",
+            "owner",
+        ),
+    ],
+)
+def test_advice(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str, not_said: str) -> None:
+    assert main(["plan", *arguments, "--json"]) == 0
+    advice = " ".join(json.loads(capsys.readouterr().out)["advice"])
+    assert said in advice and not_said not in advice
+
+
 def test_a_trillion_parameters_on_sixteen_thousand_ranks_take_seconds(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
