@@ -43,7 +43,7 @@ from deepspeed_muon.state import STATE_TENSORS, StatePolicy
 from deepspeed_muon.step import StepRunner, group_rank_scope
 from deepspeed_muon.transport.agreement import Claim
 from deepspeed_muon.transport.buffers import ExchangeBuffers
-from deepspeed_muon.transport.pipeline import StepStats
+from deepspeed_muon.transport.pipeline import Arrival, StepStats
 from deepspeed_muon.transport.recorder import StepRecorder
 from deepspeed_muon.transport.shared import ShareGroups
 from deepspeed_muon.transport.tensor_parallel import TensorParallelMode
@@ -221,6 +221,7 @@ class Muon(torch.optim.Optimizer):
         self._runners: list[StepRunner] = []
         self._runner_of: dict[int, StepRunner] = {}
         self._orthogonalize: Orthogonalizer | None = None
+        self._arrival: Arrival | None = None
         # Kept for the attention layers alone: a model that its optimizer refers to lives longer.
         self._model = model if config.qk_clip is not None else None
         self.qk_clip: QkClip | None = None
@@ -390,8 +391,8 @@ class Muon(torch.optim.Optimizer):
         self._share_groups = ShareGroups()
         self.recorder.reset(device)
         loads: dict[str, list[float]] = {}
-        runners = []
-        for step_set in step_sets:
+        runners: list[StepRunner] = []
+        for number, step_set in enumerate(step_sets):
             load = loads.setdefault(group_rank_scope(step_set.group), [0.0] * step_set.world_size)
             runners.append(
                 StepRunner(
@@ -405,6 +406,8 @@ class Muon(torch.optim.Optimizer):
                     share_groups=self._share_groups,
                     policy=self.state_policy,
                     recorder=self.recorder,
+                    leaves_late=number + 1 < len(step_sets) and self._may_leave_late(step_set),
+                    meets_others=number > 0 and self._may_leave_late(step_sets[number - 1]),
                 )
             )
         self._runners = runners
@@ -414,6 +417,11 @@ class Muon(torch.optim.Optimizer):
         }
         if self.qk_clip is not None:
             self.qk_clip.bind(step_sets, device=device)
+
+    def _may_leave_late(self, step_set: StepSet) -> bool:
+        """Return whether the last updates of a set may arrive during the call for the next one."""
+        # QK-clip works on the updated weights, at the end of each call.
+        return bool(step_set.matrices) and step_set.refresh is not None and self.qk_clip is None
 
     def open_share_groups(self, device: torch.device) -> None:
         """Make the process groups of ranks that share matrices, after :meth:`bind` and once the plans were compared.
@@ -513,20 +521,26 @@ class Muon(torch.optim.Optimizer):
             self._global_grad_norm = float(self.measure_norm()) / (1.0 if scale is None else float(scale))
         current = [(runner, groups, self._gradients(runner)) for runner, groups in self._current()]
         reports = [runner.inspect_gradients(grads) for runner, _, grads in current]
+        arrival, self._arrival = self._arrival, None
         failed = [name for report in reports for name in report.failed]
+        nonfinite = [name for report in reports for name in report.nonfinite]
+        if arrival is not None and (failed or nonfinite):
+            # The set before was updated; this one may be left out.
+            arrival.land()
+            arrival = None
         if failed and self.config.nonfinite_grad == "error":
             raise OrthogonalizationError(
                 f"the updates of {', '.join(failed[:5])} were wrong in the step before, in fp32 too, and "
                 f"optimizer.params.nonfinite_grad is 'error'; the log of the owner's rank says more"
             )
-        nonfinite = [name for report in reports for name in report.nonfinite]
         if nonfinite:
             self._refuse(nonfinite)
             current = []
         for (runner, groups, grads), report in zip(current, reports, strict=not nonfinite):
-            runner.run(report, grads, groups, self.state)
+            arrival = runner.run(report, grads, groups, self.state, before=arrival)
             if self.qk_clip is not None:
                 self.qk_clip.apply(self._runners.index(runner), runner.flat_partitions())
+        self._arrival = arrival
         if self.qk_clip is not None and not self.step_ends_outside:
             self.qk_clip.clear()
 

@@ -28,7 +28,14 @@ from deepspeed_muon.plan.rows import ROW_STATE_KEY, row_layouts
 from deepspeed_muon.state import StatePolicy
 from deepspeed_muon.transport.agreement import gather_flags, gradient_flags
 from deepspeed_muon.transport.buffers import ExchangeBuffers
-from deepspeed_muon.transport.pipeline import Finish, MuonPipeline, Orthogonalize, StepCalls, StepStats
+from deepspeed_muon.transport.pipeline import (
+    Arrival,
+    Finish,
+    MuonPipeline,
+    Orthogonalize,
+    StepCalls,
+    StepStats,
+)
 from deepspeed_muon.transport.recorder import StepRecorder
 from deepspeed_muon.transport.row_moments import RowMoments
 from deepspeed_muon.transport.shared import SharedMatrices, ShareGroups
@@ -75,6 +82,8 @@ class StepRunner:
         buffers: ExchangeBuffers,
         share_groups: ShareGroups,
         policy: StatePolicy | None = None,
+        leaves_late: bool = False,
+        meets_others: bool = False,
     ) -> None:
         """Make the exchange plan; nothing is sent.
 
@@ -89,8 +98,11 @@ class StepRunner:
             share_groups: Process groups of ranks that share matrices, shared with other sets.
             policy: Dtype of the state; ``None`` for what the settings say.
             recorder: Health of the optimizer's steps.
+            leaves_late: Whether the last updates may arrive during the call that updates the next set.
+            meets_others: Whether those of the set before may.
         """
         self.step_set = step_set
+        self._refresh = step_set.refresh if leaves_late and config.exchange_overlap else None
         self.policy = policy or StatePolicy.of(config)
         self.device = device
         self._wire_dtype = config.resolved_wire_dtype(step_set.model_dtype)
@@ -133,6 +145,8 @@ class StepRunner:
             tensor_parallel=self._tensor_parallel(config, orthogonalize, stats),
             shared=self.shared,
             watch=self._watch,
+            leaves_late=self._refresh is not None,
+            meets_others=meets_others,
         )
         self._row_moments = (
             RowMoments(self.plan, group=step_set.group, device=device, stats=stats)
@@ -247,7 +261,9 @@ class StepRunner:
         grads: Mapping[int, Tensor],
         groups: Mapping[int, dict[str, Any]],
         state: State,
-    ) -> None:
+        *,
+        before: Arrival | None = None,
+    ) -> Arrival | None:
         """Update all partitions of the set in place.
 
         Must be called by all ranks of the group with the same report.
@@ -257,12 +273,20 @@ class StepRunner:
             grads: Partition index to its gradient, in the dtype and shape of the partition.
             groups: Partition index to the param group with its rates.
             state: The optimizer's state; created where missing. Mutated.
+            before: Updates of the set before that are still on their way; they are landed.
+
+        Returns:
+            Updates of this set that are still on their way, if it was made with ``leaves_late``; they refresh the
+            weights of the forward pass themselves.
         """
 
         def others() -> None:
             self._run_adam(report.active, grads, groups, state)
+            if before is not None:
+                before.land()
 
-        self._run_muon(report.active, grads, groups, state, meanwhile=others)
+        first_slot = 0 if before is None else before.next_slot
+        return self._run_muon(report.active, grads, groups, state, meanwhile=others, first_slot=first_slot)
 
     @property
     def row_layouts(self) -> tuple[MatrixLayout, ...]:
@@ -289,7 +313,8 @@ class StepRunner:
         groups: Mapping[int, dict[str, Any]],
         state: State,
         meanwhile: Callable[[], None],
-    ) -> None:
+        first_slot: int,
+    ) -> Arrival | None:
         sources: dict[int, MomentumSource] = {}
         flat: dict[int, Tensor] = {}
         for partition in self.step_set.partitions:
@@ -339,12 +364,20 @@ class StepRunner:
             scales = [update_scale(rule, *matrix.layer_shape(b.rows, b.cols)) for b in matrix.blocks()]
             return [scale / scales[0] for scale in scales]
 
+        refresh = self._refresh
+
+        def late(index: int, fragment: Fragment) -> None:
+            assert refresh is not None
+            refresh(fragment.partition_offset, fragment.numel)
+
         self._watch.scale_of = scale_of
         with self._normalized_rows(active, groups, state) as finish:
-            self._pipeline.run(
+            return self._pipeline.run(
                 active=[active[origin] for origin in self.assignment.origin],
                 calls=StepCalls(directions, apply, relative_scales, finish),
                 meanwhile=meanwhile,
+                first_slot=first_slot,
+                late=None if refresh is None else late,
             )
 
     @contextlib.contextmanager

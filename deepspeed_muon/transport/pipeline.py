@@ -114,6 +114,19 @@ class _Flight:
             self.work = None
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Updates of a step that are still on their way.
+
+    Attributes:
+        land: Waits for them and applies them; communicates nothing.
+        next_slot: The first place in memory that they leave free.
+    """
+
+    land: Callable[[], None]
+    next_slot: int
+
+
 class MuonPipeline:
     """Runs one :class:`ExchangePlan` in every step.
 
@@ -142,6 +155,8 @@ class MuonPipeline:
         overlap: bool = True,
         tensor_parallel: TensorParallelExchange | None = None,
         shared: SharedMatrices | None = None,
+        leaves_late: bool = False,
+        meets_others: bool = False,
     ) -> None:
         """Keep the plan and its settings and reserve the buffers; nothing is allocated or sent.
 
@@ -154,11 +169,13 @@ class MuonPipeline:
             orthogonalize: What runs it, with the contract of ``math.newton_schulz.orthogonalize``.
             stats: Counters to increase.
             watch: Checks and measures the results.
-            buffers: Where chunks lie while they travel; other pipelines whose steps do not overlap may share it.
+            buffers: Where chunks lie while they travel; other pipelines may share it.
             overlap: Whether chunks travel while others are orthogonalised. Without it every all-to-all is waited for
                 at once, in a third of the memory; the results are equal to the last bit.
             tensor_parallel: Orthogonalises what this rank holds a tensor-parallel shard or copy of.
             shared: Orthogonalises what this rank shares with others; needed if the plan has slabs.
+            leaves_late: Whether the last updates may be left to the caller.
+            meets_others: Whether those of the pipeline before may be on their way when this one starts.
         """
         self.plan = plan
         self.stats = stats
@@ -173,8 +190,10 @@ class MuonPipeline:
         self._buffers = buffers
         self._overlap = overlap
         moving = [chunk for chunk in plan.chunks if chunk.scatters]
-        self._slots = min(_SLOTS if overlap else 1, len(moving))
-        for slot in range(self._slots):
+        most = _SLOTS if overlap else 1
+        # Pipelines that follow each other must count their places alike.
+        self._slots = most if leaves_late or meets_others else max(1, min(most, len(moving)))
+        for slot in range(most if meets_others and moving else min(most, len(moving))):
             held = max(sum(chunk.scatter_recv_splits) for chunk in moving)
             owned = max(sum(chunk.scatter_send_splits) for chunk in moving)
             buffers.reserve(f"held {slot}", held * wire_dtype.itemsize)
@@ -186,7 +205,9 @@ class MuonPipeline:
         active: Sequence[bool],
         calls: StepCalls,
         meanwhile: Callable[[], None] | None = None,
-    ) -> None:
+        first_slot: int = 0,
+        late: Callable[[int, Fragment], None] | None = None,
+    ) -> Arrival | None:
         """Exchange and orthogonalise all active matrices and apply every local fragment of the updates.
 
         Must be called by all ranks of the group with the same ``active``.
@@ -195,6 +216,12 @@ class MuonPipeline:
             active: One flag per matrix of the plan: whether any rank has a gradient for it.
             calls: Where directions come from and updates go.
             meanwhile: Called once, behind the first gather. It must not communicate.
+            first_slot: Place in memory of the first chunk.
+            late: If given, the last updates may be left to the caller, who lands them before it runs the next but one
+                pipeline; called with the matrix and the fragment after each of those was applied.
+
+        Returns:
+            What is still on its way, or ``None``.
         """
         chunks = [chunk for chunk in self.plan.chunks if any(active[index] for index in chunk.matrices)]
         waiting = deque(enumerate(chunk for chunk in chunks if chunk.scatters))
@@ -205,7 +232,7 @@ class MuonPipeline:
         def depart() -> None:
             if waiting:
                 number, chunk = waiting.popleft()
-                coming.append(self._depart(chunk, number % self._slots, active, calls))
+                coming.append(self._depart(chunk, (first_slot + number) % self._slots, active, calls))
 
         def stay(kept: int) -> None:
             while len(staying) > kept:
@@ -230,10 +257,16 @@ class MuonPipeline:
             if not coming and not waiting:
                 stay(0)
             # The chunk before has returned while this one was orthogonalised; its place is the next one's.
-            while len(returning) > int(self._overlap and bool(coming)):
+            kept = int(self._overlap and (bool(coming) or late is not None))
+            while len(returning) > kept:
                 self._land(returning.popleft(), active, calls)
             if not self._overlap:
                 depart()
+        if not returning:
+            return None
+        last = returning.popleft()
+        moved = sum(chunk.scatters for chunk in chunks)
+        return Arrival(lambda: self._land(last, active, calls, late), (first_slot + moved) % self._slots)
 
     def _depart(self, chunk: Chunk, slot: int, active: Sequence[bool], calls: StepCalls) -> _Flight:
         """Start the gather of a chunk: this rank's fragments go to their owners."""
@@ -285,7 +318,13 @@ class MuonPipeline:
             flight.held, flight.owned, chunk.scatter_recv_splits, chunk.scatter_send_splits
         )
 
-    def _land(self, flight: _Flight, active: Sequence[bool], calls: StepCalls) -> None:
+    def _land(
+        self,
+        flight: _Flight,
+        active: Sequence[bool],
+        calls: StepCalls,
+        late: Callable[[int, Fragment], None] | None = None,
+    ) -> None:
         """Apply what came back."""
         with self._watch.span("scatter"):
             flight.wait()
@@ -293,6 +332,8 @@ class MuonPipeline:
             if active[segment.matrix]:
                 update = flight.held.narrow(0, segment.buffer_offset, segment.fragment.numel)
                 calls.apply(segment.matrix, segment.fragment, update)
+                if late is not None:
+                    late(segment.matrix, segment.fragment)
 
     def _updates(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,10 @@ from deepspeed_muon.errors import BindingError, UnsupportedConfigError
 from deepspeed_muon.plan.layout import Fragment, MatrixLayout, ParameterLayout, replicated_fragments
 from deepspeed_muon.routing import Route, true_shape
 
-__all__ = ["BoundPartition", "LayoutReader", "StepSet", "read_step_sets", "read_whole"]
+__all__ = ["BoundPartition", "LayoutReader", "Refresh", "StepSet", "read_step_sets", "read_whole"]
+
+Refresh = Callable[[int, int], None]
+"""Copies elements of a set's only partition, from an offset on, into the weights of the forward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,8 @@ class StepSet:
         tensor_group: The tensor-parallel process group whose ranks hold the other shards of the same matrices; ``None``
             without tensor parallelism.
         offloaded: Whether ZeRO-Offload keeps the partitions off the device.
+        refresh: Brings a run of the partition into the weights of the forward pass once more, after ZeRO has copied all
+            of it. Where there is one, the last updates may arrive during the call that updates the next set.
     """
 
     partitions: tuple[BoundPartition, ...]
@@ -61,6 +66,7 @@ class StepSet:
     wider_group: dist.ProcessGroup | None = None
     tensor_group: dist.ProcessGroup | None = None
     offloaded: bool = False
+    refresh: Refresh | None = None
 
 
 class LayoutReader:
@@ -141,8 +147,12 @@ class LayoutReader:
             numel = torch.Size(route.shape).numel()
             self._others.append(ParameterLayout(route.name, numel, partition.index, fragments))
 
-    def step_set(self) -> StepSet:
-        """Return what was collected."""
+    def step_set(self, refresh: Refresh | None = None) -> StepSet:
+        """Return what was collected.
+
+        Args:
+            refresh: See :class:`StepSet`.
+        """
         return StepSet(
             tuple(self._partitions),
             tuple(self._matrices),
@@ -153,6 +163,7 @@ class LayoutReader:
             self._model_dtype or torch.float32,
             self._wider_group,
             offloaded=self._offloaded,
+            refresh=refresh,
         )
 
     def _route(self, param: Tensor) -> Route:

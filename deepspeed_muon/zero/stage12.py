@@ -16,7 +16,7 @@ from torch import Tensor
 from deepspeed_muon.errors import BindingError
 from deepspeed_muon.plan.layout import flat_fragments
 from deepspeed_muon.routing import Route, true_shape
-from deepspeed_muon.zero.binding import LayoutReader, StepSet
+from deepspeed_muon.zero.binding import LayoutReader, Refresh, StepSet
 from deepspeed_muon.zero.experts import by_group
 
 __all__ = ["knows", "read"]
@@ -44,8 +44,19 @@ def read(engine: Any, wrapper: Any, routes: Mapping[int, Route]) -> list[StepSet
         )
         tensor = wrapper.single_partition_of_fp32_groups[index]
         _read_group(reader, index, tensor, params, wrapper.bit16_groups_flat[index])
-        sets.append(reader.step_set())
+        sets.append(reader.step_set(None if wrapper.cpu_offload else _refresh(wrapper, index, reader.rank)))
     return sets
+
+
+def _refresh(wrapper: DeepSpeedZeroOptimizer, index: int, rank: int) -> Refresh:
+    """Return what repeats DeepSpeed's copy of a partition for a part of it."""
+
+    def refresh(offset: int, numel: int) -> None:
+        weights = wrapper.parallel_partitioned_bit16_groups[index][rank]
+        master = wrapper.single_partition_of_fp32_groups[index]
+        weights.data.narrow(0, offset, numel).copy_(master.data.narrow(0, offset, numel))
+
+    return refresh
 
 
 def _read_bf16(engine: Any, wrapper: BF16_Optimizer, routes: Mapping[int, Route]) -> list[StepSet]:

@@ -10,7 +10,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from deepspeed_muon.plan.layout import sharded_fragments
 from deepspeed_muon.routing import Route
-from deepspeed_muon.zero.binding import LayoutReader, StepSet
+from deepspeed_muon.zero.binding import LayoutReader, Refresh, StepSet
 
 __all__ = ["knows", "read"]
 
@@ -35,8 +35,21 @@ def read(engine: Any, wrapper: Any, routes: Mapping[int, Route]) -> list[StepSet
             shard_numel = param.partition_numel()
             reader.add_parameter(param, sharded_fragments(offset, param.ds_numel, shard_numel))
             offset += shard_numel
-        sets.append(reader.step_set())
+        sets.append(reader.step_set(_refresh(wrapper, index)))
     return sets
+
+
+def _refresh(wrapper: DeepSpeedZeroOptimizer_Stage3, index: int) -> Refresh | None:
+    """Return what repeats DeepSpeed's copy of a sub-group for a part of it; ``None`` with offload."""
+    if wrapper.offload_optimizer or wrapper.fp16_partitioned_groups_flat[index] is None:
+        return None
+
+    def refresh(offset: int, numel: int) -> None:
+        weights = wrapper.fp16_partitioned_groups_flat[index]
+        master = wrapper.fp32_partitioned_groups_flat[index]
+        weights.data.narrow(0, offset, numel).copy_(master.data.narrow(0, offset, numel))
+
+    return refresh
 
 
 def _process_group(wrapper: Any, index: int) -> dist.ProcessGroup:

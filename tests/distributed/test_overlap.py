@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 
 import deepspeed_muon
 from deepspeed_muon.transport.pipeline import MuonPipeline
 from tests import training
-from tests.models import MATRICES
+from tests.models import MATRICES, build
 
 # The matrices of the toy model have 16 to 768 elements, so this makes one or a few matrices of each rank a chunk.
 CHUNK = 90
@@ -109,3 +110,113 @@ def test_without_overlap_one_chunk_at_a_time(ranks: Any) -> None:
 def test_matrices_of_the_model_are_orthogonalized_once(ranks: Any) -> None:
     results = ranks(4).run(training.train, stage=3, steps=1, params={"exchange_chunk_numel": 1})
     assert sum(result["orthogonalized"] for result in results) == len(MATRICES["toy"])
+
+
+def across_calls(
+    rank: int, world_size: int, *, stage: int, bf16: bool, overlap: bool, lose: str = ""
+) -> dict[str, Any]:
+    """Train with several step sets of Muon's; return masters, weights of the forward pass and the order of events.
+
+    With ``lose`` the last set with matrices, or the one without, gets an infinity in the last step.
+    """
+    extra = {"bf16": {"enabled": True}} if bf16 else {}
+    zero: dict[str, Any] = {"sub_group_size": 400} if stage == 3 else {}
+    params = {
+        "exchange_chunk_numel": CHUNK,
+        "exchange_overlap": overlap,
+        "wire_dtype": "bf16",
+        "order": "given",
+    }
+    config = training.ds_config(stage, zero=zero, extra=extra, params=params)
+    model = build("toy", width=24)
+    named = list(model.named_parameters())
+    halves = [[p for n, p in named if ("up" in n) == up] for up in (True, False)]
+    groups = [{"params": half, "lr": rate} for half, rate in zip(halves, (0.02, 0.01), strict=True)]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    optimizer = deepspeed_muon.muon_optimizer(engine)
+    number_of = {id(runner.plan): number for number, runner in enumerate(optimizer.runners)}
+    order: list[str] = []
+    originals = {name: getattr(MuonPipeline, name) for name in ("_depart", "_land")}
+
+    def noted(name: str) -> Any:
+        def call(pipeline: MuonPipeline, *args: Any) -> Any:
+            order.append(f"{name[1:]} {number_of[id(pipeline.plan)]}")
+            return originals[name](pipeline, *args)
+
+        return call
+
+    inner, calls = optimizer.step, []
+
+    def step(*args: Any) -> Any:
+        order.append("call")
+        calls.append(0)
+        chosen = len(optimizer.runners) - 1 if lose == "others" else lose_at(optimizer)
+        if lose and len(calls) == 2 * len(optimizer.runners) + chosen + 1 and rank == 0:
+            held = [param for group in optimizer.param_groups for param in group["params"]]
+            held[0].grad.view(-1)[0] = float("inf")
+        return inner(*args)
+
+    optimizer.step = step
+    for name in originals:
+        setattr(MuonPipeline, name, noted(name))
+    try:
+        for number in range(3):
+            order.clear()
+            training.run_step(engine, number, rank, world_size, 1)
+    finally:
+        for name, original in originals.items():
+            setattr(MuonPipeline, name, original)
+    weights = {}
+    for name, param in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([param], enabled=stage == 3):
+            weights[name] = param.detach().clone()
+    report = {
+        "masters": training.full_masters(engine),
+        "weights": weights,
+        "order": list(order),
+        "muon sets": sum(bool(runner.plan.matrices) for runner in optimizer.runners),
+        "moving": [any(c.scatters for c in runner.plan.chunks) for runner in optimizer.runners],
+    }
+    engine.destroy()
+    return report
+
+
+def lose_at(optimizer: Any) -> int:
+    """Return the number of the last step set with matrices."""
+    return max(number for number, runner in enumerate(optimizer.runners) if runner.plan.matrices)
+
+
+@pytest.mark.parametrize(
+    ("stage", "world", "bf16"), [(1, 4, False), (2, 3, True), (2, 2, False), (3, 2, True), (3, 3, False)]
+)
+def test_updates_of_one_call_arrive_in_the_next(ranks: Any, stage: int, world: int, bf16: bool) -> None:
+    """Masters are the same to the last bit, and every weight of the forward pass is its master, rounded."""
+    plain, late = (
+        ranks(world).run(across_calls, stage=stage, bf16=bf16, overlap=overlap) for overlap in (False, True)
+    )
+    for one, other in zip(plain, late, strict=True):
+        assert other["muon sets"] >= 2
+        for name, master in other["masters"].items():
+            assert torch.equal(master, one["masters"][name]), name
+            weight = other["weights"][name]
+            assert torch.equal(weight.double(), master.to(weight.dtype).double()), name
+        order, moving = other["order"], other["moving"]
+        calls = [number for number, event in enumerate(order) if event == "call"]
+        for number in range(len(moving) - 1):
+            if moving[number]:
+                last = max(i for i, event in enumerate(order) if event == f"land {number}")
+                assert calls[number + 1] < last, "the last updates arrive during the next call"
+                assert number + 2 == len(calls) or last < calls[number + 2]
+
+
+@pytest.mark.parametrize(("stage", "lose"), [(1, "others"), (2, "matrices"), (3, "matrices")])
+def test_updates_arrive_when_the_next_set_is_skipped(ranks: Any, stage: int, lose: str) -> None:
+    """The set before a non-finite gradient keeps its update, in the masters and in the weights."""
+    plain, late = (
+        ranks(2).run(across_calls, stage=stage, bf16=False, overlap=overlap, lose=lose)
+        for overlap in (False, True)
+    )
+    for one, other in zip(plain, late, strict=True):
+        for name, master in other["masters"].items():
+            assert torch.equal(master, one["masters"][name]) and torch.isfinite(master).all(), name
+            assert torch.equal(other["weights"][name].double(), master), name
