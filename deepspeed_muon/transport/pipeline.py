@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from deepspeed_muon.transport.shared import SharedMatrices
     from deepspeed_muon.transport.tensor_parallel import TensorParallelExchange
 
-__all__ = ["MuonPipeline", "Orthogonalize", "StepCalls", "StepStats"]
+__all__ = ["Arrival", "MuonPipeline", "Orthogonalize", "StepCalls", "StepStats"]
 
 # Matrices whose short side is at least this long are orthogonalised one by one: on a CPU bmm is slower than mm there,
 # on a GPU one of them fills the chip (two waves of 128 x 128 tiles on 132 multiprocessors).
@@ -35,6 +36,7 @@ _SLOTS = 3
 # (batch, rows, cols) -> the same in the settings' dtype; called as ``orthogonalize(x, settings=...)``.
 Orthogonalize = Callable[..., Tensor]
 Finish = Callable[[Sequence[tuple[int, int]], Tensor], Tensor]
+Apply = Callable[[int, Fragment, Tensor], None]
 
 
 class DirectionSource(Protocol):
@@ -65,7 +67,7 @@ class StepCalls:
     """
 
     directions: DirectionSource
-    apply: Callable[[int, Fragment, Tensor], None]
+    apply: Apply
     relative_scales: Callable[[int], Sequence[float]]
     finish: Finish | None = None
 
@@ -259,14 +261,15 @@ class MuonPipeline:
             # The chunk before has returned while this one was orthogonalised; its place is the next one's.
             kept = int(self._overlap and (bool(coming) or late is not None))
             while len(returning) > kept:
-                self._land(returning.popleft(), active, calls)
+                self._land(returning.popleft(), active, calls.apply)
             if not self._overlap:
                 depart()
         if not returning:
             return None
-        last = returning.popleft()
         moved = sum(chunk.scatters for chunk in chunks)
-        return Arrival(lambda: self._land(last, active, calls, late), (first_slot + moved) % self._slots)
+        # Without the directions, which would keep the gradients alive.
+        land = functools.partial(self._land, returning.popleft(), active, calls.apply, late)
+        return Arrival(land, (first_slot + moved) % self._slots)
 
     def _depart(self, chunk: Chunk, slot: int, active: Sequence[bool], calls: StepCalls) -> _Flight:
         """Start the gather of a chunk: this rank's fragments go to their owners."""
@@ -322,7 +325,7 @@ class MuonPipeline:
         self,
         flight: _Flight,
         active: Sequence[bool],
-        calls: StepCalls,
+        apply: Apply,
         late: Callable[[int, Fragment], None] | None = None,
     ) -> None:
         """Apply what came back."""
@@ -331,7 +334,7 @@ class MuonPipeline:
         for segment in flight.chunk.updates_in:
             if active[segment.matrix]:
                 update = flight.held.narrow(0, segment.buffer_offset, segment.fragment.numel)
-                calls.apply(segment.matrix, segment.fragment, update)
+                apply(segment.matrix, segment.fragment, update)
                 if late is not None:
                     late(segment.matrix, segment.fragment)
 

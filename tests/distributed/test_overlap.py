@@ -7,6 +7,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import deepspeed_muon
 from deepspeed_muon.transport.pipeline import MuonPipeline
@@ -146,8 +147,18 @@ def across_calls(
         return call
 
     inner, calls = optimizer.step, []
+    gradients: list[StorageWeakRef] = []
+    kept = 0
 
     def step(*args: Any) -> Any:
+        nonlocal kept
+        kept += sum(not gradient.expired() for gradient in gradients)
+        gradients[:] = [
+            StorageWeakRef(param.grad.untyped_storage())
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
         order.append("call")
         calls.append(0)
         chosen = len(optimizer.runners) - 1 if lose == "others" else lose_at(optimizer)
@@ -174,6 +185,7 @@ def across_calls(
         "masters": training.full_masters(engine),
         "weights": weights,
         "order": list(order),
+        "kept gradients": kept,
         "muon sets": sum(bool(runner.plan.matrices) for runner in optimizer.runners),
         "moving": [any(c.scatters for c in runner.plan.chunks) for runner in optimizer.runners],
     }
@@ -196,6 +208,8 @@ def test_updates_of_one_call_arrive_in_the_next(ranks: Any, stage: int, world: i
     )
     for one, other in zip(plain, late, strict=True):
         assert other["muon sets"] >= 2
+        # Some are kept by DeepSpeed.
+        assert other["kept gradients"] == one["kept gradients"]
         for name, master in other["masters"].items():
             assert torch.equal(master, one["masters"][name]), name
             weight = other["weights"][name]
