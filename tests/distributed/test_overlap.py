@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import deepspeed
@@ -38,6 +40,28 @@ def test_overlap_changes_nothing(ranks: Any, stage: int, world: int, kind: str) 
             assert overlapped[counter] == plain[counter]
 
 
+@contextlib.contextmanager
+def noting(note: Callable[[str, MuonPipeline, Any, Any], None], *names: str) -> Iterator[None]:
+    """Call ``note`` with the name, the pipeline, the first argument and the result of each of its private methods."""
+    originals = {name: getattr(MuonPipeline, f"_{name}") for name in names}
+
+    def noted(name: str) -> Any:
+        def call(pipeline: MuonPipeline, first: Any, *args: Any) -> Any:
+            result = originals[name](pipeline, first, *args)
+            note(name, pipeline, first, result)
+            return result
+
+        return call
+
+    for name in names:
+        setattr(MuonPipeline, f"_{name}", noted(name))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(MuonPipeline, f"_{name}", original)
+
+
 def follow(rank: int, world_size: int, *, overlap: bool) -> dict[str, Any]:
     """Train at stage 3 and write down in which order the parts of the last step came, and where its buffers lay."""
     params = {"exchange_chunk_numel": CHUNK, "exchange_overlap": overlap}
@@ -45,29 +69,17 @@ def follow(rank: int, world_size: int, *, overlap: bool) -> dict[str, Any]:
     optimizer = deepspeed_muon.muon_optimizer(engine)
     order: list[str] = []
     places: set[int] = set()
-    originals = {name: getattr(MuonPipeline, name) for name in ("_depart", "_compute", "_send_back", "_land")}
 
-    def noted(name: str) -> Any:
-        def call(pipeline: MuonPipeline, first: Any, *args: Any) -> Any:
-            chunk = getattr(first, "chunk", first)
-            order.append(f"{name[1:]} {pipeline.plan.chunks.index(chunk)}")
-            result = originals[name](pipeline, first, *args)
-            flight = result if name == "_depart" else first
-            if name in ("_depart", "_land"):
-                places.update((flight.held.data_ptr(), flight.owned.data_ptr()))
-            return result
+    def note(name: str, pipeline: MuonPipeline, first: Any, result: Any) -> None:
+        order.append(f"{name} {pipeline.plan.chunks.index(getattr(first, 'chunk', first))}")
+        if name in ("depart", "land"):
+            flight = result if name == "depart" else first
+            places.update((flight.held.data_ptr(), flight.owned.data_ptr()))
 
-        return call
-
-    for name in originals:
-        setattr(MuonPipeline, name, noted(name))
-    try:
+    with noting(note, "depart", "compute", "send_back", "land"):
         for step in range(3):
             order.clear()
             training.run_step(engine, step, rank, world_size, 1)
-    finally:
-        for name, original in originals.items():
-            setattr(MuonPipeline, name, original)
     chunks = max(len(runner.plan.chunks) for runner in optimizer.runners)
     report = {
         "order": list(order),
@@ -137,14 +149,9 @@ def across_calls(
     optimizer = deepspeed_muon.muon_optimizer(engine)
     number_of = {id(runner.plan): number for number, runner in enumerate(optimizer.runners)}
     order: list[str] = []
-    originals = {name: getattr(MuonPipeline, name) for name in ("_depart", "_land")}
 
-    def noted(name: str) -> Any:
-        def call(pipeline: MuonPipeline, *args: Any) -> Any:
-            order.append(f"{name[1:]} {number_of[id(pipeline.plan)]}")
-            return originals[name](pipeline, *args)
-
-        return call
+    def note(name: str, pipeline: MuonPipeline, first: Any, result: Any) -> None:
+        order.append(f"{name} {number_of[id(pipeline.plan)]}")
 
     inner, calls = optimizer.step, []
     gradients: list[StorageWeakRef] = []
@@ -168,15 +175,10 @@ def across_calls(
         return inner(*args)
 
     optimizer.step = step
-    for name in originals:
-        setattr(MuonPipeline, name, noted(name))
-    try:
+    with noting(note, "depart", "land"):
         for number in range(3):
             order.clear()
             training.run_step(engine, number, rank, world_size, 1)
-    finally:
-        for name, original in originals.items():
-            setattr(MuonPipeline, name, original)
     weights = {}
     for name, param in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([param], enabled=stage == 3):
