@@ -19,6 +19,7 @@ import os
 import platform
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[list[Row]]:
             names = [name for name in arguments.optimizers if name != "torch Muon" or stage == 0]
             found: dict[str, Row] = {name: {**cell, "ranks": ranks, "optimizer": name} for name in names}
             if not arguments.no_times:
-                profile = ""
+                started, profile = time.strftime("%Y-%m-%d %H:%M:%S"), ""
                 if arguments.profile and arguments.out:
                     profile = (
                         f"{Path(arguments.out).resolve()}-{model}-stage{stage}-ranks{ranks}-acc{accumulation}"
@@ -101,6 +102,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[list[Row]]:
                     found[name] |= {
                         "total_s": parts[0]["total_s"],
                         "step_s": parts[0]["step_s"],
+                        "timed": started,
                         "sent_bytes": max(part["bytes"] for part in parts),
                         "matrices": [part["matrices"] for part in parts],
                     }

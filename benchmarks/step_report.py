@@ -20,10 +20,15 @@ def cells(rows: list[Row]) -> dict[tuple[str, int, int, int], dict[str, Row]]:
 
 
 def ratio(ours: Row, peer: Row, what: str) -> float | None:
-    """Return ours / peer: of times the median of the paired ratios, of bytes and memory the plain one."""
+    """Return ours / peer: of times the median of the paired ratios, of bytes and memory the plain one.
+
+    Times that were not measured in turn have no ratio.
+    """
     if what not in ours or what not in peer:
         return None
     if isinstance(ours[what], list):
+        if ours.get("timed") != peer.get("timed") or len(ours[what]) != len(peer[what]):
+            return None
         return statistics.median(a / b for a, b in zip(ours[what], peer[what], strict=True))
     return ours[what] / peer[what] if peer[what] else None
 
