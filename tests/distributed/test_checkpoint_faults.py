@@ -193,7 +193,13 @@ KILLS = ["start", "shards", "piece", "shards written", "index written", "done"]
 
 
 @pytest.mark.time_limit(400)
-@pytest.mark.parametrize("stage", KILLS)
+@pytest.mark.parametrize(
+    "stage",
+    [
+        pytest.param(k, marks=[pytest.mark.full] if k in ("start", "shards written", "done") else [])
+        for k in KILLS
+    ],
+)
 def test_killed_while_saving(ranks: Any, damaged: Path, stage: str) -> None:
     before = load_index(damaged)
     with pytest.raises(RanksFailed) as caught:

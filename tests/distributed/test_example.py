@@ -118,7 +118,7 @@ def test_zero_init_trains_the_same_model(folder, whole):
     _assert_same_losses(_train(folder, "--zero_init", config="zero3.json"), whole("zero3.json"), rel=1e-6)
 
 
-@pytest.mark.parametrize("config", ["zero1.json", "zero3.json"])
+@pytest.mark.parametrize("config", [pytest.param("zero1.json", marks=pytest.mark.full), "zero3.json"])
 def test_resume_continues_identically(config, folder, whole):
     expected = whole(config)
     # The run is thrown back to its middle, as if it had been killed after the checkpoint of step 3.
