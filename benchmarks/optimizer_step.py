@@ -189,7 +189,7 @@ def main() -> None:
     for found in measure(arguments):
         rows = merged(rows, found)
         report = {
-            "machine": _machine(),
+            "machine": machine(),
             "command": shlex.join(["python", *sys.argv]),
             "tokens": arguments.tokens,
             "rows": rows,
@@ -205,7 +205,7 @@ def main() -> None:
         draw(rows, out.with_suffix(".png"))
 
 
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
     import deepspeed
     import torch
 

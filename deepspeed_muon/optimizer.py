@@ -421,7 +421,8 @@ class Muon(torch.optim.Optimizer):
     def _may_leave_late(self, step_set: StepSet) -> bool:
         """Return whether the last updates of a set may arrive during the call for the next one."""
         # QK-clip works on the updated weights, at the end of each call.
-        return bool(step_set.matrices) and step_set.refresh is not None and self.qk_clip is None
+        possible = step_set.refresh is not None and self.qk_clip is None
+        return possible and self.config.exchange_overlap and bool(step_set.matrices)
 
     def open_share_groups(self, device: torch.device) -> None:
         """Make the process groups of ranks that share matrices, after :meth:`bind` and once the plans were compared.
@@ -543,6 +544,21 @@ class Muon(torch.optim.Optimizer):
         self._arrival = arrival
         if self.qk_clip is not None and not self.step_ends_outside:
             self.qk_clip.clear()
+
+    def check_arrived(self) -> None:
+        """Check, when a step of the engine is over, that every call of it was made; the same on all ranks.
+
+        Raises:
+            BindingError: If updates were left for a call that did not come.
+        """
+        if self._arrival is None:
+            return
+        self._arrival.land()
+        self._arrival = None
+        raise BindingError(
+            "DeepSpeed ended a step without a call for every param group or sub-group, so weights of this step were "
+            "gathered before their last updates; set optimizer.params.exchange_overlap to false"
+        )
 
     def _bind_plain(self) -> None:
         """Bind to the parameters themselves: a single process without DeepSpeed."""

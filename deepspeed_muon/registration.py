@@ -484,6 +484,7 @@ def _take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kw
     number = engine.global_steps + 1
     with optimizer.health_log.step(number, exchange=True):
         result = original(*args, **kwargs)
+    optimizer.check_arrived()
     if optimizer.recorder.due(number) and engine.monitor.enabled:
         engine.monitor.write_events(monitor_events(optimizer.health(), engine.global_samples))
     return result

@@ -102,7 +102,7 @@ class StepRunner:
             meets_others: Whether those of the set before may.
         """
         self.step_set = step_set
-        self._refresh = step_set.refresh if leaves_late and config.exchange_overlap else None
+        self._refresh = step_set.refresh if leaves_late else None
         self.policy = policy or StatePolicy.of(config)
         self.device = device
         self._wire_dtype = config.resolved_wire_dtype(step_set.model_dtype)
@@ -145,7 +145,7 @@ class StepRunner:
             tensor_parallel=self._tensor_parallel(config, orthogonalize, stats),
             shared=self.shared,
             watch=self._watch,
-            leaves_late=self._refresh is not None,
+            leaves_late=leaves_late,
             meets_others=meets_others,
         )
         self._row_moments = (
@@ -364,12 +364,6 @@ class StepRunner:
             scales = [update_scale(rule, *matrix.layer_shape(b.rows, b.cols)) for b in matrix.blocks()]
             return [scale / scales[0] for scale in scales]
 
-        refresh = self._refresh
-
-        def late(index: int, fragment: Fragment) -> None:
-            assert refresh is not None
-            refresh(fragment.partition_offset, fragment.numel)
-
         self._watch.scale_of = scale_of
         with self._normalized_rows(active, groups, state) as finish:
             return self._pipeline.run(
@@ -377,7 +371,7 @@ class StepRunner:
                 calls=StepCalls(directions, apply, relative_scales, finish),
                 meanwhile=meanwhile,
                 first_slot=first_slot,
-                late=None if refresh is None else late,
+                refresh=self._refresh,
             )
 
     @contextlib.contextmanager

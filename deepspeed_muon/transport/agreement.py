@@ -17,7 +17,7 @@ from deepspeed_muon.errors import MuonError, RankDisagreementError
 __all__ = ["Claim", "agree", "gather_flags", "gradient_flags"]
 
 # On so many CPU ranks flags go from each to each: one hop, where gloo's all-reduce has two for each other rank. On four
-# ranks that takes a third of the time (2.5 against 6.8 ms on two cores).
+# ranks of two cores that takes a third of the time or less (benchmarks/collectives.py).
 _DIRECT_UP_TO = 16
 
 

@@ -208,7 +208,7 @@ class MuonPipeline:
         calls: StepCalls,
         meanwhile: Callable[[], None] | None = None,
         first_slot: int = 0,
-        late: Callable[[int, Fragment], None] | None = None,
+        refresh: Callable[[int, int], None] | None = None,
     ) -> Arrival | None:
         """Exchange and orthogonalise all active matrices and apply every local fragment of the updates.
 
@@ -219,8 +219,8 @@ class MuonPipeline:
             calls: Where directions come from and updates go.
             meanwhile: Called once, behind the first gather. It must not communicate.
             first_slot: Place in memory of the first chunk.
-            late: If given, the last updates may be left to the caller, who lands them before it runs the next but one
-                pipeline; called with the matrix and the fragment after each of those was applied.
+            refresh: If given, the last updates may be left to the caller, who lands them before it runs the next but
+                one pipeline; called with the place in the partition, offset and elements, of each of those.
 
         Returns:
             What is still on its way, or ``None``.
@@ -259,7 +259,7 @@ class MuonPipeline:
             if not coming and not waiting:
                 stay(0)
             # The chunk before has returned while this one was orthogonalised; its place is the next one's.
-            kept = int(self._overlap and (bool(coming) or late is not None))
+            kept = int(self._overlap and (bool(coming) or refresh is not None))
             while len(returning) > kept:
                 self._land(returning.popleft(), active, calls.apply)
             if not self._overlap:
@@ -268,7 +268,7 @@ class MuonPipeline:
             return None
         moved = sum(chunk.scatters for chunk in chunks)
         # Without the directions, which would keep the gradients alive.
-        land = functools.partial(self._land, returning.popleft(), active, calls.apply, late)
+        land = functools.partial(self._land, returning.popleft(), active, calls.apply, refresh)
         return Arrival(land, (first_slot + moved) % self._slots)
 
     def _depart(self, chunk: Chunk, slot: int, active: Sequence[bool], calls: StepCalls) -> _Flight:
@@ -326,7 +326,7 @@ class MuonPipeline:
         flight: _Flight,
         active: Sequence[bool],
         apply: Apply,
-        late: Callable[[int, Fragment], None] | None = None,
+        refresh: Callable[[int, int], None] | None = None,
     ) -> None:
         """Apply what came back."""
         with self._watch.span("scatter"):
@@ -335,8 +335,8 @@ class MuonPipeline:
             if active[segment.matrix]:
                 update = flight.held.narrow(0, segment.buffer_offset, segment.fragment.numel)
                 apply(segment.matrix, segment.fragment, update)
-                if late is not None:
-                    late(segment.matrix, segment.fragment)
+                if refresh is not None:
+                    refresh(segment.fragment.partition_offset, segment.fragment.numel)
 
     def _updates(
         self,

@@ -236,3 +236,28 @@ def test_updates_arrive_when_the_next_set_is_skipped(ranks: Any, stage: int, los
         for name, master in other["masters"].items():
             assert torch.equal(master, one["masters"][name]) and torch.isfinite(master).all(), name
             assert torch.equal(other["weights"][name].double(), master), name
+
+
+def missed(rank: int, world_size: int, *, stage: int) -> str:
+    """Leave out the call for the last set; return the error of the step."""
+    zero: dict[str, Any] = {"sub_group_size": 400} if stage == 3 else {}
+    engine = training.make_engine(training.ds_config(stage, zero=zero), width=24)
+    optimizer = deepspeed_muon.muon_optimizer(engine)
+    inner, calls = optimizer.step, []
+
+    def step(*args: Any) -> Any:
+        calls.append(0)
+        return None if len(calls) == len(optimizer.runners) else inner(*args)
+
+    optimizer.step = step
+    try:
+        training.run_step(engine, 0, rank, world_size, 1)
+    except deepspeed_muon.BindingError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_call_that_does_not_come_is_an_error_on_every_rank(ranks: Any, stage: int) -> None:
+    for message in ranks(3).run(missed, stage=stage):
+        assert "optimizer.params.exchange_overlap" in message, message
