@@ -40,7 +40,14 @@ class Assignment:
     work: tuple[float, ...]
 
 
-def assign(step_set: StepSet, config: MuonConfig, *, device: torch.device, load: list[float]) -> Assignment:
+def assign(
+    step_set: StepSet,
+    config: MuonConfig,
+    *,
+    device: torch.device,
+    load: list[float],
+    can_open_groups: bool = True,
+) -> Assignment:
     """Choose the owners of a step set's matrices.
 
     Args:
@@ -48,6 +55,7 @@ def assign(step_set: StepSet, config: MuonConfig, *, device: torch.device, load:
         config: The optimizer's settings.
         device: Where the iteration runs.
         load: Newton-Schulz cost that each rank carries from other sets; updated.
+        can_open_groups: Whether process groups of ranks that share a matrix can be made.
 
     Raises:
         UnsupportedConfigError: If ranks shall share matrices that cannot be shared.
@@ -57,7 +65,7 @@ def assign(step_set: StepSet, config: MuonConfig, *, device: torch.device, load:
     matrices, origin = _in_pieces(step_set, iteration, load)
     pieces_of = Counter(origin)
     costs = [matrix_flops(matrix, steps, method=method, dtype=dtype) for matrix in matrices]
-    rule = SharingRule(_most(step_set, config, device), steps, method, dtype, None)
+    rule = SharingRule(_most(step_set, config, device, can_open_groups), steps, method, dtype, None)
     if config.share_matrices == "auto":
         rule = SharingRule(rule.most, steps, method, dtype, Speeds.of_device(device))
     shared = choose_sharers(
@@ -123,7 +131,7 @@ def may_share(config: MuonConfig, device: torch.device) -> bool:
     return config.share_matrices != "auto" or device.type == "cuda"
 
 
-def _most(step_set: StepSet, config: MuonConfig, device: torch.device) -> int:
+def _most(step_set: StepSet, config: MuonConfig, device: torch.device, can_open_groups: bool) -> int:
     """Return how many ranks may share a matrix."""
     wanted = config.share_matrices
     if step_set.world_size == 1 or not may_share(config, device):
@@ -133,6 +141,10 @@ def _most(step_set: StepSet, config: MuonConfig, device: torch.device) -> int:
         (
             step_set.tensor_group is not None,
             "tensor parallelism, which has a way of its own: tensor_parallel_mode",
+        ),
+        (
+            not can_open_groups,
+            "an engine of some of the program's ranks: torch has all ranks make a process group",
         ),
     ):
         if applies:

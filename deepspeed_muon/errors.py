@@ -15,8 +15,10 @@ __all__ = [
     "NonFiniteGradientError",
     "OpsUnavailableError",
     "OrthogonalizationError",
+    "ParameterTypeError",
     "PlanMismatchError",
     "RankDisagreementError",
+    "RankMissingError",
     "RegistrationError",
     "RoutingError",
     "ScheduleError",
@@ -39,6 +41,10 @@ class ScheduleError(ConfigError):
 
 class RoutingError(MuonError, ValueError):
     """The parameters cannot be divided between Muon and AdamW as asked."""
+
+
+class ParameterTypeError(RoutingError, TypeError):
+    """What was given to the optimizer is not a parameter, or of a dtype that cannot be trained here."""
 
 
 class RegistrationError(MuonError, RuntimeError):
@@ -67,6 +73,10 @@ class ShardingError(MuonError, ValueError):
 
 class RankDisagreementError(MuonError, RuntimeError):
     """The ranks were started with different settings, or one of them failed to start."""
+
+
+class RankMissingError(MuonError, RuntimeError):
+    """Other ranks did not come to a collective within the process group's time-out, or are gone."""
 
 
 class NonFiniteGradientError(MuonError, ArithmeticError):

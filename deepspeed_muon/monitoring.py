@@ -1,7 +1,7 @@
 """From what each rank measured to one summary, and to the events of DeepSpeed's monitor.
 
-Sampled steps end with one exchange between all ranks of the default process group, at the step's boundary: ranks
-that own nothing, hold nothing or skipped the step take part with empty hands.
+Sampled steps end with one exchange between all ranks of the engine, at the step's boundary: ranks that own nothing,
+hold nothing or skipped the step take part with empty hands.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch.distributed as dist
-
 from deepspeed_muon.math.health import MatrixHealth
+from deepspeed_muon.transport.members import Members
 from deepspeed_muon.transport.recorder import LocalSample, StepRecorder
 
 __all__ = ["HealthLog", "RankReport", "monitor_events", "summarize"]
@@ -61,31 +60,23 @@ class HealthLog:
         return {"redone": self._recorder.redone, "failed": self._recorder.failed}
 
     @contextmanager
-    def step(self, number: int | None = None, *, exchange: bool = False) -> Iterator[None]:
+    def step(self, number: int | None = None, *, members: Members | None = None) -> Iterator[None]:
         """Record one optimizer step and summarise it where it is sampled.
 
         Args:
             number: Of the step, counted from 1, equal on all ranks; ``None`` counts calls.
-            exchange: Whether to include all ranks; then all ranks of the default group must call it.
+            members: The ranks to include, all of which must call it; without them it is about this rank alone.
         """
         self._steps += 1
         number = self._steps if number is None else number
         with self._recorder.step(number) as sample:
             yield
         if sample is not None:
-            reports = _gathered(self._report(sample)) if exchange else [self._report(sample)]
-            self._summary = {"step": number, **summarize(reports)}
+            reports = (members or Members()).gather(self._report(sample), what="summary of health")
+            self._summary = {"step": number, **summarize(list(reports.values()))}
 
     def _report(self, sample: LocalSample) -> RankReport:
         return RankReport(sample.matrices, sample.seconds, self._recorder.redone, self._recorder.failed)
-
-
-def _gathered(report: RankReport) -> list[RankReport]:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [report]
-    reports: list[RankReport | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, report)
-    return [each for each in reports if each is not None]
 
 
 def summarize(reports: Sequence[RankReport]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed_muon.assignment import may_share
@@ -34,15 +35,21 @@ from deepspeed_muon.math.scaling import AdjustLrName
 from deepspeed_muon.math.weight_decay import WeightDecayMode
 from deepspeed_muon.monitoring import HealthLog
 from deepspeed_muon.ops import NsBackend, Orthogonalizer, select
-from deepspeed_muon.param_groups import ParamsInput, RoutedGroups, build_groups
+from deepspeed_muon.param_groups import ParamGroup, ParamsInput, RoutedGroups, build_groups
 from deepspeed_muon.plan.order import OrderName, balanced_order
 from deepspeed_muon.qk_clip import QkClip
-from deepspeed_muon.routing import Route, model_parameters_by_name, route_parameters
+from deepspeed_muon.routing import (
+    Route,
+    model_parameters_by_name,
+    route_parameters,
+    warn_without_muon,
+)
 from deepspeed_muon.shapes import SplitRule
 from deepspeed_muon.state import STATE_TENSORS, StatePolicy
-from deepspeed_muon.step import StepRunner, group_rank_scope
-from deepspeed_muon.transport.agreement import Claim
+from deepspeed_muon.step import StepRunner
+from deepspeed_muon.transport.agreement import Claim, group_rank_scope
 from deepspeed_muon.transport.buffers import ExchangeBuffers
+from deepspeed_muon.transport.members import Members
 from deepspeed_muon.transport.pipeline import Arrival, StepStats
 from deepspeed_muon.transport.recorder import StepRecorder
 from deepspeed_muon.transport.shared import ShareGroups
@@ -77,10 +84,10 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self,
         params: ParamsInput,
-        lr: float | None = None,
+        lr: float | Tensor | None = None,
         *,
-        muon_lr: float | None = None,
-        adam_lr: float | None = None,
+        muon_lr: float | Tensor | None = None,
+        adam_lr: float | Tensor | None = None,
         momentum: float = 0.95,
         nesterov: bool = True,
         weight_decay: float = 0.0,
@@ -119,6 +126,7 @@ class Muon(torch.optim.Optimizer):
         share_matrices: Literal["auto", False] | int = "auto",
         health: Mapping[str, Any] | bool | None = None,
         model: nn.Module | None = None,
+        **unknown: Any,
     ) -> None:
         """Route the parameters and make the param groups.
 
@@ -126,7 +134,8 @@ class Muon(torch.optim.Optimizer):
             params: A module, or an iterable of parameters, of ``(name, parameter)`` pairs, or of param groups of
                 either. Names tell embeddings and heads from hidden matrices: pass ``model`` or
                 ``model.named_parameters()`` rather than ``model.parameters()``.
-            lr: Rate of both halves, where ``muon_lr`` and ``adam_lr`` say nothing else.
+            lr: Rate of both halves, where ``muon_lr`` and ``adam_lr`` say nothing else. A rate that is a tensor of one
+                element stays that tensor in the groups.
             muon_lr: Rate of the matrices (0.02).
             adam_lr: Rate of all other parameters (3e-4).
             momentum: Decay of the gradient's moving average, in [0, 1).
@@ -180,17 +189,19 @@ class Muon(torch.optim.Optimizer):
             health: ``every`` (100), ``matrices`` (4) and ``check`` (true): steps between samples, matrices in each,
                 whether every result is checked; ``False`` for none of it.
             model: The module that ``params`` belongs to, for names and module types.
+            **unknown: Nothing else is accepted.
 
         Raises:
-            ConfigError: If a setting is out of range.
+            ConfigError: If a setting is unknown or out of range.
             RoutingError: If the parameters cannot be divided as asked.
         """
-        split, heads = dict(split or {}), dict(heads or {})
+        split, heads = {} if split is None else split, {} if heads is None else heads
         given = {name: value for name, value in locals().items() if name in MuonConfig.model_fields}
-        config = MuonConfig.from_params(given)
+        config = MuonConfig.from_params({**given, **unknown})
+        rates = {key: given[key] for key in ("lr", "muon_lr", "adam_lr") if isinstance(given[key], Tensor)}
         self._setup(
             config,
-            build_groups(params, config, model=model),
+            build_groups(params, config, model=model, rates=rates),
             params if isinstance(params, nn.Module) else model,
         )
 
@@ -208,12 +219,28 @@ class Muon(torch.optim.Optimizer):
         return self
 
     def _setup(self, config: MuonConfig, routed: RoutedGroups, model: nn.Module | None) -> None:
+        self._start(config, routed, model)
+        defaults = {**config.adam_defaults(), **config.muon_defaults()}
+        super().__init__(routed.groups, {**defaults, "algorithm": None, "use_muon": None, "lr_ratio": 1.0})
+        if routed.unnamed:
+            logger.warning(
+                "deepspeed_muon: parameters without names are routed by shape alone, so an embedding or output head "
+                "among them goes to Muon; pass the model or model.named_parameters()"
+            )
+        if not routed.partial:
+            warn_without_muon(routed.routes)
+
+    def _start(self, config: MuonConfig, routed: RoutedGroups, model: nn.Module | None) -> None:
+        """Begin unbound, with all counters at zero."""
         self.config = config
         self.stats = StepStats()
         self.recorder = StepRecorder(**config.health.model_dump())
         self.health_log = HealthLog(self.recorder)
         self.skipped_steps = 0
+        # Whether the last step was skipped. DeepSpeed's engine reads it where this is what it calls an optimizer.
+        self.overflow = False
         self.managed = False
+        self.members = Members()
         # Without ZeRO and clipping nobody else computes the norm of the raw gradients; an adapter sets this.
         self.measure_norm: Callable[[], Tensor] | None = None
         self.state_policy = StatePolicy.of(config)
@@ -226,13 +253,6 @@ class Muon(torch.optim.Optimizer):
         self._model = model if config.qk_clip is not None else None
         self.qk_clip: QkClip | None = None
         self.step_ends_outside = False
-        defaults = {**config.adam_defaults(), **config.muon_defaults(), "algorithm": None, "lr_ratio": 1.0}
-        super().__init__(routed.groups, defaults)
-        if routed.unnamed:
-            logger.warning(
-                "deepspeed_muon: parameters without names are routed by shape alone, so an embedding or output head "
-                "among them goes to Muon; pass the model or model.named_parameters()"
-            )
 
     @property
     def routes(self) -> list[Route]:
@@ -247,6 +267,13 @@ class Muon(torch.optim.Optimizer):
     def health(self) -> dict[str, Any]:
         """Return the last sample and the counters; see :func:`deepspeed_muon.health`."""
         return self.health_log.summary()
+
+    def release_memory(self) -> None:
+        """Give up the memory of the exchange and of CUDA graphs between two steps; the next step takes it anew."""
+        if self._runners:
+            self.exchange_buffers.release()
+        if self._orthogonalize is not None:
+            self._orthogonalize.release()
 
     def kernel_report(self) -> list[dict[str, Any]]:
         """Return what really ran the Newton-Schulz iteration on this rank, one entry for each shape."""
@@ -278,7 +305,20 @@ class Muon(torch.optim.Optimizer):
 
         Args:
             state_dict: From :meth:`state_dict`. Not mutated.
+
+        Raises:
+            RoutingError: If a param group was saved as Muon's and is AdamW's here, or the other way round.
         """
+        for number, (saved, group) in enumerate(
+            zip(state_dict["param_groups"], self.param_groups, strict=False)
+        ):
+            own = group["algorithm"]
+            if saved.get("algorithm", own) != own:
+                raise RoutingError(
+                    f"param group {number} of the state dict is of {saved['algorithm']} and this optimizer's of {own}: "
+                    f"it was saved with other routes. Make the optimizer with the same include, exclude and param "
+                    f"groups"
+                )
         super().load_state_dict(state_dict)
         # torch casts to the parameter's dtype on the way, and would round fp32 moments of masters in half precision.
         saved_order = [index for group in state_dict["param_groups"] for index in group["params"]]
@@ -301,12 +341,53 @@ class Muon(torch.optim.Optimizer):
             raise RoutingError("param groups cannot be added after the optimizer is made; make a new one")
         super().add_param_group(param_group)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs: groups, state, settings and routes. A copy is unbound and counts from zero.
+
+        Raises:
+            BindingError: If DeepSpeed manages the optimizer: its tensors are partitions, which only the engine can
+                tell apart.
+        """
+        if self.managed:
+            raise BindingError(
+                "an optimizer that DeepSpeed manages cannot be copied or pickled, as its parameters are partitions; "
+                "save it with engine.save_checkpoint or deepspeed_muon.checkpoint.consolidate, or take its state_dict()"
+            )
+        params = {id(param): param for group in self.param_groups for param in group["params"]}
+        return {
+            **super().__getstate__(),
+            # Frozen parameters are nowhere in the groups, and stay out of the copy.
+            "routes": [(params.get(key), route) for key, route in self._routed.by_id.items()],
+            "unnamed": self._routed.unnamed,
+            "config": self.config,
+            "model": self._model,
+        }
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Give param groups of states that were saved before a setting existed its value of this configuration."""
+        """Take the state of a copied or pickled optimizer, or the groups and tensors of a loaded state dict.
+
+        Groups that were saved before a setting existed get its value of this configuration.
+        """
+        state = dict(state)
+        if "config" in state:
+            routes: list[tuple[Tensor | None, Route]] = state.pop("routes")
+            # The copy has no frozen parameters: their routes get keys that are no object's id.
+            by_id = {
+                -number if param is None else id(param): route
+                for number, (param, route) in enumerate(routes, start=1)
+            }
+            routed = RoutedGroups(
+                state["param_groups"], [route for _, route in routes], by_id, state.pop("unnamed")
+            )
+            self._start(state.pop("config"), routed, state.pop("model"))
+        # What a group is was decided when the optimizer was made; a state dict may not say it.
+        own = [group["algorithm"] for group in self.__dict__.get("param_groups", state["param_groups"])]
         super().__setstate__(state)
-        for group in self.param_groups:
-            for key, value in self.config.muon_defaults().items():
-                group.setdefault(key, value)
+        settings = {**self.config.adam_defaults(), **self.config.muon_defaults(), "lr_ratio": 1.0}
+        self.param_groups = [
+            ParamGroup({**settings, **group, "algorithm": algorithm, "use_muon": algorithm == "muon"})
+            for group, algorithm in zip(self.param_groups, own, strict=True)
+        ]
 
     def check_names(self, model: nn.Module) -> None:
         """Refuse routes that were made without names and that the model's names contradict.
@@ -323,7 +404,7 @@ class Muon(torch.optim.Optimizer):
             route = self._routed.by_id.get(id(member.param))
             if route is None:
                 continue
-            better = route_parameters([member], require_muon=False)[0]
+            better = route_parameters([member])[0]
             if better.algorithm != route.algorithm and route.reason != "the caller's param group says so":
                 raise RoutingError(
                     f"parameter {member.name} of shape {list(better.shape)} was given without its name and went to "
@@ -374,7 +455,9 @@ class Muon(torch.optim.Optimizer):
             )
             group["params"] = [group["params"][position] for position in order]
 
-    def bind(self, step_sets: Sequence[StepSet], *, device: torch.device) -> None:
+    def bind(
+        self, step_sets: Sequence[StepSet], *, device: torch.device, members: Members | None = None
+    ) -> None:
         """Tell the optimizer where ZeRO keeps its parameters and make the exchange plans; nothing is sent.
 
         Called once, after the ZeRO wrapper exists. Whoever calls it compares :meth:`plan_claim` between the ranks.
@@ -382,13 +465,18 @@ class Muon(torch.optim.Optimizer):
         Args:
             step_sets: What each call of ``step()`` will update, from an adapter.
             device: Where the exchange and the iteration run.
+            members: The ranks of the engine; without them it is this one alone.
 
         Raises:
+            ConfigError: If a setting does not fit the number of ranks.
             OpsUnavailableError: If ``ns_backend`` is ``ops`` and the native library can be neither loaded nor built.
         """
+        if dist.is_available() and dist.is_initialized():
+            self.config.check_world(dist.get_world_size())
         self._orthogonalize = select(self.config.ns_backend)
         buffers = ExchangeBuffers(device)
-        self._share_groups = ShareGroups()
+        self.members = members or Members()
+        self._share_groups = ShareGroups(self.members)
         self.recorder.reset(device)
         loads: dict[str, list[float]] = {}
         runners: list[StepRunner] = []
@@ -408,6 +496,7 @@ class Muon(torch.optim.Optimizer):
                     recorder=self.recorder,
                     leaves_late=number + 1 < len(step_sets) and self._may_leave_late(step_set),
                     meets_others=number > 0 and self._may_leave_late(step_sets[number - 1]),
+                    number=number,
                 )
             )
         self._runners = runners
@@ -415,6 +504,8 @@ class Muon(torch.optim.Optimizer):
         self._runner_of = {
             id(partition.tensor): runner for runner in runners for partition in runner.step_set.partitions
         }
+        for group in self.param_groups:  # hidden from DeepSpeed's wrappers until they are made
+            group.setdefault("use_muon", group["algorithm"] == "muon")
         if self.qk_clip is not None:
             self.qk_clip.bind(step_sets, device=device)
 
@@ -424,15 +515,21 @@ class Muon(torch.optim.Optimizer):
         possible = step_set.refresh is not None and self.qk_clip is None
         return possible and self.config.exchange_overlap and bool(step_set.matrices)
 
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """Return the process groups that the bound step sets communicate in."""
+        sets = (runner.step_set for runner in self._runners)
+        found = {group: None for each in sets for group in (each.wider_group, each.tensor_group, each.group)}
+        return [group for group in found if group is not None]
+
     def open_share_groups(self, device: torch.device) -> None:
         """Make the process groups of ranks that share matrices, after :meth:`bind` and once the plans were compared.
 
-        Must be called by all ranks of the default process group.
+        Must be called by all ranks of the engine.
 
         Args:
             device: As for :meth:`bind`.
         """
-        if may_share(self.config, device):
+        if may_share(self.config, device) and self._share_groups.can_open:
             self._share_groups.open(
                 ranks for runner in self._runners for ranks in runner.shared.wanted_groups()
             )
@@ -456,12 +553,19 @@ class Muon(torch.optim.Optimizer):
         shared = [group_rank_scope(runner.step_set.group) for runner in self._runners]
         for number, (runner, ranks) in enumerate(zip(self._runners, shared, strict=True)):
             own = {
-                f"step sets of ranks {ranks}": str(shared.count(ranks)),
+                f"step sets of ranks {ranks}": str([n for n, each in enumerate(shared) if each == ranks]),
                 f"plan of step set {number}": runner.plan.digest(),
-                f"matrices of step set {number}": ", ".join(m.name for m in runner.step_set.matrices),
+                f"parameters of step set {number}": runner.flagged_parameters(),
             }
             facts.update(own)
             scopes.update(dict.fromkeys(own, ranks))
+            if runner.step_set.wider_group is not None:
+                # One exchange of flags for each of them, in order.
+                wider = group_rank_scope(runner.step_set.wider_group)
+                facts[f"step sets that ranks {wider} skip together"] = str(
+                    [n for n, each in enumerate(self._runners) if each.skips_with(wider)]
+                )
+                scopes[f"step sets that ranks {wider} skip together"] = wider
             if runner.step_set.tensor_group is not None:
                 # Their collectives follow the order of the plan, and their products the settings.
                 across = {
@@ -496,8 +600,9 @@ class Muon(torch.optim.Optimizer):
         Raises:
             BindingError: If ZeRO hands over a tensor that was not there when the optimizer was bound.
             NonFiniteGradientError: On every rank, when a gradient is not finite and ``nonfinite_grad`` is ``error``.
-            OrthogonalizationError: On every rank, when a matrix got no update in the step before because it was
-                wrong in fp32 too, and ``nonfinite_grad`` is ``error``.
+            OrthogonalizationError: When a matrix got no update because it was wrong in fp32 too, and
+                ``nonfinite_grad`` is ``error``: at the end of this step in a single process without DeepSpeed; else on
+                every rank when the next step begins, before it changes anything.
         """
         loss = None
         if closure is not None:
@@ -523,27 +628,37 @@ class Muon(torch.optim.Optimizer):
         current = [(runner, groups, self._gradients(runner)) for runner, groups in self._current()]
         reports = [runner.inspect_gradients(grads) for runner, _, grads in current]
         arrival, self._arrival = self._arrival, None
+        self.overflow = False
         failed = [name for report in reports for name in report.failed]
         nonfinite = [name for report in reports for name in report.nonfinite]
         if arrival is not None and (failed or nonfinite):
             # The set before was updated; this one may be left out.
             arrival.land()
             arrival = None
-        if failed and self.config.nonfinite_grad == "error":
-            raise OrthogonalizationError(
-                f"the updates of {', '.join(failed[:5])} were wrong in the step before, in fp32 too, and "
-                f"optimizer.params.nonfinite_grad is 'error'; the log of the owner's rank says more"
-            )
+        if failed:
+            self._report_failed(failed, "in the step before")
         if nonfinite:
             self._refuse(nonfinite)
             current = []
         for (runner, groups, grads), report in zip(current, reports, strict=not nonfinite):
             arrival = runner.run(report, grads, groups, self.state, before=arrival)
             if self.qk_clip is not None:
-                self.qk_clip.apply(self._runners.index(runner), runner.flat_partitions())
+                with runner.flat_partitions() as flat:
+                    self.qk_clip.apply(self._runners.index(runner), flat)
         self._arrival = arrival
         if self.qk_clip is not None and not self.step_ends_outside:
             self.qk_clip.clear()
+
+        if not self.managed:
+            self._report_failed([n for runner, *_ in current for n in runner.take_failed()], "in this step")
+
+    def _report_failed(self, names: Sequence[str], when: str) -> None:
+        """Raise, if so configured, for matrices that got no update."""
+        if names and self.config.nonfinite_grad == "error":
+            raise OrthogonalizationError(
+                f"the updates of {', '.join(names[:5])} were wrong {when}, in fp32 too, and "
+                f"optimizer.params.nonfinite_grad is 'error'; the log of the owner's rank says more"
+            )
 
     def check_arrived(self) -> None:
         """Check, when a step of the engine is over, that every call of it was made; the same on all ranks.
@@ -608,7 +723,7 @@ class Muon(torch.optim.Optimizer):
         return current
 
     def _gradients(self, runner: StepRunner) -> dict[int, Tensor]:
-        """Return the gradients of a step set, divided by the scale of a torch GradScaler if one is at work."""
+        """Return the flat gradients of a step set, divided by the scale of a torch GradScaler if one is at work."""
         grads = {}
         for partition in runner.step_set.partitions:
             grad = partition.tensor.grad
@@ -617,7 +732,8 @@ class Muon(torch.optim.Optimizer):
                     raise BindingError(
                         "sparse gradients are not supported; use sparse=False in the embedding"
                     )
-                grads[partition.index] = grad
+                # Flat and in one piece: kernels read it so, and a view of a strided gradient need not be.
+                grads[partition.index] = grad.reshape(-1).contiguous()
         scale: Tensor | None = getattr(self, "grad_scale", None)
         if scale is not None:
             inverse = 1.0 / scale.double()
@@ -636,4 +752,5 @@ class Muon(torch.optim.Optimizer):
                 f"{message}; optimizer.params.nonfinite_grad is 'error'. Nothing was updated from it"
             )
         self.skipped_steps += 1
+        self.overflow = True
         logger.warning("deepspeed_muon: step skipped, %s (%d so far)", message, self.skipped_steps)

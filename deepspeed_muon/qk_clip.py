@@ -22,6 +22,7 @@ from deepspeed_muon.math.qk_clip import clip_factor
 from deepspeed_muon.plan.heads import AttentionHeads, HeadRun, head_runs
 from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
 from deepspeed_muon.routing import Route
+from deepspeed_muon.transport.waiting import phase
 from deepspeed_muon.zero.binding import StepSet
 
 __all__ = ["QkClip", "QkClipReport"]
@@ -132,7 +133,8 @@ class QkClip:
         # NaN compares as nothing, so that it cannot pass on some ranks only.
         together = torch.cat(parts).nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
         if self._group is not None and dist.get_world_size(self._group) > 1:
-            dist.all_reduce(together, op=dist.ReduceOp.MAX, group=self._group)
+            with phase("comparison of attention logits", self._group):
+                dist.all_reduce(together, op=dist.ReduceOp.MAX, group=self._group)
         numbers = iter(together.tolist())
         self._largest, bounds = [], []
         for recorder in self._recorders:

@@ -1,7 +1,11 @@
 """The only file that hooks DeepSpeed's engine: config type -> optimizer, and binding once the ZeRO wrapper exists.
 
-Five methods of ``DeepSpeedEngine`` are wrapped. ``_configure_basic_optimizer`` makes our optimizer for the type
-``Muon``; ``_configure_optimizer`` compares the ranks' settings before it and binds after it;
+An engine with another optimizer takes DeepSpeed's own way through every hook: the same calls with the same arguments,
+and not one collective more. Such an engine need not exist on all ranks.
+
+Six methods of ``DeepSpeedEngine`` are wrapped. ``_broadcast_model`` compares the ranks' models before it;
+``_configure_basic_optimizer`` makes our optimizer for the type ``Muon``; ``_configure_optimizer`` compares the ranks'
+settings before it and binds after it;
 ``_configure_lr_scheduler`` keeps the ratio between the rates of the two halves under DeepSpeed's schedulers that
 write one number into every group, and restores what ``restore_from`` names; ``_take_model_step`` writes the health
 of sampled steps to DeepSpeed's monitor; and ``save_checkpoint`` consolidates where ``consolidate_on_save`` is set.
@@ -9,6 +13,7 @@ of sampled steps to DeepSpeed's monitor; and ``save_checkpoint`` consolidates wh
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -17,7 +22,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from deepspeed_muon.config import MuonConfig
@@ -31,16 +35,20 @@ from deepspeed_muon.monitoring import monitor_events
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.param_groups import build_groups
 from deepspeed_muon.pipelines import is_divided
-from deepspeed_muon.routing import Route, check_routes, format_routes, summarize_routes
+from deepspeed_muon.routing import Route, check_routes, format_routes, summarize_routes, warn_without_muon
 from deepspeed_muon.schedulers import keep_rate_ratios
 from deepspeed_muon.transport.agreement import Claim, agree
+from deepspeed_muon.transport.waiting import phase
 from deepspeed_muon.zero.binding import read_step_sets
-from deepspeed_muon.zero.loss_scale import grow_after_step, use_deepspeed_scaler
+from deepspeed_muon.zero.idle import forget_last_gradients
+from deepspeed_muon.zero.loss_scale import grow_after_step, report_skipped_steps, use_deepspeed_scaler
 from deepspeed_muon.zero.moving import allow_offload_states
 from deepspeed_muon.zero.offload import Admission
+from deepspeed_muon.zero.ranks import data_parallel_scope, members_of, model_claim
 from deepspeed_muon.zero.supported import (
     expert_parallel,
     refuse_checkpoints_of_experts,
+    refuse_checkpoints_of_some_ranks,
     refuse_unsupported,
     refuse_with_qk_clip,
 )
@@ -91,6 +99,7 @@ def register() -> None:
     from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
     hooks: dict[str, Callable[..., Any]] = {
+        "_broadcast_model": _broadcast_model,
         "_configure_basic_optimizer": _configure_basic_optimizer,
         "_configure_optimizer": _configure_optimizer,
         "_configure_lr_scheduler": _configure_lr_scheduler,
@@ -241,30 +250,34 @@ def _configure_expert_parallel(original: Callable[..., Any], engine: Any, *args:
         config.enabled = True
 
 
+def _broadcast_model(original: Callable[..., Any], engine: Any) -> Any:
+    """Compare the ranks' models first: between different ones the broadcast ends in an abort or in a hang."""
+    if _wants_muon(engine, engine.client_optimizer):
+        members = members_of(engine)
+        members.call_roll()
+        agree(model_claim(engine), members=members)
+    return original()
+
+
 def _configure_optimizer(
     original: Callable[..., Any], engine: Any, client_optimizer: Any, model_parameters: Any
 ) -> Any:
     """Compare settings, let DeepSpeed make the optimizer and its ZeRO wrapper, then bind."""
-    error: Exception | None = None
-    facts = {"optimizer": _described(engine, client_optimizer)}
-    try:
-        if _wants_muon(engine, client_optimizer):
-            facts.update(_preflight(engine, client_optimizer, model_parameters))
-    except Exception as caught:
-        error = caught
-    failure = None if error is None else f"{type(error).__name__}: {error}"
-    agree(Claim(facts, scope=_data_parallel_scope(engine), failure=failure), error=error)
-
-    if client_optimizer is None and getattr(engine, "has_moe_layers", False):
-        model_parameters = _named_groups(model_parameters)
+    given, ours = client_optimizer is not None, _wants_muon(engine, client_optimizer)
+    if not ours and (not given or isinstance(client_optimizer, torch.optim.Optimizer)):
+        return original(client_optimizer, model_parameters)
     admission = Admission(engine)
-    engine._deepspeed_muon_admission = admission
-    try:
-        if isinstance(client_optimizer, Muon):
+    if not ours:
+        client_optimizer = _managed_by_deepspeed(client_optimizer, engine, admission)
+    else:
+        _compare_settings(engine, client_optimizer, model_parameters)
+        if given:
             admission.adopt(client_optimizer)
             _order_parameters(engine, client_optimizer)
-        elif client_optimizer is not None and not isinstance(client_optimizer, torch.optim.Optimizer):
-            client_optimizer = _managed_by_deepspeed(client_optimizer, engine)
+        elif getattr(engine, "has_moe_layers", False):
+            model_parameters = _named_groups(model_parameters)
+    engine._deepspeed_muon_admission = admission
+    try:
         result = original(client_optimizer, model_parameters)
     finally:
         admission.close()
@@ -275,6 +288,20 @@ def _configure_optimizer(
     return result
 
 
+def _compare_settings(engine: Any, client_optimizer: Muon | None, model_parameters: Any) -> None:
+    """Refuse what is not supported, and settings that differ between the ranks, before DeepSpeed communicates."""
+    error: Exception | None = None
+    facts = {"optimizer": _described(engine, client_optimizer)}
+    try:
+        facts.update(_preflight(engine, client_optimizer, model_parameters))
+    except Exception as caught:
+        error = caught
+    failure = None if error is None else f"{type(error).__name__}: {error}"
+    members = members_of(engine)
+    members.call_roll()
+    agree(Claim(facts, scope=data_parallel_scope(engine), failure=failure), error=error, members=members)
+
+
 def _named_groups(model_parameters: Any) -> Any:
     """Give param groups the names without which DeepSpeed cannot divide them into experts and others."""
     items = list(model_parameters)
@@ -283,17 +310,18 @@ def _named_groups(model_parameters: Any) -> Any:
     return [{"name": f"dense-params-{number}", **item} for number, item in enumerate(items)]
 
 
-def _managed_by_deepspeed(make: Callable[[Any], Any], engine: Any) -> Callable[[Any], Any]:
-    """Mark what a client's callable returns before DeepSpeed's wrappers call its ``step()``."""
+def _managed_by_deepspeed(
+    make: Callable[[Any], Any], engine: Any, admission: Admission
+) -> Callable[[Any], Any]:
+    """Look at what a client's callable returns: ours is compared and marked before DeepSpeed wraps it."""
 
+    @functools.wraps(make, updated=())
     def made(model_parameters: Any) -> Any:
         optimizer = make(model_parameters)
         if isinstance(optimizer, Muon):
-            refuse_unsupported(engine)
-            optimizer.check_names(engine.module)
-            engine._deepspeed_muon_admission.adopt(optimizer)
+            _compare_settings(engine, optimizer, model_parameters)
+            admission.adopt(optimizer)
             _order_parameters(engine, optimizer)
-            _remove_tags(engine.module)
         return optimizer
 
     return made
@@ -316,6 +344,7 @@ def _preflight(engine: Any, client_optimizer: Muon | None, model_parameters: Any
         config = MuonConfig.from_params(engine.optimizer_params())
         table = build_groups(model_parameters, config, model=engine.module).routes
     refuse_checkpoints_of_experts(engine, config)
+    refuse_checkpoints_of_some_ranks(engine, config)
     facts = {f"optimizer.params.{key}": value for key, value in _flat_facts(config).items()}
     facts["routes"] = format_routes(table)
     # Machine-independent settings can resolve to different arithmetic on different machines.
@@ -329,12 +358,6 @@ def _preflight(engine: Any, client_optimizer: Muon | None, model_parameters: Any
 
 def _flat_facts(config: MuonConfig) -> dict[str, str]:
     return {key: json.dumps(value) for key, value in config.model_dump(mode="json").items()}
-
-
-def _data_parallel_scope(engine: Any) -> str:
-    """Return a text that is shared by the ranks that train the same parameters."""
-    group = getattr(engine, "seq_data_parallel_group", None)
-    return "world" if group is None else ",".join(map(str, dist.get_process_group_ranks(group)))
 
 
 def _configure_basic_optimizer(original: Callable[..., Any], engine: Any, model_parameters: Any) -> Any:
@@ -366,16 +389,20 @@ def _bind(engine: Any, optimizer: Muon) -> None:
     """Read the wrapper's layout and compare the plans; every rank raises if one of them fails."""
     use_deepspeed_scaler(engine)
     grow_after_step(engine.optimizer)
+    forget_last_gradients(engine.optimizer)
+    report_skipped_steps(engine.optimizer, optimizer)
     error: Exception | None = None
+    members = members_of(engine)
     try:
         if optimizer.config.qk_clip is not None:
             refuse_with_qk_clip(engine)
             optimizer.clip_attention_of(engine.module)
-        optimizer.bind(read_step_sets(engine, optimizer, optimizer.route_table()), device=_compute_device())
+        step_sets = read_step_sets(engine, optimizer, optimizer.route_table())
+        optimizer.bind(step_sets, device=_compute_device(), members=members)
         claim = optimizer.plan_claim()
     except Exception as caught:
         error, claim = caught, Claim({}, failure=f"{type(caught).__name__}: {caught}")
-    agree(claim, error=error, kind=PlanMismatchError)
+    agree(claim, error=error, kind=PlanMismatchError, members=members)
     optimizer.open_share_groups(_compute_device())
     if is_divided(engine.module):
         _check_all_stages(optimizer)
@@ -393,8 +420,7 @@ def _bind(engine: Any, optimizer: Muon) -> None:
 
 def _check_all_stages(optimizer: Muon) -> None:
     """Check, on all ranks alike, what only the routes of a pipeline's stages together can tell."""
-    stages: list[list[Route]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(stages, optimizer.routes)
+    stages = optimizer.members.gather(optimizer.routes, what="comparison of the stages' routes").values()
     whole = {route.name: route for routes in stages for route in routes}
     config = optimizer.config
     check_routes(
@@ -405,6 +431,7 @@ def _check_all_stages(optimizer: Muon) -> None:
         min_muon_params=config.min_muon_params,
         rules=config.shape_rules(),
     )
+    warn_without_muon(list(whole.values()))
 
 
 def _prepare_checkpoints(engine: Any) -> None:
@@ -469,7 +496,8 @@ def _configure_lr_scheduler(original: Callable[..., Any], engine: Any, *args: An
         if optimizer.config.restore_from is not None:
             from deepspeed_muon.checkpoint import restore
 
-            restore(engine, optimizer.config.restore_from)
+            arguments = optimizer.config.restore_from.model_dump()
+            restore(engine, arguments.pop("path"), **arguments)
     return result
 
 
@@ -482,7 +510,13 @@ def _take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kw
     if not isinstance(optimizer, Muon):
         return original(*args, **kwargs)
     number = engine.global_steps + 1
-    with optimizer.health_log.step(number, exchange=True):
+    with (
+        optimizer.health_log.step(number, members=optimizer.members),
+        contextlib.ExitStack() as waiting,
+    ):
+        for group in optimizer.process_groups():
+            # DeepSpeed's own collectives of the step are part of it: the norm of the gradients at stages 1 and 2.
+            waiting.enter_context(phase(f"step {number}", group))
         result = original(*args, **kwargs)
     optimizer.check_arrived()
     if optimizer.recorder.due(number) and engine.monitor.enabled:
@@ -490,15 +524,15 @@ def _take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kw
     return result
 
 
-def _save_checkpoint(
-    original: Callable[..., Any], engine: Any, save_dir: Any, tag: Any = None, *args: Any, **kwargs: Any
-) -> Any:
+def _save_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Let DeepSpeed save, then write the consolidated set beside its files if the configuration says so."""
-    result = original(save_dir, tag, *args, **kwargs)
+    result = original(*args, **kwargs)
     optimizer = getattr(engine, "basic_optimizer", None)
     if isinstance(optimizer, Muon) and optimizer.config.consolidate_on_save:
         from deepspeed_muon.checkpoint import CONSOLIDATED_FOLDER, consolidate
 
+        given = dict(zip(("save_dir", "tag"), args, strict=False)) | kwargs
+        tag = given.get("tag")
         name = f"global_step{engine.global_steps}" if tag is None else str(tag)
-        consolidate(engine, os.path.join(save_dir, name, CONSOLIDATED_FOLDER))
+        consolidate(engine, os.path.join(given["save_dir"], name, CONSOLIDATED_FOLDER))
     return result

@@ -8,14 +8,16 @@ so that a tied head is recognised as the embedding that it is.
 from __future__ import annotations
 
 import fnmatch
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch.nn.parameter import is_lazy
 
-from deepspeed_muon.errors import RoutingError
+from deepspeed_muon.errors import ParameterTypeError, RoutingError
 from deepspeed_muon.parameters import NamedParameter, model_parameters_by_name, true_shape
 from deepspeed_muon.plan.owners import grid_blocks
 from deepspeed_muon.shapes import ShapeRules, cut_into_heads, leaf_name, split_output
@@ -28,7 +30,10 @@ __all__ = [
     "model_parameters_by_name",
     "route_parameters",
     "true_shape",
+    "warn_without_muon",
 ]
+
+logger = logging.getLogger("deepspeed_muon")
 
 Algorithm = Literal["muon", "adamw", "frozen"]
 MatrixKind = Literal["matrix", "convolution", "experts"]
@@ -114,7 +119,6 @@ def route_parameters(
     exclude: Sequence[str] = (),
     explicit: Mapping[int, Algorithm] | None = None,
     min_muon_params: int = 0,
-    require_muon: bool = True,
     partial: bool = False,
     rules: ShapeRules | None = None,
 ) -> list[Route]:
@@ -130,7 +134,6 @@ def route_parameters(
         exclude: Patterns of names that go to AdamW. Wins over ``include``.
         explicit: ``id(param)`` to the algorithm that the caller's own param group asks for.
         min_muon_params: The number of Muon matrices that the caller expects at least.
-        require_muon: Whether no Muon parameter at all is an error.
         partial: Whether these are only a part of the model (one stage of a pipeline), so that what a pattern matches
             and what goes to Muon may be elsewhere; whoever knows all parts calls :func:`check_routes`.
         rules: How weights divide into matrices; ``None`` for whole ones.
@@ -140,7 +143,7 @@ def route_parameters(
 
     Raises:
         RoutingError: If a pattern matches nothing, Muon is asked for something that is not a matrix, a weight does not
-            divide as asked, or fewer matrices than expected were found.
+            divide as asked, a parameter cannot be trained, or fewer matrices than expected were found.
     """
     all_names = [name for item in parameters for name in item.names]
     expert_parents = _parents_of_experts(all_names)
@@ -154,7 +157,6 @@ def route_parameters(
             include=include,
             exclude=exclude,
             min_muon_params=min_muon_params,
-            require_muon=require_muon,
             rules=rules,
         )
     return routes
@@ -167,7 +169,6 @@ def check_routes(
     include: Sequence[str],
     exclude: Sequence[str],
     min_muon_params: int,
-    require_muon: bool = True,
     rules: ShapeRules | None = None,
 ) -> None:
     """Raise where the routes of a whole model are not what the settings expect.
@@ -178,7 +179,6 @@ def check_routes(
         include: As for :func:`route_parameters`, like the rest.
         exclude: See there.
         min_muon_params: See there.
-        require_muon: See there.
         rules: See there.
 
     Raises:
@@ -206,16 +206,58 @@ def check_routes(
             "needs 'split' too. Otherwise write the counts as 'heads': {pattern: count}, or unset per_head_muon"
         )
     found = sum(route.algorithm == "muon" for route in routes)
-    if require_muon and found == 0:
-        shapes = ", ".join(f"{route.name} {list(route.shape)} ({route.reason})" for route in routes[:5])
-        raise RoutingError(
-            f"no parameter goes to Muon, so this would be a plain AdamW run. The first of {len(routes)} parameters: "
-            f"{shapes}. Use 'include' patterns, or optimizer type AdamW."
-        )
     if found < min_muon_params:
         raise RoutingError(
             f"optimizer.params.min_muon_params expects at least {min_muon_params} Muon matrices and routing found "
             f"{found}; the summary of routes says why each of the others went elsewhere:\n{format_routes(routes)}"
+        )
+
+
+def warn_without_muon(routes: Sequence[Route]) -> None:
+    """Warn where no parameter of a whole model goes to Muon: right for training a head only, else a slip.
+
+    Args:
+        routes: The routes of all parameters.
+    """
+    if any(route.algorithm == "muon" for route in routes):
+        return
+    shapes = ", ".join(f"{route.name} {list(route.shape)} ({route.reason})" for route in routes[:5])
+    logger.warning(
+        "deepspeed_muon: no parameter goes to Muon, so this is a plain AdamW run. The first of %d parameters: %s. "
+        "Use 'include' patterns if that is not meant; min_muon_params 1 makes it an error",
+        len(routes),
+        shapes,
+    )
+
+
+def _refuse_untrainable(item: NamedParameter) -> None:
+    """Raise for a parameter that no step could update."""
+    param = item.param
+    if is_lazy(param):
+        raise RoutingError(
+            f"parameter {', '.join(item.names) or '<unnamed>'} has no shape yet: run the model once, so that its lazy "
+            f"modules make their weights, before the optimizer is made"
+        )
+    if not param.requires_grad:
+        return
+    what = f"parameter {item.name} of shape {list(true_shape(param))}"
+    if param.is_complex():
+        raise ParameterTypeError(
+            f"{what} is complex ({param.dtype}), which neither Muon nor AdamW updates here; keep it as a real "
+            f"parameter and use torch.view_as_complex in forward, freeze it, or leave it to another optimizer"
+        )
+    if param.layout != torch.strided:
+        raise ParameterTypeError(
+            f"{what} has the layout {param.layout}; only dense parameters can be trained here"
+        )
+    if not param.is_leaf and not param.retains_grad:
+        raise RoutingError(
+            f"{what} is computed from other tensors, not a leaf: it has no gradient of its own"
+        )
+    if any(size > 1 and stride == 0 for size, stride in zip(param.shape, param.stride(), strict=True)):
+        raise RoutingError(
+            f"{what} is expanded (strides {param.stride()}): several of its elements are one in memory; pass a "
+            f"contiguous copy"
         )
 
 
@@ -227,6 +269,7 @@ def _route(
     expert_parents: frozenset[str],
     rules: ShapeRules,
 ) -> Route:
+    _refuse_untrainable(item)
     shape = true_shape(item.param)
     kind = _matrix_kind(item, shape)
     algorithm, reason = _decide(item, kind, len(shape), include, exclude, explicit, expert_parents)

@@ -49,7 +49,7 @@ class StatePolicy:
         return torch.bfloat16 if half else torch.promote_types(master, torch.float32)
 
     def make(self, key: str, tensor: Tensor) -> Tensor:
-        """Return zeros for one state tensor of ``tensor``: its shape and device, pinned where it is pinned.
+        """Return zeros for one state tensor of ``tensor``: its shape and device, contiguous, pinned where it is pinned.
 
         Args:
             key: One of :data:`STATE_TENSORS`.
@@ -59,6 +59,7 @@ class StatePolicy:
             tensor,
             dtype=self.dtype(key, tensor.dtype),
             requires_grad=False,
+            memory_format=torch.contiguous_format,
             pin_memory=tensor.device.type == "cpu" and tensor.is_pinned(),
         )
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.adam import AdamKernel, choose_adam
@@ -23,20 +22,20 @@ from deepspeed_muon.math.scaling import update_scale
 from deepspeed_muon.math.weight_decay import cautious_apply_, decay_factor
 from deepspeed_muon.ops import FlatPasses, flat_passes, in_fp32, matrix_norms, widened
 from deepspeed_muon.plan.exchange import ExchangePlan, build_exchange_plan
-from deepspeed_muon.plan.layout import Fragment, MatrixLayout, ParameterLayout
+from deepspeed_muon.plan.layout import Fragment, MatrixLayout
 from deepspeed_muon.plan.rows import ROW_STATE_KEY, row_layouts
 from deepspeed_muon.state import StatePolicy
-from deepspeed_muon.transport.agreement import gather_flags, gradient_flags
+from deepspeed_muon.transport.agreement import gather_flags, gradient_flags, group_rank_scope
 from deepspeed_muon.transport.buffers import ExchangeBuffers
 from deepspeed_muon.transport.pipeline import (
     Arrival,
-    Finish,
     MuonPipeline,
     Orthogonalize,
     StepCalls,
     StepStats,
 )
 from deepspeed_muon.transport.recorder import StepRecorder
+from deepspeed_muon.transport.results import Finish
 from deepspeed_muon.transport.row_moments import RowMoments
 from deepspeed_muon.transport.shared import SharedMatrices, ShareGroups
 from deepspeed_muon.transport.tensor_parallel import TensorParallelExchange
@@ -84,6 +83,7 @@ class StepRunner:
         policy: StatePolicy | None = None,
         leaves_late: bool = False,
         meets_others: bool = False,
+        number: int = 0,
     ) -> None:
         """Make the exchange plan; nothing is sent.
 
@@ -100,6 +100,7 @@ class StepRunner:
             recorder: Health of the optimizer's steps.
             leaves_late: Whether the last updates may arrive during the call that updates the next set.
             meets_others: Whether those of the set before may.
+            number: Of the set, for errors.
         """
         self.step_set = step_set
         self._refresh = step_set.refresh if leaves_late else None
@@ -108,7 +109,9 @@ class StepRunner:
         self._wire_dtype = config.resolved_wire_dtype(step_set.model_dtype)
         self._decoupled = config.adam_w_mode
         iteration = config.ns_settings(device)
-        self.assignment = assign(step_set, config, device=device, load=load)
+        self.assignment = assign(
+            step_set, config, device=device, load=load, can_open_groups=share_groups.can_open
+        )
         self.plan: ExchangePlan = build_exchange_plan(
             self.assignment.matrices,
             self.assignment.owners,
@@ -147,6 +150,7 @@ class StepRunner:
             watch=self._watch,
             leaves_late=leaves_late,
             meets_others=meets_others,
+            number=number,
         )
         self._row_moments = (
             RowMoments(self.plan, group=step_set.group, device=device, stats=stats)
@@ -161,7 +165,7 @@ class StepRunner:
         self.adam: AdamKernel = choose_adam(step_set, config, self.policy)
         self._local: list[list[tuple[int, Fragment]]] = [[] for _ in step_set.partitions]
         position = {partition.index: number for number, partition in enumerate(step_set.partitions)}
-        self._layouts: tuple[MatrixLayout | ParameterLayout, ...] = (*step_set.matrices, *step_set.others)
+        self._layouts = step_set.layouts
         for number, layout in enumerate(self._layouts):
             for fragment in layout.fragments:
                 if fragment.rank == step_set.rank:
@@ -195,6 +199,7 @@ class StepRunner:
             orthogonalize=orthogonalize,
             chunk_numel=config.exchange_chunk_numel,
             stats=stats,
+            watch=self._watch,
         )
 
     def _passes_for(self, partition: BoundPartition, config: MuonConfig) -> FlatPasses:
@@ -212,26 +217,33 @@ class StepRunner:
         rows = 0 if self._row_moments is None else self._row_moments.plan.sent_elements
         return self.plan.sent_elements * self._wire_dtype.itemsize + rows * torch.float32.itemsize
 
+    def flagged_parameters(self) -> str:
+        """Return names and elements of all parameters in the order of the flags, which ranks exchange by position."""
+        return ", ".join(f"{layout.name} ({layout.numel})" for layout in self._layouts)
+
+    def skips_with(self, ranks: str) -> bool:
+        """Return whether this set skips its steps together with ``ranks``, as :func:`group_rank_scope` writes them."""
+        wider = self.step_set.wider_group
+        return wider is not None and group_rank_scope(wider) == ranks
+
     def inspect_gradients(self, grads: Mapping[int, Tensor]) -> GradientReport:
         """Find out, together with the group, which parameters have a gradient and whether all are finite.
 
         Must be called by all ranks of the group.
 
         Args:
-            grads: Partition index to its gradient; a missing one counts as zero.
+            grads: Partition index to its gradient, flat and contiguous; a missing one counts as zero.
         """
         names = [layout.name for layout in self._layouts]
-        failed_last = {self.assignment.origin[index] for index in self._watch.failed_last}
-        flags = [[0, 0, int(number in failed_last)] for number in range(len(names))]
-        self._watch.failed_last.clear()
+        failed_last = set(self.take_failed())
+        flags = [[0, 0, int(name in failed_last)] for name in names]
         numbers: list[int] = []
         views: list[Tensor] = []
         for partition, local in zip(self.step_set.partitions, self._local, strict=True):
             grad = grads.get(partition.index)
             if grad is not None:
-                flat = grad.reshape(-1)
                 numbers.extend(number for number, _ in local)
-                views.extend(flat.narrow(0, f.partition_offset, f.numel) for _, f in local)
+                views.extend(grad.narrow(0, f.partition_offset, f.numel) for _, f in local)
         if views:
             for number, (nonzero, nonfinite) in zip(numbers, gradient_flags(views).tolist(), strict=True):
                 flags[number][0] |= nonzero
@@ -255,6 +267,12 @@ class StepRunner:
             failed = failed or ("a matrix of other ranks",) * others[1]
         return GradientReport(tuple(bool(row[0]) for row in rows), nonfinite, failed)
 
+    def take_failed(self) -> list[str]:
+        """Return, once, the names of the matrices of which this rank left updates out."""
+        failed = {self.assignment.origin[index] for index in self._watch.failed_last}
+        self._watch.failed_last.clear()
+        return [self.step_set.matrices[number].name for number in sorted(failed)]
+
     def run(
         self,
         report: GradientReport,
@@ -270,7 +288,7 @@ class StepRunner:
 
         Args:
             report: The outcome of :meth:`inspect_gradients`.
-            grads: Partition index to its gradient, in the dtype and shape of the partition.
+            grads: Partition index to its gradient, flat and contiguous.
             groups: Partition index to the param group with its rates.
             state: The optimizer's state; created where missing. Mutated.
             before: Updates of the set before that are still on their way; they are landed.
@@ -281,21 +299,33 @@ class StepRunner:
         """
 
         def others() -> None:
-            self._run_adam(report.active, grads, groups, state)
+            self._run_adam(report.active, grads, groups, state, flat)
             if before is not None:
                 before.land()
 
         first_slot = 0 if before is None else before.next_slot
-        return self._run_muon(report.active, grads, groups, state, meanwhile=others, first_slot=first_slot)
+        with self.flat_partitions() as flat:
+            return self._run_muon(
+                report.active, grads, groups, state, flat, meanwhile=others, first_slot=first_slot
+            )
 
     @property
     def row_layouts(self) -> tuple[MatrixLayout, ...]:
         """Where NorMuon's row moments lie, one layout for each matrix of the set; empty without NorMuon."""
         return () if self._row_moments is None else row_layouts(self.step_set.matrices)
 
-    def flat_partitions(self) -> dict[int, Tensor]:
-        """Return this rank's tensor of each partition as a flat view, by index."""
-        return {partition.index: _flat(partition.tensor) for partition in self.step_set.partitions}
+    @contextlib.contextmanager
+    def flat_partitions(self) -> Iterator[dict[int, Tensor]]:
+        """Give this rank's tensor of each partition as a flat one in row-major order, by index, to be written to.
+
+        ZeRO's partitions are views. A whole parameter that is not contiguous (``channels_last``, a transpose) is
+        copied, and what was written to the copy goes into the parameter's own memory at the end.
+        """
+        flat = {p.index: p.tensor.detach().contiguous().view(-1) for p in self.step_set.partitions}
+        yield flat
+        for partition in self.step_set.partitions:
+            if not partition.tensor.is_contiguous():
+                partition.tensor.detach().copy_(flat[partition.index].view(partition.tensor.shape))
 
     def _own_state(self, partition: BoundPartition, state: State) -> dict[str, Any]:
         """Return the state of a partition, made if it is not there."""
@@ -304,6 +334,8 @@ class StepRunner:
             if key not in own:
                 own[key] = self.policy.make(key, partition.tensor)
                 own.setdefault("step", 0)
+            elif not own[key].is_contiguous():  # loaded from an optimizer that keeps the parameter's strides
+                own[key] = own[key].contiguous()
         return own
 
     def _run_muon(
@@ -312,21 +344,20 @@ class StepRunner:
         grads: Mapping[int, Tensor],
         groups: Mapping[int, dict[str, Any]],
         state: State,
+        flat: Mapping[int, Tensor],
         meanwhile: Callable[[], None],
         first_slot: int,
     ) -> Arrival | None:
         sources: dict[int, MomentumSource] = {}
-        flat: dict[int, Tensor] = {}
         for partition in self.step_set.partitions:
             if not partition.muon:
                 continue
             own = self._own_state(partition, state)
             own["step"] += 1
-            flat[partition.index] = _flat(partition.tensor)
             group, grad = groups[partition.index], grads.get(partition.index)
             sources[partition.index] = MomentumSource(
-                _flat(own["momentum_buffer"]),
-                None if grad is None else grad.reshape(-1),
+                own["momentum_buffer"].view(-1),
+                grad,
                 float(group["momentum"]),
                 bool(group["nesterov"]),
                 self._passes[partition.index].momentum_pack,
@@ -338,7 +369,8 @@ class StepRunner:
             matrix = matrices[index]
             block = matrix.blocks()[number]
             rule = groups[matrix.partition]["adjust_lr_fn"]
-            return update_scale(rule, *matrix.layer_shape(block.rows, block.cols))
+            shape = matrix.scale_shape if matrix.is_cut else matrix.layer_shape(block.rows, block.cols)
+            return update_scale(rule, *shape)
 
         def apply(index: int, fragment: Fragment, update: Tensor) -> None:
             matrix = matrices[index]
@@ -385,12 +417,8 @@ class StepRunner:
             return
         kept = {p.index: self._kept_moments(p, state[p.tensor]) for p in self.step_set.partitions if p.muon}
 
-        def normalize(blocks: Sequence[tuple[int, int]], updates: Tensor) -> Tensor:
-            own = (groups[self.plan.matrices[index].partition] for index, _ in blocks)
-            return rows.normalize(blocks, updates, beta2=[float(group["beta2"]) for group in own])
-
-        rows.gather(kept)
-        yield normalize
+        rows.gather(kept, beta2=[float(groups[matrix.partition]["beta2"]) for matrix in self.plan.matrices])
+        yield rows
         rows.scatter(kept)
 
     def _kept_moments(self, partition: BoundPartition, own: dict[str, Any]) -> Tensor:
@@ -422,6 +450,7 @@ class StepRunner:
         grads: Mapping[int, Tensor],
         groups: Mapping[int, dict[str, Any]],
         state: State,
+        flat: Mapping[int, Tensor],
     ) -> None:
         batches: dict[AdamStep, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {}
         for partition, local in zip(self.step_set.partitions, self._local, strict=True):
@@ -439,27 +468,16 @@ class StepRunner:
                 decoupled=self._decoupled,
                 decay_mode=group["weight_decay_mode"],
             )
-            param = _flat(partition.tensor)
+            param = flat[partition.index]
             grad = grads.get(partition.index)
-            grad = torch.zeros_like(param) if grad is None else grad.reshape(-1)
-            tensors = (param, grad, _flat(own["exp_avg"]), _flat(own["exp_avg_sq"]))
+            grad = torch.zeros_like(param) if grad is None else grad
+            tensors = (param, grad, own["exp_avg"].view(-1), own["exp_avg_sq"].view(-1))
             for offset, numel in _active_runs(local, active, param.numel()):
                 part = tuple(tensor.narrow(0, offset, numel) for tensor in tensors)
                 batches.setdefault(settings, []).append(part)  # type: ignore[arg-type]
         for settings, parts in batches.items():
             params, gradients, exp_avgs, exp_avg_sqs = (list(column) for column in zip(*parts, strict=True))
             self.adam(params, gradients, exp_avgs, exp_avg_sqs, settings=settings)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """Return a one-dimensional view that shares memory with ``tensor``."""
-    try:
-        return tensor.detach().view(-1)
-    except RuntimeError as error:
-        raise BindingError(
-            f"a parameter of shape {tuple(tensor.shape)} is not contiguous (strides {tensor.stride()}); "
-            f"call .contiguous() on its data before the optimizer is made"
-        ) from error
 
 
 def _active_runs(local: Sequence[tuple[int, Fragment]], active: Sequence[bool], numel: int) -> list[Run]:
@@ -479,8 +497,3 @@ def _active_runs(local: Sequence[tuple[int, Fragment]], active: Sequence[bool], 
         else:
             runs.append((fragment.partition_offset, fragment.numel))
     return runs
-
-
-def group_rank_scope(group: dist.ProcessGroup | None) -> str:
-    """Return a text that is equal on the ranks of one process group and differs between groups."""
-    return "world" if group is None else ",".join(map(str, dist.get_process_group_ranks(group)))

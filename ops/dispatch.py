@@ -15,6 +15,7 @@ from deepspeed_muon.math.newton_schulz import NsSettings
 from . import library, reference
 from .autotune import Choice, Tuner
 from .candidates import Candidate, Problem, candidates_for, has_kernel, problem_of
+from .graphs import Replayed
 
 __all__ = ["FlatPasses", "NsBackend", "Orthogonalizer", "flat_passes", "matrix_norms", "select"]
 
@@ -95,6 +96,12 @@ class Orthogonalizer:
         tuner = self._tuner or process_tuner()
         candidate = tuner.choose(problem, candidates, device)
         return candidate, Ran(problem, candidate.name, tuner.choice(problem))
+
+    def release(self) -> None:
+        """Give up the memory of recorded graphs; choices stay, and the next call with a shape records anew."""
+        for candidate, _ in self._chosen.values():
+            if isinstance(candidate.run, Replayed):
+                candidate.run.release()
 
     def report(self) -> list[dict[str, Any]]:
         """Return one entry for each problem that was run: its shape, what ran it, why, how often, the timings."""

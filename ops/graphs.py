@@ -22,6 +22,7 @@ __all__ = ["GRAPHS_KEPT", "Replayed", "capture_cuda"]
 Run = Callable[[Tensor, NsSettings], Tensor]
 Replay = Callable[[Tensor], Tensor]
 Capture = Callable[[Run, Tensor, NsSettings], Replay]
+_Shape = tuple[torch.device, torch.dtype, tuple[int, ...], bool, NsSettings]
 
 # Graphs kept for one candidate; a model has a handful of shapes, times the batch sizes that its chunks give.
 GRAPHS_KEPT = 32
@@ -45,7 +46,7 @@ class Replayed:
         """
         self._run = run
         self._capture = capture_cuda if capture is None else capture
-        self._replays: OrderedDict[object, Replay | None] = OrderedDict()
+        self._replays: OrderedDict[_Shape, Replay | None] = OrderedDict()
 
     def __call__(self, x: Tensor, settings: NsSettings) -> Tensor:
         """Return ``run(x, settings)`` in a tensor of the caller's own.
@@ -68,6 +69,17 @@ class Replayed:
         if replay is None:
             replay = self._replays[key] = self._capture(self._run, x, settings)
         return replay(x)
+
+    def release(self) -> None:
+        """Give up the graphs with their memory; a shape that had one is captured again by its next call.
+
+        The pool goes too: torch lets no graph into one whose graphs are all gone.
+        """
+        for device in {key[0] for key, replay in self._replays.items() if replay is not None}:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            _pools.pop(device, None)
+        self._replays = OrderedDict.fromkeys(self._replays)
 
 
 def capture_cuda(run: Run, x: Tensor, settings: NsSettings) -> Replay:

@@ -313,6 +313,57 @@ class Even(Toy):
         return F.cross_entropy(self.lm_head(x).flatten(0, 1).double(), targets.flatten())
 
 
+class Branch(nn.Module):
+    """A matrix and a gain; the gain starts small, where fp32 rounds little."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = Linear(width, hidden)
+        self.gain = nn.Parameter(torch.full((hidden,), 0.25))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.tanh(self.up(x)) * self.gain).sum(-1, keepdim=True)
+
+
+class Branches(nn.Module):
+    """Adds the branches that the caller names to the residual path, as a mixture of experts adds those it chooses."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a = Branch(width, 24)
+        self.b = Branch(width, 9)
+        self.touch = ""
+        """What the other branches do for their gradient's sake: nothing, run on ``nothing``, or run ``times 0``."""
+
+    def forward(self, x: Tensor, used: str) -> Tensor:
+        total = x
+        for name in "ab":
+            branch = self.get_submodule(name)
+            if name in used:
+                total = total + branch(x)
+            elif self.touch == "nothing":
+                total = total + branch(x[:0]).sum()
+            elif self.touch == "times 0":
+                total = total + 0 * branch(x)
+        return total
+
+
+class Switched(Toy):
+    """A model with two branches, of which a forward pass uses those that ``used`` names."""
+
+    def __init__(self, **_: object) -> None:
+        super().__init__(hidden=(16, 5), thin=False)
+        self.branches = Branches(16)
+        self.used = ""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(tokens).double()
+        for block in self.blocks:
+            x = block(x)
+        x = self.branches(x, self.used)
+        return F.cross_entropy(self.lm_head(x).flatten(0, 1), targets.flatten())
+
+
 MODELS: dict[str, type[Toy]] = {
     "toy": Toy,
     "unused": Unused,
@@ -325,6 +376,7 @@ MODELS: dict[str, type[Toy]] = {
     "fused": Fused,
     "convolutions": Convolutions,
     "even": Even,
+    "switched": Switched,
 }
 
 MATRICES: dict[str, set[str]] = {
@@ -347,6 +399,10 @@ MATRICES["fused"] = (
 )
 MATRICES["convolutions"] = {f"plain.{number}.weight" for number in range(3)}
 MATRICES["even"] = {f"blocks.{i}.{part}.weight" for i in range(3) for part in ("up", "down")} | {"mix.weight"}
+MATRICES["switched"] = {f"blocks.{i}.{part}.weight" for i in range(2) for part in ("up", "down")} | {
+    "branches.a.up.weight",
+    "branches.b.up.weight",
+}
 MATRICES["unused"] = MATRICES["toy"] | {"idle.weight"}
 
 

@@ -33,6 +33,9 @@ _STATEFUL_MODULES = (
 )
 """DeepSpeed modules that keep groups, buffers and stacks of an engine in module globals."""
 
+GROUP_TIMEOUT_VARIABLE = "TESTS_GROUP_TIMEOUT"
+"""Seconds of the process group's time-out, for tests of ranks that do not answer."""
+
 _PLAIN = (type(None), bool, int, float, str, dict, list)
 
 
@@ -202,7 +205,8 @@ def join_group(*, shm_all_reduce: bool) -> None:
         backend.build_shm_op = lambda: None
     # DeepSpeed refuses fp16 on a CPU without instructions for it (AVX512-FP16), for its speed: torch converts there.
     deepspeed.get_accelerator().is_fp16_supported = lambda: True
-    deepspeed.init_distributed(dist_backend="gloo", timeout=timedelta(minutes=30), verbose=False)
+    seconds = float(os.environ.get(GROUP_TIMEOUT_VARIABLE, 1800))
+    deepspeed.init_distributed(dist_backend="gloo", timeout=timedelta(seconds=seconds), verbose=False)
     torch.distributed.barrier()
 
 

@@ -167,7 +167,7 @@ def train(
         "bytes_sent": optimizer.stats.bytes_sent,
         "planned_bytes": sum(runner.wire_bytes_per_step for runner in optimizer.runners),
         "orthogonalized": optimizer.stats.matrices_orthogonalized,
-        "skipped": engine.skipped_steps + optimizer.skipped_steps,
+        "skipped": engine.skipped_steps,
         # Elements of each matrix, and how many of them travel in both directions together.
         "layout": [
             [matrix.numel, 2 * (matrix.numel - matrix.held_by(owner))]

@@ -55,8 +55,13 @@ def add_subcommands(subparsers: Any) -> None:
     _add_reading(command, shards=False)
     command.set_defaults(run=_inspect)
 
-    command = commands.add_parser("verify", help="check completeness and checksums of a consolidated set")
+    command = commands.add_parser(
+        "verify", help="check completeness, checksums and numbers of a consolidated set"
+    )
     command.add_argument("dir")
+    command.add_argument(
+        "--allow-nonfinite", action="store_true", help="accept tensors that hold infinities or NaN"
+    )
     command.set_defaults(run=_verify)
 
 
@@ -173,11 +178,15 @@ def _verify(arguments: argparse.Namespace) -> int:
     from deepspeed_muon.checkpoint.offline import verify_folder
 
     try:
-        index = verify_folder(arguments.dir)
+        index = verify_folder(arguments.dir, allow_nonfinite=arguments.allow_nonfinite)
     except CheckpointError as error:
         print(error, file=sys.stderr)
         return 1
     print(f"{arguments.dir}: complete, {len(index.files)} files agree with their checksums")
+    if not index.sealed:
+        print(
+            "note: the index is of an older release and has no checksum of its own; consolidate again to get one"
+        )
     return 0
 
 

@@ -2,15 +2,16 @@
 
 Tensors are packed into files and files are given to ranks. The files are written in rounds: in each, every rank
 receives one piece of the file that it writes, through one all-to-all, and appends it. So memory is bounded by the
-pieces, not by the model or its largest tensor. Files get their names when they are complete and synced, and the
-index, which alone makes them a checkpoint, comes last.
+pieces, not by the model or its largest tensor. How the new set takes the place of the one before is told in
+:mod:`deepspeed_muon.checkpoint.commit`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -19,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepspeed_muon.checkpoint.commit import FolderWriter, UnsettledError, make_folder
 from deepspeed_muon.checkpoint.index import (
     FORMAT,
-    INDEX_NAME,
+    VERSION,
     CheckpointIndex,
     FileRecord,
     ParameterRecord,
@@ -38,13 +40,16 @@ from deepspeed_muon.checkpoint.plan import Piece, Run, SavePlan
 from deepspeed_muon.checkpoint.shards import (
     DEFAULT_SHARD_BYTES,
     ShardFile,
-    remove_stale,
+    fsync_folder,
+    remove_shards,
     shard_name,
-    write_aside,
 )
-from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.errors import CheckpointError, MuonError, RankMissingError
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
-from deepspeed_muon.transport.agreement import Claim, agree
+from deepspeed_muon.transport.agreement import Claim, agree, group_rank_scope
+from deepspeed_muon.transport.members import everyone
+from deepspeed_muon.transport.waiting import phase
+from deepspeed_muon.zero.ranks import require_all_ranks
 
 __all__ = ["Stage", "consolidate"]
 
@@ -63,8 +68,8 @@ def consolidate(
 
     Must be called by all ranks, between steps, with the same arguments; ``out_dir`` must be on a file system that they
     share. For every parameter it holds the fp32 master and the momentum, or both Adam moments, in the parameter's true
-    shape. A checkpoint that ``out_dir`` held before stays valid until the new one is complete, and is removed then.
-    Frozen parameters and buffers are not part of it.
+    shape. A checkpoint that ``out_dir`` held before stays valid until the new one is complete, and is removed then:
+    whatever fails or dies, the folder holds one of the two. Frozen parameters and buffers are not part of it.
 
     Args:
         engine: A ``DeepSpeedEngine`` with our optimizer.
@@ -76,57 +81,160 @@ def consolidate(
         The folder.
 
     Raises:
-        CheckpointError: On every rank, when one of them could not write. Nothing that loads was left behind.
+        CheckpointError: On every rank, when one of them could not write or died, when ranks disagree on the steps that
+            were taken, or when another save is writing into ``out_dir``. The message says which set the folder holds.
     """
+    require_all_ranks(engine)
     folder = Path(out_dir)
-    reached: Callable[[Stage], None] = on_stage or (lambda stage: None)
-    state, plan = _prepare(engine, folder, shard_bytes)
-    reached("start")
-    save_id = _shared_save_id()
-    first = _first_shard(state, len(plan.shards))
-    names = [shard_name(save_id, first + number) for number in range(len(plan.shards))]
-    files: dict[str, FileRecord] = {}
+    with _rank_lost(f"{folder}: what it held before is untouched"):
+        state, plan, writer = _prepare(engine, folder, shard_bytes)
     try:
-        error = _write_shards(plan, folder, names, files, reached)
-        _agree(error)
-        reached("shards written")
-        everyone = _gather((files, _records(plan, names) if state.rank == 0 else {}))
-        index = _index(state, everyone)
-        _agree(_write_index(folder, index) if _is_first() else None)
-    except BaseException:
-        for name in files:
-            (folder / name).unlink(missing_ok=True)
-        raise
-    reached("index written")
-    if _is_first():
-        remove_stale(folder, index.files)
-    reached("done")
+        _save(state, plan, folder, writer, on_stage or (lambda stage: None))
+    finally:
+        if writer is not None:
+            writer.close()
     return folder
 
 
-def _prepare(engine: Any, folder: Path, shard_bytes: int) -> tuple[LiveState, SavePlan]:
-    """Make the plan and the folder; every rank raises if one of them fails or differs."""
+def _save(
+    state: LiveState,
+    plan: SavePlan,
+    folder: Path,
+    writer: FolderWriter | None,
+    reached: Callable[[Stage], None],
+) -> None:
+    """Write shards and index in the order of :mod:`deepspeed_muon.checkpoint.commit`."""
+    reached("start")
+    files: dict[str, FileRecord] = {}
+    untouched = f"{folder}: what it held before is untouched"
+    with _rank_lost(untouched):
+        save_id = _shared_save_id()
+        first = _first_shard(state, len(plan.shards))
+        names = [shard_name(save_id, first + number) for number in range(len(plan.shards))]
+        try:
+            error = _write_shards(plan, folder, names, files, reached)
+        except BaseException:
+            remove_shards(folder, files)
+            raise
+    if error is not None:
+        remove_shards(folder, files)
+    # From here on the others may hear that this rank's shards are there, and the first one may write the index.
+    with _rank_lost(_UNKNOWN.format(folder=folder) if writer is None else untouched, UnsettledError):
+        try:
+            _agree(error)
+        except CheckpointError:
+            # Every rank hears that one of them has no shards: nobody writes the index.
+            remove_shards(folder, files)
+            raise
+        reached("shards written")
+        own = (files, _records(plan, names) if state.rank == 0 else {})
+        shares = list(everyone().gather(own, what="gathering of the index").values())
+    try:
+        index = None
+        failure: CheckpointError | None = None
+        if writer is not None:
+            index, failure = _commit(writer, state, shares, save_id)
+        _announce(folder, failure)
+    except UnsettledError:
+        raise
+    except CheckpointError:
+        remove_shards(folder, files)
+        raise
+    reached("index written")
+    if writer is not None and index is not None:
+        writer.clear(index)
+    reached("done")
+
+
+def _commit(
+    writer: FolderWriter, state: LiveState, shares: Sequence[_Share], save_id: str
+) -> tuple[CheckpointIndex | None, CheckpointError | None]:
+    """Write the index. Its failure is returned: the other ranks wait to hear of it."""
+    try:
+        index = _index(state, shares)
+        writer.commit(index, save_id)
+    except CheckpointError as error:
+        return None, error
+    except Exception as error:
+        return None, CheckpointError(f"the index cannot be made: {type(error).__name__}: {error}")
+    return index, None
+
+
+def _announce(folder: Path, failure: CheckpointError | None) -> None:
+    """Tell every rank what became of the index; all raise if it was not written, or may not last."""
+    said = [(failure is not None, isinstance(failure, UnsettledError), str(failure))]
+    first = _is_first()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        committed = "the new set is complete and in place, but not every rank may know"
+        left = f"{folder}: {committed}" if first and failure is None else _UNKNOWN.format(folder=folder)
+        try:
+            with _rank_lost(left, UnsettledError):
+                dist.broadcast_object_list(said, src=0)
+        except UnsettledError:
+            if failure is None:
+                raise
+    if failure is not None:
+        raise failure
+    failed, unsettled, text = said[0]
+    if failed:
+        raise (UnsettledError if unsettled else CheckpointError)(f"rank 0: {text}")
+
+
+_UNKNOWN = "{folder}: it holds the new set or the one before, complete; 'checkpoint inspect' says which"
+
+
+@contextlib.contextmanager
+def _rank_lost(left: str, kind: type[CheckpointError] = CheckpointError) -> Iterator[None]:
+    """Name what is left of a save when a collective fails because a rank died or did not come."""
+    try:
+        yield
+    except (MuonError, RuntimeError) as error:
+        if isinstance(error, MuonError) and not isinstance(error, RankMissingError):
+            raise
+        raise kind(f"{left}. The ranks did not finish the save together: {error}") from error
+
+
+def _prepare(engine: Any, folder: Path, shard_bytes: int) -> tuple[LiveState, SavePlan, FolderWriter | None]:
+    """Make the plan and the folder, locked by the first rank; every rank raises if one of them fails or differs."""
     error: Exception | None = None
     claim = Claim({})
+    writer: FolderWriter | None = None
     try:
         if shard_bytes < 1:
             raise CheckpointError(f"shard_bytes must be positive, got {shard_bytes}")
         state = collect(engine)
         plan = SavePlan(state, shard_bytes)
-        folder.mkdir(parents=True, exist_ok=True)
-        claim = Claim({"out_dir": str(folder), "plan of the save": plan.digest()}, scope=_scope(state))
+        make_folder(folder)
+        if _is_first():
+            writer = FolderWriter(folder)
+        facts = {
+            "out_dir": str(folder),
+            "global_steps": str(int(engine.global_steps)),
+            "optimizer steps": _described_steps(state),
+            "plan of the save": plan.digest(),
+        }
+        claim = Claim(facts, scope=group_rank_scope(state.group))
     except OSError as caught:
         error = CheckpointError(f"{folder}: cannot be made: {caught}")
     except Exception as caught:
         error = caught
     if error is not None:
         claim = Claim({}, failure=f"{type(error).__name__}: {error}")
-    agree(claim, error=error, kind=CheckpointError)
-    return state, plan
+    try:
+        agree(claim, error=error, kind=CheckpointError)
+    except BaseException:
+        if writer is not None:
+            writer.close()
+        raise
+    return state, plan, writer
 
 
-def _scope(state: LiveState) -> str:
-    return "world" if state.group is None else str(dist.get_process_group_ranks(state.group))
+def _described_steps(state: LiveState) -> str:
+    """Return every number of steps that was taken, with the first parameter that took it."""
+    first: dict[int, str] = {}
+    for parameter in state.parameters:
+        first.setdefault(state.step(parameter.partition), parameter.route.name)
+    return ", ".join(f"{step} ({name}, ...)" for step, name in sorted(first.items()))
 
 
 def _is_first() -> bool:
@@ -159,6 +267,11 @@ def _write_shards(
             _exchange(plan, pieces, content, buffers)
             writer.append(own, content)
             reached("piece")
+    if writer.error is None and files:
+        try:
+            fsync_folder(folder)
+        except OSError as error:
+            return CheckpointError(f"{folder}: {error}")
     return writer.error
 
 
@@ -234,11 +347,9 @@ def _first_shard(state: LiveState, count: int) -> int:
     """Return the number of this group's first file; groups that hold different parameters count on."""
     if not dist.is_initialized() or dist.get_world_size() == state.world_size:
         return 0
-    counts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(counts, (_scope(state), count))
-    per_group = dict(counts)
-    earlier = [scope for scope in sorted(per_group) if scope < _scope(state)]
-    return sum(per_group[scope] for scope in earlier)
+    own = group_rank_scope(state.group)
+    per_group = dict(everyone().gather((own, count), what="numbering of shards").values())
+    return sum(number for scope, number in per_group.items() if scope < own)
 
 
 def _exchange(plan: SavePlan, pieces: Sequence[Piece | None], content: Tensor, buffers: _Buffers) -> None:
@@ -270,7 +381,8 @@ def _exchange(plan: SavePlan, pieces: Sequence[Piece | None], content: Tensor, b
             outgoing.narrow(0, offset, run.numel).copy_(_source(state, run))
             offset += run.numel
         incoming = buffers.get("incoming", sum(in_splits))
-        dist.all_to_all_single(incoming, outgoing, in_splits, out_splits, group=state.group)
+        with phase("exchange of a checkpoint's pieces", state.group):
+            dist.all_to_all_single(incoming, outgoing, in_splits, out_splits, group=state.group)
         offset = 0
         for run in (run for runs in received for run in runs):
             content.narrow(0, run.piece_offset, run.numel).copy_(incoming.narrow(0, offset, run.numel))
@@ -308,38 +420,21 @@ def _records(plan: SavePlan, names: Sequence[str]) -> dict[str, ParameterRecord]
 _Share = tuple[dict[str, FileRecord], dict[str, ParameterRecord]]
 
 
-def _gather(share: _Share) -> list[_Share]:
-    """Collect what every rank wrote."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [share]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, share)
-    return everyone
-
-
-def _write_index(folder: Path, index: CheckpointIndex) -> Exception | None:
-    try:
-        write_aside(folder / INDEX_NAME, index.model_dump_json(indent=1).encode())
-    except OSError as error:
-        return CheckpointError(f"{folder / INDEX_NAME}: {error}")
-    return None
-
-
 def _agree(error: Exception | None) -> None:
     failure = None if error is None else f"{type(error).__name__}: {error}"
     agree(Claim({}, failure=failure), error=error, kind=CheckpointError)
 
 
-def _index(state: LiveState, everyone: Sequence[_Share]) -> CheckpointIndex:
+def _index(state: LiveState, shares: Sequence[_Share]) -> CheckpointIndex:
     files: dict[str, FileRecord] = {}
     parameters: dict[str, ParameterRecord] = {}
-    for own_files, own_parameters in everyone:
+    for own_files, own_parameters in shares:
         files.update(own_files)
         parameters.update(own_parameters)
     engine = state.engine
     return CheckpointIndex(
         format=FORMAT,
-        version=1,
+        version=VERSION,
         versions=software_versions(),
         source={
             "writer": "engine",

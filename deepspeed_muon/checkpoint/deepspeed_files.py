@@ -10,6 +10,7 @@ import math
 import os
 import pickle
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,18 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed_muon.checkpoint.conversion import repeat_in_run, route_saved
 from deepspeed_muon.checkpoint.index import STATE_KEYS, Progress
-from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, RECORD_VERSION
+from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, read_record
 from deepspeed_muon.checkpoint.live import is_json
+from deepspeed_muon.checkpoint.same_save import SCALE_KEYS, refuse_mixed_models, refuse_mixed_ranks
+from deepspeed_muon.checkpoint.sealed import read_regular, refusing
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.plan.layout import Fragment, flat_fragments, sharded_fragments
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
-from deepspeed_muon.routing import NamedParameter, route_parameters
 
-__all__ = ["DeepSpeedFiles", "SavedParameter", "load_pickle"]
+__all__ = ["DeepSpeedFiles", "SavedParameter", "check_tensor", "load_pickle"]
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_SCALE_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +103,15 @@ def load_pickle(path: Path, *, trust: bool = False) -> Any:
 
     allowed = [loss_scaler.LossScaler, loss_scaler.DynamicLossScaler, ZeroStageEnum, fragment_address]
     try:
+        # A link is DeepSpeed's business; a pipe would keep us waiting.
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise CheckpointError(f"{path}: not a regular file")
         with torch.serialization.safe_globals(allowed):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=not trust)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
+    except CheckpointError:
+        raise
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path}: holds more than tensors and numbers, or is damaged: {str(error).splitlines()[0]}. If you trust "
@@ -112,6 +119,23 @@ def load_pickle(path: Path, *, trust: bool = False) -> Any:
         ) from error
     except Exception as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
+
+
+def check_tensor(tensor: Any, where: str) -> None:
+    """Raise unless a tensor of a file holds as many real numbers as it says.
+
+    Args:
+        tensor: What was unpickled.
+        where: File and parameter, for the message.
+
+    Raises:
+        CheckpointError: If it is no dense tensor of real numbers, or repeats a few of them to look large.
+    """
+    dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    if not dense or not tensor.is_floating_point():
+        raise CheckpointError(f"{where} is no dense tensor of real numbers")
+    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        raise CheckpointError(f"{where} says that it has {tensor.numel()} elements; the file holds fewer")
 
 
 class DeepSpeedFiles:
@@ -136,19 +160,25 @@ class DeepSpeedFiles:
         Raises:
             CheckpointError: Naming the file and, where one is to blame, the parameter.
         """
-        self.folder = _tag_folder(Path(folder))
         self._trust = trust
         self._include, self._exclude = tuple(include), tuple(exclude)
         self.lossy: list[str] = []
+        with refusing(f"{str(folder)!r}"):
+            self.folder = _tag_folder(Path(folder))
+        with refusing(f"{self.folder}: not as DeepSpeed writes it"):
+            self._read()
+
+    def _read(self) -> None:
         self._refuse_unsupported()
         self.model_file = self._model_file()
-        self._model = load_pickle(self.model_file, trust=trust)
+        self._model = load_pickle(self.model_file, trust=self._trust)
         if not isinstance(self._model, dict):
             raise CheckpointError(f"{self.model_file}: not a checkpoint of DeepSpeed")
         self._ranks = self._read_ranks()
         self.world_size = max(len(self._ranks), 1)
         self.stage = self._read_stage()
         self._inner = [self._inner_state(number) for number in range(self.world_size)]
+        self._refuse_mixed_saves()
         self.groups = [
             {str(key): value for key, value in group.items() if key != "params" and is_json(value)}
             for group in self._inner[0]["param_groups"]
@@ -163,7 +193,12 @@ class DeepSpeedFiles:
             self.kind = "DeepSpeed's Muon" if has_muon else "AdamW"
             found = self._without_record()
         self.parameters = {parameter.name: parameter for parameter in found}
+        if len(self.parameters) < len(found):
+            names = [parameter.name for parameter in found]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise CheckpointError(f"{self.model_file}: two parameters are called {twice}")
         self._check_lengths()
+        self.progress = self._read_progress()
 
     # ------------------------------------------------------------------------------------------------------- finding
 
@@ -188,15 +223,23 @@ class DeepSpeedFiles:
         files: dict[int, Path] = {}
         for path in self.folder.iterdir():
             match = _OPTIMIZER_FILE.fullmatch(path.name)
-            if match:
-                files[int(match.group(1))] = path
+            if match and (other := files.setdefault(int(match.group(1)), path)) != path:
+                raise CheckpointError(
+                    f"{path} and {other.name}: both are of rank {match.group(1)}: the folder holds two checkpoints"
+                )
         expected = int(self._model.get("dp_world_size", 0)) if files else 0
-        missing = [rank for rank in range(max(expected, max(files, default=-1) + 1)) if rank not in files]
-        if missing:
+        ranks = range(max(expected, max(files, default=-1) + 1))
+        missing = next((rank for rank in ranks if rank not in files), None)
+        if missing is not None:
             some = next(iter(files.values())).name
-            name = re.sub(r"pp_rank_\d+", f"pp_rank_{missing[0]}", some)
+            name = re.sub(r"pp_rank_\d+", f"pp_rank_{missing}", some)
             raise CheckpointError(
                 f"{self.folder / name}: missing; the checkpoint was saved by {expected} ranks"
+            )
+        if 0 < expected < len(files):
+            raise CheckpointError(
+                f"{files[expected]}: left of another checkpoint; this one was saved by {expected} ranks "
+                f"({self.model_file.name})"
             )
         states = []
         for rank in sorted(files):
@@ -230,36 +273,57 @@ class DeepSpeedFiles:
             )
         return inner
 
+    def _refuse_mixed_saves(self) -> None:
+        """Raise if the files were saved at different moments."""
+        refuse_mixed_ranks(self._files, self._inner, self._ranks)
+        models = {self.model_file: self._model}
+        for number in range(1, self.world_size if self.stage == 3 else 0):
+            path = self.folder / f"zero_pp_rank_{number}_mp_rank_00_model_states.pt"
+            if path.is_file():
+                models[path] = load_pickle(path, trust=self._trust)
+        refuse_mixed_models(models, self._files[0], self._inner[0])
+
     # ------------------------------------------------------------------------------------------------------- layouts
 
-    def _from_record(self, record: Mapping[str, Any]) -> list[SavedParameter]:
-        if record.get("version") != RECORD_VERSION:
-            raise CheckpointError(f"{self._files[0]}: layout record of version {record.get('version')!r}")
-        self.optimizer = dict(record["optimizer"])
+    def _from_record(self, content: Any) -> list[SavedParameter]:
+        record = read_record(content, str(self._files[0]))
+        if self.stage and record.world_size != self.world_size:
+            raise CheckpointError(
+                f"{self._files[0]}: its layout record is of {record.world_size} ranks, there are {self.world_size}"
+            )
+        self.optimizer = dict(record.optimizer)
+        groups = self._inner[0]["param_groups"]
         found = []
-        for entry in record["parameters"]:
-            step = self._step(entry["partition"])
-            fragments = tuple(Fragment(*numbers) for numbers in entry["fragments"])
-            rows = tuple(Fragment(*numbers) for numbers in entry.get("rows", ()))
-            if not step or ROW_STATE_KEY not in self._inner[0]["state"].get(entry["partition"], {}):
+        for entry in record.parameters:
+            if entry.group >= len(self.groups):
+                raise CheckpointError(
+                    f"{self._files[0]}: parameter {entry.name}: there is no param group {entry.group}"
+                )
+            if self.stage == 0 and not any(entry.partition in group["params"] for group in groups):
+                raise CheckpointError(
+                    f"{self._files[0]}: parameter {entry.name}: there is no parameter number {entry.partition}"
+                )
+            step = self._step(entry.partition)
+            fragments, rows = entry.runs("fragments"), entry.runs("rows")
+            if not step or ROW_STATE_KEY not in self._inner[0]["state"].get(entry.partition, {}):
                 rows = ()
-            if entry["replicated"] or self.stage == 0:
+            if entry.replicated or self.stage == 0:
                 fragments, rows = fragments[:1], rows[:1]
-            keys = (*STATE_KEYS[entry["algorithm"]], *((ROW_STATE_KEY,) if rows else ())) if step else ()
+            keys = (*STATE_KEYS[entry.algorithm], *((ROW_STATE_KEY,) if rows else ())) if step else ()
             found.append(
                 SavedParameter(
-                    entry["name"],
-                    tuple(entry["shape"]),
-                    entry["algorithm"],
-                    entry["heads"],
+                    entry.name,
+                    entry.shape,
+                    entry.algorithm,
+                    entry.heads,
                     step,
-                    entry["group"],
-                    entry["partition"],
+                    entry.group,
+                    entry.partition,
                     fragments,
                     {key: key for key in keys},
                     {},
-                    grid=entry.get("grid"),
-                    transposed=bool(entry.get("transposed", False)),
+                    grid=entry.grid,
+                    transposed=entry.transposed,
                     rows=rows,
                 )
             )
@@ -331,6 +395,15 @@ class DeepSpeedFiles:
             for position, (name, shape) in enumerate(group.items()):
                 shape = tuple(int(n) for n in shape)
                 numel = math.prod(shape)
+                room = size - offset if self.stage == 3 else size * self.world_size - offset
+                if (
+                    min(shape, default=0) < 0
+                    or (-(-numel // self.world_size) if self.stage == 3 else numel) > room
+                ):
+                    raise CheckpointError(
+                        f"{self.model_file}: parameter {name} of shape {list(shape)} is larger than "
+                        f"what is left of its partition"
+                    )
                 if self.stage == 3:
                     shard = -(-numel // self.world_size)
                     fragments = sharded_fragments(offset, numel, shard) if numel else ()
@@ -345,8 +418,9 @@ class DeepSpeedFiles:
 
     def _members_of_stage0(self) -> list[list[tuple[str, tuple[int, ...], tuple[Fragment, ...]]]]:
         """Match parameters by order, which is right for ``model.parameters()`` and checked by shape."""
-        buffers = set(self._model.get("buffer_names") or ())
-        named = [(n, tuple(t.shape)) for n, t in self._model["module"].items() if n not in buffers]
+        left_out = set(self._model.get("buffer_names") or ())
+        left_out.update(name for names in self._aliases().values() for name in names)
+        named = [(n, tuple(t.shape)) for n, t in self._model["module"].items() if n not in left_out]
         groups = self._inner[0]["param_groups"]
         order = [index for group in groups for index in group["params"]]
         states = self._inner[0]["state"]
@@ -362,15 +436,26 @@ class DeepSpeedFiles:
 
     def _muon_names(self, partitions: Sequence[Sequence[Any]]) -> set[str]:
         """Route an AdamW checkpoint by names and shapes, as a run with our optimizer would."""
-        if any("momentum_buffer" in state for state in self._inner[0]["state"].values()):
+        if self.kind != "AdamW":
             return set()  # DeepSpeed's Muon: what has moments is AdamW's
-        members = [
-            NamedParameter((name,), torch.nn.Parameter(torch.empty(shape, device="meta")))
-            for members in partitions
-            for name, shape, _ in members
-        ]
-        routes = route_parameters(members, include=self._include, exclude=self._exclude, require_muon=False)
-        return {route.name for route in routes if route.algorithm == "muon"}
+        shapes = {name: shape for members in partitions for name, shape, _ in members}
+        routes = route_saved(shapes, self._aliases(), include=self._include, exclude=self._exclude)
+        return {name for name, route in routes.items() if route.algorithm == "muon"}
+
+    def _aliases(self) -> dict[str, list[str]]:
+        """Return the further names of parameters that several modules share."""
+        found: dict[str, list[str]] = {}
+        if self.stage == 0:
+            first: dict[tuple[int, tuple[int, ...]], str] = {}
+            for name, tensor in self._model["module"].items():
+                if isinstance(tensor, Tensor) and tensor.numel():
+                    kept = first.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name)
+                    if kept != name:
+                        found.setdefault(kept, []).append(name)
+        else:
+            for name, kept in dict(self._model.get("shared_params") or {}).items():
+                found.setdefault(str(kept), []).append(str(name))
+        return found
 
     def _keeps_whole_matrices(self, partition: int, members: Sequence[Any]) -> bool:
         """Return whether every rank's momentum covers all of the matrices that touch its partition."""
@@ -386,6 +471,13 @@ class DeepSpeedFiles:
         return True
 
     def _say_what_is_lossy(self, found: Sequence[SavedParameter]) -> None:
+        patterns = {"include": self._include, "exclude": self._exclude} if self.kind == "AdamW" else {}
+        self.lossy += repeat_in_run(
+            {parameter.name: parameter.algorithm for parameter in found},
+            {parameter.name: parameter.shape for parameter in found},
+            self._aliases(),
+            **patterns,
+        )
         muon = [parameter for parameter in found if parameter.algorithm == "muon" and parameter.step]
         if not muon:
             return
@@ -413,23 +505,29 @@ class DeepSpeedFiles:
         return list(masters)
 
     def _partition(self, parameter: SavedParameter, key: str, rank: int) -> Tensor:
+        saved = self._saved(parameter, key, rank)
+        path = self._files[rank if rank < len(self._files) else 0]
+        check_tensor(saved, f"{path}: {key} of parameter {parameter.name}")
+        flat: Tensor = saved.detach().reshape(-1)
+        return flat
+
+    def _saved(self, parameter: SavedParameter, key: str, rank: int) -> Any:
         if key != "fp32":
-            saved: Tensor = self._inner[rank]["state"][parameter.partition][parameter.saved_as[key]]
-            return saved.reshape(-1)
+            return self._inner[rank]["state"][parameter.partition][parameter.saved_as[key]]
         if self.stage:
-            return self._masters(rank)[parameter.partition].detach().reshape(-1)
+            return self._masters(rank)[parameter.partition]
         optimizer = self._model["optimizer"]
         if "fp32_groups" in optimizer:
-            flat = [tensor for group in optimizer["fp32_groups"] for tensor in group]
-            return flat[parameter.partition].detach().reshape(-1)
-        whole: Tensor = self._model["module"][parameter.name]
-        return whole.detach().reshape(-1)
+            return [tensor for group in optimizer["fp32_groups"] for tensor in group][parameter.partition]
+        return self._model["module"][parameter.name]
 
     def _check_lengths(self) -> None:
         """Make sure that every file holds all that its parameters need."""
         for parameter in self.parameters.values():
             for key in parameter.keys:
+                numel, held = math.prod(parameter.shape_of(key)), 0
                 for fragment in parameter.fragments_of(key):
+                    held += fragment.numel
                     path = self._files[fragment.rank if fragment.rank < len(self._files) else 0]
                     try:
                         size = self._partition(parameter, key, fragment.rank).numel()
@@ -439,6 +537,11 @@ class DeepSpeedFiles:
                         raise CheckpointError(
                             f"{path}: {key} of parameter {parameter.name} is cut off: the partition has {size} elements"
                         )
+                if held != numel:
+                    raise CheckpointError(
+                        f"{self.folder}: the files hold {held} of {numel} elements of {key} of parameter "
+                        f"{parameter.name}"
+                    )
 
     @staticmethod
     def _start(parameter: SavedParameter, key: str, fragment: Fragment) -> int:
@@ -463,18 +566,17 @@ class DeepSpeedFiles:
             )
         return full.view(parameter.shape_of(key))
 
-    @property
-    def progress(self) -> Progress:
-        """Where the run stood."""
+    def _read_progress(self) -> Progress:
+        """Return where the run stood."""
         schedule = self._model.get("lr_scheduler")
         scaler = self._ranks[0].get("loss_scaler") if self._ranks else None
         dynamic = bool(self._ranks and self._ranks[0].get("dynamic_loss_scale"))
         scale = None
         if scaler is not None and dynamic:
-            scale = {key: getattr(scaler, key) for key in _SCALE_KEYS if hasattr(scaler, key)}
+            scale = {key: getattr(scaler, key) for key in SCALE_KEYS if hasattr(scaler, key)}
         elif not self._ranks and (self._model["optimizer"] or {}).get("dynamic_loss_scale"):
             saved = self._model["optimizer"]
-            scale = {key: saved[key] for key in _SCALE_KEYS if key in saved}
+            scale = {key: saved[key] for key in SCALE_KEYS if key in saved}
         return Progress(
             global_steps=int(self._model.get("global_steps", 0)),
             global_samples=int(self._model.get("global_samples", 0)),
@@ -486,8 +588,8 @@ class DeepSpeedFiles:
 
 def _tag_folder(folder: Path) -> Path:
     latest = folder / "latest"
-    if latest.is_file():
-        tag = latest.read_text().strip()
+    if os.path.lexists(latest):
+        tag = read_regular(latest, 4096).decode().strip()
         if not tag or Path(tag).name != tag or tag == "..":
             raise CheckpointError(f"{latest}: names {tag!r}, which is not a folder beside it")
         folder = folder / tag

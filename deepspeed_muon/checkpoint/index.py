@@ -7,7 +7,6 @@ folder, and sizes are compared with the files before anything is allocated.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -25,6 +24,7 @@ from pydantic import (
     model_validator,
 )
 
+from deepspeed_muon.checkpoint.sealed import UNSEALED_VERSION, VERSION, read_sealed, sealed_json
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
 
@@ -33,16 +33,19 @@ __all__ = [
     "INDEX_NAME",
     "SHARD_PATTERN",
     "STATE_KEYS",
+    "VERSION",
     "CheckpointIndex",
+    "Count",
+    "Dimension",
     "FileRecord",
     "ParameterRecord",
     "Progress",
     "load_index",
+    "readable",
     "tensor_name",
 ]
 
 FORMAT: Literal["deepspeed_muon.consolidated"] = "deepspeed_muon.consolidated"
-VERSION = 1
 INDEX_NAME = "muon_index.json"
 SHARD_PATTERN = re.compile(r"muon-[0-9a-f]{12}-[0-9]{5,}\.safetensors")
 STATE_KEYS: dict[str, tuple[str, ...]] = {"muon": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}
@@ -50,7 +53,6 @@ STATE_KEYS: dict[str, tuple[str, ...]] = {"muon": ("momentum_buffer",), "adamw":
 
 # Beyond any model there is, and small enough that sizes in bytes fit into 64 bits.
 _MAX_NUMEL = 1 << 50
-_MAX_INDEX_BYTES = 1 << 30
 
 Dimension = Annotated[int, Field(ge=1, le=_MAX_NUMEL, strict=True)]
 Count = Annotated[int, Field(ge=0, le=1 << 62, strict=True)]
@@ -89,9 +91,9 @@ class ParameterRecord(_Record):
 
     shape: Annotated[tuple[Dimension, ...], Field(max_length=64)]
     algorithm: Literal["muon", "adamw"]
-    heads: Annotated[int, Field(ge=1)] = 1
+    heads: Dimension = 1
     grid: tuple[tuple[Dimension, ...], tuple[Dimension, ...]] | None = None
-    transposed: bool = False
+    transposed: Annotated[bool, Field(strict=True)] = False
     rows: Annotated[int, Field(ge=0, le=_MAX_NUMEL, strict=True)] = 0
     step: Count
     group: Count
@@ -131,6 +133,8 @@ class ParameterRecord(_Record):
                     f"{self.rows} rows of moments do not fit {self.algorithm} and shape {list(self.shape)}"
                 )
             expected.add(ROW_STATE_KEY)
+        if self.heads > self.numel:
+            raise ValueError(f"{self.heads} heads do not fit shape {list(self.shape)}")
         if set(self.tensors) != expected:
             raise ValueError(f"holds {sorted(self.tensors)}, expected {sorted(expected)}")
         return self
@@ -144,6 +148,7 @@ class Progress(_Record):
         global_samples: Samples seen.
         skipped_steps: Steps that overflowed.
         lr_scheduler: The scheduler's ``state_dict()`` where JSON can hold it.
+        lr_scheduler_class: Name of its class, where it is known.
         loss_scale: The dynamic loss scale.
     """
 
@@ -151,6 +156,7 @@ class Progress(_Record):
     global_samples: Count = 0
     skipped_steps: Count = 0
     lr_scheduler: dict[str, Any] | None = None
+    lr_scheduler_class: str | None = None
     loss_scale: dict[str, float | int] | None = None
 
 
@@ -159,7 +165,7 @@ class CheckpointIndex(_Record):
 
     Attributes:
         format: Always :data:`FORMAT`.
-        version: Of the format.
+        version: Of the format: 2, or 1 for a set whose index has no checksum.
         versions: Of the software that wrote it.
         source: Where the state came from, in words and numbers.
         lossy: What was lost or invented when it was converted from another optimizer.
@@ -171,7 +177,7 @@ class CheckpointIndex(_Record):
     """
 
     format: Literal["deepspeed_muon.consolidated"]
-    version: Literal[1]
+    version: Literal[1, 2]
     versions: dict[str, str]
     source: dict[str, Any] = {}
     lossy: list[str] = []
@@ -180,6 +186,15 @@ class CheckpointIndex(_Record):
     progress: Progress = Progress()
     files: dict[str, FileRecord]
     parameters: dict[str, ParameterRecord]
+
+    @property
+    def sealed(self) -> bool:
+        """Whether the index has a checksum, so that damage to it is found."""
+        return self.version != UNSEALED_VERSION
+
+    def to_bytes(self) -> bytes:
+        """Return the file's content, with the checksum."""
+        return sealed_json(self.model_dump(mode="json"))
 
     @field_validator("files")
     @classmethod
@@ -223,26 +238,21 @@ def load_index(folder: str | os.PathLike[str]) -> CheckpointIndex:
     """
     path = Path(folder) / INDEX_NAME
     try:
-        if path.stat().st_size > _MAX_INDEX_BYTES:
-            raise CheckpointError(f"{path}: larger than an index can be")
-        content = json.loads(path.read_bytes())
+        content = read_sealed(path, FORMAT)
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder}: no {INDEX_NAME}: not a consolidated checkpoint, or its save did not finish"
         ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: not an index of the format {FORMAT}")
-    if content.get("version") != VERSION:
-        raise CheckpointError(
-            f"{path}: format version {content.get('version')!r}, this release reads {VERSION}"
-        )
     try:
         return CheckpointIndex.model_validate(content)
     except ValidationError as error:
-        lines = []
-        for item in error.errors()[:10]:
-            where = ".".join(map(str, item["loc"]))
-            lines.append(f"{where + ': ' if where else ''}{item['msg'].removeprefix('Value error, ')}")
-        raise CheckpointError(f"{path}: refused:\n" + "\n".join(lines)) from error
+        raise CheckpointError(f"{path}: refused:\n{readable(error)}") from error
+
+
+def readable(error: ValidationError) -> str:
+    """Return pydantic's report, one line for each of the first faults."""
+    lines = []
+    for item in error.errors()[:10]:
+        where = ".".join(map(str, item["loc"]))
+        lines.append(f"{where + ': ' if where else ''}{item['msg'].removeprefix('Value error, ')}")
+    return "\n".join(lines)

@@ -7,19 +7,163 @@ nor the names at stage 0. The record is made of numbers, strings and lists only,
 
 from __future__ import annotations
 
+import logging
+import math
 import weakref
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
 
 import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from deepspeed_muon.checkpoint.index import Count, Dimension, readable
 from deepspeed_muon.checkpoint.live import LiveState, collect
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.plan.layout import Fragment
 
-__all__ = ["RECORD_KEY", "add_record_to_state_dict"]
+__all__ = ["RECORD_KEY", "LayoutRecord", "RecordedParameter", "add_record_to_state_dict", "read_record"]
+
+logger = logging.getLogger("deepspeed_muon")
 
 RECORD_KEY = "deepspeed_muon_layout"
 RECORD_VERSION = 1
+
+_Numbers = tuple[Count, Count, Count, Annotated[int, Field(ge=1, strict=True)]]
+
+
+class _Recorded(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RecordedParameter(_Recorded):
+    """One parameter of the record, in the words of :class:`~deepspeed_muon.checkpoint.live.LiveParameter`.
+
+    Attributes:
+        name: Dotted name.
+        shape: True shape.
+        algorithm: Whose state it is.
+        heads: As in :class:`~deepspeed_muon.checkpoint.index.ParameterRecord`.
+        grid: As there.
+        transposed: As there.
+        partition: Index of the flat partition.
+        group: Number of its param group.
+        replicated: Whether every rank holds all of it.
+        fragments: Rank, offset in the parameter, offset in the partition and length of every run.
+        rows: The same for NorMuon's row moments.
+    """
+
+    name: str
+    shape: Annotated[tuple[Dimension, ...], Field(max_length=64)]
+    algorithm: Literal["muon", "adamw"]
+    heads: Dimension
+    grid: tuple[tuple[Dimension, ...], tuple[Dimension, ...]] | None = None
+    transposed: Annotated[bool, Field(strict=True)] = False
+    partition: Count
+    group: Count
+    replicated: Annotated[bool, Field(strict=True)]
+    fragments: tuple[_Numbers, ...]
+    rows: tuple[_Numbers, ...] = ()
+
+    def runs(self, key: Literal["fragments", "rows"]) -> tuple[Fragment, ...]:
+        """Return the fragments of the parameter, or those of its row moments."""
+        return tuple(Fragment(*numbers) for numbers in getattr(self, key))
+
+
+class LayoutRecord(_Recorded):
+    """The record, checked: every element of every parameter is in exactly one place on every rank that has it.
+
+    Attributes:
+        version: Always :data:`RECORD_VERSION`.
+        world_size: Ranks that the fragments speak of.
+        optimizer: The settings of the optimizer.
+        global_steps: Of the engine; absent from older records.
+        parameters: All parameters.
+    """
+
+    version: Literal[1]
+    world_size: Annotated[int, Field(ge=1, le=1 << 24, strict=True)]
+    global_steps: Count | None = None
+    optimizer: dict[str, Any]
+    parameters: Annotated[tuple[RecordedParameter, ...], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _covers(self) -> LayoutRecord:
+        names: set[str] = set()
+        taken: dict[tuple[str, int, int], list[tuple[int, int, str]]] = {}
+        for entry in self.parameters:
+            if entry.name in names:
+                raise ValueError(f"two parameters are called {entry.name}")
+            names.add(entry.name)
+            where = f"parameter {entry.name}: "
+            if entry.replicated and len(entry.fragments) != self.world_size:
+                raise ValueError(f"{where}not on each of {self.world_size} ranks")
+            copies = range(self.world_size) if entry.replicated else (None,)
+            _require_cover(f"{where}its fragments", entry.fragments, math.prod(entry.shape), copies)
+            if entry.rows:
+                count = max(start + numel for _, start, _, numel in entry.rows)
+                if entry.algorithm != "muon" or count > math.prod(entry.shape):
+                    raise ValueError(f"{where}{count} row moments do not fit")
+                _require_cover(f"{where}its row moments", entry.rows, count, copies)
+            for kind, runs in (("fragments", entry.fragments), ("rows", entry.rows)):
+                for rank, _, start, numel in runs:
+                    if rank >= self.world_size:
+                        raise ValueError(f"{where}rank {rank} is none of {self.world_size}")
+                    taken.setdefault((kind, entry.partition, rank), []).append((start, numel, entry.name))
+        for (_, partition, rank), places in taken.items():
+            end, last = 0, ""
+            for start, numel, name in sorted(places):
+                if start < end:
+                    raise ValueError(f"{last} and {name} overlap in partition {partition} of rank {rank}")
+                end, last = start + numel, name
+        return self
+
+
+def _require_cover(
+    what: str, runs: Iterable[tuple[int, int, int, int]], numel: int, copies: Iterable[int | None]
+) -> None:
+    """Raise unless the runs hold each of ``numel`` elements once, or once on each of the ranks ``copies``."""
+    found: dict[int | None, list[tuple[int, int]]] = {copy: [] for copy in copies}
+    for rank, start, _, length in runs:
+        copy = None if None in found else rank
+        if copy not in found:
+            raise ValueError(f"{what} name rank {rank}, which does not exist")
+        found[copy].append((start, length))
+    for copy, pieces in found.items():
+        end = 0
+        for start, length in sorted(pieces):
+            if start != end:
+                raise ValueError(
+                    f"{what} {'leave out' if start > end else 'repeat'} elements at {min(start, end)}"
+                )
+            end += length
+        if end != numel:
+            on = "" if copy is None else f" on rank {copy}"
+            raise ValueError(f"{what} hold {end} of {numel} elements{on}")
+
+
+def read_record(content: Any, where: str) -> LayoutRecord:
+    """Check the record of a saved state.
+
+    Args:
+        content: What the file holds under :data:`RECORD_KEY`.
+        where: The file, for the message.
+
+    Raises:
+        CheckpointError: If it is none, or describes what cannot be.
+    """
+    if not isinstance(content, Mapping) or content.get("version") != RECORD_VERSION:
+        version = content.get("version") if isinstance(content, Mapping) else content
+        raise CheckpointError(f"{where}: layout record of version {version!r}")
+    if "missing" in content:
+        raise CheckpointError(
+            f"{where}: was saved without a record of its layout ({content['missing']}): load it with "
+            f"engine.load_checkpoint, at the same ZeRO stage and number of ranks"
+        )
+    try:
+        return LayoutRecord.model_validate(content)
+    except ValidationError as error:
+        raise CheckpointError(f"{where}: layout record refused:\n{readable(error)}") from error
 
 
 def add_record_to_state_dict(engine: Any) -> None:
@@ -29,16 +173,27 @@ def add_record_to_state_dict(engine: Any) -> None:
         engine: A ``DeepSpeedEngine`` whose optimizer is ours and bound.
     """
     reference = weakref.ref(engine)
+    warned = False
 
     def add(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        nonlocal warned
         owner = reference()
         if owner is None:
             return
         try:
             state_dict[RECORD_KEY] = _record(collect(owner))
-        except CheckpointError:
-            # Several data-parallel groups, or equal names: DeepSpeed's own resume works without the record.
-            return
+        except CheckpointError as error:
+            # DeepSpeed's own resume works without the record. A reader is told why there is none: without a word it
+            # would take the state for another optimizer's.
+            state_dict[RECORD_KEY] = {"version": RECORD_VERSION, "missing": str(error)}
+            if not warned and (not dist.is_initialized() or dist.get_rank() == 0):
+                logger.warning(
+                    "deepspeed_muon: the saved optimizer state has no record of its layout: %s. engine.load_checkpoint "
+                    "resumes it at the same ZeRO stage and number of ranks; 'checkpoint consolidate' and 'universal' "
+                    "cannot read it",
+                    error,
+                )
+            warned = True
 
     engine.basic_optimizer.register_state_dict_post_hook(add)
 
@@ -49,6 +204,7 @@ def _record(state: LiveState) -> Mapping[str, Any]:
     return {
         "version": RECORD_VERSION,
         "world_size": state.world_size,
+        "global_steps": int(state.engine.global_steps),
         "optimizer": state.optimizer.config.model_dump(mode="json"),
         "parameters": [
             {

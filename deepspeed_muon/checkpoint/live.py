@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import copy
 import json
 import logging
 import platform
@@ -208,12 +209,19 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def is_json(value: Any) -> bool:
-    """Return whether JSON can hold ``value`` without loss."""
+    """Return whether JSON can hold ``value`` without loss; a tuple may come back as a list."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
         return False
-    return True
+    return _has_text_keys(value)
+
+
+def _has_text_keys(value: Any) -> bool:
+    """Return whether all keys are text: JSON turns a number into text, and torch's MultiStepLR then finds none."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _has_text_keys(entry) for key, entry in value.items())
+    return not isinstance(value, (list, tuple)) or all(map(_has_text_keys, value))
 
 
 def read_progress(engine: Any) -> Progress:
@@ -234,19 +242,26 @@ def read_progress(engine: Any) -> Progress:
         global_samples=int(engine.global_samples),
         skipped_steps=int(engine.skipped_steps),
         lr_scheduler=schedule,
+        lr_scheduler_class=None if scheduler is None else type(scheduler).__name__,
         loss_scale=loss_scale_state(engine.optimizer),
     )
 
 
-def write_progress(engine: Any, progress: Progress) -> None:
-    """Set the engine's counters, schedule and loss scale."""
+def write_progress(engine: Any, progress: Progress, *, scheduler: bool = True) -> None:
+    """Set the engine's counters, schedule and loss scale.
+
+    Args:
+        engine: A ``DeepSpeedEngine`` with our optimizer.
+        progress: What :func:`deepspeed_muon.checkpoint.settings.check_progress` found to be usable.
+        scheduler: Whether to set the schedule too.
+    """
     engine.global_steps = progress.global_steps
     engine.global_samples = progress.global_samples
     engine.skipped_steps = progress.skipped_steps
-    scheduler = getattr(engine, "lr_scheduler", None)
-    if scheduler is not None and progress.lr_scheduler is not None:
-        scheduler.load_state_dict(dict(progress.lr_scheduler))
-    elif scheduler is not None:
+    own = getattr(engine, "lr_scheduler", None)
+    if scheduler and own is not None and progress.lr_scheduler is not None:
+        own.load_state_dict(copy.deepcopy(progress.lr_scheduler))
+    elif scheduler and own is not None:
         logger.warning("deepspeed_muon: the checkpoint holds no state for the scheduler, which starts afresh")
     if progress.loss_scale is not None:
         set_loss_scale_state(engine.optimizer, dict(progress.loss_scale))

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from deepspeed_muon.checkpoint.commit import FolderWriter, UnsettledError, make_folder
 from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
 from deepspeed_muon.checkpoint.index import (
     FORMAT,
-    INDEX_NAME,
+    VERSION,
     CheckpointIndex,
     FileRecord,
     ParameterRecord,
 )
 from deepspeed_muon.checkpoint.live import software_versions
+from deepspeed_muon.checkpoint.sealed import refusing
+from deepspeed_muon.checkpoint.settings import check_loss_scale, checked_settings
 from deepspeed_muon.checkpoint.shards import (
     DEFAULT_SHARD_BYTES,
     PlannedTensor,
     ShardFile,
+    aside,
+    fsync_folder,
     pack,
-    remove_stale,
+    remove_shards,
     shard_name,
-    write_aside,
 )
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource
 from deepspeed_muon.errors import CheckpointError
@@ -58,14 +63,23 @@ def consolidate_files(
         The index that was written.
 
     Raises:
-        CheckpointError: Naming the file and the parameter.
+        CheckpointError: Naming the file and the parameter. A set that ``out_dir`` held before is untouched then, unless
+            the message says that the new one is in place.
     """
     saved = DeepSpeedFiles(folder, trust=trust, include=include, exclude=exclude)
     out = Path(out_dir)
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out)
     except OSError as error:
         raise CheckpointError(f"{out}: cannot be made: {error}") from error
+    with FolderWriter(out) as writer:
+        index = _replace_set(saved, out, shard_bytes, writer)
+        writer.clear(index)
+    return index
+
+
+def _replace_set(saved: DeepSpeedFiles, out: Path, shard_bytes: int, writer: FolderWriter) -> CheckpointIndex:
+    """Write shards and index in the order of :mod:`deepspeed_muon.checkpoint.commit`."""
     tensors = [
         PlannedTensor(name, key, parameter.shape_of(key))
         for name, parameter in saved.parameters.items()
@@ -80,15 +94,20 @@ def consolidate_files(
             files[name] = _write_shard(saved, out / name, shard)
             for tensor in shard:
                 where[tensor.parameter][tensor.key] = name
+        fsync_folder(out)
         index = _index(saved, files, where)
-        write_aside(out / INDEX_NAME, index.model_dump_json(indent=1).encode())
     except BaseException as error:
-        for name in files:
-            (out / name).unlink(missing_ok=True)
+        remove_shards(out, files)
         if isinstance(error, OSError):
-            raise CheckpointError(f"{out}: {error}") from error
+            raise CheckpointError(f"{out}: {error}; what it held before is untouched") from error
         raise
-    remove_stale(out, index.files)
+    try:
+        writer.commit(index, save_id)
+    except UnsettledError:
+        raise
+    except CheckpointError:
+        remove_shards(out, files)
+        raise
     return index
 
 
@@ -108,7 +127,7 @@ def _index(
 ) -> CheckpointIndex:
     return CheckpointIndex(
         format=FORMAT,
-        version=1,
+        version=VERSION,
         versions=software_versions(),
         source={
             "writer": "offline",
@@ -138,18 +157,32 @@ def _index(
     )
 
 
-def verify_folder(folder: str | os.PathLike[str]) -> CheckpointIndex:
-    """Check completeness, headers and checksums of a consolidated checkpoint.
+def verify_folder(folder: str | os.PathLike[str], *, allow_nonfinite: bool = False) -> CheckpointIndex:
+    """Check completeness, headers, checksums, settings and numbers of a consolidated checkpoint.
+
+    Args:
+        folder: The checkpoint.
+        allow_nonfinite: Accept tensors that hold infinities or NaN.
 
     Raises:
         CheckpointError: Naming the file and the parameter.
     """
-    source = ConsolidatedSource(folder)
-    try:
-        source.verify(0, 1)
-    finally:
-        source.close()
-    return source.index
+    with refusing(repr(folder)):
+        source = ConsolidatedSource(folder)
+        try:
+            nonfinite = source.verify(0, 1)
+        finally:
+            source.close()
+        where, index = source.where, source.index
+        checked_settings(index.groups, where)
+        if index.progress.loss_scale is not None:
+            check_loss_scale(index.progress.loss_scale, where)
+    if nonfinite and not allow_nonfinite:
+        raise CheckpointError(
+            f"{where}: complete, but {len(nonfinite)} tensors hold an infinity or NaN: {', '.join(nonfinite)}: the run "
+            f"had diverged when it was saved. restore refuses it unless allow_nonfinite is set"
+        )
+    return index
 
 
 def export_to_torch(folder: str | os.PathLike[str], out_dir: str | os.PathLike[str]) -> list[str]:
@@ -197,13 +230,32 @@ def export_to_torch(folder: str | os.PathLike[str], out_dir: str | os.PathLike[s
         }
     source.close()
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        for file, what in content.items():
-            torch.save(what, out / f".{file}.tmp")
-            os.replace(out / f".{file}.tmp", out / file)
+        make_folder(out)
+        _replace_together(out, content)
     except OSError as error:
-        raise CheckpointError(f"{out}: {error}") from error
+        raise CheckpointError(f"{out}: {error}; export again") from error
     return lossy
+
+
+def _replace_together(out: Path, content: Mapping[str, Any]) -> None:
+    """Write files of ``torch.save`` so that those of two exports are never mixed: a file is missing instead."""
+    try:
+        for file, what in content.items():
+            with open(aside(out / file), "wb") as stream:
+                torch.save(what, stream)
+                stream.flush()
+                os.fsync(stream.fileno())
+        for file in content:
+            (out / file).unlink(missing_ok=True)
+        fsync_folder(out)
+        for file in content:
+            os.replace(aside(out / file), out / file)
+        fsync_folder(out)
+    except BaseException:
+        for file in content:
+            with contextlib.suppress(OSError):
+                aside(out / file).unlink(missing_ok=True)
+        raise
 
 
 def _torch_settings(

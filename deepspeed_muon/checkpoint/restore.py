@@ -5,9 +5,10 @@ Everything that can be wrong is checked first, by all ranks together, and only t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.index import INDEX_NAME, STATE_KEYS, ParameterRecord
+from deepspeed_muon.checkpoint.index import INDEX_NAME, STATE_KEYS, ParameterRecord, Progress
 from deepspeed_muon.checkpoint.live import (
     LiveParameter,
     LiveState,
     collect,
     write_progress,
 )
+from deepspeed_muon.checkpoint.sealed import read_regular, refusing
+from deepspeed_muon.checkpoint.settings import check_progress, checked_settings
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource, StateSource
-from deepspeed_muon.config import GROUP_KEYS
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.pipelines import is_divided
 from deepspeed_muon.plan.layout import Fragment
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
 from deepspeed_muon.transport.agreement import Claim, agree
+from deepspeed_muon.transport.members import everyone
 from deepspeed_muon.zero.checkpointing import refresh_low_precision
+from deepspeed_muon.zero.ranks import require_all_ranks
 
 __all__ = ["CONSOLIDATED_FOLDER", "restore", "restore_from_source"]
 
@@ -38,15 +42,15 @@ logger = logging.getLogger("deepspeed_muon")
 CONSOLIDATED_FOLDER = "muon_consolidated"
 """Where ``consolidate_on_save`` writes, inside the folder of DeepSpeed's tag."""
 
-# What a scheduler or the user changes in the course of a run. The algorithm itself belongs to the model.
-_RESTORED_SETTINGS = (GROUP_KEYS - {"muon_lr", "adam_lr", "muon_weight_decay", "adam_weight_decay"}) | {
-    "initial_lr",
-    "lr_ratio",
-}
-
 
 def restore(
-    engine: Any, folder: str | os.PathLike[str], *, hyperparameters: bool = True, progress: bool = True
+    engine: Any,
+    folder: str | os.PathLike[str],
+    *,
+    hyperparameters: bool = True,
+    progress: bool = True,
+    scheduler: bool = True,
+    allow_nonfinite: bool = False,
 ) -> Path:
     """Continue from a consolidated checkpoint, at any ZeRO stage and on any number of ranks.
 
@@ -60,24 +64,42 @@ def restore(
         hyperparameters: Take rates and other settings of the param groups from the checkpoint, as
             ``engine.load_checkpoint`` does; otherwise those of the configuration stay.
         progress: Restore step counters, scheduler and loss scale too.
+        scheduler: With ``progress``, restore the scheduler too. Unset it to go on with another schedule.
+        allow_nonfinite: Restore a state that holds infinities or NaN, too.
 
     Returns:
         The folder that was read.
 
     Raises:
         CheckpointError: On every rank, naming file and parameter, if the checkpoint is damaged, incomplete, refused
-            or of another model. The engine is unchanged then.
+            or of another model, or its schedule is of another kind. The engine is unchanged then.
     """
+    require_all_ranks(engine)
     found: Path | None = None
     error: Exception | None = None
-    source: StateSource | None = None
+    source: ConsolidatedSource | None = None
     try:
-        found = find_consolidated(Path(folder))
-        source = ConsolidatedSource(found)
+        with refusing(repr(folder)):
+            found = find_consolidated(Path(folder))
+            source = ConsolidatedSource(found)
     except Exception as caught:
         error = caught
-    restore_from_source(engine, source, hyperparameters=hyperparameters, progress=progress, error=error)
-    assert found is not None
+    restore_from_source(
+        engine,
+        source,
+        hyperparameters=hyperparameters,
+        progress=progress,
+        scheduler=scheduler,
+        allow_nonfinite=allow_nonfinite,
+        error=error,
+    )
+    assert found is not None and source is not None
+    if not source.index.sealed and (not dist.is_initialized() or dist.get_rank() == 0):
+        logger.warning(
+            "deepspeed_muon: %s was written by an older release: its index has no checksum, so damage to it may go "
+            "unnoticed; consolidate again to get one",
+            found,
+        )
     return found
 
 
@@ -87,20 +109,30 @@ def find_consolidated(folder: Path) -> Path:
     Raises:
         CheckpointError: If there is none.
     """
-    candidates = [folder, folder / CONSOLIDATED_FOLDER]
-    try:
-        tag = (folder / "latest").read_text().strip()
-        if tag and Path(tag).name == tag:
-            candidates.append(folder / tag / CONSOLIDATED_FOLDER)
-    except OSError:
-        pass
-    for candidate in candidates:
-        if (candidate / INDEX_NAME).is_file():
-            return candidate
+    with refusing(f"{str(folder)!r}"):
+        candidates = [folder, folder / CONSOLIDATED_FOLDER]
+        if _exists(folder) and not folder.is_dir():
+            raise CheckpointError(f"{folder}: is no folder; name the folder that holds {INDEX_NAME}")
+        with contextlib.suppress(FileNotFoundError):
+            tag = read_regular(folder / "latest", 4096).decode().strip()
+            if tag and Path(tag).name == tag and tag != "..":
+                candidates.append(folder / tag / CONSOLIDATED_FOLDER)
+        for candidate in candidates:
+            if _exists(candidate / INDEX_NAME):
+                return candidate
     raise CheckpointError(
         f"{folder}: no {INDEX_NAME} there, nor in {', '.join(map(str, candidates[1:]))}: not a consolidated "
         f"checkpoint, or its save did not finish"
     )
+
+
+def _exists(path: Path) -> bool:
+    """Return whether there is something of that name. What cannot be looked at is an error."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def restore_from_source(
@@ -109,7 +141,9 @@ def restore_from_source(
     *,
     hyperparameters: bool = True,
     progress: bool = True,
+    scheduler: bool = True,
     state_too: bool = True,
+    allow_nonfinite: bool = False,
     error: Exception | None = None,
 ) -> None:
     """Check a source against the engine on all ranks, then fill the engine from it.
@@ -119,33 +153,67 @@ def restore_from_source(
         source: Where to read from; closed in any case. ``None`` if this rank could not open it.
         hyperparameters: See :func:`restore`.
         progress: See :func:`restore`.
+        scheduler: See :func:`restore`.
         state_too: Load momentum and moments, not the masters alone.
+        allow_nonfinite: See :func:`restore`.
         error: Why ``source`` could not be opened.
 
     Raises:
         CheckpointError: See :func:`restore`.
     """
     claim = Claim({})
-    state: LiveState | None = None
+    plan: _Plan | None = None
+    nonfinite: list[str] = []
     try:
         if error is None:
             assert source is not None
-            state = collect(engine)
-            _compare(state, source, state_too)
-            rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-            source.verify(rank, size)
-            claim = Claim({"checkpoint": source.digest()})
+            with refusing(source.where):
+                plan = _Plan.of(collect(engine), source, hyperparameters=hyperparameters, state_too=state_too)
+                if progress and source.progress is not None:
+                    plan.progress = source.progress
+                    check_progress(engine, source.progress, source.where, scheduler=scheduler)
+                rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+                nonfinite = source.verify(rank, size)
+                claim = Claim({"checkpoint": source.digest()})
     except Exception as caught:
         error = caught
     try:
-        if error is not None:
-            claim = Claim({}, failure=f"{type(error).__name__}: {error}")
-        agree(claim, error=error, kind=CheckpointError)
-        assert source is not None and state is not None
-        _fill(state, source, hyperparameters=hyperparameters, progress=progress, state_too=state_too)
+        _agree(claim, error)
+        assert source is not None and plan is not None
+        found = everyone().gather(nonfinite, what="check of a checkpoint").values()
+        _judge(sorted(name for names in found for name in names), source, allow_nonfinite)
+        _fill(plan, source)
+        if plan.progress is not None:
+            write_progress(engine, plan.progress, scheduler=scheduler)
+        for number, settings in plan.settings.items():
+            plan.state.optimizer.param_groups[number].update(settings)
     finally:
         if source is not None:
             source.close()
+
+
+def _agree(claim: Claim, error: Exception | None) -> None:
+    if error is not None:
+        claim = Claim({}, failure=f"{type(error).__name__}: {error}")
+    agree(claim, error=error, kind=CheckpointError)
+
+
+def _judge(nonfinite: list[str], source: StateSource, allowed: bool) -> None:
+    """Refuse a state with infinities or NaN on every rank, or say what is restored."""
+    if not nonfinite:
+        return
+    more = f" and {len(nonfinite) - 10} more" if len(nonfinite) > 10 else ""
+    text = (
+        f"{source.where}: {len(nonfinite)} tensors hold an infinity or NaN: {', '.join(nonfinite[:10])}{more}: the run "
+        f"had diverged when it was saved"
+    )
+    if not allowed:
+        raise CheckpointError(
+            f"{text}. Restore an earlier checkpoint; or, to look into this one, consolidate it and call "
+            f"restore(..., allow_nonfinite=True)"
+        )
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.warning("deepspeed_muon: %s", text)
 
 
 def _compare(state: LiveState, source: StateSource, state_too: bool) -> None:
@@ -178,7 +246,8 @@ def _differences(parameter: LiveParameter, record: ParameterRecord, state_too: b
     if state_too and record.algorithm != route.algorithm:
         return [
             f"parameter {route.name} goes to {route.algorithm} ({route.reason}), in the checkpoint to "
-            f"{record.algorithm} ({file}); set include / exclude in optimizer.params as the saved run did"
+            f"{record.algorithm} ({file}); set include / exclude in optimizer.params as the saved run did, or "
+            f"convert it again with --include / --exclude"
         ]
     if state_too and record.rows and parameter.rows and record.rows != parameter.row_count:
         return [
@@ -188,44 +257,106 @@ def _differences(parameter: LiveParameter, record: ParameterRecord, state_too: b
     return []
 
 
-@torch.no_grad()
-def _fill(
-    state: LiveState, source: StateSource, *, hyperparameters: bool, progress: bool, state_too: bool
-) -> None:
-    """Write the source into this rank's partitions. All checks are done; what fails here is the disk."""
-    steps = _steps(state, source) if state_too else {}
-    if state_too:
-        _say_what_happens_to_rows(state, source)
-    try:
+@dataclass(slots=True)
+class _Plan:
+    """What will be written, with everything that can fail done before: checked, looked up, allocated.
+
+    Attributes:
+        state: What the engine holds.
+        writes: Parameter, key and this rank's flat tensor.
+        made: Tensors that the optimizer's state lacks, by partition and key.
+        steps: Steps of every partition; empty where only masters are restored.
+        settings: New settings by param group.
+        progress: Counters, schedule and loss scale, if they are restored.
+    """
+
+    state: LiveState
+    writes: list[tuple[LiveParameter, str, Tensor]]
+    made: dict[tuple[int, str], Tensor]
+    steps: dict[int, int]
+    settings: dict[int, dict[str, Any]]
+    progress: Progress | None = None
+
+    @classmethod
+    def of(cls, state: LiveState, source: StateSource, *, hyperparameters: bool, state_too: bool) -> _Plan:
+        """Compare the checkpoint with the engine and say what goes where; the engine is not changed.
+
+        Raises:
+            CheckpointError: If it is not one of this model, or its settings cannot be used.
+        """
+        _compare(state, source, state_too)
+        plan = cls(state, [], {}, _steps(state, source) if state_too else {}, {})
+        if state_too:
+            _say_what_happens_to_rows(state, source)
         for parameter in state.parameters:
             rows = (ROW_STATE_KEY,) if parameter.rows else ()
-            for key in ("fp32", *((*STATE_KEYS[parameter.route.algorithm], *rows) if state_too else ())):
-                target = _target(state, parameter, key, steps)
-                if target is None:
-                    continue
-                empty = key not in source.parameters[parameter.route.name].tensors
+            stateful = state_too and plan.steps[parameter.partition.index] > 0
+            for key in ("fp32", *((*STATE_KEYS[parameter.route.algorithm], *rows) if stateful else ())):
+                target = plan._target(parameter, key)
                 for run in _local_runs(state, parameter, key):
-                    destination = target.narrow(0, run.partition_offset, run.numel)
-                    if empty:
-                        destination.zero_()
-                    else:
-                        destination.copy_(
-                            source.read(parameter.route.name, key, run.matrix_offset, run.numel)
+                    if run.partition_offset + run.numel > target.numel():
+                        raise CheckpointError(
+                            f"parameter {parameter.route.name}: this rank's {key} is not in memory (it has "
+                            f"{target.numel()} elements): checkpoints do not know NVMe offload"
                         )
-    except Exception as error:
-        raise CheckpointError(
+                plan.writes.append((parameter, key, target))
+        if hyperparameters:
+            plan.settings = _settings(state, source)
+        return plan
+
+    def _target(self, parameter: LiveParameter, key: str) -> Tensor:
+        """Return the flat tensor to write to: the engine's own, or one that it will get."""
+        partition = parameter.partition
+        if key == "fp32" or key in self.state.optimizer.state.get(partition.tensor, {}):
+            return self.state.tensor(partition, key)
+        place = (partition.index, key)
+        if place not in self.made:
+            if key == ROW_STATE_KEY:
+                sharing = (other for other in self.state.parameters if other.partition is partition)
+                numel = sum(run.numel for other in sharing for run in _local_runs(self.state, other, key))
+                self.made[place] = torch.zeros(numel, dtype=torch.float32, device=partition.tensor.device)
+            else:
+                self.made[place] = self.state.optimizer.state_policy.make(key, partition.tensor)
+        return self.made[place].view(-1)
+
+
+@torch.no_grad()
+def _fill(plan: _Plan, source: StateSource) -> None:
+    """Write the source into this rank's partitions. All checks are done; what fails here is the disk.
+
+    Must be called by all ranks.
+
+    Raises:
+        CheckpointError: On every rank, if one of them could not read what it had verified.
+    """
+    state = plan.state
+    error: Exception | None = None
+    try:
+        for parameter, key, target in plan.writes:
+            name = parameter.route.name
+            saved = key in source.parameters[name].tensors
+            for run in _local_runs(state, parameter, key):
+                destination = target.narrow(0, run.partition_offset, run.numel)
+                if saved:
+                    destination.copy_(source.read(name, key, run.matrix_offset, run.numel))
+                else:
+                    destination.zero_()
+    except Exception as caught:
+        error = CheckpointError(
             f"reading {source.where} failed after it was verified; the engine now holds a part of it and must be made "
-            f"anew: {error}"
-        ) from error
-    for parameter in state.parameters:
-        own = state.optimizer.state.get(parameter.partition.tensor)
-        if own and state_too:
-            own["step"] = steps[parameter.partition.index]
+            f"anew: {caught}"
+        )
+    _agree(Claim({}), error)
+    for partition in {
+        parameter.partition.index: parameter.partition for parameter in state.parameters
+    }.values():
+        steps = plan.steps.get(partition.index)
+        if steps == 0:
+            state.optimizer.state[partition.tensor].clear()
+        elif steps is not None:
+            made = {key: tensor for (index, key), tensor in plan.made.items() if index == partition.index}
+            state.optimizer.state[partition.tensor].update(made, step=steps)
     refresh_low_precision(state.engine.optimizer)
-    if progress and source.progress is not None:
-        write_progress(state.engine, source.progress)
-    if hyperparameters:
-        _restore_settings(state, source)
 
 
 def _steps(state: LiveState, source: StateSource) -> dict[int, int]:
@@ -242,26 +373,6 @@ def _steps(state: LiveState, source: StateSource) -> dict[int, int]:
                 max(steps),
             )
     return {index: max(steps) for index, steps in found.items()}
-
-
-def _target(state: LiveState, parameter: LiveParameter, key: str, steps: Mapping[int, int]) -> Tensor | None:
-    """Return the flat tensor to write to, made or cleared where it is state; ``None`` if there is none to restore."""
-    partition = parameter.partition
-    if key == "fp32":
-        return state.tensor(partition, key)
-    own = state.optimizer.state[partition.tensor]
-    if steps[partition.index] == 0:
-        own.clear()
-        return None
-    if key not in own:
-        if key == ROW_STATE_KEY:
-            sharing = (other for other in state.parameters if other.partition is partition)
-            numel = sum(run.numel for other in sharing for run in _local_runs(state, other, key))
-            own[key] = torch.zeros(numel, dtype=torch.float32, device=partition.tensor.device)
-        else:
-            own[key] = state.optimizer.state_policy.make(key, partition.tensor)
-        own.setdefault("step", 0)
-    return state.tensor(partition, key)
 
 
 def _local_runs(state: LiveState, parameter: LiveParameter, key: str) -> list[Fragment]:
@@ -293,21 +404,27 @@ def _say_what_happens_to_rows(state: LiveState, source: StateSource) -> None:
         )
 
 
-def _restore_settings(state: LiveState, source: StateSource) -> None:
-    """Give every param group the settings that its parameters had, where they had the same."""
+def _settings(state: LiveState, source: StateSource) -> dict[int, dict[str, Any]]:
+    """Return for every param group the settings that its parameters had, where they had the same."""
+    groups = checked_settings(source.groups, source.where)
     saved: dict[int, set[int]] = {}
     for parameter in state.parameters:
         saved.setdefault(parameter.group, set()).add(source.parameters[parameter.route.name].group)
+    found: dict[int, dict[str, Any]] = {}
     for number, origins in saved.items():
         group = state.optimizer.param_groups[number]
-        settings = [source.groups[origin] for origin in origins if origin < len(source.groups)]
         # The stages of a pipeline may number their groups differently, and one stage's are saved.
         settings = [
-            entry for entry in settings if entry.get("algorithm", group["algorithm"]) == group["algorithm"]
+            groups[origin]
+            for origin in sorted(origins)
+            if origin < len(groups)
+            and source.groups[origin].get("algorithm", group["algorithm"]) == group["algorithm"]
         ]
-        if not settings:
-            continue
-        for key in sorted(_RESTORED_SETTINGS & group.keys()):
+        found[number] = {}
+        keys = {key for entry in settings for key in entry} & group.keys()
+        if group["algorithm"] == "muon":
+            keys.discard("betas")  # there it is the schedulers' name of momentum, and AdamW's is not it
+        for key in sorted(keys):
             values = [entry[key] for entry in settings if key in entry]
             if len(values) < len(settings):
                 continue
@@ -319,4 +436,5 @@ def _restore_settings(state: LiveState, source: StateSource) -> None:
                     values,
                 )
                 continue
-            group[key] = tuple(values[0]) if isinstance(values[0], list) else values[0]
+            found[number][key] = values[0]
+    return found

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import math
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,18 +20,25 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.index import SHARD_PATTERN, FileRecord, tensor_name
+from deepspeed_muon.checkpoint.index import INDEX_NAME, SHARD_PATTERN, FileRecord, tensor_name
 
 __all__ = [
     "DEFAULT_SHARD_BYTES",
     "PlannedTensor",
     "ShardFile",
+    "aside",
     "fsync_folder",
     "pack",
+    "remove_shards",
     "remove_stale",
     "shard_name",
     "write_aside",
+    "write_synced",
 ]
+
+logger = logging.getLogger("deepspeed_muon")
+
+_INDEX_ASIDE = re.compile(rf"\.{re.escape(INDEX_NAME)}(\.[0-9a-f]{{12}})?\.tmp")
 
 DEFAULT_SHARD_BYTES = 2 << 30
 ITEM_BYTES = 4
@@ -133,7 +142,7 @@ class ShardFile:
         self._written += len(data)
 
     def finish(self) -> FileRecord:
-        """Sync the file, give it its name and return its record."""
+        """Sync the file, give it its name and return its record. The folder, which holds the name, is not synced."""
         assert self._written == self._expected, (self._written, self._expected)
         os.fsync(self._file.fileno())
         self._file.close()
@@ -141,8 +150,9 @@ class ShardFile:
         return FileRecord(bytes=self._written, sha256=self._sha.hexdigest())
 
     def discard(self) -> None:
-        """Remove whatever there is of the file."""
-        self._file.close()
+        """Remove whatever there is of the file. No index may name it yet."""
+        with contextlib.suppress(OSError):
+            self._file.close()
         for path in (self._aside, self._path):
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -153,14 +163,29 @@ def aside(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a small file and sync it; nothing of it is left if that fails.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    try:
+        with open(path, "wb", buffering=0) as file:
+            view = memoryview(content)
+            while len(view):
+                view = view[file.write(view) :]
+            os.fsync(file.fileno())
+    except OSError:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise
+
+
 def write_aside(path: Path, content: bytes) -> None:
     """Write a small file so that it is there whole or not at all, also after a power failure."""
     temporary = aside(path)
+    write_synced(temporary, content)
     try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError:
         with contextlib.suppress(OSError):
@@ -178,16 +203,43 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def remove_shards(folder: Path, names: Iterable[str]) -> None:
+    """Remove shards of this save, or of a set that was replaced. What cannot be removed stays, with a warning."""
+    stuck: list[OSError] = []
+    for name in names:
+        try:
+            (folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            stuck.append(error)
+    if stuck:
+        _warn_of_leftovers(folder, stuck)
+
+
 def remove_stale(folder: Path, keep: Iterable[str]) -> None:
     """Remove shards, and what killed saves left of them, that no index names any more.
 
     Args:
-        folder: A consolidated checkpoint.
+        folder: A consolidated checkpoint; no other save may be writing into it.
         keep: Names of the files that its index names.
     """
     kept = set(keep)
-    for path in folder.iterdir():
-        name = path.name.removeprefix(".").removesuffix(".tmp")
-        if SHARD_PATTERN.fullmatch(name) and path.name not in kept:
-            with contextlib.suppress(OSError):
-                path.unlink()
+    try:
+        names = os.listdir(folder)
+    except OSError as error:
+        _warn_of_leftovers(folder, [error])
+        return
+    stale = []
+    for name in names:
+        shard = name.removeprefix(".").removesuffix(".tmp")
+        if (SHARD_PATTERN.fullmatch(shard) and name not in kept) or _INDEX_ASIDE.fullmatch(name):
+            stale.append(name)
+    remove_shards(folder, stale)
+
+
+def _warn_of_leftovers(folder: Path, errors: list[OSError]) -> None:
+    logger.warning(
+        "deepspeed_muon: %s: %d files that no index names could not be removed, which the next save tries again: %s",
+        folder,
+        len(errors),
+        errors[0],
+    )

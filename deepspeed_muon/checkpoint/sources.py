@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -18,11 +20,13 @@ from deepspeed_muon.checkpoint.index import (
     load_index,
     tensor_name,
 )
+from deepspeed_muon.checkpoint.sealed import open_regular, refusing, regular_size
 from deepspeed_muon.errors import CheckpointError
 
 __all__ = ["ConsolidatedSource", "StateSource", "file_digest", "flat_slice"]
 
 _READ_BYTES = 16 << 20
+_SCAN_NUMEL = 4 << 20
 
 
 class StateSource(Protocol):
@@ -50,8 +54,11 @@ class StateSource(Protocol):
         """Return a text that is equal on all ranks that see the same checkpoint."""
         ...
 
-    def verify(self, share: int, shares: int) -> None:
+    def verify(self, share: int, shares: int) -> list[str]:
         """Check one of ``shares`` equal parts of the files against the records.
+
+        Returns:
+            The tensors of that part that hold an infinity or NaN.
 
         Raises:
             CheckpointError: Naming the file and the parameter.
@@ -103,33 +110,36 @@ class ConsolidatedSource:
         """Return the checksum of the index."""
         return hashlib.sha256(self.index.model_dump_json().encode()).hexdigest()
 
-    def verify(self, share: int, shares: int) -> None:
+    def verify(self, share: int, shares: int) -> list[str]:
         """Check presence, size, header and checksum of this share's files; see :class:`StateSource`."""
         inside: dict[str, list[tuple[str, str]]] = {name: [] for name in self.index.files}
         for parameter, record in self.parameters.items():
             for key, file in record.tensors.items():
                 inside[file].append((parameter, key))
         names = sorted(self.index.files, key=lambda name: (-self.index.files[name].bytes, name))
+        nonfinite = []
         for name in names[share::shares]:
-            self._verify_file(name, inside[name])
+            with refusing(str(self._folder / name)):
+                nonfinite += self._verify_file(name, inside[name])
+        return nonfinite
 
-    def _verify_file(self, name: str, tensors: Sequence[tuple[str, str]]) -> None:
+    def _verify_file(self, name: str, tensors: Sequence[tuple[str, str]]) -> list[str]:
         path, record = self._folder / name, self.index.files[name]
         affected = ", ".join(f"{parameter} ({key})" for parameter, key in tensors[:3])
         affected += f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
         try:
-            size = path.stat().st_size
-            if not path.is_file() or path.is_symlink():
-                raise CheckpointError(f"{path}: not a regular file; it holds {affected}")
+            size = regular_size(path)
             if size != record.bytes:
-                raise CheckpointError(f"{path}: {size} bytes, expected {record.bytes}; it holds {affected}")
+                raise CheckpointError(f"{path}: {size} bytes, expected {record.bytes}")
             digest = file_digest(path)
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror or error}; it holds {affected}") from error
+        except (OSError, CheckpointError) as error:
+            reason = f"{path}: {error.strerror or error}" if isinstance(error, OSError) else str(error)
+            raise CheckpointError(f"{reason}; it holds {affected}") from error
         if digest != record.sha256:
             raise CheckpointError(f"{path}: its checksum is not that of the index; it holds {affected}")
         handle = self._handle(name)
         found = set(handle.keys())
+        nonfinite = []
         for parameter, key in tensors:
             entry = tensor_name(key, parameter)
             if entry not in found:
@@ -142,6 +152,9 @@ class ConsolidatedSource:
                     f"{path}: {entry} is {piece.get_dtype()} of shape {list(shape)}, the index says F32 of shape "
                     f"{list(expected)}"
                 )
+            if not _is_finite(handle, entry, shape):
+                nonfinite.append(f"{parameter} ({key})")
+        return nonfinite
 
     def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
         """Return a run of a tensor; see :class:`StateSource`."""
@@ -189,11 +202,24 @@ def flat_slice(handle: Any, entry: str, shape: Sequence[int], start: int, numel:
     return rows.reshape(-1).narrow(0, start - first * row, numel)
 
 
+def _is_finite(handle: Any, entry: str, shape: Sequence[int]) -> bool:
+    """Return whether a tensor holds no infinity and no NaN, reading some rows at a time."""
+    if not shape:
+        return bool(torch.isfinite(handle.get_tensor(entry)).all())
+    piece = handle.get_slice(entry)
+    step = max(1, _SCAN_NUMEL // math.prod(shape[1:]))
+    return all(bool(torch.isfinite(piece[row : row + step]).all()) for row in range(0, shape[0], step))
+
+
 def file_digest(path: Path) -> str:
-    """Return the sha256 of a file, hexadecimal."""
+    """Return the sha256 of a regular file, hexadecimal.
+
+    Raises:
+        CheckpointError: If it is a link, a pipe or a device.
+    """
     digest = hashlib.sha256()
     buffer = bytearray(_READ_BYTES)
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
+    with open_regular(path) as file:
+        while count := file.readinto(buffer):  # type: ignore[attr-defined]
             digest.update(memoryview(buffer)[:count])
     return digest.hexdigest()

@@ -13,22 +13,28 @@ import json
 import logging
 import os
 import shutil
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles, load_pickle
-from deepspeed_muon.checkpoint.index import STATE_KEYS, ParameterRecord, Progress
+from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles, check_tensor, load_pickle
+from deepspeed_muon.checkpoint.index import STATE_KEYS, ParameterRecord, Progress, readable
+from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
 from deepspeed_muon.checkpoint.live import collect
 from deepspeed_muon.checkpoint.restore import restore_from_source
+from deepspeed_muon.checkpoint.sealed import read_sealed, refusing, sealed_json
+from deepspeed_muon.checkpoint.settings import Before, check_loss_scale
 from deepspeed_muon.checkpoint.shards import fsync_folder, write_aside
 from deepspeed_muon.checkpoint.sources import StateSource, file_digest
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.routing import Route
 from deepspeed_muon.zero.checkpointing import set_loss_scale_state
+from deepspeed_muon.zero.ranks import require_all_ranks
 
 __all__ = ["UniversalSource", "convert_to_universal", "hook_converter", "use_universal_loader"]
 
@@ -69,7 +75,8 @@ def convert_to_universal(
         torch.save({"param_groups": saved.groups}, partial / "zero" / "optimizer_state.pt")
         for name in _MODEL_FILES:
             _link(saved.model_file, partial / name)
-        write_aside(partial / RECORD_NAME, json.dumps(_record(saved, files), indent=1).encode())
+        write_aside(partial / RECORD_NAME, sealed_json(_record(saved, files)))
+        _sync_all(partial)
         if out.exists():
             out.rmdir()
         os.replace(partial, out)
@@ -98,10 +105,18 @@ def _write_parameters(saved: DeepSpeedFiles, folder: Path) -> dict[str, str]:
     return files
 
 
+def _sync_all(folder: Path) -> None:
+    """Put every file below a folder on the disk, and the names of all of them."""
+    for place, _, files in os.walk(folder):
+        for name in files:
+            with open(os.path.join(place, name), "rb") as file:
+                os.fsync(file.fileno())
+        fsync_folder(Path(place))
+
+
 def _record(saved: DeepSpeedFiles, files: Mapping[str, str]) -> dict[str, Any]:
     return {
         "format": FORMAT,
-        "version": 1,
         "source": {"optimizer": saved.kind, "zero_stage": saved.stage, "world_size": saved.world_size},
         "lossy": saved.lossy,
         "groups": saved.groups,
@@ -155,12 +170,13 @@ class UniversalSource:
         self._sha: dict[str, dict[str, str]] = {}
         self._from_adam: set[str] = set()
         self._parameters: dict[str, ParameterRecord] = {}
-        if not (self._folder / "zero").is_dir():
-            raise CheckpointError(f"{self._folder}: no folder 'zero': not a universal checkpoint")
-        if (self._folder / RECORD_NAME).is_file():
-            self._read_record()
-        else:
-            self._read_folders(routes)
+        with refusing(self.where):
+            if not (self._folder / "zero").is_dir():
+                raise CheckpointError(f"{self._folder}: no folder 'zero': not a universal checkpoint")
+            if os.path.lexists(self._folder / RECORD_NAME):
+                self._read_record()
+            else:
+                self._read_folders(routes)
 
     @property
     def parameters(self) -> Mapping[str, ParameterRecord]:
@@ -169,21 +185,21 @@ class UniversalSource:
 
     def _read_record(self) -> None:
         path = self._folder / RECORD_NAME
-        try:
-            content = json.loads(path.read_bytes())
-            if content["format"] != FORMAT or content["version"] != 1:
-                raise ValueError("another format or version")
+        content = read_sealed(path, FORMAT)
+        with refusing(f"{path}: refused"):
             for name, entry in content["parameters"].items():
                 if not _is_plain(name):
-                    raise ValueError(f"parameter {name!r} cannot name a folder")
-                sha = entry.pop("sha256")
+                    raise CheckpointError(f"{path}: refused: parameter {name!r} cannot name a folder")
+                sha = {key: _digest_of(value) for key, value in entry.pop("sha256").items()}
                 tensors = {key: f"zero/{name}/{key}.pt" for key in sha}
-                self._parameters[name] = ParameterRecord(**entry, tensors=tensors)
+                self._parameters[name] = _parameter(path, name, {**entry, "tensors": tensors})
                 self._sha[name] = sha
-            self.groups = list(content["groups"])
+                if self._parameters[name].group >= len(content["groups"]):
+                    raise CheckpointError(f"{path}: refused: parameter {name}: there is no such param group")
+            self.groups = [dict(group) for group in content["groups"]]
             self.loss_scale = content["loss_scale"]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{path}: refused: {error}") from error
+            if self.loss_scale is not None:
+                check_loss_scale(self.loss_scale, str(path))
 
     def _read_folders(self, routes: Mapping[str, Route]) -> None:
         """Describe a checkpoint of DeepSpeed's own converter by its files. It holds buffers and frozen ones as well."""
@@ -205,12 +221,16 @@ class UniversalSource:
             shape = tuple(self._tensor(name, "fp32").shape)
             if torch.Size(shape).numel() == torch.Size(routes[name].shape).numel():
                 shape = routes[name].shape  # from stage 3 DeepSpeed writes flat tensors
-            self._parameters[name] = ParameterRecord(
-                shape=shape,
-                algorithm="muon" if algorithm == "muon" else "adamw",
-                step=step,
-                group=0,
-                tensors={key: f"zero/{name}/{key}.pt" for key in ("fp32", *(keys if step else ()))},
+            self._parameters[name] = _parameter(
+                place,
+                name,
+                {
+                    "shape": shape,
+                    "algorithm": "muon" if algorithm == "muon" else "adamw",
+                    "step": step,
+                    "group": 0,
+                    "tensors": {key: f"zero/{name}/{key}.pt" for key in ("fp32", *(keys if step else ()))},
+                },
             )
         if self._from_adam:
             logger.warning(
@@ -232,28 +252,33 @@ class UniversalSource:
         records = {name: record.model_dump_json() for name, record in sorted(self._parameters.items())}
         return hashlib.sha256(json.dumps([records, self._sha]).encode()).hexdigest()
 
-    def verify(self, share: int, shares: int) -> None:
+    def verify(self, share: int, shares: int) -> list[str]:
         """Check this share of the files; see :class:`StateSource`."""
+        nonfinite = []
         for name in sorted(self._parameters)[share::shares]:
-            record = self._parameters[name]
-            for key in record.tensors:
-                path = self._path(name, key)
-                expected = self._sha.get(name, {}).get(key)
-                try:
-                    damaged = expected is not None and file_digest(path) != expected
-                except OSError as error:
-                    raise CheckpointError(f"{path}: {error.strerror or error}; parameter {name}") from error
-                if damaged:
-                    raise CheckpointError(f"{path}: its checksum is not that of the record; parameter {name}")
-                shape = tuple(self._tensor(name, key).shape)
-                expected_shape = record.shape_of(key)
-                if (
-                    shape != expected_shape
-                    and torch.Size(shape).numel() != torch.Size(expected_shape).numel()
-                ):
-                    raise CheckpointError(
-                        f"{path}: shape {list(shape)}, expected {list(expected_shape)}; parameter {name}"
-                    )
+            for key in self._parameters[name].tensors:
+                with refusing(f"{self._path(name, key)}; parameter {name}"):
+                    if not self._verify_tensor(name, key):
+                        nonfinite.append(f"{name} ({key})")
+        return nonfinite
+
+    def _verify_tensor(self, name: str, key: str) -> bool:
+        """Raise unless a file is what the record says; return whether all of its numbers are finite."""
+        path = self._path(name, key)
+        expected = self._sha.get(name, {}).get(key)
+        try:
+            damaged = expected is not None and file_digest(path) != expected
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror or error}; parameter {name}") from error
+        if damaged:
+            raise CheckpointError(f"{path}: its checksum is not that of the record; parameter {name}")
+        tensor = self._tensor(name, key)
+        shape = self._parameters[name].shape_of(key)
+        if tuple(tensor.shape) != shape and tensor.numel() != torch.Size(shape).numel():
+            raise CheckpointError(
+                f"{path}: shape {list(tensor.shape)}, expected {list(shape)}; parameter {name}"
+            )
+        return bool(torch.isfinite(tensor).all())
 
     def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
         """Return a run of a tensor; see :class:`StateSource`."""
@@ -269,10 +294,24 @@ class UniversalSource:
         tensor = content.get("param") if isinstance(content, dict) else content
         if not isinstance(tensor, Tensor):
             raise CheckpointError(f"{path}: holds no tensor; parameter {name}")
+        check_tensor(tensor, f"{path}: parameter {name}")
         return tensor
 
     def close(self) -> None:
         """Nothing stays open."""
+
+
+def _parameter(path: Path, name: str, entry: Mapping[str, Any]) -> ParameterRecord:
+    try:
+        return ParameterRecord.model_validate(entry)
+    except ValidationError as error:
+        raise CheckpointError(f"{path}: refused: parameter {name}: {readable(error)}") from error
+
+
+def _digest_of(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no checksum")
+    return value
 
 
 def use_universal_loader(engine: Any) -> None:
@@ -286,13 +325,15 @@ def use_universal_loader(engine: Any) -> None:
         return
 
     def load(checkpoint_folder: str, load_optimizer_states: bool = True, *_: Any, **__: Any) -> None:
+        require_all_ranks(engine)
         source: StateSource | None = None
         error: Exception | None = None
         scale = None
         try:
-            routes = {parameter.route.name: parameter.route for parameter in collect(engine).parameters}
-            source = universal = UniversalSource(checkpoint_folder, routes)
-            scale = universal.loss_scale
+            with refusing(str(checkpoint_folder)):
+                routes = {parameter.route.name: parameter.route for parameter in collect(engine).parameters}
+                source = universal = UniversalSource(checkpoint_folder, routes)
+                scale = universal.loss_scale
         except Exception as caught:
             error = caught
         restore_from_source(engine, source, progress=False, state_too=load_optimizer_states, error=error)
@@ -300,12 +341,33 @@ def use_universal_loader(engine: Any) -> None:
             set_loss_scale_state(wrapper, dict(scale))
 
     wrapper._load_universal_checkpoint = load
+    original = engine.load_checkpoint
+
+    @functools.wraps(original)
+    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        # DeepSpeed sets counters and schedule before it asks for the rest.
+        before = Before(engine) if engine.load_universal_checkpoint() else None
+        try:
+            return original(*args, **kwargs)
+        except CheckpointError:
+            if before is not None:
+                before.put_back()
+                if hasattr(wrapper, "checkpoint_event_epilogue"):
+                    wrapper.checkpoint_event_epilogue()  # all ranks are here: they agreed to refuse
+            raise
+        except Exception:
+            if before is not None:
+                before.put_back()
+            raise
+
+    engine.load_checkpoint = load_checkpoint
 
 
 def hook_converter() -> Callable[[], None]:
-    """Let DeepSpeed's ``ds_to_universal.main`` convert Muon checkpoints too, in processes that import this package.
+    """Let DeepSpeed's ``ds_to_universal.main`` convert our checkpoints too, in processes that import this package.
 
-    Everything else goes to the original.
+    Every other checkpoint goes to the original, and so does one that cannot be read: what is wrong with it is for
+    DeepSpeed to say.
 
     Returns:
         A function that removes the hook.
@@ -316,11 +378,7 @@ def hook_converter() -> Callable[[], None]:
 
     @functools.wraps(original)
     def main(args: Any) -> Any:
-        try:
-            kind = DeepSpeedFiles(args.input_folder).kind
-        except CheckpointError:
-            kind = "AdamW"
-        if kind == "AdamW":
+        if not _is_ours(args.input_folder):
             return original(args)
         convert_to_universal(args.input_folder, args.output_folder)
         return None
@@ -332,3 +390,20 @@ def hook_converter() -> Callable[[], None]:
             ds_to_universal.main = original
 
     return unhook
+
+
+def _is_ours(folder: str | os.PathLike[str]) -> bool:
+    """Return whether the files of a tag carry our layout record, as far as it can be told; nothing is unpickled."""
+    place = Path(folder)
+    if (place / "latest").is_file():
+        place /= (place / "latest").read_text(errors="replace").strip()
+    # At stage 0 the optimizer's state is in the model's file.
+    for path in sorted(place.glob("*_optim_states.pt")) or sorted(place.glob("*_model_states.pt")):
+        try:
+            with zipfile.ZipFile(path) as archive:
+                pickles = [archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl")]
+        except Exception as error:  # whatever a damaged file makes of the reader: the next file may tell
+            logger.debug("deepspeed_muon: %s cannot be read: %s", path, error)
+            continue
+        return any(RECORD_KEY.encode() in content for content in pickles)
+    return False

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -140,7 +140,13 @@ def norm_bounds(rows: int, cols: int, band: Band) -> tuple[float, float]:
     return smallest, band.high * (1 + NORM_TOLERANCE) * math.sqrt(min(rows, cols))
 
 
-def orthogonalize_carefully(x: Tensor, settings: NsSettings) -> Tensor:
+def orthogonalize_carefully(
+    x: Tensor,
+    settings: NsSettings,
+    *,
+    largest: float | None = None,
+    run: Callable[..., Tensor] = orthogonalize,
+) -> Tensor:
     """Return the polar factors by the standard iteration in fp32, after scaling by the largest element.
 
     The scaling keeps the sum of squares finite where the elements' own squares are not (above 1.8e19).
@@ -148,13 +154,18 @@ def orthogonalize_carefully(x: Tensor, settings: NsSettings) -> Tensor:
     Args:
         x: ``(batch, rows, cols)``. Not mutated.
         settings: The configured iteration; its method and dtype are replaced.
+        largest: The largest magnitude, where ``x`` is a part of the matrices; ``None`` for that of each matrix.
+        run: Runs the iteration, called as ``run(x, settings=...)``.
 
     Returns:
         ``(batch, rows, cols)``, fp32.
     """
-    largest = x.abs().amax(dim=(-2, -1), keepdim=True).float()
-    scaled = x.float() / largest.clamp(min=torch.finfo(torch.float32).tiny)
-    return orthogonalize(scaled, settings=replace(settings, method="standard", dtype=torch.float32))
+    if largest is None:
+        divisor = x.abs().amax(dim=(-2, -1), keepdim=True).float()
+    else:
+        divisor = torch.tensor(largest, dtype=torch.float32, device=x.device)
+    scaled = x.float() / divisor.clamp(min=torch.finfo(torch.float32).tiny)
+    return run(scaled, settings=replace(settings, method="standard", dtype=torch.float32))
 
 
 def spectrum(x: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:

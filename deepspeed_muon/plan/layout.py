@@ -123,6 +123,11 @@ class MatrixLayout:
         return self.rows * self.cols
 
     @property
+    def is_cut(self) -> bool:
+        """Whether this is one part of a matrix that several ranks orthogonalise."""
+        return self.shards is not None and self.shards.dim is not None
+
+    @property
     def logical_shape(self) -> tuple[int, int]:
         """Rows and columns of the whole matrix, of which a tensor-parallel rank holds a shard."""
         if self.shards is None or self.shards.dim is None:
@@ -133,8 +138,7 @@ class MatrixLayout:
     @property
     def scale_shape(self) -> tuple[int, int]:
         """Output and input size by which the update is scaled: those of the first block of the whole matrix."""
-        cut = self.shards is not None and self.shards.dim is not None
-        return self.layer_shape(*(self.logical_shape if cut else self.block_shape))
+        return self.layer_shape(*(self.logical_shape if self.is_cut else self.block_shape))
 
     @property
     def grid(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -6,19 +6,30 @@ and every rank raises.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_muon.errors import MuonError, RankDisagreementError
+from deepspeed_muon.errors import CheckpointError, MuonError, PlanMismatchError, RankDisagreementError
+from deepspeed_muon.transport.members import Members, everyone
+from deepspeed_muon.transport.waiting import phase
 
-__all__ = ["Claim", "agree", "gather_flags", "gradient_flags"]
+__all__ = ["Claim", "agree", "gather_flags", "gradient_flags", "group_rank_scope"]
 
 # On so many CPU ranks flags go from each to each: one hop, where gloo's all-reduce has two for each other rank. On four
 # ranks of two cores that takes a third of the time or less (benchmarks/collectives.py).
 _DIRECT_UP_TO = 16
+# Lines of differences in an error; a model of another size differs in all its parameters.
+_LINES = 20
+
+_COMPARED: dict[type[MuonError], str] = {
+    PlanMismatchError: "comparison of plans",
+    CheckpointError: "agreement on a checkpoint",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,60 +52,95 @@ class Claim:
         """Return the scope in which a fact is compared."""
         return self.scopes.get(fact, self.scope)
 
+    def digests(self) -> dict[str, str]:
+        """Return a digest of the facts of each scope, the default one included."""
+        sums = {scope: hashlib.sha256() for scope in (self.scope, *self.scopes.values())}
+        for name, value in sorted(self.facts.items()):
+            sums[self.scope_of(name)].update(repr((name, value)).encode())
+        return {scope: each.hexdigest() for scope, each in sums.items()}
+
 
 def agree(
-    claim: Claim, *, error: Exception | None = None, kind: type[MuonError] = RankDisagreementError
+    claim: Claim,
+    *,
+    error: Exception | None = None,
+    kind: type[MuonError] = RankDisagreementError,
+    members: Members | None = None,
 ) -> None:
-    """Compare this rank's claim with those of all ranks and raise on every rank when they differ.
+    """Compare this rank's claim with those of the other ranks and raise on every rank when they differ.
 
-    Must be called by all ranks of the default process group; without one it only raises ``error``.
+    Must be called by all ``members``; in a single process it only raises ``error``. Digests travel first, and the
+    facts themselves only when those differ.
 
     Args:
         claim: What this rank says.
         error: The exception that this rank caught before; it is raised here after the others were told.
         kind: Class of the error that is raised on the other ranks.
+        members: The ranks that compare; all of the default process group where nothing is given.
 
     Raises:
         MuonError: ``error`` itself on the ranks that failed; ``kind`` where another rank failed or differs, with
             the ranks, the setting and both values.
     """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    members = everyone() if members is None else members
+    if not members.groups:
         if error is not None:
             raise error
         return
-    claims: list[Claim | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(claims, claim)
+    what = _COMPARED.get(kind, "comparison of settings")
+    summaries = members.gather((claim.failure, claim.digests()), what=what)
     if error is not None:
         raise error
-    known = [c for c in claims if c is not None]
-    failures = [f"rank {rank}: {c.failure}" for rank, c in enumerate(known) if c.failure is not None]
+    failures = [f"rank {rank}: {text}" for rank, (text, _) in summaries.items() if text is not None]
     if failures:
         raise kind("another rank could not start, so this one stops too:\n" + "\n".join(failures))
-    differences = _differences(known)
+    known: dict[str, str] = {}
+    # Every rank sees the same digests, so that all of them take part in the second exchange or none.
+    if all(known.setdefault(*item) == item[1] for _, own in summaries.values() for item in own.items()):
+        return
+    differences = _differences(members.gather(claim, what=what))
     if differences:
-        raise kind("the ranks do not agree:\n" + "\n".join(differences))
+        more = [f"... and {len(differences) - _LINES} more"] if len(differences) > _LINES else []
+        raise kind("the ranks do not agree:\n" + "\n".join(differences[:_LINES] + more))
 
 
-def _differences(claims: list[Claim]) -> list[str]:
+def _differences(claims: Mapping[int, Claim]) -> list[str]:
     """Describe every fact on which the ranks of one scope differ, each value once with the ranks that hold it.
 
     All scopes are looked at on every rank: the ranks of the others would wait for those that raise.
     """
     lines = []
-    for name in sorted({name for claim in claims for name in claim.facts}):
+    for name in sorted({name for claim in claims.values() for name in claim.facts}):
         by_scope: dict[str, dict[str, list[int]]] = {}
-        for rank, claim in enumerate(claims):
+        for rank, claim in claims.items():
             holders = by_scope.setdefault(claim.scope_of(name), {})
             holders.setdefault(claim.facts.get(name, "<absent>"), []).append(rank)
         for holders in by_scope.values():
             if len(holders) > 1:
-                values = "; ".join(f"ranks {held}: {_short(value)}" for value, held in holders.items())
+                shown = _where_they_differ(list(holders))
+                values = "; ".join(
+                    f"ranks {held}: {text}" for text, held in zip(shown, holders.values(), strict=True)
+                )
                 lines.append(f"{name}: {values}")
     return lines
 
 
-def _short(text: str, limit: int = 400) -> str:
-    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+def _where_they_differ(texts: Sequence[str], limit: int = 400) -> list[str]:
+    """Return texts cut to so many characters, from a little before the first one that differs."""
+    pairs = enumerate(zip(*texts, strict=False))
+    same = next((place for place, each in pairs if len(set(each)) > 1), min(map(len, texts)))
+    start = 0 if same < limit // 2 else same - limit // 4
+    return [
+        ("..." if start else "")
+        + text[start : start + limit]
+        + (f"... ({len(text)} characters)" if len(text) > start + limit else "")
+        for text in texts
+    ]
+
+
+def group_rank_scope(group: dist.ProcessGroup | None) -> str:
+    """Return a text that is equal on the ranks of one process group and differs between groups."""
+    return "world" if group is None else ",".join(map(str, dist.get_process_group_ranks(group)))
 
 
 def gather_flags(flags: Tensor, *, group: dist.ProcessGroup | None) -> Tensor:
@@ -109,6 +155,11 @@ def gather_flags(flags: Tensor, *, group: dist.ProcessGroup | None) -> Tensor:
     Returns:
         uint8, of the same shape.
     """
+    with phase("exchange of gradient flags", group):
+        return _gathered_flags(flags, group)
+
+
+def _gathered_flags(flags: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     ranks = dist.get_world_size(group)
     if flags.device.type != "cpu" or ranks > _DIRECT_UP_TO:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)

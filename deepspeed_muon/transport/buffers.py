@@ -11,7 +11,8 @@ __all__ = ["ExchangeBuffers"]
 class ExchangeBuffers:
     """Named buffers that step sets share, because their steps run one after the other.
 
-    Every user says at start how much it will need; the memory is allocated at the first use. So there is one
+    Every user says at start how much it will need; the memory is allocated at the first use, and again
+    after :meth:`release`. So there is one
     allocation for each name, as large as its most demanding user.
     """
 
@@ -42,6 +43,15 @@ class ExchangeBuffers:
             memory = torch.empty(self._needed[name], dtype=torch.uint8, device=self._device)
             self._memory[name] = memory
         return memory.narrow(0, 0, numel * dtype.itemsize).view(dtype)
+
+    def release(self) -> None:
+        """Give the memory up; the next use allocates it anew. Not while an exchange is in flight."""
+        self._memory.clear()
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that the buffers hold now."""
+        return sum(memory.numel() for memory in self._memory.values())
 
     @property
     def reserved_bytes(self) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,9 @@ from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.plan.exchange import Chunk, ExchangePlan
 from deepspeed_muon.plan.layout import Fragment
 from deepspeed_muon.transport.buffers import ExchangeBuffers
-from deepspeed_muon.transport.watch import PipelineWatch, Result
+from deepspeed_muon.transport.results import Finish, Result
+from deepspeed_muon.transport.waiting import phase
+from deepspeed_muon.transport.watch import PipelineWatch
 
 if TYPE_CHECKING:
     from deepspeed_muon.transport.shared import SharedMatrices
@@ -35,7 +38,6 @@ _SLOTS = 3
 
 # (batch, rows, cols) -> the same in the settings' dtype; called as ``orthogonalize(x, settings=...)``.
 Orthogonalize = Callable[..., Tensor]
-Finish = Callable[[Sequence[tuple[int, int]], Tensor], Tensor]
 Apply = Callable[[int, Fragment, Tensor], None]
 
 
@@ -62,8 +64,7 @@ class StepCalls:
             valid during the call).
         relative_scales: Returns, for a matrix of unequal blocks, the scale of each block relative to the first one's;
             the owner multiplies by it.
-        finish: Receives the matrix and the number of every block of orthogonalised ``(blocks, rows, cols)``, and these;
-            returns what is to be applied instead. The blocks of a call are all transposed, or none is.
+        finish: Turns orthogonalised blocks into updates.
     """
 
     directions: DirectionSource
@@ -101,19 +102,15 @@ class _Flight:
         held: Fragments that this rank holds of other ranks' matrices: directions leave from here, and their updates
             arrive here.
         owned: Fragments that other ranks hold of this rank's matrices: directions arrive, and updates leave.
+        number: Of the chunk in its plan.
         work: The all-to-all that is under way.
     """
 
     chunk: Chunk
     held: Tensor
     owned: Tensor
+    number: int
     work: dist.Work | None = None
-
-    def wait(self) -> None:
-        """Wait until the all-to-all is done; on a GPU the current stream waits, not the process."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +156,7 @@ class MuonPipeline:
         shared: SharedMatrices | None = None,
         leaves_late: bool = False,
         meets_others: bool = False,
+        number: int = 0,
     ) -> None:
         """Keep the plan and its settings and reserve the buffers; nothing is allocated or sent.
 
@@ -178,6 +176,7 @@ class MuonPipeline:
             shared: Orthogonalises what this rank shares with others; needed if the plan has slabs.
             leaves_late: Whether the last updates may be left to the caller.
             meets_others: Whether those of the pipeline before may be on their way when this one starts.
+            number: Of the step set, for errors.
         """
         self.plan = plan
         self.stats = stats
@@ -191,6 +190,8 @@ class MuonPipeline:
         self._shared = shared
         self._buffers = buffers
         self._overlap = overlap
+        self._number = number
+        self._number_of = {id(chunk): position for position, chunk in enumerate(plan.chunks)}
         moving = [chunk for chunk in plan.chunks if chunk.scatters]
         most = _SLOTS if overlap else 1
         # Pipelines that follow each other must count their places alike.
@@ -251,8 +252,7 @@ class MuonPipeline:
             flight = coming.popleft()
             if self._overlap:
                 depart()
-            with self._watch.span("gather"):
-                flight.wait()
+            self._wait("gather", flight)
             self._compute(flight.chunk, flight.owned, active, calls)
             self._send_back(flight)
             returning.append(flight)
@@ -278,6 +278,7 @@ class MuonPipeline:
             chunk,
             held=self._buffers.take(f"held {slot}", sum(chunk.scatter_recv_splits), self._wire_dtype),
             owned=self._buffers.take(f"owned {slot}", sum(chunk.scatter_send_splits), self._wire_dtype),
+            number=self._number_of[id(chunk)],
         )
         calls.directions.prepare(self._in_batches(chunk, active))
         if chunk.gathers:
@@ -287,10 +288,21 @@ class MuonPipeline:
                     flight.held.narrow(0, segment.buffer_offset, segment.fragment.numel).copy_(
                         calls.directions.get(segment.matrix, segment.fragment), non_blocking=True
                     )
-            flight.work = self._all_to_all(
-                flight.owned, flight.held, chunk.gather_recv_splits, chunk.gather_send_splits
-            )
+            with self._phase("gather", flight):
+                flight.work = self._all_to_all(
+                    flight.owned, flight.held, chunk.gather_recv_splits, chunk.gather_send_splits
+                )
         return flight
+
+    def _phase(self, what: str, flight: _Flight) -> contextlib.AbstractContextManager[None]:
+        return phase(f"{what} of chunk {flight.number} of step set {self._number}", self._group)
+
+    def _wait(self, what: Literal["gather", "scatter"], flight: _Flight) -> None:
+        """Wait until a flight's all-to-all is done; on a GPU the current stream waits, not the process."""
+        with self._watch.span(what), self._phase(what, flight):
+            if flight.work is not None:
+                flight.work.wait()
+                flight.work = None
 
     def _compute(
         self,
@@ -317,9 +329,10 @@ class MuonPipeline:
     def _send_back(self, flight: _Flight) -> None:
         """Start the scatter of a chunk: the updates go to the ranks that hold the fragments."""
         chunk = flight.chunk
-        flight.work = self._all_to_all(
-            flight.held, flight.owned, chunk.scatter_recv_splits, chunk.scatter_send_splits
-        )
+        with self._phase("scatter", flight):
+            flight.work = self._all_to_all(
+                flight.held, flight.owned, chunk.scatter_recv_splits, chunk.scatter_send_splits
+            )
 
     def _land(
         self,
@@ -329,8 +342,7 @@ class MuonPipeline:
         refresh: Callable[[int, int], None] | None = None,
     ) -> None:
         """Apply what came back."""
-        with self._watch.span("scatter"):
-            flight.wait()
+        self._wait("scatter", flight)
         for segment in flight.chunk.updates_in:
             if active[segment.matrix]:
                 update = flight.held.narrow(0, segment.buffer_offset, segment.fragment.numel)
@@ -394,7 +406,7 @@ class MuonPipeline:
                     yield from self._unequal_blocks(full, batch, calls)
 
         for result in self._watch.settled(results(), direction_of):
-            yield from result.complete(result.blocks)
+            yield from result.completed()
 
     def _iterate(self, blocks: Tensor) -> Tensor:
         with self._watch.span("newton_schulz"):
@@ -406,10 +418,11 @@ class MuonPipeline:
         members = [(index, block) for index in batch for block in range(first.equal_blocks or 1)]
 
         def complete(blocks: Tensor) -> Iterable[tuple[int, Tensor]]:
-            finished = blocks if calls.finish is None else calls.finish(members, blocks)
-            return zip(batch, finished.to(self._wire_dtype).reshape(len(batch), -1), strict=True)
+            return zip(batch, blocks.to(self._wire_dtype).reshape(len(batch), -1), strict=True)
 
-        return Result(members, self._iterate(full.view(len(members), *first.block_shape)), complete)
+        return Result(
+            members, self._iterate(full.view(len(members), *first.block_shape)), complete, calls.finish
+        )
 
     def _unequal_blocks(self, full: Tensor, batch: Sequence[int], calls: StepCalls) -> Iterator[Result]:
         """Orthogonalise ``(matrices, rows, cols)`` in unequal blocks, those of one shape together if they are small."""
@@ -432,17 +445,14 @@ class MuonPipeline:
             blocks = first if len(together) == 1 else torch.stack([source for source, *_ in together])
             members = [member for *_, member in together]
 
-            def complete(
-                blocks: Tensor, together: Any = together, members: Any = members
-            ) -> Iterable[tuple[int, Tensor]]:
-                finished = blocks if calls.finish is None else calls.finish(members, blocks)
-                for done, (_, target, scale, _) in zip(finished, together, strict=True):
+            def complete(blocks: Tensor, together: Any = together) -> Iterable[tuple[int, Tensor]]:
+                for done, (_, target, scale, _) in zip(blocks, together, strict=True):
                     target.copy_(done if scale == 1.0 else done.mul_(scale))
                 # The last blocks complete the matrices.
                 last = together is groups[-1]
                 return zip(batch, update.reshape(len(batch), -1), strict=True) if last else ()
 
-            yield Result(members, self._iterate(blocks), complete)
+            yield Result(members, self._iterate(blocks), complete, calls.finish)
 
     def _in_batches(self, chunk: Chunk, active: Sequence[bool]) -> list[int]:
         """Return the active matrices of a chunk, those of this rank first and in the order of its batches."""

@@ -16,6 +16,7 @@ from deepspeed_muon.math.normuon import normalize_rows
 from deepspeed_muon.plan.exchange import Chunk, ExchangePlan, Segment, build_exchange_plan
 from deepspeed_muon.plan.rows import row_layouts
 from deepspeed_muon.transport.pipeline import StepStats
+from deepspeed_muon.transport.waiting import phase
 
 __all__ = ["RowMoments"]
 
@@ -23,7 +24,8 @@ __all__ = ["RowMoments"]
 class RowMoments:
     """The row moments of the matrices of one exchange plan.
 
-    In every step: :meth:`gather`, then :meth:`normalize` for each batch of owned matrices, then :meth:`scatter`.
+    In every step: :meth:`gather`, then :meth:`normalize` for each batch of owned matrices, then :meth:`scatter`. In
+    between it is the :class:`~deepspeed_muon.transport.results.Finish` of the matrices.
     """
 
     def __init__(
@@ -50,21 +52,24 @@ class RowMoments:
         self._device = device
         self._stats = stats
         self._whole: dict[int, Tensor] = {}
+        self._before: dict[tuple[int, int], Tensor] = {}
+        self._beta2: Sequence[float] = ()
 
     def numel(self, partition: int) -> int:
         """Return how many row moments of a partition this rank keeps."""
         layouts = (layout for layout in self.plan.matrices if layout.partition == partition)
         return sum(layout.held_by(self.plan.rank) for layout in layouts)
 
-    def gather(self, kept: Mapping[int, Tensor]) -> None:
+    def gather(self, kept: Mapping[int, Tensor], *, beta2: Sequence[float]) -> None:
         """Bring the moments of every matrix to its owner.
 
         Must be called by all ranks of the group.
 
         Args:
             kept: Partition index to the moments that this rank keeps of it, one-dimensional fp32.
+            beta2: Decay of the moments of each matrix of the plan in this step.
         """
-        self._whole = {}
+        self._whole, self._before, self._beta2 = {}, {}, beta2
         for chunk in self.plan.chunks:
             received = None
             if chunk.gathers:
@@ -81,27 +86,34 @@ class RowMoments:
                 assert received is not None
                 self._rows(segment).copy_(_cut(received, segment))
 
-    def normalize(
-        self, blocks: Sequence[tuple[int, int]], updates: Tensor, *, beta2: Sequence[float]
-    ) -> Tensor:
+    def normalize(self, blocks: Sequence[tuple[int, int]], updates: Tensor) -> Tensor:
         """Normalise the rows of owned matrices and advance their moments.
 
         Args:
             blocks: Matrix and number of the block, for each of the updates.
             updates: ``(blocks, rows, cols)``: what Newton-Schulz gave for them.
-            beta2: Decay of the moments of each of them.
 
         Returns:
             A new fp32 tensor of the same shape.
         """
         kept = [self._of_block(index, block) for index, block in blocks]
         moments = torch.stack(kept)
+        for block, before in zip(blocks, moments.clone(), strict=True):
+            self._before.setdefault(block, before)
         transposed = self._matrices[blocks[0][0]].transposed
-        decay = torch.tensor(beta2, device=self._device).unsqueeze(-1)
+        decay = torch.tensor([self._beta2[index] for index, _ in blocks], device=self._device).unsqueeze(-1)
         result = normalize_rows(updates.mT if transposed else updates, moments, beta2=decay)
         for view, new in zip(kept, moments, strict=True):
             view.copy_(new)
         return result.mT if transposed else result
+
+    def take_back(self, block: tuple[int, int]) -> None:
+        """Restore the moments that a block had before this step."""
+        self._of_block(*block).copy_(self._before[block])
+
+    def start_anew(self, block: tuple[int, int]) -> None:
+        """Set the moments of a block to zero, as they are before the first step."""
+        self._of_block(*block).zero_()
 
     def _of_block(self, index: int, number: int) -> Tensor:
         """Return a view of the moments of one block of an owned matrix."""
@@ -132,7 +144,7 @@ class RowMoments:
             self._all_to_all(received, send, chunk.scatter_recv_splits, chunk.scatter_send_splits)
             for segment in chunk.updates_in:
                 self._kept(kept, segment).copy_(_cut(received, segment))
-        self._whole = {}
+        self._whole, self._before = {}, {}
 
     def _own(self, chunk: Chunk) -> list[Segment]:
         """Return the runs that this rank both keeps and owns."""
@@ -156,7 +168,8 @@ class RowMoments:
     def _all_to_all(
         self, out: Tensor, send: Tensor, out_splits: Sequence[int], send_splits: Sequence[int]
     ) -> None:
-        dist.all_to_all_single(out, send, list(out_splits), list(send_splits), group=self._group)
+        with phase("exchange of row moments", self._group):
+            dist.all_to_all_single(out, send, list(out_splits), list(send_splits), group=self._group)
         self._stats.bytes_sent += sum(send_splits) * send.element_size()
         self._stats.exchanges += 1
 

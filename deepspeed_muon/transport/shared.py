@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,10 @@ from torch import Tensor
 
 from deepspeed_muon.math.newton_schulz import NsSettings, runs_gram
 from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.transport.members import Members
+from deepspeed_muon.transport.results import Result, Together
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
+from deepspeed_muon.transport.waiting import group_timeout, phase
 from deepspeed_muon.transport.watch import PipelineWatch
 
 __all__ = ["ShareGroups", "SharedMatrices"]
@@ -21,25 +24,39 @@ __all__ = ["ShareGroups", "SharedMatrices"]
 class ShareGroups:
     """The process groups of ranks that share matrices."""
 
-    def __init__(self) -> None:
-        """Start without groups."""
+    def __init__(self, members: Members) -> None:
+        """Start without groups.
+
+        Args:
+            members: The ranks of the engine.
+        """
+        self._members = members
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    @property
+    def can_open(self) -> bool:
+        """Whether groups can be made: torch has all ranks of the program make each of them.
+
+        It could have the members alone make it (``use_local_synchronization``), but then names it by how many groups a
+        rank is in, which differs between ranks.
+        """
+        return self._members.are_everyone
 
     def open(self, wanted: Iterable[Sequence[int]]) -> None:
         """Make the groups that any rank needs.
 
-        Must be called by all ranks of the default process group. Torch could have only the members of a group make it
-        (``use_local_synchronization``), but it then names it by how many groups a rank is in, which differs.
+        Must be called by all ranks of the engine, which are all of the default process group.
 
         Args:
             wanted: Global ranks of the groups that this rank needs.
         """
-        asked: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(asked, sorted({tuple(ranks) for ranks in wanted}))
-        for ranks in sorted({ranks for own in asked for ranks in own}):
-            group = dist.new_group(list(ranks))
-            if dist.get_rank() in ranks:
-                self._groups[ranks] = group
+        forming = "forming of groups that share matrices"
+        asked = self._members.gather(sorted({tuple(ranks) for ranks in wanted}), what=forming)
+        with phase(forming, None):
+            for ranks in sorted({ranks for own in asked.values() for ranks in own}):
+                group = dist.new_group(list(ranks), timeout=group_timeout())
+                if dist.get_rank() in ranks:
+                    self._groups[ranks] = group
 
     def get(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         """Return the group of some global ranks, which :meth:`open` has made."""
@@ -97,37 +114,26 @@ class SharedMatrices:
             indices: Slabs that this rank has, in the order of the plan.
             local: Returns the direction of one, ``(rows, cols)``.
         """
-        for index in indices:
-            slab = self._matrices[index]
-            assert slab.shards is not None
-            direction, sizes = local(index), slab.shards.sizes
-            rows, cols = slab.logical_shape
-            # A matrix that is not elongated runs the iteration that it runs on one rank.
-            gram = runs_gram(min(rows, cols), max(rows, cols), self._ns_settings.method)
-            settings = replace(self._ns_settings, method="gram" if gram else "standard")
-            group = self._group_of(slab)
+        for result in self._watch.settled((self._iterated(index, local(index)) for index in indices), local):
+            yield from result.completed()
 
-            def iterate(
-                settings: NsSettings,
-                direction: Tensor = direction,
-                sizes: Sequence[int] = sizes,
-                group: dist.ProcessGroup = group,
-            ) -> Tensor:
-                return orthogonalize_sharded(
-                    direction, group=group, shard_dim=0, settings=settings, shard_sizes=sizes
-                )
+    def _iterated(self, index: int, direction: Tensor) -> Result:
+        slab = self._matrices[index]
+        assert slab.shards is not None
+        rows, cols = slab.logical_shape
+        # A matrix that is not elongated runs the iteration that it runs on one rank.
+        gram = runs_gram(min(rows, cols), max(rows, cols), self._ns_settings.method)
+        group, sizes = self._group_of(slab), slab.shards.sizes
+        iterate = functools.partial(orthogonalize_sharded, group=group, shard_dim=-2, shard_sizes=sizes)
+        together = Together(group, 0, sizes, iterate, counts=self.counts_for(index))
+        settings = replace(self._ns_settings, method="gram" if gram else "standard")
+        with self._watch.span("newton_schulz"), phase(f"iteration of {slab.name}", group):
+            blocks = iterate(direction.unsqueeze(0), settings=settings)
 
-            with self._watch.span("newton_schulz"):
-                update = iterate(settings)
-            update = self._watch.checked_slab(
-                index,
-                direction,
-                update,
-                group=group,
-                again=lambda: iterate(replace(settings, method="standard", dtype=torch.float32)),  # noqa: B023
-                counts=self.counts_for(index),
-            )
-            yield index, update.to(self._wire_dtype).reshape(-1)
+        def complete(blocks: Tensor) -> Iterable[tuple[int, Tensor]]:
+            return [(index, blocks[0].to(self._wire_dtype).reshape(-1))]
+
+        return Result([(index, 0)], blocks, complete, together=together)
 
     def _group_of(self, slab: MatrixLayout) -> dist.ProcessGroup:
         return self._groups.get(self._global_ranks(slab))

@@ -13,6 +13,7 @@ to the others, in both modes: so the copies stay equal, bit for bit, whatever ke
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
@@ -24,7 +25,10 @@ from deepspeed_muon.math.flops import orthogonalize_flops
 from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.transport.pipeline import StepStats
+from deepspeed_muon.transport.results import Result, Together
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
+from deepspeed_muon.transport.waiting import phase
+from deepspeed_muon.transport.watch import PipelineWatch
 
 __all__ = ["TensorParallelExchange", "TensorParallelMode"]
 
@@ -54,6 +58,7 @@ class TensorParallelExchange:
         orthogonalize: Callable[..., Tensor],
         chunk_numel: int,
         stats: StepStats,
+        watch: PipelineWatch,
     ) -> None:
         """Keep the settings; nothing is allocated or sent.
 
@@ -67,6 +72,7 @@ class TensorParallelExchange:
             orthogonalize: What runs it on whole matrices.
             chunk_numel: Upper bound of the elements that are gathered at once; a larger matrix goes alone.
             stats: Counters to increase. A matrix that stays sharded counts on the group's first rank.
+            watch: Checks the results.
         """
         self._matrices = matrices
         self._group = group
@@ -79,6 +85,7 @@ class TensorParallelExchange:
         self._orthogonalize = orthogonalize
         self._chunk_numel = chunk_numel
         self._stats = stats
+        self._watch = watch
 
     def run(self, owned: Sequence[int], *, local: LocalOf, whole: WholeOf) -> Iterator[tuple[int, Tensor]]:
         """Yield ``(matrix index, flat update of this rank's shard in the wire dtype)`` for all of ``owned``.
@@ -165,38 +172,65 @@ class TensorParallelExchange:
             index: [received[rank][number].view(self._shard_shape(index, rank)) for rank in ranks]
             for number, index in enumerate(mine)
         }
+
+        def whole(index: int) -> Tensor:
+            dim = self._shards(index).dim
+            assert dim is not None
+            return torch.cat(arrived[index], dim=dim)
+
         back: dict[tuple[int, int], Tensor] = {}
-        for batch in self._batches(mine):
-            layout = self._shards(batch[0])
-            assert layout.dim is not None
-            blocks = torch.stack([torch.cat(arrived.pop(index), dim=layout.dim) for index in batch])
-            result = self._orthogonalize(blocks, settings=self._ns_settings).to(self._wire_dtype)
-            self._stats.matrices_orthogonalized += len(batch)
-            for index, update in zip(batch, result, strict=True):
-                for rank, shard in enumerate(update.split(layout.sizes, dim=layout.dim)):
-                    back[index, rank] = shard.reshape(-1)
+        results = (
+            self._iterated(batch, torch.stack([whole(i) for i in batch])) for batch in self._batches(mine)
+        )
+        for result in self._watch.settled(results, whole):
+            for index, update in result.completed():
+                layout = self._shards(index)
+                assert layout.dim is not None
+                shards = update.view(self._logical_shape(index)).split(layout.sizes, dim=layout.dim)
+                back.update(((index, rank), shard.reshape(-1)) for rank, shard in enumerate(shards))
         outgoing = {rank: [back[index, rank] for index in mine] for rank in ranks}
         returned = {rank: [self._shard_numel(index, self._rank) for index in of_rank[rank]] for rank in ranks}
         updates = self._exchange(outgoing, returned)
         for rank in ranks:
             yield from zip(of_rank[rank], updates[rank], strict=True)
 
+    def _iterated(self, batch: Sequence[int], blocks: Tensor) -> Result:
+        """Orthogonalise matrices that are whole here, ``(matrices, rows, cols)``."""
+        with self._watch.span("newton_schulz"):
+            result = self._orthogonalize(blocks, settings=self._ns_settings)
+        self._stats.matrices_orthogonalized += len(batch)
+        return self._result(batch, result)
+
+    def _result(self, batch: Sequence[int], blocks: Tensor, together: Together | None = None) -> Result:
+        def complete(blocks: Tensor) -> Iterator[tuple[int, Tensor]]:
+            return zip(batch, blocks.to(self._wire_dtype).reshape(len(batch), -1), strict=True)
+
+        return Result([(index, 0) for index in batch], blocks, complete, together=together)
+
     def _distributed(self, cut: Sequence[int], local: LocalOf) -> Iterator[tuple[int, Tensor]]:
         """Matrices that are cut over the group and stay cut."""
-        for batch in self._batches(cut):
-            layout = self._shards(batch[0])
-            assert layout.dim is not None
-            shape = self._shard_shape(batch[0], self._rank)
-            updates = orthogonalize_sharded(
-                torch.stack([local(index).view(shape) for index in batch]),
-                group=self._group,
-                shard_dim=layout.dim - 2,
-                settings=self._ns_settings,
-                shard_sizes=layout.sizes,
-            )
-            self._stats.matrices_orthogonalized += len(batch) if self._rank == 0 else 0
-            for index, update in zip(batch, updates.to(self._wire_dtype), strict=True):
-                yield index, update.reshape(-1)
+
+        def shard(index: int) -> Tensor:
+            return local(index).view(self._shard_shape(index, self._rank))
+
+        results = (self._iterated_together(batch, shard) for batch in self._batches(cut))
+        for result in self._watch.settled(results, shard):
+            yield from result.completed()
+
+    def _iterated_together(self, batch: Sequence[int], shard: LocalOf) -> Result:
+        """Orthogonalise matrices of which every rank of the group has a shard."""
+        layout = self._shards(batch[0])
+        assert layout.dim is not None
+        iterate = functools.partial(
+            orthogonalize_sharded, group=self._group, shard_dim=layout.dim - 2, shard_sizes=layout.sizes
+        )
+        first = self._rank == 0
+        together = Together(self._group, layout.dim, layout.sizes, iterate, counts=first)
+        names = ", ".join(self._matrices[index].name for index in batch[:3])
+        with self._watch.span("newton_schulz"), phase(f"iteration of {names}", self._group):
+            blocks = iterate(torch.stack([shard(index) for index in batch]), settings=self._ns_settings)
+        self._stats.matrices_orthogonalized += len(batch) if first else 0
+        return self._result(batch, blocks, together)
 
     def _batches(self, indices: Sequence[int]) -> list[list[int]]:
         """Group small matrices of equal shape and cut, alike on all ranks; large ones stay alone."""
@@ -234,13 +268,14 @@ class TensorParallelExchange:
         received = torch.empty(sum(into), dtype=self._wire_dtype, device=self._device)
         size = received.element_size()
         # As bytes: gloo does not know every half format, and no backend computes on this data.
-        dist.all_to_all_single(
-            received.view(torch.uint8),
-            send.view(torch.uint8),
-            [count * size for count in into],
-            [count * size for count in out],
-            group=self._group,
-        )
+        with phase("exchange between tensor-parallel ranks", self._group):
+            dist.all_to_all_single(
+                received.view(torch.uint8),
+                send.view(torch.uint8),
+                [count * size for count in into],
+                [count * size for count in out],
+                group=self._group,
+            )
         self._stats.bytes_sent += (sum(out) - out[self._rank]) * size
         self._stats.exchanges += 1
         parts = received.split(into)

@@ -1,16 +1,19 @@
-"""The check of every orthogonalised matrix, and the measurement of the sampled ones, between iteration and scatter.
+"""The check of every orthogonalised matrix, and the measurement of the sampled ones, between iteration and apply.
 
-The pipeline calls a :class:`PipelineWatch` at its boundaries; all watches of an optimizer share one
-:class:`~deepspeed_muon.transport.recorder.StepRecorder`. Nothing here communicates: a rank that finds a wrong result
-goes on with the exchange.
+Whoever runs an iteration hands its :class:`Result` to a :class:`PipelineWatch` and gets it back once it is right:
+whether the matrix was whole here, was gathered over a tensor-parallel group, or stays cut over a group. All watches of
+an optimizer share one :class:`~deepspeed_muon.transport.recorder.StepRecorder`. Only results that stay cut need
+communication: the ranks that hold the parts gather their norms, all results of a window at once.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,8 +31,10 @@ from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.ops.reference import frobenius_norms
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.transport.recorder import SpanName, StepRecorder
+from deepspeed_muon.transport.results import Member, Result, Together
+from deepspeed_muon.transport.waiting import phase
 
-__all__ = ["PipelineWatch", "Result"]
+__all__ = ["PipelineWatch"]
 
 logger = logging.getLogger("deepspeed_muon")
 
@@ -38,20 +43,29 @@ logger = logging.getLogger("deepspeed_muon")
 _WINDOW_NUMEL = 1 << 25
 
 
-@dataclass(slots=True)
-class Result:
-    """What came out of one call of the iteration.
+@dataclass(frozen=True, slots=True)
+class _Wrong:
+    """An entry of a result whose norm is outside of its bounds.
 
     Attributes:
-        members: Index of the matrix, and number of its block, of each entry.
-        blocks: ``(entries, rows, cols)``; in fp32 once an entry was redone.
-        complete: Called with the blocks once they are right: returns what is to be applied now, as ``(matrix index,
-            flat update)``.
+        result: Where it is.
+        position: Of the entry.
+        source: What was put in: ``(rows, cols)``, or this rank's part of it.
+        bounds: Of its norm.
+        norm: Its norm.
+        why: What is wrong.
     """
 
-    members: Sequence[tuple[int, int]]
-    blocks: Tensor
-    complete: Callable[[Tensor], Iterable[tuple[int, Tensor]]]
+    result: Result
+    position: int
+    source: Tensor
+    bounds: tuple[float, float]
+    norm: float
+    why: str
+
+    @property
+    def member(self) -> Member:
+        return self.result.members[self.position]
 
 
 class PipelineWatch:
@@ -97,29 +111,38 @@ class PipelineWatch:
         return self.recorder.span(name)
 
     def settled(self, results: Iterable[Result], direction_of: Callable[[int], Tensor]) -> Iterator[Result]:
-        """Pass results on, in order, once they are known to be right.
+        """Pass results on once they are known to be right; whole ones in order.
 
         On a CPU each is checked at once. On an accelerator the norms of a window of results are read while the next
-        window runs, so the device never waits.
+        window runs, so the device never waits. Results that ranks have together are checked by the window too, with one
+        small all-gather, and the device waits for it: all those ranks must bring the same ones in the same order.
 
         Args:
             results: What came out of the iteration; a wrong result is replaced in place.
-            direction_of: Returns what was put in for one matrix, ``(rows, cols)``.
+            direction_of: Returns what was put in for one matrix, ``(rows, cols)``: the whole of it, or this rank's part
+                where the result is a part.
         """
         window = _window_numel(self._device)
         waiting: _Window | None = None
         current = _Window()
+        apart: dict[dist.ProcessGroup, list[Result]] = {}
         for result in results:
             if not self.recorder.check:
-                if self.recorder.sampling:
+                if self.recorder.sampling and result.together is None:
                     self._sample(result, direction_of)
                 yield result
+                continue
+            if result.together is not None:
+                group = result.together.group
+                apart.setdefault(group, []).append(result)
+                if sum(map(self._share_of, apart[group])) >= _WINDOW_NUMEL:
+                    yield from self._settle_together(apart.pop(group), direction_of)
                 continue
             if window == 0:
                 self._settle_now(result, direction_of)
                 yield result
                 continue
-            current.add(result, self._norms(result.blocks))
+            current.add(result, self._norms(result.updates))
             if current.numel < window:
                 continue
             current.send()
@@ -130,25 +153,64 @@ class PipelineWatch:
         for rest in (waiting, current):
             if rest is not None:
                 yield from self._settle_all(rest, direction_of)
+        # In the order of their first results, which is the same on all ranks.
+        for together in apart.values():
+            yield from self._settle_together(together, direction_of)
 
     def _settle_now(self, result: Result, direction_of: Callable[[int], Tensor]) -> None:
-        self._settle(result, self._norms(result.blocks).tolist(), direction_of)
+        self._settle([result], self._norms(result.updates).tolist(), direction_of)
 
     def _settle_all(self, window: _Window, direction_of: Callable[[int], Tensor]) -> Iterator[Result]:
         norms = iter(window.read())
         for result in window.results:
-            self._settle(result, [next(norms) for _ in result.members], direction_of)
+            self._settle([result], [next(norms) for _ in result.members], direction_of)
             yield result
 
-    def _settle(self, result: Result, norms: list[float], direction_of: Callable[[int], Tensor]) -> None:
-        """Redo the entries whose norm is wrong, and sample."""
-        lowest, highest = bounds = self._bounds_of(*result.blocks.shape[1:])
-        for position, norm in enumerate(norms):
-            # Not so for a NaN either.
-            if not lowest <= norm <= highest:
-                self._redo(result, position, direction_of, str(check_failure(norm, bounds)))
+    def _settle_together(
+        self, results: list[Result], direction_of: Callable[[int], Tensor]
+    ) -> Iterator[Result]:
+        """Settle results of one group; all its ranks come to the same verdict."""
+        together = results[0].together
+        assert together is not None
+        own = torch.cat([self._norms(result.updates) for result in results])
+        norms = [math.hypot(*parts) for parts in zip(*_all_of(own, together), strict=True)]
+        self._settle(results, norms, direction_of)
+        yield from results
+
+    def _share_of(self, result: Result) -> int:
+        """Return the elements that each rank has of a result on average; the same number on all of them."""
+        assert result.together is not None
+        rows, cols = self._whole_shape(result)
+        return len(result.members) * rows * cols // len(result.together.sizes)
+
+    def _whole_shape(self, result: Result) -> tuple[int, int]:
+        """Return the shape of the blocks, of which ranks may have parts."""
+        rows, cols = result.blocks.shape[1:]
+        if result.together is None:
+            return rows, cols
+        total = sum(result.together.sizes)
+        return (total, cols) if result.together.dim == 0 else (rows, total)
+
+    def _settle(
+        self, results: Sequence[Result], norms: Iterable[float], direction_of: Callable[[int], Tensor]
+    ) -> None:
+        """Redo the entries whose norm is wrong, and sample; of results that all are whole or all of one group."""
+        following = iter(norms)
+        wrong: list[_Wrong] = []
+        for result in results:
+            lowest, highest = self._bounds_of(*self._whole_shape(result))
+            for position in range(len(result.members)):
+                norm = next(following)
+                # A NaN fails this comparison too.
+                if not lowest <= norm <= highest:
+                    why = str(check_failure(norm, (lowest, highest)))
+                    wrong.append(self._wrong(result, position, direction_of, norm, why))
+        if wrong:
+            self._redo(wrong)
         if self.recorder.sampling:
-            self._sample(result, direction_of)
+            for result in results:
+                if result.together is None:
+                    self._sample(result, direction_of)
 
     def _bounds_of(self, rows: int, cols: int) -> tuple[float, float]:
         bounds = self._bounds.get((rows, cols))
@@ -156,82 +218,96 @@ class PipelineWatch:
             bounds = self._bounds[rows, cols] = norm_bounds(rows, cols, self._band)
         return bounds
 
-    def _redo(
-        self, result: Result, position: int, direction_of: Callable[[int], Tensor], failure: str
-    ) -> None:
-        """Compute one entry again in fp32; leave it out where that is wrong too."""
-        index, number = result.members[position]
-        source = direction_of(index)[self._matrices[index].blocks()[number].area].to(self._device)
-        bounds = self._bounds_of(*source.shape)
+    def _wrong(
+        self, result: Result, position: int, direction_of: Callable[[int], Tensor], norm: float, why: str
+    ) -> _Wrong:
+        source = self._source(result.members[position], direction_of)
+        return _Wrong(result, position, source, self._bounds_of(*self._whole_shape(result)), norm, why)
+
+    def _source(self, member: Member, direction_of: Callable[[int], Tensor]) -> Tensor:
+        index, number = member
+        layout = self._matrices[index]
+        whole = direction_of(index)
+        # What is cut over a group has no blocks, and its layout is that of one part.
+        return (whole if layout.is_cut else whole[layout.blocks()[number].area]).to(self._device)
+
+    def _redo(self, wrong: Sequence[_Wrong]) -> None:
+        """Compute entries again in fp32; leave those out that are wrong too. All of them are whole or of one group."""
+        together = wrong[0].result.together
+        own = torch.stack(
+            [torch.stack((each.source.double().norm(), _largest(each.source).double())) for each in wrong]
+        )
+        told = list(zip(*_all_of(own, together), strict=True))
+        inputs = [
+            (math.hypot(*(norm for norm, _ in facts)), _maximum(top for _, top in facts)) for facts in told
+        ]
         # Below ns_eps (a head without a gradient is zero) the input is not normalised: no bound from below.
-        if (
-            float(source.double().norm()) < self._ns.eps
-            and float(result.blocks[position].double().norm()) <= bounds[1]
-        ):
+        entries = [
+            (each, top)
+            for each, (norm, top) in zip(wrong, inputs, strict=True)
+            if not (norm < self._ns.eps and each.norm <= each.bounds[1])
+        ]
+        if not entries:
             return
-        again = orthogonalize_carefully(source.unsqueeze(0), self._ns)
-        worse = check_failure(float(self._norms(again)), bounds)
+        updates = [self._again(each, top) for each, top in entries]
+        norms = self._norms_of(updates, together)
+        anew = [
+            number
+            for number, (each, _) in enumerate(entries)
+            if each.result.finish is not None and check_failure(norms[number], each.bounds) is not None
+        ]
+        for number in anew:
+            # The row moments may be what is wrong.
+            entry, top = entries[number]
+            entries[number] = (replace(entry, why=f"{entry.why}; its row moments start anew"), top)
+            updates[number] = self._again(*entries[number], anew=True)
+            norms[number] = self._norms_of([updates[number]], together)[0]
+        for (each, _), update, norm in zip(entries, updates, norms, strict=True):
+            self._replace(each, update, check_failure(norm, each.bounds))
+
+    def _again(self, entry: _Wrong, largest: float, *, anew: bool = False) -> Tensor:
+        """Return the update of one entry from the iteration in fp32, ``(rows, cols)``."""
+        result, together = entry.result, entry.result.together
+        if together is None:
+            block = orthogonalize_carefully(entry.source.unsqueeze(0), self._ns)
+        else:
+            source = entry.source.unsqueeze(0)
+            with phase("iteration in fp32", together.group):
+                block = orthogonalize_carefully(source, self._ns, largest=largest, run=together.iterate)
         result.blocks = result.blocks.float()
+        result.blocks[entry.position].copy_(block[0])
+        if result.finish is None:
+            return block[0]
+        result.finish.take_back(entry.member)
+        if anew:
+            result.finish.start_anew(entry.member)
+        return result.finish.normalize([entry.member], block)[0]
+
+    def _norms_of(self, updates: Sequence[Tensor], together: Together | None) -> list[float]:
+        own = torch.cat([self._norms(update.unsqueeze(0)) for update in updates])
+        return [math.hypot(*parts) for parts in zip(*_all_of(own, together), strict=True)]
+
+    def _replace(self, entry: _Wrong, update: Tensor, worse: str | None) -> None:
+        """Put an update that was computed again in its place, or zeros if it is wrong too; count and report it."""
+        result, index = entry.result, entry.member[0]
+        if result.finish is None:
+            result.updates = result.blocks
+        else:
+            result.updates = result.updates.float()
+            result.updates[entry.position].copy_(update)
+        if worse is not None:
+            result.blocks[entry.position].zero_()
+            result.updates[entry.position].zero_()
+            if result.finish is not None:
+                result.finish.take_back(entry.member)
+        if result.together is not None and not result.together.counts:
+            return
         if worse is None:
-            result.blocks[position].copy_(again[0])
             self.recorder.redone += 1
         else:
-            result.blocks[position].zero_()
             self.recorder.failed += 1
             self.failed_last.add(index)
-        self._warn(index, self._matrices[index], failure, worse)
-
-    def checked_slab(
-        self,
-        index: int,
-        direction: Tensor,
-        update: Tensor,
-        *,
-        group: dist.ProcessGroup,
-        again: Callable[[], Tensor],
-        counts: bool,
-    ) -> Tensor:
-        """Check a matrix that the ranks of ``group`` orthogonalised together; return this rank's rows of a right one.
-
-        Must be called by all of them; all come to the same verdict. Waits for the device. Such matrices are checked in
-        every step but not sampled.
-
-        Args:
-            index: Of this rank's slab in the plan.
-            direction: What this rank put in.
-            update: What came out.
-            group: The ranks that share the matrix.
-            again: Orthogonalises it in fp32, on all of them.
-            counts: Whether this rank counts and reports it.
-        """
-        if not self.recorder.check:
-            return update
-        matrix = self._matrices[index]
-        bounds = self._bounds_of(*matrix.logical_shape)
-        failure = self._slab_failure(direction, update, bounds, group)
-        if failure is None:
-            return update
-        update = again()
-        worse = self._slab_failure(direction, update, bounds, group)
-        if worse is not None:
-            update = torch.zeros_like(update)
-        if counts:
-            self.recorder.redone += worse is None
-            self.recorder.failed += worse is not None
-            self._warn(index, matrix, failure, worse)
-            if worse is not None:
-                self.failed_last.add(index)
-        return update
-
-    def _slab_failure(
-        self, direction: Tensor, update: Tensor, bounds: tuple[float, float], group: dist.ProcessGroup
-    ) -> str | None:
-        norms = torch.stack([torch.linalg.vector_norm(x, dtype=torch.float32) for x in (direction, update)])
-        gathered = [torch.empty_like(norms) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(gathered, norms, group=group)
-        before, after = torch.linalg.vector_norm(torch.stack(gathered), dim=0).tolist()
-        # As in _redo: an input below ns_eps is not normalised.
-        return check_failure(after, (0.0, bounds[1]) if before < self._ns.eps else bounds)
+        self._warn(index, self._matrices[index], entry.why, worse)
 
     def _warn(self, index: int, matrix: MatrixLayout, why: str, failure: str | None) -> None:
         if index in self._warned:
@@ -267,25 +343,52 @@ class PipelineWatch:
     ) -> None:
         """Measure entries of one matrix, and redo them if a singular value is far above the band."""
         layout = self._matrices[index]
-        areas = layout.blocks()
-        whole = direction_of(index)
-        numbers = [result.members[position][1] for position in positions]
-        directions = torch.stack([whole[areas[number].area] for number in numbers]).to(self._device)
-        scale = self.scale_of(index, numbers[0])
+        directions = torch.stack(
+            [self._source(result.members[position], direction_of) for position in positions]
+        )
+        scale = self.scale_of(*result.members[positions[0]])
         band = self._band
 
         sums = measure(directions, result.blocks[list(positions)], scale=scale, band=band)
         limit = band.high * (1 + SIGMA_TOLERANCE)
         if self.recorder.check and not sums.sigma_max <= limit:
             why = f"its largest singular value {sums.sigma_max:.3g} is above {limit:.3g}"
-            for position in positions:
-                self._redo(result, position, direction_of, why)
+            norms = self._norms(result.updates).tolist()
+            self._redo(
+                [self._wrong(result, position, direction_of, norms[position], why) for position in positions]
+            )
             sums = measure(directions, result.blocks[list(positions)], scale=scale, band=band)
         self.recorder.keep(layout.name, sums)
 
 
 def _window_numel(device: torch.device) -> int:
     return 0 if device.type == "cpu" else _WINDOW_NUMEL
+
+
+def _all_of(own: Tensor, together: Together | None) -> list[list[Any]]:
+    """Return what every rank of a group has, as lists; waits for the device.
+
+    Must be called by all ranks of the group with tensors of one shape. The lists of all ranks are equal, so that what
+    is computed from them is too.
+    """
+    if together is None:
+        values: list[Any] = own.tolist()
+        return [values]
+    gathered = [torch.empty_like(own) for _ in together.sizes]
+    with phase("check of results", together.group):
+        dist.all_gather(gathered, own, group=together.group)
+    return [each.tolist() for each in gathered]
+
+
+def _largest(x: Tensor) -> Tensor:
+    """Return the largest magnitude; 0 of nothing, NaN if there is one."""
+    return x.abs().amax() if x.numel() else x.new_zeros(())
+
+
+def _maximum(values: Iterable[float]) -> float:
+    """Return the largest value, NaN if there is one."""
+    found = list(values)
+    return math.nan if any(map(math.isnan, found)) else max(found)
 
 
 class _Window:
@@ -300,7 +403,7 @@ class _Window:
 
     def add(self, result: Result, norms: Tensor) -> None:
         self.results.append(result)
-        self.numel += result.blocks.numel()
+        self.numel += result.updates.numel()
         self._norms.append(norms)
 
     def send(self) -> None:

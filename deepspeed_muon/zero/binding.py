@@ -68,6 +68,11 @@ class StepSet:
     offloaded: bool = False
     refresh: Refresh | None = None
 
+    @property
+    def layouts(self) -> tuple[MatrixLayout | ParameterLayout, ...]:
+        """All parameters, in the order of the flags that ranks exchange by position."""
+        return (*self.matrices, *self.others)
+
 
 class LayoutReader:
     """Collects the layouts of one step set while an adapter walks a wrapper's groups."""

@@ -1,4 +1,4 @@
-"""Dynamic loss scales under ZeRO: two defects of DeepSpeed that change the gradient which the optimizer sees.
+"""Loss scales and skipped steps under ZeRO: two defects of DeepSpeed, and steps that it does not know to be skipped.
 
 **A scale that grows.** ZeRO updates the scale first and unscales afterwards. In a step after which the scale doubles,
 gradients are therefore divided by twice what the loss was multiplied with. Here the scale grows after the step.
@@ -21,7 +21,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-__all__ = ["grow_after_step", "use_deepspeed_scaler"]
+__all__ = ["grow_after_step", "report_skipped_steps", "use_deepspeed_scaler"]
 
 
 def use_deepspeed_scaler(engine: Any) -> bool:
@@ -81,4 +81,28 @@ def grow_after_step(wrapper: Any) -> None:
         return result
 
     wrapper._update_scale = update
+    wrapper.step = step
+
+
+def report_skipped_steps(wrapper: Any, optimizer: Any) -> None:
+    """Have a wrapper say ``overflow`` of a step that our optimizer skipped, and skip all of it or nothing.
+
+    Args:
+        wrapper: ``engine.optimizer``; left alone where it is our optimizer itself, which says so.
+        optimizer: Our optimizer.
+    """
+    if wrapper is optimizer:
+        return
+    if isinstance(wrapper, DeepSpeedZeroOptimizer):
+        looks = wrapper.dtype != torch.bfloat16 and getattr(wrapper, "compute_grad_norm", True)
+        wrapper.check_grad_overflow = getattr(wrapper, "check_grad_overflow", False) or not looks
+    original_step = wrapper.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        before = optimizer.skipped_steps
+        result = original_step(*args, **kwargs)
+        if optimizer.skipped_steps > before:
+            wrapper.overflow = True
+        return result
+
     wrapper.step = step

@@ -8,10 +8,11 @@ __all__ = ["allow_offload_states"]
 
 
 def allow_offload_states(wrapper: Any) -> None:
-    """Let a stage 3 wrapper move our optimizer's state, which it does for ``FusedAdam`` only.
+    """Let a wrapper move our optimizer's state, and have it give up its working memory with that.
 
-    It moves whatever tensors the state holds, and changes the data of the fp32 partitions in place, so that what the
-    optimizer was bound to stays valid. Its check for the class stands in for that, and is met for the time of the call.
+    Stage 3 moves the state of ``FusedAdam`` only. It moves whatever tensors the state holds, and changes the data of
+    the fp32 partitions in place, so that what the optimizer was bound to stays valid. Its check for the class stands in
+    for that, and is met for the time of the call.
 
     Args:
         wrapper: The engine's optimizer. Its ``offload_states`` is replaced; wrappers without one are left alone.
@@ -23,6 +24,8 @@ def allow_offload_states(wrapper: Any) -> None:
     def offload_states(*args: Any, **kwargs: Any) -> Any:
         from deepspeed.ops.adam import fused_adam
 
+        # Before the original, which ends with handing what is free back to the device.
+        wrapper.optimizer.release_memory()
         known = fused_adam.FusedAdam
         fused_adam.FusedAdam = type(wrapper.optimizer)
         try:

@@ -75,6 +75,9 @@ class Admission:
         """
         engine = self._engine
         optimizer.managed = True
+        for group in optimizer.param_groups:
+            # BF16_Optimizer plans an exchange of its own for groups that have it; binding brings it back.
+            group.pop("use_muon", None)
         # Asked of client optimizers: ours runs the native CPU Adam by itself.
         engine.zero_force_ds_cpu_optimizer = lambda: False
         if half_states(engine):

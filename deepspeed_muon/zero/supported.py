@@ -15,9 +15,16 @@ from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import UnsupportedConfigError
 from deepspeed_muon.pipelines import is_divided
 from deepspeed_muon.zero.offload import half_states, master_dtype, offload_device
+from deepspeed_muon.zero.ranks import SOME_RANKS, members_of
 from deepspeed_muon.zero.tensor_parallel import tensor_parallel_group
 
-__all__ = ["expert_parallel", "refuse_checkpoints_of_experts", "refuse_unsupported", "refuse_with_qk_clip"]
+__all__ = [
+    "expert_parallel",
+    "refuse_checkpoints_of_experts",
+    "refuse_checkpoints_of_some_ranks",
+    "refuse_unsupported",
+    "refuse_with_qk_clip",
+]
 
 
 def refuse_unsupported(engine: Any) -> None:
@@ -47,6 +54,19 @@ def refuse_checkpoints_of_experts(engine: Any, config: MuonConfig) -> None:
                 f"optimizer.params.{key} with deepspeed.moe and ep_size > 1",
                 "the ranks hold different experts under equal names; use engine.save_checkpoint alone, or ep_size 1",
             )
+
+
+def refuse_checkpoints_of_some_ranks(engine: Any, config: MuonConfig) -> None:
+    """Raise where a consolidated checkpoint is asked for of an engine that does not span all ranks of the program.
+
+    Raises:
+        UnsupportedConfigError: Naming the config key.
+    """
+    if members_of(engine).are_everyone:
+        return
+    for key in ("consolidate_on_save", "restore_from"):
+        if getattr(config, key):
+            _refuse(f"optimizer.params.{key} with an engine of some of the program's ranks", SOME_RANKS)
 
 
 def refuse_with_qk_clip(engine: Any) -> None:

@@ -13,6 +13,7 @@ on exactly one rank.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from deepspeed_muon.errors import PlanMismatchError, UnsupportedConfigError
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.routing import Route
+from deepspeed_muon.transport.waiting import phase
 from deepspeed_muon.zero.binding import StepSet
 
 __all__ = ["tensor_parallel_group", "with_tensor_parallel"]
@@ -94,29 +96,51 @@ def with_tensor_parallel(
     """
     sets: list[StepSet] = []
     own: list[list[_Matrix]] = []
+    listed: list[tuple[int, str]] = []
     error: Exception | None = None
     try:
         sets = read()
         dims = _cut_dimensions(model, routes)
         own = [_describe(step_set, dims) for step_set in sets]
+        # Flags of gradients are exchanged by position, those of AdamW's parameters too.
+        listed = [
+            (number, layout.name) for number, step_set in enumerate(sets) for layout in step_set.layouts
+        ]
     except Exception as caught:
         error = caught
     failure = None if error is None else f"{type(error).__name__}: {error}"
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (own, failure), group=group)
+    with phase("comparison of tensor-parallel shards", group):
+        dist.all_gather_object(everyone, (own, listed, failure), group=group)
     if error is not None:
         raise error
-    failures = [text for _, text in everyone if text is not None]
+    failures = [text for *_, text in everyone if text is not None]
     if failures:
         raise PlanMismatchError(f"another rank of the tensor-parallel group failed: {failures[0]}")
-    views: list[list[list[_Matrix]]] = [matrices for matrices, _ in everyone]
-    names = [[[m.name for m in matrices] for matrices in view] for view in views]
-    if any(each != names[0] for each in names):
-        raise PlanMismatchError(
-            "the ranks of a tensor-parallel group hold different matrices, or the same in other sub-groups; with "
-            "ZeRO 3 raise zero_optimization.sub_group_size so that all parameters are in one"
-        )
+    views: list[list[list[_Matrix]]] = [matrices for matrices, *_ in everyone]
+    _compare_names([told for _, told, _ in everyone])
     return [_joined(step_set, [view[i] for view in views], group) for i, step_set in enumerate(sets)]
+
+
+def _compare_names(told: list[list[tuple[int, str]]]) -> None:
+    """Check that the ranks of a group hold the same parameters in the same step sets and order.
+
+    Their elements are not compared: shards of parameters that are not Muon's may be unequal.
+
+    Args:
+        told: By rank of the group, the number of the step set and the name of each parameter.
+    """
+    for held in itertools.zip_longest(*told):
+        if len(set(held)) > 1:
+            shown = ", ".join(
+                f"rank {rank}: " + ("no more" if each is None else "{1} (step set {0})".format(*each))
+                for rank, each in enumerate(held)
+            )
+            raise PlanMismatchError(
+                f"the ranks of a tensor-parallel group hold different parameters, or the same in another order or in "
+                f"other sub-groups. The first that differ, by rank of the group: {shown}. With ZeRO 3 raise "
+                f"zero_optimization.sub_group_size so that all parameters are in one"
+            )
 
 
 def _cut_dimensions(

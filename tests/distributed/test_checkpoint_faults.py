@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import resource
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +19,9 @@ from deepspeed_muon.checkpoint.consolidate import Stage
 from deepspeed_muon.checkpoint.sources import file_digest
 from deepspeed_muon.errors import CheckpointError
 from tests import training
+from tests.checkpoints import INDEX, edit
 from tests.distributed.test_checkpoint_consolidate import MICROS, engine_for, load, report, save
 from tests.harness import RanksFailed, run_ranks
-
-INDEX = "muon_index.json"
 
 
 @pytest.fixture(scope="module")
@@ -114,18 +111,12 @@ def test_truncated_index(ranks: Any, damaged: Path) -> None:
     all_refuse(ranks, damaged, INDEX, "cannot be read")
 
 
-def edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    content = json.loads((folder / INDEX).read_text())
-    change(content)
-    (folder / INDEX).write_text(json.dumps(content))
-
-
 def rename(content: dict[str, Any]) -> None:
     content["parameters"]["blocks.0.upper.weight"] = content["parameters"].pop("blocks.0.up.weight")
 
 
 def test_renamed_parameter(ranks: Any, damaged: Path) -> None:
-    edit(damaged, rename)
+    edit(damaged / INDEX, rename)
     needles = ("blocks.0.up.weight is not in the checkpoint", "renamed? it has blocks.0.upper.weight")
     all_refuse(ranks, damaged, str(damaged), *needles)
 
@@ -155,7 +146,7 @@ def reshape_in_file(folder: Path) -> str:
     tensors[entry] = tensors[entry].t().contiguous()
     save_file(tensors, path)
     record = {"bytes": path.stat().st_size, "sha256": file_digest(path)}
-    edit(folder, lambda content: content["files"].update({path.name: record}))
+    edit(folder / INDEX, lambda content: content["files"].update({path.name: record}))
     return entry
 
 

@@ -32,7 +32,6 @@ from tests.distributed.test_checkpoint_consolidate import (
     report,
     with_compat,
 )
-from tests.harness import RanksFailed
 from tests.models import MATRICES, build
 
 HAS_OWN_MUON = tuple(int(n) for n in __import__("deepspeed").__version__.split(".")[:2]) >= (0, 19)
@@ -152,14 +151,19 @@ def test_deepspeeds_converter_converts_ours(ranks: Any, tmp_path: Path) -> None:
     assert_equal(saved, ranks(2).run(load_universal, folder=str(tmp_path), stage=2)[0])
 
 
-def damaged_universal(ranks: Any, folder: Path, *needles: str, **arguments: Any) -> None:
-    with pytest.raises(RanksFailed) as caught:
-        ranks(2).run(load_universal, folder=str(folder), stage=arguments.pop("stage", 3), **arguments)
-    failures = caught.value.failures
-    assert {failure.type for failure in failures.values()} == {"CheckpointError"} and len(failures) == 2
-    for failure in failures.values():
+def refused_universal(rank: int, world_size: int, **arguments: Any) -> str:
+    try:
+        load_universal(rank, world_size, **arguments)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def damaged_universal(ranks: Any, folder: Path, *needles: str, stage: int = 3, **arguments: Any) -> None:
+    """Fail unless both ranks raise a CheckpointError that says all needles."""
+    for message in ranks(2).run(refused_universal, folder=str(folder), stage=stage, **arguments):
         for needle in needles:
-            assert needle in failure.message, failure.message
+            assert needle in message, message
 
 
 def test_damaged_universal_checkpoints(ranks: Any, tmp_path: Path) -> None:
@@ -198,8 +202,10 @@ def save_other(
             params["momentum"] = 0.8
         config["optimizer"] = {"type": optimizer, "params": params}
         engine = training.make_engine(config, exact=precision == "fp32")
-        for step in range(2):
-            training.run_step(engine, step, rank, world_size, 1)
+        # DeepSpeed compiles its iteration, which takes longer than all else here.
+        with torch._dynamo.config.patch(disable=True):
+            for step in range(2):
+                training.run_step(engine, step, rank, world_size, 1)
         engine.save_checkpoint(folder)
         result: dict[str, Any] = {"fp32": {}, "momentum": {}, "exp_avg_sq": {}}
         for name, param in engine.module.named_parameters():

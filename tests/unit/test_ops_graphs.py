@@ -113,3 +113,15 @@ def test_graphs_are_tried_after_the_plain_calls_and_only_where_the_host_may_be_s
     half = len(small) // 2
     assert small[half:] == [f"{name}+graph" for name in small[:half]]
     assert not any("graph" in name for name in gpu_names(1, 8192, 8192, torch.float16, "sm90", monkeypatch))
+
+
+def test_released_graphs_are_captured_anew_and_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``engine.offload_states`` gives the graphs' memory up; the pool of torch goes with its last graph."""
+    monkeypatch.setattr(graphs, "_pools", {torch.device("cpu"): "handle"})
+    record = Recorder()
+    run = Replayed(plain, record)
+    x = torch.randn(2, 6, 9)
+    before = [run(x, SETTINGS) for _ in range(2)]
+    run.release()
+    assert all(replay is None for replay in run._replays.values()) and not graphs._pools
+    assert torch.equal(run(x, SETTINGS), before[1]) and record.captures == 2

@@ -14,7 +14,7 @@ from deepspeed_muon.routing import NamedParameter, Route, model_parameters_by_na
 def route(name: str, *shape: int, siblings: tuple[str, ...] = ()) -> Route:
     names = (name, *siblings)
     members = [NamedParameter((n,), nn.Parameter(torch.zeros(shape))) for n in names]
-    return route_parameters(members, require_muon=False)[0]
+    return route_parameters(members)[0]
 
 
 @pytest.mark.parametrize(
@@ -153,8 +153,8 @@ def test_expectations() -> None:
     members = list(model_parameters_by_name(nn.Linear(4, 4)).values())
     with pytest.raises(RoutingError, match="expects at least 2 Muon matrices and routing found 1"):
         route_parameters(members, min_muon_params=2)
-    with pytest.raises(RoutingError, match="no parameter goes to Muon"):
-        route_parameters(members, exclude=["*"])
+    with pytest.raises(RoutingError, match="expects at least 1 Muon matrices and routing found 0"):
+        route_parameters(members, exclude=["*"], min_muon_params=1)
 
 
 def test_groups_are_split_and_keep_their_settings() -> None:
@@ -178,7 +178,10 @@ def test_groups_are_split_and_keep_their_settings() -> None:
     ("group", "error", "said"),
     [
         ({"wieght_decay": 0.1}, ConfigError, "did you mean 'weight_decay'"),
-        ({"lr": -1}, ConfigError, "optimizer.params.lr"),
+        ({"lr": -1}, ConfigError, "param group 0.lr: must be at least 0"),
+        ({"lr": 1e30}, ConfigError, "param group 0.lr: must be at most"),
+        ({"eps": True}, ConfigError, "param group 0.eps: must be a number"),
+        ({"maximize": True}, ConfigError, "param group 0: 'maximize' is an option of torch's optimizers"),
         ({"algorithm": "sgd"}, ConfigError, "'muon' or 'adamw'"),
     ],
 )
@@ -196,7 +199,7 @@ def test_explicit_groups_decide() -> None:
         lr=0.1,
     )
     assert [r.algorithm for r in optimizer.routes] == ["muon", "adamw"]
-    assert all("use_muon" not in group for group in optimizer.param_groups), "BF16_Optimizer acts on that key"
+    assert [group["use_muon"] for group in optimizer.param_groups] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -204,7 +207,7 @@ def test_explicit_groups_decide() -> None:
     [
         ([], "empty list"),
         ([{"lr": 1}], "no 'params'"),
-        ([1, 2], "holds a int"),
+        ([1, 2], "entry 0 of param group 0 is a int"),
         ([nn.Parameter(torch.zeros(2, 2)), {"params": []}], "mixes"),
     ],
 )

@@ -1,0 +1,223 @@
+"""Untrusted files: opened only where they are regular, and JSON with a checksum over all that it says.
+
+The checksum is that of the content in a canonical form, so white space and the order of keys do not matter. It finds
+damage; it does not say who wrote the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NoReturn
+
+from deepspeed_muon.errors import CheckpointError, MuonError
+
+__all__ = [
+    "UNSEALED_VERSION",
+    "VERSION",
+    "open_regular",
+    "parse_sealed",
+    "read_regular",
+    "read_sealed",
+    "refusing",
+    "regular_size",
+    "sealed_json",
+]
+
+UNSEALED_VERSION = 1
+"""Of documents that were written before there was a checksum."""
+VERSION: Literal[2] = 2
+"""Of documents with a checksum. A document of this version without one is refused."""
+
+_CHECKSUM = "sha256"
+_MAX_BYTES = 1 << 30
+# Neither follow a link that took the file's place, nor wait for whoever writes into a pipe.
+_OPEN_FLAGS = (
+    os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+)
+
+
+@contextlib.contextmanager
+def refusing(where: str) -> Iterator[None]:
+    """Turn whatever goes wrong with content of unknown origin into an error that says where.
+
+    Args:
+        where: The file or folder, for the message.
+
+    Raises:
+        CheckpointError: In place of any exception that is not one of this package's own.
+    """
+    try:
+        yield
+    except MuonError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{where}: {error.strerror or error}") from error
+    except Exception as error:
+        raise CheckpointError(f"{where}: cannot be read: {type(error).__name__}: {error}") from error
+
+
+def regular_size(path: Path) -> int:
+    """Return the size of a file.
+
+    Raises:
+        CheckpointError: If it is no regular file itself, but a link, a pipe or a device.
+        OSError: If there is none.
+    """
+    found = os.lstat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path}: not a regular file")
+    return found.st_size
+
+
+@contextlib.contextmanager
+def open_regular(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading if it is a regular file itself: no link, pipe or device.
+
+    Args:
+        path: The file.
+
+    Raises:
+        CheckpointError: If it is something else; nothing waits for whoever would write into a pipe.
+        OSError: If it cannot be opened.
+    """
+    regular_size(path)
+    descriptor = os.open(path, _OPEN_FLAGS)
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise CheckpointError(f"{path}: not a regular file")
+        yield file
+
+
+def read_regular(path: Path, limit: int = _MAX_BYTES) -> bytes:
+    """Return the content of a small regular file.
+
+    Args:
+        path: The file.
+        limit: Bytes that it may have.
+
+    Raises:
+        CheckpointError: If it is no regular file, or larger.
+        OSError: If it cannot be opened.
+    """
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > limit:
+            raise CheckpointError(f"{path}: larger than such a file can be")
+        pieces = []
+        while piece := file.read(limit):
+            pieces.append(piece)
+        return b"".join(pieces)
+
+
+def sealed_json(content: Mapping[str, Any]) -> bytes:
+    """Return a document as text, with its version and checksum.
+
+    Args:
+        content: The document; ``version`` and the checksum in it are replaced.
+
+    Raises:
+        CheckpointError: If it holds what no reader would take.
+    """
+    try:
+        # As a reader will see it: lists for tuples, text for every key.
+        document = json.loads(json.dumps({**content, "version": VERSION}, allow_nan=False))
+        _require_text(document)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"JSON cannot hold what is to be written: {error}") from error
+    document[_CHECKSUM] = _checksum(document)
+    return json.dumps(document, indent=1).encode()
+
+
+def read_sealed(path: Path, form: str) -> dict[str, Any]:
+    """Read a document and check form, version and checksum; see :func:`parse_sealed`.
+
+    Raises:
+        CheckpointError: Naming the file.
+        FileNotFoundError: If there is none.
+    """
+    try:
+        text = read_regular(path)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from error
+    return parse_sealed(text, str(path), form)
+
+
+def parse_sealed(text: bytes, path: str, form: str) -> dict[str, Any]:
+    """Check form, version and checksum of a document.
+
+    Args:
+        text: The file's content.
+        path: The file, for messages.
+        form: What its ``format`` must be.
+
+    Returns:
+        The document, without its checksum.
+
+    Raises:
+        CheckpointError: Naming the file.
+    """
+    try:
+        content = json.loads(
+            text,
+            object_pairs_hook=_without_duplicates,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+        )
+        _require_text(content)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != form:
+        raise CheckpointError(f"{path}: not of the format {form}")
+    version = content.get("version")
+    if type(version) is not int or version not in (UNSEALED_VERSION, VERSION):
+        raise CheckpointError(f"{path}: format version {version!r}, this release reads up to {VERSION}")
+    found = content.pop(_CHECKSUM, None)
+    if version == UNSEALED_VERSION and found is not None:
+        raise CheckpointError(
+            f"{path}: version {version} has no checksum, but there is one: the file was changed"
+        )
+    if version == VERSION and found != _checksum(content):
+        what = "its checksum is missing" if found is None else "its checksum is not that of its content"
+        raise CheckpointError(f"{path}: {what}: the file was changed or is damaged")
+    return content
+
+
+def _require_text(document: Any) -> None:
+    """Raise a ValueError if there is half of a surrogate pair, which is in no text."""
+    json.dumps(document, ensure_ascii=False).encode()
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    rest = {key: value for key, value in content.items() if key != _CHECKSUM}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} is there twice")
+        found[key] = value
+    return found
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not a number of JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is too large for a number")
+    return value

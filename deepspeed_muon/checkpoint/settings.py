@@ -1,0 +1,228 @@
+"""What a checkpoint says about the run, checked before the run takes it: settings of groups, loss scale, schedule.
+
+The settings pass the checks of ``optimizer.params``. A schedule is tried on the scheduler itself, which is put back.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from deepspeed_muon.checkpoint.index import Progress
+from deepspeed_muon.config import GROUP_KEYS, MuonConfig
+from deepspeed_muon.errors import CheckpointError
+
+__all__ = ["Before", "check_loss_scale", "check_progress", "checked_settings"]
+
+logger = logging.getLogger("deepspeed_muon")
+
+# What a scheduler or the user changes in the course of a run. The algorithm itself belongs to the model.
+_CONFIG_SETTINGS = GROUP_KEYS - {"muon_lr", "adam_lr", "muon_weight_decay", "adam_weight_decay"}
+_RATES = ("initial_lr", "lr_ratio")  # a rate like lr, which the configuration has no key for
+_STRICT: dict[str, Any] = {
+    "nesterov": bool,
+    "weight_decay_mode": str,
+    "adjust_lr_fn": str,
+    "betas": (list, tuple),
+}
+_NUMBERS = (int, float)
+
+# Counters of schedulers, of torch and of DeepSpeed; -1 before the first step.
+_COUNTERS = ("last_epoch", "_step_count", "last_batch_iteration")
+
+
+def checked_settings(groups: Sequence[Mapping[str, Any]], where: str) -> list[dict[str, Any]]:
+    """Return what a run takes over from every saved param group, checked as ``optimizer.params`` would be.
+
+    Args:
+        groups: The param groups of a checkpoint.
+        where: The checkpoint, for the message.
+
+    Raises:
+        CheckpointError: Naming every group and key that cannot be used.
+    """
+    checked: list[dict[str, Any]] = []
+    problems: list[str] = []
+    for number, group in enumerate(groups):
+        checked.append({})
+        for key in sorted(group.keys() & (_CONFIG_SETTINGS | set(_RATES))):
+            try:
+                checked[-1][key] = _checked(key, group[key])
+            except ValueError as error:
+                problems.append(f"param group {number}: {key}: {error} (got {group[key]!r})")
+    if problems:
+        raise CheckpointError(
+            f"{where}: settings of param groups cannot be used:\n"
+            + "\n".join(problems[:20])
+            + "\npass hyperparameters=False to keep those of the configuration"
+        )
+    return checked
+
+
+def _checked(key: str, value: Any) -> Any:
+    expected = _STRICT.get(key, _NUMBERS)
+    if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
+        raise ValueError(f"is a {type(value).__name__}")
+    if key == "betas" and any(isinstance(beta, bool) or not isinstance(beta, _NUMBERS) for beta in value):
+        raise ValueError("are not numbers")
+    name = "lr" if key in _RATES else key
+    try:
+        return getattr(MuonConfig.model_validate({name: value}), name)
+    except ValidationError as error:
+        raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from error
+
+
+def check_loss_scale(scale: Any, where: str) -> None:
+    """Raise unless a dynamic loss scale can go on from ``scale``.
+
+    Args:
+        scale: As of :func:`deepspeed_muon.zero.checkpointing.loss_scale_state`.
+        where: The checkpoint, for the message.
+
+    Raises:
+        CheckpointError: Naming the key.
+    """
+    lowest = {"cur_iter": 0, "last_overflow_iter": -1, "cur_hysteresis": 0}
+    if not isinstance(scale, Mapping):
+        raise CheckpointError(f"{where}: loss_scale is a {type(scale).__name__}, not an object")
+    for key, value in scale.items():
+        number = isinstance(value, _NUMBERS) and not isinstance(value, bool)
+        if key == "cur_scale":
+            good = number and 0 < value < math.inf
+        else:
+            good = number and isinstance(value, int) and key in lowest and value >= lowest[key]
+        if not good:
+            raise CheckpointError(
+                f"{where}: the loss scale's {key} is {value!r}; pass progress=False to keep this run's"
+            )
+
+
+def check_progress(engine: Any, progress: Progress, where: str, *, scheduler: bool) -> None:
+    """Raise if :func:`deepspeed_muon.checkpoint.live.write_progress` could fail, or leave what fails later.
+
+    Args:
+        engine: A ``DeepSpeedEngine`` with our optimizer; as it was when this returns or raises.
+        progress: What would be written.
+        where: The checkpoint, for the message.
+        scheduler: Whether the schedule would be.
+
+    Raises:
+        CheckpointError: Naming what cannot be used, and the argument that leaves it out.
+    """
+    if progress.loss_scale is not None:
+        check_loss_scale(progress.loss_scale, where)
+    own = getattr(engine, "lr_scheduler", None)
+    if scheduler and own is not None and progress.lr_scheduler is not None:
+        _check_schedule(engine, own, progress, where)
+
+
+def _check_schedule(engine: Any, own: Any, progress: Progress, where: str) -> None:
+    remedy = (
+        "to go on with this run's own schedule, call restore(..., scheduler=False), or write "
+        '"restore_from": {"path": ..., "scheduler": false}'
+    )
+    saved, saved_class = progress.lr_scheduler or {}, progress.lr_scheduler_class
+    kind = type(own).__name__
+    was = f"was {saved_class}" if saved_class else "is not named in the checkpoint"
+    if not hasattr(own, "state_dict") or not hasattr(own, "load_state_dict"):
+        raise CheckpointError(f"{where}: the scheduler {kind} of this run takes no saved state: {remedy}")
+    live = own.state_dict()
+    # Attributes that begin with _ come and go with torch's versions.
+    differing = {
+        key for key in live.keys() ^ saved.keys() if not str(key).startswith("_") and key != "verbose"
+    }
+    if differing:
+        raise CheckpointError(
+            f"{where}: the scheduler of this run is {kind}, the saved run's {was}; their states differ in "
+            f"{', '.join(sorted(map(str, differing)))}: {remedy}"
+        )
+    problem = _problem(live, saved)
+    if problem is None:
+        before = Before(engine)
+        try:
+            own.load_state_dict(copy.deepcopy(dict(saved)))
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        finally:
+            before.put_back()
+    if problem is not None:
+        raise CheckpointError(
+            f"{where}: the saved state does not fit the scheduler {kind} of this run (the saved run's {was}): "
+            f"{problem}; {remedy}"
+        )
+    if saved_class not in (None, kind):
+        logger.warning(
+            "deepspeed_muon: the saved run's scheduler was %s, this run's is %s and goes on from the same count",
+            saved_class,
+            kind,
+        )
+
+
+def _problem(live: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
+    """Say which value cannot take the place of the live one: another kind, another length, a count below -1."""
+    for key in sorted(live.keys() & saved.keys()):
+        mine, other = live[key], saved[key]
+        if mine is None or other is None:
+            continue
+        if _kind(mine) != _kind(other):
+            return f"{key} is {other!r}, this run's {mine!r}"
+        if isinstance(other, (list, tuple)) and key.lstrip("_").endswith(("lrs", "lr")):
+            if len(mine) != len(other):
+                return f"{key} has {len(other)} values for {len(mine)} param groups"
+            if any(_kind(rate) != "number" or not 0 <= rate < math.inf for rate in other):
+                return f"{key} is {other!r}"
+        if key in _COUNTERS and not (isinstance(other, int) and -1 <= other < 1 << 62):
+            return f"{key} is {other!r}"
+    return None
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, bool):
+        return "bool"
+    if isinstance(value, _NUMBERS):
+        return "number"
+    return "list" if isinstance(value, tuple) else type(value).__name__
+
+
+class Before:
+    """The counters, schedule and settings of an engine at one moment."""
+
+    def __init__(self, engine: Any) -> None:
+        """Keep them.
+
+        Args:
+            engine: A ``DeepSpeedEngine`` with our optimizer.
+        """
+        self._engine = engine
+        self._counters = {
+            key: getattr(engine, key) for key in ("global_steps", "global_samples", "skipped_steps")
+        }
+        self._scheduler: Any = getattr(engine, "lr_scheduler", None)
+        self._attributes = dict(getattr(self._scheduler, "__dict__", {}))
+        self._state: Any = None
+        if self._scheduler is not None and hasattr(self._scheduler, "state_dict"):
+            self._state = copy.deepcopy(self._scheduler.state_dict())
+        self._groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in engine.basic_optimizer.param_groups
+        ]
+
+    def put_back(self) -> None:
+        """Make them what they were."""
+        for key, value in self._counters.items():
+            setattr(self._engine, key, value)
+        if hasattr(self._scheduler, "__dict__"):
+            self._scheduler.__dict__.clear()
+            self._scheduler.__dict__.update(self._attributes)
+        if self._state is not None:
+            # What the attributes refer to, such as the schedulers inside a SequentialLR, may have been changed too.
+            self._scheduler.load_state_dict(copy.deepcopy(self._state))
+        for group, settings in zip(self._engine.basic_optimizer.param_groups, self._groups, strict=True):
+            for key in group.keys() - settings.keys() - {"params"}:
+                del group[key]
+            group.update(settings)

@@ -1,0 +1,137 @@
+"""The ranks that train one model together, and how each of them reaches all the others.
+
+They need not be all ranks of the program: an ``mpu`` object can give an engine a part of them, and the rest may run
+other engines or none. So nothing here uses the default process group unless the engine spans it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from deepspeed_muon.errors import RankDisagreementError
+from deepspeed_muon.transport.waiting import phase
+
+__all__ = ["Members", "everyone"]
+
+# How often this process called the roll of each set of ranks: every call has keys of its own in the store.
+_calls: dict[str, int] = {}
+# Seconds between two looks at the store, growing from the first to the last.
+_FIRST_LOOK, _LAST_LOOK = 0.001, 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The ranks of one engine.
+
+    Attributes:
+        groups: Process groups of this rank that, one after the other, reach every rank: the row and the column of a
+            grid (data-parallel, model-parallel). Empty where there is one rank only.
+    """
+
+    groups: tuple[dist.ProcessGroup, ...] = ()
+
+    @classmethod
+    def of(cls, groups: Iterable[dist.ProcessGroup | None]) -> Members:
+        """Keep those groups that reach ranks which the others do not.
+
+        Args:
+            groups: In an order that all ranks share. ``None`` stands for the default group.
+        """
+        if not dist.is_available() or not dist.is_initialized():
+            return cls()
+        kept: list[dist.ProcessGroup] = []
+        reached: list[set[int]] = [{dist.get_rank()}]
+        for group in groups:
+            # Before torch 2.7 the default group has no ranks under the name None.
+            group = dist.distributed_c10d._get_default_group() if group is None else group
+            ranks = set(dist.get_process_group_ranks(group))
+            if not any(ranks <= known for known in reached):
+                kept.append(group)
+                reached.append(ranks)
+        return cls(tuple(kept))
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return math.prod(dist.get_world_size(group) for group in self.groups)
+
+    @property
+    def are_everyone(self) -> bool:
+        """Whether they are all ranks of the default process group."""
+        return not self.groups or self.size == dist.get_world_size()
+
+    def gather(self, item: Any, *, what: str) -> dict[int, Any]:
+        """Return what every rank gives, by global rank. Must be called by all of them.
+
+        Args:
+            item: Can be pickled.
+            what: What it is for, for the error where a rank does not come.
+        """
+        known = {dist.get_rank() if self.groups else 0: item}
+        for group in self.groups:
+            parts: list[Any] = [None] * dist.get_world_size(group)
+            with phase(what, group):
+                dist.all_gather_object(parts, known, group=group)
+            known = {rank: given for part in parts for rank, given in part.items()}
+        return dict(sorted(known.items()))
+
+    def call_roll(self) -> None:
+        """Wait until every rank is here; must be called by all of them.
+
+        It goes through the key-value store, not through a collective: a rank whose engine has another optimizer does
+        not know of it and must not be disturbed. The wait ends by the time-out that the program gave to
+        ``init_distributed`` or ``init_process_group``.
+
+        Raises:
+            RankDisagreementError: When the time is over, with the ranks that are missing.
+        """
+        if self.groups and self.are_everyone:
+            _call_roll(list(range(dist.get_world_size())))
+            return
+        for group in self.groups:
+            _call_roll(dist.get_process_group_ranks(group))
+
+
+def everyone() -> Members:
+    """Return all ranks of the default process group."""
+    return Members.of([None])
+
+
+def _call_roll(ranks: Sequence[int]) -> None:
+    store = dist.distributed_c10d._get_default_store()
+    name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+    _calls[name] = _calls.get(name, 0) + 1
+    key = f"deepspeed_muon/roll/{name}/{_calls[name]}"
+    complete = f"{key}/complete"
+    store.set(f"{key}/{dist.get_rank()}", "here")
+    if store.add(f"{key}/count", 1) == len(ranks):
+        store.set(complete, "yes")
+    limit, look = store.timeout.total_seconds(), _FIRST_LOOK  # type: ignore[attr-defined]
+    ends = time.monotonic() + limit
+    # Not store.wait, which would keep the store's connection busy for the threads that need it too.
+    while not store.check([complete]):
+        if time.monotonic() > ends:
+            missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
+            # As if this call had not been, so that a program that catches the error can try again. The own key stays:
+            # ranks whose time ends a little later shall not miss this one.
+            store.add(f"{key}/count", -1)
+            _calls[name] -= 1
+            raise RankDisagreementError(
+                f"ranks {missing} did not start an engine with this optimizer within {limit:g} s (the time-out of the "
+                f"process group), while the other ranks of {_short(ranks)} wait for them. Either optimizer.type is not "
+                f"Muon there, or they failed or hang before this point: compare the configurations, and see their logs"
+            )
+        time.sleep(look)
+        look = min(2 * look, _LAST_LOOK)
+
+
+def _short(ranks: Sequence[int]) -> str:
+    listed = ", ".join(map(str, ranks[:8]))
+    return f"[{listed}{', ...' if len(ranks) > 8 else ''}]"

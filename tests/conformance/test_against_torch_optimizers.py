@@ -1,0 +1,86 @@
+"""Step for step with ``torch.optim.Muon`` and ``torch.optim.AdamW``, where the settings say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed_muon import Muon
+
+STEPS = 4
+SHAPES = {"wide.weight": (5, 12), "tall.weight": (12, 5), "square.weight": (8, 8), "row.weight": (1, 6)}
+
+
+def parameters() -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+
+
+def run(params: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(100 + step)
+        for param in params.values():
+            param.grad = torch.randn(param.shape, generator=generator)
+        optimizer.step()
+
+
+torch_muon = pytest.mark.skipif(
+    not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9"
+)
+
+
+@torch_muon
+@pytest.mark.parametrize("method", ["gram", "standard"])
+@pytest.mark.parametrize("rule", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_in_fp32(monkeypatch: pytest.MonkeyPatch, method: str, rule: str, nesterov: bool) -> None:
+    """Torch iterates in bf16 only; with that rounding taken out, the two are the same function."""
+    settings: dict[str, Any] = {"lr": 0.03, "momentum": 0.9, "nesterov": nesterov, "weight_decay": 0.2}
+    settings["adjust_lr_fn"] = rule
+    ours, theirs = parameters(), parameters()
+    run(ours, Muon(list(ours.items()), ns_method=method, ns_dtype="fp32", ns_eps=1e-7, **settings))
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+    run(theirs, torch.optim.Muon(list(theirs.values()), eps=1e-7, **settings))
+    for name, start in parameters().items():
+        # Both round in fp32, by up to 1e-6 a step after the iteration (see MUON_TOLERANCE in test_equivalence.py).
+        path = (theirs[name] - start).norm()
+        assert (ours[name] - theirs[name]).norm() <= 1e-5 * path, name
+
+
+@torch_muon
+def test_muon_in_bf16() -> None:
+    """As it runs: sums in other orders, rounded to bf16 (2^-9 of a singular value) in each of five steps."""
+    ours, theirs = parameters(), parameters()
+    optimizer = Muon(list(ours.items()), lr=0.03, ns_dtype="bf16", ns_method="standard", ns_eps=1e-7)
+    run(ours, optimizer)
+    reference = torch.optim.Muon(list(theirs.values()), lr=0.03, weight_decay=0.0)
+    run(theirs, reference)
+    for name, start in parameters().items():
+        assert (ours[name] - theirs[name]).norm() <= 0.03 * (theirs[name] - start).norm(), name
+        buffers = (o.state[p[name]]["momentum_buffer"] for o, p in ((optimizer, ours), (reference, theirs)))
+        torch.testing.assert_close(*buffers)
+
+
+@pytest.mark.parametrize(
+    ("ours_kwargs", "make"),
+    [
+        ({}, lambda params, **kw: torch.optim.AdamW(params, **kw)),
+        ({"adam_w_mode": False}, lambda params, **kw: torch.optim.Adam(params, **kw)),
+    ],
+    ids=["AdamW", "Adam"],
+)
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.0, 0.999)])
+def test_adamw(
+    ours_kwargs: dict[str, Any], make: Callable[..., torch.optim.Optimizer], betas: tuple[float, float]
+) -> None:
+    """The other half, with everything excluded from Muon: the same kernel, so nearly the same bits."""
+    settings: dict[str, Any] = {"lr": 0.01, "betas": betas, "eps": 1e-8, "weight_decay": 0.1}
+    ours, theirs = parameters(), parameters()
+    run(ours, Muon(list(ours.items()), exclude=["*"], **settings, **ours_kwargs))
+    run(theirs, make(list(theirs.values()), **settings))
+    for name in SHAPES:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-7)

@@ -1,0 +1,162 @@
+"""What users trust of DeepSpeed's own Muon: its numbers, in the settings in which they depend on how gradients travel.
+
+Every case takes the whole gradient of the whole batch, clipped by nothing, through the float64 reference.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import pytest
+from torch import Tensor
+
+import deepspeed_muon
+from tests import training
+from tests.distributed.test_equivalence import ADAM_TOLERANCE, MUON_TOLERANCE, compare
+from tests.models import MATRICES, batch, build
+from tests.reference import Oracle, relative
+
+STEPS = 3
+
+# "wide" has one matrix larger than all the rest, which no two partitions can hold without cutting it.
+PATHS: dict[str, dict[str, Any]] = {
+    "all-reduce": {"reduce_scatter": False},
+    "reduce-scatter": {"reduce_scatter": True},
+    "reduce-by-rank": {"reduce_scatter": True, "use_multi_rank_bucket_allreduce": False},
+    # A gradient that no bucket holds takes another way, and gradients that are not copied into one another's buffer.
+    "extra-large": {"reduce_bucket_size": 100, "contiguous_gradients": True},
+    "not-contiguous": {"reduce_bucket_size": 100, "contiguous_gradients": False},
+    "overlap": {"overlap_comm": True, "contiguous_gradients": True},
+}
+CORE = {
+    (1, "gram", "reduce-scatter", 1),
+    (2, "standard", "all-reduce", 1),
+    (2, "gram", "overlap", 3),
+    (1, "standard", "extra-large", 1),
+    (2, "standard", "not-contiguous", 3),
+}
+CASES = [
+    (stage, method, path, accumulation)
+    for stage in (1, 2)
+    for method in ("gram", "standard")
+    for path in PATHS
+    for accumulation in (1, 3)
+]
+
+
+@pytest.mark.parametrize(
+    ("stage", "method", "path", "accumulation"),
+    [pytest.param(*case, marks=() if case in CORE else pytest.mark.full) for case in CASES],
+)
+def test_a_cut_matrix_gets_the_update_of_its_whole_gradient(
+    ranks: Any, stage: int, method: str, path: str, accumulation: int
+) -> None:
+    results = ranks(2).run(
+        training.train,
+        stage=stage,
+        kind="wide",
+        accumulation=accumulation,
+        zero=PATHS[path],
+        params={"ns_method": method, "order": "given"},
+    )
+    compare(results, "wide", 2 * accumulation, 0.0)
+    assert all(travelling > 0 for *_, travelling in [max(r["layout"]) for r in results]), "no matrix was cut"
+
+
+def start_and_end(
+    micro_batches: int, share: float, *, frozen: tuple[str, ...] = ()
+) -> tuple[Any, Any, list[float]]:
+    """Train the reference on gradients that are ``share`` of the micro-batches' sum."""
+    model = build("toy").double()
+    start = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for name, param in model.named_parameters():
+        param.requires_grad_(name not in frozen)
+    oracle = Oracle(MATRICES["toy"] - set(frozen))
+    norms = []
+    for step in range(STEPS):
+        model.zero_grad()
+        for micro in range(micro_batches):
+            (model(*batch(step, micro)) * share).backward()
+        norms.append(oracle.update(model))
+    return start, {name: param.detach() for name, param in model.named_parameters()}, norms
+
+
+def check(params: dict[str, Tensor], start: dict[str, Tensor], end: dict[str, Tensor]) -> None:
+    for name, value in params.items():
+        bound = MUON_TOLERANCE if name in MATRICES["toy"] else ADAM_TOLERANCE
+        assert relative(value, end[name], start[name]) <= bound, name
+
+
+def train_by_hand(
+    rank: int,
+    world_size: int,
+    *,
+    stage: int,
+    how: str = "engine",
+    precision: str = "fp32",
+    frozen: tuple[str, ...] = (),
+    extra: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Train with ``engine.backward``, or with ``backward()`` of the loss itself, and report parameters and norms."""
+    model = build("toy", exact=precision == "fp32")
+    for name, param in model.named_parameters():
+        param.requires_grad_(name not in frozen)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=[param for param in model.parameters() if param.requires_grad],
+        config=training.ds_config(stage, precision=precision, extra=extra),
+    )
+    norms = []
+    for step in range(STEPS):
+        loss = engine(*batch(step, rank))
+        if how == "engine":
+            engine.backward(loss)
+        elif how == "loss":
+            loss.backward()
+        else:
+            engine.scale(loss).backward()
+        engine.step()
+        norms.append(float(engine.get_global_grad_norm()))
+    report = {
+        "params": training.full_masters(engine),
+        "norms": norms,
+        "steps": engine.global_steps,
+        "skipped": engine.skipped_steps + deepspeed_muon.muon_optimizer(engine).skipped_steps,
+    }
+    engine.destroy()
+    return report
+
+
+@pytest.mark.parametrize(("stage", "how"), [(1, "scale"), (2, "loss"), (3, "loss")])
+def test_plain_backward_of_the_loss(ranks: Any, stage: int, how: str) -> None:
+    """``loss.backward()`` without ``engine.backward``, as torch programs write it. DeepSpeed refuses it at stage 0."""
+    start, end, norms = start_and_end(2, 0.5)
+    for report in ranks(2).run(train_by_hand, stage=stage, how=how):
+        assert report["steps"] == STEPS and report["skipped"] == 0
+        check(report["params"], start, end)
+        assert report["norms"] == pytest.approx(norms, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "stage", [2, pytest.param(1, marks=pytest.mark.full), pytest.param(0, marks=pytest.mark.full)]
+)
+def test_gradients_that_are_summed_over_the_ranks(ranks: Any, stage: int) -> None:
+    """``gradient_allreduce_op: sum``: momentum and norm are those of the sum. DeepSpeed refuses it at stage 3."""
+    start, end, norms = start_and_end(2, 1.0)
+    for report in ranks(2).run(train_by_hand, stage=stage, extra={"gradient_allreduce_op": "sum"}):
+        check(report["params"], start, end)
+        assert report["norms"] == pytest.approx(norms, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "stage", [1, pytest.param(2, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)]
+)
+def test_a_part_of_the_model_is_trained(ranks: Any, stage: int) -> None:
+    """Frozen matrices stay, and the others are updated as if they were alone."""
+    frozen = ("blocks.0.up.weight", "blocks.1.down.weight", "embed.weight", "blocks.2.gain")
+    start, end, norms = start_and_end(2, 0.5, frozen=frozen)
+    for report in ranks(2).run(train_by_hand, stage=stage, frozen=frozen):
+        assert not set(frozen) & report["params"].keys()
+        check(report["params"], start, end)
+        assert report["norms"] == pytest.approx(norms, rel=1e-6)

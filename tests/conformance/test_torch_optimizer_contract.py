@@ -1,0 +1,270 @@
+"""What programs may expect of any ``torch.optim.Optimizer``: inputs, state dicts, hooks, closures, gradients."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed_muon import BindingError, ConfigError, Muon, MuonError, RoutingError
+
+# Every input of torch's own table for Muon and AdamW (torch.testing._internal.common_optimizers, CPU), in our words;
+# a text is what the refusal says. `test_the_table_is_torchs` compares the names with the table.
+INPUTS: dict[str, dict[str, Any] | tuple[dict[str, Any], str]] = {
+    "default": {},
+    "non-default lr": {"lr": 0.01},
+    "Tensor lr": {"lr": torch.tensor(0.001)},
+    "non-default weight_decay": {"weight_decay": 0.2},
+    "nonzero weight_decay": {"weight_decay": 0.1},
+    "non-default momentum": {"momentum": 0.8},
+    "passing alternative ns_steps": {"ns_steps": 6},
+    "passing alternative ns_coefficients": {"ns_schedule": [(3.4, -4.7, 2.0)] * 5},
+    "maximize": ({"weight_decay": 0.1, "maximize": True}, "negate the loss"),
+    "amsgrad": ({"weight_decay": 0.1, "amsgrad": True}, "'amsgrad' is an option of torch's"),
+}
+REFUSED = [
+    ({"ns_coefficients": (3.4, -4.7, 2.0)}, r"write ns_schedule: \[\[a, b, c\], \.\.\.\]"),
+    *(
+        ({key: True}, f"'{key}' is an option of torch's")
+        for key in ("foreach", "fused", "capturable", "differentiable")
+    ),
+    ({"lr": -1.0}, "lr: must be at least 0"),
+    ({"lr": torch.tensor([0.001, 0.001])}, "lr: must be a number"),
+    ({"weight_decay": -1}, "weight_decay: must be at least 0"),
+    ({"momentum": -0.1}, "momentum: must be at least 0"),
+    ({"betas": (1.0, 0.0)}, r"betas\[0\]: must be below 1"),
+    ({"adjust_lr_fn": "arbitrary"}, "adjust_lr_fn: "),
+    ({"no_such_option": 1}, "unknown key 'no_such_option'"),
+]
+
+
+def model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).to(dtype)
+
+
+def loss_of(net: nn.Module, step: int = 0) -> torch.Tensor:
+    dtype = next(net.parameters()).dtype
+    x = torch.randn(7, 6, generator=torch.Generator().manual_seed(step)).to(dtype)
+    return net(x).square().mean()
+
+
+def run(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1, first: int = 0) -> None:
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        loss_of(net, step).backward()
+        optimizer.step()
+
+
+def equal(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_every_input_of_torchs_table(name: str) -> None:
+    """It lowers the loss, or says what to write instead."""
+    entry = INPUTS[name]
+    net = model()
+    if isinstance(entry, tuple):
+        with pytest.raises(ConfigError, match=entry[1]):
+            Muon(net, **entry[0])
+        return
+    before = float(loss_of(net).detach())
+    run(net, Muon(net, **{"adam_lr": 1e-3, **entry}), steps=3)
+    assert float(loss_of(net).detach()) < before
+
+
+@pytest.mark.parametrize(("kwargs", "said"), REFUSED, ids=lambda value: str(value)[:30])
+def test_refused_inputs(kwargs: dict[str, Any], said: str) -> None:
+    """With an error of ours that is a ``ValueError``, as torch's is."""
+    with pytest.raises(ConfigError, match=said) as caught:
+        Muon(model(), **kwargs)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.full
+def test_the_table_is_torchs() -> None:
+    """In a process of its own: torch's module changes global settings, and imports a package that it hardly uses."""
+    program = """
+import json, sys, types
+try:
+    import expecttest
+except ModuleNotFoundError:
+    import unittest
+    sys.modules["expecttest"] = types.SimpleNamespace(TestCase=unittest.TestCase, ACCEPT=False)
+import torch
+from torch.testing._internal import common_optimizers as table
+inputs = table.optim_inputs_func_muon("cpu") + table.optim_inputs_func_adamw("cpu")
+print("TABLE", json.dumps(sorted({entry.desc for entry in inputs})))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("TABLE ")]
+    assert lines, done.stderr
+    assert set(json.loads(lines[0][6:])) <= INPUTS.keys()
+
+
+def test_state_dict_goes_through_a_file() -> None:
+    """Loaded with ``weights_only``, at any step, before and after the first one."""
+    for steps in (0, 2):
+        net = model()
+        optimizer = Muon(net, lr=0.02, variant="normuon")
+        run(net, optimizer, steps)
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        other = copy.deepcopy(net)
+        fresh = Muon(other, lr=0.5, variant="normuon")
+        fresh.load_state_dict(saved)
+        run(net, optimizer, 2, steps)
+        run(other, fresh, 2, steps)
+        assert equal(net, other)
+        assert [g["lr"] for g in fresh.param_groups] == [g["lr"] for g in optimizer.param_groups]
+
+
+def test_state_dict_of_other_groups_is_refused() -> None:
+    net = model()
+    optimizer = Muon(net)
+    saved = optimizer.state_dict()
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict({**saved, "param_groups": saved["param_groups"][:1]})
+    smaller = copy.deepcopy(saved)
+    smaller["param_groups"][0]["params"].pop()
+    with pytest.raises(ValueError, match="doesn't match the size"):
+        optimizer.load_state_dict(smaller)
+
+
+def test_hooks_run_once_and_in_order() -> None:
+    net = model()
+    optimizer = Muon(net)
+    seen: list[str] = []
+    handles = [
+        optimizer.register_step_pre_hook(lambda *_: seen.append("before step")),
+        optimizer.register_step_post_hook(lambda *_: seen.append("after step")),
+        optimizer.register_state_dict_pre_hook(lambda *_: seen.append("before state_dict")),
+        optimizer.register_state_dict_post_hook(lambda o, state: seen.append("after state_dict")),
+        optimizer.register_load_state_dict_pre_hook(lambda o, state: seen.append("before load")),
+        optimizer.register_load_state_dict_post_hook(lambda o: seen.append("after load")),
+    ]
+    run(net, optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == [
+        "before step",
+        "after step",
+        "before state_dict",
+        "after state_dict",
+        "before load",
+        "after load",
+    ]
+    for handle in handles:
+        handle.remove()
+    run(net, optimizer)
+    assert len(seen) == 6
+
+
+def test_a_load_hook_may_change_what_is_loaded() -> None:
+    net = model()
+    optimizer = Muon(net, lr=0.02)
+
+    def halve(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        changed = copy.deepcopy(state)
+        for group in changed["param_groups"]:
+            group["lr"] = 0.01
+        return changed
+
+    optimizer.register_load_state_dict_pre_hook(halve)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert {group["lr"] for group in optimizer.param_groups} == {0.01}
+
+
+def test_closure() -> None:
+    """It is called once, with gradients on, and its value comes back."""
+    net, twin = model(), model()
+    optimizer = Muon(net)
+    calls = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(net)
+        loss.backward()
+        calls.append(torch.is_grad_enabled())
+        return loss
+
+    returned = optimizer.step(closure)
+    run(twin, Muon(twin))
+    assert calls == [True] and torch.equal(returned, loss_of(model())) and equal(net, twin)
+    assert Muon(model()).step() is None
+
+
+def test_zero_grad() -> None:
+    net = model()
+    optimizer = Muon(net)
+    loss_of(net).backward()
+    optimizer.zero_grad(set_to_none=False)
+    assert all(float(param.grad.abs().max()) == 0.0 for param in net.parameters())
+    before = copy.deepcopy(net)
+    optimizer.step()
+    assert equal(net, before), "a zero gradient is none"
+    optimizer.zero_grad()
+    assert all(param.grad is None for param in net.parameters())
+    optimizer.step()
+    assert equal(net, before)
+
+
+def test_gradients_that_torch_refuses_too() -> None:
+    net = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4))
+    optimizer = Muon(net)
+    net(torch.tensor([1, 2])).sum().backward()
+    before = copy.deepcopy(net)
+    with pytest.raises(BindingError, match="sparse"):
+        optimizer.step()
+    assert equal(net, before)
+
+
+def test_groups_come_with_the_constructor() -> None:
+    net = model()
+    optimizer = Muon(net)
+    with pytest.raises(RoutingError, match="make a new one"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))]})
+    with pytest.raises(MuonError):
+        optimizer.add_param_group([nn.Parameter(torch.zeros(2, 2))])
+    assert len(optimizer.param_groups) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_parameters_in_other_dtypes(dtype: torch.dtype) -> None:
+    """They stay in their dtype, and go where fp32 ones go, as far as their own rounding lets them."""
+    net, exact = model(dtype), model(dtype).float()
+    settings: dict[str, Any] = {
+        "lr": 0.02,
+        "adam_lr": 3e-3,
+        "eps": 1e-8,
+        "ns_dtype": "fp32",
+        "wire_dtype": "fp32",
+    }
+    optimizers = Muon(net, **settings), Muon(exact, **settings)
+    for step in range(3):
+        loss_of(exact, step).backward()
+        for param, source in zip(net.parameters(), exact.parameters(), strict=True):
+            param.grad = source.grad.to(dtype)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    # Each of three steps rounds weight and gradient once: 2 * 3 halves of a unit, at weights below 1; the rest is the
+    # direction's own change, for which as much is allowed again. fp64 meets fp32's 1e-5.
+    bound = max(6 * torch.finfo(dtype).eps, 1e-5)
+    for param, expected in zip(net.parameters(), exact.parameters(), strict=True):
+        assert param.dtype == dtype
+        assert float((param - expected).detach().double().abs().max()) <= bound
+
+
+def test_repr_names_every_group() -> None:
+    text = repr(Muon(model(), lr=0.02))
+    assert text.startswith("Muon (") and "algorithm: muon" in text and "algorithm: adamw" in text

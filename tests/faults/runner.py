@@ -1,0 +1,444 @@
+"""Saves that fail: ``python -m tests.faults.runner WORK [--full]`` writes WORK/results.json.
+
+Each case is a save into a folder that holds a complete set of step 1, of an engine (or of DeepSpeed's files, for the
+command line) that is at step 2, with one fault. The processes are forked from one that has imported everything but
+started no thread, so a case takes tenths of a second; nothing is shared between two of them. Then every folder is
+verified and restored, and power cuts at every moment of the save are laid out on a model of a disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from deepspeed_muon import cli
+from deepspeed_muon.checkpoint import consolidate, load_index, restore
+from deepspeed_muon.checkpoint.offline import consolidate_files, verify_folder
+from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.ops import load as load_ops
+from tests import training
+from tests.distributed.test_checkpoint_consolidate import MICROS, STATES, engine_for
+from tests.faults.disk import Disk, worst_folders
+from tests.faults.injector import Fault, Injector, describe
+
+INDEX = "muon_index.json"
+SHARD_BYTES = 24_000
+"""Gives each of two ranks more than one file, and files of more than one piece."""
+LIMIT = 60.0
+"""Seconds after which a process counts as one that hangs; a case takes tenths of a second."""
+
+WAYS = {"API, 1 rank": 1, "API, 2 ranks": 2, "command line": 1}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One save with one fault.
+
+    Attributes:
+        way: Key of :data:`WAYS`.
+        fault: What fails; ``None`` for the run that counts the calls.
+        what: The call in words.
+        phase: How far the save is when the call is made.
+        folder: Where everything of the case lies.
+    """
+
+    way: str
+    fault: Fault | None
+    what: str
+    phase: str
+    folder: Path
+
+    @property
+    def target(self) -> Path:
+        """The folder of the set; the first save of all makes it."""
+        return self.folder / ("a/b/c" if self.phase == "first save" else "set")
+
+
+# ------------------------------------------------------------------------------------------------------------ processes
+
+
+def fork_ranks(world_size: int, folder: Path, fn: Callable[[int], Any], *, group: bool = True) -> list[Any]:
+    """Run ``fn(rank)`` in forked processes and return what each did: its result, an error, ``died`` or ``hangs``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pids = []
+    for rank in range(world_size):
+        pid = os.fork()
+        if pid == 0:
+            _child(rank, world_size, folder, fn, group)
+        pids.append(pid)
+    deadline = time.monotonic() + LIMIT
+    hangs = set()
+    for rank, pid in enumerate(pids):
+        while not os.waitpid(pid, os.WNOHANG)[0]:
+            if time.monotonic() > deadline:
+                hangs.add(rank)
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                break
+            time.sleep(0.005)
+    outcomes = []
+    for rank in range(world_size):
+        file = folder / f"outcome{rank}.json"
+        if rank in hangs:
+            outcomes.append({"hangs": True})
+        else:
+            outcomes.append(json.loads(file.read_text()) if file.exists() else {"died": True})
+    return outcomes
+
+
+def _child(rank: int, world_size: int, folder: Path, fn: Callable[[int], Any], group: bool) -> None:
+    try:
+        output = os.open(folder / f"output{rank}.txt", os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        os.environ.update(WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size))
+        if group:
+            store = dist.FileStore(str(folder / "store"), world_size)
+            wait = timedelta(seconds=LIMIT / 2)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=wait)
+            deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+        try:
+            said: dict[str, Any] = {"result": fn(rank)}
+        except BaseException as error:
+            traceback.print_exc()
+            said = {"error": type(error).__name__, "message": str(error)}
+        (folder / f"outcome{rank}.json").write_text(json.dumps(said))
+        if group and "error" not in said:
+            dist.barrier()
+    finally:
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def prepare_process() -> None:
+    """Import what the children need, without starting a thread."""
+    torch.set_num_threads(1)
+    # It leaves 66 MB a rank in /dev/shm for ever.
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+    with contextlib.suppress(ImportError):
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    load_ops()
+
+
+# ------------------------------------------------------------------------------------------------------------ the saves
+
+
+def trained(rank: int, world_size: int, steps: int) -> Any:
+    engine = engine_for(2, world_size, seed=0, kind="toy")
+    for step in range(steps):
+        training.run_step(engine, step, rank, world_size, MICROS // world_size)
+    return engine
+
+
+def make_sets(work: Path) -> None:
+    """Write the sets of both steps, for every way to save, and DeepSpeed's files for the command line."""
+
+    def save(rank: int, world_size: int) -> None:
+        engine = trained(rank, world_size, 1)
+        consolidate(engine, work / f"old{world_size}", shard_bytes=SHARD_BYTES)
+        training.run_step(engine, 1, rank, world_size, MICROS // world_size)
+        consolidate(engine, work / f"new{world_size}", shard_bytes=SHARD_BYTES)
+        if world_size == 1:
+            engine.save_checkpoint(str(work / "saved"))
+
+    for world_size in (1, 2):
+        outcomes = fork_ranks(
+            world_size, work / f"made{world_size}", lambda rank, size=world_size: save(rank, size)
+        )
+        assert all("result" in outcome for outcome in outcomes), outcomes
+
+
+def run_case(work: Path, case: Case) -> dict[str, Any]:
+    """Carry out one save; return what its processes said."""
+    world_size = WAYS[case.way]
+    case.folder.mkdir(parents=True)
+    if case.phase != "first save":
+        shutil.copytree(work / f"old{world_size}", case.target)
+
+    def save(rank: int) -> Any:
+        engine = None if case.way == "command line" else trained(rank, world_size, 2)
+        target = case.target
+        Injector(case.folder, rank, case.folder / "log.jsonl", case.fault).install()
+        if engine is None:
+            arguments = ["checkpoint", "consolidate", str(work / "saved"), str(target)]
+            return cli.main([*arguments, "--shard-bytes", str(SHARD_BYTES)])
+        consolidate(engine, target, shard_bytes=SHARD_BYTES)
+        return 0
+
+    return {"ranks": fork_ranks(world_size, case.folder / "ranks", save, group=case.way != "command line")}
+
+
+def read_log(case: Case) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (case.folder / "log.jsonl").read_text().splitlines()]
+
+
+def actions(kind: str, collective: bool) -> list[str]:
+    """Return how a call may fail."""
+    if collective:
+        return ["lost", "done, lost", "kill"]
+    more = {"open": ["ENOSPC"], "write": ["ENOSPC"], "rename": ["done, EIO"], "fsync": ["done, EIO"]}
+    return ["EIO", *more.get(kind, more.get(kind.removesuffix(" folder"), [])), "kill"]
+
+
+def phases(log: Sequence[dict[str, Any]]) -> list[str]:
+    """Return how far a save is at each of its calls, in the order in which they returned."""
+    found, phase = [], "start"
+    for entry in log:
+        what = describe(entry)
+        if phase == "start" and what == "open shard aside":
+            phase = "shards"
+        elif what == "open index aside":
+            phase = "index"
+        found.append(phase)
+        if what == "rename index aside":
+            phase = "committed"
+    return found
+
+
+def all_cases(work: Path) -> tuple[list[Case], list[Case]]:
+    """Count the calls of saves without a fault; return those, and a case for each call and way to fail."""
+    faultless, cases = [], []
+    for way in WAYS:
+        for phase in ("first save", "none") if way == "command line" else ("none",):
+            case = Case(way, None, "nothing", phase, work / "cases" / way.replace(" ", "_") / phase)
+            outcome = run_case(work, case)
+            assert all(rank.get("result") == 0 for rank in outcome["ranks"]), outcome
+            faultless.append(case)
+            cases += cases_of(case)
+    return faultless, cases
+
+
+def cases_of(faultless: Case) -> list[Case]:
+    """Return a case for each call of a save and each way in which it may fail."""
+    log = read_log(faultless)
+    first = faultless.phase == "first save"
+    cases = []
+    for entry, phase in zip(log, phases(log), strict=True):
+        collective = not entry["path"]
+        for action in actions(entry["kind"], collective):
+            fault = Fault(entry["rank"], entry["number"], collective, action)
+            name = (
+                f"{'c' if collective else 'f'}{entry['number']}-{action.replace(', ', '-')}-{entry['rank']}"
+            )
+            place = faultless.folder.parent / f"{'first-' if first else ''}{name}"
+            reached = faultless.phase if first else phase
+            cases.append(Case(faultless.way, fault, describe(entry), reached, place))
+    return cases
+
+
+AROUND_THE_COMMIT = {
+    ("rename index aside", 0, "EIO"),
+    ("rename index aside", 0, "kill"),
+    ("fsync folder", 0, "EIO"),
+    ("collective broadcast_object_list", 0, "lost"),
+    ("collective broadcast_object_list", 1, "kill"),
+    ("listdir", 0, "EIO"),
+    ("unlink shard", 0, "kill"),
+}
+"""What always runs, on two ranks: the calls between the rename of the index and the end."""
+
+
+def trimmed(cases: Sequence[Case]) -> list[Case]:
+    """Choose few cases: around the commit, and one for each other kind of call."""
+    chosen: list[Case] = []
+    seen: set[Any] = set()
+    # A stride that shares no factor with the number of cases: neighbours differ in call, way and action.
+    order = sorted(range(len(cases)), key=lambda number: number * 37 % len(cases))
+    for case in (cases[number] for number in order):
+        assert case.fault is not None
+        call = (case.what, case.fault.rank, case.fault.action)
+        around = case.way == "API, 2 ranks" and case.phase in ("index", "committed")
+        wanted = around and call in AROUND_THE_COMMIT
+        kind = (
+            call if wanted else case.what.replace(" folder", "-folder").removeprefix("collective ").split()[0]
+        )
+        if (wanted or case.phase != "committed") and kind not in seen:
+            seen.add(kind)
+            chosen.append(case)
+    return chosen
+
+
+# ----------------------------------------------------------------------------------------- what is left
+
+
+def state_of(engine: Any) -> dict[str, Any]:
+    """Masters and state by name."""
+    masters = {f"fp32/{name}": tensor for name, tensor in training.full_masters(engine).items()}
+    for key in STATES:
+        masters |= {f"{key}/{name}": tensor for name, tensor in training.full_states(engine, key).items()}
+    return {name: tensor.clone() for name, tensor in masters.items()}
+
+
+class Judge:
+    """Says whether a folder holds the old set or the new one, by verifying it and restoring it into an engine."""
+
+    def __init__(self, work: Path) -> None:
+        self._engine = engine_for(2, 1, seed=7, kind="toy")
+        training.run_step(self._engine, 0, 0, 1, MICROS)
+        self._known: dict[tuple[str, int], dict[str, Any]] = {}
+        for age in ("old", "new"):
+            for world_size in (1, 2):
+                restore(self._engine, work / f"{age}{world_size}")
+                self._known[age, world_size] = state_of(self._engine)
+        self._work = work
+
+    def left(self, folder: Path, world_size: int) -> str:
+        """Return ``old``, ``new``, or what is wrong."""
+        try:
+            index = verify_folder(folder)
+            restore(self._engine, folder)
+        except CheckpointError as error:
+            return f"NEITHER: {error}"
+        found = state_of(self._engine)
+        for age, steps in (("old", 1), ("new", 2)):
+            known = self._known[age, world_size]
+            same = found.keys() == known.keys() and all(
+                torch.equal(found[name], known[name]) for name in known
+            )
+            if same and index.progress.global_steps == self._engine.global_steps == steps:
+                return age
+        return "NEITHER: a mixture"
+
+    def after(self, case: Case, said: dict[str, Any]) -> dict[str, Any]:
+        """Judge a case: what is left, what power cuts would have left, and whether the next save clears up."""
+        world_size = WAYS[case.way]
+        folder = case.target
+        left = self.left(folder, world_size)
+        if case.phase == "first save" and not (folder / INDEX).exists():
+            left = "nothing"
+        extra = len(leftovers(folder)) if left in ("old", "new") else 0
+        cuts = self.power_cuts(case, world_size)
+        consolidate_files(self._work / "saved", folder, shard_bytes=SHARD_BYTES)
+        cleared = not leftovers(folder) and self.left(folder, 1) == "new"
+        fault = case.fault
+        assert fault is not None
+        result = {
+            "way": case.way,
+            **asdict(fault),
+            "call": case.what,
+            "phase": case.phase,
+            "ranks": [shortened(case, each) for each in said["ranks"]],
+            "left": left,
+            "leftovers": extra,
+            "power cuts": cuts[0],
+            "next save clears up": cleared,
+        }
+        return {**result, "wrong": self._wrong(case, result)}
+
+    def power_cuts(self, case: Case, world_size: int) -> tuple[dict[str, int], list[str]]:
+        """Verify the worst folders of every moment; count what was left, and say what is left at the end."""
+        counts: dict[str, int] = {}
+        last = []
+        entries = [entry for entry in read_log(case) if entry["path"]]
+        first = case.phase == "first save"
+        before = None if first else self._work / f"old{world_size}"
+        disk = Disk(before, case.target, case.folder)
+        for done, content in worst_folders(entries, disk, INDEX):
+            left = "nothing" if first and content is None else self._verified(case.folder / "cut", content)
+            if left.startswith("NEITHER"):
+                left += f" (after {done} calls)"
+            if done == len(entries):
+                last.append(left)
+            counts[left] = counts.get(left, 0) + 1
+        return counts, last
+
+    @staticmethod
+    def _verified(place: Path, content: dict[str, bytes] | None) -> str:
+        """Lay out a folder and say which set it holds."""
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        for name, data in (content or {}).items():
+            (place / name).write_bytes(data)
+        try:
+            return {1: "old", 2: "new"}[verify_folder(place).progress.global_steps]
+        except CheckpointError as error:
+            return f"NEITHER: {error}"
+
+    @staticmethod
+    def _wrong(case: Case, result: dict[str, Any]) -> list[str]:
+        """Say what a case must not show."""
+        before = "nothing" if case.phase == "first save" else "old"
+        wrong = [left for left in (result["left"], *result["power cuts"]) if left not in (before, "new")]
+        if not result["next save clears up"]:
+            wrong.append("the next save does not clear up")
+        for rank, said in enumerate(result["ranks"]):
+            message = said.get("message", "")
+            if "hangs" in said:
+                wrong.append(f"rank {rank} hangs")
+            if "died" in said and (result["action"], result["rank"]) != ("kill", rank):
+                wrong.append(f"rank {rank} died")
+            if said.get("error", "CheckpointError") not in ("CheckpointError", "UnsettledError"):
+                wrong.append(f"rank {rank} raised {said['error']}: {message}")
+            if "untouched" in message and result["left"] != before:
+                wrong.append(f"rank {rank} says that the old set is there")
+            if "is in place" in message and result["left"] != "new":
+                wrong.append(f"rank {rank} says that the new set is there")
+            if said.get("result") == 0 and result["left"] != "new":
+                wrong.append(f"rank {rank} says that all went well")
+        return wrong
+
+
+def shortened(case: Case, said: dict[str, Any]) -> dict[str, Any]:
+    """Leave the paths of this run out of what a rank said."""
+    message = str(said.get("message", "")).replace(str(case.target), "SET").replace(str(case.folder), "...")
+    return {**said, "message": message[:200]} if message else said
+
+
+def leftovers(folder: Path) -> set[str]:
+    """Return the files that the index does not name."""
+    return {path.name for path in folder.iterdir()} - {INDEX, *load_index(folder).files}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("work", type=Path, help="an empty folder")
+    parser.add_argument("--full", action="store_true", help="every call and action, not a choice of them")
+    arguments = parser.parse_args()
+    work = arguments.work.resolve()
+    prepare_process()
+    make_sets(work)
+    faultless, cases = all_cases(work)
+    chosen = cases if arguments.full else trimmed(cases)
+    said = []
+    for number, case in enumerate(chosen):
+        said.append(run_case(work, case))
+        if arguments.full and number % 20 == 0:
+            print(f"{number} of {len(chosen)}", flush=True)
+    start_alone(work)
+    judge = Judge(work)
+    without = {}
+    for case in faultless:
+        cuts, last = judge.power_cuts(case, WAYS[case.way])
+        left = judge.left(case.target, WAYS[case.way])
+        without[f"{case.way}, {case.phase}"] = {"left": left, "power cuts": cuts, "at the end": last}
+    outcomes = [judge.after(case, each) for case, each in zip(chosen, said, strict=True)]
+    (work / "results.json").write_text(json.dumps({"without a fault": without, "cases": outcomes}))
+
+
+def start_alone(work: Path) -> None:
+    """Make this process the only rank of a group; nothing can be forked any more."""
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1")
+    dist.init_process_group("gloo", store=dist.FileStore(str(work / "store"), 1), rank=0, world_size=1)
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+
+
+if __name__ == "__main__":
+    main()

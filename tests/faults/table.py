@@ -1,0 +1,91 @@
+"""Keeps what is left after each fault.
+
+``python -m tests.faults.table`` writes ``benchmarks/results/save_faults.json`` and ``.md``; with ``--results`` it takes
+what ``python -m tests.faults.runner WORK --full`` wrote before, instead of running it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.harness import run_command
+from tests.native_ops import REPOSITORY
+
+ACTIONS = ("EIO", "ENOSPC", "done, EIO", "kill", "lost", "done, lost")
+
+HEAD = """# What a save leaves when something fails
+
+Each line is a call of a save into a folder that holds a complete set of step 1, by an engine at step 2 (or by the
+command line, from DeepSpeed's files of step 2). Each column is a way in which that call failed: it reported an error,
+it was done and then reported one, the process was killed instead of it, or a collective broke off. The cell says what
+the folder held afterwards, found by `verify` and by restoring it and comparing every tensor with the old and the new
+state: **old** or **new**; a first save into folders that it makes leaves **nothing** or **new**. Where a line stands
+for several calls, the cell counts them.
+
+Command: `python -m tests.faults.table`; raw results in `save_faults.json`.
+
+{summary}
+"""
+
+
+def render(results: Mapping[str, Any]) -> str:
+    """Return the table as Markdown."""
+    cases = results["cases"]
+    cuts = sum(sum(case["power cuts"].values()) for case in cases)
+    bad = sum(bool(case["wrong"]) for case in cases)
+    neither = sum(case["left"].startswith("NEITHER") for case in cases)
+    summary = (
+        f"{len(cases)} faults: {len(cases) - neither} left the old or the new set whole (or nothing, where nothing "
+        f"was), {neither} left neither. After {bad} of them something was wrong: the set, a rank that hung, died or "
+        f"raised another error than CheckpointError, a message that named the wrong set, or a next save that did not "
+        f"clear up. {cuts} folders that power cuts may leave during these saves (tests/faults/disk.py) were laid out "
+        f"and verified."
+    )
+    parts = [HEAD.format(summary=summary)]
+    for way in dict.fromkeys(case["way"] for case in cases):
+        rows: dict[tuple[str, str, int], dict[str, list[str]]] = {}
+        for case in cases:
+            if case["way"] == way:
+                row = rows.setdefault((case["phase"], case["call"], case["rank"]), {})
+                row.setdefault(case["action"], []).append(case["left"])
+        parts += [f"## {way}", "", "| phase | call | rank | " + " | ".join(ACTIONS) + " |"]
+        parts.append("|---" * (3 + len(ACTIONS)) + "|")
+        for (phase, call, rank), row in rows.items():
+            cells = " | ".join(_cell(row.get(action, ())) for action in ACTIONS)
+            parts.append(f"| {phase} | {call} | {rank} | {cells} |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _cell(found: Sequence[str]) -> str:
+    counts = {left: list(found).count(left) for left in dict.fromkeys(found)}
+    return ", ".join(left if count == 1 else f"{count} {left}" for left, count in counts.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", type=Path, help="results.json of a run of before")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results" / "save_faults")
+    arguments = parser.parse_args()
+    if arguments.results:
+        results = json.loads(arguments.results.read_text())
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            run_command([sys.executable, "-m", "tests.faults.runner", folder, "--full"], timeout=3600)
+            results = json.loads((Path(folder) / "results.json").read_text())
+    lines = ",\n".join(json.dumps(case) for case in results["cases"])
+    without = json.dumps(results["without a fault"])
+    arguments.out.with_suffix(".json").write_text(
+        f'{{"without a fault": {without},\n"cases": [\n{lines}\n]}}\n'
+    )
+    arguments.out.with_suffix(".md").write_text(render(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""At every instant of a save, whatever fails or dies, the folder holds the old set or the new one, whole."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_muon.checkpoint.offline import verify_folder
+from deepspeed_muon.errors import CheckpointError
+from tests.faults.disk import Disk, worst_folders
+from tests.faults.injector import describe
+from tests.harness import run_command
+
+INDEX = "muon_index.json"
+
+
+def run(work: Path, *options: str, timeout: float) -> dict[str, Any]:
+    run_command([sys.executable, "-m", "tests.faults.runner", str(work), *options], timeout=timeout)
+    results: dict[str, Any] = json.loads((work / "results.json").read_text())
+    return results
+
+
+def check(results: dict[str, Any]) -> None:
+    wrong = [case for case in results["cases"] if case["wrong"]]
+    assert not wrong, json.dumps(wrong, indent=1)
+    for way, found in results["without a fault"].items():
+        # Power cuts after the save has returned cannot bring back the old set.
+        assert found["left"] == "new" and found["at the end"] == ["new"], (way, found)
+        assert found["power cuts"].keys() <= {"old", "new", "nothing"}, (way, found)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="module")
+def results(work: Path) -> dict[str, Any]:
+    return run(work, timeout=200)
+
+
+def test_failed_calls_leave_a_set(results: dict[str, Any]) -> None:
+    """Around the commit on two ranks, and every other kind of call once."""
+    check(results)
+    assert len({case["call"] for case in results["cases"]}) >= 14
+    assert {case["left"] for case in results["cases"]} >= {"old", "new"}
+
+
+@pytest.mark.full
+@pytest.mark.time_limit(2400)
+def test_every_failed_call_leaves_a_set(tmp_path: Path) -> None:
+    """Each call of one process and of two, each way to fail; ``python -m tests.faults.table`` keeps the table."""
+    results = run(tmp_path, "--full", timeout=2300)
+    check(results)
+    assert len(results["cases"]) > 300
+
+
+def worst(work: Path, log: list[dict[str, Any]], place: Path) -> list[str]:
+    """Return what is wrong with the folders that power cuts leave of a save of the command line."""
+    case = work / "cases" / "command_line" / "none"
+    wrong = []
+    disk = Disk(work / "old1", case / "set", case)
+    for number, (_, content) in enumerate(worst_folders(log, disk, INDEX)):
+        folder = place / str(number)
+        folder.mkdir(parents=True)
+        for name, data in (content or {}).items():
+            (folder / name).write_bytes(data)
+        try:
+            verify_folder(folder)
+        except CheckpointError as error:
+            wrong.append(str(error))
+    return wrong
+
+
+def test_the_model_of_a_disk_finds_every_sync_that_is_missing(
+    results: dict[str, Any], work: Path, tmp_path: Path
+) -> None:
+    """Without any one of the syncs of a save, some power cut leaves neither set."""
+    lines = (work / "cases" / "command_line" / "none" / "log.jsonl").read_text().splitlines()
+    log = [json.loads(line) for line in lines]
+    assert not worst(work, log, tmp_path / "all")
+    # The first one is of the folder above, which was there before.
+    syncs = [number for number, entry in enumerate(log) if entry["kind"].startswith("fsync")][1:]
+    assert len(syncs) > 4
+    for number in syncs:
+        without = log[:number] + log[number + 1 :]
+        assert worst(work, without, tmp_path / str(number)), describe(log[number])

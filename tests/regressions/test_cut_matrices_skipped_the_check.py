@@ -1,0 +1,177 @@
+"""With tensor parallelism weights became non-finite, or 1e10, and ``redone`` and ``failed`` stayed 0.
+
+The matrices that tensor parallelism cuts went from the iteration to the weights without the check that every other
+matrix passes.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import deepspeed_muon
+from deepspeed_muon.math.coefficients import resolve_schedule
+from deepspeed_muon.math.health import band_of, norm_bounds
+from deepspeed_muon.math.newton_schulz import NsSettings
+from deepspeed_muon.math.reference import reference_orthogonalize
+from deepspeed_muon.plan.layout import Fragment, MatrixLayout, TensorShards
+from deepspeed_muon.transport import tensor_parallel as transport
+from deepspeed_muon.transport.recorder import StepRecorder
+from deepspeed_muon.transport.results import Result, Together
+from deepspeed_muon.transport.sharded import orthogonalize_sharded
+from deepspeed_muon.transport.watch import PipelineWatch
+from tests import tensor_parallel
+from tests.distributed.test_equivalence import MUON_TOLERANCE, reference
+from tests.models import MATRICES, batch
+from tests.reference import relative
+from tests.training import ds_config
+
+MODES = ("gather", "distributed")
+CUT = sorted(name for name in MATRICES["even"] if "blocks" in name)
+
+
+def train_scaled(
+    rank: int,
+    world_size: int,
+    *,
+    mode: str,
+    factors: tuple[float, ...] = (1.0,),
+    params: dict[str, Any] | None = None,
+    garbage: int = 0,
+) -> dict[str, Any]:
+    """Train one step a factor, with the loss times it; return whole masters, counters, log and the error.
+
+    The first ``garbage`` iterations of cut matrices on rank 1 return NaN.
+    """
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("deepspeed_muon").addHandler(handler)
+    left = [garbage if rank == 1 else 0]
+    original = transport.orthogonalize_sharded
+
+    def spoiling(iterate: Any) -> Any:
+        def broken(*args: Any, **kwargs: Any) -> torch.Tensor:
+            left[0] -= 1
+            return iterate(*args, **kwargs) * (float("nan") if left[0] >= 0 else 1.0)
+
+        return broken
+
+    transport.orthogonalize_sharded = spoiling(original)
+    config = ds_config(1, params={"tensor_parallel_mode": mode, **(params or {})})
+    engine = tensor_parallel._engine("megatron", 2, config)
+    optimizer = deepspeed_muon.muon_optimizer(engine)
+    for runner in optimizer.runners:
+        exchange = runner._pipeline._tensor_parallel
+        exchange._orthogonalize = spoiling(exchange._orthogonalize)
+    group = optimizer.runners[0].step_set.tensor_group
+    masters = [tensor_parallel._assembled(engine, None, group)]
+    error = ""
+    try:
+        for step, factor in enumerate(factors):
+            engine.backward(engine(*batch(step, rank // 2)) * factor)
+            try:
+                engine.step()
+            except deepspeed_muon.MuonError as caught:
+                error = f"step {step}: {type(caught).__name__}: {caught}"
+            masters.append(tensor_parallel._assembled(engine, None, group))
+    finally:
+        transport.orthogonalize_sharded = original
+        logging.getLogger("deepspeed_muon").removeHandler(handler)
+    report = deepspeed_muon.health(engine)
+    engine.destroy()
+    counts = {"redone": report["redone"], "failed": report["failed"]}
+    return {"masters": masters, **counts, "messages": messages, "error": error}
+
+
+def total(results: list[dict[str, Any]], counter: str) -> int:
+    """Each rank reports its own counts until a sample is taken."""
+    return sum(result[counter] for result in results)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_overflowing_wire_spoils_nothing(ranks: Any, mode: str) -> None:
+    """Directions beyond fp16's 65504 are infinite: no iteration can help, so the matrices keep their weights."""
+    params = {"wire_dtype": "fp16", "nonfinite_grad": "error", "weight_decay": 0.0}
+    results = ranks(2).run(train_scaled, mode=mode, factors=(1e12, 1.0), params=params)
+    for result in results:
+        start, spoilt, after = result["masters"]
+        assert all(bool(torch.isfinite(value).all()) for value in (*spoilt.values(), *after.values()))
+        for name in MATRICES["even"]:
+            assert torch.equal(spoilt[name], start[name]), name
+        # The step after the one that left the updates out raises before it changes anything.
+        assert result["error"].startswith("step 1: OrthogonalizationError: "), result["error"]
+        assert all(torch.equal(after[name], spoilt[name]) for name in after)
+    assert total(results, "failed") == len(MATRICES["even"]) and total(results, "redone") == 0
+    said = [message for result in results for message in result["messages"] if "blocks.0.up" in message]
+    assert len(said) == 1 and "(16 x 16)" in said[0] and "wire_dtype fp16" in said[0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_wrong_result_is_redone(ranks: Any, mode: str) -> None:
+    """Where a matrix stays cut, the ranks come to one verdict, also where only one of them sees the NaN."""
+    results = ranks(2).run(train_scaled, mode=mode, garbage=1)
+    assert total(results, "failed") == 0 and total(results, "redone") >= 1
+    start, end, _, _ = reference("even", 1, 0.0, steps=1)
+    for name in MATRICES["even"]:
+        error = relative(results[0]["masters"][1][name], end[name], start[name])
+        assert error <= MUON_TOLERANCE, (name, error)
+
+
+def settle_parts(rank: int, world_size: int, *, dim: int) -> dict[str, Any]:
+    """Check two cut matrices of elements of 1e20, whose squares are beyond fp32, and one that is right."""
+    generator = torch.Generator().manual_seed(5)
+    wholes = torch.randn(3, 12, 20, generator=generator) * torch.tensor([1e20, 1.0, 1e20])[:, None, None]
+    length = wholes.shape[1 + dim]
+    sizes = (5, length - 5)
+    parts = wholes.split(sizes, dim=1 + dim)[rank].contiguous()
+    layout = MatrixLayout(
+        "w", *parts.shape[1:], 0, (Fragment(0, 0, 0, parts[0].numel()),), shards=TensorShards(dim, sizes)
+    )
+    settings = NsSettings(resolve_schedule("quintic"))
+    watch = PipelineWatch(
+        StepRecorder(every=0, matrices=1, check=True), [layout] * 3, device=torch.device("cpu"), ns=settings
+    )
+    iterate = functools.partial(
+        orthogonalize_sharded, group=dist.group.WORLD, shard_dim=dim - 2, shard_sizes=sizes
+    )
+    together = Together(dist.group.WORLD, dim, sizes, iterate, counts=rank == 0)
+    blocks = iterate(parts, settings=settings)
+    result = Result([(0, 0), (1, 0), (2, 0)], blocks, lambda blocks: (), together=together)
+    settled = list(watch.settled([result], lambda index: parts[index]))
+    return {"wholes": wholes, "updates": settled[0].updates, "redone": watch.recorder.redone}
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_squares_beyond_fp32_are_redone(ranks: Any, dim: int) -> None:
+    """The plain iteration divides by an infinite norm and returns zeros; scaled first, it gives the right update."""
+    results = ranks(2).run(settle_parts, dim=dim)
+    assert [result["redone"] for result in results] == [2, 0]
+    updates = torch.cat([result["updates"] for result in results], dim=1 + dim)
+    for whole, update in zip(results[0]["wholes"], updates, strict=True):
+        expected = reference_orthogonalize(whole, resolve_schedule("quintic"))
+        # fp32 against float64, as in the tests of the iteration.
+        assert float((update - expected).norm() / expected.norm()) <= 1e-4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_diverging_schedule_is_caught(ranks: Any, mode: str) -> None:
+    """Cans in bf16 maps singular values just above 1, where rounding puts them, to anything."""
+    params = {
+        "ns_schedule": "cans", "ns_dtype": "bf16", "ns_backend": "torch", "weight_decay": 0.0,
+        "adjust_lr_fn": "original",
+    }  # fmt: skip
+    results = ranks(2).run(train_scaled, mode=mode, factors=(1.0,) * 3, params=params)
+    band = band_of(resolve_schedule("cans"))
+    for before, after in zip(results[0]["masters"], results[0]["masters"][1:], strict=False):
+        for name in CUT:
+            rows, cols = after[name].shape
+            largest = 0.02 * max(1.0, rows / cols) ** 0.5 * norm_bounds(rows, cols, band)[1]
+            assert float((after[name] - before[name]).norm()) <= largest, name
+    if mode == "distributed":
+        assert total(results, "redone") > 0

@@ -1,0 +1,197 @@
+"""An engine that is made by some of the program's ranks: the others run another engine, or none at all.
+
+DeepSpeed allows it through an ``mpu`` object: its own AdamW trained so at stages 0 to 2, while an engine with this
+optimizer, or an AdamW engine in a program that had imported this package, waited for ranks that never came.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+
+import deepspeed_muon
+import deepspeed_muon.checkpoint
+from tests import training
+from tests.models import build
+
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+
+
+class SomeRanks:
+    """The ``mpu`` of an engine that spans ``ranks`` alone; all ranks of the program make it."""
+
+    def __init__(self, *parts: list[int], timeout: float = 60.0) -> None:
+        limit = timedelta(seconds=timeout)
+        for part in parts:
+            group = dist.new_group(part, timeout=limit)
+            if dist.get_rank() in part:
+                self.data = group
+        alone = [dist.new_group([rank], timeout=limit) for rank in range(dist.get_world_size())]
+        self.alone = alone[dist.get_rank()]
+
+    def get_model_parallel_group(self) -> Any:
+        return self.alone
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    def get_data_parallel_group(self) -> Any:
+        return self.data
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank(self.data)
+
+    def get_data_parallel_world_size(self) -> int:
+        return dist.get_world_size(self.data)
+
+
+def engine_of(mpu: Any, config: dict[str, Any], *, seed: int = 0) -> Any:
+    model = build("toy", seed=seed)
+    return deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=config, mpu=mpu
+    )[0]
+
+
+def trained(engine: Any, rank: int, ranks: int, steps: int = 3) -> dict[str, torch.Tensor]:
+    for step in range(steps):
+        training.run_step(engine, step, rank, ranks, 1)
+    weights = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+    return weights
+
+
+def two_engines(
+    rank: int, world_size: int, *, stage: int, parts: list[list[int]], params: dict[str, Any]
+) -> Any:
+    """Train one engine on each part of the ranks, from other weights; ranks in no part do nothing."""
+    mpu = SomeRanks(*parts)
+    report: dict[str, Any] = {}
+    for number, part in enumerate(parts):
+        if rank in part:
+            engine = engine_of(mpu, training.ds_config(stage, clipping=0.5, params=params), seed=number)
+            report = {
+                "part": number,
+                "weights": trained(engine, part.index(rank), len(part)),
+                "health": len(deepspeed_muon.health(engine).get("matrices", {})),
+                "shared": any(
+                    m.sharers for r in deepspeed_muon.muon_optimizer(engine).runners for m in r.plan.matrices
+                ),
+            }
+            engine.destroy()
+    return report
+
+
+def alone(rank: int, world_size: int, *, stage: int, seed: int, params: dict[str, Any]) -> Any:
+    model = build("toy", seed=seed)
+    config = training.ds_config(stage, clipping=0.5, params=params)
+    engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    weights = trained(engine, rank, world_size)
+    engine.destroy()
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("stage", "parts"),
+    [
+        (0, [[0, 2]]),
+        (1, [[1, 2], [0]]),
+        pytest.param(2, [[0, 1]], marks=pytest.mark.full),
+        # DeepSpeed's stage 3 has barriers of all ranks, so all of them must make an engine at the same time.
+        (3, [[0, 2], [1]]),
+    ],
+)
+def test_it_trains_as_if_it_were_the_program(ranks: Any, stage: int, parts: list[list[int]]) -> None:
+    """Health is sampled over its ranks; weights are those of a program of as many ranks, bit for bit."""
+    params = {"health": {"every": 1}}
+    results = ranks(3).run(two_engines, stage=stage, parts=parts, params=params)
+    for number, part in enumerate(parts):
+        if len(part) == 1:
+            continue  # the pool of one rank would cost seconds
+        expected = ranks(len(part)).run(alone, stage=stage, seed=number, params=params)[0]
+        for rank in part:
+            assert results[rank]["part"] == number and results[rank]["health"] > 0
+            for name, weight in expected.items():
+                assert torch.equal(results[rank]["weights"][name], weight), name
+
+
+def refused(rank: int, world_size: int, *, folder: str) -> list[str]:
+    """Ask for what needs all ranks of the program: shared matrices and consolidated checkpoints."""
+    mpu = SomeRanks([0, 1])
+    said: list[str] = []
+    if rank == 2:
+        return said
+    for params in ({"share_matrices": 2}, {"consolidate_on_save": True}):
+        try:
+            engine_of(mpu, training.ds_config(2, params=params))
+        except deepspeed_muon.UnsupportedConfigError as error:
+            said.append(str(error))
+    engine = engine_of(mpu, training.ds_config(2))
+    for call in (deepspeed_muon.checkpoint.consolidate, deepspeed_muon.checkpoint.restore):
+        try:
+            call(engine, folder)
+        except deepspeed_muon.CheckpointError as error:
+            said.append(str(error))
+    engine.destroy()
+    return said
+
+
+def test_what_needs_all_ranks_is_refused_with_the_reason(ranks: Any, tmp_path: Path) -> None:
+    for said in ranks(3).run(refused, folder=str(tmp_path))[:2]:
+        assert len(said) == 4 and all("some of the program's ranks" in message for message in said)
+        assert "share_matrices" in said[0] and "consolidate_on_save" in said[1]
+
+
+def foreign_part(rank: int, world_size: int, *, stage: int) -> Any:
+    """An AdamW engine on two of three ranks, in a program that imported this package."""
+    mpu = SomeRanks([0, 2])
+    if rank == 1:
+        return None
+    config = {**training.ds_config(stage), "optimizer": ADAMW}
+    engine = engine_of(mpu, config)
+    losses = [training.run_step(engine, step, rank, 2, 1) for step in range(2)]
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("stage", [0, 1, pytest.param(2, marks=pytest.mark.full)])
+def test_an_adamw_engine_of_some_ranks_waits_for_nobody(ranks: Any, stage: int) -> None:
+    first, idle, last = ranks(3).run(foreign_part, stage=stage, timeout=60)
+    assert idle is None and len(first) == len(last) == 2
+
+
+def mixed(rank: int, world_size: int, *, stage: int, wait: float) -> Any:
+    """Start engines of type Muon, and one of type AdamW on the last rank."""
+    mpu = SomeRanks(list(range(world_size)), timeout=2 * wait)
+    config = training.ds_config(stage)
+    if rank == world_size - 1:
+        config["optimizer"] = ADAMW
+    store = dist.distributed_c10d._get_default_store()
+    usual = store.timeout
+    store.set_timeout(timedelta(seconds=wait))
+    try:
+        engine_of(mpu, config)
+    except deepspeed_muon.RankDisagreementError as error:
+        return str(error)
+    except RuntimeError:
+        return "the process group's own time-out"
+    finally:
+        store.set_timeout(usual)
+    return "made"
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.full)])
+def test_another_optimizer_on_one_rank_ends_by_the_timeout(ranks: Any, stage: int) -> None:
+    """Ranks of type Muon name those that did not come; the AdamW rank sees what DeepSpeed makes of their absence."""
+    *ours, other = ranks(3).run(mixed, stage=stage, wait=2.0, timeout=60)
+    for message in ours:
+        assert "ranks [2] did not start an engine with this optimizer within 2 s" in message
+        assert "optimizer.type" in message
+    assert other == "the process group's own time-out"

@@ -1,0 +1,205 @@
+"""A restore wrote weights, moments and counters, and only then raised KeyError from the scheduler or the loss scale."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+
+from deepspeed_muon.checkpoint import consolidate, restore
+from deepspeed_muon.checkpoint.universal import RECORD_NAME, convert_to_universal
+from deepspeed_muon.errors import CheckpointError
+from tests import training
+from tests.checkpoints import INDEX, differences, edit, snapshot
+from tests.models import build
+
+WARMUP = {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 8}
+
+
+def half(count: int) -> float:
+    return 0.5**count
+
+
+SCHEDULERS: dict[str, dict[str, Any]] = {
+    "StepLR": {"step_size": 2, "gamma": 0.5},
+    "ExponentialLR": {"gamma": 0.9},
+    "WarmupLR": WARMUP,
+    "WarmupDecayLR": {**WARMUP, "total_num_steps": 20},
+    "LambdaLR": {"lr_lambda": half},
+}
+
+
+def engine_with(scheduler: str, *, seed: int, stage: int = 2, steps: int = 0, **settings: Any) -> Any:
+    """Return an engine with a scheduler of a kind, after some steps."""
+    config = training.ds_config(stage, **settings)
+    keywords: dict[str, Any] = {}
+    if scheduler.startswith("Warmup"):
+        config["scheduler"] = {"type": scheduler, "params": SCHEDULERS[scheduler]}
+    else:
+        kind = getattr(torch.optim.lr_scheduler, scheduler)
+        keywords["lr_scheduler"] = lambda optimizer: kind(optimizer, **SCHEDULERS[scheduler])
+    model = build("toy", seed=seed)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=config, **keywords
+    )
+    for step in range(steps):
+        training.run_step(engine, step, 0, 1, 1)
+    return engine
+
+
+def saved_with(rank: int, world_size: int, *, folder: str, scheduler: str) -> None:
+    engine = engine_with(scheduler, seed=0, steps=2)
+    consolidate(engine, folder)
+    engine.destroy()
+
+
+def tried(rank: int, world_size: int, *, folder: str, scheduler: str) -> dict[str, Any]:
+    """Return why a restore was refused, what it changed, and what one without the schedule gives."""
+    engine = engine_with(scheduler, seed=7, steps=1)
+    before = snapshot(engine)
+    message = ""
+    try:
+        restore(engine, folder)
+    except CheckpointError as error:
+        message = str(error)
+    changed = differences(before, snapshot(engine))
+    training.run_step(engine, 1, 0, 1, 1)
+    schedule = engine.lr_scheduler.state_dict()
+    restore(engine, folder, scheduler=False)
+    result = {
+        "message": message,
+        "changed": changed,
+        "steps": engine.global_steps,
+        "kept": str(schedule) == str(engine.lr_scheduler.state_dict()),
+    }
+    training.run_step(engine, 2, 0, 1, 1)
+    engine.destroy()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("saved", "now"),
+    [
+        ("StepLR", "WarmupDecayLR"),
+        pytest.param("WarmupLR", "StepLR", marks=pytest.mark.full),
+        ("StepLR", "LambdaLR"),
+        pytest.param("LambdaLR", "StepLR", marks=pytest.mark.full),
+        pytest.param("ExponentialLR", "StepLR", marks=pytest.mark.full),
+    ],
+)
+def test_a_scheduler_of_another_kind(ranks: Any, tmp_path: Path, saved: str, now: str) -> None:
+    ranks(2).run(saved_with, folder=str(tmp_path), scheduler=saved)
+    for result in ranks(2).run(tried, folder=str(tmp_path), scheduler=now):
+        message = result["message"]
+        assert now in message and saved in message and "scheduler=False" in message, message
+        assert '"scheduler": false' in message
+        assert not result["changed"] and result["steps"] == 2 and result["kept"]
+
+
+def taken_over(rank: int, world_size: int, *, folder: str, scheduler: str, restore_from: Any) -> Any:
+    params = {"restore_from": restore_from} if restore_from else None
+    engine = engine_with(scheduler, seed=7, params=params)
+    if not restore_from:
+        restore(engine, folder)
+    result = engine.global_steps, str(engine.lr_scheduler.state_dict())
+    engine.destroy()
+    return result
+
+
+def test_what_still_restores(ranks: Any, tmp_path: Path) -> None:
+    """The same kind; another kind that counts alike; a set without the name of the class; and the key that skips."""
+    ranks(2).run(saved_with, folder=str(tmp_path), scheduler="WarmupLR")
+    arguments = {"folder": str(tmp_path), "restore_from": None}
+    for now in ("WarmupLR", "WarmupDecayLR"):
+        assert ranks(2).run(taken_over, scheduler=now, **arguments)[0] == [2, "{'last_batch_iteration': 1}"]
+    edit(tmp_path / INDEX, lambda content: content["progress"].pop("lr_scheduler_class"))
+    assert ranks(2).run(taken_over, scheduler="WarmupLR", **arguments)[0][0] == 2
+    arguments["restore_from"] = {"path": str(tmp_path), "scheduler": False}
+    steps, schedule = ranks(2).run(taken_over, scheduler="StepLR", **arguments)[1]
+    assert steps == 2 and "'last_epoch': 0" in schedule
+
+
+class Picky(torch.optim.lr_scheduler.StepLR):
+    """Takes a state and then does not want it."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if state_dict["last_epoch"] == 2:
+            raise RuntimeError("not this one")
+
+
+def one_rank_fails(rank: int, world_size: int, *, folder: str) -> dict[str, Any]:
+    """Let the scheduler of the last rank refuse what the other one's takes."""
+    engine = engine_with("StepLR", seed=7, steps=1)
+    if rank == world_size - 1:
+        engine.lr_scheduler.__class__ = Picky
+    before = snapshot(engine)
+    message = ""
+    try:
+        restore(engine, folder)
+    except CheckpointError as error:
+        message = str(error)
+    changed = differences(before, snapshot(engine))
+    engine.destroy()
+    return {"message": message, "changed": changed}
+
+
+def test_a_scheduler_that_fails_on_one_rank(ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(saved_with, folder=str(tmp_path), scheduler="StepLR")
+    for result in ranks(2).run(one_rank_fails, folder=str(tmp_path)):
+        assert "not this one" in result["message"] and not result["changed"], result
+
+
+def saved_for_universal(rank: int, world_size: int, *, folder: str) -> None:
+    engine = engine_with("StepLR", seed=0, steps=2, precision="fp16")
+    engine.save_checkpoint(folder)
+    engine.destroy()
+
+
+def tried_universal(rank: int, world_size: int, *, folder: str, stage: int) -> dict[str, Any]:
+    zero = {"stage3_param_persistence_threshold": 300} if stage == 3 else {}
+    settings = {"precision": "fp16", "extra": {"checkpoint": {"load_universal": True}}, "zero": zero}
+    engine = engine_with("StepLR", seed=7, stage=stage, steps=1, **settings)
+    before = snapshot(engine)
+    message = ""
+    try:
+        engine.load_checkpoint(folder)
+    except CheckpointError as error:
+        message = str(error)
+    changed = differences(before, snapshot(engine))
+    training.run_step(engine, 1, 0, 1, 1)
+    engine.destroy()
+    return {"message": message, "changed": changed}
+
+
+@pytest.mark.parametrize(
+    ("stage", "key", "value"),
+    [
+        (2, "cur_scale", "x"),
+        pytest.param(1, "cur_scale", 0, marks=pytest.mark.full),
+        (3, "cur_iter", -3),
+        pytest.param(2, None, "x", marks=pytest.mark.full),
+    ],
+)
+def test_a_universal_checkpoint_with_a_bad_loss_scale(
+    ranks: Any, tmp_path: Path, stage: int, key: str | None, value: Any
+) -> None:
+    ranks(2).run(saved_for_universal, folder=str(tmp_path / "saved"))
+    convert_to_universal(tmp_path / "saved", tmp_path / "universal" / "step")
+    record = tmp_path / "universal" / "step" / RECORD_NAME
+    assert json.loads(record.read_text())["loss_scale"]["cur_scale"] > 0
+
+    def change(content: dict[str, Any]) -> None:
+        if key is None:
+            content["loss_scale"] = value
+        else:
+            content["loss_scale"][key] = value
+
+    edit(record, change)
+    for result in ranks(2).run(tried_universal, folder=str(tmp_path / "universal"), stage=stage):
+        assert RECORD_NAME in result["message"] and "loss" in result["message"], result
+        assert not result["changed"]

@@ -1,0 +1,140 @@
+"""Settings that nobody can mean were accepted: ``ns_eps: 1e30`` stopped Muon in silence, ``true`` was a rate of 1.
+
+A key of several kinds got a message of several lines, none of which named all that is allowed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import deepspeed_muon
+from deepspeed_muon import ConfigError, Muon, MuonConfig
+from tests import training
+
+RATES = ("lr", "muon_lr", "adam_lr", "weight_decay", "muon_weight_decay", "adam_weight_decay")
+NUMBERS = (*RATES, "momentum", "eps", "ns_eps", "beta2", "ns_steps", "min_muon_params", "ranks_per_node")
+FLAGS = ("nesterov", "per_head_muon", "torch_adam", "adam_w_mode", "exchange_overlap", "consolidate_on_save")
+
+SENSELESS: list[tuple[dict[str, Any], str]] = [
+    *(({key: 1e30}, f"{key}: must be at most") for key in (*RATES, "eps", "ns_eps")),
+    *(({key: True}, f"{key}: must be a number (got True)") for key in NUMBERS),
+    *(
+        ({key: "1e-4"}, f"{key}: must be a number, not a text: write 0.0001 without quotes")
+        for key in NUMBERS
+    ),
+    *(({key: "x"}, f"{key}: must be a number (got 'x')") for key in NUMBERS),
+    *(({key: "no"}, f"{key}: must be true or false (got 'no')") for key in FLAGS),
+    ({"nesterov": 2}, "nesterov: must be true or false (got 2)"),
+    ({"lr": Decimal("0.1")}, "lr: must be a number"),
+    ({"lr": torch.tensor([0.1, 0.2])}, "lr: must be a number"),
+    ({"eps": 1e-46}, "eps: must be at least 1e-30"),
+    ({"ns_eps": 1e-300}, "ns_eps: must be at least 1e-30"),
+    ({"betas": [0, 0]}, "betas[1]: must be above 0 (got 0)"),
+    ({"betas": [0.9, True]}, "betas[1]: must be a number"),
+    ({"betas": "0.9"}, "betas: must be a number, not a text"),
+    ({"weight_decay": 3, "weight_decay_mode": "independent"}, "weight_decay: must be at most 1 with"),
+    ({"health": {"every": 1e9}}, "health.every: must be at most"),
+    ({"health": {"every": "5"}}, "health.every: must be a number, not a text: write 5"),
+    ({"health": {"check": "no"}}, "health.check: must be true or false (got 'no')"),
+    ({"health": "no"}, "health: must be an object with every, matrices and check, or true or false"),
+    ({"qk_clip": {"threshold": True}}, "qk_clip.threshold: must be a number"),
+    ({"exchange_chunk_numel": 1e15}, "exchange_chunk_numel: must be at most"),
+    ({"split": 3}, "split: must be an object"),
+    ({"share_matrices": 1}, "share_matrices: must be 'auto', false, or a whole number of at least 2 (got 1)"),
+    ({"share_matrices": True}, "share_matrices: must be 'auto', false"),
+    ({"share_matrices": "8"}, "share_matrices: must be 'auto', false"),
+    ({"split": {"a.*": "qk"}}, "split['a.*']: must be 'qkv', 'gate_up', a list of whole sizes"),
+    ({"split": {"a.*": [4, "4"]}}, "split['a.*']: must be 'qkv', 'gate_up', a list of whole sizes"),
+    ({"heads": {"a.*": 0}}, "heads['a.*']: must be a whole number of at least 1"),
+    ({"heads": {"a.*": [True]}}, "heads['a.*']: must be a whole number of at least 1"),
+    ({"ns_schedule": "quintuple"}, "ns_schedule: must be one of 'quintic'"),
+    ({"ns_schedule": [[1, 2]]}, "ns_schedule: must be one of 'quintic'"),
+    ({"ns_schedule": [["3.4", -4.7, 2.0]]}, "ns_schedule: must be one of 'quintic'"),
+]
+
+
+@pytest.mark.parametrize(("params", "said"), SENSELESS, ids=lambda value: str(value)[:40])
+def test_one_line_says_what_is_allowed(params: dict[str, Any], said: str) -> None:
+    """The JSON and the constructor share the check."""
+    with pytest.raises(ConfigError) as caught:
+        MuonConfig.from_params(params)
+    assert f"optimizer.params.{said}" in str(caught.value) and "\n" not in str(caught.value)
+    if params.keys() <= inspect.signature(Muon).parameters.keys():
+        with pytest.raises(ConfigError) as again:
+            Muon(nn.Linear(4, 4), **params)
+        assert str(again.value) == str(caught.value)
+
+
+def test_each_bad_key_has_its_line() -> None:
+    with pytest.raises(ConfigError) as caught:
+        MuonConfig.from_params({"lr": -1, "share_matrices": 1, "split": {"a": 1, "b": 2}})
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
+        "optimizer.params.lr",
+        "optimizer.params.split['a']",
+        "optimizer.params.split['b']",
+        "optimizer.params.share_matrices",
+    ]
+
+
+def test_what_people_run_is_accepted() -> None:
+    """Ends of the ranges, sign descent's first moment, Inception's eps, whole numbers as floats, numpy's numbers."""
+    for params in (
+        {"lr": 0, "weight_decay": 0, "momentum": 0},
+        {"lr": 1000, "eps": 1, "ns_eps": 1e-3, "betas": [0, 0.99]},
+        {
+            "lr": np.float64(0.1),
+            "eps": np.float32(1e-8),
+            "ns_steps": np.int64(5),
+            "nesterov": np.bool_(False),
+        },
+        {"exchange_chunk_numel": 1e8, "ns_steps": 5.0, "nesterov": 0, "health": {"every": 1e6}},
+        {"lr": torch.tensor(0.1), "betas": (0.9, np.float64(0.95)), "heads": {"a": np.int64(2)}},
+        {
+            "share_matrices": False,
+            "split": {"a": [0.5, 0.5], "b": "qkv", "c": [4, 4]},
+            "heads": {"a": [4, 2]},
+        },
+    ):
+        config = MuonConfig.from_params(params)
+        assert MuonConfig.from_params(json.loads(config.digest())) == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"lr": 1e30}, "param group 1.lr: must be at most"),
+        ({"muon_lr": True}, "param group 1.muon_lr: must be a number"),
+        ({"eps": "1e-8"}, "param group 1.eps: must be a number, not a text"),
+        ({"betas": (0, 0)}, "param group 1.betas[1]: must be above 0"),
+        ({"nesterov": "no"}, "param group 1.nesterov: must be true or false"),
+        ({"lr": torch.tensor([0.1, 0.2])}, "param group 1.lr: must be a number"),
+    ],
+)
+def test_param_groups_share_the_check(settings: dict[str, Any], said: str) -> None:
+    layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    groups = [{"params": list(layer.parameters())} for layer in layers]
+    with pytest.raises(ConfigError) as caught:
+        Muon([groups[0], {**groups[1], **settings}], model=layers)
+    assert said in str(caught.value)
+
+
+def node_of_three(rank: int, world_size: int) -> str:
+    """Start with more ranks on a node than there are."""
+    try:
+        training.make_engine(training.ds_config(1, params={"ranks_per_node": 3}), "single")
+    except deepspeed_muon.MuonError as error:
+        return f"{type(error).__name__}: {error}"
+    return "started"
+
+
+def test_ranks_per_node_above_the_world(ranks: Any) -> None:
+    for said in ranks(2).run(node_of_three):
+        assert "optimizer.params.ranks_per_node: one machine cannot have 3 of 2 ranks" in said

@@ -1,0 +1,119 @@
+"""A rank that lived but never came to the step left the others waiting long past the process group's time-out.
+
+DeepSpeed's data-parallel groups have torch's default time-out of 30 minutes, not the user's, and so had the exchange.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import deepspeed_muon
+from deepspeed_muon import registration
+from deepspeed_muon.checkpoint import consolidate, restore
+from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.transport.pipeline import MuonPipeline
+from tests import training
+from tests.harness import RanksFailed, run_ranks
+from tests.models import batch
+from tests.rank_worker import GROUP_TIMEOUT_VARIABLE
+
+SILENT = 1
+TIMEOUT = 4.0
+# Ranks get 3 s to say that they gave up too; the rest is for a machine with other work.
+LIMIT = TIMEOUT + 3.0 + 5.0
+
+
+def wait_for(path: Path) -> None:
+    """Live, and do nothing, until the others are done."""
+    deadline = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def leave_alone(rank: int, world_size: int, *, stage: int, where: str, folder: str) -> None:
+    """Come to ``where`` on all ranks but one, and write down how that ended."""
+    told = Path(folder) / "outcome"
+    config = training.ds_config(stage, params={"exchange_chunk_numel": 90})
+    silent = rank == SILENT
+    if where == "start":
+        if silent:
+            registration.agree = lambda *args, **kwargs: wait_for(told)
+        attempt: Any = lambda: training.make_engine(config)  # noqa: E731
+    else:
+        engine = training.make_engine(config)
+        training.run_step(engine, 0, rank, world_size, 1)
+        engine.backward(engine(*batch(1, rank)))
+        saved = str(Path(folder) / "set")
+        if where == "restore":
+            consolidate(engine, saved)
+        actions = {
+            "consolidate": lambda: consolidate(engine, saved),
+            "restore": lambda: restore(engine, saved),
+        }
+        attempt = actions.get(where, engine.step)
+        if silent and where in ("gather", "scatter"):
+            original, calls = MuonPipeline._all_to_all, []
+
+            def stall(pipeline: MuonPipeline, *args: Any) -> Any:
+                calls.append(1)
+                # Gathers 0 and 1 come before the first scatter.
+                if len(calls) == {"gather": 2, "scatter": 3}[where]:
+                    wait_for(told)
+                return original(pipeline, *args)
+
+            MuonPipeline._all_to_all = stall
+        elif silent:
+            attempt = lambda: wait_for(told)  # noqa: E731
+    # A save says what it left behind, and then the same.
+    expected = CheckpointError if where == "consolidate" else deepspeed_muon.RankMissingError
+    started = time.monotonic()
+    error = ""
+    try:
+        attempt()
+    except expected as caught:
+        error = str(caught)
+    except RuntimeError:
+        if not silent:
+            raise
+    if not silent:
+        partial = told.with_suffix(".new")
+        partial.write_text(json.dumps({"error": error, "seconds": time.monotonic() - started}))
+        os.replace(partial, told)
+
+
+CASES = [
+    (0, "step", "exchange of gradient flags"),
+    (1, "step", "step 2"),
+    (3, "gather", "gather of chunk 1 of step set 0"),
+    (3, "scatter", "scatter of chunk 0 of step set 0"),
+    (2, "start", "comparison of settings"),
+    (1, "consolidate", "agreement on a checkpoint"),
+    (1, "restore", "agreement on a checkpoint"),
+]
+
+
+@pytest.mark.parametrize(
+    ("stage", "where", "said"),
+    [pytest.param(*case, marks=[] if case is CASES[0] else [pytest.mark.full]) for case in CASES],
+)
+def test_the_wait_ends_as_the_time_out_says(tmp_path: Path, stage: int, where: str, said: str) -> None:
+    """The error names what the ranks were doing and who gave no sign."""
+    # Collectives that broke leave nothing that the harness could clean up.
+    with contextlib.suppress(RanksFailed):
+        run_ranks(
+            leave_alone,
+            2,
+            {"stage": stage, "where": where, "folder": str(tmp_path)},
+            env={GROUP_TIMEOUT_VARIABLE: str(TIMEOUT)},
+        )
+    outcome = json.loads((tmp_path / "outcome").read_text())
+    assert f"in the {said} with ranks [0, 1]: no sign of ranks [1]" in outcome["error"], outcome
+    assert f"time-out is {TIMEOUT:g} s" in outcome["error"]
+    assert outcome["seconds"] <= LIMIT

@@ -1,0 +1,68 @@
+"""Two saves into one folder at the same time: the first to finish took the other's shards for leftovers.
+
+It removed them, and the other one's index then named files that were gone.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_muon.checkpoint import consolidate
+from deepspeed_muon.checkpoint.consolidate import Stage
+from deepspeed_muon.checkpoint.offline import consolidate_files, verify_folder
+from deepspeed_muon.errors import CheckpointError
+from tests import training
+from tests.distributed.test_checkpoint_consolidate import MICROS, engine_for
+
+
+def save_during_a_save(rank: int, world_size: int, *, folder: str, stage: str, locks: bool) -> str:
+    """Save once more, from DeepSpeed's files, when a save has reached ``stage``; return why that was refused."""
+    engine = engine_for(1, world_size, seed=0, kind="toy")
+    for step in range(2):
+        training.run_step(engine, step, rank, world_size, MICROS // world_size)
+        if not step:
+            engine.save_checkpoint(f"{folder}-saved")
+    message = ""
+
+    def on_stage(reached: Stage) -> None:
+        nonlocal message
+        if reached == stage and rank == 0:
+            try:
+                consolidate_files(f"{folder}-saved", folder)
+            except CheckpointError as error:
+                message = str(error)
+
+    original = fcntl.flock
+
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    try:
+        if not locks:
+            fcntl.flock = no_locks
+        consolidate(engine, folder, shard_bytes=4000, on_stage=on_stage)
+    finally:
+        fcntl.flock = original
+    engine.destroy()
+    return message
+
+
+@pytest.mark.parametrize("locks", [True, False])
+@pytest.mark.parametrize("stage", ["start", "shards written", "index written"])
+def test_neither_of_two_saves_destroys_the_other(ranks: Any, tmp_path: Path, stage: str, locks: bool) -> None:
+    """With locks the second is refused; on a file system without them both finish and the last index is whole."""
+    folder = tmp_path / "set"
+    message = ranks(2).run(save_during_a_save, folder=str(folder), stage=stage, locks=locks)[0]
+    index = verify_folder(folder)
+    if locks:
+        assert "another save is writing into this folder" in message
+        assert {path.name for path in folder.iterdir()} == {"muon_index.json", *index.files}
+    else:
+        assert not message
+    assert index.progress.global_steps == (2 if locks or stage != "index written" else 1)

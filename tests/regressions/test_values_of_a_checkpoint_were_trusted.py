@@ -1,0 +1,292 @@
+"""Rates below zero, a loss scale of NaN, flipped bits, links, pipes and NaN in an index restored without a word."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_muon import cli
+from deepspeed_muon.checkpoint import CheckpointIndex, consolidate, restore
+from deepspeed_muon.checkpoint.index import FORMAT, FileRecord, ParameterRecord, Progress
+from deepspeed_muon.checkpoint.live import is_json
+from deepspeed_muon.checkpoint.offline import consolidate_files, verify_folder
+from deepspeed_muon.checkpoint.sealed import parse_sealed
+from deepspeed_muon.checkpoint.settings import checked_settings
+from deepspeed_muon.checkpoint.shards import PlannedTensor, ShardFile
+from deepspeed_muon.errors import CheckpointError
+from tests import training
+from tests.checkpoints import INDEX, differences, edit, snapshot
+
+FILE = "muon-0123456789ab-00000.safetensors"
+GROUP = {
+    "lr": 0.1,
+    "momentum": 0.95,
+    "nesterov": True,
+    "weight_decay": 0.1,
+    "betas": [0.9, 0.95],
+    "eps": 1e-8,
+    "adjust_lr_fn": "original",
+    "beta2": 0.95,
+    "weight_decay_mode": "decoupled",
+    "lr_ratio": 1.0,
+    "initial_lr": 0.1,
+    "algorithm": "muon",
+}
+
+
+def write(folder: Path, tensor: torch.Tensor | None = None) -> Path:
+    """Write a set of one 4 x 3 matrix; return the path of its index."""
+    content = torch.arange(12.0) if tensor is None else tensor
+    shard = ShardFile(folder / FILE, [PlannedTensor("w", key, (4, 3)) for key in ("fp32", "momentum_buffer")])
+    shard.write(torch.cat((torch.arange(12.0), content)))
+    record = shard.finish()
+    index = CheckpointIndex(
+        format="deepspeed_muon.consolidated",
+        version=2,
+        versions={},
+        groups=[GROUP],
+        progress=Progress(loss_scale={"cur_scale": 256.0, "cur_iter": 3, "last_overflow_iter": -1}),
+        files={FILE: FileRecord(bytes=record.bytes, sha256=record.sha256)},
+        parameters={
+            "w": ParameterRecord(
+                shape=(4, 3),
+                algorithm="muon",
+                step=3,
+                group=0,
+                tensors={"fp32": FILE, "momentum_buffer": FILE},
+            )
+        },
+    )
+    (folder / INDEX).write_bytes(index.to_bytes())
+    return folder / INDEX
+
+
+def refused(folder: Path, *needles: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        verify_folder(folder)
+    for needle in needles:
+        assert needle in str(caught.value), str(caught.value)
+
+
+BAD = [
+    ("lr", -1),
+    ("lr", "x"),
+    ("lr", "0.1"),
+    ("lr", None),
+    ("lr", True),
+    ("initial_lr", -1),
+    ("lr_ratio", "x"),
+    ("weight_decay", -0.1),
+    ("momentum", 5),
+    ("betas", [2, 3]),
+    ("betas", [0.9]),
+    ("betas", [True, False]),
+    ("betas", "0.9"),
+    ("eps", -1),
+    ("eps", 0),
+    ("adjust_lr_fn", "mystery"),
+    ("adjust_lr_fn", ["original"]),
+    ("nesterov", 1),
+    ("beta2", 1),
+    ("weight_decay_mode", "sideways"),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), BAD)
+def test_settings_pass_the_checks_of_the_configuration(tmp_path: Path, key: str, value: Any) -> None:
+    path = write(tmp_path)
+    assert verify_folder(tmp_path).groups == [GROUP]
+    assert checked_settings([GROUP], "here")[0]["betas"] == (0.9, 0.95)
+    edit(path, lambda content: content["groups"][0].update({key: value}))
+    refused(tmp_path, f"param group 0: {key}", "hyperparameters=False")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("cur_scale", 0),
+        ("cur_scale", -2.0),
+        ("cur_iter", -3),
+        ("cur_iter", 1.5),
+        ("last_overflow_iter", -2),
+        ("surprise", 1),
+    ],
+)
+def test_loss_scale(tmp_path: Path, key: str, value: Any) -> None:
+    edit(write(tmp_path), lambda content: content["progress"]["loss_scale"].update({key: value}))
+    refused(tmp_path, key)
+
+
+@pytest.mark.parametrize("key", ["global_steps", "global_samples", "skipped_steps"])
+@pytest.mark.parametrize("value", [-1, 1.5, "3", True, 1 << 70])
+def test_counters(tmp_path: Path, key: str, value: Any) -> None:
+    edit(write(tmp_path), lambda content: content["progress"].update({key: value}))
+    refused(tmp_path, key)
+
+
+def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+    """What loads in spite of a flipped bit, such as a blank that became another, says the same."""
+    path = write(tmp_path)
+    text = path.read_bytes()
+    good = parse_sealed(text, INDEX, FORMAT)
+    loaded = 0
+    for bit in range(8 * len(text)):
+        damaged = bytearray(text)
+        damaged[bit // 8] ^= 1 << bit % 8
+        try:
+            found = parse_sealed(bytes(damaged), INDEX, FORMAT)
+        except CheckpointError:
+            continue
+        assert found == good, f"bit {bit}"
+        loaded += 1
+    assert loaded < len(text) / 10
+
+
+def test_a_schedule_with_numbers_for_keys_is_not_json() -> None:
+    """MultiStepLR keeps its milestones by number; as text it found none of them after a restore and never decayed."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    assert not is_json(torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4]).state_dict())
+    assert is_json(torch.optim.lr_scheduler.StepLR(optimizer, 2).state_dict())
+
+
+def test_removing_the_checksum_is_found(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    content = json.loads(path.read_text())
+    checksum = content.pop("sha256")
+    path.write_text(json.dumps(content))
+    refused(tmp_path, "checksum is missing")
+    path.write_text(json.dumps({**content, "sha256": checksum, "version": 1}))
+    refused(tmp_path, "version 1 has no checksum")
+
+
+def test_sets_of_older_releases_still_load(tmp_path: Path, capsys: Any) -> None:
+    path = write(tmp_path)
+    content = json.loads(path.read_text())
+    del content["sha256"], content["progress"]["lr_scheduler_class"]
+    path.write_text(json.dumps({**content, "version": 1}))
+    assert not verify_folder(tmp_path).sealed
+    assert cli.main(["checkpoint", "verify", str(tmp_path)]) == 0
+    assert "no checksum of its own" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"lr": 0.1', b'"lr": NaN'),
+        (b'"lr": 0.1', b'"lr": 1e999'),
+        (b'"lr": 0.1', b'"lr": 0.2, "lr": 0.1'),
+        (b'"w": {', b'"w": {}, "w": {'),
+        (b'"version": 2', b'"version": 2, "version": 2'),
+    ],
+)
+def test_what_json_allows_and_a_checkpoint_does_not(tmp_path: Path, old: bytes, new: bytes) -> None:
+    """Two parameters of one name: the last one won. A rate of NaN came through."""
+    path = write(tmp_path)
+    assert old in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(old, new, 1))
+    refused(tmp_path, INDEX)
+
+
+@pytest.mark.time_limit(20)
+@pytest.mark.parametrize("name", [INDEX, FILE])
+@pytest.mark.parametrize("kind", ["fifo", "link", "folder", "device"])
+def test_only_regular_files_are_read(tmp_path: Path, name: str, kind: str) -> None:
+    write(tmp_path)
+    path = tmp_path / name
+    path.rename(tmp_path / "elsewhere")
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to(tmp_path / "elsewhere")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+    refused(tmp_path, name, "not a regular file")
+
+
+@pytest.mark.time_limit(20)
+def test_a_pipe_instead_of_deepspeeds_latest(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "latest")
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        consolidate_files(tmp_path, tmp_path / "out")
+
+
+def test_verify_names_tensors_that_are_not_finite(tmp_path: Path, capsys: Any) -> None:
+    write(tmp_path, torch.tensor([0.0] * 11 + [math.nan]))
+    refused(tmp_path, "1 tensors hold an infinity or NaN: w (momentum_buffer)", "allow_nonfinite")
+    assert cli.main(["checkpoint", "verify", str(tmp_path)]) == 1
+    assert "w (momentum_buffer)" in capsys.readouterr().err
+    assert cli.main(["checkpoint", "verify", "--allow-nonfinite", str(tmp_path)]) == 0
+
+
+def diverged(rank: int, world_size: int, *, folder: str, stage: int) -> Any:
+    engine = training.make_engine(training.ds_config(stage))
+    training.run_step(engine, 0, rank, world_size, 1)
+    optimizer = engine.basic_optimizer
+    for partition in (p for runner in optimizer.runners for p in runner.step_set.partitions):
+        for key in ("momentum_buffer", "exp_avg"):
+            state = optimizer.state[partition.tensor].get(key)
+            if state is not None and rank == 0:
+                state.view(-1)[0] = math.inf if partition.muon else math.nan
+    consolidate(engine, folder)
+    engine.destroy()
+
+
+def restored(rank: int, world_size: int, *, folder: str, stage: int) -> Any:
+    engine = training.make_engine(training.ds_config(stage), seed=7)
+    training.run_step(engine, 0, rank, world_size, 1)
+    before, message = snapshot(engine), ""
+    try:
+        restore(engine, folder)
+    except CheckpointError as error:
+        message = str(error)
+    changed = differences(before, snapshot(engine))
+    restore(engine, folder, allow_nonfinite=True)
+    found = [bool(torch.isfinite(state).all()) for state in training.full_states(engine, "exp_avg").values()]
+    engine.destroy()
+    return {"message": message, "changed": changed, "finite": found}
+
+
+def test_a_state_with_nan_is_restored_only_when_asked_for(ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(diverged, folder=str(tmp_path), stage=2)
+    for result in ranks(2).run(restored, folder=str(tmp_path), stage=3):
+        assert "allow_nonfinite=True" in result["message"] and "(exp_avg)" in result["message"], result
+        assert "(momentum_buffer)" in result["message"]
+        assert not result["changed"] and not all(result["finite"])
+
+
+def settings_restored(rank: int, world_size: int, *, folder: str) -> Any:
+    """Try a set whose settings are refused; then the same without its settings."""
+    engine = training.make_engine(training.ds_config(1), seed=7)
+    before, message = snapshot(engine), ""
+    try:
+        restore(engine, folder)
+    except CheckpointError as error:
+        message = str(error)
+    changed = differences(before, snapshot(engine))
+    restore(engine, folder, hyperparameters=False)
+    rates = [group["lr"] for group in engine.basic_optimizer.param_groups]
+    engine.destroy()
+    return {"message": message, "changed": changed, "rates": rates}
+
+
+def saved(rank: int, world_size: int, *, folder: str) -> Any:
+    engine = training.make_engine(training.ds_config(1))
+    training.run_step(engine, 0, rank, world_size, 1)
+    consolidate(engine, folder)
+    engine.destroy()
+
+
+def test_bad_settings_are_refused_by_restore(ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(saved, folder=str(tmp_path))
+    edit(tmp_path / INDEX, lambda content: content["groups"][0].update(lr=-1))
+    for result in ranks(2).run(settings_restored, folder=str(tmp_path)):
+        assert "param group 0: lr" in result["message"] and not result["changed"], result
+        assert result["rates"] == [0.02, 3e-3]
