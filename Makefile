@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 VENV := .venv
 OLD_VENV := .venv-old
 BIN := $(VENV)/bin
-# DeepSpeed's native ops, built once; tests/native_ops.py knows the same folder.
+# DeepSpeed's native ops, built once; tests/support/native_ops.py knows the same folder.
 EXTENSIONS := $(CURDIR)/.cache/torch_extensions/ds$(DEEPSPEED_VERSION)
 OLD_EXTENSIONS := $(CURDIR)/.cache/torch_extensions/ds$(OLD_DEEPSPEED_VERSION)
 SETUP_INPUTS := setup.py pyproject.toml Makefile scripts/setup_env.sh
@@ -26,15 +26,15 @@ demo: $(VENV)/.ready ## train on real text with AdamW and with Muon, and compare
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.ready ## run the tests, without the long matrices
-	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python -m tests.native_ops
+	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python -m tests.support.native_ops
 	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-full: $(VENV)/.ready ## run all tests
-	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python -m tests.native_ops
+	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python -m tests.support.native_ops
 	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python -m pytest --full $(PYTEST_ARGS)
 
 test-old: $(OLD_VENV)/.ready ## run the tests marked "compat" under the oldest supported DeepSpeed
-	TORCH_EXTENSIONS_DIR=$(OLD_EXTENSIONS) $(OLD_VENV)/bin/python -m tests.native_ops
+	TORCH_EXTENSIONS_DIR=$(OLD_EXTENSIONS) $(OLD_VENV)/bin/python -m tests.support.native_ops
 	TORCH_EXTENSIONS_DIR=$(OLD_EXTENSIONS) $(OLD_VENV)/bin/python -m pytest -m "compat and not full" $(PYTEST_ARGS)
 
 lint: $(VENV)/.ready ## check style and formatting

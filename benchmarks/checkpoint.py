@@ -132,7 +132,7 @@ def main() -> None:
     )
     parser.add_argument("--out", help="path without ending for .json and .md")
     arguments = parser.parse_args()
-    from tests.harness import run_ranks
+    from tests.support.harness import run_ranks
 
     # Masters and momentum of each layer, 4 bytes each; the embedding has two moments.
     layers = max(1, round(arguments.gigabytes * 1e9 / (8 * WIDTH * WIDTH)) - 1)

@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--out", help="path of a JSON file")
     arguments = parser.parse_args()
     from benchmarks.optimizer_step import machine
-    from tests.harness import run_ranks
+    from tests.support.harness import run_ranks
 
     settings = {"nbytes": arguments.bytes, "repeats": arguments.repeats}
     found = {}

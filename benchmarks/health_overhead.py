@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--ns-dtype", default="auto")
     parser.add_argument("--out", help="path without ending for .json and .md")
     arguments = parser.parse_args()
-    from tests.harness import run_ranks
+    from tests.support.harness import run_ranks
 
     settings = {
         "stage": arguments.stage,

@@ -124,7 +124,7 @@ class _OnCpu:
         self._warm: set[str] = set()
 
     def run(self, function: str, ranks: int, *, memory: bool = False, **settings: Any) -> list[Any]:
-        from tests.harness import RankPool
+        from tests.support.harness import RankPool
 
         if memory not in self._pools:
             self._pools[memory] = RankPool(ranks, env=_RETURN_MEMORY if memory else None)

@@ -27,10 +27,10 @@ import torch  # noqa: E402
 from gpt import GPT, GPTConfig  # noqa: E402
 
 from deepspeed_muon import Muon  # noqa: E402
+from deepspeed_muon.engine.cpu_adam import CpuAdam  # noqa: E402
 from deepspeed_muon.math.adamw import AdamStep, adam_step_  # noqa: E402
 from deepspeed_muon.ops import flat_passes, widened  # noqa: E402
-from deepspeed_muon.state import state_bytes  # noqa: E402
-from deepspeed_muon.zero.cpu_adam import CpuAdam  # noqa: E402
+from deepspeed_muon.step.state import state_bytes  # noqa: E402
 
 MIB = 1 << 20
 

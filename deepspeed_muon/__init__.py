@@ -3,8 +3,15 @@
 ``import deepspeed_muon`` makes ``"optimizer": {"type": "Muon"}`` of a DeepSpeed configuration resolve to this project.
 """
 
-from deepspeed_muon.attention import QkRecorder
 from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.engine.hooks import (
+    health,
+    is_registered,
+    muon_optimizer,
+    register,
+    routes,
+    unregister,
+)
 from deepspeed_muon.errors import (
     BindingError,
     CheckpointError,
@@ -23,18 +30,11 @@ from deepspeed_muon.errors import (
     ShardingError,
     UnsupportedConfigError,
 )
+from deepspeed_muon.forecast.live import plan_report
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.planning import plan_report
-from deepspeed_muon.registration import (
-    health,
-    is_registered,
-    muon_optimizer,
-    register,
-    routes,
-    unregister,
-)
-from deepspeed_muon.routing import Route
+from deepspeed_muon.qk_clip.recorder import QkRecorder
+from deepspeed_muon.routing.rules import Route
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
 
 __version__ = "0.1.0"

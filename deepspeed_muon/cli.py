@@ -7,9 +7,9 @@ import json
 import sys
 from collections.abc import Sequence
 
-from deepspeed_muon import plan_cli
 from deepspeed_muon.checkpoint import cli as checkpoints
 from deepspeed_muon.errors import MuonError
+from deepspeed_muon.forecast import cli as plan_cli
 
 __all__ = ["main"]
 

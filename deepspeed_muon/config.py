@@ -32,7 +32,7 @@ from deepspeed_muon.math.normuon import VariantName
 from deepspeed_muon.math.scaling import AdjustLrName
 from deepspeed_muon.math.weight_decay import WeightDecayMode
 from deepspeed_muon.plan.order import OrderName
-from deepspeed_muon.shapes import ShapeRules
+from deepspeed_muon.routing.shapes import ShapeRules
 
 __all__ = [
     "GROUP_KEYS",
@@ -157,7 +157,7 @@ TORCH_OPTIONS = {
 
 
 class QkClipConfig(BaseModel):
-    """The settings of QK-clip (:mod:`deepspeed_muon.math.qk_clip`).
+    """The settings of QK-clip (:mod:`deepspeed_muon.qk_clip.logits`).
 
     Attributes:
         threshold: Attention logits above it are clipped.

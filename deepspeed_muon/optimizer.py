@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepspeed_muon.assignment import may_share
 from deepspeed_muon.config import MomentumDtypeName, MuonConfig, WireDtypeName
 from deepspeed_muon.errors import (
     BindingError,
@@ -33,28 +32,30 @@ from deepspeed_muon.math.newton_schulz import NsDtypeName, NsMethod
 from deepspeed_muon.math.normuon import VariantName
 from deepspeed_muon.math.scaling import AdjustLrName
 from deepspeed_muon.math.weight_decay import WeightDecayMode
-from deepspeed_muon.monitoring import HealthLog
+from deepspeed_muon.monitoring.recorder import StepRecorder
+from deepspeed_muon.monitoring.summary import HealthLog
 from deepspeed_muon.ops import NsBackend, Orthogonalizer, select
-from deepspeed_muon.param_groups import ParamGroup, ParamsInput, RoutedGroups, build_groups
 from deepspeed_muon.plan.order import OrderName, balanced_order
-from deepspeed_muon.qk_clip import QkClip
-from deepspeed_muon.routing import (
+from deepspeed_muon.qk_clip.clip import QkClip
+from deepspeed_muon.routing.param_groups import ParamGroup, ParamsInput, RoutedGroups, build_groups
+from deepspeed_muon.routing.rules import (
     Route,
     model_parameters_by_name,
     route_parameters,
     warn_without_muon,
 )
-from deepspeed_muon.shapes import SplitRule
-from deepspeed_muon.state import STATE_TENSORS, StatePolicy
-from deepspeed_muon.step import StepRunner
-from deepspeed_muon.transport.agreement import Claim, group_rank_scope
+from deepspeed_muon.routing.shapes import SplitRule
+from deepspeed_muon.step.assignment import may_share
+from deepspeed_muon.step.layout_reader import read_whole
+from deepspeed_muon.step.runner import StepRunner
+from deepspeed_muon.step.state import STATE_TENSORS, StatePolicy
+from deepspeed_muon.step.step_set import StepSet
+from deepspeed_muon.transport.agreement import RankFacts, group_rank_scope
 from deepspeed_muon.transport.buffers import ExchangeBuffers
 from deepspeed_muon.transport.members import Members
 from deepspeed_muon.transport.pipeline import Arrival, StepStats
-from deepspeed_muon.transport.recorder import StepRecorder
 from deepspeed_muon.transport.shared import ShareGroups
 from deepspeed_muon.transport.tensor_parallel import TensorParallelMode
-from deepspeed_muon.zero.binding import StepSet, read_whole
 
 __all__ = ["Muon"]
 
@@ -148,7 +149,8 @@ class Muon(torch.optim.Optimizer):
             variant: ``muon``, or ``normuon``: rows of the update brought to equal size.
             beta2: Decay of NorMuon's second moment of each row.
             qk_clip: ``{"threshold": 100, "alpha": 0.5}``: after each step, scale the query and key rows of attention
-                heads whose largest logit was above the threshold (:mod:`deepspeed_muon.math.qk_clip`). Needs ``model``.
+                heads whose largest logit was above the threshold (:mod:`deepspeed_muon.qk_clip.logits`).
+                Needs ``model``.
             betas: Decay of AdamW's moments.
             eps: AdamW's epsilon.
             ns_method: ``gram`` (rectangular matrices iterate on their Gram matrix) or ``standard``.
@@ -460,7 +462,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         """Tell the optimizer where ZeRO keeps its parameters and make the exchange plans; nothing is sent.
 
-        Called once, after the ZeRO wrapper exists. Whoever calls it compares :meth:`plan_claim` between the ranks.
+        Called once, after the ZeRO wrapper exists. Whoever calls it compares :meth:`plan_facts` between the ranks.
 
         Args:
             step_sets: What each call of ``step()`` will update, from an adapter.
@@ -546,7 +548,7 @@ class Muon(torch.optim.Optimizer):
         if self.config.qk_clip is not None:
             self.qk_clip = QkClip(self.config.qk_clip, model, self._routed.by_id)
 
-    def plan_claim(self) -> Claim:
+    def plan_facts(self) -> RankFacts:
         """Return what this rank derived for the exchange, to be compared with the other ranks."""
         facts: dict[str, str] = {}
         scopes: dict[str, str] = {}
@@ -582,7 +584,7 @@ class Muon(torch.optim.Optimizer):
         # All ranks enter the exchange of a sampled step, also those that share no parameter.
         facts["optimizer.params.health"] = self.config.health.model_dump_json()
         scopes["optimizer.params.health"] = "all ranks"
-        return Claim(facts, scopes=scopes)
+        return RankFacts(facts, scopes=scopes)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

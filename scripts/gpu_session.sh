@@ -28,7 +28,7 @@ trap 'rm -rf "$build"' EXIT
 import sys
 from pathlib import Path
 import torch
-from tests.gpu.cuda_library import build
+from tests.support.cuda_library import build
 major, minor = torch.cuda.get_device_capability()
 print(build(Path(sys.argv[1]), (f"{major}{minor}" + ("a" if major >= 9 else ""),)))
 PY

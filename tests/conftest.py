@@ -68,7 +68,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankPool]]:  # noqa: F821
     """Give the pool of a world size: ``ranks(2).run(fn, stage=3)``; at most one lives per world size."""
-    from tests.harness import RankPool
+    from tests.support.harness import RankPool
 
     pools: dict[int, RankPool] = {}
 

@@ -44,12 +44,12 @@ from deepspeed_muon.checkpoint.shards import (
     remove_shards,
     shard_name,
 )
+from deepspeed_muon.engine.ranks import require_all_ranks
 from deepspeed_muon.errors import CheckpointError, MuonError, RankMissingError
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
-from deepspeed_muon.transport.agreement import Claim, agree, group_rank_scope
+from deepspeed_muon.transport.agreement import RankFacts, agree, group_rank_scope
 from deepspeed_muon.transport.members import everyone
 from deepspeed_muon.transport.waiting import phase
-from deepspeed_muon.zero.ranks import require_all_ranks
 
 __all__ = ["Stage", "consolidate"]
 
@@ -197,7 +197,7 @@ def _rank_lost(left: str, kind: type[CheckpointError] = CheckpointError) -> Iter
 def _prepare(engine: Any, folder: Path, shard_bytes: int) -> tuple[LiveState, SavePlan, FolderWriter | None]:
     """Make the plan and the folder, locked by the first rank; every rank raises if one of them fails or differs."""
     error: Exception | None = None
-    claim = Claim({})
+    claim = RankFacts({})
     writer: FolderWriter | None = None
     try:
         if shard_bytes < 1:
@@ -213,13 +213,13 @@ def _prepare(engine: Any, folder: Path, shard_bytes: int) -> tuple[LiveState, Sa
             "optimizer steps": _described_steps(state),
             "plan of the save": plan.digest(),
         }
-        claim = Claim(facts, scope=group_rank_scope(state.group))
+        claim = RankFacts(facts, scope=group_rank_scope(state.group))
     except OSError as caught:
         error = CheckpointError(f"{folder}: cannot be made: {caught}")
     except Exception as caught:
         error = caught
     if error is not None:
-        claim = Claim({}, failure=f"{type(error).__name__}: {error}")
+        claim = RankFacts({}, failure=f"{type(error).__name__}: {error}")
     try:
         agree(claim, error=error, kind=CheckpointError)
     except BaseException:
@@ -422,7 +422,7 @@ _Share = tuple[dict[str, FileRecord], dict[str, ParameterRecord]]
 
 def _agree(error: Exception | None) -> None:
     failure = None if error is None else f"{type(error).__name__}: {error}"
-    agree(Claim({}, failure=failure), error=error, kind=CheckpointError)
+    agree(RankFacts({}, failure=failure), error=error, kind=CheckpointError)
 
 
 def _index(state: LiveState, shares: Sequence[_Share]) -> CheckpointIndex:

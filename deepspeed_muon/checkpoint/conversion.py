@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from deepspeed_muon.routing import NamedParameter, Route, route_parameters
+from deepspeed_muon.routing.rules import NamedParameter, Route, route_parameters
 
 __all__ = ["convolution_kind", "repeat_in_run", "route_saved"]
 
@@ -29,7 +29,7 @@ def convolution_kind(name: str, shape: Sequence[int], shapes: Mapping[str, Seque
         shapes: Shapes of all parameters, among them the bias beside it.
 
     Returns:
-        A kind of :class:`~deepspeed_muon.parameters.NamedParameter`. Plain filters may be those of a grouped
+        A kind of :class:`~deepspeed_muon.routing.parameters.NamedParameter`. Plain filters may be those of a grouped
         convolution with wide groups, and one input may be that of a plain one: shapes do not tell.
     """
     parts = name.split(".")

@@ -16,17 +16,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.index import STATE_KEYS, Progress
-from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.plan.layout import Fragment, MatrixLayout, ParameterLayout
-from deepspeed_muon.plan.rows import ROW_STATE_KEY
-from deepspeed_muon.routing import Route
-from deepspeed_muon.zero.binding import BoundPartition
-from deepspeed_muon.zero.checkpointing import (
+from deepspeed_muon.engine.checkpointing import (
     loss_scale_state,
     param_group_numbers,
     set_loss_scale_state,
 )
+from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.optimizer import Muon
+from deepspeed_muon.plan.layout import Fragment, MatrixLayout, ParameterLayout
+from deepspeed_muon.plan.rows import ROW_STATE_KEY
+from deepspeed_muon.routing.rules import Route
+from deepspeed_muon.step.step_set import BoundPartition
 
 __all__ = [
     "LiveParameter",

@@ -26,14 +26,14 @@ from deepspeed_muon.checkpoint.live import (
 from deepspeed_muon.checkpoint.sealed import read_regular, refusing
 from deepspeed_muon.checkpoint.settings import check_progress, checked_settings
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource, StateSource
+from deepspeed_muon.engine.checkpointing import refresh_low_precision
+from deepspeed_muon.engine.ranks import require_all_ranks
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.pipelines import is_divided
 from deepspeed_muon.plan.layout import Fragment
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
-from deepspeed_muon.transport.agreement import Claim, agree
+from deepspeed_muon.routing.pipeline_module import is_divided
+from deepspeed_muon.transport.agreement import RankFacts, agree
 from deepspeed_muon.transport.members import everyone
-from deepspeed_muon.zero.checkpointing import refresh_low_precision
-from deepspeed_muon.zero.ranks import require_all_ranks
 
 __all__ = ["CONSOLIDATED_FOLDER", "restore", "restore_from_source"]
 
@@ -161,7 +161,7 @@ def restore_from_source(
     Raises:
         CheckpointError: See :func:`restore`.
     """
-    claim = Claim({})
+    claim = RankFacts({})
     plan: _Plan | None = None
     nonfinite: list[str] = []
     try:
@@ -174,7 +174,7 @@ def restore_from_source(
                     check_progress(engine, source.progress, source.where, scheduler=scheduler)
                 rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
                 nonfinite = source.verify(rank, size)
-                claim = Claim({"checkpoint": source.digest()})
+                claim = RankFacts({"checkpoint": source.digest()})
     except Exception as caught:
         error = caught
     try:
@@ -192,9 +192,9 @@ def restore_from_source(
             source.close()
 
 
-def _agree(claim: Claim, error: Exception | None) -> None:
+def _agree(claim: RankFacts, error: Exception | None) -> None:
     if error is not None:
-        claim = Claim({}, failure=f"{type(error).__name__}: {error}")
+        claim = RankFacts({}, failure=f"{type(error).__name__}: {error}")
     agree(claim, error=error, kind=CheckpointError)
 
 
@@ -346,7 +346,7 @@ def _fill(plan: _Plan, source: StateSource) -> None:
             f"reading {source.where} failed after it was verified; the engine now holds a part of it and must be made "
             f"anew: {caught}"
         )
-    _agree(Claim({}), error)
+    _agree(RankFacts({}), error)
     for partition in {
         parameter.partition.index: parameter.partition for parameter in state.parameters
     }.values():

@@ -81,7 +81,7 @@ def check_loss_scale(scale: Any, where: str) -> None:
     """Raise unless a dynamic loss scale can go on from ``scale``.
 
     Args:
-        scale: As of :func:`deepspeed_muon.zero.checkpointing.loss_scale_state`.
+        scale: As of :func:`deepspeed_muon.engine.checkpointing.loss_scale_state`.
         where: The checkpoint, for the message.
 
     Raises:

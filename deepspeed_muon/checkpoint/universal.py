@@ -31,10 +31,10 @@ from deepspeed_muon.checkpoint.sealed import read_sealed, refusing, sealed_json
 from deepspeed_muon.checkpoint.settings import Before, check_loss_scale
 from deepspeed_muon.checkpoint.shards import fsync_folder, write_aside
 from deepspeed_muon.checkpoint.sources import StateSource, file_digest
+from deepspeed_muon.engine.checkpointing import set_loss_scale_state
+from deepspeed_muon.engine.ranks import require_all_ranks
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.routing import Route
-from deepspeed_muon.zero.checkpointing import set_loss_scale_state
-from deepspeed_muon.zero.ranks import require_all_ranks
+from deepspeed_muon.routing.rules import Route
 
 __all__ = ["UniversalSource", "convert_to_universal", "hook_converter", "use_universal_loader"]
 

@@ -125,7 +125,7 @@ def reference_health(
         high: Upper end.
 
     Returns:
-        The numbers of :class:`deepspeed_muon.math.health.MatrixHealth`, by name.
+        The numbers of :class:`deepspeed_muon.monitoring.measure.MatrixHealth`, by name.
     """
     u, x = direction.double(), result.double()
     sigma = torch.linalg.svdvals(x)

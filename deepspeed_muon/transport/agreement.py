@@ -18,7 +18,7 @@ from deepspeed_muon.errors import CheckpointError, MuonError, PlanMismatchError,
 from deepspeed_muon.transport.members import Members, everyone
 from deepspeed_muon.transport.waiting import phase
 
-__all__ = ["Claim", "agree", "gather_flags", "gradient_flags", "group_rank_scope"]
+__all__ = ["RankFacts", "agree", "gather_flags", "gradient_flags", "group_rank_scope"]
 
 # On so many CPU ranks flags go from each to each: one hop, where gloo's all-reduce has two for each other rank. On four
 # ranks of two cores that takes a third of the time or less (benchmarks/collectives.py).
@@ -33,7 +33,7 @@ _COMPARED: dict[type[MuonError], str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class RankFacts:
     """What one rank says of itself at a point where all ranks must be equal.
 
     Attributes:
@@ -61,7 +61,7 @@ class Claim:
 
 
 def agree(
-    claim: Claim,
+    claim: RankFacts,
     *,
     error: Exception | None = None,
     kind: type[MuonError] = RankDisagreementError,
@@ -104,7 +104,7 @@ def agree(
         raise kind("the ranks do not agree:\n" + "\n".join(differences[:_LINES] + more))
 
 
-def _differences(claims: Mapping[int, Claim]) -> list[str]:
+def _differences(claims: Mapping[int, RankFacts]) -> list[str]:
     """Describe every fact on which the ranks of one scope differ, each value once with the ranks that hold it.
 
     All scopes are looked at on every rank: the ranks of the others would wait for those that raise.

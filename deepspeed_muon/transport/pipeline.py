@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.math.newton_schulz import NsSettings
+from deepspeed_muon.monitoring.check import PipelineWatch
+from deepspeed_muon.monitoring.results import Finish, Result
 from deepspeed_muon.plan.exchange import Chunk, ExchangePlan
 from deepspeed_muon.plan.layout import Fragment
 from deepspeed_muon.transport.buffers import ExchangeBuffers
-from deepspeed_muon.transport.results import Finish, Result
 from deepspeed_muon.transport.waiting import phase
-from deepspeed_muon.transport.watch import PipelineWatch
 
 if TYPE_CHECKING:
     from deepspeed_muon.transport.shared import SharedMatrices
@@ -42,7 +42,7 @@ Apply = Callable[[int, Fragment, Tensor], None]
 
 
 class DirectionSource(Protocol):
-    """What makes directions; :class:`deepspeed_muon.directions.Directions`."""
+    """What makes directions; :class:`deepspeed_muon.step.momentum.Directions`."""
 
     def prepare(self, indices: Sequence[int], /) -> None:
         """Update momentum and make the directions of these matrices, in that order in memory; each once in a step."""

@@ -25,7 +25,7 @@ class RowMoments:
     """The row moments of the matrices of one exchange plan.
 
     In every step: :meth:`gather`, then :meth:`normalize` for each batch of owned matrices, then :meth:`scatter`. In
-    between it is the :class:`~deepspeed_muon.transport.results.Finish` of the matrices.
+    between it is the :class:`~deepspeed_muon.monitoring.results.Finish` of the matrices.
     """
 
     def __init__(

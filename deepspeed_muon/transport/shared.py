@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.math.newton_schulz import NsSettings, runs_gram
+from deepspeed_muon.monitoring.check import PipelineWatch
+from deepspeed_muon.monitoring.results import Result, Together
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.transport.members import Members
-from deepspeed_muon.transport.results import Result, Together
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
 from deepspeed_muon.transport.waiting import group_timeout, phase
-from deepspeed_muon.transport.watch import PipelineWatch
 
 __all__ = ["ShareGroups", "SharedMatrices"]
 

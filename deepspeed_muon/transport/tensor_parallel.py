@@ -23,12 +23,12 @@ from torch import Tensor
 
 from deepspeed_muon.math.flops import orthogonalize_flops
 from deepspeed_muon.math.newton_schulz import NsSettings
+from deepspeed_muon.monitoring.check import PipelineWatch
+from deepspeed_muon.monitoring.results import Result, Together
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.transport.pipeline import StepStats
-from deepspeed_muon.transport.results import Result, Together
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
 from deepspeed_muon.transport.waiting import phase
-from deepspeed_muon.transport.watch import PipelineWatch
 
 __all__ = ["TensorParallelExchange", "TensorParallelMode"]
 

@@ -12,10 +12,10 @@ import pytest
 from torch import Tensor
 
 import deepspeed_muon
-from tests import training
 from tests.distributed.test_equivalence import ADAM_TOLERANCE, MUON_TOLERANCE, compare
-from tests.models import MATRICES, batch, build
-from tests.reference import Oracle, relative
+from tests.support import training
+from tests.support.models import MATRICES, batch, build
+from tests.support.reference import Oracle, relative
 
 STEPS = 3
 

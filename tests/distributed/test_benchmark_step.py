@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import run_command
+from tests.support.harness import run_command
 
 
 @pytest.mark.full

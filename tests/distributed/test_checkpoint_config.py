@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import deepspeed_muon
-from tests import training
 from tests.distributed.test_checkpoint_consolidate import MICROS, assert_equal, engine_for, probe, report
-from tests.harness import RanksFailed
+from tests.support import training
+from tests.support.harness import RanksFailed
 
 
 def saved_by_deepspeed(rank: int, world_size: int, *, folder: str, stage: int, tag: str | None) -> Any:

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from deepspeed_muon.checkpoint import consolidate, load_index, restore
-from tests import training
-from tests.models import MATRICES, batch
+from tests.support import training
+from tests.support.models import MATRICES, batch
 
 MICROS = 12
 """Micro-batches of a step over all ranks: every number of ranks up to 4 sees the same data."""

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests import training
 from tests.distributed.test_checkpoint_consolidate import OFFLOAD, ROUND, STATES, engine_for, report
-from tests.models import MATRICES
+from tests.support import training
+from tests.support.models import MATRICES
 
 SCALE = {"initial_scale_power": 33, "loss_scale_window": 2, "hysteresis": 1}
 """fp16 overflows at once and steps are skipped, then the scale grows again every two steps."""

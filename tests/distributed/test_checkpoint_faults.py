@@ -18,10 +18,10 @@ from deepspeed_muon.checkpoint import consolidate, load_index, restore
 from deepspeed_muon.checkpoint.consolidate import Stage
 from deepspeed_muon.checkpoint.sources import file_digest
 from deepspeed_muon.errors import CheckpointError
-from tests import training
-from tests.checkpoints import INDEX, edit
 from tests.distributed.test_checkpoint_consolidate import MICROS, engine_for, load, report, save
-from tests.harness import RanksFailed, run_ranks
+from tests.support import training
+from tests.support.checkpoints import INDEX, edit
+from tests.support.harness import RanksFailed, run_ranks
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from deepspeed_muon.checkpoint import load_index
 from deepspeed_muon.checkpoint.offline import consolidate_files
 from deepspeed_muon.checkpoint.universal import convert_to_universal
 from deepspeed_muon.errors import CheckpointError
-from tests import training
 from tests.distributed.test_checkpoint_consolidate import (
     MICROS,
     NEXT_LOSS_HALF,
@@ -32,7 +31,8 @@ from tests.distributed.test_checkpoint_consolidate import (
     report,
     with_compat,
 )
-from tests.models import MATRICES, build
+from tests.support import training
+from tests.support.models import MATRICES, build
 
 HAS_OWN_MUON = tuple(int(n) for n in __import__("deepspeed").__version__.split(".")[:2]) >= (0, 19)
 

@@ -14,9 +14,9 @@ from deepspeed.runtime.config import DeepSpeedConfigError
 from torch.utils.checkpoint import checkpoint
 
 import deepspeed_muon
-from tests import training
 from tests.distributed.test_equivalence import STEPS, compare
-from tests.models import MATRICES, batch, build
+from tests.support import training
+from tests.support.models import MATRICES, batch, build
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "stage3-hpz": {"stage": 3, "zero": {"zero_hpz_partition_size": 2}},

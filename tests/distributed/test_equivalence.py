@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import training
-from tests.models import CUTS, MATRICES, batch, build
-from tests.reference import Oracle, relative, worst
+from tests.support import training
+from tests.support.models import CUTS, MATRICES, batch, build
+from tests.support.reference import Oracle, relative, worst
 
 STEPS = 5
 

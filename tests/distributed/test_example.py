@@ -17,7 +17,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.harness import base_environment, free_port, run_command
+from tests.support.harness import base_environment, free_port, run_command
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "examples" / "train_gpt.py"

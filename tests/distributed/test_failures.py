@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import deepspeed_muon
-from tests import training
-from tests.models import batch
+from tests.support import training
+from tests.support.models import batch
 
 # Seconds in which a disagreement must be reported; a hang would last for gloo's thirty minutes.
 PROMPT = 30.0

@@ -14,15 +14,15 @@ import torch
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from torch import nn
 
-from tests.counting import process_group_calls
-from tests.models import batch, build
-from tests.moe_models import build_deepspeed
+from tests.support.counting import process_group_calls
+from tests.support.models import batch, build
+from tests.support.moe_models import build_deepspeed
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 ITS_MUON = {"type": "Muon", "params": {"lr": 1e-3, "torch_adam": True, "ns_method": "standard"}}
 # What of this package may run in the life of an engine that is not its own: the hooks that pass the call on.
 HOOKS = {
-    ("registration.py", name)
+    ("hooks.py", name)
     for name in (
         "wrapper",
         "_broadcast_model",
@@ -166,7 +166,7 @@ ALL += [(stage, kind) for stage in range(3) for kind in ("moe", "moe groups")]
 )
 def test_an_engine_of_another_optimizer_does_not_notice_the_import(cases: list[Any]) -> None:
     """Counts, arguments and contents of all collectives, weights, state, rates and errors are the same bit for bit."""
-    from tests.harness import run_ranks
+    from tests.support.harness import run_ranks
 
     # DeepSpeed's Muon compiles its iteration, for minutes.
     env = {"TORCHDYNAMO_DISABLE": "1"}

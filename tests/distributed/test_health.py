@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import deepspeed_muon
-from tests import training
 from tests.distributed.test_equivalence import compare
-from tests.models import MATRICES
+from tests.support import training
+from tests.support.models import MATRICES
 
 EVENTS = {
     "update_rms", "orthogonality_error", "sigma_max", "stable_rank", "alignment",

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 import deepspeed_muon
-from tests import training
-from tests.harness import free_port, run_command
-from tests.native_ops import REPOSITORY
-from tests.reference import Oracle, relative, worst
+from tests.support import training
+from tests.support.harness import free_port, run_command
+from tests.support.native_ops import REPOSITORY
+from tests.support.reference import Oracle, relative, worst
 
 MISSING = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
 pytestmark = [

@@ -14,11 +14,11 @@ from deepspeed.utils import set_z3_leaf_modules
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests import training
 from tests.distributed.test_equivalence import ADAM_TOLERANCE, MUON_TOLERANCE
 from tests.distributed.test_variants import HALF_TOLERANCE
-from tests.models import MATRICES, Branches, batch, build
-from tests.reference import Oracle, relative, worst
+from tests.support import training
+from tests.support.models import MATRICES, Branches, batch, build
+from tests.support.reference import Oracle, relative, worst
 
 # For each step the branches that each of its micro-batches uses; "!" marks a step with an infinite gradient.
 SCHEDULES: dict[str, list[list[str]]] = {
@@ -120,8 +120,8 @@ def lead(
         world_size: Number of ranks.
         schedule: The branches that each micro-batch of each step uses.
         manner: One of ``MANNERS``.
-        touch: See :class:`tests.models.Branches`; ``leaf`` makes that module one of DeepSpeed's leaf modules.
-        **settings: For :func:`tests.training.ds_config`, and ``zero_init``.
+        touch: See :class:`tests.support.models.Branches`; ``leaf`` makes that module one of DeepSpeed's leaf modules.
+        **settings: For :func:`tests.support.training.ds_config`, and ``zero_init``.
     """
     zero_init = settings.pop("zero_init", False)
     accumulation = 1 if manner == "coalesced" else len(schedule[0])
@@ -181,7 +181,7 @@ def make_model(config: dict[str, Any], zero_init: bool, touch: str, manner: str)
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=zero_init):
         model: Any = build("switched")
     if zero_init:
-        training._load_unpartitioned(model, "switched", {})
+        training.load_unpartitioned(model, "switched", {})
     if touch == "leaf":
         set_z3_leaf_modules(model, [Branches])
     else:

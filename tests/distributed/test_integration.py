@@ -12,10 +12,10 @@ import torch
 
 import deepspeed_muon
 from deepspeed_muon.optimizer import Muon
-from tests import training
 from tests.distributed.test_equivalence import reference
-from tests.models import MATRICES, batch, build
-from tests.reference import relative
+from tests.support import training
+from tests.support.models import MATRICES, batch, build
+from tests.support.reference import relative
 
 STEPS = 3
 

@@ -12,9 +12,9 @@ import deepspeed
 import pytest
 import torch
 
-from tests.harness import RankPool, RanksFailed, run_ranks, session_leftovers
-from tests.hygiene import stale_locks
-from tests.native_ops import warm
+from tests.support.harness import RankPool, RanksFailed, run_ranks, session_leftovers
+from tests.support.hygiene import stale_locks
+from tests.support.native_ops import warm
 
 Pools = Callable[[int], RankPool]
 

@@ -12,11 +12,11 @@ import torch
 
 import deepspeed_muon
 from deepspeed_muon.optimizer import Muon
-from tests import training
-from tests.models import batch
-from tests.moe_models import EXPERTS, GATE, MOE_MATRICES, build_deepspeed, build_plain, global_name
-from tests.reference import Oracle, relative
-from tests.tensor_parallel import Mpu
+from tests.support import training
+from tests.support.models import batch
+from tests.support.moe_models import EXPERTS, GATE, MOE_MATRICES, build_deepspeed, build_plain, global_name
+from tests.support.reference import Oracle, relative
+from tests.support.tensor_parallel import Mpu
 
 STEPS = 4
 

@@ -16,9 +16,9 @@ from deepspeed_muon.checkpoint import consolidate, load_index, restore
 from deepspeed_muon.checkpoint.offline import consolidate_files, export_to_torch
 from deepspeed_muon.checkpoint.universal import convert_to_universal
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
-from tests import training
 from tests.distributed.test_equivalence import compare
-from tests.models import MATRICES
+from tests.support import training
+from tests.support.models import MATRICES
 
 MICROS = 4
 NORMUON = {"variant": "normuon"}

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import deepspeed_muon
-from tests import training
 from tests.distributed.test_equivalence import compare
 from tests.distributed.test_failures import try_to_start
-from tests.models import build
+from tests.support import training
+from tests.support.models import build
 
 CPU = {"offload_optimizer": {"device": "cpu"}}
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import deepspeed_muon
+from deepspeed_muon.engine.ordering import ORDER_KEY
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.zero.ordering import ORDER_KEY
-from tests import training
-from tests.models import build
-from tests.reference import relative
+from tests.support import training
+from tests.support.models import build
+from tests.support.reference import relative
 
 # Hidden sizes whose matrices do not fill equal partitions in the model's order.
 MODEL = {"width": 24, "hidden": (24, 72, 40, 8, 56, 24)}

@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import deepspeed_muon
 from deepspeed_muon.transport.pipeline import MuonPipeline
-from tests import training
-from tests.models import MATRICES, build
+from tests.support import training
+from tests.support.models import MATRICES, build
 
 # The matrices of the toy model have 16 to 768 elements, so this makes one or a few matrices of each rank a chunk.
 CHUNK = 90

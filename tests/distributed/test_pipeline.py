@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import deepspeed_muon
-from tests import training
 from tests.distributed.test_equivalence import STEPS, compare
-from tests.models import MATRICES, VOCAB, batch, build
+from tests.support import training
+from tests.support.models import MATRICES, VOCAB, batch, build
 
 MICRO_BATCHES = 2
 

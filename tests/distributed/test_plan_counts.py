@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import deepspeed_muon
-from deepspeed_muon.plan.predict import PlanSettings, exchange_of, zero_bytes
-from deepspeed_muon.planning import planned_parameters
-from tests import training
-from tests.counting import counted
+from deepspeed_muon.forecast.live import planned_parameters
+from deepspeed_muon.forecast.predict import PlanSettings, exchange_of, zero_bytes
+from tests.support import training
+from tests.support.counting import counted
 
 WIDTH, HIDDEN = 24, (24, 72, 40, 8, 56)
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 import deepspeed_muon
-from deepspeed_muon.state import state_bytes
-from tests import training
+from deepspeed_muon.step.state import state_bytes
 from tests.distributed.test_equivalence import STEPS, reference
 from tests.distributed.test_failures import try_to_start
 from tests.distributed.test_variants import HALF_TOLERANCE
-from tests.models import MATRICES, batch, build
-from tests.reference import Oracle, relative
+from tests.support import training
+from tests.support.models import MATRICES, batch, build
+from tests.support.reference import Oracle, relative
 
 CPU = {"offload_optimizer": {"device": "cpu"}}
 
@@ -270,7 +270,7 @@ def autocast(dtype: str) -> dict[str, Any]:
         "torch_autocast": {
             "enabled": True,
             "dtype": dtype,
-            "lower_precision_safe_modules": ["tests.models.Linear"],
+            "lower_precision_safe_modules": ["tests.support.models.Linear"],
         }
     }
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 import deepspeed_muon
 from deepspeed_muon.math.reference_qk_clip import reference_clip, reference_clip_latent, reference_max_logits
-from tests import training
-from tests.attention_models import HEADS, KEY_HEADS, NOPE, ROPE, SCALE, THRESHOLD, WIDTH
 from tests.distributed import test_pipeline
-from tests.models import MATRICES, batch, build
-from tests.reference import Oracle, relative
+from tests.support import training
+from tests.support.attention_models import HEADS, KEY_HEADS, NOPE, ROPE, SCALE, THRESHOLD, WIDTH
+from tests.support.models import MATRICES, batch, build
+from tests.support.reference import Oracle, relative
 
 CLIP = {"threshold": THRESHOLD, "alpha": 0.25}
 STEPS = 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.harness import free_port, run_command
+from tests.support.harness import free_port, run_command
 
 SCRIPT = """
 import argparse

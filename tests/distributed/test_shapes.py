@@ -13,10 +13,10 @@ import deepspeed_muon
 from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.checkpoint.index import load_index
 from deepspeed_muon.optimizer import Muon
-from tests import training
 from tests.distributed.test_equivalence import compare, reference
-from tests.models import FUSED_PARAMS, MATRICES, build
-from tests.reference import relative
+from tests.support import training
+from tests.support.models import FUSED_PARAMS, MATRICES, build
+from tests.support.reference import relative
 
 WITHOUT_HEADS = {"split": FUSED_PARAMS["split"]}
 

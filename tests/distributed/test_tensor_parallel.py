@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests import tensor_parallel
 from tests.distributed.test_equivalence import MUON_TOLERANCE, compare, reference
 from tests.distributed.test_variants import HALF_TOLERANCE
-from tests.models import MATRICES, build
-from tests.reference import relative
+from tests.support import tensor_parallel
+from tests.support.models import MATRICES, build
+from tests.support.reference import relative
 
 CASES = list(itertools.product((0, 1, 2, 3), ("gather", "distributed"), ((2, 2), (4, 2), (4, 4))))
 CORE = {(stage, mode, (4, 2)) for stage, mode, _ in CASES} | {

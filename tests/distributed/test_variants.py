@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests import training
 from tests.distributed.test_equivalence import compare, reference
-from tests.models import MATRICES
-from tests.reference import relative
+from tests.support import training
+from tests.support.models import MATRICES
+from tests.support.reference import relative
 
 # Each row changes one thing of stages 1, 2 or 3. The matrices of the toy model have 80 to 768 elements.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -133,7 +133,7 @@ def test_parameters_without_gradient_are_left_alone(ranks: Any, stage: int) -> N
     """An idle matrix keeps its value and has no momentum; once used, it moves."""
     idle = ranks(2).run(training.train, stage=stage, kind="unused", steps=2)
     start = idle[0]["params"]["idle.weight"]
-    from tests.models import build
+    from tests.support.models import build
 
     expected = build("unused").idle.weight.detach().double()
     torch.testing.assert_close(start, expected, rtol=0, atol=0)
@@ -161,7 +161,7 @@ def test_stages_agree_when_a_parameter_wakes_up(ranks: Any) -> None:
 
 
 def build_start() -> dict[str, torch.Tensor]:
-    from tests.models import build
+    from tests.support.models import build
 
     return {name: param.detach().clone() for name, param in build("unused").named_parameters()}
 

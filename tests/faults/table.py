@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.harness import run_command
-from tests.native_ops import REPOSITORY
+from tests.support.harness import run_command
+from tests.support.native_ops import REPOSITORY
 
 ACTIONS = ("EIO", "ENOSPC", "done, EIO", "kill", "lost", "done, lost")
 

@@ -13,7 +13,7 @@ from deepspeed_muon.checkpoint.offline import verify_folder
 from deepspeed_muon.errors import CheckpointError
 from tests.faults.disk import Disk, worst_folders
 from tests.faults.injector import describe
-from tests.harness import run_command
+from tests.support.harness import run_command
 
 INDEX = "muon_index.json"
 

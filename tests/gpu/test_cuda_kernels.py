@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.cuda_library import DTYPE, MISALIGNED, NOT_COMPILED, OK, SHAPE, Kernels, build, find_nvcc
+from tests.support.cuda_library import DTYPE, MISALIGNED, NOT_COMPILED, OK, SHAPE, Kernels, build, find_nvcc
 
 pytestmark = pytest.mark.gpu
 

@@ -13,8 +13,8 @@ from torch import nn
 
 import deepspeed_muon
 from deepspeed_muon import Muon
-from tests import training
-from tests.models import batch, build
+from tests.support import training
+from tests.support.models import batch, build
 
 SETTINGS: dict[str, Any] = {"lr": 0.02, "adam_lr": 3e-3, "weight_decay": 0.1, "ns_dtype": "fp32"}
 
@@ -84,7 +84,7 @@ def test_frozen_parameters_and_names_survive() -> None:
 
 
 def test_with_qk_clip_the_copy_watches_the_copied_model() -> None:
-    from tests.attention_models import MODELS
+    from tests.support.attention_models import MODELS
 
     torch.manual_seed(0)
     model = MODELS["grouped"]()

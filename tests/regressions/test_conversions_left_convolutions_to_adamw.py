@@ -13,8 +13,8 @@ import deepspeed_muon
 from deepspeed_muon import cli
 from deepspeed_muon.checkpoint import load_index, restore
 from deepspeed_muon.checkpoint.conversion import convolution_kind, repeat_in_run, route_saved
-from tests import training
-from tests.models import MATRICES, build
+from tests.support import training
+from tests.support.models import MATRICES, build
 
 NEEDED = "the run that goes on from here needs in optimizer.params: "
 

@@ -16,20 +16,20 @@ import torch.distributed as dist
 
 import deepspeed_muon
 from deepspeed_muon.math.coefficients import resolve_schedule
-from deepspeed_muon.math.health import band_of, norm_bounds
 from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.math.reference import reference_orthogonalize
+from deepspeed_muon.monitoring.check import PipelineWatch
+from deepspeed_muon.monitoring.measure import band_of, norm_bounds
+from deepspeed_muon.monitoring.recorder import StepRecorder
+from deepspeed_muon.monitoring.results import Result, Together
 from deepspeed_muon.plan.layout import Fragment, MatrixLayout, TensorShards
 from deepspeed_muon.transport import tensor_parallel as transport
-from deepspeed_muon.transport.recorder import StepRecorder
-from deepspeed_muon.transport.results import Result, Together
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
-from deepspeed_muon.transport.watch import PipelineWatch
-from tests import tensor_parallel
 from tests.distributed.test_equivalence import MUON_TOLERANCE, reference
-from tests.models import MATRICES, batch
-from tests.reference import relative
-from tests.training import ds_config
+from tests.support import tensor_parallel
+from tests.support.models import MATRICES, batch
+from tests.support.reference import relative
+from tests.support.training import ds_config
 
 MODES = ("gather", "distributed")
 CUT = sorted(name for name in MATRICES["even"] if "blocks" in name)

@@ -13,7 +13,7 @@ from torch import nn
 import deepspeed_muon
 from deepspeed_muon import Muon
 from deepspeed_muon.checkpoint.restore import _settings
-from tests import training
+from tests.support import training
 
 
 def optimizer_and_groups(**settings: Any) -> tuple[Muon, dict[str, Any], dict[str, Any]]:

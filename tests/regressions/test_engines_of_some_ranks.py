@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 import deepspeed_muon
 import deepspeed_muon.checkpoint
-from tests import training
-from tests.models import build
+from tests.support import training
+from tests.support.models import build
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import deepspeed_muon
-from tests import tensor_parallel
-from tests.training import ds_config
+from tests.support import tensor_parallel
+from tests.support.training import ds_config
 
 
 def start(rank: int, world_size: int, *, stage: int, how: str) -> str:

@@ -13,9 +13,9 @@ import pytest
 import torch
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 
-from tests import training
 from tests.distributed.test_idle_parameters import OFFLOAD, compare, lead
-from tests.models import batch
+from tests.support import training
+from tests.support.models import batch
 
 ONCE = [["ab"], ["b"], ["b"]]
 

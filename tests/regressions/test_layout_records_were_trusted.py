@@ -15,7 +15,7 @@ import torch
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
 from deepspeed_muon.checkpoint.offline import consolidate_files, verify_folder
 from deepspeed_muon.errors import CheckpointError
-from tests import training
+from tests.support import training
 
 
 def save(rank: int, world_size: int, *, folder: str, stage: int) -> None:

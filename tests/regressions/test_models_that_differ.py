@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import deepspeed_muon
-from tests import training
 from tests.distributed.test_failures import PROMPT
-from tests.models import build
+from tests.support import training
+from tests.support.models import build
 
 
 def try_model(rank: int, world_size: int, *, stage: int, how: str, client: str) -> Any:

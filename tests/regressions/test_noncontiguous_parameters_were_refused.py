@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from deepspeed_muon import Muon
-from tests import training
-from tests.models import Toy
+from tests.support import training
+from tests.support.models import Toy
 
 SETTINGS: dict[str, Any] = {"lr": 0.02, "adam_lr": 3e-3, "weight_decay": 0.1, "ns_dtype": "fp32"}
 

@@ -12,7 +12,7 @@ from deepspeed_muon.checkpoint import load_index, restore
 from deepspeed_muon.checkpoint.offline import consolidate_files, verify_folder
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import CheckpointError, ConfigError
-from tests import training
+from tests.support import training
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from torch import nn
 
 import deepspeed_muon
 from deepspeed_muon import Muon, RoutingError
-from tests import training
-from tests.models import batch, build
-from tests.reference import Oracle, relative
+from tests.support import training
+from tests.support.models import batch, build
+from tests.support.reference import Oracle, relative
 
 
 def kinds(optimizer: Any) -> list[tuple[bool, str]]:

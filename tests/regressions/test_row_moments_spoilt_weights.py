@@ -16,7 +16,7 @@ from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.reference import reference_orthogonalize
 from deepspeed_muon.math.reference_variants import reference_normalize_rows
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
-from tests import training
+from tests.support import training
 
 BETA2 = 0.9
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import deepspeed_muon
 from deepspeed_muon import ConfigError, Muon, MuonConfig
-from tests import training
+from tests.support import training
 
 RATES = ("lr", "muon_lr", "adam_lr", "weight_decay", "muon_weight_decay", "adam_weight_decay")
 NUMBERS = (*RATES, "momentum", "eps", "ns_eps", "beta2", "ns_steps", "min_muon_params", "ranks_per_node")

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 import deepspeed_muon
-from deepspeed_muon import registration
 from deepspeed_muon.checkpoint import consolidate, restore
+from deepspeed_muon.engine import hooks
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.transport.pipeline import MuonPipeline
-from tests import training
-from tests.harness import RanksFailed, run_ranks
-from tests.models import batch
-from tests.rank_worker import GROUP_TIMEOUT_VARIABLE
+from tests.support import training
+from tests.support.harness import RanksFailed, run_ranks
+from tests.support.models import batch
+from tests.support.rank_worker import GROUP_TIMEOUT_VARIABLE
 
 SILENT = 1
 TIMEOUT = 4.0
@@ -44,7 +44,7 @@ def leave_alone(rank: int, world_size: int, *, stage: int, where: str, folder: s
     silent = rank == SILENT
     if where == "start":
         if silent:
-            registration.agree = lambda *args, **kwargs: wait_for(told)
+            hooks.agree = lambda *args, **kwargs: wait_for(told)
         attempt: Any = lambda: training.make_engine(config)  # noqa: E731
     else:
         engine = training.make_engine(config)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests import training
 from tests.distributed.test_failures import same, snapshot
-from tests.models import MATRICES, batch
+from tests.support import training
+from tests.support.models import MATRICES, batch
 
 SCHEDULE = {
     "type": "WarmupLR",

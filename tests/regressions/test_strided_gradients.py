@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_muon import Muon
-from tests import training
-from tests.models import batch
+from tests.support import training
+from tests.support.models import batch
 
 
 def transposed(grad: Tensor) -> Tensor:

@@ -20,8 +20,8 @@ from deepspeed_muon.checkpoint.sealed import parse_sealed
 from deepspeed_muon.checkpoint.settings import checked_settings
 from deepspeed_muon.checkpoint.shards import PlannedTensor, ShardFile
 from deepspeed_muon.errors import CheckpointError
-from tests import training
-from tests.checkpoints import INDEX, differences, edit, snapshot
+from tests.support import training
+from tests.support.checkpoints import INDEX, differences, edit, snapshot
 
 FILE = "muon-0123456789ab-00000.safetensors"
 GROUP = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from deepspeed_muon.directions import Directions, MomentumSource
 from deepspeed_muon.plan.layout import Fragment, MatrixLayout
+from deepspeed_muon.step.momentum import Directions, MomentumSource
 from deepspeed_muon.transport.pipeline import _together
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import (
+from tests.support.harness import (
     CommandFailed,
     RankPool,
     RanksFailed,
@@ -23,7 +23,7 @@ from tests.harness import (
     run_command,
     run_ranks,
 )
-from tests.hygiene import SHM_DIR, remove_shm, remove_stale_locks, shm_files, stale_locks
+from tests.support.hygiene import SHM_DIR, remove_shm, remove_stale_locks, shm_files, stale_locks
 
 Pools = Callable[[int], RankPool]
 

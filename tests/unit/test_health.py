@@ -14,7 +14,10 @@ from torch import Tensor, nn
 import deepspeed_muon
 from deepspeed_muon import Muon
 from deepspeed_muon.math.coefficients import resolve_schedule
-from deepspeed_muon.math.health import (
+from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
+from deepspeed_muon.math.reference import reference_health, reference_orthogonalize
+from deepspeed_muon.monitoring.check import PipelineWatch
+from deepspeed_muon.monitoring.measure import (
     SIGMA_TOLERANCE,
     band_of,
     check_failure,
@@ -24,15 +27,12 @@ from deepspeed_muon.math.health import (
     orthogonalize_carefully,
     spectrum,
 )
-from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
-from deepspeed_muon.math.reference import reference_health, reference_orthogonalize
-from deepspeed_muon.monitoring import RankReport, monitor_events, summarize
+from deepspeed_muon.monitoring.recorder import StepRecorder
+from deepspeed_muon.monitoring.results import Result
+from deepspeed_muon.monitoring.summary import RankReport, monitor_events, summarize
 from deepspeed_muon.ops.reference import frobenius_norms
 from deepspeed_muon.plan.layout import Fragment, MatrixLayout
-from deepspeed_muon.transport.recorder import StepRecorder
-from deepspeed_muon.transport.results import Result
-from deepspeed_muon.transport.watch import PipelineWatch
-from tests.models import batch, build
+from tests.support.models import batch, build
 
 QUINTIC = resolve_schedule("quintic")
 SCHEDULES = ("quintic", "polar_express", "polar_express_5", "cans", "deepseekv4")
@@ -91,7 +91,7 @@ def test_spectrum_is_exact_for_few_values_and_leaves_the_random_state_alone() ->
 def test_column_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(2, 24, 40, generator=torch.Generator().manual_seed(4))
     whole = combine([measure(x, x.flip(0), scale=1.0, band=band_of(QUINTIC))])
-    monkeypatch.setattr("deepspeed_muon.math.health._CONVERT_NUMEL", 24 * 2 * 7)
+    monkeypatch.setattr("deepspeed_muon.monitoring.measure._CONVERT_NUMEL", 24 * 2 * 7)
     parts = combine([measure(x, x.flip(0), scale=1.0, band=band_of(QUINTIC))])
     for name in ("update_rms", "orthogonality_error", "sigma_max", "stable_rank", "alignment"):
         assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=1e-4), name
@@ -267,7 +267,7 @@ def test_unequal_blocks_are_measured_and_redone() -> None:
 @pytest.mark.parametrize("window", [0, 1, 250, 10_000])
 def test_windows_keep_the_order(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
     """As on an accelerator: a window is settled while the next one runs, and at most two wait."""
-    monkeypatch.setattr("deepspeed_muon.transport.watch._window_numel", lambda device: window)
+    monkeypatch.setattr("deepspeed_muon.monitoring.check._window_numel", lambda device: window)
     count = 9
     watch = watch_of(*(MatrixLayout(f"w{i}", 8, 12, 0, (Fragment(0, 0, 0, 96),)) for i in range(count)))
     blocks = torch.randn(count, 1, 8, 12, generator=torch.Generator().manual_seed(8))

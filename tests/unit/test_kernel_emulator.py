@@ -11,8 +11,8 @@ from torch import Tensor
 
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import restart_steps
-from tests.reference import polar
-from tests.unit.kernel_emulator import SM80, SM90, Emulator, Maps, Shape, build
+from tests.support.kernel_emulator import SM80, SM90, Emulator, Maps, Shape, build
+from tests.support.reference import polar
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.cuda_library import (
+from tests.support.cuda_library import (
     BAD_ARGUMENT,
     DTYPE,
     MISALIGNED,

@@ -16,7 +16,7 @@ from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, restart
 from deepspeed_muon.math.reference import reference_adamw_step, reference_muon_step, reference_orthogonalize
 from deepspeed_muon.math.scaling import update_scale
 from deepspeed_muon.ops.reference import momentum_pack_, unpack_apply_
-from tests.reference import polar
+from tests.support.reference import polar
 
 SHAPES = [(1, 1), (1, 9), (9, 1), (17, 17), (13, 31), (31, 13), (64, 256), (256, 64), (96, 200)]
 

@@ -21,7 +21,7 @@ from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.ops import builder, library, toolchain
 from deepspeed_muon.ops.builder import MuonBuilder
-from tests.native_ops import REPOSITORY
+from tests.support.native_ops import REPOSITORY
 
 SETTINGS = NsSettings(resolve_schedule("quintic"))
 

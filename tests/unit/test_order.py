@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_muon.forecast.live import planned_parameters
+from deepspeed_muon.forecast.model_shapes import load_model
+from deepspeed_muon.forecast.predict import PlanSettings, parameter_flops
 from deepspeed_muon.math.flops import orthogonalize_flops
-from deepspeed_muon.model_shapes import load_model
 from deepspeed_muon.plan.order import balanced_order, order_quality
-from deepspeed_muon.plan.predict import PlanSettings, parameter_flops
-from deepspeed_muon.planning import planned_parameters
-from deepspeed_muon.routing import route_parameters
+from deepspeed_muon.routing.rules import route_parameters
 
 
 @settings(max_examples=200, deadline=None)

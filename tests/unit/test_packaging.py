@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import deepspeed_muon
-from tests.harness import run_command
-from tests.native_ops import REPOSITORY
+from tests.support.harness import run_command
+from tests.support.native_ops import REPOSITORY
 
 
 @pytest.fixture(scope="module")

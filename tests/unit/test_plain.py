@@ -16,8 +16,8 @@ from torch import nn
 import deepspeed_muon
 from deepspeed_muon import Muon
 from deepspeed_muon.run import split_arguments
-from tests.models import MATRICES, batch, build
-from tests.reference import Oracle, relative
+from tests.support.models import MATRICES, batch, build
+from tests.support.reference import Oracle, relative
 
 SETTINGS = {"muon_lr": 0.02, "adam_lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8, "ns_dtype": "fp32"}
 

@@ -12,12 +12,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from deepspeed_muon.cli import main
 from deepspeed_muon.errors import ConfigError
+from deepspeed_muon.forecast.model_shapes import (
+    PRESETS,
+    count_elements,
+    family_shapes,
+    from_config,
+    load_model,
+)
+from deepspeed_muon.forecast.predict import PlanSettings
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.flops import orthogonalize_flops
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
-from deepspeed_muon.model_shapes import PRESETS, count_elements, family_shapes, from_config, load_model
-from deepspeed_muon.plan.predict import PlanSettings
-from deepspeed_muon.routing import route_parameters
+from deepspeed_muon.routing.rules import route_parameters
 
 SMALL = {
     "vocab_size": 64,
@@ -175,8 +181,8 @@ def test_unknown_architectures_and_missing_keys_are_named() -> None:
 
 
 def test_tensor_parallel_divides_work_and_memory() -> None:
-    from deepspeed_muon.plan.report import report
-    from deepspeed_muon.planning import planned_parameters
+    from deepspeed_muon.forecast.live import planned_parameters
+    from deepspeed_muon.forecast.report import report
 
     routes = route_parameters(load_model("llama-7b"))
     for stage in (1, 3):

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from deepspeed_muon import ConfigError, Muon, MuonConfig, QkRecorder
-from deepspeed_muon.math import qk_clip
-from deepspeed_muon.math.qk_clip import clip_factor, logit_bounds, max_logits
 from deepspeed_muon.math.reference_qk_clip import reference_clip, reference_max_logits
-from deepspeed_muon.plan.heads import AttentionHeads, HeadRows, head_runs
 from deepspeed_muon.plan.layout import flat_fragments
-from tests.attention_models import THRESHOLD, AttendingToy
-from tests.models import batch, build
+from deepspeed_muon.qk_clip import logits as qk_clip
+from deepspeed_muon.qk_clip.heads import AttentionHeads, HeadRows, head_runs
+from deepspeed_muon.qk_clip.logits import clip_factor, logit_bounds, max_logits
+from tests.support.attention_models import THRESHOLD, AttendingToy
+from tests.support.models import batch, build
 
 
 @pytest.mark.parametrize("block", [1, 64, 1 << 24])

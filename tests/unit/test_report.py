@@ -10,7 +10,7 @@ import pytest
 from deepspeed_muon.cli import main
 from deepspeed_muon.errors import OpsUnavailableError
 from deepspeed_muon.ops import library, report
-from tests.harness import run_command
+from tests.support.harness import run_command
 
 
 def test_the_selftest_passes_and_covers_every_op(capsys: pytest.CaptureFixture[str]) -> None:

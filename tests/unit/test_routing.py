@@ -8,7 +8,7 @@ from torch import nn
 
 from deepspeed_muon.errors import ConfigError, RoutingError
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.routing import NamedParameter, Route, model_parameters_by_name, route_parameters
+from deepspeed_muon.routing.rules import NamedParameter, Route, model_parameters_by_name, route_parameters
 
 
 def route(name: str, *shape: int, siblings: tuple[str, ...] = ()) -> Route:

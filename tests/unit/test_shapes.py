@@ -12,10 +12,10 @@ from torch import nn
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import ConfigError, RoutingError
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.routing import Route
-from deepspeed_muon.shapes import AttentionShape, leaf_name, nearest_attention, split_output
-from tests.models import build
-from tests.reference import polar
+from deepspeed_muon.routing.rules import Route
+from deepspeed_muon.routing.shapes import AttentionShape, leaf_name, nearest_attention, split_output
+from tests.support.models import build
+from tests.support.reference import polar
 
 
 def routes(model: nn.Module, **settings: Any) -> dict[str, Route]:

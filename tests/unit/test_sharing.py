@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_muon.forecast.predict import PlannedParameter, PlanSettings, exchange_of
 from deepspeed_muon.math.flops import orthogonalize_flops
 from deepspeed_muon.plan.exchange import build_exchange_plan
 from deepspeed_muon.plan.hardware import GPUS
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.predict import PlannedParameter, PlanSettings, exchange_of
 from deepspeed_muon.plan.sharing import Shareable, SharingRule, Speeds, choose_sharers, slabs
 from tests.unit.test_plan import MAKERS
 

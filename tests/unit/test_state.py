@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from deepspeed_muon import Muon
-from deepspeed_muon.adam import AdamKernel, _torch_step
 from deepspeed_muon.math.adamw import AdamStep
 from deepspeed_muon.math.reference import reference_adamw_step
 from deepspeed_muon.ops import flat_passes, widened
-from deepspeed_muon.state import StatePolicy, state_bytes
-from tests.models import batch, build
+from deepspeed_muon.step.adam import AdamKernel, _torch_step
+from deepspeed_muon.step.state import StatePolicy, state_bytes
+from tests.support.models import batch, build
 
 BLOCK = 1 << 16  # of ops/widened.py: lengths on both sides of it
 HALF = (torch.bfloat16, torch.float16)
@@ -85,7 +85,7 @@ def test_adam_kernels(kernel: str, decoupled: bool, master: torch.dtype, moments
     """One step of each kernel in each pair of dtypes, on a length that no vector divides."""
     run: Any = _torch_step
     if kernel == "deepspeed":
-        from deepspeed_muon.zero.cpu_adam import CpuAdam
+        from deepspeed_muon.engine.cpu_adam import CpuAdam
 
         run = CpuAdam(decoupled=decoupled, master=master, moments=moments)
     numel = 1003

@@ -1,0 +1,59 @@
+"""ZeRO stage 3: every parameter is divided over the ranks, every sub-group has a flat fp32 partition."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from deepspeed_muon.plan.layout import sharded_fragments
+from deepspeed_muon.routing.rules import Route
+from deepspeed_muon.step.layout_reader import LayoutReader
+from deepspeed_muon.step.step_set import Refresh, StepSet
+
+__all__ = ["knows", "read"]
+
+
+def knows(wrapper: Any, optimizer: Any) -> bool:
+    """Return whether ``wrapper`` is one that this adapter reads."""
+    return isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3) and wrapper.optimizer is optimizer
+
+
+def read(engine: Any, wrapper: Any, routes: Mapping[int, Route]) -> list[StepSet]:
+    """Read every sub-group; DeepSpeed calls the inner step once for each of them."""
+    sets = []
+    for index, params in enumerate(wrapper.fp16_groups):
+        reader = LayoutReader(
+            routes,
+            _process_group(wrapper, index),
+            offloaded=bool(wrapper.offload_optimizer),
+        )
+        reader.add_partition(index, wrapper.fp32_partitioned_groups_flat[index], params)
+        offset = 0
+        for param in params:
+            shard_numel = param.partition_numel()
+            reader.add_parameter(param, sharded_fragments(offset, param.ds_numel, shard_numel))
+            offset += shard_numel
+        sets.append(reader.step_set(_refresh(wrapper, index)))
+    return sets
+
+
+def _refresh(wrapper: DeepSpeedZeroOptimizer_Stage3, index: int) -> Refresh | None:
+    """Return what repeats DeepSpeed's copy of a sub-group for a part of it; ``None`` with offload."""
+    if wrapper.offload_optimizer or wrapper.fp16_partitioned_groups_flat[index] is None:
+        return None
+
+    def refresh(offset: int, numel: int) -> None:
+        weights = wrapper.fp16_partitioned_groups_flat[index]
+        master = wrapper.fp32_partitioned_groups_flat[index]
+        weights.data.narrow(0, offset, numel).copy_(master.data.narrow(0, offset, numel))
+
+    return refresh
+
+
+def _process_group(wrapper: Any, index: int) -> dist.ProcessGroup:
+    """Return the group that partitions a sub-group; before 0.18 there was one for all of them."""
+    per_sub_group = getattr(wrapper, "_get_sub_group_process_group", None)
+    return per_sub_group(index) if per_sub_group is not None else wrapper.dp_process_group

@@ -1,0 +1,1 @@
+"""What a run will move, compute and hold, without running it."""

@@ -1,0 +1,138 @@
+"""The command line: ``python -m deepspeed_muon plan MODEL``: what a training run will compute, send and keep."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.errors import ConfigError
+from deepspeed_muon.forecast.live import planned_parameters
+from deepspeed_muon.forecast.model_shapes import PRESETS, load_model
+from deepspeed_muon.forecast.predict import PlannedParameter, PlanSettings
+from deepspeed_muon.forecast.report import forecast, report
+from deepspeed_muon.forecast.text import render
+from deepspeed_muon.plan.hardware import GPUS
+from deepspeed_muon.routing.rules import route_parameters
+
+__all__ = ["add_subcommand"]
+
+_LARGEST_WORLD = 16384
+
+
+def add_subcommand(subparsers: Any) -> None:
+    """Add ``plan``; the parser sets ``run``.
+
+    Args:
+        subparsers: What ``ArgumentParser.add_subparsers`` returned.
+    """
+    parser = subparsers.add_parser(
+        "plan", help="routes, owners, bytes, memory and predicted times of a model, without GPUs or weights"
+    )
+    parser.add_argument(
+        "model", help=f"{', '.join(PRESETS)}, a Hugging Face config.json, or a folder with a checkpoint"
+    )
+    parser.add_argument("--world-size", type=int, default=8, help="GPUs, tensor-parallel ones counted (8)")
+    parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=3, help="ZeRO stage (3)")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share every matrix (1)")
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs that NVLink connects (8)")
+    parser.add_argument("--gpu", choices=sorted(GPUS), default="h100", help="kind of GPU (h100)")
+    parser.add_argument("--params", default="{}", help="optimizer.params as JSON, or a DeepSpeed config file")
+    parser.add_argument("--efficiency", type=float, default=0.5, help="part of peak TFLOP/s reached (0.5)")
+    parser.add_argument("--separate-experts", action="store_true", help="experts as single parameters")
+    parser.add_argument("--routes", action="store_true", help="one row for each parameter")
+    parser.add_argument("--owners", action="store_true", help="the owner of every matrix (with --json)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--plot", metavar="PNG", help="also plot world sizes 1 to 16384 into this file")
+    parser.set_defaults(run=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    config = _config(arguments.params)
+    settings = _settings(arguments, config)
+    members = load_model(arguments.model, separate_experts=arguments.separate_experts)
+    routes = route_parameters(
+        members, include=config.include, exclude=config.exclude, rules=config.shape_rules()
+    )
+    parameters = planned_parameters(routes)
+    data = report(
+        arguments.model,
+        routes,
+        parameters,
+        settings,
+        each_route=arguments.routes,
+        owners=arguments.owners,
+    )
+    print(json.dumps(data, indent=1) if arguments.json else render(data))
+    if arguments.plot:
+        _plot(arguments.model, parameters, settings, Path(arguments.plot))
+    return 0
+
+
+def _config(text: str) -> MuonConfig:
+    path = Path(text)
+    from_file = not text.lstrip().startswith("{")
+    try:
+        content = json.loads(path.read_text() if from_file else text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--params {text!r}: not JSON, nor a file with JSON: {error}") from error
+    if from_file and "optimizer" in content:
+        content = content["optimizer"].get("params", {})
+    return MuonConfig.from_params(content)
+
+
+def _settings(arguments: argparse.Namespace, config: MuonConfig) -> PlanSettings:
+    import torch
+
+    try:
+        return PlanSettings(
+            world_size=arguments.world_size,
+            stage=arguments.stage,
+            tensor_parallel=arguments.tensor_parallel,
+            gpus_per_node=arguments.gpus_per_node,
+            gpu=GPUS[arguments.gpu],
+            steps=len(config.coefficients()),
+            method=config.ns_method,
+            ns_dtype=config.ns_settings(torch.device("cuda")).dtype,
+            wire_bytes=config.resolved_wire_dtype(torch.bfloat16).itemsize,
+            chunk_numel=config.exchange_chunk_numel,
+            order=config.order,
+            share_matrices=config.share_matrices if config.variant == "muon" else False,
+            efficiency=arguments.efficiency,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _plot(model: str, parameters: Sequence[PlannedParameter], settings: PlanSettings, path: Path) -> None:
+    """Draw step time, bytes and memory of the three optimizers over the number of GPUs."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: pip install 'deepspeed-muon[examples]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    worlds = [1 << power for power in range(_LARGEST_WORLD.bit_length())]
+    worlds = [world for world in worlds if world % settings.tensor_parallel == 0]
+    found = [forecast(parameters, replace(settings, world_size=world)) for world in worlds]
+    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.5))
+    labels = {"muon": "deepspeed_muon", "deepspeed_muon_builtin": "DeepSpeed's Muon", "adamw": "AdamW"}
+    for name, label in labels.items():
+        mine = [entry[name] for entry in found]
+        axes[0].plot(worlds, [f.seconds["total"] * 1e3 for f in mine], marker="o", label=label)
+        axes[1].plot(worlds, [(f.sent_bytes + f.zero_bytes) / 1e9 for f in mine], marker="o", label=label)
+        axes[2].plot(worlds, [f.memory["total"] / 1e9 for f in mine], marker="o", label=label)
+    titles = ("optimizer step, ms (predicted)", "sent per GPU and step, GB", "memory per GPU, GB")
+    for axis, title in zip(axes, titles, strict=True):
+        axis.set(title=title, xlabel="GPUs", xscale="log", yscale="log")
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.suptitle(f"{model}, ZeRO {settings.stage}, {settings.gpu.name.upper()}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,50 @@
+"""Plans of models and of running engines: what ``plan/`` counts, from what this project knows about parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from deepspeed_muon.engine.hooks import muon_optimizer
+from deepspeed_muon.forecast.predict import PlannedParameter
+from deepspeed_muon.forecast.report import live_report
+from deepspeed_muon.routing.rules import Route
+
+__all__ = ["plan_report", "planned_parameters"]
+
+
+def planned_parameters(routes: Sequence[Route]) -> list[PlannedParameter]:
+    """Return the trained parameters of a routing table, for counting: AdamW's and Muon's in the table's order."""
+    found = []
+    for route in routes:
+        if route.algorithm == "frozen":
+            continue
+        blocks: tuple[tuple[int, int, int], ...] = ()
+        stack = 1
+        if route.algorithm == "muon":
+            blocks = route.kinds_of_blocks()
+            if not route.col_blocks and len(set(route.row_blocks)) == 1:
+                stack = len(route.row_blocks)
+        numel = math.prod(route.shape)
+        found.append(PlannedParameter(route.name, numel, route.algorithm == "muon", blocks, stack))
+    return found
+
+
+def plan_report(engine: Any) -> dict[str, Any]:
+    """Return what an engine's exchange plans say: routes, owners, work and bytes of every rank, as plain data.
+
+    ``python -m deepspeed_muon plan`` predicts the same for a model that is not there, with memory and times.
+
+    Args:
+        engine: A ``DeepSpeedEngine`` made with this optimizer.
+    """
+    optimizer = muon_optimizer(engine)
+    dtypes = {runner.step_set.model_dtype for runner in optimizer.runners}
+    wire = max((optimizer.config.resolved_wire_dtype(dtype).itemsize for dtype in dtypes), default=0)
+    return live_report(
+        optimizer.routes,
+        [runner.plan for runner in optimizer.runners],
+        wire_bytes=wire,
+        work=[runner.assignment.work for runner in optimizer.runners],
+    )

@@ -1,0 +1,341 @@
+"""Parameter names and shapes of a model that is not there: from a preset, a Hugging Face config.json or a checkpoint.
+
+Nothing is downloaded and no weight is read. The shapes become parameters on the meta device, so that routing decides
+about them exactly as it does about those of a real model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed_muon.errors import ConfigError
+from deepspeed_muon.routing.parameters import NamedParameter, model_parameters_by_name
+
+__all__ = ["PRESETS", "family_shapes", "from_checkpoint", "from_config", "from_shapes", "load_model"]
+
+Shapes = Iterator[tuple[str, tuple[int, ...]]]
+
+# Numbers of the models' published config.json files; kimi-k2 is of that architecture and size (1T), not its exact file.
+PRESETS: dict[str, dict[str, Any]] = {
+    "llama-7b": {
+        "model_type": "llama",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "llama-70b": {
+        "model_type": "llama",
+        "vocab_size": 32000,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+    },
+    "kimi-k2": {
+        "model_type": "deepseek_v3",
+        "vocab_size": 163840,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 64,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 384,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
+}
+
+
+def load_model(source: str, *, separate_experts: bool = False) -> list[NamedParameter]:
+    """Return the parameters of a preset, a config.json or a checkpoint, on the meta device.
+
+    Args:
+        source: Name of a preset, a config.json, or a folder with a checkpoint or a config.json.
+        separate_experts: One matrix a parameter for every expert instead of stacks, as models outside of Hugging Face
+            keep them (presets and families known here only).
+
+    Raises:
+        ConfigError: If it is none of them, or of an architecture that is not known.
+    """
+    if source in PRESETS:
+        return from_shapes(family_shapes(PRESETS[source], separate_experts=separate_experts))
+    path = Path(source)
+    if path.is_file() and path.suffix == ".json":
+        return from_config(_read_json(path), separate_experts=separate_experts)
+    if path.is_dir():
+        return from_checkpoint(path, separate_experts=separate_experts)
+    raise ConfigError(
+        f"{source!r} is neither a preset ({', '.join(PRESETS)}) nor a config.json nor a folder with a checkpoint"
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: not readable JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected a JSON object")
+    return content
+
+
+def from_shapes(shapes: Shapes | Mapping[str, tuple[int, ...]]) -> list[NamedParameter]:
+    """Return parameters on the meta device.
+
+    Args:
+        shapes: Dotted names and shapes, in the model's order.
+    """
+    pairs = shapes.items() if isinstance(shapes, Mapping) else shapes
+    return [
+        NamedParameter((name,), nn.Parameter(torch.empty(shape, device="meta"), requires_grad=True))
+        for name, shape in pairs
+    ]
+
+
+def from_config(config: Mapping[str, Any], *, separate_experts: bool = False) -> list[NamedParameter]:
+    """Return the parameters of a Hugging Face configuration.
+
+    transformers builds the model on the meta device where it is installed, for any architecture that it knows;
+    otherwise the shapes of the families known here are used.
+
+    Args:
+        config: The content of a config.json.
+        separate_experts: See :func:`load_model`; does not go through transformers.
+
+    Raises:
+        ConfigError: If the architecture is not known, naming what would help.
+    """
+    kind = str(config.get("model_type", ""))
+    if not separate_experts:
+        try:
+            import transformers
+        except ImportError:
+            transformers = None
+        if transformers is not None and kind in transformers.CONFIG_MAPPING:
+            return _from_transformers(transformers, config, kind)
+    return from_shapes(family_shapes(config, separate_experts=separate_experts))
+
+
+def _from_transformers(transformers: Any, config: Mapping[str, Any], kind: str) -> list[NamedParameter]:
+    settings = {key: value for key, value in config.items() if key != "model_type"}
+    parsed = transformers.CONFIG_MAPPING[kind](**settings)
+    causal = type(parsed) in transformers.AutoModelForCausalLM._model_mapping
+    maker = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+    with torch.device("meta"):
+        model = maker.from_config(parsed)
+    return list(model_parameters_by_name(model).values())
+
+
+def from_checkpoint(folder: Path, *, separate_experts: bool = False) -> list[NamedParameter]:
+    """Return the parameters of a checkpoint: safetensors, a consolidated set, DeepSpeed's files, or a config.json.
+
+    Args:
+        folder: Where it lies. Only headers and metadata are read.
+        separate_experts: Passed on to :func:`from_config`.
+
+    Raises:
+        ConfigError: If nothing in the folder can be read.
+        CheckpointError: If what is there is damaged.
+    """
+    from deepspeed_muon.checkpoint.index import INDEX_NAME, load_index
+
+    if (folder / INDEX_NAME).is_file():
+        index = load_index(folder)
+        return from_shapes({name: tuple(record.shape) for name, record in index.parameters.items()})
+    files = sorted(folder.glob("*.safetensors"))
+    if files:
+        return from_shapes({name: shape for file in files for name, shape in _safetensors_shapes(file)})
+    if (folder / "config.json").is_file():
+        return from_config(_read_json(folder / "config.json"), separate_experts=separate_experts)
+    if (folder / "latest").is_file() or any(folder.glob("*model_states.pt")):
+        from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
+
+        saved = DeepSpeedFiles(folder)
+        return from_shapes({name: parameter.shape for name, parameter in saved.parameters.items()})
+    raise ConfigError(
+        f"{folder}: no *.safetensors, config.json, consolidated set or DeepSpeed checkpoint in this folder"
+    )
+
+
+def _safetensors_shapes(file: Path) -> Shapes:
+    with open(file, "rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if not 0 < length < 1 << 30:
+            raise ConfigError(f"{file}: not a safetensors file")
+        try:
+            header = json.loads(stream.read(length))
+        except ValueError as error:
+            raise ConfigError(f"{file}: not a safetensors file: {error}") from error
+    for name, entry in header.items():
+        if name != "__metadata__":
+            yield name, tuple(entry["shape"])
+
+
+def family_shapes(config: Mapping[str, Any], *, separate_experts: bool = False) -> Shapes:
+    """Return names and shapes of a model of a known family, as transformers 5 builds it.
+
+    Args:
+        config: Its configuration: ``model_type`` llama, mistral, qwen2, qwen3, qwen3_moe, deepseek_v3 or kimi_k2.
+        separate_experts: One parameter for every expert's matrix instead of a stack of all of them.
+
+    Raises:
+        ConfigError: Naming the architecture, or the key that is missing.
+    """
+    kind = str(config.get("model_type", ""))
+    layer = _LAYERS.get(kind)
+    if layer is None:
+        raise ConfigError(
+            f"the shapes of model_type {kind!r} are not known here (known: {', '.join(_LAYERS)}); install "
+            f"transformers, which knows more, or pass a folder with *.safetensors files"
+        )
+    try:
+        return iter(list(_model(config, layer, separate_experts)))
+    except KeyError as error:
+        raise ConfigError(f"config of model_type {kind!r} lacks the key {error.args[0]!r}") from error
+
+
+Layer = Callable[[Mapping[str, Any], int, bool], Shapes]
+
+
+def _model(config: Mapping[str, Any], layer: Layer, separate: bool) -> Shapes:
+    vocabulary, width = config["vocab_size"], config["hidden_size"]
+    yield "model.embed_tokens.weight", (vocabulary, width)
+    for number in range(config["num_hidden_layers"]):
+        for name, shape in layer(config, number, separate):
+            yield f"model.layers.{number}.{name}", shape
+    yield "model.norm.weight", (width,)
+    if not config.get("tie_word_embeddings", False):
+        yield "lm_head.weight", (vocabulary, width)
+
+
+def _norms(config: Mapping[str, Any]) -> Shapes:
+    yield "input_layernorm.weight", (config["hidden_size"],)
+    yield "post_attention_layernorm.weight", (config["hidden_size"],)
+
+
+def _mlp(prefix: str, width: int, hidden: int) -> Shapes:
+    yield f"{prefix}.gate_proj.weight", (hidden, width)
+    yield f"{prefix}.up_proj.weight", (hidden, width)
+    yield f"{prefix}.down_proj.weight", (width, hidden)
+
+
+def _experts(count: int, width: int, hidden: int, separate: bool) -> Shapes:
+    if separate:
+        for expert in range(count):
+            yield from _mlp(f"mlp.experts.{expert}", width, hidden)
+    else:
+        yield "mlp.experts.gate_up_proj", (count, 2 * hidden, width)
+        yield "mlp.experts.down_proj", (count, width, hidden)
+
+
+def _attention(config: Mapping[str, Any]) -> Shapes:
+    """Grouped-query attention with the biases of qwen2 and the head norms of qwen3."""
+    width, heads = config["hidden_size"], config["num_attention_heads"]
+    key_heads = config.get("num_key_value_heads") or heads
+    size = config.get("head_dim") or (128 if _kind(config).startswith("qwen3") else width // heads)
+    rows = {"q": heads * size, "k": key_heads * size, "v": key_heads * size}
+    bias = _kind(config) == "qwen2" or config.get("attention_bias", False)
+    for name, count in rows.items():
+        yield f"self_attn.{name}_proj.weight", (count, width)
+        if bias:
+            yield f"self_attn.{name}_proj.bias", (count,)
+    yield "self_attn.o_proj.weight", (width, heads * size)
+    if bias and _kind(config) != "qwen2":
+        yield "self_attn.o_proj.bias", (width,)
+    if _kind(config).startswith("qwen3"):
+        yield "self_attn.q_norm.weight", (size,)
+        yield "self_attn.k_norm.weight", (size,)
+
+
+def _kind(config: Mapping[str, Any]) -> str:
+    return str(config["model_type"])
+
+
+def _dense(config: Mapping[str, Any], number: int, separate: bool) -> Shapes:
+    yield from _attention(config)
+    yield from _mlp("mlp", config["hidden_size"], config["intermediate_size"])
+    yield from _norms(config)
+
+
+def _qwen3_moe(config: Mapping[str, Any], number: int, separate: bool) -> Shapes:
+    width, count = config["hidden_size"], config["num_experts"]
+    sparse = number not in (config.get("mlp_only_layers") or ())
+    if not sparse or (number + 1) % config.get("decoder_sparse_step", 1):
+        yield from _dense(config, number, separate)
+        return
+    yield from _attention(config)
+    yield from _experts(count, width, config["moe_intermediate_size"], separate)
+    yield "mlp.gate.weight", (count, width)
+    yield from _norms(config)
+
+
+def _latent_attention(config: Mapping[str, Any]) -> Shapes:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
+    width, heads = config["hidden_size"], config["num_attention_heads"]
+    plain, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    query, latent = config.get("q_lora_rank"), config["kv_lora_rank"]
+    if query:
+        yield "self_attn.q_a_proj.weight", (query, width)
+        yield "self_attn.q_a_layernorm.weight", (query,)
+        yield "self_attn.q_b_proj.weight", (heads * (plain + rope), query)
+    else:
+        yield "self_attn.q_proj.weight", (heads * (plain + rope), width)
+    yield "self_attn.kv_a_proj_with_mqa.weight", (latent + rope, width)
+    yield "self_attn.kv_a_layernorm.weight", (latent,)
+    yield "self_attn.kv_b_proj.weight", (heads * (plain + value), latent)
+    yield "self_attn.o_proj.weight", (width, heads * value)
+
+
+def _deepseek(config: Mapping[str, Any], number: int, separate: bool) -> Shapes:
+    width, hidden = config["hidden_size"], config["moe_intermediate_size"]
+    yield from _latent_attention(config)
+    if number < config.get("first_k_dense_replace", 0):
+        yield from _mlp("mlp", width, config["intermediate_size"])
+    else:
+        yield from _experts(config["n_routed_experts"], width, hidden, separate)
+        yield "mlp.gate.weight", (config["n_routed_experts"], width)
+        yield from _mlp("mlp.shared_experts", width, hidden * config.get("n_shared_experts", 1))
+    yield from _norms(config)
+
+
+_LAYERS: dict[str, Layer] = {
+    "llama": _dense,
+    "mistral": _dense,
+    "qwen2": _dense,
+    "qwen3": _dense,
+    "qwen3_moe": _qwen3_moe,
+    "deepseek_v3": _deepseek,
+    "kimi_k2": _deepseek,
+}
+
+
+def count_elements(parameters: list[NamedParameter]) -> int:
+    """Return the elements of all parameters together."""
+    return sum(math.prod(item.param.shape) for item in parameters)

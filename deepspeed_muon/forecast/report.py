@@ -1,0 +1,375 @@
+"""The plan of a training run as plain data: routes, owners, balance, bytes, memory and predicted times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from deepspeed_muon.forecast.predict import (
+    Exchange,
+    PlannedParameter,
+    PlanSettings,
+    exchange_of,
+    peer_bytes,
+    peer_flops,
+    zero_bytes,
+)
+from deepspeed_muon.plan.exchange import ExchangePlan, chunk_limit
+
+__all__ = ["Forecast", "forecast", "live_report", "report", "route_rows"]
+
+# Seconds that a message to one more peer costs in an all-to-all: the order of magnitude of NCCL over InfiniBand.
+_MESSAGE_SECONDS = 3e-6
+# Bytes that one element costs in memory traffic: AdamW reads gradient, weight and both moments and writes the last
+# three and the low-precision copy; Muon's two flat passes are momentum and pack (14), and unpack and apply (10).
+_ADAMW_TRAFFIC = 30.0
+_MUON_TRAFFIC = 24.0
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What one rank, the most burdened one, does and keeps in a step of one optimizer.
+
+    Attributes:
+        sent_bytes: Sent in Muon's own exchange.
+        zero_bytes: Sent in ZeRO's collectives.
+        flops: Newton-Schulz operations.
+        seconds: Predicted times by part, and their ``total``; ZeRO's collectives are no part of it.
+        memory: Bytes by part, and their ``total``; activations are no part of it.
+    """
+
+    sent_bytes: float
+    zero_bytes: float
+    flops: float
+    seconds: Mapping[str, float]
+    memory: Mapping[str, float]
+
+
+def forecast(
+    parameters: Sequence[PlannedParameter], settings: PlanSettings, exchange: Exchange | None = None
+) -> dict[str, Forecast]:
+    """Predict a step of this project's Muon, of DeepSpeed's own and of AdamW.
+
+    Args:
+        parameters: All parameters that are trained.
+        settings: Stage, ranks and hardware.
+        exchange: From :func:`~deepspeed_muon.forecast.predict.exchange_of`; computed if absent.
+
+    Returns:
+        ``muon``, ``deepspeed_muon_builtin`` and ``adamw``.
+    """
+    exchange = exchange or exchange_of(parameters, settings)
+    share = settings.tensor_parallel * (settings.data_parallel if settings.stage else 1)
+    muon = sum(p.numel for p in parameters if p.muon)
+    other = sum(p.numel for p in parameters) - muon
+    own = zero_bytes(parameters, settings)
+    peer = peer_bytes(parameters, settings) - own
+    flat = _memory_seconds(settings, _MUON_TRAFFIC * muon / share)
+    adam = _memory_seconds(settings, _ADAMW_TRAFFIC * other / share)
+    base = _kept(parameters, settings)
+    state = 4.0 / share
+    gather, scatter = exchange.gather_elements.max(), exchange.scatter_elements.max()
+    wire = float((exchange.gather_elements + exchange.scatter_elements).max()) * settings.wire_bytes
+    one_way = _exchange_seconds(settings, max(gather, scatter) * settings.wire_bytes, exchange)
+    flops = float(exchange.flops.max())
+    peer_work = peer_flops(parameters, settings)
+    buffers = _buffers(parameters, settings, exchange)
+    return {
+        "muon": Forecast(
+            wire,
+            own,
+            flops,
+            _total(
+                {
+                    "gather": one_way if settings.stage else 0.0,
+                    "newton_schulz": _compute_seconds(settings, flops),
+                    "scatter": one_way,
+                    "momentum_and_apply": flat,
+                    "adamw": adam,
+                }
+            ),
+            _total({**base, "optimizer_state": (muon + 2 * other) * state, **buffers}),
+        ),
+        "deepspeed_muon_builtin": Forecast(
+            peer,
+            own,
+            peer_work,
+            _total(
+                {
+                    "gather": _link_seconds(settings, peer),
+                    "newton_schulz": _compute_seconds(settings, peer_work),
+                    "scatter": 0.0,
+                    "momentum_and_apply": flat,
+                    "adamw": adam,
+                }
+            ),
+            _total({**base, "optimizer_state": (muon + 2 * other) * state}),
+        ),
+        "adamw": Forecast(
+            0.0,
+            own,
+            0.0,
+            _total({"adamw": _memory_seconds(settings, _ADAMW_TRAFFIC * (muon + other) / share)}),
+            _total({**base, "optimizer_state": 2 * (muon + other) * state}),
+        ),
+    }
+
+
+def _total(parts: dict[str, float]) -> dict[str, float]:
+    parts = {key: float(value) for key, value in parts.items()}
+    return {**parts, "total": math.fsum(parts.values())}
+
+
+def _memory_seconds(settings: PlanSettings, nbytes: float) -> float:
+    return nbytes / (settings.gpu.memory_bandwidth * settings.link_efficiency)
+
+
+def _compute_seconds(settings: PlanSettings, flops: float) -> float:
+    return flops / (settings.gpu.flops * settings.efficiency)
+
+
+def _link_seconds(settings: PlanSettings, nbytes: float) -> float:
+    """Return the time of sending to peers that are spread over all ranks, most of them on other nodes."""
+    world = settings.world_size
+    if world == 1:
+        return 0.0
+    inside = min(1.0, (min(settings.gpus_per_node, world) - 1) / (world - 1))
+    node = inside * nbytes / settings.gpu.node_bandwidth
+    network = (1 - inside) * nbytes / settings.gpu.network_bandwidth
+    return max(node, network) / settings.link_efficiency
+
+
+def _exchange_seconds(settings: PlanSettings, nbytes: float, exchange: Exchange) -> float:
+    if settings.world_size == 1 or not exchange.moving:
+        return 0.0
+    # At stages 1 and 2 a rank exchanges with the neighbours that share its straddling matrices.
+    peers = settings.world_size - 1 if settings.stage in (0, 3) else 2 * settings.tensor_parallel
+    return _link_seconds(settings, nbytes) + _MESSAGE_SECONDS * min(peers, settings.world_size - 1)
+
+
+def _kept(parameters: Sequence[PlannedParameter], settings: PlanSettings) -> dict[str, float]:
+    """Return the bytes of weights, gradients and fp32 masters of a rank."""
+    numel = sum(parameter.numel for parameter in parameters) / settings.tensor_parallel
+    ranks = settings.data_parallel
+    return {
+        "weights": numel * settings.model_bytes / (ranks if settings.stage == 3 else 1),
+        "gradients": numel * settings.model_bytes / (ranks if settings.stage >= 2 else 1),
+        "master_weights": 4.0 * numel / (ranks if settings.stage else 1),
+    }
+
+
+def _buffers(
+    parameters: Sequence[PlannedParameter], settings: PlanSettings, exchange: Exchange
+) -> dict[str, float]:
+    """Return what Muon's step needs besides: upper bounds, from the chunk size and the largest matrix."""
+    owned = exchange.owned_elements
+    largest = max((p.numel // p.stack for p in parameters if p.muon), default=0)
+    chunk = 0.0
+    if exchange.moving:
+        limit = chunk_limit(int(owned.max()), settings.chunk_numel)
+        chunk = min(float(owned.max()), float(max(limit, largest)))
+    muon = sum(p.numel for p in parameters if p.muon) / settings.tensor_parallel
+    partition = muon / (settings.data_parallel if settings.stage else 1)
+    block = max((rows * cols for p in parameters for _, rows, cols in p.blocks), default=0)
+    return {
+        # Of one chunk; and what three chunks send and receive, since one is exchanged while another is orthogonalised.
+        "directions": settings.wire_bytes * min(partition, float(max(settings.chunk_numel, largest))),
+        "exchange_buffers": 3 * 2.0 * settings.wire_bytes * chunk,
+        # The matrix, its product and two Gram-sized matrices at most as large.
+        "iteration": 4.0 * settings.ns_dtype.itemsize * block,
+    }
+
+
+def route_rows(routes: Sequence[Any], *, each: bool = False) -> list[dict[str, Any]]:
+    """Return the routing table, equal layers of a stack together unless ``each``.
+
+    Args:
+        routes: ``name``, ``shape``, ``algorithm`` and ``reason`` of every parameter.
+        each: One row for each parameter.
+    """
+    rows: dict[Any, dict[str, Any]] = {}
+    for route in routes:
+        numel = math.prod(route.shape)
+        name = route.name if each else ".".join("*" if c.isdigit() else c for c in route.name.split("."))
+        row = rows.setdefault(
+            (name, route.shape, route.algorithm, route.reason),
+            {
+                "name": name,
+                "shape": list(route.shape),
+                "algorithm": route.algorithm,
+                "reason": route.reason,
+                "tensors": 0,
+                "elements": 0,
+            },
+        )
+        row["tensors"] += 1
+        row["elements"] += numel
+    return list(rows.values())
+
+
+def report(
+    model: str,
+    routes: Sequence[Any],
+    parameters: Sequence[PlannedParameter],
+    settings: PlanSettings,
+    *,
+    each_route: bool = False,
+    owners: bool = False,
+) -> dict[str, Any]:
+    """Return the plan as plain data that JSON can hold.
+
+    Args:
+        model: What to call it.
+        routes: As for :func:`route_rows`.
+        parameters: The same parameters for counting, frozen ones left out.
+        settings: Stage, ranks and hardware.
+        each_route: One row for each parameter instead of each kind.
+        owners: Also list the owner of every matrix.
+    """
+    exchange = exchange_of(parameters, settings)
+    shared = _sharing(parameters, settings, exchange)
+    muon = [parameter for parameter in parameters if parameter.muon]
+    counts = np.bincount(np.asarray(exchange.owners, dtype=np.int64), minlength=settings.world_size)
+    totals: dict[str, dict[str, int]] = {}
+    for row in route_rows(routes):
+        entry = totals.setdefault(row["algorithm"], {"tensors": 0, "elements": 0})
+        entry["tensors"] += row["tensors"]
+        entry["elements"] += row["elements"]
+    sent = (exchange.gather_elements + exchange.scatter_elements) * settings.wire_bytes
+    data: dict[str, Any] = {
+        "model": model,
+        "elements": sum(entry["elements"] for entry in totals.values()),
+        "algorithms": totals,
+        "settings": _settings(settings),
+        "routes": route_rows(routes, each=each_route),
+        "owners": {
+            "matrices": len(muon),
+            "moving": exchange.moving,
+            "matrices_per_rank": _spread(counts),
+            "flops_per_rank": _spread(exchange.flops),
+            "max_over_mean": exchange.balance,
+        },
+        "sent_bytes_per_rank": _spread(sent),
+        "step": {name: asdict(found) for name, found in forecast(parameters, settings, exchange).items()},
+        "sharing": shared,
+        "advice": _advice(parameters, settings, exchange, shared),
+    }
+    if owners:
+        data["owners"]["of"] = {p.name: owner for p, owner in zip(muon, exchange.owners, strict=True)}
+    return data
+
+
+def live_report(
+    routes: Sequence[Any],
+    plans: Sequence[ExchangePlan],
+    *,
+    wire_bytes: int,
+    work: Sequence[Sequence[float]],
+) -> dict[str, Any]:
+    """Return the plan of an optimizer that is bound, as plain data: what the exchange plans say, for all ranks.
+
+    Args:
+        routes: As for :func:`route_rows`.
+        plans: The exchange plans of one rank; owners and layouts in them are those of all ranks.
+        wire_bytes: Bytes of an element of the exchange.
+        work: The Newton-Schulz operations of each matrix, or slab, of each plan.
+    """
+    sets = []
+    for plan, costs in zip(plans, work, strict=True):
+        flops, sent = np.zeros(plan.world_size), np.zeros(plan.world_size)
+        rows: list[dict[str, Any]] = []
+        for matrix, owner, cost in zip(plan.matrices, plan.owners, costs, strict=True):
+            flops[owner] += cost
+            elsewhere = [fragment for fragment in matrix.fragments if fragment.rank != owner]
+            for fragment in elsewhere:
+                if not matrix.replicated:
+                    sent[fragment.rank] += fragment.numel
+                sent[owner] += fragment.numel
+            moved = sum(fragment.numel for fragment in elsewhere)
+            shared = {"shared_by": list(matrix.sharers), "rows": matrix.rows} if matrix.sharers else {}
+            rows.append({"name": matrix.name, "owner": owner, "moved_elements": moved, **shared})
+        sets.append(
+            {
+                "world_size": plan.world_size,
+                "chunks": len(plan.chunks),
+                "matrices": rows,
+                "flops_per_rank": flops.tolist(),
+                "sent_bytes_per_rank": (sent * wire_bytes).tolist(),
+                "max_over_mean": float(flops.max() / flops.mean()) if flops.any() else 1.0,
+            }
+        )
+    return {"routes": route_rows(routes, each=True), "step_sets": sets}
+
+
+def _settings(settings: PlanSettings) -> dict[str, Any]:
+    gpu = settings.gpu
+    return {
+        "world_size": settings.world_size,
+        "stage": settings.stage,
+        "tensor_parallel": settings.tensor_parallel,
+        "gpus_per_node": settings.gpus_per_node,
+        "gpu": asdict(gpu),
+        "ns_steps": settings.steps,
+        "ns_method": settings.method,
+        "ns_dtype": str(settings.ns_dtype).removeprefix("torch."),
+        "wire_bytes": settings.wire_bytes,
+        "model_bytes": settings.model_bytes,
+        "exchange_chunk_numel": settings.chunk_numel,
+        "assumed_efficiency": settings.efficiency,
+        "assumed_link_efficiency": settings.link_efficiency,
+    }
+
+
+def _spread(values: Any) -> dict[str, float]:
+    return {"min": float(values.min()), "mean": float(values.mean()), "max": float(values.max())}
+
+
+def _sharing(
+    parameters: Sequence[PlannedParameter], settings: PlanSettings, exchange: Exchange
+) -> dict[str, Any] | None:
+    """Return what ranks share, and the predicted Newton-Schulz time with it and without."""
+    if not exchange.shared:
+        return None
+    alone = exchange_of(parameters, replace(settings, share_matrices=False))
+    return {
+        "matrices": len(exchange.shared),
+        "most_ranks": max(len(ranks) for ranks in exchange.shared.values()),
+        "seconds": _compute_seconds(settings, float(exchange.flops.max())),
+        "alone_seconds": _compute_seconds(settings, float(alone.flops.max())),
+    }
+
+
+def _advice(
+    parameters: Sequence[PlannedParameter],
+    settings: PlanSettings,
+    exchange: Exchange,
+    shared: Mapping[str, Any] | None,
+) -> list[str]:
+    lines = []
+    idle = int((exchange.flops == 0).sum())
+    if shared is None and idle:
+        lines.append(f"{idle} of {settings.world_size} ranks have nothing to orthogonalise")
+    elif exchange.balance > 1.05:
+        lines.append(f"the busiest rank has {exchange.balance:.2f} times the mean of the work")
+    stacked = max((sum(count for count, _, _ in p.blocks) for p in parameters if p.muon), default=0)
+    if settings.tensor_parallel > 1 and stacked >= 8 and exchange.balance > 1.05:
+        lines.append(
+            f"under tensor parallelism stacks of up to {stacked} experts have one owner each: --separate-experts shows "
+            f"the plan of a model that keeps them as parameters of their own"
+        )
+    if shared is not None:
+        lines.append(
+            f"up to {shared['most_ranks']} ranks of a node orthogonalise one matrix together, {shared['matrices']} "
+            f"matrices in all: {shared['seconds'] * 1e3:.1f} ms instead of {shared['alone_seconds'] * 1e3:.1f}"
+        )
+    memory = forecast(parameters, settings, exchange)["muon"].memory["total"]
+    if memory > settings.gpu.memory:
+        lines.append(
+            f"{memory / 1e9:.0f} GB per GPU without activations, more than the {settings.gpu.memory / 1e9:.0f} GB of a "
+            f"{settings.gpu.name.upper()}"
+        )
+    return lines

@@ -1,0 +1,1 @@
+"""The check of every update, the samples of health, and their summary."""

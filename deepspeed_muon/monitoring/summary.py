@@ -1,0 +1,128 @@
+"""From what each rank measured to one summary, and to the events of DeepSpeed's monitor.
+
+Sampled steps end with one exchange between all ranks of the engine, at the step's boundary: ranks that own nothing,
+hold nothing or skipped the step take part with empty hands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from deepspeed_muon.monitoring.measure import MatrixHealth
+from deepspeed_muon.monitoring.recorder import LocalSample, StepRecorder
+from deepspeed_muon.transport.members import Members
+
+__all__ = ["HealthLog", "RankReport", "monitor_events", "summarize"]
+
+_PARTS = ("gather", "newton_schulz", "scatter")
+# How the sampled matrices' numbers become one.
+_MEANS = ("update_rms", "orthogonality_error", "stable_rank", "alignment")
+_PREFIX = "Train/Muon/"
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What one rank contributes to a summary.
+
+    Attributes:
+        matrices: Parameter name to what was measured, for the sampled matrices that the rank owns.
+        seconds: Time of each part of the inner step.
+        redone: Matrices redone in fp32 since the start.
+        failed: Matrices left without an update since the start.
+    """
+
+    matrices: dict[str, MatrixHealth]
+    seconds: dict[str, float]
+    redone: int
+    failed: int
+
+
+class HealthLog:
+    """Runs the recorder around steps and keeps the last summary."""
+
+    def __init__(self, recorder: StepRecorder) -> None:
+        """Start without a summary.
+
+        Args:
+            recorder: Of the same optimizer.
+        """
+        self._recorder = recorder
+        self._steps = 0
+        self._summary: dict[str, Any] = {}
+
+    def summary(self) -> dict[str, Any]:
+        """Return the last sample's summary; before the first sample only the counters of this rank."""
+        if self._summary:
+            return dict(self._summary)
+        return {"redone": self._recorder.redone, "failed": self._recorder.failed}
+
+    @contextmanager
+    def step(self, number: int | None = None, *, members: Members | None = None) -> Iterator[None]:
+        """Record one optimizer step and summarise it where it is sampled.
+
+        Args:
+            number: Of the step, counted from 1, equal on all ranks; ``None`` counts calls.
+            members: The ranks to include, all of which must call it; without them it is about this rank alone.
+        """
+        self._steps += 1
+        number = self._steps if number is None else number
+        with self._recorder.step(number) as sample:
+            yield
+        if sample is not None:
+            reports = (members or Members()).gather(self._report(sample), what="summary of health")
+            self._summary = {"step": number, **summarize(list(reports.values()))}
+
+    def _report(self, sample: LocalSample) -> RankReport:
+        return RankReport(sample.matrices, sample.seconds, self._recorder.redone, self._recorder.failed)
+
+
+def summarize(reports: Sequence[RankReport]) -> dict[str, Any]:
+    """Combine the ranks' reports of one step.
+
+    Args:
+        reports: In the order of the ranks.
+
+    Returns:
+        ``redone`` and ``failed``; the means of the sampled matrices and the largest ``sigma_max``; ``time_<part>``,
+        the mean over ranks of each part's share of the inner step; ``seconds``, the inner step of the slowest rank;
+        and ``matrices`` with the numbers of each. What nothing was measured of is absent.
+    """
+    matrices: dict[str, dict[str, float]] = {}
+    for rank, report in enumerate(reports):
+        for name, health in report.matrices.items():
+            # Ranks that share no parameters (experts) can have matrices of the same name.
+            matrices[name if name not in matrices else f"{name} (rank {rank})"] = asdict(health)
+    summary: dict[str, Any] = {
+        "redone": sum(report.redone for report in reports),
+        "failed": sum(report.failed for report in reports),
+    }
+    if matrices:
+        for key in _MEANS:
+            summary[key] = sum(each[key] for each in matrices.values()) / len(matrices)
+        summary["sigma_max"] = max(each["sigma_max"] for each in matrices.values())
+    # Measuring is no part of the step that it measures.
+    totals = [r.seconds.get("step", 0.0) - r.seconds.get("sampling", 0.0) for r in reports]
+    running = [(report, total) for report, total in zip(reports, totals, strict=True) if total > 0]
+    if running:
+        for part in _PARTS:
+            shares = [report.seconds.get(part, 0.0) / total for report, total in running]
+            summary[f"time_{part}"] = sum(shares) / len(shares)
+        summary["seconds"] = max(totals)
+    return {**summary, "matrices": matrices}
+
+
+def monitor_events(summary: dict[str, Any], samples: int) -> list[tuple[str, float, int]]:
+    """Return a summary as events of DeepSpeed's monitor: name, value, position.
+
+    Args:
+        summary: Of a sampled step.
+        samples: Training samples so far, the position that DeepSpeed's own events have.
+    """
+    return [
+        (_PREFIX + name, float(value), samples)
+        for name, value in summary.items()
+        if name not in ("step", "matrices")
+    ]

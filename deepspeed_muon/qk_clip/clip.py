@@ -1,0 +1,210 @@
+"""QK-clip in the optimizer step: the maxima of all ranks, once per step, onto rows of the fp32 partitions.
+
+It works where the step works, on flat partitions, so ZeRO's own copy to the low-precision weights takes it along at
+every stage. Momentum and moments stay as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from deepspeed_muon.config import QkClipConfig
+from deepspeed_muon.errors import ConfigError
+from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
+from deepspeed_muon.qk_clip.heads import AttentionHeads, HeadRun, head_runs
+from deepspeed_muon.qk_clip.logits import clip_factor
+from deepspeed_muon.qk_clip.recorder import QkRecorder, attach_to_hugging_face, find_recorders
+from deepspeed_muon.routing.rules import Route
+from deepspeed_muon.step.step_set import StepSet
+from deepspeed_muon.transport.waiting import phase
+
+__all__ = ["QkClip", "QkClipReport"]
+
+logger = logging.getLogger("deepspeed_muon")
+
+
+# A layer whose logits cannot have exceeded this share of the threshold is only watched in the next step.
+_WATCHED_BELOW = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class QkClipReport:
+    """What the last step saw and did; equal on all ranks.
+
+    Attributes:
+        largest: Name of each attention layer to the largest logit of each query head, minus infinity where none was
+            recorded.
+        bounds: Name of each layer that was only watched to what the logits of each query head did not exceed.
+        clipped: Number of query heads above the threshold.
+    """
+
+    largest: dict[str, list[float]]
+    bounds: dict[str, list[float]]
+    clipped: int
+
+
+class QkClip:
+    """The clip of one optimizer."""
+
+    def __init__(self, settings: QkClipConfig, model: nn.Module, routes: Mapping[int, Route]) -> None:
+        """Find the attention layers, and make those of Hugging Face's models record.
+
+        Args:
+            settings: Threshold and alpha.
+            model: The model. Mutated, see :func:`deepspeed_muon.qk_clip.recorder.attach_to_hugging_face`.
+            routes: ``id(parameter)`` to its route.
+
+        Raises:
+            ConfigError: If there is no attention layer to clip, or one cannot be clipped.
+        """
+        self.settings = settings
+        attach_to_hugging_face(model)
+        found = find_recorders(model)
+        if not found:
+            raise ConfigError(
+                "optimizer.params.qk_clip: no attention layer was found. Models of Hugging Face are recognised by "
+                "q_proj and k_proj (or kv_b_proj); give the attention modules of others a deepspeed_muon.QkRecorder"
+            )
+        names = dict(model.named_parameters(remove_duplicate=False))
+        self.layers: tuple[AttentionHeads, ...] = tuple(
+            _with_routed_names(layer, names, routes) for layer, _ in found
+        )
+        self._recorders: tuple[QkRecorder, ...] = tuple(recorder for _, recorder in found)
+        self._runs: dict[int, tuple[HeadRun, ...]] = {}
+        self._group: dist.ProcessGroup | None = None
+        self._device = torch.device("cpu")
+        self._largest: list[list[float]] | None = None
+        self.report = QkClipReport({}, {}, 0)
+
+    def bind(self, step_sets: Sequence[StepSet], *, device: torch.device) -> None:
+        """Learn where the rows lie.
+
+        Args:
+            step_sets: What each call of ``step()`` updates.
+            device: Where the ranks' maxima are compared.
+
+        Raises:
+            ConfigError: If query and key weights are divided over different groups of ranks.
+        """
+        wanted = {block.parameter for layer in self.layers for block in layer.rows}
+        holders = []
+        for number, step_set in enumerate(step_sets):
+            every: tuple[MatrixLayout | ParameterLayout, ...] = (*step_set.matrices, *step_set.others)
+            layouts = [each for each in every if each.name in wanted]
+            parameters = {each.name: (each.partition, each.fragments) for each in layouts}
+            self._runs[number] = head_runs(self.layers, parameters, rank=step_set.rank)
+            if parameters:
+                holders.append(step_set)
+        groups = {
+            tuple(dist.get_process_group_ranks(each.group)) if each.group is not None else ()
+            for each in holders
+        }
+        if len(groups) != 1:
+            raise ConfigError(
+                "optimizer.params.qk_clip: the attention weights belong to different data-parallel groups, which is "
+                "not supported; unset it"
+            )
+        self._group = holders[0].group
+        self._device = device
+
+    def description(self) -> str:
+        """Return a text that must be equal on all ranks."""
+        return repr(self.layers)
+
+    def reduce(self) -> None:
+        """Compare the maxima of all ranks, unless this step has done so; one all-reduce and one wait for the device.
+
+        Must be called by all ranks of the group.
+        """
+        if self._largest is not None:
+            return
+        parts = []
+        for recorder in self._recorders:
+            for recorded in (recorder.largest, recorder.bounds):
+                known = torch.full((recorder.heads,), -math.inf) if recorded is None else recorded
+                parts.append(known.to(self._device))
+        # NaN compares as nothing, so that it cannot pass on some ranks only.
+        together = torch.cat(parts).nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+        if self._group is not None and dist.get_world_size(self._group) > 1:
+            with phase("comparison of attention logits", self._group):
+                dist.all_reduce(together, op=dist.ReduceOp.MAX, group=self._group)
+        numbers = iter(together.tolist())
+        self._largest, bounds = [], []
+        for recorder in self._recorders:
+            self._largest.append([next(numbers) for _ in range(recorder.heads)])
+            bounds.append([next(numbers) for _ in range(recorder.heads)])
+        self._make_report(self._largest, bounds)
+        for recorder, bound in zip(self._recorders, bounds, strict=True):
+            # Without a bound nothing is known; a module that hands over its own logits has none, and never needs one.
+            recorder.exact = not -math.inf < max(bound) <= _WATCHED_BELOW * self.settings.threshold
+
+    def _make_report(self, largest: list[list[float]], bounds: list[list[float]]) -> None:
+        names = [layer.layer for layer in self.layers]
+        watched = {
+            name: bound
+            for name, bound, recorder in zip(names, bounds, self._recorders, strict=True)
+            if not recorder.exact and max(bound) > -math.inf
+        }
+        flat = [value for layer in largest for value in layer]
+        self.report = QkClipReport(
+            dict(zip(names, largest, strict=True)),
+            watched,
+            sum(math.isfinite(value) and value > self.settings.threshold for value in flat),
+        )
+        infinite = [name for name, values in self.report.largest.items() if math.inf in values]
+        if infinite:
+            logger.warning(
+                "deepspeed_muon: attention logits of %s are not finite; they are not clipped", infinite
+            )
+        jumped = [name for name, bound in watched.items() if max(bound) > self.settings.threshold]
+        if jumped:
+            logger.warning(
+                "deepspeed_muon: attention logits of %s may have jumped from below half of qk_clip.threshold to above "
+                "it in one step; they are computed, and clipped, from the next step on",
+                jumped,
+            )
+
+    def apply(self, number: int, partitions: Mapping[int, Tensor]) -> None:
+        """Multiply the rows of heads above the threshold.
+
+        Args:
+            number: Number of the step set.
+            partitions: Partition index to this rank's flat tensor. Mutated.
+        """
+        assert self._largest is not None
+        for run in self._runs[number]:
+            largest = max(self._largest[run.layer][run.first : run.stop])
+            factor = clip_factor(
+                largest, role=run.role, threshold=self.settings.threshold, alpha=self.settings.alpha
+            )
+            if factor != 1.0:
+                partitions[run.partition].narrow(0, run.offset, run.numel).mul_(factor)
+
+    def clear(self) -> None:
+        """End a step, skipped or not: forget its maxima, here and in the recorders."""
+        self._largest = None
+        for recorder in self._recorders:
+            recorder.clear()
+
+
+def _with_routed_names(
+    layer: AttentionHeads, names: Mapping[str, nn.Parameter], routes: Mapping[int, Route]
+) -> AttentionHeads:
+    """Return the layer with the names under which the optimizer has the parameters."""
+    rows = []
+    for block in layer.rows:
+        route = routes.get(id(names[block.parameter]))
+        if route is None or route.algorithm == "frozen":
+            raise ConfigError(
+                f"optimizer.params.qk_clip: {block.parameter} of attention layer {layer.layer} is not trained by this "
+                f"optimizer, so its heads cannot be clipped; train it or unset qk_clip"
+            )
+        rows.append(replace(block, parameter=route.name))
+    return AttentionHeads(layer.layer, layer.heads, tuple(rows))

@@ -1,0 +1,1 @@
+"""Which parameter goes where."""

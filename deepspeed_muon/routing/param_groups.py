@@ -1,0 +1,276 @@
+"""From what the caller passes to param groups that are purely Muon's or purely AdamW's.
+
+ZeRO flattens each param group into one buffer, so a group must not mix the two, nor parameters that different ranks
+share. Every group of the caller becomes one for each of its kinds, which keeps the caller's settings: a recipe such
+as "no weight decay on norms" survives.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from deepspeed_muon.config import GROUP_KEYS, TORCH_OPTIONS, MuonConfig, unknown_key_message
+from deepspeed_muon.errors import ConfigError, ParameterTypeError, RoutingError
+from deepspeed_muon.routing.pipeline_module import is_divided
+from deepspeed_muon.routing.rules import (
+    Algorithm,
+    NamedParameter,
+    Route,
+    model_parameters_by_name,
+    route_parameters,
+)
+
+__all__ = ["ParamGroup", "ParamsInput", "RoutedGroups", "build_groups", "expert_group_name"]
+
+ParamsInput = nn.Module | Iterable[Any]
+
+# Keys by which a caller's group, or DeepSpeed's own tagging of client groups, decides the algorithm itself.
+_ALGORITHM_KEYS = ("algorithm", "use_muon")
+
+
+class ParamGroup(dict[str, Any]):
+    """A param group that keeps its algorithm, and whose momentum follows the schedulers that cycle it.
+
+    Schedulers with ``cycle_momentum`` (torch's ``OneCycleLR`` and ``CyclicLR``, DeepSpeed's ``OneCycle``) write
+    ``betas`` into every group of an optimizer that has ``betas``. In one of Muon's groups ``betas`` has no other use:
+    its first number becomes the group's ``momentum``.
+    """
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Write a setting.
+
+        Raises:
+            RoutingError: If it would change the algorithm: parameters are divided when the optimizer is made.
+        """
+        if key in _ALGORITHM_KEYS and key in self and value != self[key]:
+            raise RoutingError(
+                f"param group: {key} is {self[key]!r} and cannot become {value!r} once the optimizer is made; use "
+                f"'include' or 'exclude', or give the group {key!r} when you make it"
+            )
+        if key == "betas" and self.get("algorithm") == "muon":
+            super().__setitem__("momentum", float(value[0]))
+        super().__setitem__(key, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle as a whole: entry by entry, ``betas`` would overwrite ``momentum``."""
+        return type(self), (dict(self),)
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedGroups:
+    """The outcome of routing.
+
+    Attributes:
+        groups: Param groups for ``torch.optim.Optimizer``, each with ``algorithm``, ``use_muon`` and all settings
+            resolved.
+        routes: One route per parameter of the caller, in order, frozen ones included.
+        by_id: ``id(parameter)`` to its route.
+        unnamed: Whether some parameter had no name, so that only its shape could decide.
+        partial: Whether the parameters are those of one stage of a pipeline.
+    """
+
+    groups: list[dict[str, Any]]
+    routes: list[Route]
+    by_id: dict[int, Route]
+    unnamed: bool
+    partial: bool = False
+
+
+@dataclass(slots=True)
+class _CallerGroup:
+    where: str
+    settings: dict[str, Any]
+    members: list[NamedParameter]
+
+
+def build_groups(
+    params: ParamsInput,
+    config: MuonConfig,
+    *,
+    model: nn.Module | None = None,
+    rates: Mapping[str, Tensor] | None = None,
+) -> RoutedGroups:
+    """Route all parameters and divide every group of the caller into its Muon and its AdamW half.
+
+    Args:
+        params: A module, or an iterable of parameters, of ``(name, parameter)`` pairs, or of param groups of either.
+        config: The settings that groups inherit.
+        model: The module that the parameters belong to; gives names and module types. Not needed when ``params`` is
+            a module. Of a pipeline it holds one stage: what is only right or wrong for the whole model is then left to
+            :func:`deepspeed_muon.routing.rules.check_routes`.
+        rates: ``lr``, ``muon_lr`` or ``adam_lr`` where the caller gave it as a tensor: the groups keep the tensor, so
+            that what is written into it counts.
+
+    Raises:
+        ConfigError: If a group's own setting is misspelt or out of range.
+        RoutingError: If the parameters cannot be divided as asked, or one cannot be trained here.
+    """
+    if isinstance(params, nn.Module):
+        model, params = params, params.parameters()
+    known = model_parameters_by_name(model) if model is not None else {}
+    callers = _caller_groups(params, known)
+    members = [member for group in callers for member in group.members]
+    _refuse_duplicates(members)
+    partial = model is not None and is_divided(model)
+    explicit = {
+        id(member.param): algorithm
+        for group in callers
+        if (algorithm := _explicit_algorithm(group.settings)) is not None
+        for member in group.members
+    }
+    routes = route_parameters(
+        members,
+        include=config.include,
+        exclude=config.exclude,
+        explicit=explicit,
+        min_muon_params=config.min_muon_params,
+        partial=partial,
+        rules=config.shape_rules(),
+    )
+    by_id = {id(member.param): route for member, route in zip(members, routes, strict=True)}
+    groups = [half for group in callers for half in _halves(group, by_id, config, rates or {})]
+    if not groups:
+        raise RoutingError(
+            f"none of the {len(routes)} parameters is trainable: requires_grad is False for all of them"
+        )
+    unnamed = any(not member.names and id(member.param) not in explicit for member in members)
+    return RoutedGroups(groups, routes, by_id, unnamed, partial)
+
+
+def expert_group_name(param: Tensor) -> str | None:
+    """Return the name of the expert-parallel group of an expert of DeepSpeed's, ``None`` for any other parameter."""
+    return str(param.group_name) if getattr(param, "allreduce", True) is False else None  # type: ignore[attr-defined]
+
+
+def _caller_groups(params: Iterable[Any], known: Mapping[int, NamedParameter]) -> list[_CallerGroup]:
+    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+        raise ParameterTypeError(
+            f"params is a {type(params).__name__}, expected a module or an iterable of parameters, of (name, "
+            f"parameter) pairs or of param groups"
+        )
+    items = list(params)
+    if not items:
+        raise RoutingError("the optimizer got an empty list of parameters")
+    if not all(isinstance(item, dict) for item in items):
+        if any(isinstance(item, dict) for item in items):
+            raise RoutingError("params mixes parameters and param groups; pass one or the other")
+        items = [{"params": items}]
+    groups = []
+    named: dict[bool, str] = {}
+    for number, item in enumerate(items):
+        if "params" not in item:
+            raise RoutingError(f"param group {number} has no 'params'")
+        entries = item["params"]
+        if not isinstance(entries, Iterable):
+            raise ParameterTypeError(
+                f"the params of param group {number} are a {type(entries).__name__}, expected a list of parameters"
+            )
+        if isinstance(entries, (set, frozenset)):
+            raise ParameterTypeError(
+                f"the params of param group {number} are a set, whose order differs between runs and ranks; pass a list"
+            )
+        entries = [entries] if isinstance(entries, Tensor) else list(entries)
+        settings = {key: value for key, value in item.items() if key not in ("params", "param_names")}
+        names = item.get("param_names")
+        if names is not None and len(names) != len(entries):
+            raise RoutingError(
+                f"param group {number} has {len(names)} param_names for {len(entries)} parameters"
+            )
+        members = []
+        for position, entry in enumerate(entries):
+            name, param = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, entry)
+            name = names[position] if name is None and names is not None else name
+            place = f"entry {position} of param group {number}"
+            named.setdefault(name is not None, place)
+            members.append(_member(name, param, known, place))
+        groups.append(_CallerGroup(f"param group {number}", settings, members))
+    if len(named) == 2:
+        raise RoutingError(
+            f"params has parameters with names and without: {named[True]} has a name, {named[False]} has none. Name "
+            f"all of them, as model.named_parameters() does, or none"
+        )
+    return groups
+
+
+def _member(name: str | None, param: Any, known: Mapping[int, NamedParameter], place: str) -> NamedParameter:
+    if not isinstance(param, Tensor):
+        raise ParameterTypeError(
+            f"{place} is a {type(param).__name__}, expected a parameter or a (name, parameter) pair"
+        )
+    if id(param) in known:
+        return known[id(param)]
+    return NamedParameter((str(name),) if name is not None else (), param)  # type: ignore[arg-type]
+
+
+def _refuse_duplicates(members: Sequence[NamedParameter]) -> None:
+    seen: set[int] = set()
+    for member in members:
+        if id(member.param) in seen:
+            raise RoutingError(
+                f"parameter {member.name} appears twice in the optimizer's groups; pass it once"
+            )
+        seen.add(id(member.param))
+
+
+def _explicit_algorithm(settings: Mapping[str, Any]) -> Algorithm | None:
+    if settings.get("algorithm") is not None:
+        if settings["algorithm"] not in ("muon", "adamw"):
+            raise ConfigError(
+                f"param group: algorithm must be 'muon' or 'adamw', got {settings['algorithm']!r}"
+            )
+        return "muon" if settings["algorithm"] == "muon" else "adamw"
+    if settings.get("use_muon") is not None:
+        return "muon" if settings["use_muon"] else "adamw"
+    return None
+
+
+def _halves(
+    group: _CallerGroup, by_id: Mapping[int, Route], config: MuonConfig, rates: Mapping[str, Tensor]
+) -> list[dict[str, Any]]:
+    """Return the group's Muon half and AdamW half, those that are not empty, with all settings resolved.
+
+    Experts of DeepSpeed's layers are in groups of their own, marked as DeepSpeed's wrappers expect it.
+    """
+    resolved = _checked_settings(group, config)
+    unused = GROUP_KEYS | set(_ALGORITHM_KEYS) | TORCH_OPTIONS.keys()
+    extra = {key: value for key, value in group.settings.items() if key not in unused}
+    halves: list[dict[str, Any]] = []
+    for algorithm, prefix in (("muon", "muon"), ("adamw", "adam")):
+        members = [member for member in group.members if by_id[id(member.param)].algorithm == algorithm]
+        if not members:
+            continue
+        defaults = resolved.muon_defaults() if algorithm == "muon" else resolved.adam_defaults()
+        # Both kinds of group carry every key: schedulers write momentum or betas into all of them.
+        settings = {**resolved.adam_defaults(), **resolved.muon_defaults(), **defaults}
+        own_rate = getattr(config, f"{prefix}_lr") is not None
+        settings["lr"] = rates.get(f"{prefix}_lr" if own_rate else "lr", settings["lr"])
+        for key in ("lr", "weight_decay"):
+            own = group.settings.get(f"{prefix}_{key}", group.settings.get(key))
+            if own is not None:
+                settings[key] = own if isinstance(own, Tensor) else float(own)
+        reference = config.reference_lr
+        settings["lr_ratio"] = float(settings["lr"]) / reference if reference else 1.0
+        shared: dict[str | None, list[Tensor]] = {}
+        for member in members:
+            shared.setdefault(expert_group_name(member.param), []).append(member.param)
+        for name, params in shared.items():
+            marks = {} if name is None else {"name": name, "moe": True}
+            kind = {"algorithm": algorithm, "use_muon": algorithm == "muon"}
+            halves.append(ParamGroup({**extra, **settings, **marks, "params": params, **kind}))
+    return halves
+
+
+def _checked_settings(group: _CallerGroup, config: MuonConfig) -> MuonConfig:
+    """Validate a group's own settings with the rules of the configuration."""
+    for key, value in group.settings.items():
+        # Groups of torch's optimizers carry all options, most of them off.
+        on = key in TORCH_OPTIONS and value not in (None, False)
+        if on or (key not in GROUP_KEYS and difflib.get_close_matches(key, GROUP_KEYS, n=1, cutoff=0.8)):
+            raise ConfigError(unknown_key_message(key, GROUP_KEYS, group.where))
+    own = {key: value for key, value in group.settings.items() if key in GROUP_KEYS}
+    return MuonConfig.from_params({**config.model_dump(), **own}, where=group.where)

@@ -1,0 +1,150 @@
+"""Makes step sets out of partitions and routes; the readers of DeepSpeed's wrappers walk the partitions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed_muon.errors import BindingError
+from deepspeed_muon.plan.layout import Fragment, MatrixLayout, ParameterLayout, replicated_fragments
+from deepspeed_muon.routing.rules import Route, true_shape
+from deepspeed_muon.step.step_set import BoundPartition, Refresh, StepSet
+
+__all__ = ["LayoutReader", "read_whole"]
+
+
+class LayoutReader:
+    """Collects the layouts of one step set while an adapter walks a wrapper's groups."""
+
+    def __init__(
+        self,
+        routes: Mapping[int, Route],
+        group: dist.ProcessGroup | None,
+        *,
+        wider_group: dist.ProcessGroup | None = None,
+        offloaded: bool = False,
+    ) -> None:
+        """Start an empty set.
+
+        Args:
+            routes: ``id(model parameter)`` to its route.
+            group: The process group of the set.
+            wider_group: Ranks that must skip the same steps, where they are more than the group.
+            offloaded: See :class:`StepSet`.
+        """
+        self._offloaded = offloaded
+        self._routes = routes
+        self._group = group
+        self._wider_group = wider_group
+        if group is not None and wider_group is not None:
+            larger = dist.get_world_size(wider_group) > dist.get_world_size(group)
+            self._wider_group = wider_group if larger else None
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.world_size = dist.get_world_size(group) if group is not None else 1
+        self._partitions: list[BoundPartition] = []
+        self._matrices: list[MatrixLayout] = []
+        self._others: list[ParameterLayout] = []
+        self._model_dtype: torch.dtype | None = None
+
+    def add_partition(self, index: int, tensor: Tensor, params: Sequence[Tensor]) -> None:
+        """Begin the partition that holds ``params``.
+
+        Raises:
+            BindingError: If it mixes Muon's parameters with others.
+        """
+        algorithms = {self._route(param).algorithm for param in params}
+        if len(algorithms) > 1:
+            names = ", ".join(
+                f"{self._route(param).name}: {self._route(param).algorithm}" for param in params
+            )
+            raise BindingError(
+                f"flat partition {index} mixes algorithms ({names}); its param group was changed after start"
+            )
+        self._partitions.append(BoundPartition(index, tensor, algorithms == {"muon"}))
+        if params and self._model_dtype is None:
+            self._model_dtype = params[0].dtype
+
+    def add_parameter(
+        self, param: Tensor, fragments: tuple[Fragment, ...], *, replicated: bool = False
+    ) -> None:
+        """Add one parameter of the partition begun last."""
+        if not fragments:
+            return
+        partition = self._partitions[-1]
+        route = self._route(param)
+        if partition.muon:
+            rows, cols = route.matrix_shape
+            self._matrices.append(
+                MatrixLayout(
+                    route.name,
+                    rows,
+                    cols,
+                    partition.index,
+                    fragments,
+                    replicated=replicated,
+                    row_blocks=route.row_blocks,
+                    col_blocks=route.col_blocks,
+                    transposed=route.transposed,
+                )
+            )
+        else:
+            numel = torch.Size(route.shape).numel()
+            self._others.append(ParameterLayout(route.name, numel, partition.index, fragments))
+
+    def step_set(self, refresh: Refresh | None = None) -> StepSet:
+        """Return what was collected.
+
+        Args:
+            refresh: See :class:`StepSet`.
+        """
+        return StepSet(
+            tuple(self._partitions),
+            tuple(self._matrices),
+            tuple(self._others),
+            self._group,
+            self.rank,
+            self.world_size,
+            self._model_dtype or torch.float32,
+            self._wider_group,
+            offloaded=self._offloaded,
+            refresh=refresh,
+        )
+
+    def _route(self, param: Tensor) -> Route:
+        try:
+            return self._routes[id(param)]
+        except KeyError:
+            raise BindingError(
+                f"a parameter of shape {true_shape(param)} is in DeepSpeed's groups but was never routed: add every "
+                f"parameter to the optimizer before deepspeed.initialize"
+            ) from None
+
+
+def read_whole(
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    routes: Mapping[int, Route],
+    group: dist.ProcessGroup | None,
+    *,
+    numbers: Sequence[int] | None = None,
+    wider_group: dist.ProcessGroup | None = None,
+) -> StepSet:
+    """Describe parameters that every rank holds whole; each one is a partition of its own.
+
+    Args:
+        pairs: Model parameter and the fp32 tensor that the optimizer updates (often the same), in order.
+        routes: ``id(model parameter)`` to its route.
+        group: Ranks that hold the same parameters; ``None`` in a single process.
+        numbers: Number of each partition; ``None`` counts from 0.
+        wider_group: Ranks that must skip the same steps, where they are more than the group.
+    """
+    reader = LayoutReader(routes, group, wider_group=wider_group)
+    for index, (model, master) in zip(numbers or range(len(pairs)), pairs, strict=True):
+        reader.add_partition(index, master, [model])
+        if model.numel():
+            reader.add_parameter(
+                model, replicated_fragments(0, model.numel(), reader.world_size), replicated=True
+            )
+    return reader.step_set()

@@ -1,0 +1,71 @@
+"""What one call of ``step()`` updates together: the partitions, and where the parameters lie in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
+
+__all__ = ["BoundPartition", "Refresh", "StepSet"]
+
+Refresh = Callable[[int, int], None]
+"""Copies elements of a set's only partition, from an offset on, into the weights of the forward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoundPartition:
+    """A tensor that ZeRO hands to the inner optimizer, and what lies in it.
+
+    Attributes:
+        index: Number of the partition, equal on all ranks; the layouts refer to it.
+        tensor: This rank's tensor: a flat master partition (fp32, or half precision where DeepSpeed is told to keep
+            masters so), or the whole fp32 parameter at stage 0.
+        muon: Whether its parameters are Muon's. A partition is never mixed.
+    """
+
+    index: int
+    tensor: Tensor
+    muon: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepSet:
+    """Everything that one call of the inner ``step()`` updates, in an order that all ranks share.
+
+    Attributes:
+        partitions: The tensors, in the order of the param groups.
+        matrices: Muon's matrices in those partitions.
+        others: All other parameters in those partitions.
+        group: The data-parallel process group that partitions (or replicates) them; ``None`` in a single process.
+        rank: This rank inside the group.
+        world_size: Its size.
+        model_dtype: Dtype of the weights that the forward pass uses.
+        wider_group: Ranks beyond the group that must skip the same steps (those with other experts), or ``None``.
+        tensor_group: The tensor-parallel process group whose ranks hold the other shards of the same matrices; ``None``
+            without tensor parallelism.
+        offloaded: Whether ZeRO-Offload keeps the partitions off the device.
+        refresh: Brings a run of the partition into the weights of the forward pass once more, after ZeRO has copied all
+            of it. Where there is one, the last updates may arrive during the call that updates the next set.
+    """
+
+    partitions: tuple[BoundPartition, ...]
+    matrices: tuple[MatrixLayout, ...]
+    others: tuple[ParameterLayout, ...]
+    group: dist.ProcessGroup | None
+    rank: int
+    world_size: int
+    model_dtype: torch.dtype
+    wider_group: dist.ProcessGroup | None = None
+    tensor_group: dist.ProcessGroup | None = None
+    offloaded: bool = False
+    refresh: Refresh | None = None
+
+    @property
+    def layouts(self) -> tuple[MatrixLayout | ParameterLayout, ...]:
+        """All parameters, in the order of the flags that ranks exchange by position."""
+        return (*self.matrices, *self.others)

@@ -1,0 +1,111 @@
+"""Builds DeepSpeed's native CPU ops once, before any rank starts.
+
+DeepSpeed compiles its ops on first use. Left to the ranks of a test that takes minutes, eats the test's
+time limit, and a rank that is killed meanwhile leaves a lock on which every later run waits. ``warm()`` builds them
+ahead in a folder of this project's own. ``python -m tests.support.native_ops`` does the same from the command line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import os
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+from tests.support.hygiene import remove_stale_locks
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+_BATCHES = (("CPUAdamBuilder",), ("FusedAdamBuilder", "ShareMemCommBuilder"))
+"""The builders, split into batches that take about the same time and are built side by side."""
+
+_BUILD = """
+import sys
+import deepspeed
+from deepspeed.accelerator import get_accelerator
+
+for name in sys.argv[1:]:
+    builder = get_accelerator().create_op_builder(name)
+    # Which ops there are differs between DeepSpeed's versions; one that is missing has a stand-in that cannot load.
+    if builder is not None and "not_implemented" not in builder.NAME and builder.is_compatible():
+        builder.load()
+if "CPUAdamBuilder" not in sys.argv:
+    from deepspeed_muon.ops import load
+
+    load()
+"""
+
+
+def extensions_dir() -> Path:
+    """Return the folder for native builds: TORCH_EXTENSIONS_DIR if set, else one per DeepSpeed version in .cache."""
+    chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if chosen:
+        return Path(chosen).resolve()
+    return REPOSITORY / ".cache" / "torch_extensions" / f"ds{metadata.version('deepspeed')}"
+
+
+@functools.lru_cache
+def warm() -> Path:
+    """Build the CPU ops if they were not built yet, and clear what a killed build left.
+
+    Safe to call from several processes at once: the first builds, the others wait for it.
+
+    Returns:
+        The folder, to be handed to ranks as TORCH_EXTENSIONS_DIR.
+
+    Raises:
+        RuntimeError: If a build fails; the message holds the compiler's output.
+    """
+    folder = extensions_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    marker = folder / ".warm"
+    # The environment's folder is in the compiler's arguments: another one with the same versions builds anew.
+    made_with = [f"{name}={metadata.version(name)}" for name in ("deepspeed", "torch")] + [
+        sys.version,
+        sys.prefix,
+    ]
+    state = "\n".join(made_with)
+    with open(folder / ".warming", "w") as gate:
+        # The kernel drops this lock when its holder dies, so that it cannot go stale itself.
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        remove_stale_locks(folder)
+        if not (marker.exists() and marker.read_text() == state):
+            _build(folder)
+            marker.write_text(state)
+    return folder
+
+
+def _build(folder: Path) -> None:
+    environment = dict(os.environ, DS_ACCELERATOR="cpu", TORCH_EXTENSIONS_DIR=str(folder))
+    # ninja is installed beside the interpreter and found through PATH.
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', os.defpath)}"
+    builds = [
+        subprocess.Popen(
+            [sys.executable, "-c", _BUILD, *batch],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for batch in _BATCHES
+    ]
+    try:
+        outputs = [build.communicate(timeout=1800)[0] for build in builds]
+    finally:
+        for build in builds:
+            with contextlib.suppress(ProcessLookupError):
+                build.kill()
+            build.wait()
+    failed = [output for build, output in zip(builds, outputs, strict=True) if build.returncode]
+    if failed:
+        raise RuntimeError("building DeepSpeed's CPU ops failed:\n" + "\n".join(failed))
+
+
+if __name__ == "__main__":
+    started = time.monotonic()
+    print(f"native ops are in {warm()} ({time.monotonic() - started:.0f} s)")

@@ -1,0 +1,268 @@
+"""Tensor-parallel versions of the toy model, and rank functions that train them and assemble the whole parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import deepspeed_muon
+import deepspeed_muon.checkpoint
+from tests.support.models import Even, batch, build
+from tests.support.training import ds_config
+
+
+class Mpu:
+    """The object by which Megatron-style programs tell DeepSpeed their groups: neighbours share a model."""
+
+    def __init__(self, size: int) -> None:
+        world = dist.get_world_size()
+        for start in range(0, world, size):
+            ranks = list(range(start, start + size))
+            group = dist.new_group(ranks)
+            if dist.get_rank() in ranks:
+                self.tensor = group
+        for start in range(size):
+            ranks = list(range(start, world, size))
+            group = dist.new_group(ranks)
+            if dist.get_rank() in ranks:
+                self.data = group
+
+    def get_model_parallel_group(self) -> Any:
+        return self.tensor
+
+    def get_model_parallel_rank(self) -> int:
+        return dist.get_rank(self.tensor)
+
+    def get_model_parallel_world_size(self) -> int:
+        return dist.get_world_size(self.tensor)
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+
+    def get_data_parallel_group(self) -> Any:
+        return self.data
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank(self.data)
+
+    def get_data_parallel_world_size(self) -> int:
+        return dist.get_world_size(self.data)
+
+
+class _Enter(torch.autograd.Function):
+    """Identity whose gradient is summed over the group: what enters a column-parallel layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _Leave(torch.autograd.Function):
+    """Sum over the group whose gradient passes: what leaves a row-parallel layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        x = x.contiguous()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class ParallelLinear(nn.Module):
+    """A Megatron-style linear layer in float64, cut along dimension 0 (column-parallel) or 1 (row-parallel)."""
+
+    def __init__(self, whole: Tensor, dim: int, group: Any, *, mark: str = "all", dead: bool = False) -> None:
+        super().__init__()
+        self.dim, self.group = dim, group
+        self.dead = dead and dist.get_rank(group) == 1
+        length, size = whole.shape[dim], dist.get_world_size(group)
+        sizes = [length // size] * size
+        if mark == "uneven" and length == 16:
+            sizes = [11, 5]
+        shard = whole.detach().split(sizes, dim)[dist.get_rank(group)]
+        self.weight = nn.Parameter(shard.clone().contiguous())
+        if mark != "none":
+            self.weight.tensor_model_parallel = True
+        if mark in ("all", "uneven"):
+            self.weight.partition_dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.dead:
+            x = x * 0.0
+        if self.dim == 0:
+            return F.linear(_Enter.apply(x.double(), self.group), self.weight.double())
+        return _Leave.apply(F.linear(x.double(), self.weight.double()), self.group)
+
+
+def megatron_model(group: Any, *, mark: str = "all", dead: bool = False) -> Even:
+    """Cut the blocks of the model over the group; the rest is on every rank."""
+    model = build("even")
+    for number, block in enumerate(model.blocks):
+        block.up = ParallelLinear(block.up.weight, 0, group, mark=mark)
+        block.down = ParallelLinear(block.down.weight, 1, group, mark=mark, dead=dead and number == 0)
+    return model  # type: ignore[return-value]
+
+
+class PlainLinears(Even):
+    """The model with ``nn.Linear``, which AutoTP can replace; it computes in the weights' dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module in self.modules():
+            for name, child in list(module.named_children()):
+                if type(child).__name__ == "Linear":
+                    linear = nn.Linear(*reversed(child.weight.shape), bias=False)
+                    linear.weight = child.weight
+                    setattr(module, name, linear)
+        self.exact = False
+
+
+AUTOTP = {
+    "partition_config": {
+        "use_default_specs": False,
+        "layer_specs": [
+            {"patterns": [r".*\.up\.weight$"], "partition_type": "column"},
+            {"patterns": [r".*\.down\.weight$"], "partition_type": "row"},
+        ],
+    }
+}
+
+
+def _engine(
+    style: str, tensor_size: int, config: dict[str, Any], mark: str = "all", dead: bool = False
+) -> Any:
+    if style == "autotp":
+        config["tensor_parallel"] = {"autotp_size": tensor_size, **AUTOTP}
+        torch.manual_seed(0)
+        model, mpu = PlainLinears(), None
+    else:
+        mpu = Mpu(tensor_size)
+        model = megatron_model(mpu.tensor, mark=mark, dead=dead)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=config, mpu=mpu
+    )
+    return engine
+
+
+def _assembled(engine: Any, key: str | None, group: Any) -> dict[str, Tensor]:
+    """Return whole masters or states: over the data-parallel ranks by the layouts, then over the shards."""
+    optimizer = deepspeed_muon.muon_optimizer(engine)
+    shapes = {route.name: route.shape for route in optimizer.routes}
+    whole: dict[str, Tensor] = {}
+    for runner in optimizer.runners:
+        step_set = runner.step_set
+        tensors = {p.index: p.tensor for p in step_set.partitions}
+        for layout in (*step_set.matrices, *step_set.others):
+            tensor = tensors[layout.partition].detach()
+            if key is not None:
+                tensor = optimizer.state[tensors[layout.partition]].get(key)
+                if tensor is None:
+                    continue
+            flat, count = torch.zeros(2, layout.numel, dtype=torch.float64)
+            for f in layout.fragments:
+                if f.rank == step_set.rank:
+                    flat[f.matrix_offset :][: f.numel] = tensor.reshape(-1)[f.partition_offset :][: f.numel]
+                    count[f.matrix_offset :][: f.numel] = 1
+            for part in (flat, count):
+                dist.all_reduce(part, group=step_set.group)
+            local = (flat / count).view(shapes[layout.name])
+            shards = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(shards, local, group=group)
+            cut = getattr(layout, "shards", None)
+            if cut is not None and cut.dim is not None:
+                whole[layout.name] = torch.cat(shards, dim=cut.dim)
+            else:
+                assert all(torch.equal(shard, shards[0]) for shard in shards), (
+                    f"{layout.name}: the copies differ"
+                )
+                whole[layout.name] = shards[0]
+    return whole
+
+
+def train(
+    rank: int,
+    world_size: int,
+    *,
+    style: str,
+    tensor_size: int,
+    stage: int,
+    mode: str = "gather",
+    steps: int = 5,
+    clipping: float = 0.0,
+    accumulation: int = 1,
+    precision: str = "fp32",
+    params: dict[str, Any] | None = None,
+    zero: dict[str, Any] | None = None,
+    mark: str = "all",
+    dead: bool = False,
+    checkpoint: str | None = None,
+) -> dict[str, Any]:
+    """Train and report whole masters and momentum, norms and counters; with a checkpoint, save and load in between."""
+    config = ds_config(
+        stage,
+        accumulation=accumulation,
+        clipping=clipping,
+        precision=precision,
+        params={"tensor_parallel_mode": mode, **(params or {})},
+        zero=zero,
+    )
+    engine = _engine(style, tensor_size, config, mark, dead)
+    norms, count = [], 0
+    for step in range(steps):
+        if checkpoint is not None and step == steps // 2:
+            engine.save_checkpoint(checkpoint, tag="half")
+            engine.destroy()
+            engine = _engine(style, tensor_size, config, mark, dead)
+            engine.load_checkpoint(checkpoint, tag="half")
+        optimizer = deepspeed_muon.muon_optimizer(engine)
+        optimizer.stats.reset()
+        for micro in range(accumulation):
+            number = micro * (world_size // tensor_size) + rank // tensor_size
+            engine.backward(engine(*batch(step, number)))
+            engine.step()
+        count = optimizer.stats.matrices_orthogonalized
+        norms.append(float(engine.get_global_grad_norm()))
+    group = deepspeed_muon.muon_optimizer(engine).runners[0].step_set.tensor_group
+    report = {
+        "params": _assembled(engine, None, group),
+        "momentum": _assembled(engine, "momentum_buffer", group),
+        "norms": norms,
+        "orthogonalized": count,
+    }
+    engine.destroy()
+    return report
+
+
+def failing(rank: int, world_size: int, **arguments: Any) -> str:
+    """Return what ``train`` raised."""
+    try:
+        train(rank, world_size, **arguments)
+    except deepspeed_muon.MuonError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def consolidating(rank: int, world_size: int, *, folder: str) -> str:
+    """Return what ``consolidate`` raised."""
+    engine = _engine("megatron", 2, ds_config(1))
+    try:
+        deepspeed_muon.checkpoint.consolidate(engine, folder)
+    except deepspeed_muon.MuonError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"

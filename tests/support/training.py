@@ -1,0 +1,179 @@
+"""Rank functions that train a small model with DeepSpeed, and what they report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import deepspeed_muon
+from deepspeed_muon.optimizer import Muon
+from tests.support.models import batch, build
+
+MUON_PARAMS = {
+    "muon_lr": 0.02,
+    "adam_lr": 3e-3,
+    "weight_decay": 0.1,
+    "betas": [0.9, 0.95],
+    "eps": 1e-8,
+    "ns_dtype": "fp32",
+    "wire_dtype": "fp32",
+}
+
+
+def ds_config(
+    stage: int,
+    *,
+    accumulation: int = 1,
+    clipping: float = 0.0,
+    precision: str = "fp32",
+    params: dict[str, Any] | None = None,
+    zero: dict[str, Any] | None = None,
+    extra: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return a DeepSpeed configuration with the optimizer type Muon."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clipping,
+        "steps_per_print": 1_000_000,
+        "optimizer": {"type": "Muon", "params": {**MUON_PARAMS, **(params or {})}},
+    }
+    if stage:
+        config["zero_optimization"] = {"stage": stage, **(zero or {})}
+        if stage == 3:
+            config["zero_optimization"].setdefault("stage3_param_persistence_threshold", 0)
+    if precision != "fp32":
+        config[precision] = {"enabled": True}
+        if precision == "fp16":
+            config["fp16"].update(initial_scale_power=8, loss_scale_window=1000)
+    for key, value in (extra or {}).items():
+        config[key] = {**config.get(key, {}), **value} if isinstance(value, dict) else value
+    return config
+
+
+def make_engine(config: dict[str, Any], kind: str = "toy", *, zero_init: bool = False, **kwargs: Any) -> Any:
+    """Return an engine around a freshly built model."""
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=zero_init):
+        model = build(kind, **kwargs)
+    if zero_init:
+        load_unpartitioned(model, kind, kwargs)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    return engine
+
+
+def load_unpartitioned(model: nn.Module, kind: str, kwargs: dict[str, Any]) -> None:
+    """Give a model made under zero.Init the weights that the same seed gives outside of it."""
+    source = dict(build(kind, **kwargs).named_parameters())
+    for name, param in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
+            if dist.get_rank() == 0:
+                param.data.copy_(source[name].data)
+
+
+def run_step(engine: Any, step: int, rank: int, world_size: int, accumulation: int) -> float:
+    """Run the micro-batches of one optimizer step and the step itself; return the mean loss of this rank."""
+    total = 0.0
+    for micro in range(accumulation):
+        tokens, targets = batch(step, micro * world_size + rank)
+        loss = engine(tokens, targets)
+        engine.backward(loss)
+        engine.step()
+        total += float(loss.detach()) / accumulation
+    return total
+
+
+def full_masters(engine: Any) -> dict[str, Tensor]:
+    """Assemble every parameter's fp32 master from the partitions of all ranks, by this project's own layouts."""
+    return _assemble(engine, lambda optimizer, tensor: tensor.detach())
+
+
+def full_states(engine: Any, key: str) -> dict[str, Tensor]:
+    """Assemble one entry of the optimizer state, by parameter name."""
+    return _assemble(engine, lambda optimizer, tensor: optimizer.state.get(tensor, {}).get(key))
+
+
+def _assemble(engine: Any, read: Any) -> dict[str, Tensor]:
+    optimizer = deepspeed_muon.muon_optimizer(engine)
+    shapes = {route.name: route.shape for route in optimizer.routes}
+    full: dict[str, Tensor] = {}
+    for runner in optimizer.runners:
+        tensors = {p.index: read(optimizer, p.tensor) for p in runner.step_set.partitions}
+        for layout in (*runner.step_set.matrices, *runner.step_set.others):
+            tensor = tensors[layout.partition]
+            if tensor is None:
+                continue
+            flat = torch.zeros(layout.numel, dtype=torch.float64)
+            for fragment in layout.fragments:
+                if fragment.rank == runner.step_set.rank:
+                    source = tensor.reshape(-1).narrow(0, fragment.partition_offset, fragment.numel)
+                    flat.narrow(0, fragment.matrix_offset, fragment.numel).copy_(source)
+            if runner.step_set.world_size > 1:
+                dist.all_reduce(flat, group=runner.step_set.group)
+            if (
+                layout.fragments[0].numel == layout.numel
+                and len(layout.fragments) == runner.step_set.world_size > 1
+            ):
+                flat /= runner.step_set.world_size
+            full[layout.name] = flat.view(shapes[layout.name])
+    return full
+
+
+def train(
+    rank: int,
+    world_size: int,
+    *,
+    stage: int,
+    steps: int = 5,
+    kind: str = "toy",
+    accumulation: int = 1,
+    clipping: float = 0.0,
+    precision: str = "fp32",
+    params: dict[str, Any] | None = None,
+    zero: dict[str, Any] | None = None,
+    extra: dict[str, Any] | None = None,
+    zero_init: bool = False,
+    exact: bool = True,
+    idle_from: int | None = None,
+) -> dict[str, Any]:
+    """Train and report masters, momentum, gradient norms, losses and the counters of the last step."""
+    config = ds_config(
+        stage,
+        accumulation=accumulation,
+        clipping=clipping,
+        precision=precision,
+        params=params,
+        zero=zero,
+        extra=extra,
+    )
+    engine = make_engine(config, kind, zero_init=zero_init, exact=exact)
+    optimizer: Muon = deepspeed_muon.muon_optimizer(engine)
+    norms, losses = [], []
+    for step in range(steps):
+        if idle_from is not None:
+            engine.module.use_idle = step >= idle_from
+        optimizer.stats.reset()
+        losses.append(run_step(engine, step, rank, world_size, accumulation))
+        norm = engine.get_global_grad_norm()
+        norms.append(None if norm is None else float(norm))
+    report = {
+        "params": full_masters(engine),
+        "momentum": full_states(engine, "momentum_buffer"),
+        "norms": norms,
+        "losses": losses,
+        "bytes_sent": optimizer.stats.bytes_sent,
+        "planned_bytes": sum(runner.wire_bytes_per_step for runner in optimizer.runners),
+        "orthogonalized": optimizer.stats.matrices_orthogonalized,
+        "skipped": engine.skipped_steps,
+        # Elements of each matrix, and how many of them travel in both directions together.
+        "layout": [
+            [matrix.numel, 2 * (matrix.numel - matrix.held_by(owner))]
+            for runner in optimizer.runners
+            for matrix, owner in zip(runner.plan.matrices, runner.plan.owners, strict=True)
+        ],
+    }
+    engine.destroy()
+    return report
