@@ -53,9 +53,9 @@ class Inside:
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def watch(self, watch: Any) -> None:
-        """Time what a ``PipelineWatch`` does with results on a CPU besides passing them on."""
-        watch._settle_now = self._timed(watch._settle_now)
+    def watch(self, check: Any) -> None:
+        """Time what a ``ResultCheck`` does with results on a CPU besides passing them on."""
+        check._settle_now = self._timed(check._settle_now)
 
     def _timed(self, function: Any) -> Any:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ def measure(
     inside: dict[str, list[float]] = {mode: [] for mode in MODES}
     clock = Inside()
     for runner in optimizer.runners:
-        clock.watch(runner._watch)
+        clock.watch(runner._check)
     for number in range(rounds + 1):
         for turn in range(len(MODES)):
             mode = MODES[(number + turn) % len(MODES)]

@@ -45,6 +45,7 @@ __all__ = [
 ]
 
 WireDtypeName = Literal["auto", "fp32", "bf16", "fp16"]
+TensorParallelMode = Literal["gather", "distributed"]
 MomentumDtypeName = Literal["fp32", "bf16"]
 
 DEFAULT_MUON_LR = 0.02
@@ -297,7 +298,7 @@ class MuonConfig(BaseModel):
     transposed: tuple[str, ...] = ()
     min_muon_params: _Whole = Field(default=0, ge=0)
     nonfinite_grad: Literal["skip", "error"] = "skip"
-    tensor_parallel_mode: Literal["gather", "distributed"] = "gather"
+    tensor_parallel_mode: TensorParallelMode = "gather"
     exchange_chunk_numel: _Whole = Field(default=1 << 26, ge=1, le=MAX_CHUNK_NUMEL)
     exchange_overlap: _Flag = True
     order: OrderName = "balanced"

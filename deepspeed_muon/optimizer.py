@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepspeed_muon.config import MomentumDtypeName, MuonConfig, WireDtypeName
+from deepspeed_muon.config import MomentumDtypeName, MuonConfig, TensorParallelMode, WireDtypeName
 from deepspeed_muon.errors import (
     BindingError,
     ConfigError,
@@ -45,17 +45,16 @@ from deepspeed_muon.routing.rules import (
     warn_without_muon,
 )
 from deepspeed_muon.routing.shapes import SplitRule
-from deepspeed_muon.step.assignment import may_share
+from deepspeed_muon.step.bound import BoundSteps, flat_gradients
 from deepspeed_muon.step.layout_reader import read_whole
-from deepspeed_muon.step.runner import StepRunner
+from deepspeed_muon.step.runner import PendingUpdates, StepResources, StepRunner
 from deepspeed_muon.step.state import STATE_TENSORS, StatePolicy
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.transport.agreement import RankFacts, group_rank_scope
 from deepspeed_muon.transport.buffers import ExchangeBuffers
+from deepspeed_muon.transport.context import StepStats
 from deepspeed_muon.transport.members import Members
-from deepspeed_muon.transport.pipeline import Arrival, StepStats
-from deepspeed_muon.transport.shared import ShareGroups
-from deepspeed_muon.transport.tensor_parallel import TensorParallelMode
+from deepspeed_muon.transport.share_groups import ShareGroups
 
 __all__ = ["Muon"]
 
@@ -247,10 +246,9 @@ class Muon(torch.optim.Optimizer):
         self.measure_norm: Callable[[], Tensor] | None = None
         self.state_policy = StatePolicy.of(config)
         self._routed = routed
-        self._runners: list[StepRunner] = []
-        self._runner_of: dict[int, StepRunner] = {}
+        self._bound: BoundSteps | None = None
         self._orthogonalize: Orthogonalizer | None = None
-        self._arrival: Arrival | None = None
+        self._pending: PendingUpdates | None = None
         # Kept for the attention layers alone: a model that its optimizer refers to lives longer.
         self._model = model if config.qk_clip is not None else None
         self.qk_clip: QkClip | None = None
@@ -264,7 +262,7 @@ class Muon(torch.optim.Optimizer):
     @property
     def runners(self) -> list[StepRunner]:
         """The bound step sets with their exchange plans; empty before the optimizer is bound."""
-        return list(self._runners)
+        return [] if self._bound is None else list(self._bound.runners)
 
     def health(self) -> dict[str, Any]:
         """Return the last sample and the counters; see :func:`deepspeed_muon.health`."""
@@ -272,7 +270,7 @@ class Muon(torch.optim.Optimizer):
 
     def release_memory(self) -> None:
         """Give up the memory of the exchange and of CUDA graphs between two steps; the next step takes it anew."""
-        if self._runners:
+        if self._bound is not None:
             self.exchange_buffers.release()
         if self._orthogonalize is not None:
             self._orthogonalize.release()
@@ -290,7 +288,7 @@ class Muon(torch.optim.Optimizer):
                 "calls": runner.adam.calls,
                 "torch_calls": runner.adam.torch_calls,
             }
-            for runner in self._runners
+            for runner in self.runners
         ]
 
     @property
@@ -339,7 +337,7 @@ class Muon(torch.optim.Optimizer):
         Raises:
             RoutingError: If the optimizer is already made: the new parameters would not be routed or exchanged.
         """
-        if self._runners or "algorithm" not in param_group:
+        if self._bound is not None or "algorithm" not in param_group:
             raise RoutingError("param groups cannot be added after the optimizer is made; make a new one")
         super().add_param_group(param_group)
 
@@ -476,65 +474,37 @@ class Muon(torch.optim.Optimizer):
         if dist.is_available() and dist.is_initialized():
             self.config.check_world(dist.get_world_size())
         self._orthogonalize = select(self.config.ns_backend)
-        buffers = ExchangeBuffers(device)
         self.members = members or Members()
-        self._share_groups = ShareGroups(self.members)
+        self.exchange_buffers = ExchangeBuffers(device)
         self.recorder.reset(device)
-        loads: dict[str, list[float]] = {}
-        runners: list[StepRunner] = []
-        for number, step_set in enumerate(step_sets):
-            load = loads.setdefault(group_rank_scope(step_set.group), [0.0] * step_set.world_size)
-            runners.append(
-                StepRunner(
-                    step_set,
-                    self.config,
-                    device=device,
-                    orthogonalize=self._orthogonalize,
-                    stats=self.stats,
-                    load=load,
-                    buffers=buffers,
-                    share_groups=self._share_groups,
-                    policy=self.state_policy,
-                    recorder=self.recorder,
-                    leaves_late=number + 1 < len(step_sets) and self._may_leave_late(step_set),
-                    meets_others=number > 0 and self._may_leave_late(step_sets[number - 1]),
-                    number=number,
-                )
-            )
-        self._runners = runners
-        self.exchange_buffers = buffers
-        self._runner_of = {
-            id(partition.tensor): runner for runner in runners for partition in runner.step_set.partitions
-        }
+        resources = StepResources(
+            device,
+            self._orthogonalize,
+            self.stats,
+            self.recorder,
+            self.exchange_buffers,
+            ShareGroups(self.members),
+            self.state_policy,
+        )
+        # QK-clip works on the updated weights, at the end of each call.
+        may_stay_pending = self.config.exchange_overlap and self.qk_clip is None
+        self._bound = BoundSteps(step_sets, self.config, resources, may_stay_pending=may_stay_pending)
         for group in self.param_groups:  # hidden from DeepSpeed's wrappers until they are made
             group.setdefault("use_muon", group["algorithm"] == "muon")
         if self.qk_clip is not None:
             self.qk_clip.bind(step_sets, device=device)
 
-    def _may_leave_late(self, step_set: StepSet) -> bool:
-        """Return whether the last updates of a set may arrive during the call for the next one."""
-        # QK-clip works on the updated weights, at the end of each call.
-        possible = step_set.refresh is not None and self.qk_clip is None
-        return possible and self.config.exchange_overlap and bool(step_set.matrices)
-
     def process_groups(self) -> list[dist.ProcessGroup]:
         """Return the process groups that the bound step sets communicate in."""
-        sets = (runner.step_set for runner in self._runners)
-        found = {group: None for each in sets for group in (each.wider_group, each.tensor_group, each.group)}
-        return [group for group in found if group is not None]
+        return [] if self._bound is None else self._bound.process_groups()
 
-    def open_share_groups(self, device: torch.device) -> None:
+    def open_share_groups(self) -> None:
         """Make the process groups of ranks that share matrices, after :meth:`bind` and once the plans were compared.
 
         Must be called by all ranks of the engine.
-
-        Args:
-            device: As for :meth:`bind`.
         """
-        if may_share(self.config, device) and self._share_groups.can_open:
-            self._share_groups.open(
-                ranks for runner in self._runners for ranks in runner.shared.wanted_groups()
-            )
+        if self._bound is not None:
+            self._bound.open_share_groups()
 
     def clip_attention_of(self, model: nn.Module) -> None:
         """Find the attention layers that ``qk_clip`` is about, before :meth:`bind`; nothing without that setting.
@@ -550,37 +520,13 @@ class Muon(torch.optim.Optimizer):
 
     def plan_facts(self) -> RankFacts:
         """Return what this rank derived for the exchange, to be compared with the other ranks."""
-        facts: dict[str, str] = {}
-        scopes: dict[str, str] = {}
-        shared = [group_rank_scope(runner.step_set.group) for runner in self._runners]
-        for number, (runner, ranks) in enumerate(zip(self._runners, shared, strict=True)):
-            own = {
-                f"step sets of ranks {ranks}": str([n for n, each in enumerate(shared) if each == ranks]),
-                f"plan of step set {number}": runner.plan.digest(),
-                f"parameters of step set {number}": runner.flagged_parameters(),
-            }
-            facts.update(own)
-            scopes.update(dict.fromkeys(own, ranks))
-            if runner.step_set.wider_group is not None:
-                # One exchange of flags for each of them, in order.
-                wider = group_rank_scope(runner.step_set.wider_group)
-                facts[f"step sets that ranks {wider} skip together"] = str(
-                    [n for n, each in enumerate(self._runners) if each.skips_with(wider)]
-                )
-                scopes[f"step sets that ranks {wider} skip together"] = wider
-            if runner.step_set.tensor_group is not None:
-                # Their collectives follow the order of the plan, and their products the settings.
-                across = {
-                    f"owners and chunks of step set {number}": str(
-                        (runner.plan.owners, [chunk.matrices for chunk in runner.plan.chunks])
-                    ),
-                    f"optimizer.params for step set {number}": self.config.digest(),
-                }
-                facts.update(across)
-                scopes.update(dict.fromkeys(across, group_rank_scope(runner.step_set.tensor_group)))
+        assert self._bound is not None
+        plans = self._bound.facts()
+        facts, scopes = dict(plans.facts), dict(plans.scopes)
         if self.qk_clip is not None:
             facts["attention layers of qk_clip"] = self.qk_clip.description()
-            scopes["attention layers of qk_clip"] = "; ".join(sorted(set(shared)))
+            shared = {group_rank_scope(runner.step_set.group) for runner in self._bound.runners}
+            scopes["attention layers of qk_clip"] = "; ".join(sorted(shared))
         # All ranks enter the exchange of a sampled step, also those that share no parameter.
         facts["optimizer.params.health"] = self.config.health.model_dump_json()
         scopes["optimizer.params.health"] = "all ranks"
@@ -610,47 +556,50 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._runners:
+        if self._bound is None:
             if self.managed:
                 # FP16 wrappers call step() in their constructor, with zero gradients and nothing bound yet.
                 return loss
             self._bind_plain()
         # Under DeepSpeed a step of the engine is several calls, and the engine's hook records all of them together.
         with nullcontext() if self.managed else self.health_log.step(), self.recorder.span("step"):
-            self._run_step_sets()
+            self._step_bound()
         return loss
 
-    def _run_step_sets(self) -> None:
+    def _step_bound(self) -> None:
+        assert self._bound is not None
+        scale: Tensor | None = getattr(self, "grad_scale", None)
         if self.qk_clip is not None:
             # Before anything that a part of the ranks might skip.
             self.qk_clip.reduce()
         if self.measure_norm is not None:
-            scale = getattr(self, "grad_scale", None)
             self._global_grad_norm = float(self.measure_norm()) / (1.0 if scale is None else float(scale))
-        current = [(runner, groups, self._gradients(runner)) for runner, groups in self._current()]
+        current = [
+            (runner, groups, flat_gradients(runner, scale))
+            for runner, groups in self._bound.current(self.param_groups)
+        ]
         reports = [runner.inspect_gradients(grads) for runner, _, grads in current]
-        arrival, self._arrival = self._arrival, None
+        pending, self._pending = self._pending, None
         self.overflow = False
         failed = [name for report in reports for name in report.failed]
         nonfinite = [name for report in reports for name in report.nonfinite]
-        if arrival is not None and (failed or nonfinite):
+        if pending is not None and (failed or nonfinite):
             # The set before was updated; this one may be left out.
-            arrival.land()
-            arrival = None
+            pending.wait_and_apply()
+            pending = None
         if failed:
             self._report_failed(failed, "in the step before")
         if nonfinite:
             self._refuse(nonfinite)
             current = []
         for (runner, groups, grads), report in zip(current, reports, strict=not nonfinite):
-            arrival = runner.run(report, grads, groups, self.state, before=arrival)
+            pending = runner.run(report, grads, groups, self.state, previous=pending)
             if self.qk_clip is not None:
                 with runner.flat_partitions() as flat:
-                    self.qk_clip.apply(self._runners.index(runner), flat)
-        self._arrival = arrival
+                    self.qk_clip.apply(runner.context.number, flat)
+        self._pending = pending
         if self.qk_clip is not None and not self.step_ends_outside:
             self.qk_clip.clear()
-
         if not self.managed:
             self._report_failed([n for runner, *_ in current for n in runner.take_failed()], "in this step")
 
@@ -668,10 +617,10 @@ class Muon(torch.optim.Optimizer):
         Raises:
             BindingError: If updates were left for a call that did not come.
         """
-        if self._arrival is None:
+        if self._pending is None:
             return
-        self._arrival.land()
-        self._arrival = None
+        self._pending.wait_and_apply()
+        self._pending = None
         raise BindingError(
             "DeepSpeed ended a step without a call for every param group or sub-group, so weights of this step were "
             "gathered before their last updates; set optimizer.params.exchange_overlap to false"
@@ -696,51 +645,6 @@ class Muon(torch.optim.Optimizer):
                 raise ConfigError("qk_clip needs the model: pass model=... to deepspeed_muon.Muon")
             self.clip_attention_of(self._model)
         self.bind([read_whole(pairs, self._routed.by_id, None)], device=devices.pop())
-
-    def _current(self) -> list[tuple[StepRunner, dict[int, dict[str, Any]]]]:
-        """Return the step sets that the current param groups hold, each with its group of every partition."""
-        group_of: dict[int, dict[str, Any]] = {
-            id(p): group for group in self.param_groups for p in group["params"]
-        }
-        unknown = [key for key in group_of if key not in self._runner_of]
-        if unknown:
-            shapes = [
-                tuple(p.shape) for group in self.param_groups for p in group["params"] if id(p) in unknown
-            ]
-            raise BindingError(
-                f"ZeRO handed over tensors of shapes {shapes} that were not in its groups when the optimizer was "
-                f"bound; were the optimizer's tensors replaced after deepspeed.initialize?"
-            )
-        current = []
-        for runner in self._runners:
-            partitions = runner.step_set.partitions
-            present = [partition for partition in partitions if id(partition.tensor) in group_of]
-            if not present:
-                continue
-            if len(present) < len(partitions):
-                raise BindingError(
-                    f"ZeRO handed over {len(present)} of {len(partitions)} partitions that belong to one step"
-                )
-            current.append((runner, {p.index: group_of[id(p.tensor)] for p in partitions}))
-        return current
-
-    def _gradients(self, runner: StepRunner) -> dict[int, Tensor]:
-        """Return the flat gradients of a step set, divided by the scale of a torch GradScaler if one is at work."""
-        grads = {}
-        for partition in runner.step_set.partitions:
-            grad = partition.tensor.grad
-            if grad is not None:
-                if grad.is_sparse:
-                    raise BindingError(
-                        "sparse gradients are not supported; use sparse=False in the embedding"
-                    )
-                # Flat and in one piece: kernels read it so, and a view of a strided gradient need not be.
-                grads[partition.index] = grad.reshape(-1).contiguous()
-        scale: Tensor | None = getattr(self, "grad_scale", None)
-        if scale is not None:
-            inverse = 1.0 / scale.double()
-            grads = {index: grad * inverse.to(grad.device, grad.dtype) for index, grad in grads.items()}
-        return grads
 
     def _refuse(self, nonfinite: Sequence[str]) -> None:
         """Leave everything as it is, or raise, as configured. All ranks come here together."""

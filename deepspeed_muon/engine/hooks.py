@@ -409,7 +409,7 @@ def _bind(engine: Any, optimizer: Muon) -> None:
     except Exception as caught:
         error, claim = caught, RankFacts({}, failure=f"{type(caught).__name__}: {caught}")
     agree(claim, error=error, kind=PlanMismatchError, members=members)
-    optimizer.open_share_groups(_compute_device())
+    optimizer.open_share_groups()
     if is_divided(engine.module):
         _check_all_stages(optimizer)
     allow_offload_states(engine.optimizer)

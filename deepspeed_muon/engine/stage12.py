@@ -13,6 +13,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
+from deepspeed_muon.engine.cpu_adam import CpuAdam
 from deepspeed_muon.engine.experts import by_group
 from deepspeed_muon.errors import BindingError
 from deepspeed_muon.plan.layout import flat_fragments
@@ -41,7 +42,7 @@ def read(engine: Any, wrapper: Any, routes: Mapping[int, Route]) -> list[StepSet
             routes,
             wrapper.real_dp_process_group[index],
             wider_group=engine.seq_data_parallel_group,
-            offloaded=bool(wrapper.cpu_offload),
+            native_adam=CpuAdam if wrapper.cpu_offload else None,
         )
         tensor = wrapper.single_partition_of_fp32_groups[index]
         _read_group(reader, index, tensor, params, wrapper.bit16_groups_flat[index])

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from deepspeed_muon.engine.cpu_adam import CpuAdam
 from deepspeed_muon.plan.layout import sharded_fragments
 from deepspeed_muon.routing.rules import Route
 from deepspeed_muon.step.layout_reader import LayoutReader
@@ -28,7 +29,7 @@ def read(engine: Any, wrapper: Any, routes: Mapping[int, Route]) -> list[StepSet
         reader = LayoutReader(
             routes,
             _process_group(wrapper, index),
-            offloaded=bool(wrapper.offload_optimizer),
+            native_adam=CpuAdam if wrapper.offload_optimizer else None,
         )
         reader.add_partition(index, wrapper.fp32_partitioned_groups_flat[index], params)
         offset = 0

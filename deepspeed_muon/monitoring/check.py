@@ -1,8 +1,8 @@
 """The check of every orthogonalised matrix, and the measurement of the sampled ones, between iteration and apply.
 
-Whoever runs an iteration hands its :class:`Result` to a :class:`PipelineWatch` and gets it back once it is right:
-whether the matrix was whole here, was gathered over a tensor-parallel group, or stays cut over a group. All watches of
-an optimizer share one :class:`~deepspeed_muon.monitoring.recorder.StepRecorder`. Only results that stay cut need
+Every placement hands its :class:`Result` to a :class:`ResultCheck` and gets it back once it is right: whether the
+matrix was whole here, was gathered over a tensor-parallel group, or stays cut over a group. All checks of an optimizer
+share one :class:`~deepspeed_muon.monitoring.recorder.StepRecorder`. Only results that stay cut need
 communication: the ranks that hold the parts gather their norms, all results of a window at once.
 """
 
@@ -11,9 +11,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,13 +27,15 @@ from deepspeed_muon.monitoring.measure import (
     norm_bounds,
     orthogonalize_carefully,
 )
-from deepspeed_muon.monitoring.recorder import SpanName, StepRecorder
+from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.monitoring.results import Member, Result, Together
 from deepspeed_muon.ops.reference import frobenius_norms
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.transport.waiting import phase
 
-__all__ = ["PipelineWatch"]
+__all__ = ["ResultCheck"]
+
+R = TypeVar("R", bound=Result)
 
 logger = logging.getLogger("deepspeed_muon")
 
@@ -50,7 +51,6 @@ class _Wrong:
     Attributes:
         result: Where it is.
         position: Of the entry.
-        source: What was put in: ``(rows, cols)``, or this rank's part of it.
         bounds: Of its norm.
         norm: Its norm.
         why: What is wrong.
@@ -58,7 +58,6 @@ class _Wrong:
 
     result: Result
     position: int
-    source: Tensor
     bounds: tuple[float, float]
     norm: float
     why: str
@@ -67,12 +66,16 @@ class _Wrong:
     def member(self) -> Member:
         return self.result.members[self.position]
 
+    @property
+    def direction(self) -> Tensor:
+        """What was put in: ``(rows, cols)``, or this rank's part of it."""
+        return self.result.inputs[self.position]
 
-class PipelineWatch:
+
+class ResultCheck:
     """The recorder's view of one exchange plan, and the check of its results.
 
     Attributes:
-        scale_of: Returns the factor of the scale rule for the block of a matrix; set before each step.
         failed_last: Matrices of this plan whose update was left out since the set was last cleared.
     """
 
@@ -95,7 +98,6 @@ class PipelineWatch:
             norms: The Frobenius norms of a batch, fp32.
         """
         self.recorder = recorder
-        self.scale_of: Callable[[int, int], float] = lambda index, block: 1.0
         self.failed_last: set[int] = set()
         self._matrices = matrices
         self._first = recorder.reserve(len(matrices))
@@ -106,11 +108,7 @@ class PipelineWatch:
         self._bounds: dict[tuple[int, int], tuple[float, float]] = {}
         self._warned: set[int] = set()
 
-    def span(self, name: SpanName) -> AbstractContextManager[None]:
-        """Return the recorder's span."""
-        return self.recorder.span(name)
-
-    def settled(self, results: Iterable[Result], direction_of: Callable[[int], Tensor]) -> Iterator[Result]:
+    def settled(self, results: Iterable[R]) -> Iterator[R]:
         """Pass results on once they are known to be right; whole ones in order.
 
         On a CPU each is checked at once. On an accelerator the norms of a window of results are read while the next
@@ -119,27 +117,25 @@ class PipelineWatch:
 
         Args:
             results: What came out of the iteration; a wrong result is replaced in place.
-            direction_of: Returns what was put in for one matrix, ``(rows, cols)``: the whole of it, or this rank's part
-                where the result is a part.
         """
         window = _window_numel(self._device)
-        waiting: _Window | None = None
-        current = _Window()
-        apart: dict[dist.ProcessGroup, list[Result]] = {}
+        waiting: _Window[R] | None = None
+        current: _Window[R] = _Window()
+        apart: dict[dist.ProcessGroup, list[R]] = {}
         for result in results:
             if not self.recorder.check:
                 if self.recorder.sampling and result.together is None:
-                    self._sample(result, direction_of)
+                    self._sample(result)
                 yield result
                 continue
             if result.together is not None:
                 group = result.together.group
                 apart.setdefault(group, []).append(result)
                 if sum(map(self._share_of, apart[group])) >= _WINDOW_NUMEL:
-                    yield from self._settle_together(apart.pop(group), direction_of)
+                    yield from self._settle_together(apart.pop(group))
                 continue
             if window == 0:
-                self._settle_now(result, direction_of)
+                self._settle_now(result)
                 yield result
                 continue
             current.add(result, self._norms(result.updates))
@@ -147,34 +143,32 @@ class PipelineWatch:
                 continue
             current.send()
             if waiting is not None:
-                yield from self._settle_all(waiting, direction_of)
+                yield from self._settle_all(waiting)
             waiting, current = current, _Window()
         current.send()
         for rest in (waiting, current):
             if rest is not None:
-                yield from self._settle_all(rest, direction_of)
+                yield from self._settle_all(rest)
         # In the order of their first results, which is the same on all ranks.
         for together in apart.values():
-            yield from self._settle_together(together, direction_of)
+            yield from self._settle_together(together)
 
-    def _settle_now(self, result: Result, direction_of: Callable[[int], Tensor]) -> None:
-        self._settle([result], self._norms(result.updates).tolist(), direction_of)
+    def _settle_now(self, result: Result) -> None:
+        self._settle([result], self._norms(result.updates).tolist())
 
-    def _settle_all(self, window: _Window, direction_of: Callable[[int], Tensor]) -> Iterator[Result]:
+    def _settle_all(self, window: _Window[R]) -> Iterator[R]:
         norms = iter(window.read())
         for result in window.results:
-            self._settle([result], [next(norms) for _ in result.members], direction_of)
+            self._settle([result], [next(norms) for _ in result.members])
             yield result
 
-    def _settle_together(
-        self, results: list[Result], direction_of: Callable[[int], Tensor]
-    ) -> Iterator[Result]:
+    def _settle_together(self, results: list[R]) -> Iterator[R]:
         """Settle results of one group; all its ranks come to the same verdict."""
         together = results[0].together
         assert together is not None
         own = torch.cat([self._norms(result.updates) for result in results])
         norms = [math.hypot(*parts) for parts in zip(*_all_of(own, together), strict=True)]
-        self._settle(results, norms, direction_of)
+        self._settle(results, norms)
         yield from results
 
     def _share_of(self, result: Result) -> int:
@@ -191,9 +185,7 @@ class PipelineWatch:
         total = sum(result.together.sizes)
         return (total, cols) if result.together.dim == 0 else (rows, total)
 
-    def _settle(
-        self, results: Sequence[Result], norms: Iterable[float], direction_of: Callable[[int], Tensor]
-    ) -> None:
+    def _settle(self, results: Sequence[Result], norms: Iterable[float]) -> None:
         """Redo the entries whose norm is wrong, and sample; of results that all are whole or all of one group."""
         following = iter(norms)
         wrong: list[_Wrong] = []
@@ -204,13 +196,13 @@ class PipelineWatch:
                 # A NaN fails this comparison too.
                 if not lowest <= norm <= highest:
                     why = str(check_failure(norm, (lowest, highest)))
-                    wrong.append(self._wrong(result, position, direction_of, norm, why))
+                    wrong.append(_Wrong(result, position, (lowest, highest), norm, why))
         if wrong:
             self._redo(wrong)
         if self.recorder.sampling:
             for result in results:
                 if result.together is None:
-                    self._sample(result, direction_of)
+                    self._sample(result)
 
     def _bounds_of(self, rows: int, cols: int) -> tuple[float, float]:
         bounds = self._bounds.get((rows, cols))
@@ -218,24 +210,14 @@ class PipelineWatch:
             bounds = self._bounds[rows, cols] = norm_bounds(rows, cols, self._band)
         return bounds
 
-    def _wrong(
-        self, result: Result, position: int, direction_of: Callable[[int], Tensor], norm: float, why: str
-    ) -> _Wrong:
-        source = self._source(result.members[position], direction_of)
-        return _Wrong(result, position, source, self._bounds_of(*self._whole_shape(result)), norm, why)
-
-    def _source(self, member: Member, direction_of: Callable[[int], Tensor]) -> Tensor:
-        index, number = member
-        layout = self._matrices[index]
-        whole = direction_of(index)
-        # What is cut over a group has no blocks, and its layout is that of one part.
-        return (whole if layout.is_cut else whole[layout.blocks()[number].area]).to(self._device)
-
     def _redo(self, wrong: Sequence[_Wrong]) -> None:
         """Compute entries again in fp32; leave those out that are wrong too. All of them are whole or of one group."""
         together = wrong[0].result.together
         own = torch.stack(
-            [torch.stack((each.source.double().norm(), _largest(each.source).double())) for each in wrong]
+            [
+                torch.stack((each.direction.double().norm(), _largest(each.direction).double()))
+                for each in wrong
+            ]
         )
         told = list(zip(*_all_of(own, together), strict=True))
         inputs = [
@@ -268,12 +250,12 @@ class PipelineWatch:
     def _again(self, entry: _Wrong, largest: float, *, anew: bool = False) -> Tensor:
         """Return the update of one entry from the iteration in fp32, ``(rows, cols)``."""
         result, together = entry.result, entry.result.together
+        direction = entry.direction.unsqueeze(0)
         if together is None:
-            block = orthogonalize_carefully(entry.source.unsqueeze(0), self._ns)
+            block = orthogonalize_carefully(direction, self._ns)
         else:
-            source = entry.source.unsqueeze(0)
             with phase("iteration in fp32", together.group):
-                block = orthogonalize_carefully(source, self._ns, largest=largest, run=together.iterate)
+                block = orthogonalize_carefully(direction, self._ns, largest=largest, run=together.iterate)
         result.blocks = result.blocks.float()
         result.blocks[entry.position].copy_(block[0])
         if result.finish is None:
@@ -328,25 +310,20 @@ class PipelineWatch:
                 matrix.name, shape, dtype, why, failure,
             )  # fmt: skip
 
-    def _sample(self, result: Result, direction_of: Callable[[int], Tensor]) -> None:
+    def _sample(self, result: Result) -> None:
         """Measure the entries of sampled matrices."""
-        with self.span("sampling"):
+        with self.recorder.span("sampling"):
             entries: dict[int, list[int]] = {}
             for position, (index, _) in enumerate(result.members):
                 if self.recorder.watches(self._first + index):
                     entries.setdefault(index, []).append(position)
             for index, positions in entries.items():
-                self._measure(result, index, positions, direction_of)
+                self._measure(result, index, positions)
 
-    def _measure(
-        self, result: Result, index: int, positions: Sequence[int], direction_of: Callable[[int], Tensor]
-    ) -> None:
+    def _measure(self, result: Result, index: int, positions: Sequence[int]) -> None:
         """Measure entries of one matrix, and redo them if a singular value is far above the band."""
         layout = self._matrices[index]
-        directions = torch.stack(
-            [self._source(result.members[position], direction_of) for position in positions]
-        )
-        scale = self.scale_of(*result.members[positions[0]])
+        directions, scale = result.inputs[list(positions)], result.scales[positions[0]]
         band = self._band
 
         sums = measure(directions, result.blocks[list(positions)], scale=scale, band=band)
@@ -354,9 +331,8 @@ class PipelineWatch:
         if self.recorder.check and not sums.sigma_max <= limit:
             why = f"its largest singular value {sums.sigma_max:.3g} is above {limit:.3g}"
             norms = self._norms(result.updates).tolist()
-            self._redo(
-                [self._wrong(result, position, direction_of, norms[position], why) for position in positions]
-            )
+            bounds = self._bounds_of(*self._whole_shape(result))
+            self._redo([_Wrong(result, position, bounds, norms[position], why) for position in positions])
             sums = measure(directions, result.blocks[list(positions)], scale=scale, band=band)
         self.recorder.keep(layout.name, sums)
 
@@ -391,17 +367,17 @@ def _maximum(values: Iterable[float]) -> float:
     return math.nan if any(map(math.isnan, found)) else max(found)
 
 
-class _Window:
+class _Window(Generic[R]):
     """Results whose norms travel to the host together."""
 
     def __init__(self) -> None:
-        self.results: list[Result] = []
+        self.results: list[R] = []
         self.numel = 0
         self._norms: list[Tensor] = []
         self._host: Tensor | None = None
         self._ready: torch.Event | None = None
 
-    def add(self, result: Result, norms: Tensor) -> None:
+    def add(self, result: R, norms: Tensor) -> None:
         self.results.append(result)
         self.numel += result.updates.numel()
         self._norms.append(norms)

@@ -1,8 +1,8 @@
-"""What an iteration hands to the check: orthogonalised blocks, what they will become, and who has their other parts."""
+"""What an iteration hands to the check: directions, orthogonalised blocks, updates, and who has their other parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -56,17 +56,18 @@ class Result:
 
     Attributes:
         members: Index of the matrix, and number of its block, of each entry.
-        blocks: ``(entries, rows, cols)``; in fp32 once an entry was redone.
-        complete: Called with the updates once they are right: returns what is to be applied now, as ``(matrix index,
-            flat update)``.
+        inputs: ``(entries, rows, cols)``: the directions that were put in.
+        blocks: What came out, of the same shape; in fp32 once an entry was redone.
+        scales: Factor of the scale rule for each entry.
         finish: What comes between iteration and update.
         together: The ranks that have the other parts of the blocks; ``None`` for whole blocks.
         updates: What is applied: ``finish`` of the blocks, or the blocks.
     """
 
     members: Sequence[Member]
+    inputs: Tensor
     blocks: Tensor
-    complete: Callable[[Tensor], Iterable[tuple[int, Tensor]]]
+    scales: Sequence[float]
     finish: Finish | None = None
     together: Together | None = None
     updates: Tensor = field(init=False)
@@ -76,7 +77,3 @@ class Result:
         self.updates = (
             self.blocks if self.finish is None else self.finish.normalize(self.members, self.blocks)
         )
-
-    def completed(self) -> Iterable[tuple[int, Tensor]]:
-        """Return what is to be applied now, as ``(matrix index, flat update)``."""
-        return self.complete(self.updates)

@@ -1,24 +1,25 @@
-"""Which kernel runs AdamW on a set of partitions, and why."""
+"""AdamW for the parameters that are not Muon's: which kernel runs it, and its step."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepspeed_muon.config import MuonConfig
-from deepspeed_muon.engine.cpu_adam import CpuAdam
 from deepspeed_muon.errors import OpsUnavailableError
 from deepspeed_muon.math.adamw import AdamStep, adam_step_
 from deepspeed_muon.ops import in_fp32
-from deepspeed_muon.step.state import StatePolicy
-from deepspeed_muon.step.step_set import StepSet
+from deepspeed_muon.plan.layout import Fragment
+from deepspeed_muon.step.state import State, StatePolicy, state_of
+from deepspeed_muon.step.step_set import NativeAdam, StepSet
 
-__all__ = ["AdamKernel", "choose_adam"]
+__all__ = ["AdamKernel", "AdamUpdates", "choose_adam"]
 
 logger = logging.getLogger("deepspeed_muon")
 
@@ -31,6 +32,7 @@ class AdamKernel:
         name: ``deepspeed_cpu_adam``, ``torch_fused``, or ``none`` where there is nothing to update.
         reason: Why.
         run: With the contract of :func:`deepspeed_muon.math.adamw.adam_step_`.
+        native: Whether it is DeepSpeed's.
         calls: How often AdamW ran.
         torch_calls: How often torch's kernel ran in place of the native one, which knows no ``weight_decay_mode`` but
             ``decoupled``.
@@ -39,6 +41,7 @@ class AdamKernel:
     name: str
     reason: str
     run: Callable[..., None]
+    native: bool = False
     calls: int = 0
     torch_calls: int = 0
 
@@ -55,7 +58,7 @@ class AdamKernel:
         if not params:
             return
         run = self.run
-        if isinstance(run, CpuAdam) and settings.decay_mode != "decoupled":
+        if self.native and settings.decay_mode != "decoupled":
             run = _torch_step
             self.torch_calls += 1
         run(params, grads, exp_avgs, exp_avg_sqs, settings=settings)
@@ -79,21 +82,26 @@ def choose_adam(step_set: StepSet, config: MuonConfig, policy: StatePolicy) -> A
     master = tensors[0].dtype
     moments = policy.dtype("exp_avg", master)
     reason = "the partitions are not offloaded to the CPU"
-    if step_set.offloaded and config.torch_adam:
+    make = step_set.native_adam
+    if make is not None and config.torch_adam:
         reason = "optimizer.params.torch_adam is true"
-    elif step_set.offloaded and tensors[0].device.type == "cpu":
-        native = _native(config.adam_w_mode, master, moments)
-        if isinstance(native, CpuAdam):
-            return AdamKernel("deepspeed_cpu_adam", "the partitions are offloaded to the CPU", native)
+    elif make is not None and tensors[0].device.type == "cpu":
+        native = _native(make, config.adam_w_mode, master, moments)
+        if not isinstance(native, str):
+            return AdamKernel(
+                "deepspeed_cpu_adam", "the partitions are offloaded to the CPU", native, native=True
+            )
         reason = native
     return AdamKernel("torch_fused", reason, _torch_step)
 
 
 @functools.cache
-def _native(decoupled: bool, master: torch.dtype, moments: torch.dtype) -> CpuAdam | str:
+def _native(
+    make: NativeAdam, decoupled: bool, master: torch.dtype, moments: torch.dtype
+) -> Callable[..., None] | str:
     """Return DeepSpeed's kernel, or why it cannot be used. One serves all partitions; a failure is reported once."""
     try:
-        return CpuAdam(decoupled=decoupled, master=master, moments=moments)
+        return make(decoupled=decoupled, master=master, moments=moments)
     except OpsUnavailableError as error:
         logger.warning("deepspeed_muon: torch's AdamW runs on the offloaded partitions: %s", error)
         return str(error)
@@ -121,3 +129,85 @@ def _torch_step(
     if plain:
         columns = [list(column) for column in zip(*plain, strict=True)]
         adam_step_(*columns, settings=settings)
+
+
+class AdamUpdates:
+    """AdamW on the partitions of one step set that are not Muon's."""
+
+    def __init__(self, step_set: StepSet, config: MuonConfig, policy: StatePolicy) -> None:
+        """Choose the kernel.
+
+        Args:
+            step_set: Partitions and layouts.
+            config: The optimizer's settings.
+            policy: Dtype of the moments.
+        """
+        self.kernel = choose_adam(step_set, config, policy)
+        self._step_set = step_set
+        self._policy = policy
+        self._decoupled = config.adam_w_mode
+        self._local = step_set.local_fragments()
+
+    def run(
+        self,
+        active: Sequence[bool],
+        grads: Mapping[int, Tensor],
+        groups: Mapping[int, dict[str, Any]],
+        state: State,
+        flat: Mapping[int, Tensor],
+    ) -> None:
+        """Update all parameters that have a gradient; communicates nothing.
+
+        Args:
+            active: One flag for each layout of the set.
+            grads: Partition index to its gradient, flat.
+            groups: Partition index to the param group with its rates.
+            state: ``optimizer.state``; mutated.
+            flat: Partition index to this rank's flat weights; mutated.
+        """
+        batches: dict[AdamStep, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {}
+        for partition, local in zip(self._step_set.partitions, self._local, strict=True):
+            if partition.muon:
+                continue
+            own = state_of(partition, state, self._policy)
+            group = groups[partition.index]
+            settings = AdamStep(
+                lr=float(group["lr"]),
+                betas=(float(group["betas"][0]), float(group["betas"][1])),
+                eps=float(group["eps"]),
+                weight_decay=float(group["weight_decay"]),
+                step=int(own["step"]),
+                decoupled=self._decoupled,
+                decay_mode=group["weight_decay_mode"],
+            )
+            param = flat[partition.index]
+            grad = grads.get(partition.index)
+            grad = torch.zeros_like(param) if grad is None else grad
+            tensors = (param, grad, own["exp_avg"].view(-1), own["exp_avg_sq"].view(-1))
+            for offset, numel in _active_runs(local, active, param.numel()):
+                part = tuple(tensor.narrow(0, offset, numel) for tensor in tensors)
+                batches.setdefault(settings, []).append(part)  # type: ignore[arg-type]
+        for settings, parts in batches.items():
+            params, gradients, exp_avgs, exp_avg_sqs = (list(column) for column in zip(*parts, strict=True))
+            self.kernel(params, gradients, exp_avgs, exp_avg_sqs, settings=settings)
+
+
+def _active_runs(
+    local: Sequence[tuple[int, Fragment]], active: Sequence[bool], numel: int
+) -> list[tuple[int, int]]:
+    """Return offset and length of the parts of a partition whose parameters have a gradient.
+
+    When all of them do it is the whole partition, padding included (its gradient is zero, and so stays everything
+    that is computed from it): one kernel instead of one for each parameter.
+    """
+    if all(active[number] for number, _ in local):
+        return [(0, numel)] if local else []
+    runs: list[tuple[int, int]] = []
+    for number, fragment in sorted(local, key=lambda item: item[1].partition_offset):
+        if not active[number]:
+            continue
+        if runs and sum(runs[-1]) == fragment.partition_offset:
+            runs[-1] = (runs[-1][0], runs[-1][1] + fragment.numel)
+        else:
+            runs.append((fragment.partition_offset, fragment.numel))
+    return runs

@@ -11,7 +11,7 @@ from torch import Tensor
 from deepspeed_muon.errors import BindingError
 from deepspeed_muon.plan.layout import Fragment, MatrixLayout, ParameterLayout, replicated_fragments
 from deepspeed_muon.routing.rules import Route, true_shape
-from deepspeed_muon.step.step_set import BoundPartition, Refresh, StepSet
+from deepspeed_muon.step.step_set import BoundPartition, NativeAdam, Refresh, StepSet
 
 __all__ = ["LayoutReader", "read_whole"]
 
@@ -25,7 +25,7 @@ class LayoutReader:
         group: dist.ProcessGroup | None,
         *,
         wider_group: dist.ProcessGroup | None = None,
-        offloaded: bool = False,
+        native_adam: NativeAdam | None = None,
     ) -> None:
         """Start an empty set.
 
@@ -33,9 +33,9 @@ class LayoutReader:
             routes: ``id(model parameter)`` to its route.
             group: The process group of the set.
             wider_group: Ranks that must skip the same steps, where they are more than the group.
-            offloaded: See :class:`StepSet`.
+            native_adam: See :class:`StepSet`.
         """
-        self._offloaded = offloaded
+        self._native_adam = native_adam
         self._routes = routes
         self._group = group
         self._wider_group = wider_group
@@ -109,7 +109,7 @@ class LayoutReader:
             self.world_size,
             self._model_dtype or torch.float32,
             self._wider_group,
-            offloaded=self._offloaded,
+            native_adam=self._native_adam,
             refresh=refresh,
         )
 

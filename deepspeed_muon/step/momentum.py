@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.plan.layout import Fragment, MatrixLayout
+from deepspeed_muon.transport.context import StepContext
 
-__all__ = ["Directions", "MomentumSource"]
+__all__ = ["LocalDirections", "MomentumSource", "held_by"]
 
 _ALIGNMENT = 32
 
@@ -34,29 +35,26 @@ class MomentumSource:
     pack: Callable[[Tensor, Tensor, Tensor, float, bool], None]
 
 
-class Directions:
-    """The directions of the chunks that are under way in one step."""
+class LocalDirections:
+    """The directions of this rank's fragments, of the chunks that are under way in one step."""
 
     def __init__(
         self,
         matrices: Sequence[MatrixLayout],
         sources: Mapping[int, MomentumSource],
-        *,
-        rank: int,
-        wire_dtype: torch.dtype,
+        context: StepContext,
     ) -> None:
         """Keep the sources; nothing is computed.
 
         Args:
-            matrices: All matrices of the step set.
+            matrices: All matrices of the exchange plan.
             sources: Partition index to what its directions are made from.
-            rank: This rank inside the group.
-            wire_dtype: Dtype of the directions.
+            context: Of the step set.
         """
         self._matrices = matrices
         self._sources = sources
-        self._rank = rank
-        self._wire_dtype = wire_dtype
+        self._rank = context.rank
+        self._wire_dtype = context.wire_dtype
         self._made: dict[int, dict[int, Tensor]] = {}
 
     def prepare(self, indices: Sequence[int]) -> None:
@@ -69,10 +67,7 @@ class Directions:
             indices: Matrices, each once in a step.
         """
         local = [
-            (index, fragment)
-            for index in indices
-            for fragment in self._matrices[index].fragments
-            if fragment.rank == self._rank
+            (index, fragment) for index in indices for fragment in held_by(self._matrices[index], self._rank)
         ]
         sizes: dict[torch.device, int] = {}
         for index, fragment in local:
@@ -108,6 +103,11 @@ class Directions:
         """Forget the directions of these matrices."""
         for index in indices:
             del self._made[index]
+
+
+def held_by(matrix: MatrixLayout, rank: int) -> list[Fragment]:
+    """Return the fragments of a matrix that a rank holds."""
+    return [fragment for fragment in matrix.fragments if fragment.rank == rank]
 
 
 def _aligned(numel: int) -> int:

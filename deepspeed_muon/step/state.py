@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +11,16 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.errors import BindingError
+from deepspeed_muon.ops import FlatPasses, flat_passes, widened
+from deepspeed_muon.plan.rows import ROW_STATE_KEY
+from deepspeed_muon.step.step_set import BoundPartition
 
-__all__ = ["STATE_TENSORS", "StatePolicy", "state_bytes"]
+__all__ = ["STATE_TENSORS", "State", "StatePolicy", "passes_for", "row_moments_of", "state_bytes", "state_of"]
+
+logger = logging.getLogger("deepspeed_muon")
+
+State = MutableMapping[Tensor, dict[str, Any]]
 
 STATE_TENSORS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
 
@@ -62,6 +71,66 @@ class StatePolicy:
             memory_format=torch.contiguous_format,
             pin_memory=tensor.device.type == "cpu" and tensor.is_pinned(),
         )
+
+
+def state_of(partition: BoundPartition, state: State, policy: StatePolicy) -> dict[str, Any]:
+    """Return the state of a partition for one more step; what is missing is made, and ``step`` counts it.
+
+    Args:
+        partition: Of a step set.
+        state: ``optimizer.state``. Mutated.
+        policy: Dtypes of new state.
+    """
+    own = state[partition.tensor]
+    for key in ("momentum_buffer",) if partition.muon else ("exp_avg", "exp_avg_sq"):
+        if key not in own:
+            own[key] = policy.make(key, partition.tensor)
+            own.setdefault("step", 0)
+        elif not own[key].is_contiguous():  # loaded from an optimizer that keeps the parameter's strides
+            own[key] = own[key].contiguous()
+    own["step"] += 1
+    return own
+
+
+def row_moments_of(partition: BoundPartition, state: State, numel: int) -> Tensor:
+    """Return NorMuon's row moments that this rank keeps of a partition, made where they are missing.
+
+    Args:
+        partition: One of Muon's.
+        state: ``optimizer.state``. Mutated.
+        numel: How many there are.
+
+    Raises:
+        BindingError: If the state was saved with another layout.
+    """
+    own = state[partition.tensor]
+    if ROW_STATE_KEY not in own:
+        if own["step"] > 1 and numel:
+            logger.warning(
+                "deepspeed_muon: the state of partition %d has no %s after %d steps (saved with variant 'muon'?); "
+                "NorMuon starts it from zero",
+                partition.index,
+                ROW_STATE_KEY,
+                own["step"] - 1,
+            )
+        own[ROW_STATE_KEY] = torch.zeros(numel, dtype=torch.float32, device=partition.tensor.device)
+    kept: Tensor = own[ROW_STATE_KEY]
+    if kept.numel() != numel:
+        raise BindingError(
+            f"the optimizer state holds {kept.numel()} row moments of partition {partition.index}, expected {numel}: "
+            f"it was saved with another layout. Restore it from a consolidated checkpoint"
+        )
+    return kept
+
+
+def passes_for(partition: BoundPartition, config: MuonConfig, policy: StatePolicy) -> FlatPasses:
+    """Return the elementwise passes for the dtypes of a partition and of its momentum."""
+    master = partition.tensor.dtype
+    momentum = policy.dtype("momentum_buffer", master)
+    if torch.float64 in (master, momentum):
+        return flat_passes("torch", partition.tensor.device)  # without DeepSpeed
+    passes = flat_passes(config.ns_backend, partition.tensor.device)
+    return passes if master == momentum == torch.float32 else widened(passes)
 
 
 def state_bytes(state: Mapping[Any, Mapping[str, Any]]) -> dict[str, int]:

@@ -9,12 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
+from deepspeed_muon.plan.layout import Fragment, MatrixLayout, ParameterLayout
 
-__all__ = ["BoundPartition", "Refresh", "StepSet"]
+__all__ = ["BoundPartition", "NativeAdam", "Refresh", "StepSet"]
 
 Refresh = Callable[[int, int], None]
 """Copies elements of a set's only partition, from an offset on, into the weights of the forward pass."""
+
+
+NativeAdam = Callable[..., Callable[..., None]]
+"""Makes a native AdamW; see :attr:`StepSet.native_adam`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +52,11 @@ class StepSet:
         wider_group: Ranks beyond the group that must skip the same steps (those with other experts), or ``None``.
         tensor_group: The tensor-parallel process group whose ranks hold the other shards of the same matrices; ``None``
             without tensor parallelism.
-        offloaded: Whether ZeRO-Offload keeps the partitions off the device.
-        refresh: Brings a run of the partition into the weights of the forward pass once more, after ZeRO has copied all
-            of it. Where there is one, the last updates may arrive during the call that updates the next set.
+        native_adam: Makes DeepSpeed's native AdamW, where ZeRO-Offload keeps the partitions off the device: called
+            with ``decoupled``, ``master`` and ``moments``, it returns a function with the contract of
+            :func:`deepspeed_muon.math.adamw.adam_step_` or raises ``OpsUnavailableError``. ``None`` without offload.
+        refresh: Copies elements of the partition into the weights of the forward pass once more, after ZeRO has copied
+            all of it. Where there is one, the last updates may arrive during the call that updates the next set.
     """
 
     partitions: tuple[BoundPartition, ...]
@@ -62,8 +68,18 @@ class StepSet:
     model_dtype: torch.dtype
     wider_group: dist.ProcessGroup | None = None
     tensor_group: dist.ProcessGroup | None = None
-    offloaded: bool = False
+    native_adam: NativeAdam | None = None
     refresh: Refresh | None = None
+
+    def local_fragments(self) -> list[list[tuple[int, Fragment]]]:
+        """Return this rank's fragments in each partition, with the position of their parameter in ``layouts``."""
+        position = {partition.index: number for number, partition in enumerate(self.partitions)}
+        local: list[list[tuple[int, Fragment]]] = [[] for _ in self.partitions]
+        for number, layout in enumerate(self.layouts):
+            for fragment in layout.fragments:
+                if fragment.rank == self.rank:
+                    local[position[layout.partition]].append((number, fragment))
+        return local
 
     @property
     def layouts(self) -> tuple[MatrixLayout | ParameterLayout, ...]:

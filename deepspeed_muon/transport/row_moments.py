@@ -15,7 +15,8 @@ from torch import Tensor
 from deepspeed_muon.math.normuon import normalize_rows
 from deepspeed_muon.plan.exchange import Chunk, ExchangePlan, Segment, build_exchange_plan
 from deepspeed_muon.plan.rows import row_layouts
-from deepspeed_muon.transport.pipeline import StepStats
+from deepspeed_muon.transport.context import StepContext
+from deepspeed_muon.transport.exchange import cut
 from deepspeed_muon.transport.waiting import phase
 
 __all__ = ["RowMoments"]
@@ -28,16 +29,12 @@ class RowMoments:
     between it is the :class:`~deepspeed_muon.monitoring.results.Finish` of the matrices.
     """
 
-    def __init__(
-        self, plan: ExchangePlan, *, group: dist.ProcessGroup | None, device: torch.device, stats: StepStats
-    ) -> None:
+    def __init__(self, plan: ExchangePlan, context: StepContext) -> None:
         """Make the plan of the rows; nothing is allocated or sent.
 
         Args:
             plan: The plan of the matrices, for their owners.
-            group: Data-parallel process group.
-            device: Where the exchange runs.
-            stats: Counters to increase.
+            context: Of the step set.
         """
         self._matrices = plan.matrices
         layouts = row_layouts(plan.matrices)
@@ -48,9 +45,7 @@ class RowMoments:
             world_size=plan.world_size,
             chunk_numel=sum(layout.numel for layout in layouts) + 1,
         )
-        self._group = group
-        self._device = device
-        self._stats = stats
+        self._context = context
         self._whole: dict[int, Tensor] = {}
         self._before: dict[tuple[int, int], Tensor] = {}
         self._beta2: Sequence[float] = ()
@@ -75,7 +70,7 @@ class RowMoments:
             if chunk.gathers:
                 send = self._buffer(sum(chunk.gather_send_splits))
                 for segment in chunk.outgoing:
-                    _cut(send, segment).copy_(self._kept(kept, segment))
+                    cut(send, segment).copy_(self._kept(kept, segment))
                 received = self._buffer(sum(chunk.gather_recv_splits))
                 self._all_to_all(received, send, chunk.gather_recv_splits, chunk.gather_send_splits)
             for index in chunk.owned:
@@ -84,7 +79,7 @@ class RowMoments:
                 self._rows(segment).copy_(self._kept(kept, segment))
             for segment in chunk.incoming:
                 assert received is not None
-                self._rows(segment).copy_(_cut(received, segment))
+                self._rows(segment).copy_(cut(received, segment))
 
     def normalize(self, blocks: Sequence[tuple[int, int]], updates: Tensor) -> Tensor:
         """Normalise the rows of owned matrices and advance their moments.
@@ -101,7 +96,9 @@ class RowMoments:
         for block, before in zip(blocks, moments.clone(), strict=True):
             self._before.setdefault(block, before)
         transposed = self._matrices[blocks[0][0]].transposed
-        decay = torch.tensor([self._beta2[index] for index, _ in blocks], device=self._device).unsqueeze(-1)
+        decay = torch.tensor(
+            [self._beta2[index] for index, _ in blocks], device=self._context.device
+        ).unsqueeze(-1)
         result = normalize_rows(updates.mT if transposed else updates, moments, beta2=decay)
         for view, new in zip(kept, moments, strict=True):
             view.copy_(new)
@@ -139,11 +136,11 @@ class RowMoments:
                 continue
             send = self._buffer(sum(chunk.scatter_send_splits))
             for segment in chunk.updates_out:
-                _cut(send, segment).copy_(self._rows(segment))
+                cut(send, segment).copy_(self._rows(segment))
             received = self._buffer(sum(chunk.scatter_recv_splits))
             self._all_to_all(received, send, chunk.scatter_recv_splits, chunk.scatter_send_splits)
             for segment in chunk.updates_in:
-                self._kept(kept, segment).copy_(_cut(received, segment))
+                self._kept(kept, segment).copy_(cut(received, segment))
         self._whole, self._before = {}, {}
 
     def _own(self, chunk: Chunk) -> list[Segment]:
@@ -163,17 +160,12 @@ class RowMoments:
         return self._whole[segment.matrix].narrow(0, segment.fragment.matrix_offset, segment.fragment.numel)
 
     def _buffer(self, numel: int) -> Tensor:
-        return torch.empty(numel, dtype=torch.float32, device=self._device)
+        return torch.empty(numel, dtype=torch.float32, device=self._context.device)
 
     def _all_to_all(
         self, out: Tensor, send: Tensor, out_splits: Sequence[int], send_splits: Sequence[int]
     ) -> None:
-        with phase("exchange of row moments", self._group):
-            dist.all_to_all_single(out, send, list(out_splits), list(send_splits), group=self._group)
-        self._stats.bytes_sent += sum(send_splits) * send.element_size()
-        self._stats.exchanges += 1
-
-
-def _cut(buffer: Tensor, segment: Segment) -> Tensor:
-    """Return a segment's part of a communication buffer."""
-    return buffer.narrow(0, segment.buffer_offset, segment.fragment.numel)
+        group = self._context.group
+        with phase("exchange of row moments", group):
+            dist.all_to_all_single(out, send, list(out_splits), list(send_splits), group=group)
+        self._context.stats.count_exchange(sum(send_splits) * send.element_size())

@@ -22,6 +22,7 @@ from torch import Tensor
 from deepspeed_muon.errors import ShardingError
 from deepspeed_muon.math.newton_schulz import NsSettings, iterate_columns, orthogonalize
 from deepspeed_muon.plan.sharing import even_sizes
+from deepspeed_muon.transport.exchange import exchange_bytes
 
 __all__ = ["orthogonalize_sharded"]
 
@@ -204,13 +205,5 @@ class _Recut:
         send = torch.cat([piece.reshape(-1) for piece in pieces])
         counts = [batch * rows * cols for rows, cols in shapes]
         received = send.new_empty(sum(counts))
-        size = send.element_size()
-        # As bytes: gloo does not know every half format.
-        dist.all_to_all_single(
-            received.view(torch.uint8),
-            send.view(torch.uint8),
-            [count * size for count in counts],
-            [piece.numel() * size for piece in pieces],
-            group=self.group,
-        )
+        exchange_bytes(received, send, counts, [piece.numel() for piece in pieces], group=self.group).wait()
         return [part.view(batch, *shape) for part, shape in zip(received.split(counts), shapes, strict=True)]

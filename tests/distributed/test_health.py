@@ -132,8 +132,8 @@ def broken(rank: int, world_size: int, *, stage: int, names: list[str], how: str
     garbage = {"nan": float("nan"), "zero": 0.0, "large": 10.0}[how]
     for runner in optimizer.runners:
         shapes = {m.block_shape for m in runner.plan.matrices if m.name in names}
-        pipeline = runner._pipeline
-        original = pipeline._orthogonalize
+        placement = runner._whole
+        original = placement._orthogonalize
 
         def orthogonalize(x: Any, *, settings: Any, original: Any = original, shapes: Any = shapes) -> Any:
             result = original(x, settings=settings)
@@ -141,7 +141,7 @@ def broken(rank: int, world_size: int, *, stage: int, names: list[str], how: str
                 result = result * garbage
             return result
 
-        pipeline._orthogonalize = orthogonalize
+        placement._orthogonalize = orthogonalize
     for step in range(5):
         training.run_step(engine, step, rank, world_size, 1)
     result = {

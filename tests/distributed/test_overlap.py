@@ -12,12 +12,21 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import deepspeed_muon
-from deepspeed_muon.transport.pipeline import MuonPipeline
+from deepspeed_muon.step.runner import StepRunner
+from deepspeed_muon.transport.exchange import ChunkExchange
 from tests.support import training
 from tests.support.models import MATRICES, build
 
 # The matrices of the toy model have 16 to 768 elements, so this makes one or a few matrices of each rank a chunk.
 CHUNK = 90
+
+# The parts of a step's turn, and what does them.
+METHODS = {
+    "pack": (StepRunner, "_pack"),
+    "orthogonalize": (StepRunner, "_orthogonalize"),
+    "scatter": (ChunkExchange, "scatter"),
+    "apply": (StepRunner, "apply_arrived"),
+}
 
 
 @pytest.mark.parametrize(
@@ -41,25 +50,25 @@ def test_overlap_changes_nothing(ranks: Any, stage: int, world: int, kind: str) 
 
 
 @contextlib.contextmanager
-def noting(note: Callable[[str, MuonPipeline, Any, Any], None], *names: str) -> Iterator[None]:
-    """Call ``note`` with the name, the pipeline, the first argument and the result of each of its private methods."""
-    originals = {name: getattr(MuonPipeline, f"_{name}") for name in names}
+def noting(note: Callable[[str, Any, Any, Any], None], *names: str) -> Iterator[None]:
+    """Call ``note`` with the name, the object, the first argument and the result of each method."""
+    originals = {name: getattr(*METHODS[name]) for name in names}
 
     def noted(name: str) -> Any:
-        def call(pipeline: MuonPipeline, first: Any, *args: Any) -> Any:
-            result = originals[name](pipeline, first, *args)
-            note(name, pipeline, first, result)
+        def call(runner: Any, first: Any, *args: Any, **kwargs: Any) -> Any:
+            result = originals[name](runner, first, *args, **kwargs)
+            note(name, runner, first, result)
             return result
 
         return call
 
     for name in names:
-        setattr(MuonPipeline, f"_{name}", noted(name))
+        setattr(*METHODS[name], noted(name))
     try:
         yield
     finally:
         for name, original in originals.items():
-            setattr(MuonPipeline, f"_{name}", original)
+            setattr(*METHODS[name], original)
 
 
 def follow(rank: int, world_size: int, *, overlap: bool) -> dict[str, Any]:
@@ -70,13 +79,14 @@ def follow(rank: int, world_size: int, *, overlap: bool) -> dict[str, Any]:
     order: list[str] = []
     places: set[int] = set()
 
-    def note(name: str, pipeline: MuonPipeline, first: Any, result: Any) -> None:
-        order.append(f"{name} {pipeline.plan.chunks.index(getattr(first, 'chunk', first))}")
-        if name in ("depart", "land"):
-            flight = result if name == "depart" else first
-            places.update((flight.held.data_ptr(), flight.owned.data_ptr()))
+    chunks_of = max((runner.plan.chunks for runner in optimizer.runners), key=len)
 
-    with noting(note, "depart", "compute", "send_back", "land"):
+    def note(name: str, runner: Any, first: Any, result: Any) -> None:
+        order.append(f"{name} {chunks_of.index(getattr(first, 'chunk', first))}")
+        if name in ("pack", "apply"):
+            places.update((first.held.data_ptr(), first.owned.data_ptr()))
+
+    with noting(note, *METHODS):
         for step in range(3):
             order.clear()
             training.run_step(engine, step, rank, world_size, 1)
@@ -95,12 +105,12 @@ def test_chunks_travel_while_others_are_computed(ranks: Any) -> None:
     for result in ranks(2).run(follow, overlap=True):
         last = result["chunks"] - 1
         assert last >= 3
-        expected = ["depart 0"]
+        expected = ["pack 0"]
         for number in range(last + 1):
-            expected += [f"depart {number + 1}"] if number < last else []
-            expected += [f"compute {number}", f"send_back {number}"]
-            expected += [f"land {number - 1}"] if number else []
-        assert result["order"] == [*expected, f"land {last}"]
+            expected += [f"pack {number + 1}"] if number < last else []
+            expected += [f"orthogonalize {number}", f"scatter {number}"]
+            expected += [f"apply {number - 1}"] if number else []
+        assert result["order"] == [*expected, f"apply {last}"]
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -116,7 +126,7 @@ def test_buffers_are_few_and_stay(ranks: Any, overlap: bool) -> None:
 
 def test_without_overlap_one_chunk_at_a_time(ranks: Any) -> None:
     for result in ranks(2).run(follow, overlap=False):
-        parts = ("depart", "compute", "send_back", "land")
+        parts = tuple(METHODS)
         assert result["order"] == [f"{part} {n}" for n in range(result["chunks"]) for part in parts]
 
 
@@ -150,8 +160,8 @@ def across_calls(
     number_of = {id(runner.plan): number for number, runner in enumerate(optimizer.runners)}
     order: list[str] = []
 
-    def note(name: str, pipeline: MuonPipeline, first: Any, result: Any) -> None:
-        order.append(f"{name} {number_of[id(pipeline.plan)]}")
+    def note(name: str, runner: Any, first: Any, result: Any) -> None:
+        order.append(f"{name} {number_of[id(runner.plan)]}")
 
     inner, calls = optimizer.step, []
     gradients: list[StorageWeakRef] = []
@@ -175,7 +185,7 @@ def across_calls(
         return inner(*args)
 
     optimizer.step = step
-    with noting(note, "depart", "land"):
+    with noting(note, "pack", "apply"):
         for number in range(3):
             order.clear()
             training.run_step(engine, number, rank, world_size, 1)
@@ -220,7 +230,7 @@ def test_updates_of_one_call_arrive_in_the_next(ranks: Any, stage: int, world: i
         calls = [number for number, event in enumerate(order) if event == "call"]
         for number in range(len(moving) - 1):
             if moving[number]:
-                last = max(i for i, event in enumerate(order) if event == f"land {number}")
+                last = max(i for i, event in enumerate(order) if event == f"apply {number}")
                 assert calls[number + 1] < last, "the last updates arrive during the next call"
                 assert number + 2 == len(calls) or last < calls[number + 2]
 

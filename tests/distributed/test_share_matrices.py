@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import deepspeed_muon
-from deepspeed_muon.transport import shared
+from deepspeed_muon.step import placements
 from tests.distributed.test_equivalence import compare
 from tests.distributed.test_failures import try_to_start
 from tests.distributed.test_plan_counts import count_a_step
@@ -98,14 +98,14 @@ def broken(rank: int, world_size: int, *, failures: int) -> dict[str, Any]:
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("deepspeed_muon").addHandler(handler)
     left = [failures]
-    original = shared.orthogonalize_sharded
+    original = placements.orthogonalize_sharded
 
     def garbage(*args: Any, **kwargs: Any) -> torch.Tensor:
         result = original(*args, **kwargs)
         left[0] -= 1
         return result * float("nan") if rank == 1 and left[0] >= 0 else result
 
-    shared.orthogonalize_sharded = garbage
+    placements.orthogonalize_sharded = garbage
     engine = training.make_engine(
         training.ds_config(3, params={"share_matrices": 2, "weight_decay": 0.0}), "single"
     )
@@ -113,7 +113,7 @@ def broken(rank: int, world_size: int, *, failures: int) -> dict[str, Any]:
     try:
         training.run_step(engine, 0, rank, world_size, 1)
     finally:
-        shared.orthogonalize_sharded = original
+        placements.orthogonalize_sharded = original
         logging.getLogger("deepspeed_muon").removeHandler(handler)
     after = training.full_masters(engine)
     report = deepspeed_muon.health(engine)

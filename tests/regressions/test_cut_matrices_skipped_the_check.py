@@ -18,12 +18,12 @@ import deepspeed_muon
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.math.reference import reference_orthogonalize
-from deepspeed_muon.monitoring.check import PipelineWatch
+from deepspeed_muon.monitoring.check import ResultCheck
 from deepspeed_muon.monitoring.measure import band_of, norm_bounds
 from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.monitoring.results import Result, Together
 from deepspeed_muon.plan.layout import Fragment, MatrixLayout, TensorShards
-from deepspeed_muon.transport import tensor_parallel as transport
+from deepspeed_muon.step import placements
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
 from tests.distributed.test_equivalence import MUON_TOLERANCE, reference
 from tests.support import tensor_parallel
@@ -53,7 +53,7 @@ def train_scaled(
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("deepspeed_muon").addHandler(handler)
     left = [garbage if rank == 1 else 0]
-    original = transport.orthogonalize_sharded
+    original = placements.orthogonalize_sharded
 
     def spoiling(iterate: Any) -> Any:
         def broken(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -62,13 +62,12 @@ def train_scaled(
 
         return broken
 
-    transport.orthogonalize_sharded = spoiling(original)
+    placements.orthogonalize_sharded = spoiling(original)
     config = ds_config(1, params={"tensor_parallel_mode": mode, **(params or {})})
     engine = tensor_parallel._engine("megatron", 2, config)
     optimizer = deepspeed_muon.muon_optimizer(engine)
     for runner in optimizer.runners:
-        exchange = runner._pipeline._tensor_parallel
-        exchange._orthogonalize = spoiling(exchange._orthogonalize)
+        runner._whole._orthogonalize = spoiling(runner._whole._orthogonalize)
     group = optimizer.runners[0].step_set.tensor_group
     masters = [tensor_parallel._assembled(engine, None, group)]
     error = ""
@@ -81,7 +80,7 @@ def train_scaled(
                 error = f"step {step}: {type(caught).__name__}: {caught}"
             masters.append(tensor_parallel._assembled(engine, None, group))
     finally:
-        transport.orthogonalize_sharded = original
+        placements.orthogonalize_sharded = original
         logging.getLogger("deepspeed_muon").removeHandler(handler)
     report = deepspeed_muon.health(engine)
     engine.destroy()
@@ -134,7 +133,7 @@ def settle_parts(rank: int, world_size: int, *, dim: int) -> dict[str, Any]:
         "w", *parts.shape[1:], 0, (Fragment(0, 0, 0, parts[0].numel()),), shards=TensorShards(dim, sizes)
     )
     settings = NsSettings(resolve_schedule("quintic"))
-    watch = PipelineWatch(
+    check = ResultCheck(
         StepRecorder(every=0, matrices=1, check=True), [layout] * 3, device=torch.device("cpu"), ns=settings
     )
     iterate = functools.partial(
@@ -142,9 +141,9 @@ def settle_parts(rank: int, world_size: int, *, dim: int) -> dict[str, Any]:
     )
     together = Together(dist.group.WORLD, dim, sizes, iterate, counts=rank == 0)
     blocks = iterate(parts, settings=settings)
-    result = Result([(0, 0), (1, 0), (2, 0)], blocks, lambda blocks: (), together=together)
-    settled = list(watch.settled([result], lambda index: parts[index]))
-    return {"wholes": wholes, "updates": settled[0].updates, "redone": watch.recorder.redone}
+    result = Result([(0, 0), (1, 0), (2, 0)], parts, blocks, [1.0] * 3, together=together)
+    settled = list(check.settled([result]))
+    return {"wholes": wholes, "updates": settled[0].updates, "redone": check.recorder.redone}
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -18,7 +18,7 @@ import deepspeed_muon
 from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.engine import hooks
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.transport.pipeline import MuonPipeline
+from deepspeed_muon.transport.exchange import ChunkExchange
 from tests.support import training
 from tests.support.harness import RanksFailed, run_ranks
 from tests.support.models import batch
@@ -59,16 +59,16 @@ def leave_alone(rank: int, world_size: int, *, stage: int, where: str, folder: s
         }
         attempt = actions.get(where, engine.step)
         if silent and where in ("gather", "scatter"):
-            original, calls = MuonPipeline._all_to_all, []
+            original, calls = ChunkExchange._all_to_all, []
 
-            def stall(pipeline: MuonPipeline, *args: Any) -> Any:
+            def stall(exchange: ChunkExchange, *args: Any) -> Any:
                 calls.append(1)
                 # Gathers 0 and 1 come before the first scatter.
                 if len(calls) == {"gather": 2, "scatter": 3}[where]:
                     wait_for(told)
-                return original(pipeline, *args)
+                return original(exchange, *args)
 
-            MuonPipeline._all_to_all = stall
+            ChunkExchange._all_to_all = stall
         elif silent:
             attempt = lambda: wait_for(told)  # noqa: E731
     # A save says what it left behind, and then the same.

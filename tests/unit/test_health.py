@@ -16,7 +16,7 @@ from deepspeed_muon import Muon
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
 from deepspeed_muon.math.reference import reference_health, reference_orthogonalize
-from deepspeed_muon.monitoring.check import PipelineWatch
+from deepspeed_muon.monitoring.check import ResultCheck
 from deepspeed_muon.monitoring.measure import (
     SIGMA_TOLERANCE,
     band_of,
@@ -204,28 +204,28 @@ def test_wrong_in_fp32_too(caplog: pytest.LogCaptureFixture, mode: Any) -> None:
     assert bool((weight != 0.25).any()) and optimizer.health() == {"redone": 0, "failed": 1}, "said once"
 
 
-def watch_of(*matrices: MatrixLayout) -> PipelineWatch:
+def check_of(*matrices: MatrixLayout) -> ResultCheck:
     recorder = StepRecorder(every=0, matrices=1, check=True)
-    return PipelineWatch(recorder, matrices, device=torch.device("cpu"), ns=NsSettings(QUINTIC))
+    return ResultCheck(recorder, matrices, device=torch.device("cpu"), ns=NsSettings(QUINTIC))
 
 
-def result_of(members: list[tuple[int, int]], blocks: Tensor) -> Result:
-    return Result(members, blocks, lambda blocks: ())
+def result_of(members: list[tuple[int, int]], inputs: Tensor, blocks: Tensor, scale: float = 1.0) -> Result:
+    return Result(members, inputs, blocks, [scale] * len(members))
 
 
 def test_a_head_without_a_gradient_is_right() -> None:
     """A zero block has a zero result, which no bound excludes; its neighbour is redone."""
-    watch = watch_of(MatrixLayout("q_proj", 12, 9, 0, (Fragment(0, 0, 0, 108),), row_blocks=(4, 4, 4)))
+    check = check_of(MatrixLayout("q_proj", 12, 9, 0, (Fragment(0, 0, 0, 108),), row_blocks=(4, 4, 4)))
     direction = torch.randn(12, 9, generator=torch.Generator().manual_seed(7))
     direction[4:8] = 0
     blocks = orthogonalize(direction.view(3, 4, 9), settings=NsSettings(QUINTIC))
     right = blocks.clone()
     members = [(0, 0), (0, 1), (0, 2)]
-    list(watch.settled([result_of(members, blocks)], lambda index: direction))
-    assert torch.equal(blocks, right) and watch.recorder.redone == 0
+    list(check.settled([result_of(members, direction.view(3, 4, 9), blocks)]))
+    assert torch.equal(blocks, right) and check.recorder.redone == 0
     blocks[2] *= 3
-    list(watch.settled([result_of(members, blocks)], lambda index: direction))
-    assert torch.equal(blocks[:2], right[:2]) and watch.recorder.redone == 1
+    list(check.settled([result_of(members, direction.view(3, 4, 9), blocks)]))
+    assert torch.equal(blocks[:2], right[:2]) and check.recorder.redone == 1
     # Both are fp32, by the Gram and by the standard iteration.
     torch.testing.assert_close(blocks[2], right[2], rtol=0, atol=1e-5)
 
@@ -234,19 +234,20 @@ def test_unequal_blocks_are_measured_and_redone() -> None:
     """A fused projection of 8 and 4 rows, two calls of the iteration; the scale of the second is twice as large."""
     layout = MatrixLayout("kv", 12, 9, 0, (Fragment(0, 0, 0, 108),), row_blocks=(8, 4))
     recorder = StepRecorder(every=1, matrices=1, check=True)
-    watch = PipelineWatch(recorder, [layout], device=torch.device("cpu"), ns=NsSettings(QUINTIC))
-    watch.scale_of = lambda index, block: (3.0, 6.0)[block]
+    check = ResultCheck(recorder, [layout], device=torch.device("cpu"), ns=NsSettings(QUINTIC))
     direction = torch.randn(12, 9, generator=torch.Generator().manual_seed(9))
     halves = [
         reference_orthogonalize(direction[:8], QUINTIC),
         reference_orthogonalize(direction[8:], QUINTIC),
     ]
     results = [
-        result_of([(0, number)], (half * (1, 5)[number]).float().unsqueeze(0))
-        for number, half in enumerate(halves)
+        result_of([(0, number)], part[None], (half * factor).float().unsqueeze(0), scale)
+        for number, (half, part, factor, scale) in enumerate(
+            zip(halves, (direction[:8], direction[8:]), (1, 5), (3.0, 6.0), strict=True)
+        )
     ]
     with recorder.step(1) as sample:
-        settled = list(watch.settled(results, lambda index: direction))
+        settled = list(check.settled(results))
     for half, result in zip(halves, settled, strict=True):
         torch.testing.assert_close(result.blocks[0], half.float(), rtol=0, atol=1e-5)
     assert recorder.redone == 1 and sample is not None
@@ -254,7 +255,7 @@ def test_unequal_blocks_are_measured_and_redone() -> None:
     scaled = torch.cat((3 * halves[0], 6 * halves[1]))
     assert found.update_rms == pytest.approx(float(scaled.square().mean().sqrt()), rel=1e-4)
     expected = [
-        reference_health(u, x, scale=1.0, low=watch._band.low, high=watch._band.high)
+        reference_health(u, x, scale=1.0, low=check._band.low, high=check._band.high)
         for u, x in ((direction[:8], halves[0]), (direction[8:], halves[1]))
     ]
     # At most eight distinct singular values: eight Lanczos steps find them all.
@@ -269,7 +270,7 @@ def test_windows_keep_the_order(monkeypatch: pytest.MonkeyPatch, window: int) ->
     """As on an accelerator: a window is settled while the next one runs, and at most two wait."""
     monkeypatch.setattr("deepspeed_muon.monitoring.check._window_numel", lambda device: window)
     count = 9
-    watch = watch_of(*(MatrixLayout(f"w{i}", 8, 12, 0, (Fragment(0, 0, 0, 96),)) for i in range(count)))
+    check = check_of(*(MatrixLayout(f"w{i}", 8, 12, 0, (Fragment(0, 0, 0, 96),)) for i in range(count)))
     blocks = torch.randn(count, 1, 8, 12, generator=torch.Generator().manual_seed(8))
     started: list[int] = []
 
@@ -277,14 +278,14 @@ def test_windows_keep_the_order(monkeypatch: pytest.MonkeyPatch, window: int) ->
         for index in range(count):
             started.append(index)
             update = orthogonalize(blocks[index], settings=NsSettings(QUINTIC))
-            yield result_of([(index, 0)], update * (math.nan if index == 4 else 1.0))
+            yield result_of([(index, 0)], blocks[index], update * (math.nan if index == 4 else 1.0))
 
     seen = []
-    for result in watch.settled(results(), lambda index: blocks[index, 0]):
+    for result in check.settled(results()):
         assert len(started) - len(seen) <= 2 * (window // 96 + 1)
         assert bool(torch.isfinite(result.blocks).all())
         seen += [index for index, _ in result.members]
-    assert seen == list(range(count)) and watch.recorder.redone == 1
+    assert seen == list(range(count)) and check.recorder.redone == 1
 
 
 def test_samples_take_turns() -> None:

@@ -1,0 +1,176 @@
+"""All step sets of an optimizer, bound to the tensors that ZeRO hands over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.errors import BindingError
+from deepspeed_muon.step.assignment import may_share
+from deepspeed_muon.step.runner import StepResources, StepRunner
+from deepspeed_muon.step.step_set import StepSet
+from deepspeed_muon.transport.agreement import RankFacts, group_rank_scope
+
+__all__ = ["BoundSteps", "flat_gradients"]
+
+
+class BoundSteps:
+    """The runners of an optimizer's step sets, in an order that all ranks share."""
+
+    def __init__(
+        self,
+        step_sets: Sequence[StepSet],
+        config: MuonConfig,
+        resources: StepResources,
+        *,
+        may_stay_pending: bool,
+    ) -> None:
+        """Make the exchange plans; nothing is sent.
+
+        Args:
+            step_sets: What each call of ``step()`` will update, from a reader.
+            config: The optimizer's settings.
+            resources: What the sets share.
+            may_stay_pending: Whether updates may still travel when a call ends and the next set's begins.
+        """
+        self._config = config
+        self._resources = resources
+        loads: dict[str, list[float]] = {}
+        self.runners: list[StepRunner] = []
+        follows = False
+        for number, step_set in enumerate(step_sets):
+            load = loads.setdefault(group_rank_scope(step_set.group), [0.0] * step_set.world_size)
+            possible = step_set.refresh is not None and may_stay_pending and bool(step_set.matrices)
+            self.runners.append(
+                StepRunner(
+                    step_set,
+                    config,
+                    resources,
+                    load=load,
+                    number=number,
+                    leaves_pending=possible and number + 1 < len(step_sets),
+                    follows_pending=follows,
+                )
+            )
+            follows = possible
+        self._runner_of = {
+            id(partition.tensor): runner
+            for runner in self.runners
+            for partition in runner.step_set.partitions
+        }
+
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """Return the process groups that the step sets communicate in."""
+        sets = (runner.step_set for runner in self.runners)
+        found = {group: None for each in sets for group in (each.wider_group, each.tensor_group, each.group)}
+        return [group for group in found if group is not None]
+
+    def open_share_groups(self) -> None:
+        """Make the process groups of ranks that share matrices, once the plans were compared.
+
+        Must be called by all ranks of the engine.
+        """
+        groups = self._resources.share_groups
+        if may_share(self._config, self._resources.device) and groups.can_open:
+            groups.open(ranks for runner in self.runners for ranks in runner.groups_that_share())
+
+    def current(
+        self, param_groups: Sequence[dict[str, Any]]
+    ) -> list[tuple[StepRunner, dict[int, dict[str, Any]]]]:
+        """Return the step sets that param groups hold, each with its group of every partition.
+
+        Args:
+            param_groups: The optimizer's, which ZeRO cuts down to what it steps in one call.
+
+        Raises:
+            BindingError: If they hold a tensor that was not there when the optimizer was bound, or a part of a set.
+        """
+        group_of: dict[int, dict[str, Any]] = {
+            id(p): group for group in param_groups for p in group["params"]
+        }
+        unknown = [key for key in group_of if key not in self._runner_of]
+        if unknown:
+            shapes = [tuple(p.shape) for group in param_groups for p in group["params"] if id(p) in unknown]
+            raise BindingError(
+                f"ZeRO handed over tensors of shapes {shapes} that were not in its groups when the optimizer was "
+                f"bound; were the optimizer's tensors replaced after deepspeed.initialize?"
+            )
+        current = []
+        for runner in self.runners:
+            partitions = runner.step_set.partitions
+            present = [partition for partition in partitions if id(partition.tensor) in group_of]
+            if not present:
+                continue
+            if len(present) < len(partitions):
+                raise BindingError(
+                    f"ZeRO handed over {len(present)} of {len(partitions)} partitions that belong to one step"
+                )
+            current.append((runner, {p.index: group_of[id(p.tensor)] for p in partitions}))
+        return current
+
+    def facts(self) -> RankFacts:
+        """Return what this rank derived for the exchange, to be compared with the other ranks."""
+        facts: dict[str, str] = {}
+        scopes: dict[str, str] = {}
+        shared = [group_rank_scope(runner.step_set.group) for runner in self.runners]
+        for number, (runner, ranks) in enumerate(zip(self.runners, shared, strict=True)):
+            own = {
+                f"step sets of ranks {ranks}": str([n for n, each in enumerate(shared) if each == ranks]),
+                f"plan of step set {number}": runner.plan.digest(),
+                # In the order of the flags, which ranks exchange by position.
+                f"parameters of step set {number}": ", ".join(
+                    f"{layout.name} ({layout.numel})" for layout in runner.step_set.layouts
+                ),
+            }
+            facts.update(own)
+            scopes.update(dict.fromkeys(own, ranks))
+            if runner.step_set.wider_group is not None:
+                # One exchange of flags for each of them, in order.
+                wider = group_rank_scope(runner.step_set.wider_group)
+                together = [n for n, each in enumerate(self.runners) if _skips_with(each.step_set, wider)]
+                facts[f"step sets that ranks {wider} skip together"] = str(together)
+                scopes[f"step sets that ranks {wider} skip together"] = wider
+            if runner.step_set.tensor_group is not None:
+                # Their collectives follow the order of the plan, and their products the settings.
+                across = {
+                    f"owners and chunks of step set {number}": str(
+                        (runner.plan.owners, [chunk.matrices for chunk in runner.plan.chunks])
+                    ),
+                    f"optimizer.params for step set {number}": self._config.digest(),
+                }
+                facts.update(across)
+                scopes.update(dict.fromkeys(across, group_rank_scope(runner.step_set.tensor_group)))
+        return RankFacts(facts, scopes=scopes)
+
+
+def _skips_with(step_set: StepSet, ranks: str) -> bool:
+    """Return whether a set skips its steps together with ``ranks``, as :func:`group_rank_scope` writes them."""
+    return step_set.wider_group is not None and group_rank_scope(step_set.wider_group) == ranks
+
+
+def flat_gradients(runner: StepRunner, scale: Tensor | None) -> Mapping[int, Tensor]:
+    """Return the flat gradients of a step set, by partition.
+
+    Args:
+        runner: Of the set.
+        scale: What a torch ``GradScaler`` that is at work multiplied the loss by; they are divided by it.
+
+    Raises:
+        BindingError: If one is sparse.
+    """
+    grads = {}
+    for partition in runner.step_set.partitions:
+        grad = partition.tensor.grad
+        if grad is not None:
+            if grad.is_sparse:
+                raise BindingError("sparse gradients are not supported; use sparse=False in the embedding")
+            # Flat and in one piece: kernels read it so, and a view of a strided gradient need not be.
+            grads[partition.index] = grad.reshape(-1).contiguous()
+    if scale is not None:
+        inverse = 1.0 / scale.double()
+        grads = {index: grad * inverse.to(grad.device, grad.dtype) for index, grad in grads.items()}
+    return grads

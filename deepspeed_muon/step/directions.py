@@ -1,0 +1,100 @@
+"""The directions of one chunk as whole matrices, and what the chunks of a step share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepspeed_muon.monitoring.results import Finish
+from deepspeed_muon.plan.exchange import Chunk, ExchangePlan, Segment
+from deepspeed_muon.step.momentum import LocalDirections, held_by
+from deepspeed_muon.step.update_rule import UpdateTable
+from deepspeed_muon.transport.context import StepContext
+from deepspeed_muon.transport.exchange import cut
+from deepspeed_muon.transport.row_moments import RowMoments
+
+__all__ = ["ChunkDirections", "Step", "together"]
+
+
+class ChunkDirections:
+    """The directions of one chunk's owned matrices: this rank's fragments, and what the gather brought."""
+
+    def __init__(
+        self,
+        plan: ExchangePlan,
+        context: StepContext,
+        step: Step,
+        chunk: Chunk,
+        received: Tensor | None,
+    ) -> None:
+        """Sort what the gather brought by matrix.
+
+        Args:
+            plan: With the chunk.
+            context: Of the step set.
+            step: With the fragments' directions, prepared.
+            chunk: Whose directions they are.
+            received: What the gather brought; ``None`` where nothing moves.
+        """
+        self.rules = step.table.rules
+        self.finish: Finish | None = step.rows
+        self._matrices = plan.matrices
+        self._context = context
+        self._local = step.directions
+        self._received = received
+        self._incoming: dict[int, list[Segment]] = {}
+        for segment in chunk.incoming:
+            self._incoming.setdefault(segment.matrix, []).append(segment)
+
+    def stacked(self, indices: Sequence[int]) -> Tensor:
+        """Return ``(matrices, rows, cols)``. Matrices that lie whole on this rank are used in place."""
+        first = self._matrices[indices[0]]
+        shape = (len(indices), first.rows, first.cols)
+        fragments = [held_by(self._matrices[index], self._context.rank) for index in indices]
+        if all(index not in self._incoming for index in indices):
+            whole = together([self._local.get(i, own[0]) for i, own in zip(indices, fragments, strict=True)])
+            if whole is not None:
+                return whole.to(self._context.device).view(shape)
+        full = torch.empty(
+            len(indices) * first.numel, dtype=self._context.wire_dtype, device=self._context.device
+        )
+        for index, own, matrix in zip(indices, fragments, full.split(first.numel), strict=True):
+            for fragment in own:
+                matrix.narrow(0, fragment.matrix_offset, fragment.numel).copy_(
+                    self._local.get(index, fragment)
+                )
+            for segment in self._incoming.get(index, ()):
+                assert self._received is not None
+                fragment = segment.fragment
+                matrix.narrow(0, fragment.matrix_offset, fragment.numel).copy_(cut(self._received, segment))
+        return full.view(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What the chunks of one step of one set share.
+
+    Attributes:
+        active: Whether any rank has a gradient, one flag for each matrix of the exchange plan.
+        directions: Of this rank's fragments; holds the gradients.
+        table: How updates reach the weights.
+        rows: NorMuon's row moments, brought to the owners; ``None`` without them.
+    """
+
+    active: Sequence[bool]
+    directions: LocalDirections
+    table: UpdateTable
+    rows: RowMoments | None
+
+
+def together(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return one view of tensors of equal length that follow each other in memory, ``None`` if they do not."""
+    first, step = parts[0], parts[0].numel() * parts[0].element_size()
+    if any(part.data_ptr() != first.data_ptr() + number * step for number, part in enumerate(parts)):
+        return None
+    if any(part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() for part in parts):
+        return None
+    return first.as_strided((len(parts) * first.numel(),), (1,))

@@ -1,0 +1,87 @@
+"""What the ranks tell each other about their gradients before a step changes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepspeed_muon.step.step_set import StepSet
+from deepspeed_muon.transport.agreement import gather_flags, gradient_flags
+
+__all__ = ["GradientInspection", "GradientReport"]
+
+
+@dataclass(frozen=True, slots=True)
+class GradientReport:
+    """What all ranks of a group know about this step's gradients.
+
+    Attributes:
+        active: Whether any rank has a non-zero gradient, one flag per matrix and then per other parameter.
+        nonfinite: Names of the parameters whose gradient holds an infinity or NaN on some rank.
+        failed: Names of the matrices that got no update in the step before, because it was wrong in fp32 too.
+    """
+
+    active: tuple[bool, ...]
+    nonfinite: tuple[str, ...]
+    failed: tuple[str, ...]
+
+
+class GradientInspection:
+    """Finds out, together with the group, which parameters have a gradient and whether all are finite."""
+
+    def __init__(self, step_set: StepSet, device: torch.device) -> None:
+        """Keep what is needed.
+
+        Args:
+            step_set: Whose gradients are inspected.
+            device: Where the flags travel.
+        """
+        self._step_set = step_set
+        self._device = device
+        self._local = step_set.local_fragments()
+        # Over both groups: a shard without a gradient must take part where other shards of its matrix have one.
+        self._groups = [step_set.group] if step_set.world_size > 1 else []
+        if step_set.tensor_group is not None:
+            self._groups.append(step_set.tensor_group)
+
+    def report(self, grads: Mapping[int, Tensor], failed_last: Collection[str]) -> GradientReport:
+        """Return what all ranks know. Must be called by all ranks of the group.
+
+        Args:
+            grads: Partition index to its gradient, flat and contiguous; a missing one counts as zero.
+            failed_last: Names of the matrices that this rank left out in the step before.
+        """
+        names = [layout.name for layout in self._step_set.layouts]
+        rows = self._own_flags(grads, failed_last)
+        if self._groups:
+            sent = torch.tensor(rows, dtype=torch.uint8, device=self._device)
+            for group in self._groups:
+                sent = gather_flags(sent, group=group)
+            rows = sent.tolist()
+        nonfinite = tuple(name for name, row in zip(names, rows, strict=True) if row[1])
+        failed = tuple(name for name, row in zip(names, rows, strict=True) if row[2])
+        if self._step_set.wider_group is not None:
+            bad = torch.tensor([bool(nonfinite), bool(failed)], dtype=torch.uint8, device=self._device)
+            others = gather_flags(bad, group=self._step_set.wider_group).tolist()
+            nonfinite = nonfinite or ("a parameter of other ranks",) * others[0]
+            failed = failed or ("a matrix of other ranks",) * others[1]
+        return GradientReport(tuple(bool(row[0]) for row in rows), nonfinite, failed)
+
+    def _own_flags(self, grads: Mapping[int, Tensor], failed_last: Collection[str]) -> list[list[int]]:
+        """Return for every parameter whether its gradient here is not zero, not finite, and it was left out last."""
+        flags = [[0, 0, int(layout.name in failed_last)] for layout in self._step_set.layouts]
+        numbers: list[int] = []
+        views: list[Tensor] = []
+        for partition, local in zip(self._step_set.partitions, self._local, strict=True):
+            grad = grads.get(partition.index)
+            if grad is not None:
+                numbers.extend(number for number, _ in local)
+                views.extend(grad.narrow(0, f.partition_offset, f.numel) for _, f in local)
+        if views:
+            for number, (nonzero, nonfinite) in zip(numbers, gradient_flags(views).tolist(), strict=True):
+                flags[number][0] |= nonzero
+                flags[number][1] |= nonfinite
+        return flags

@@ -1,0 +1,283 @@
+"""Where blocks are orthogonalised: whole at their owner, or cut over a process group. Every result is checked alike."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed_muon.math.newton_schulz import NsSettings, runs_gram
+from deepspeed_muon.monitoring.check import ResultCheck
+from deepspeed_muon.monitoring.results import Finish, Member, Result, Together
+from deepspeed_muon.plan.layout import Block, MatrixLayout
+from deepspeed_muon.step.update_rule import UpdateRule
+from deepspeed_muon.transport.context import StepContext
+from deepspeed_muon.transport.sharded import orthogonalize_sharded
+from deepspeed_muon.transport.share_groups import ShareGroups, global_ranks
+from deepspeed_muon.transport.waiting import phase
+
+__all__ = ["CutOverGroup", "Directions", "Orthogonalize", "Placement", "Updates", "WholeAtOwner"]
+
+# Elements that a batch may stack at most: stacking copies, and the iteration needs three times as much again.
+_BATCH_NUMEL = 1 << 25
+
+# (batch, rows, cols) -> the same in the settings' dtype; called as ``orthogonalize(x, settings=...)``.
+Orthogonalize = Callable[..., Tensor]
+# Matrix index and its flat update in the wire dtype, or that of this rank's part.
+Updates = Iterator[tuple[int, Tensor]]
+
+
+class Directions(Protocol):
+    """The directions of one chunk, as matrices."""
+
+    @property
+    def rules(self) -> Sequence[UpdateRule]:
+        """The update rule of every matrix of the plan."""
+
+    @property
+    def finish(self) -> Finish | None:
+        """What comes between iteration and update; ``None`` for nothing."""
+
+    def stacked(self, indices: Sequence[int], /) -> Tensor:
+        """Return ``(matrices, rows, cols)`` in the wire dtype, of matrices of one shape, or of this rank's parts."""
+
+
+class Placement(Protocol):
+    """One way to turn the directions of matrices into updates."""
+
+    def updates(self, owned: Sequence[int], directions: Directions, /) -> Updates:
+        """Yield the checked update of every matrix in ``owned``; must be exhausted."""
+
+
+def _batch_size(context: StepContext, rows: int, cols: int, *, numel: int = 0) -> int:
+    """Return how many blocks of this shape, or matrices of ``numel`` made of them, run together."""
+    return max(1, _BATCH_NUMEL // (numel or rows * cols)) if min(rows, cols) < context.batch_below else 1
+
+
+def _blocks(matrix: MatrixLayout) -> Sequence[Block]:
+    """Return the blocks of a whole matrix; one that tensor parallelism cuts has none but itself."""
+    return [Block(0, 0, *matrix.logical_shape)] if matrix.is_cut else matrix.blocks()
+
+
+class WholeAtOwner:
+    """Blocks that lie whole on this rank, those of one shape together where they are small."""
+
+    def __init__(
+        self,
+        matrices: Sequence[MatrixLayout],
+        context: StepContext,
+        orthogonalize: Orthogonalize,
+        check: ResultCheck,
+    ) -> None:
+        """Keep what is needed.
+
+        Args:
+            matrices: Of the exchange plan.
+            context: Of the step set.
+            orthogonalize: Runs the iteration, as :func:`deepspeed_muon.orthogonalize` does.
+            check: Of the results.
+        """
+        self._matrices = matrices
+        self._context = context
+        self._orthogonalize = orthogonalize
+        self._check = check
+
+    def batches(self, indices: Sequence[int]) -> list[list[int]]:
+        """Group small matrices of equal blocks; large ones stay alone."""
+        by_shape: dict[object, list[int]] = {}
+        for index in indices:
+            matrix = self._matrices[index]
+            kind = matrix.logical_shape if matrix.is_cut else (matrix.grid, matrix.transposed)
+            by_shape.setdefault(kind, []).append(index)
+        batches: list[list[int]] = []
+        for members in by_shape.values():
+            first = self._matrices[members[0]]
+            block = _blocks(first)[0]
+            numel = first.logical_shape[0] * first.logical_shape[1]
+            size = _batch_size(self._context, block.rows, block.cols, numel=numel)
+            batches.extend(members[start : start + size] for start in range(0, len(members), size))
+        return batches
+
+    def updates(self, owned: Sequence[int], directions: Directions) -> Updates:
+        """Yield ``(matrix index, flat update in the wire dtype)`` of every owned matrix."""
+        for result in self._check.settled(self._results(owned, directions)):
+            yield from result.stack.take(result)
+
+    def _results(self, owned: Sequence[int], directions: Directions) -> Iterator[_StackResult]:
+        context = self._context
+        for batch in self.batches(owned):
+            stack = _Stack([(index, self._matrices[index]) for index in batch], directions.stacked(batch))
+            # A stack that several owners divide counts where its first blocks are.
+            context.stats.matrices_orthogonalized += sum(
+                self._matrices[index].first_row == 0 for index in batch
+            )
+            for members, inputs in stack.groups(context):
+                with self._check.recorder.span("newton_schulz"):
+                    blocks = self._orthogonalize(inputs, settings=context.ns_settings)
+                scales = [directions.rules[index].block_scales[number] for index, number in members]
+                relative = [directions.rules[index].relative_scale(number) for index, number in members]
+                yield _StackResult(
+                    members, inputs, blocks, scales, directions.finish, stack=stack, relative=relative
+                )
+
+
+class _Stack:
+    """Matrices of one shape: their blocks out of the directions, and the updates together again."""
+
+    def __init__(self, matrices: Sequence[tuple[int, MatrixLayout]], directions: Tensor) -> None:
+        """Keep them.
+
+        Args:
+            matrices: Indices and layouts.
+            directions: ``(matrices, rows, cols)``.
+        """
+        self._indices = [index for index, _ in matrices]
+        self._position = {index: position for position, index in enumerate(self._indices)}
+        self._blocks = _blocks(matrices[0][1])
+        first = matrices[0][1]
+        self._contiguous = first.is_cut or first.equal_blocks is not None
+        self._directions = directions
+        self._update: Tensor | None = None
+        self._left = len(self._indices) * len(self._blocks)
+
+    def groups(self, context: StepContext) -> Iterator[tuple[list[Member], Tensor]]:
+        """Yield the blocks that run together, ``(blocks, rows, cols)``, and whose they are."""
+        if self._contiguous:
+            block = self._blocks[0]
+            blocks = self._directions.view(-1, block.rows, block.cols)
+            members = [(index, number) for index in self._indices for number in range(len(self._blocks))]
+            size = _batch_size(context, block.rows, block.cols)
+            for start in range(0, len(members), size):
+                yield members[start : start + size], blocks[start : start + size]
+            return
+        of_shape: dict[tuple[int, int], list[Member]] = {}
+        for number, block in enumerate(self._blocks):
+            for index in self._indices:
+                of_shape.setdefault((block.rows, block.cols), []).append((index, number))
+        for shape, members in of_shape.items():
+            size = _batch_size(context, *shape)
+            for start in range(0, len(members), size):
+                together = members[start : start + size]
+                views = [
+                    self._directions[self._position[index]][self._blocks[number].area]
+                    for index, number in together
+                ]
+                yield together, views[0].unsqueeze(0) if len(views) == 1 else torch.stack(views)
+
+    def take(self, result: _StackResult) -> Updates:
+        """Take blocks of updates; yield the matrices once all of their blocks are there."""
+        whole = len(result.members) == len(self._indices) * len(self._blocks)
+        if self._contiguous and whole:
+            flat = result.updates.to(self._directions.dtype).reshape(len(self._indices), -1)
+            yield from zip(self._indices, flat, strict=True)
+            return
+        if self._update is None:
+            self._update = torch.empty_like(self._directions)
+        for (index, number), done, scale in zip(result.members, result.updates, result.relative, strict=True):
+            target = self._update[self._position[index]][self._blocks[number].area]
+            target.copy_(done if scale == 1.0 else done.mul_(scale))
+        self._left -= len(result.members)
+        if not self._left:
+            yield from zip(self._indices, self._update.reshape(len(self._indices), -1), strict=True)
+
+
+@dataclass(slots=True, kw_only=True)
+class _StackResult(Result):
+    """A result with the stack that it completes, and the scale of each entry in units of its matrix's first block."""
+
+    stack: _Stack
+    relative: Sequence[float]
+
+
+class CutOverGroup:
+    """Matrices that stay cut over a process group while it orthogonalises them.
+
+    Tensor parallelism cuts matrices, and ranks of a data-parallel group share large ones; the mathematics is the same.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[MatrixLayout],
+        context: StepContext,
+        check: ResultCheck,
+        *,
+        share_groups: ShareGroups,
+        tensor_group: dist.ProcessGroup | None,
+    ) -> None:
+        """Keep what is needed; nothing is sent.
+
+        Args:
+            matrices: Of the exchange plan.
+            context: Of the step set.
+            check: Of the results.
+            share_groups: Where the groups of ranks that share matrices are kept.
+            tensor_group: The tensor-parallel process group, over which all matrices without sharers are cut.
+        """
+        self._matrices = matrices
+        self._context = context
+        self._check = check
+        self._share_groups = share_groups
+        self._tensor_group = tensor_group
+
+    def updates(self, owned: Sequence[int], directions: Directions) -> Updates:
+        """Yield ``(matrix index, flat update of this rank's part in the wire dtype)``.
+
+        Must be called by all ranks that have parts of the same matrices. All ranks go through the plan in one order, so
+        that two ranks never wait for each other in different matrices.
+
+        Args:
+            owned: Matrices of which this rank has a part.
+            directions: Of which ``stacked`` gives this rank's parts.
+        """
+        results = (self._iterated(batch, directions) for batch in self._batches(owned))
+        for result in self._check.settled(results):
+            flat = result.updates.to(self._context.wire_dtype).reshape(len(result.members), -1)
+            yield from zip((index for index, _ in result.members), flat, strict=True)
+
+    def _iterated(self, batch: Sequence[int], directions: Directions) -> Result:
+        """Orthogonalise matrices of one shape, cut alike."""
+        first = self._matrices[batch[0]]
+        assert first.shards is not None and first.shards.dim is not None
+        dim, sizes, group = first.shards.dim, first.shards.sizes, self._group_of(first)
+        iterate = functools.partial(orthogonalize_sharded, group=group, shard_dim=dim - 2, shard_sizes=sizes)
+        counts = dist.get_rank(group) == 0
+        inputs = directions.stacked(batch)
+        names = ", ".join(self._matrices[index].name for index in batch[:3])
+        with self._check.recorder.span("newton_schulz"), phase(f"iteration of {names}", group):
+            blocks = iterate(inputs, settings=self._settings_of(first))
+        self._context.stats.matrices_orthogonalized += len(batch) if counts else 0
+        scales = [directions.rules[index].block_scales[0] for index in batch]
+        together = Together(group, dim, sizes, iterate, counts)
+        return Result([(index, 0) for index in batch], inputs, blocks, scales, together=together)
+
+    def _group_of(self, matrix: MatrixLayout) -> dist.ProcessGroup:
+        if matrix.sharers:
+            return self._share_groups.get(global_ranks(matrix, self._context.group))
+        assert self._tensor_group is not None
+        return self._tensor_group
+
+    def _settings_of(self, matrix: MatrixLayout) -> NsSettings:
+        settings = self._context.ns_settings
+        if not matrix.sharers:
+            return settings
+        # A shared matrix runs the iteration that it runs on one rank.
+        gram = runs_gram(min(matrix.logical_shape), max(matrix.logical_shape), settings.method)
+        return replace(settings, method="gram" if gram else "standard")
+
+    def _batches(self, indices: Sequence[int]) -> list[list[int]]:
+        """Group small matrices of equal shape and cut, alike on all ranks; shared and large ones stay alone."""
+        alike: dict[object, list[int]] = {}
+        for index in indices:
+            matrix = self._matrices[index]
+            kind = index if matrix.sharers else (matrix.logical_shape, matrix.shards)
+            alike.setdefault(kind, []).append(index)
+        batches: list[list[int]] = []
+        for members in alike.values():
+            size = _batch_size(self._context, *self._matrices[members[0]].logical_shape)
+            batches.extend(members[start : start + size] for start in range(0, len(members), size))
+        return batches

@@ -1,0 +1,219 @@
+"""Matrices that a tensor-parallel group shares, brought whole to one of its ranks.
+
+Every data-parallel group of ZeRO holds its own tensor-parallel shard of a matrix and brings it together on one rank,
+the shard's owner. The owners of the shards of one matrix are the ranks of one tensor-parallel group. Here they meet:
+
+* ``gather``: each matrix goes whole to one of them, which orthogonalises it and sends the shards of the update back.
+  The matrices of a chunk are dealt out by their cost, so that all of them work at the same time.
+* ``distributed``: the matrix stays cut, see :class:`deepspeed_muon.step.placements.CutOverGroup`.
+
+A matrix that tensor parallelism does not cut is held whole by all of them. One orthogonalises it and sends the update
+to the others, in both modes: so the copies stay equal, bit for bit, whatever kernels run where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.errors import UnsupportedConfigError
+from deepspeed_muon.math.flops import orthogonalize_flops
+from deepspeed_muon.monitoring.results import Finish
+from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
+from deepspeed_muon.step.placements import CutOverGroup, Directions, Updates, WholeAtOwner
+from deepspeed_muon.step.update_rule import UpdateRule
+from deepspeed_muon.transport.context import StepContext
+from deepspeed_muon.transport.exchange import exchange_bytes
+from deepspeed_muon.transport.waiting import phase
+
+__all__ = ["OverTensorGroup", "refuse_with_tensor_parallel"]
+
+
+class OverTensorGroup:
+    """Turns the directions of matrices that a tensor-parallel group shares into updates."""
+
+    def __init__(
+        self,
+        matrices: Sequence[MatrixLayout],
+        context: StepContext,
+        *,
+        group: dist.ProcessGroup,
+        whole: WholeAtOwner,
+        cut: CutOverGroup | None,
+        chunk_numel: int,
+    ) -> None:
+        """Keep what is needed; nothing is allocated or sent.
+
+        Args:
+            matrices: All matrices of the exchange plan, equal on all ranks of ``group`` but for what they hold.
+            context: Of the step set.
+            group: The tensor-parallel process group.
+            whole: Orthogonalises matrices that are whole here.
+            cut: Orthogonalises cut matrices where they lie; ``None`` to gather them.
+            chunk_numel: Upper bound of the elements that are gathered at once; a larger matrix goes alone.
+        """
+        self._matrices = matrices
+        self._context = context
+        self._group = group
+        self._rank = dist.get_rank(group)
+        self._ranks = range(dist.get_world_size(group))
+        self._whole = whole
+        self._cut = cut
+        self._chunk_numel = chunk_numel
+
+    def updates(self, owned: Sequence[int], directions: Directions) -> Updates:
+        """Yield ``(matrix index, flat update of this rank's shard in the wire dtype)`` for all of ``owned``.
+
+        Must be called by all ranks of the group with the same ``owned``, and be exhausted.
+
+        Args:
+            owned: Active matrices of which this rank holds a whole shard or a whole copy.
+            directions: Of which ``stacked`` gives those shards and copies.
+        """
+        copies = [index for index in owned if not self._matrices[index].is_cut]
+        shards = [index for index in owned if self._matrices[index].is_cut]
+        for part in self._parts(copies):
+            yield from self._copied(part, directions)
+        if self._cut is not None:
+            yield from self._cut.updates(shards, directions)
+            return
+        for part in self._parts(shards):
+            yield from self._gathered(part, directions)
+
+    def _parts(self, indices: Sequence[int]) -> Iterator[list[int]]:
+        """Cut a list into parts of bounded size, alike on all ranks of the group."""
+        part: list[int] = []
+        filled = 0
+        for index in indices:
+            rows, cols = self._matrices[index].logical_shape
+            if part and filled + rows * cols > self._chunk_numel:
+                yield part
+                part, filled = [], 0
+            part.append(index)
+            filled += rows * cols
+        if part:
+            yield part
+
+    def _dealt(self, part: Sequence[int]) -> list[list[int]]:
+        """Deal matrices out over the ranks of the group, longest first to the rank that has least."""
+        load = [0.0] * len(self._ranks)
+        owner = {}
+        cost = {index: orthogonalize_flops(*self._matrices[index].logical_shape) for index in part}
+        for index in sorted(part, key=lambda i: (-cost[i], i)):
+            owner[index] = min(self._ranks, key=lambda rank: (load[rank], rank))
+            load[owner[index]] += cost[index]
+        return [[index for index in part if owner[index] == rank] for rank in self._ranks]
+
+    def _copied(self, part: Sequence[int], directions: Directions) -> Updates:
+        """Matrices that every rank of the group holds whole: one orthogonalises, all apply its result."""
+        of_rank = self._dealt(part)
+        updates = dict(self._whole.updates(of_rank[self._rank], directions))
+        mine = [updates[index] for index in of_rank[self._rank]]
+        received = self._exchange(
+            [[] if rank == self._rank else mine for rank in self._ranks],
+            [
+                [] if rank == self._rank else [self._matrices[index].numel for index in of_rank[rank]]
+                for rank in self._ranks
+            ],
+        )
+        for rank in self._ranks:
+            if rank != self._rank:
+                updates.update(zip(of_rank[rank], received[rank], strict=True))
+        yield from updates.items()
+
+    def _gathered(self, part: Sequence[int], directions: Directions) -> Updates:
+        """Matrices that are cut over the group: each one goes whole to its owner and comes back in shards."""
+        of_rank = self._dealt(part)
+        mine = of_rank[self._rank]
+        arrived = self._exchange(
+            [[directions.stacked([index]).reshape(-1) for index in of_rank[rank]] for rank in self._ranks],
+            [[self._shard_numel(index, rank) for index in mine] for rank in self._ranks],
+        )
+        shards = {
+            index: [arrived[rank][number].view(self._shard_shape(index, rank)) for rank in self._ranks]
+            for number, index in enumerate(mine)
+        }
+        gathered = _Gathered(
+            {index: torch.cat(parts, dim=self._shards(index)[0]) for index, parts in shards.items()},
+            directions.rules,
+        )
+        back: dict[int, Sequence[Tensor]] = {}
+        for index, update in self._whole.updates(mine, gathered):
+            dim, sizes = self._shards(index)
+            back[index] = update.view(self._matrices[index].logical_shape).split(sizes, dim=dim)
+        returned = self._exchange(
+            [[back[index][rank].reshape(-1) for index in mine] for rank in self._ranks],
+            [[self._shard_numel(index, self._rank) for index in of_rank[rank]] for rank in self._ranks],
+        )
+        for rank in self._ranks:
+            yield from zip(of_rank[rank], returned[rank], strict=True)
+
+    def _shards(self, index: int) -> tuple[int, tuple[int, ...]]:
+        """Return the dimension that is cut, and the length of every rank's shard."""
+        shards: TensorShards | None = self._matrices[index].shards
+        assert shards is not None and shards.dim is not None
+        return shards.dim, shards.sizes
+
+    def _shard_shape(self, index: int, rank: int) -> tuple[int, int]:
+        dim, sizes = self._shards(index)
+        rows, cols = self._matrices[index].logical_shape
+        return (sizes[rank], cols) if dim == 0 else (rows, sizes[rank])
+
+    def _shard_numel(self, index: int, rank: int) -> int:
+        rows, cols = self._shard_shape(index, rank)
+        return rows * cols
+
+    def _exchange(
+        self, parts: Sequence[Sequence[Tensor]], wanted: Sequence[Sequence[int]]
+    ) -> list[Sequence[Tensor]]:
+        """Send flat tensors to every rank; return what each rank sent, cut to the wanted lengths.
+
+        What a rank keeps for itself goes through the same buffer, without being sent.
+        """
+        context = self._context
+        flat = [part.to(context.device) for of_rank in parts for part in of_rank]
+        send = torch.cat(flat) if flat else torch.empty(0, dtype=context.wire_dtype, device=context.device)
+        out = [sum(part.numel() for part in of_rank) for of_rank in parts]
+        into = [sum(lengths) for lengths in wanted]
+        received = torch.empty(sum(into), dtype=context.wire_dtype, device=context.device)
+        with phase("exchange between tensor-parallel ranks", self._group):
+            exchange_bytes(received, send, into, out, group=self._group).wait()
+        context.stats.count_exchange((sum(out) - out[self._rank]) * received.element_size())
+        return [
+            part.split(list(lengths)) if lengths else ()
+            for part, lengths in zip(received.split(into), wanted, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """Whole directions of matrices that this rank of the tensor-parallel group orthogonalises."""
+
+    matrices: Mapping[int, Tensor]
+    rules: Sequence[UpdateRule]
+    finish: Finish | None = None
+
+    def stacked(self, indices: Sequence[int]) -> Tensor:
+        """Return ``(matrices, rows, cols)``."""
+        return torch.stack([self.matrices[index] for index in indices])
+
+
+def refuse_with_tensor_parallel(config: MuonConfig) -> None:
+    """Refuse settings that matrices in shards do not allow.
+
+    Raises:
+        UnsupportedConfigError: Naming the key.
+    """
+    for key, wanted, why in (
+        ("variant", config.variant != "muon", "its state belongs to whole rows, which are cut"),
+        ("consolidate_on_save", config.consolidate_on_save, "only DeepSpeed's own checkpoints know shards"),
+    ):
+        if wanted:
+            raise UnsupportedConfigError(
+                f"optimizer.params.{key} is not supported with tensor parallelism: {why}; unset it"
+            )

@@ -1,0 +1,167 @@
+"""The two all-to-alls of one chunk: fragments of directions to the owners, and fragments of updates back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed_muon.plan.exchange import Chunk, ExchangePlan, Segment
+from deepspeed_muon.transport.buffers import ExchangeBuffers
+from deepspeed_muon.transport.context import StepContext
+from deepspeed_muon.transport.waiting import phase
+
+__all__ = ["ChunkExchange", "Travel", "cut", "exchange_bytes"]
+
+# Slots of the buffers with overlap: one chunk arrives, one is orthogonalised, one returns.
+_SLOTS = 3
+
+
+@dataclass(slots=True)
+class Travel:
+    """One chunk on its way, in one slot of the buffers.
+
+    Attributes:
+        chunk: What travels.
+        number: Of the chunk in its plan.
+        held: Fragments that this rank holds of other ranks' matrices: directions leave from here, and their updates
+            arrive here.
+        owned: Fragments that other ranks hold of this rank's matrices: directions arrive, and updates leave.
+        work: The all-to-all that is under way.
+    """
+
+    chunk: Chunk
+    number: int
+    held: Tensor
+    owned: Tensor
+    work: dist.Work | None = field(default=None)
+
+
+class ChunkExchange:
+    """Starts and awaits the all-to-alls of one exchange plan.
+
+    The same fragments travel in both directions, so the updates come back to where the directions left from.
+    """
+
+    def __init__(
+        self,
+        plan: ExchangePlan,
+        context: StepContext,
+        buffers: ExchangeBuffers,
+        *,
+        overlap: bool,
+        leaves_pending: bool = False,
+        follows_pending: bool = False,
+    ) -> None:
+        """Reserve the buffers; nothing is allocated or sent.
+
+        Args:
+            plan: This rank's view of the exchange.
+            context: Of the step set.
+            buffers: Memory of the slots, shared with other step sets.
+            overlap: Whether chunks travel while others are orthogonalised. Without it every all-to-all is waited for
+                at once, in a third of the memory.
+            leaves_pending: Whether the last updates may still travel while the next set is updated.
+            follows_pending: Whether updates of the set before may still travel when this one begins.
+        """
+        self._context = context
+        self._buffers = buffers
+        self._overlap = overlap
+        self._number_of = {id(chunk): number for number, chunk in enumerate(plan.chunks)}
+        moving = [chunk for chunk in plan.chunks if chunk.scatters]
+        most = _SLOTS if overlap else 1
+        # Step sets whose updates meet must count their slots alike.
+        self.slots = most if leaves_pending or follows_pending else max(1, min(most, len(moving)))
+        for slot in range(most if follows_pending and moving else min(most, len(moving))):
+            held = max(sum(chunk.scatter_recv_splits) for chunk in moving)
+            owned = max(sum(chunk.scatter_send_splits) for chunk in moving)
+            buffers.reserve(f"held {slot}", held * context.wire_dtype.itemsize)
+            buffers.reserve(f"owned {slot}", owned * context.wire_dtype.itemsize)
+
+    def open(self, chunk: Chunk, slot: int) -> Travel:
+        """Give a chunk its slot in the buffers, which hold whatever was there before."""
+        slot %= self.slots
+        dtype = self._context.wire_dtype
+        return Travel(
+            chunk,
+            self._number_of[id(chunk)],
+            held=self._buffers.take(f"held {slot}", sum(chunk.scatter_recv_splits), dtype),
+            owned=self._buffers.take(f"owned {slot}", sum(chunk.scatter_send_splits), dtype),
+        )
+
+    def gather(self, travel: Travel) -> None:
+        """Start to send what is in ``held`` to the owners. Must be called by all ranks of the group."""
+        chunk = travel.chunk
+        if chunk.gathers:
+            with self._phase("gather", travel):
+                travel.work = self._all_to_all(
+                    travel.owned, travel.held, chunk.gather_recv_splits, chunk.gather_send_splits
+                )
+
+    def scatter(self, travel: Travel) -> None:
+        """Start to send what is in ``owned`` to the holders. Must be called by all ranks of the group."""
+        chunk = travel.chunk
+        with self._phase("scatter", travel):
+            travel.work = self._all_to_all(
+                travel.held, travel.owned, chunk.scatter_recv_splits, chunk.scatter_send_splits
+            )
+
+    def wait(self, what: Literal["gather", "scatter"], travel: Travel) -> None:
+        """Wait until the all-to-all of a chunk is done; on a GPU the current stream waits, not the process."""
+        with self._phase(what, travel):
+            if travel.work is not None:
+                travel.work.wait()
+                travel.work = None
+
+    def _phase(self, what: str, travel: Travel) -> AbstractContextManager[None]:
+        return phase(
+            f"{what} of chunk {travel.number} of step set {self._context.number}", self._context.group
+        )
+
+    def _all_to_all(
+        self, out: Tensor, send: Tensor, out_splits: Sequence[int], send_splits: Sequence[int]
+    ) -> dist.Work | None:
+        work = exchange_bytes(out, send, out_splits, send_splits, group=self._context.group)
+        self._context.stats.count_exchange(sum(send_splits) * send.element_size())
+        if self._overlap:
+            return work
+        work.wait()
+        return None
+
+
+def exchange_bytes(
+    out: Tensor,
+    send: Tensor,
+    out_splits: Sequence[int],
+    send_splits: Sequence[int],
+    *,
+    group: dist.ProcessGroup | None,
+) -> dist.Work:
+    """Start an all-to-all of flat tensors as bytes: gloo does not know every half format, and no backend computes.
+
+    Args:
+        out: What is received, by rank; mutated.
+        send: What is sent, by rank, of the same dtype.
+        out_splits: Elements from each rank.
+        send_splits: Elements to each rank.
+        group: The process group; all of its ranks must call.
+    """
+    size = send.element_size()
+    return dist.all_to_all_single(
+        out.view(torch.uint8),
+        send.view(torch.uint8),
+        [count * size for count in out_splits],
+        [count * size for count in send_splits],
+        group=group,
+        async_op=True,
+    )
+
+
+def cut(buffer: Tensor, segment: Segment) -> Tensor:
+    """Return a segment's part of a buffer."""
+    return buffer.narrow(0, segment.buffer_offset, segment.fragment.numel)
