@@ -187,7 +187,13 @@ def collect(engine: Any) -> LiveState:
         raise CheckpointError("the engine's optimizer holds no parameters")
     first = optimizer.runners[0]
     return LiveState(
-        engine, optimizer, tuple(parameters), sets[0].group, sets[0].rank, sets[0].world_size, first.context.device
+        engine,
+        optimizer,
+        tuple(parameters),
+        sets[0].group,
+        sets[0].rank,
+        sets[0].world_size,
+        first.context.device,
     )
 
 

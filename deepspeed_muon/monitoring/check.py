@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,14 +28,12 @@ from deepspeed_muon.monitoring.measure import (
     orthogonalize_carefully,
 )
 from deepspeed_muon.monitoring.recorder import StepRecorder
-from deepspeed_muon.monitoring.results import Member, Result, Together
+from deepspeed_muon.monitoring.results import Member, R, Result, Together, Window
 from deepspeed_muon.ops.reference import frobenius_norms
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.transport.waiting import phase
 
 __all__ = ["ResultCheck"]
-
-R = TypeVar("R", bound=Result)
 
 logger = logging.getLogger("deepspeed_muon")
 
@@ -119,8 +117,8 @@ class ResultCheck:
             results: What came out of the iteration; a wrong result is replaced in place.
         """
         window = _window_numel(self._device)
-        waiting: _Window[R] | None = None
-        current: _Window[R] = _Window()
+        waiting: Window[R] | None = None
+        current: Window[R] = Window()
         apart: dict[dist.ProcessGroup, list[R]] = {}
         for result in results:
             if not self.recorder.check:
@@ -144,7 +142,7 @@ class ResultCheck:
             current.send()
             if waiting is not None:
                 yield from self._settle_all(waiting)
-            waiting, current = current, _Window()
+            waiting, current = current, Window()
         current.send()
         for rest in (waiting, current):
             if rest is not None:
@@ -156,7 +154,7 @@ class ResultCheck:
     def _settle_now(self, result: Result) -> None:
         self._settle([result], self._norms(result.updates).tolist())
 
-    def _settle_all(self, window: _Window[R]) -> Iterator[R]:
+    def _settle_all(self, window: Window[R]) -> Iterator[R]:
         norms = iter(window.read())
         for result in window.results:
             self._settle([result], [next(norms) for _ in result.members])
@@ -365,39 +363,3 @@ def _maximum(values: Iterable[float]) -> float:
     """Return the largest value, NaN if there is one."""
     found = list(values)
     return math.nan if any(map(math.isnan, found)) else max(found)
-
-
-class _Window(Generic[R]):
-    """Results whose norms travel to the host together."""
-
-    def __init__(self) -> None:
-        self.results: list[R] = []
-        self.numel = 0
-        self._norms: list[Tensor] = []
-        self._host: Tensor | None = None
-        self._ready: torch.Event | None = None
-
-    def add(self, result: R, norms: Tensor) -> None:
-        self.results.append(result)
-        self.numel += result.updates.numel()
-        self._norms.append(norms)
-
-    def send(self) -> None:
-        """Start the copy to the host, in the order of the stream: later work does not delay it."""
-        if not self._norms:
-            return
-        norms = torch.cat(self._norms)
-        if norms.device.type == "cpu":
-            self._host = norms
-            return
-        self._host = torch.empty(norms.shape, dtype=norms.dtype, pin_memory=True)
-        self._host.copy_(norms, non_blocking=True)
-        self._ready = torch.Event(device=norms.device.type)
-        self._ready.record()
-
-    def read(self) -> list[float]:
-        """Wait for the copy and return the norms."""
-        if self._ready is not None:
-            self._ready.synchronize()
-        values: list[float] = [] if self._host is None else self._host.tolist()
-        return values

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Finish", "Member", "Result", "Together"]
+__all__ = ["Finish", "Member", "R", "Result", "Together", "Window"]
 
 # Matrix index and number of its block.
 Member = tuple[int, int]
@@ -77,3 +78,44 @@ class Result:
         self.updates = (
             self.blocks if self.finish is None else self.finish.normalize(self.members, self.blocks)
         )
+
+
+R = TypeVar("R", bound=Result)
+
+
+class Window(Generic[R]):
+    """Results whose norms travel to the host together."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self.results: list[R] = []
+        self.numel = 0
+        self._norms: list[Tensor] = []
+        self._host: Tensor | None = None
+        self._ready: torch.Event | None = None
+
+    def add(self, result: R, norms: Tensor) -> None:
+        """Keep a result with the norms of its entries, which are on the device."""
+        self.results.append(result)
+        self.numel += result.updates.numel()
+        self._norms.append(norms)
+
+    def send(self) -> None:
+        """Start the copy to the host, in the order of the stream: later work does not delay it."""
+        if not self._norms:
+            return
+        norms = torch.cat(self._norms)
+        if norms.device.type == "cpu":
+            self._host = norms
+            return
+        self._host = torch.empty(norms.shape, dtype=norms.dtype, pin_memory=True)
+        self._host.copy_(norms, non_blocking=True)
+        self._ready = torch.Event(device=norms.device.type)
+        self._ready.record()
+
+    def read(self) -> list[float]:
+        """Wait for the copy and return the norms."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        values: list[float] = [] if self._host is None else self._host.tolist()
+        return values

@@ -18,7 +18,7 @@ from deepspeed_muon.plan.exchange import Chunk, ExchangePlan, Segment, build_exc
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.rows import row_layouts
 from deepspeed_muon.step.adam import AdamUpdates
-from deepspeed_muon.step.assignment import assign
+from deepspeed_muon.step.assignment import Assignment, assign
 from deepspeed_muon.step.directions import ChunkDirections, Step
 from deepspeed_muon.step.gradients import GradientInspection, GradientReport
 from deepspeed_muon.step.momentum import LocalDirections, MomentumSource, held_by
@@ -121,20 +121,7 @@ class StepRunner:
             config.ns_settings(resources.device),
             resources.stats,
         )
-        self.assignment = assign(
-            step_set,
-            config,
-            device=resources.device,
-            load=load,
-            can_open_groups=resources.share_groups.can_open,
-        )
-        self.plan: ExchangePlan = build_exchange_plan(
-            self.assignment.matrices,
-            self.assignment.owners,
-            rank=step_set.rank,
-            world_size=step_set.world_size,
-            chunk_numel=config.exchange_chunk_numel,
-        )
+        self.assignment, self.plan = _planned(step_set, config, resources, load)
         self._local = [held_by(matrix, step_set.rank) for matrix in self.plan.matrices]
         self._scales = BlockScales(self.plan.matrices)
         self._exchange = ChunkExchange(
@@ -375,14 +362,7 @@ class StepRunner:
         *,
         refresh: Refresh | None = None,
     ) -> None:
-        """Wait for the scatter of a chunk and apply what came back.
-
-        Args:
-            travel: The chunk.
-            active: Whether any rank has a gradient, one flag for each matrix of the plan.
-            table: How updates reach the weights.
-            refresh: Called with offset and length of every run of the partition that was updated.
-        """
+        """Wait for the scatter of a chunk and apply what came back; ``refresh`` learns of every run that changed."""
         with self._check.recorder.span("scatter"):
             self._exchange.wait("scatter", travel)
         for segment in travel.chunk.updates_in:
@@ -397,3 +377,24 @@ class StepRunner:
         owned = [index for index in chunk.owned if active[index]]
         others = [index for index in chunk.active(active) if self.plan.owners[index] != self.plan.rank]
         return [index for batch in self._whole.batches(owned) for index in batch] + others
+
+
+def _planned(
+    step_set: StepSet, config: MuonConfig, resources: StepResources, load: list[float]
+) -> tuple[Assignment, ExchangePlan]:
+    """Choose the owners and plan the exchange."""
+    assignment = assign(
+        step_set,
+        config,
+        device=resources.device,
+        load=load,
+        can_open_groups=resources.share_groups.can_open,
+    )
+    plan = build_exchange_plan(
+        assignment.matrices,
+        assignment.owners,
+        rank=step_set.rank,
+        world_size=step_set.world_size,
+        chunk_numel=config.exchange_chunk_numel,
+    )
+    return assignment, plan

@@ -20,9 +20,6 @@ from deepspeed_muon.transport.waiting import phase
 
 __all__ = ["RankFacts", "agree", "gather_flags", "gradient_flags", "group_rank_scope"]
 
-# On so many CPU ranks flags go from each to each: one hop, where gloo's all-reduce has two for each other rank. On four
-# ranks of two cores that takes a third of the time or less (benchmarks/collectives.py).
-_DIRECT_UP_TO = 16
 # Lines of differences in an error; a model of another size differs in all its parameters.
 _LINES = 20
 
@@ -61,19 +58,19 @@ class RankFacts:
 
 
 def agree(
-    claim: RankFacts,
+    own_facts: RankFacts,
     *,
     error: Exception | None = None,
     kind: type[MuonError] = RankDisagreementError,
     members: Members | None = None,
 ) -> None:
-    """Compare this rank's claim with those of the other ranks and raise on every rank when they differ.
+    """Compare this rank's facts with those of the other ranks and raise on every rank when they differ.
 
     Must be called by all ``members``; in a single process it only raises ``error``. Digests travel first, and the
     facts themselves only when those differ.
 
     Args:
-        claim: What this rank says.
+        own_facts: What this rank says.
         error: The exception that this rank caught before; it is raised here after the others were told.
         kind: Class of the error that is raised on the other ranks.
         members: The ranks that compare; all of the default process group where nothing is given.
@@ -88,7 +85,7 @@ def agree(
             raise error
         return
     what = _COMPARED.get(kind, "comparison of settings")
-    summaries = members.gather((claim.failure, claim.digests()), what=what)
+    summaries = members.gather((own_facts.failure, own_facts.digests()), what=what)
     if error is not None:
         raise error
     failures = [f"rank {rank}: {text}" for rank, (text, _) in summaries.items() if text is not None]
@@ -98,23 +95,23 @@ def agree(
     # Every rank sees the same digests, so that all of them take part in the second exchange or none.
     if all(known.setdefault(*item) == item[1] for _, own in summaries.values() for item in own.items()):
         return
-    differences = _differences(members.gather(claim, what=what))
+    differences = _differences(members.gather(own_facts, what=what))
     if differences:
         more = [f"... and {len(differences) - _LINES} more"] if len(differences) > _LINES else []
         raise kind("the ranks do not agree:\n" + "\n".join(differences[:_LINES] + more))
 
 
-def _differences(claims: Mapping[int, RankFacts]) -> list[str]:
+def _differences(facts_of: Mapping[int, RankFacts]) -> list[str]:
     """Describe every fact on which the ranks of one scope differ, each value once with the ranks that hold it.
 
     All scopes are looked at on every rank: the ranks of the others would wait for those that raise.
     """
     lines = []
-    for name in sorted({name for claim in claims.values() for name in claim.facts}):
+    for name in sorted({name for own in facts_of.values() for name in own.facts}):
         by_scope: dict[str, dict[str, list[int]]] = {}
-        for rank, claim in claims.items():
-            holders = by_scope.setdefault(claim.scope_of(name), {})
-            holders.setdefault(claim.facts.get(name, "<absent>"), []).append(rank)
+        for rank, own in facts_of.items():
+            holders = by_scope.setdefault(own.scope_of(name), {})
+            holders.setdefault(own.facts.get(name, "<absent>"), []).append(rank)
         for holders in by_scope.values():
             if len(holders) > 1:
                 shown = _where_they_differ(list(holders))
@@ -149,25 +146,15 @@ def gather_flags(flags: Tensor, *, group: dist.ProcessGroup | None) -> Tensor:
     Must be called by all ranks of ``group``.
 
     Args:
-        flags: uint8, any shape, on a device that the group's backend can send. May be mutated.
+        flags: uint8, any shape, on a device that the group's backend can send. Mutated.
         group: The data-parallel group.
 
     Returns:
-        uint8, of the same shape.
+        ``flags``.
     """
     with phase("exchange of gradient flags", group):
-        return _gathered_flags(flags, group)
-
-
-def _gathered_flags(flags: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    ranks = dist.get_world_size(group)
-    if flags.device.type != "cpu" or ranks > _DIRECT_UP_TO:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-        return flags
-    copies = flags.unsqueeze(0).repeat(ranks, *[1] * flags.ndim)
-    received = torch.empty_like(copies)
-    dist.all_to_all_single(received, copies, group=group)
-    return received.amax(dim=0)
+    return flags
 
 
 def gradient_flags(fragments: list[Tensor]) -> Tensor:

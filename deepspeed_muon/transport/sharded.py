@@ -63,21 +63,8 @@ def orthogonalize_sharded(
         ShardingError: On every rank, if the shards do not fit together, ``shard_dim`` is not a dimension of the matrix,
             or ``group`` is not one that this rank belongs to.
     """
-    world_size = _group_size(group)
-    try:
-        dim = _matrix_dim(x, shard_dim)
-        problem = None
-    except ShardingError as error:
-        dim, problem = -1, error
-    if shard_sizes is None:
-        shard_sizes = _agree_on_sizes(x, dim, group, settings, problem)
-    elif problem is not None:
-        raise problem
-    elif len(shard_sizes) != world_size or shard_sizes[dist.get_rank(group)] != x.shape[dim]:
-        raise ShardingError(
-            f"shard_sizes {list(shard_sizes)} do not describe {world_size} ranks of which rank "
-            f"{dist.get_rank(group)} holds {x.shape[dim]} along dimension {dim}"
-        )
+    dim, shard_sizes = _checked_sizes(x, group, shard_dim, settings, shard_sizes)
+    world_size = len(shard_sizes)
     if world_size == 1:
         return orthogonalize(x, settings=settings)
     # From here on columns are what is sharded.
@@ -94,6 +81,32 @@ def orthogonalize_sharded(
         result = recut.back(_iterate(recut.there(flat), settings, group))
     result = result.reshape(columns.shape)
     return result.mT.contiguous() if dim == -2 else result
+
+
+def _checked_sizes(
+    x: Tensor,
+    group: dist.ProcessGroup,
+    shard_dim: int,
+    settings: NsSettings,
+    shard_sizes: Sequence[int] | None,
+) -> tuple[int, Sequence[int]]:
+    """Return the sharded dimension, counted from the end, and every rank's length along it."""
+    world_size = _group_size(group)
+    try:
+        dim = _matrix_dim(x, shard_dim)
+        problem = None
+    except ShardingError as error:
+        dim, problem = -1, error
+    if shard_sizes is None:
+        return dim, _agree_on_sizes(x, dim, group, settings, problem)
+    if problem is not None:
+        raise problem
+    if len(shard_sizes) != world_size or shard_sizes[dist.get_rank(group)] != x.shape[dim]:
+        raise ShardingError(
+            f"shard_sizes {list(shard_sizes)} do not describe {world_size} ranks of which rank "
+            f"{dist.get_rank(group)} holds {x.shape[dim]} along dimension {dim}"
+        )
+    return dim, shard_sizes
 
 
 def _group_size(group: dist.ProcessGroup) -> int:
