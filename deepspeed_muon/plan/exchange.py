@@ -19,9 +19,8 @@ from deepspeed_muon.plan.layout import Fragment, MatrixLayout
 
 __all__ = ["Chunk", "ExchangePlan", "Segment", "build_exchange_plan", "chunk_limit"]
 
-# Only several chunks overlap with each other, and smaller ones need less memory. Below so many elements a rank (512 KiB
-# in bf16, some ten microseconds at 50 GB/s) latency is the larger part of an all-to-all, so that is as fine as it gets.
-# Twice as many would bring the peak memory of a model of 5M on four ranks above AdamW's.
+# Only several chunks overlap with each other, and smaller ones need less memory. Chunks below so many elements a rank
+# (512 KiB in bf16, some ten microseconds at 50 GB/s) are bound by latency.
 _CHUNKS = 8
 _LEAST_NUMEL_PER_RANK = 1 << 18
 
