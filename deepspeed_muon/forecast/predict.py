@@ -51,8 +51,8 @@ class PlannedParameter:
         name: Dotted name.
         numel: Elements.
         muon: Whether it is Muon's; otherwise AdamW's.
-        blocks: Rows and columns of every matrix in it that is orthogonalised by itself, with their count.
-        stack: How many equal ones follow each other in memory, if that is all of it.
+        blocks: Count, rows and columns of every kind of block in it.
+        stack: Number of equal blocks that follow each other in memory, if the parameter is nothing but such a stack.
     """
 
     name: str
@@ -79,7 +79,7 @@ class PlanSettings:
         model_bytes: Bytes of an element of the forward pass's weights, and of its gradient.
         chunk_numel: ``exchange_chunk_numel``.
         order: Order of the matrices in the flat buffers of stages 1 and 2.
-        share_matrices: Whether ranks share a matrix where that pays, or how many do wherever it is possible.
+        share_matrices: ``auto`` shares a matrix where that pays; a number is how many ranks share wherever possible.
         efficiency: Part of the GPU's tensor operations that the iteration reaches.
         link_efficiency: Part of the bandwidths that copies and collectives reach.
     """
@@ -127,13 +127,14 @@ class Exchange:
     """Owners, work and traffic of all Muon matrices in one step.
 
     Attributes:
-        owners: The owning rank of each Muon parameter, in order; the first of several, and of a stack's first piece.
-        owned_elements: Elements of the matrices, and parts of them, that each rank orthogonalises.
-        shared: The ranks that share a Muon parameter, by its number, for those that are shared.
+        owners: The owner of each Muon parameter, in order: the first sharer of a shared one, the owner of the first
+            blocks of a cut stack.
+        owned_elements: Elements that each rank orthogonalises.
+        shared: The ranks that share a Muon parameter, by its number, for the shared ones.
         flops: Newton-Schulz operations of each rank; time in which sharers communicate counts as operations.
         gather_elements: Elements that each rank sends to owners.
         scatter_elements: Elements that each rank sends back as an owner.
-        moving: Muon parameters that do not lie whole on their owner.
+        moving: Number of Muon parameters of which elements travel.
     """
 
     owners: tuple[int, ...]
@@ -211,10 +212,11 @@ def _assign(
     """Return what one step set's ranks orthogonalise: parameter, first and last element, and its owner or sharers."""
     costs = [parameter_flops(parameter, settings) for parameter in muon]
     limit = travelling_cost(costs, load)
+    whole = holdings.whole.tolist()
     runs: list[tuple[int, int, int]] = []
     for index, (parameter, cost) in enumerate(zip(muon, costs, strict=True)):
         found = [(0, parameter.stack)]
-        if parameter.stack > 1 and settings.tensor_parallel == 1 and not holdings.whole[index]:
+        if parameter.stack > 1 and settings.tensor_parallel == 1 and not whole[index]:
             size = parameter.numel // parameter.stack
             starts = None if holdings.replicated else holdings.starts(index).tolist()
             found = block_runs(parameter.stack, size, starts, cost=cost / parameter.stack, limit=limit)
@@ -226,7 +228,7 @@ def _assign(
     ranks = assign_ranks(
         [costs[i] / muon[i].stack * blocks for i, _, blocks in runs],
         [
-            Shareable(*muon[i].blocks[0][1:], stays=bool(holdings.whole[i]))
+            Shareable(*muon[i].blocks[0][1:], stays=whole[i])
             if sum(blocks for blocks, _, _ in muon[i].blocks) == 1
             else None
             for i, _, _ in runs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -211,6 +212,10 @@ def test_blocks_add_up() -> None:
         (6, 0, 6, 5),
         (6, 5, 6, 3),
     ]
+    narrower = replace(columns, row_blocks=(), col_blocks=())
+    assert [block.area for block in narrower.blocks()] == [(slice(0, 12), slice(0, 8))]
+    same = pickle.loads(pickle.dumps(columns))
+    assert same == columns and hash(same) == hash(columns) and same.blocks() == columns.blocks()
     assert columns.equal_blocks is None and columns.layer_shape(6, 5) == (5, 6)
     with pytest.raises(ValueError, match="row blocks"):
         MatrixLayout("q", 12, 8, 0, whole, row_blocks=(5, 5))
