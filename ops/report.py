@@ -157,15 +157,8 @@ def _gpu() -> dict[str, Any]:
             state = f"none for compute capability {capability / 10:.1f}"
         else:
             state = f"for {names[0]}"
-        kernels.append({"name": name, "state": f"{state}; {hardware_state()}"})
+        kernels.append({"name": name, "state": state})
     return {"devices": names, "kernels": kernels, "sources": sources}
-
-
-def hardware_state() -> str:
-    """Return on which GPUs the CUDA kernels have been run, from the benchmark results that are kept."""
-    folder = toolchain.CSRC.parent.parent / "benchmarks" / "results"
-    names = sorted(path.stem for path in folder.glob("newton_schulz-*.json") if "nvidia" in path.stem.lower())
-    return f"measured: {', '.join(names)}" if names else "not yet run on hardware"
 
 
 def _test_orthogonalize(operators: Any, device: str) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ about them exactly as it does about those of a real model.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -334,8 +333,3 @@ _LAYERS: dict[str, Layer] = {
     "deepseek_v3": _deepseek,
     "kimi_k2": _deepseek,
 }
-
-
-def count_elements(parameters: list[NamedParameter]) -> int:
-    """Return the elements of all parameters together."""
-    return sum(math.prod(item.param.shape) for item in parameters)

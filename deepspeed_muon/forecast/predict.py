@@ -10,7 +10,6 @@ Bytes of a collective are those that a ring sends from each rank: ``n (W-1)/W`` 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -23,9 +22,9 @@ from deepspeed_muon.math.newton_schulz import NsMethod
 from deepspeed_muon.plan.hardware import GPUS, Gpu
 from deepspeed_muon.plan.holdings import Floats, Holdings, Ints, flat_holdings, sharded_holdings
 from deepspeed_muon.plan.order import OrderName, balanced_order, flat_partition_numel
-from deepspeed_muon.plan.owners import FLOPS_PER_MOVED_ELEMENT, assign_holdings
-from deepspeed_muon.plan.pieces import PIECE_SHARE, block_runs
-from deepspeed_muon.plan.sharing import Shareable, SharingRule, Speeds, choose_sharers, even_sizes
+from deepspeed_muon.plan.owners import holders_in_holdings
+from deepspeed_muon.plan.sharing import Shareable, SharingRule, Speeds, assign_ranks, even_sizes
+from deepspeed_muon.plan.stacks import block_runs, travelling_cost
 
 __all__ = [
     "Exchange",
@@ -52,8 +51,8 @@ class PlannedParameter:
         name: Dotted name.
         numel: Elements.
         muon: Whether it is Muon's; otherwise AdamW's.
-        blocks: Rows and columns of every matrix in it that is orthogonalised by itself, with their count.
-        stack: How many equal ones follow each other in memory, if that is all of it.
+        blocks: Count, rows and columns of every kind of block in it.
+        stack: Number of equal blocks that follow each other in memory, if the parameter is nothing but such a stack.
     """
 
     name: str
@@ -80,7 +79,7 @@ class PlanSettings:
         model_bytes: Bytes of an element of the forward pass's weights, and of its gradient.
         chunk_numel: ``exchange_chunk_numel``.
         order: Order of the matrices in the flat buffers of stages 1 and 2.
-        share_matrices: Whether ranks share a matrix where that pays, or how many do wherever it is possible.
+        share_matrices: ``auto`` shares a matrix where that pays; a number is how many ranks share wherever possible.
         efficiency: Part of the GPU's tensor operations that the iteration reaches.
         link_efficiency: Part of the bandwidths that copies and collectives reach.
     """
@@ -128,13 +127,14 @@ class Exchange:
     """Owners, work and traffic of all Muon matrices in one step.
 
     Attributes:
-        owners: The owning rank of each Muon parameter, in order; the first of several, and of a stack's first piece.
-        owned_elements: Elements of the matrices, and parts of them, that each rank orthogonalises.
-        shared: The ranks that share a Muon parameter, by its number, for those that are shared.
+        owners: The owner of each Muon parameter, in order: the first sharer of a shared one, the owner of the first
+            blocks of a cut stack.
+        owned_elements: Elements that each rank orthogonalises.
+        shared: The ranks that share a Muon parameter, by its number, for the shared ones.
         flops: Newton-Schulz operations of each rank; time in which sharers communicate counts as operations.
         gather_elements: Elements that each rank sends to owners.
         scatter_elements: Elements that each rank sends back as an owner.
-        moving: Muon parameters that do not lie whole on their owner.
+        moving: Number of Muon parameters of which elements travel.
     """
 
     owners: tuple[int, ...]
@@ -178,169 +178,104 @@ def exchange_of(parameters: Sequence[PlannedParameter], settings: PlanSettings) 
         settings: Stage, ranks and iteration.
     """
     muon = [parameter for parameter in parameters if parameter.muon]
-    world = settings.world_size
-    place = _order(muon, settings)
-    given, muon = muon, [muon[index] for index in place]
-    load = [0.0] * world
-    nodes = node_of_ranks(world, settings.gpus_per_node)
-    costs = [parameter_flops(parameter, settings) for parameter in muon]
-    owners: list[int] = []
+    load = [0.0] * settings.world_size
+    gather, scatter, owned = (np.zeros(settings.world_size) for _ in range(3))
+    owners: dict[int, int] = {}
     shared: dict[int, tuple[int, ...]] = {}
-    gather, scatter, owned = np.zeros(world), np.zeros(world), np.zeros(world)
-    moving = 0
-    for start, stop in _sub_groups(muon, settings):
-        numels = np.array([parameter.numel for parameter in muon[start:stop]], dtype=np.int64)
-        whole = _holdings(numels, settings)
-        part_of, begins, ends = _cut_stacks(muon[start:stop], costs[start:stop], whole, load, settings)
-        holdings = whole.parts(part_of, begins, ends)
-        of_part = [
-            (end - begin)
-            * muon[start + i].stack
-            // muon[start + i].numel
-            * costs[start + i]
-            / muon[start + i].stack
-            for i, begin, end in zip(part_of.tolist(), begins.tolist(), ends.tolist(), strict=True)
-        ]
-        candidates = _shareable(muon[start:stop], whole, settings)
-        single = np.bincount(part_of, minlength=stop - start)[part_of] == 1
-        sharers = choose_sharers(
-            [candidates[i] if alone else None for i, alone in zip(part_of.tolist(), single, strict=True)],
-            of_part,
-            load=load,
-            nodes=nodes.tolist(),
-            rule=settings.sharing_rule,
-        )
-        owner_of: dict[int, int] = {}
-        for part, ranks in sharers.items():
-            index = int(part_of[part])
-            _count_slabs(gather, scatter, part, muon[start + index], ranks, holdings, settings)
-            owned[list(ranks)] += numels[index] / len(ranks)
-            shared[place[start + index]] = ranks
-            owner_of[index] = ranks[0]
-        alone = np.array([part for part in range(len(part_of)) if part not in sharers], dtype=np.int64)
-        rest = holdings.parts(alone, np.zeros_like(alone), holdings.numel[alone])
-        given_to = assign_holdings(
-            [of_part[part] for part in alone.tolist()],
-            rest,
-            load=load,
-            nodes=nodes,
-            replicated=settings.stage == 0 and world > 1,
-        )
-        owner = np.asarray(given_to, dtype=np.int64)
-        for part, rank in zip(alone.tolist(), given_to, strict=True):
-            owner_of.setdefault(int(part_of[part]), rank)
-        owners.extend(owner_of[index] for index in range(stop - start))
-        own = rest.held(np.arange(len(alone)), owner)
-        np.add.at(owned, owner, rest.numel)
-        if settings.stage > 0:
-            gather += rest.per_rank()
-            np.add.at(gather, owner, -own)
-            np.add.at(scatter, owner, rest.numel - own)
-        else:
-            np.add.at(scatter, owner, rest.numel * (world - 1.0))
-        moving += int(np.count_nonzero(own < rest.numel)) if settings.stage else len(alone) * (world > 1)
-        moving += len(sharers)
-    of_given = dict(zip(place, owners, strict=True))
-    in_order = tuple(of_given[index] for index in range(len(given)))
-    return Exchange(in_order, shared, owned, np.asarray(load), gather, scatter, moving)
+    moving: set[int] = set()
+    for members in _step_sets(muon, settings):
+        numbers, begins, ends, ranks = [], [], [], []
+        holdings = _holdings([muon[number].numel for number in members], settings)
+        for index, begin, end, sharers in _assign([muon[n] for n in members], holdings, load, settings):
+            owners.setdefault(members[index], sharers[0])
+            if len(sharers) > 1:
+                shared[members[index]] = sharers
+            cols = muon[members[index]].blocks[0][2] if len(sharers) > 1 else 1
+            for rows, rank in zip(even_sizes((end - begin) // cols, len(sharers)), sharers, strict=True):
+                numbers.append(index)
+                begins.append(begin)
+                begin += rows * cols
+                ends.append(begin)
+                ranks.append(rank)
+        parts = holdings.ranges(*(np.array(each, dtype=np.int64) for each in (numbers, begins, ends)))
+        np.add.at(owned, ranks, parts.numel)
+        sent, returned, travels = parts.traffic(ranks)
+        gather, scatter = gather + sent, scatter + returned
+        moving.update(members[numbers[at]] for at in np.flatnonzero(travels))
+    in_order = tuple(owners[number] for number in range(len(muon)))
+    return Exchange(in_order, shared, owned, np.asarray(load), gather, scatter, len(moving))
 
 
-def _cut_stacks(
-    muon: Sequence[PlannedParameter],
-    costs: Sequence[float],
-    holdings: Holdings,
-    load: Sequence[float],
-    settings: PlanSettings,
-) -> tuple[Ints, Ints, Ints]:
-    """Return the parameter, first and last element of everything that has an owner of its own."""
-    limit = PIECE_SHARE * (math.fsum(costs) + math.fsum(load)) / settings.world_size
-    rows: list[tuple[int, int, int]] = []
-    for index, parameter in enumerate(muon):
-        size = parameter.numel // parameter.stack
-        runs = [(0, parameter.stack)]
-        lies_whole = settings.stage > 0 and holdings.first[index] == holdings.last[index]
-        if parameter.stack > 1 and settings.tensor_parallel == 1 < settings.world_size and not lies_whole:
-            starts = holdings.starts(index).tolist() if settings.stage else None
-            runs = block_runs(parameter.stack, size, starts, cost=costs[index] / parameter.stack, limit=limit)
-        rows += [(index, first * size, (first + count) * size) for first, count in runs]
-    table = np.array(rows, dtype=np.int64).reshape(len(rows), 3)
-    return table[:, 0], table[:, 1], table[:, 2]
-
-
-def _shareable(
-    muon: Sequence[PlannedParameter], holdings: Holdings, settings: PlanSettings
-) -> list[Shareable | None]:
-    """Return what ranks could share: matrices that are orthogonalised whole."""
-    stays = (holdings.first == holdings.last) & (settings.stage > 0)
-    return [
-        Shareable(*p.blocks[0][1:], moving=FLOPS_PER_MOVED_ELEMENT * p.numel * bool(alone))
-        if sum(count for count, _, _ in p.blocks) == 1
-        else None
-        for p, alone in zip(muon, stays, strict=True)
-    ]
-
-
-def _count_slabs(
-    gather: Floats,
-    scatter: Floats,
-    index: int,
-    parameter: PlannedParameter,
-    ranks: Sequence[int],
-    holdings: Holdings,
-    settings: PlanSettings,
-) -> None:
-    """Add what travels of a matrix that ranks share."""
-    _, rows, cols = parameter.blocks[0]
-    holders, held = holdings.holders(index)
-    starts = holdings.starts(index)
-    first = 0
-    for rank, count in zip(ranks, even_sizes(rows, len(ranks)), strict=True):
-        last = first + count * cols
-        if settings.stage == 0:
-            scatter[rank] += (last - first) * (settings.world_size - 1.0)
-        else:
-            inside = np.clip(np.minimum(starts + held, last) - np.maximum(starts, first), 0, None)
-            elsewhere = np.where(holders == rank, 0, inside)
-            gather[holders] += elsewhere
-            scatter[rank] += elsewhere.sum()
-        first = last
-
-
-def _order(muon: Sequence[PlannedParameter], settings: PlanSettings) -> list[int]:
-    """Return the positions of the matrices in the order in which they will lie."""
-    if settings.stage not in (1, 2) or settings.order == "given":
-        return list(range(len(muon)))
-    return balanced_order(
-        [parameter.numel for parameter in muon],
-        [parameter_flops(parameter, settings) for parameter in muon],
-        [parameter.blocks for parameter in muon],
-        settings.data_parallel,
+def _assign(
+    muon: Sequence[PlannedParameter], holdings: Holdings, load: list[float], settings: PlanSettings
+) -> list[tuple[int, int, int, tuple[int, ...]]]:
+    """Return what one step set's ranks orthogonalise: parameter, first and last element, and its owner or sharers."""
+    costs = [parameter_flops(parameter, settings) for parameter in muon]
+    limit = travelling_cost(costs, load)
+    whole = holdings.whole.tolist()
+    runs: list[tuple[int, int, int]] = []
+    for index, (parameter, cost) in enumerate(zip(muon, costs, strict=True)):
+        found = [(0, parameter.stack)]
+        if parameter.stack > 1 and settings.tensor_parallel == 1 and not whole[index]:
+            size = parameter.numel // parameter.stack
+            starts = None if holdings.replicated else holdings.starts(index).tolist()
+            found = block_runs(parameter.stack, size, starts, cost=cost / parameter.stack, limit=limit)
+        runs += [(index, first, count) for first, count in found]
+    sizes = np.array([parameter.numel // parameter.stack for parameter in muon], dtype=np.int64)
+    index, first, count = np.array(runs, dtype=np.int64).T
+    begins, ends = first * sizes[index], (first + count) * sizes[index]
+    nodes = node_of_ranks(settings.world_size, settings.gpus_per_node).tolist()
+    ranks = assign_ranks(
+        [costs[i] / muon[i].stack * blocks for i, _, blocks in runs],
+        [
+            Shareable(*muon[i].blocks[0][1:], stays=whole[i])
+            if sum(blocks for blocks, _, _ in muon[i].blocks) == 1
+            else None
+            for i, _, _ in runs
+        ],
+        holders_in_holdings(holdings.ranges(index, begins, ends)),
+        load=load,
+        rule=settings.sharing_rule,
+        nodes=nodes,
+        share_nodes=nodes,
     )
+    return list(zip(index.tolist(), begins.tolist(), ends.tolist(), ranks, strict=True))
 
 
-def _holdings(numels: Ints, settings: PlanSettings) -> Holdings:
+def _step_sets(muon: Sequence[PlannedParameter], settings: PlanSettings) -> list[list[int]]:
+    """Return the numbers of the matrices that are exchanged together, in the order in which they lie."""
+    if not muon:
+        return []
+    if settings.stage in (1, 2) and settings.order == "balanced":
+        return [
+            balanced_order(
+                [parameter.numel for parameter in muon],
+                [parameter_flops(parameter, settings) for parameter in muon],
+                [parameter.blocks for parameter in muon],
+                settings.data_parallel,
+            )
+        ]
+    sets: list[list[int]] = [[]]
+    filled = 0
+    for number, parameter in enumerate(muon):
+        # ZeRO 3 cuts a param group by the size of its partition.
+        if settings.stage == 3 and filled >= _SUB_GROUP_NUMEL:
+            sets.append([])
+            filled = 0
+        sets[-1].append(number)
+        filled += -(-parameter.numel // settings.world_size)
+    return sets
+
+
+def _holdings(sizes: Sequence[int], settings: PlanSettings) -> Holdings:
+    numels = np.array(sizes, dtype=np.int64)
     ranks, width = settings.data_parallel, settings.tensor_parallel
     if settings.stage in (1, 2):
         ends = np.cumsum(numels)
         partition = flat_partition_numel(-(-int(numels.sum()) // width), ranks) * width
         return flat_holdings(ends - numels, numels, partition_numel=partition, ranks=ranks, width=width)
-    # Stage 0 divides nothing; what is held is not asked for.
-    return sharded_holdings(numels, ranks=ranks, width=width)
-
-
-def _sub_groups(muon: Sequence[PlannedParameter], settings: PlanSettings) -> list[tuple[int, int]]:
-    """Return the parts of the Muon group that are exchanged together: ZeRO 3 cuts it by partition size."""
-    if settings.stage != 3:
-        return [(0, len(muon))] if muon else []
-    bounds, start, filled = [], 0, 0
-    for index, parameter in enumerate(muon):
-        filled += -(-parameter.numel // settings.world_size)
-        if filled >= _SUB_GROUP_NUMEL:
-            bounds.append((start, index + 1))
-            start, filled = index + 1, 0
-    if start < len(muon):
-        bounds.append((start, len(muon)))
-    return bounds
+    replicated = settings.stage == 0 and settings.world_size > 1
+    return sharded_holdings(numels, ranks=ranks, width=width, replicated=replicated)
 
 
 def zero_bytes(parameters: Sequence[PlannedParameter], settings: PlanSettings) -> float:
@@ -372,8 +307,7 @@ def peer_flops(parameters: Sequence[PlannedParameter], settings: PlanSettings) -
         world = settings.data_parallel
         padded = np.concatenate([costs, np.zeros(-len(costs) % world)])
         return float(padded.reshape(-1, world).max(axis=1).sum())
-    numels = np.array([parameter.numel for parameter in muon], dtype=np.int64)
-    holdings = _holdings(numels, settings)
+    holdings = _holdings([parameter.numel for parameter in muon], settings)
     steps = np.zeros(settings.data_parallel + 1)
     np.add.at(steps, holdings.first, costs)
     np.add.at(steps, holdings.last + 1, -costs)

@@ -64,59 +64,36 @@ def forecast(
     """
     exchange = exchange or exchange_of(parameters, settings)
     share = settings.tensor_parallel * (settings.data_parallel if settings.stage else 1)
-    muon = sum(p.numel for p in parameters if p.muon)
-    other = sum(p.numel for p in parameters) - muon
-    own = zero_bytes(parameters, settings)
-    peer = peer_bytes(parameters, settings) - own
-    flat = _memory_seconds(settings, _MUON_TRAFFIC * muon / share)
-    adam = _memory_seconds(settings, _ADAMW_TRAFFIC * other / share)
-    base = _kept(parameters, settings)
-    state = 4.0 / share
-    gather, scatter = exchange.gather_elements.max(), exchange.scatter_elements.max()
-    wire = float((exchange.gather_elements + exchange.scatter_elements).max()) * settings.wire_bytes
-    one_way = _exchange_seconds(settings, max(gather, scatter) * settings.wire_bytes, exchange)
-    flops = float(exchange.flops.max())
-    peer_work = peer_flops(parameters, settings)
-    buffers = _buffers(parameters, settings, exchange)
-    return {
-        "muon": Forecast(
-            wire,
-            own,
-            flops,
-            _total(
-                {
-                    "gather": one_way if settings.stage else 0.0,
-                    "newton_schulz": _compute_seconds(settings, flops),
-                    "scatter": one_way,
-                    "momentum_and_apply": flat,
-                    "adamw": adam,
-                }
-            ),
-            _total({**base, "optimizer_state": (muon + 2 * other) * state, **buffers}),
-        ),
-        "deepspeed_muon_builtin": Forecast(
-            peer,
-            own,
-            peer_work,
-            _total(
-                {
-                    "gather": _link_seconds(settings, peer),
-                    "newton_schulz": _compute_seconds(settings, peer_work),
-                    "scatter": 0.0,
-                    "momentum_and_apply": flat,
-                    "adamw": adam,
-                }
-            ),
-            _total({**base, "optimizer_state": (muon + 2 * other) * state}),
-        ),
-        "adamw": Forecast(
-            0.0,
-            own,
-            0.0,
-            _total({"adamw": _memory_seconds(settings, _ADAMW_TRAFFIC * (muon + other) / share)}),
-            _total({**base, "optimizer_state": 2 * (muon + other) * state}),
-        ),
+    muon = sum(p.numel for p in parameters if p.muon) / share
+    other = sum(p.numel for p in parameters) / share - muon
+    zero = zero_bytes(parameters, settings)
+    peer = peer_bytes(parameters, settings) - zero
+    work, peer_work = float(exchange.flops.max()), peer_flops(parameters, settings)
+    gather, scatter = exchange.gather_elements, exchange.scatter_elements
+    sent = float((gather + scatter).max()) * settings.wire_bytes
+    one_way = _exchange_seconds(settings, max(gather.max(), scatter.max()) * settings.wire_bytes, exchange)
+    flat = {
+        "momentum_and_apply": _memory_seconds(settings, _MUON_TRAFFIC * muon),
+        "adamw": _memory_seconds(settings, _ADAMW_TRAFFIC * other),
     }
+    all_adamw = {"adamw": _memory_seconds(settings, _ADAMW_TRAFFIC * (muon + other))}
+    kept = _kept(parameters, settings)
+    kept_by_adamw = {**kept, "optimizer_state": 8.0 * (muon + other)}
+    kept["optimizer_state"] = 4.0 * muon + 8.0 * other
+    seconds = _muon_seconds(settings, one_way if settings.stage else 0.0, work, one_way)
+    peer_seconds = _muon_seconds(settings, _link_seconds(settings, peer), peer_work, 0.0)
+    memory = {**kept, **_buffers(parameters, settings, exchange)}
+    return {
+        "muon": Forecast(sent, zero, work, _total({**seconds, **flat}), _total(memory)),
+        "deepspeed_muon_builtin": Forecast(
+            peer, zero, peer_work, _total({**peer_seconds, **flat}), _total(kept)
+        ),
+        "adamw": Forecast(0.0, zero, 0.0, _total(all_adamw), _total(kept_by_adamw)),
+    }
+
+
+def _muon_seconds(settings: PlanSettings, gather: float, flops: float, scatter: float) -> dict[str, float]:
+    return {"gather": gather, "newton_schulz": _compute_seconds(settings, flops), "scatter": scatter}
 
 
 def _total(parts: dict[str, float]) -> dict[str, float]:
@@ -235,10 +212,11 @@ def report(
     muon = [parameter for parameter in parameters if parameter.muon]
     counts = np.bincount(np.asarray(exchange.owners, dtype=np.int64), minlength=settings.world_size)
     totals: dict[str, dict[str, int]] = {}
-    for row in route_rows(routes):
-        entry = totals.setdefault(row["algorithm"], {"tensors": 0, "elements": 0})
-        entry["tensors"] += row["tensors"]
-        entry["elements"] += row["elements"]
+    for route in routes:
+        entry = totals.setdefault(route.algorithm, {"tensors": 0, "elements": 0})
+        entry["tensors"] += 1
+        entry["elements"] += math.prod(route.shape)
+    step = forecast(parameters, settings, exchange)
     sent = (exchange.gather_elements + exchange.scatter_elements) * settings.wire_bytes
     data: dict[str, Any] = {
         "model": model,
@@ -254,9 +232,9 @@ def report(
             "max_over_mean": exchange.balance,
         },
         "sent_bytes_per_rank": _spread(sent),
-        "step": {name: asdict(found) for name, found in forecast(parameters, settings, exchange).items()},
+        "step": {name: asdict(found) for name, found in step.items()},
         "sharing": shared,
-        "advice": _advice(parameters, settings, exchange, shared),
+        "advice": _advice(parameters, settings, exchange, shared, step["muon"].memory["total"]),
     }
     if owners:
         data["owners"]["of"] = {p.name: owner for p, owner in zip(muon, exchange.owners, strict=True)}
@@ -276,7 +254,7 @@ def live_report(
         routes: As for :func:`route_rows`.
         plans: The exchange plans of one rank; owners and layouts in them are those of all ranks.
         wire_bytes: Bytes of an element of the exchange.
-        work: The Newton-Schulz operations of each matrix, or slab, of each plan.
+        work: The Newton-Schulz operations of each matrix of each plan.
     """
     sets = []
     for plan, costs in zip(plans, work, strict=True):
@@ -348,7 +326,9 @@ def _advice(
     settings: PlanSettings,
     exchange: Exchange,
     shared: Mapping[str, Any] | None,
+    memory: float,
 ) -> list[str]:
+    """Return sentences on what wastes time or does not fit."""
     lines = []
     idle = int((exchange.flops == 0).sum())
     if shared is None and idle:
@@ -366,7 +346,6 @@ def _advice(
             f"up to {shared['most_ranks']} ranks of a node orthogonalise one matrix together, {shared['matrices']} "
             f"matrices in all: {shared['seconds'] * 1e3:.1f} ms instead of {shared['alone_seconds'] * 1e3:.1f}"
         )
-    memory = forecast(parameters, settings, exchange)["muon"].memory["total"]
     if memory > settings.gpu.memory:
         lines.append(
             f"{memory / 1e9:.0f} GB per GPU without activations, more than the {settings.gpu.memory / 1e9:.0f} GB of a "

@@ -7,12 +7,6 @@ from typing import Any
 
 __all__ = ["render"]
 
-_PART_LABELS = {
-    "total": "optimizer step",
-    "newton_schulz": "Newton-Schulz",
-    "momentum_and_apply": "momentum and apply",
-    "adamw": "AdamW",
-}
 _LABELS = {"muon": "deepspeed_muon", "deepspeed_muon_builtin": "DeepSpeed's Muon", "adamw": "AdamW"}
 
 

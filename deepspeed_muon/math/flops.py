@@ -10,7 +10,7 @@ import torch
 
 from deepspeed_muon.math.newton_schulz import NsMethod, restart_steps, runs_gram
 
-__all__ = ["gram_flops", "orthogonalize_flops"]
+__all__ = ["iteration_flops", "orthogonalize_flops"]
 
 
 def orthogonalize_flops(
@@ -29,33 +29,35 @@ def orthogonalize_flops(
         method: The configuration's ``ns_method``; ``gram`` runs for elongated matrices only.
         dtype: The dtype of the products.
     """
-    short, long = min(rows, cols), max(rows, cols)
-    if not runs_gram(short, long, method):
-        return steps * (4.0 * short * short * long + 2.0 * short**3)
-    with_x, squares, _ = gram_flops(rows, cols, steps=steps, dtype=dtype)
-    return with_x + squares
+    with_matrix, with_gram, _ = iteration_flops(rows, cols, steps=steps, method=method, dtype=dtype)
+    return with_matrix + with_gram
 
 
-def gram_flops(rows: int, cols: int, *, steps: int, dtype: torch.dtype) -> tuple[float, float, int]:
-    """Return the operations of the Gram iteration by what is multiplied.
+def iteration_flops(
+    rows: int, cols: int, *, steps: int, method: NsMethod, dtype: torch.dtype
+) -> tuple[float, float, int]:
+    """Return the operations of :func:`orthogonalize_flops` by what is multiplied.
 
     Args:
         rows: Rows of the matrix.
         cols: Columns of the matrix.
         steps: Newton-Schulz steps.
-        dtype: The dtype of the products, which decides the number of restarts.
+        method: The configuration's ``ns_method``.
+        dtype: The dtype of the products, which decides the number of restarts of the Gram iteration.
 
     Returns:
         Operations of products with the matrix itself, those of products of Gram-sized matrices, and how often the Gram
         matrix is computed from the matrix.
     """
     short, long = min(rows, cols), max(rows, cols)
-    restarts = restart_steps(steps, dtype)
-    squares, fresh = 0, True
-    for done in range(1, steps + 1):
-        squares += 1 if fresh else 2
-        fresh = done in restarts
-        if done < steps and not fresh:
-            squares += 2
-    passes = 1 + len(restarts)
+    squares = passes = steps
+    if runs_gram(short, long, method):
+        restarts = restart_steps(steps, dtype)
+        squares, fresh = 0, True
+        for done in range(1, steps + 1):
+            squares += 1 if fresh else 2
+            fresh = done in restarts
+            if done < steps and not fresh:
+                squares += 2
+        passes = 1 + len(restarts)
     return passes * 4.0 * short * short * long, squares * 2.0 * short**3, passes

@@ -31,7 +31,7 @@ _POOL = 20
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One piece of work.
+    """A task that one rank does.
 
     Attributes:
         cost: Its length, in any unit.

@@ -19,9 +19,8 @@ from deepspeed_muon.plan.layout import Fragment, MatrixLayout
 
 __all__ = ["Chunk", "ExchangePlan", "Segment", "build_exchange_plan", "chunk_limit"]
 
-# Only several chunks overlap with each other, and smaller ones need less memory. Below so many elements a rank (512 KiB
-# in bf16, some ten microseconds at 50 GB/s) latency is the larger part of an all-to-all, so that is as fine as it gets.
-# Twice as many would bring the peak memory of a model of 5M on four ranks above AdamW's.
+# Only several chunks overlap with each other, and smaller ones need less memory. Chunks below so many elements a rank
+# (512 KiB in bf16, some ten microseconds at 50 GB/s) are bound by latency.
 _CHUNKS = 8
 _LEAST_NUMEL_PER_RANK = 1 << 18
 
@@ -196,28 +195,28 @@ def _cut(
         found: list[list[int]] = []
         for part in parts.values():
             items = [(i, matrices[i].numel, owners[i] if together else -1) for i in part]
-            for number, piece in enumerate(_fill(items, limit, copies=world_size - 1 if together else 0)):
+            for number, filled in enumerate(_fill(items, limit, copies=world_size - 1 if together else 0)):
                 found += [[]] if number == len(found) else []
-                found[number] += piece
+                found[number] += filled
         chunks += [sorted(chunk) for chunk in found]
     return chunks
 
 
-def _cut_shared(matrices: Sequence[MatrixLayout], slabs: Sequence[int], bound: int) -> list[list[int]]:
-    """Cut matrices that ranks share into chunks, in each of which a rank has slabs of ``bound`` elements or only one.
+def _cut_shared(matrices: Sequence[MatrixLayout], shared: Sequence[int], bound: int) -> list[list[int]]:
+    """Cut matrices that ranks share into chunks, in each of which a rank has ``bound`` elements at most or one matrix.
 
     Args:
         matrices: All matrices.
-        slabs: Those that are slabs; the slabs of one matrix follow each other.
+        shared: The rows that sharing ranks get; those of one matrix follow each other.
         bound: As for :func:`_cut`.
     """
     chunks: list[list[int]] = []
     place: dict[int, int] = {}
     filled: dict[int, int] = {}
     start = 0
-    while start < len(slabs):
-        first = matrices[slabs[start]]
-        together = slabs[start : start + len(first.sharers)]
+    while start < len(shared):
+        first = matrices[shared[start]]
+        together = shared[start : start + len(first.sharers)]
         parts = dict(zip(first.sharers, (matrices[index].numel for index in together), strict=True))
         if first.replicated:
             # Every rank receives the whole update.
@@ -250,25 +249,25 @@ def chunk_limit(largest: int, bound: int, *, ranks: int = 1) -> int:
 
 
 def _fill(items: Sequence[tuple[int, int, int]], limit: int, *, copies: int) -> list[list[int]]:
-    """Divide items, in order, into pieces that are at most ``limit`` elements long or one item.
+    """Divide items, in order, into chunks of at most ``limit`` elements or one item.
 
     Args:
         items: Index, elements and owner of each.
-        limit: Elements of a piece, and of what one owner sends of it.
-        copies: How many copies an owner sends of its items of a piece.
+        limit: Elements of a chunk, and of what one owner sends of it.
+        copies: How many copies of its items an owner sends.
     """
-    pieces: list[list[int]] = []
+    chunks: list[list[int]] = []
     filled = 0
     of_owner: dict[int, int] = {}
     for index, numel, owner in items:
         own = of_owner.get(owner, 0)
-        if not pieces or filled + numel > limit or (own and copies * (own + numel) > limit):
-            pieces.append([])
+        if not chunks or filled + numel > limit or (own and copies * (own + numel) > limit):
+            chunks.append([])
             filled, of_owner, own = 0, {}, 0
-        pieces[-1].append(index)
+        chunks[-1].append(index)
         filled += numel
         of_owner[owner] = own + numel
-    return pieces
+    return chunks
 
 
 def _build_chunk(

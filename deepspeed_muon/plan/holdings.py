@@ -6,7 +6,8 @@ tail and each one between the same body. So four numbers a matrix say what a lis
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,8 @@ class Holdings:
         tail: Elements on the last rank; equals ``head`` where it is the only one.
         numel: Elements of the matrix.
         ranks: Data-parallel ranks.
-        width: Tensor-parallel ranks that share each of those pieces equally, numbered consecutively.
+        width: Tensor-parallel ranks that divide what a data-parallel rank holds equally, numbered consecutively.
+        replicated: Whether every rank holds every matrix whole instead (ZeRO stage 0).
     """
 
     first: Ints
@@ -40,6 +42,12 @@ class Holdings:
     numel: Ints
     ranks: int
     width: int = 1
+    replicated: bool = False
+
+    @property
+    def whole(self) -> NDArray[np.bool_]:
+        """Which matrices lie whole on one data-parallel rank and on no other."""
+        return (self.first == self.last) & (not self.replicated)
 
     @property
     def world_size(self) -> int:
@@ -68,7 +76,7 @@ class Holdings:
         number = np.arange(self.last[matrix] - self.first[matrix] + 1, dtype=np.int64)
         return np.where(number > 0, self.head[matrix] + (number - 1) * self.body[matrix], 0)
 
-    def parts(self, matrices: Ints, starts: Ints, stops: Ints) -> Holdings:
+    def ranges(self, matrices: Ints, starts: Ints, stops: Ints) -> Holdings:
         """Return who holds the elements ``starts[i]`` to ``stops[i]`` of ``matrices[i]``, as matrices of their own."""
         first, head, body = self.first[matrices], self.head[matrices], self.body[matrices]
 
@@ -81,7 +89,25 @@ class Holdings:
         begin, last = rank_of(starts), rank_of(stops - 1)
         front = np.minimum(stops, np.where(begin == self.last[matrices], stops, end_of(begin))) - starts
         back = np.where(last > begin, stops - end_of(last - 1), front)
-        return Holdings(begin, last, front, body, back, stops - starts, self.ranks, self.width)
+        return replace(self, first=begin, last=last, head=front, body=body, tail=back, numel=stops - starts)
+
+    def traffic(self, owners: Sequence[int]) -> tuple[Floats, Floats, NDArray[np.bool_]]:
+        """Return the elements that each rank sends in gather and in scatter, and which matrices travel.
+
+        Args:
+            owners: The owner of each matrix.
+        """
+        ranks = np.asarray(owners, dtype=np.int64)
+        gather, scatter = np.zeros(self.world_size), np.zeros(self.world_size)
+        if self.replicated:
+            away = self.numel * (self.world_size - 1.0)
+        else:
+            own = self.held(np.arange(len(ranks)), ranks)
+            away = self.numel - own
+            gather += self.per_rank()
+            np.add.at(gather, ranks, -own)
+        np.add.at(scatter, ranks, away)
+        return gather, scatter, away > 0
 
     def per_rank(self) -> Floats:
         """Return the elements that every rank holds, of all matrices together."""
@@ -115,15 +141,17 @@ def flat_holdings(
     return Holdings(first, last, head, body, tail, numels, ranks, width)
 
 
-def sharded_holdings(numels: Ints, *, ranks: int, width: int = 1) -> Holdings:
-    """Describe matrices that are each divided over all ranks (stage 3).
+def sharded_holdings(numels: Ints, *, ranks: int, width: int = 1, replicated: bool = False) -> Holdings:
+    """Describe matrices that are each divided over all ranks (stage 3), or whole on all of them (stage 0).
 
     Args:
         numels: Elements of each matrix.
         ranks: Data-parallel ranks.
         width: Tensor-parallel ranks.
+        replicated: Whether every rank holds every matrix whole.
     """
     shard = -(-numels // ranks)
     last = -(-numels // shard) - 1
     tail = numels - last * shard
-    return Holdings(np.zeros_like(numels), last, np.minimum(shard, numels), shard, tail, numels, ranks, width)
+    first, head = np.zeros_like(numels), np.minimum(shard, numels)
+    return Holdings(first, last, head, shard, tail, numels, ranks, width, replicated)

@@ -10,7 +10,8 @@ Example: a 4 x 3 matrix that starts at element 5 of a flat buffer of two ranks w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Literal
 
 __all__ = [
@@ -101,7 +102,7 @@ class MatrixLayout:
             ``sharers`` do; ``None`` for a matrix that is not shared.
         sharers: Ranks of the data-parallel group that orthogonalise the matrix together of which these are the rows
             that one of them gets; empty for a matrix with one owner.
-        first_row: Where these rows begin in the parameter, of which they are a piece with an owner of its own.
+        first_row: Where these rows begin in the parameter, if they are a run of blocks with an owner of its own.
     """
 
     name: str
@@ -116,6 +117,7 @@ class MatrixLayout:
     shards: TensorShards | None = None
     sharers: tuple[int, ...] = ()
     first_row: int = 0
+    _blocks: tuple[Block, ...] = field(init=False, repr=False, compare=False)
 
     @property
     def numel(self) -> int:
@@ -157,17 +159,9 @@ class MatrixLayout:
         rows, cols = self.grid
         return len(rows) if len(cols) == 1 and len(set(rows)) == 1 else None
 
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> tuple[Block, ...]:
         """Return all blocks, row by row of the grid."""
-        found = []
-        row = 0
-        for rows in self.grid[0]:
-            col = 0
-            for cols in self.grid[1]:
-                found.append(Block(row, col, rows, cols))
-                col += cols
-            row += rows
-        return found
+        return self._blocks
 
     def layer_shape(self, rows: int, cols: int) -> tuple[int, int]:
         """Return output and input size of a stored ``rows x cols`` block."""
@@ -179,6 +173,9 @@ class MatrixLayout:
         for what, sizes, whole in zip(("row", "column"), self.grid, (self.rows, self.cols), strict=True):
             if min(sizes) < 1 or sum(sizes) != whole:
                 raise ValueError(f"{self.name}: {what} blocks {sizes} do not add up to {whole}")
+        rows, cols = ([*zip(accumulate(sizes, initial=0), sizes, strict=False)] for sizes in self.grid)
+        blocks = tuple(Block(row, col, height, width) for row, height in rows for col, width in cols)
+        object.__setattr__(self, "_blocks", blocks)
         if self.replicated:
             complete = all(f.matrix_offset == 0 and f.numel == self.numel for f in self.fragments)
         else:

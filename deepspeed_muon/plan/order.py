@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from deepspeed_muon.plan.holdings import flat_holdings
-from deepspeed_muon.plan.owners import FLOPS_PER_MOVED_ELEMENT, assign_holdings
+from deepspeed_muon.plan.owners import FLOPS_PER_MOVED_ELEMENT, assign_owners, holders_in_holdings
 
 __all__ = [
     "FLAT_ALIGNMENT",
@@ -78,9 +78,9 @@ def order_quality(numels: Sequence[int], costs: Sequence[float], world_size: int
     partition = flat_partition_numel(int(ends[-1]), world_size)
     holdings = flat_holdings(ends - sizes, sizes, partition_numel=partition, ranks=world_size)
     load = [0.0] * world_size
-    owners = assign_holdings(costs, holdings, load=load, nodes=np.zeros(world_size, dtype=np.int64))
-    own = holdings.held(np.arange(len(sizes)), np.asarray(owners, dtype=np.int64))
-    moved = 2.0 * float((sizes - own).sum())
+    owners = assign_owners(costs, holders_in_holdings(holdings), load=load)
+    gather, scatter, _ = holdings.traffic(owners)
+    moved = float(gather.sum() + scatter.sum())
     straddling = int(np.count_nonzero(holdings.last > holdings.first))
     score = max(load) + FLOPS_PER_MOVED_ELEMENT * moved / world_size
     return OrderQuality(moved, max(load), straddling, score)

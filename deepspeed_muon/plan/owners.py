@@ -21,7 +21,15 @@ from deepspeed_muon.plan.balance import Job, assign_jobs
 from deepspeed_muon.plan.holdings import Floats, Holdings, Ints
 from deepspeed_muon.plan.layout import MatrixLayout
 
-__all__ = ["FLOPS_PER_MOVED_ELEMENT", "assign_holdings", "assign_owners", "grid_blocks", "matrix_flops"]
+__all__ = [
+    "FLOPS_PER_MOVED_ELEMENT",
+    "Holders",
+    "assign_owners",
+    "grid_blocks",
+    "holders_in_holdings",
+    "holders_in_layouts",
+    "matrix_flops",
+]
 
 # Floating-point operations that take as long as sending one element forth and back: 400 TFLOP/s against 100 GB/s at
 # two bytes an element. It weighs moving against waiting, so only its order of magnitude matters.
@@ -29,8 +37,8 @@ FLOPS_PER_MOVED_ELEMENT = 16_000.0
 # The network between nodes is about this much slower than NVLink (450 against 50 GB/s on a DGX H100).
 _OTHER_NODE = 9.0
 
-# Ranks that hold elements of a matrix, and how many.
-Spread = tuple[Sequence[int], Sequence[float]]
+# The ranks that hold elements of a matrix, and how many; ``None`` for a matrix that any rank may own at equal cost.
+Holders = tuple[Sequence[int], Sequence[float]] | None
 
 
 def matrix_flops(
@@ -54,78 +62,36 @@ def grid_blocks(row_blocks: Sequence[int], col_blocks: Sequence[int]) -> tuple[t
     return tuple((n * k, r, c) for r, n in rows.items() for c, k in cols.items())
 
 
-def assign_owners(
-    matrices: Sequence[MatrixLayout],
-    world_size: int,
-    *,
-    steps: int = 5,
-    load: list[float] | None = None,
-    method: NsMethod = "standard",
-    dtype: torch.dtype = torch.float32,
-    nodes: Sequence[int] | None = None,
-) -> tuple[int, ...]:
-    """Assign every matrix to one rank.
+def holders_in_layouts(matrices: Sequence[MatrixLayout], world_size: int) -> list[Holders]:
+    """Return who holds elements of each matrix, for :func:`assign_owners`.
 
     Args:
         matrices: All matrices that are exchanged together.
         world_size: Ranks of the data-parallel group.
-        steps: Newton-Schulz steps, which scale the cost of computing against that of moving.
-        load: Cost that each rank already carries from other partitions; updated in place. ``None`` starts at zero.
-        method: The iteration, which decides the cost of elongated matrices.
-        dtype: The dtype of its products.
-        nodes: The node of every rank; ``None`` for one node.
-
-    Returns:
-        One rank per matrix, in order.
     """
-    load = [0.0] * world_size if load is None else load
-    costs = [matrix_flops(matrix, steps, method=method, dtype=dtype) for matrix in matrices]
-    spreads: list[Spread | None] = []
+    found: list[Holders] = []
     for matrix in matrices:
-        if matrix.replicated and world_size > 1:
-            spreads.append(None)
-            continue
-        amounts: dict[int, int] = {}
+        amounts: Counter[int] = Counter()
         for fragment in matrix.fragments:
-            amounts[fragment.rank] = amounts.get(fragment.rank, 0) + fragment.numel
+            amounts[fragment.rank] += fragment.numel
+        anywhere = matrix.replicated or len(amounts) >= _everywhere(world_size)
         ranks = sorted(amounts)
-        everywhere = len(ranks) >= _everywhere(world_size)
-        spreads.append(None if everywhere else (ranks, [float(amounts[rank]) for rank in ranks]))
-    place = np.zeros(world_size, dtype=np.int64) if nodes is None else np.asarray(nodes, dtype=np.int64)
-    return _assign(costs, [matrix.numel for matrix in matrices], spreads, place, load)
+        found.append(None if anywhere else (ranks, [float(amounts[rank]) for rank in ranks]))
+    return found
 
 
-def assign_holdings(
-    costs: Sequence[float],
-    holdings: Holdings,
-    *,
-    load: list[float],
-    nodes: Ints,
-    replicated: bool = False,
-) -> tuple[int, ...]:
-    """Assign every matrix to one rank, as :func:`assign_owners`, from the closed form of who holds what.
-
-    Args:
-        costs: Floating-point operations of each matrix.
-        holdings: Who holds how much.
-        load: Cost that each rank already carries; updated in place.
-        nodes: The node of every rank.
-        replicated: Whether every rank holds every matrix whole, whatever ``holdings`` says.
-    """
+def holders_in_holdings(holdings: Holdings) -> list[Holders]:
+    """Return what :func:`holders_in_layouts` does, from the closed form of who holds what."""
     holders = (holdings.last - holdings.first + 1) * holdings.width
-    everywhere = (holders >= _everywhere(holdings.world_size)) | replicated
-    alone = (holders == 1).tolist()
+    anywhere = (holders >= _everywhere(holdings.world_size)) | holdings.replicated
     first, numels = holdings.first.tolist(), holdings.numel.tolist()
-    spreads: list[Spread | None] = []
-    for index, anywhere in enumerate(everywhere.tolist()):
-        if anywhere:
-            spreads.append(None)
-        elif alone[index]:
-            spreads.append(((first[index],), (numels[index],)))
-        else:
+    found: list[Holders] = [((rank,), (numel,)) for rank, numel in zip(first, numels, strict=True)]
+    for index in np.flatnonzero(anywhere | (holders > 1)).tolist():
+        found[index] = None
+        if not anywhere[index]:
             ranks, held = holdings.holders(index)
-            spreads.append((ranks.tolist(), held.tolist()))
-    return _assign(costs, numels, spreads, nodes, load)
+            found[index] = ranks.tolist(), held.tolist()
+    return found
 
 
 def _everywhere(world_size: int) -> int:
@@ -133,31 +99,44 @@ def _everywhere(world_size: int) -> int:
     return max(3, -(-world_size // 2))
 
 
-def _assign(
+def assign_owners(
     costs: Sequence[float],
-    numels: Sequence[int],
-    spreads: Sequence[Spread | None],
-    nodes: Ints,
+    holders: Sequence[Holders],
+    *,
     load: list[float],
-) -> tuple[int, ...]:
+    nodes: Sequence[int] | None = None,
+) -> list[int]:
+    """Assign every matrix to one rank.
+
+    Args:
+        costs: Floating-point operations of each matrix.
+        holders: Who holds elements of it.
+        load: Cost that each rank already carries; updated in place.
+        nodes: The node of every rank; ``None`` for one node.
+
+    Returns:
+        One rank per matrix, in order.
+    """
+    places = np.zeros(len(load), dtype=np.int64) if nodes is None else np.asarray(nodes, dtype=np.int64)
     owners = [-1] * len(costs)
     jobs: list[Job] = []
-    open_matrices: list[int] = []
-    for index, (cost, spread) in enumerate(zip(costs, spreads, strict=True)):
-        if spread is not None and len(spread[0]) == 1:
-            owners[index] = spread[0][0]
+    undecided: list[int] = []
+    for index, (cost, held) in enumerate(zip(costs, holders, strict=True)):
+        if held is not None and len(held[0]) == 1:
+            owners[index] = held[0][0]
             load[owners[index]] += cost
-            continue
-        open_matrices.append(index)
-        jobs.append(Job(cost) if spread is None else _job(cost, numels[index], *spread, nodes))
-    for index, owner in zip(open_matrices, assign_jobs(jobs, load), strict=True):
+        else:
+            undecided.append(index)
+            jobs.append(Job(cost) if held is None else _job(cost, *held, places))
+    for index, owner in zip(undecided, assign_jobs(jobs, load), strict=True):
         owners[index] = owner
-    return tuple(owners)
+    return owners
 
 
-def _job(cost: float, numel: int, ranks: Sequence[int], held: Sequence[float], nodes: Ints) -> Job:
+def _job(cost: float, ranks: Sequence[int], held: Sequence[float], nodes: Ints) -> Job:
     """Say who may own a matrix with few holders, and what bringing it there costs."""
     owned: Floats = np.asarray(held)
+    numel = float(owned.sum())
     near = np.zeros(int(nodes.max()) + 1)
     np.add.at(near, nodes[list(ranks)], owned)
     here = near[nodes[list(ranks)]]

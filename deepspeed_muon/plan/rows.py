@@ -32,10 +32,10 @@ def row_count(matrix: MatrixLayout) -> int:
 def row_layouts(matrices: Sequence[MatrixLayout]) -> tuple[MatrixLayout, ...]:
     """Return, for each matrix, the layout of one number per output, as a matrix with a single column.
 
-    A matrix and its pieces keep the same numbers in the same places, since every piece begins with a block.
+    A matrix and its runs of blocks keep the same numbers in the same places, since every run begins with a block.
 
     Args:
-        matrices: All of Muon's matrices in one or more whole partitions, whole or in pieces.
+        matrices: All of Muon's matrices in one or more whole partitions, whole or as runs of blocks.
     """
     placed: list[tuple[int, int, int, int, int, int]] = []
     for index, matrix in enumerate(matrices):

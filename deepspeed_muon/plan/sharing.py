@@ -16,13 +16,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from deepspeed_muon.math.flops import gram_flops, orthogonalize_flops
-from deepspeed_muon.math.newton_schulz import NsMethod, runs_gram
+from deepspeed_muon.math.flops import iteration_flops, orthogonalize_flops
+from deepspeed_muon.math.newton_schulz import NsMethod
 from deepspeed_muon.plan.hardware import GPUS, Gpu
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
-from deepspeed_muon.plan.pieces import cut_rows
+from deepspeed_muon.plan.owners import FLOPS_PER_MOVED_ELEMENT, Holders, assign_owners
+from deepspeed_muon.plan.stacks import cut_rows
 
-__all__ = ["Shareable", "SharingRule", "Speeds", "choose_sharers", "even_sizes", "slabs"]
+__all__ = [
+    "Shareable",
+    "SharingRule",
+    "Speeds",
+    "assign_ranks",
+    "choose_sharers",
+    "cut_for_sharers",
+    "even_sizes",
+]
 
 # A gain below this is not worth it.
 _WORTH = 1.05
@@ -95,20 +104,14 @@ class SharingRule:
         """
         if ranks == 1:
             return orthogonalize_flops(rows, cols, steps=self.steps, method=self.method, dtype=self.dtype)
-        short, long = min(rows, cols), max(rows, cols)
-        if runs_gram(short, long, self.method):
-            divided, repeated, reductions = gram_flops(rows, cols, steps=self.steps, dtype=self.dtype)
-        else:
-            divided, repeated, reductions = (
-                self.steps * 4.0 * short**2 * long,
-                self.steps * 2.0 * short**3,
-                self.steps,
-            )
+        divided, repeated, reductions = iteration_flops(
+            rows, cols, steps=self.steps, method=self.method, dtype=self.dtype
+        )
         flops = divided / ranks + repeated
         if self.speeds is None:
             return flops
         # The Gram matrix is reduced in float32; the norm is a collective of its own.
-        nbytes = reductions * 2 * 4.0 * short**2 * (ranks - 1) / ranks
+        nbytes = reductions * 2 * 4.0 * min(rows, cols) ** 2 * (ranks - 1) / ranks
         collectives = reductions + 1
         if rows < cols:
             nbytes += 2.0 * self.dtype.itemsize * rows * cols / ranks * (ranks - 1) / ranks
@@ -124,12 +127,47 @@ class Shareable:
     Attributes:
         rows: Its rows.
         cols: Its columns.
-        moving: What bringing the rows to their ranks costs besides, in operations: for a matrix that would not move.
+        stays: Whether it lies whole on one rank, so that only sharing makes it travel.
     """
 
     rows: int
     cols: int
-    moving: float = 0.0
+    stays: bool = False
+
+    @property
+    def moving(self) -> float:
+        """What it costs to bring the rows to the ranks that share them, in operations."""
+        return FLOPS_PER_MOVED_ELEMENT * self.rows * self.cols * self.stays
+
+
+def assign_ranks(
+    costs: Sequence[float],
+    shareable: Sequence[Shareable | None],
+    holders: Sequence[Holders],
+    *,
+    load: list[float],
+    rule: SharingRule,
+    nodes: Sequence[int] | None,
+    share_nodes: Sequence[int],
+) -> list[tuple[int, ...]]:
+    """Return the ranks that orthogonalise each matrix of a step set: its owner, or the ranks that share it.
+
+    Args:
+        costs: What each costs one rank, in operations.
+        shareable: As for :func:`choose_sharers`.
+        holders: As for :func:`~deepspeed_muon.plan.owners.assign_owners`.
+        load: What each rank has to do already; increased by what it is given.
+        rule: When sharing pays.
+        nodes: The node of every rank, in which owners are sought; ``None`` for one node.
+        share_nodes: The node of every rank, in which ranks share.
+    """
+    ranks = choose_sharers(shareable, costs, load=load, nodes=share_nodes, rule=rule)
+    alone = [index for index in range(len(costs)) if index not in ranks]
+    owners = assign_owners(
+        [costs[index] for index in alone], [holders[index] for index in alone], load=load, nodes=nodes
+    )
+    ranks.update({index: (owner,) for index, owner in zip(alone, owners, strict=True)})
+    return [ranks[index] for index in range(len(costs))]
 
 
 def choose_sharers(
@@ -140,10 +178,10 @@ def choose_sharers(
     nodes: Sequence[int],
     rule: SharingRule,
 ) -> dict[int, tuple[int, ...]]:
-    """Return, by index, the ranks that share a matrix, for those that are shared.
+    """Return the ranks that share a matrix, by index, for the matrices that are shared.
 
-    How many ranks share a matrix follows from when all should be done; where, from who has least to do: the costliest
-    matrix first, on ranks of one node, if they are done with it before the idlest rank would be. Deterministic.
+    :func:`_ranks_wanted` says how many ranks a matrix gets. The costliest matrix chooses first: it takes the ranks of
+    one node that have least to do, if they finish it before the idlest rank would alone. Deterministic.
 
     Args:
         matrices: All matrices of a step set; ``None`` for one that cannot be shared.
@@ -184,15 +222,15 @@ def _ranks_wanted(
     *,
     most: int,
 ) -> dict[int, int]:
-    """Return how many ranks each matrix should have that should have several, so that all are done soonest.
+    """Return the number of ranks for each shared matrix that minimises the makespan.
 
-    For every time that a part can take, each matrix gets the fewest ranks with which its parts take no longer; that
-    with which all are done soonest wins.
+    Every time that one rank can need for a matrix, alone or shared, is tried as a limit: each matrix gets the fewest
+    ranks that stay within the limit. The limit with the earliest end wins.
     """
     kinds: dict[tuple[Shareable | None, float], list[int]] = {}
     for index, kind in enumerate(zip(matrices, costs, strict=True)):
         kinds.setdefault(kind, []).append(index)
-    # What each of so many ranks has to do for a matrix of a kind; one that cannot be shared has one rank.
+    # What each rank has to do for a matrix of this kind that one, two, ... ranks share.
     options = [
         [cost]
         + [
@@ -211,8 +249,8 @@ def _ranks_wanted(
             next((number for number, each in enumerate(parts, 1) if each <= limit), 1) for parts in options
         ]
         each = [parts[number - 1] for parts, number in zip(options, ranks, strict=True)]
-        pieces = [count * number for count, number in zip(counts, ranks, strict=True)]
-        return _earliest_end(pieces, each, carried, len(load)), ranks
+        jobs = [count * number for count, number in zip(counts, ranks, strict=True)]
+        return _earliest_end(jobs, each, carried, len(load)), ranks
 
     if not costs:
         return {}
@@ -228,24 +266,24 @@ def _ranks_wanted(
     }
 
 
-def _earliest_end(pieces: Sequence[int], each: Sequence[float], carried: float, world: int) -> float:
-    """Return about when so many ranks are done with so many pieces of such lengths, none of which can be divided.
+def _earliest_end(jobs: Sequence[int], each: Sequence[float], carried: float, world: int) -> float:
+    """Estimate when ``world`` ranks have done ``jobs[i]`` indivisible jobs of length ``each[i]``.
 
-    In a given time a rank does a whole number of long pieces of one length; short ones fill what is left.
+    In a given time a rank does a whole number of long jobs of one length; short ones fill what is left.
     """
-    mean = (carried + math.fsum(count * length for count, length in zip(pieces, each, strict=True))) / world
+    mean = (carried + math.fsum(count * length for count, length in zip(jobs, each, strict=True))) / world
     ends = {length * number for length in each for number in (1, 2, 3)} | {_WORTH * mean}
     for end in sorted(ends):
         if end < mean or end < max(each):
             continue
-        long = (pair for pair in zip(pieces, each, strict=True) if pair[1] > end / 4)
+        long = (pair for pair in zip(jobs, each, strict=True) if pair[1] > end / 4)
         if math.fsum(count / (end // length) for count, length in long) <= world - carried / end:
             return end
     return max(max(each), mean) * _WORTH
 
 
 def _places(nodes: Sequence[int], ranks: int) -> np.ndarray:
-    """Return the groups of so many ranks, next to each other in one node, that may share a matrix."""
+    """Return the groups of ``ranks`` neighbouring ranks of one node that may share a matrix."""
     of_node: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
         of_node.setdefault(node, []).append(rank)
@@ -263,13 +301,15 @@ def even_sizes(total: int, parts: int) -> tuple[int, ...]:
     return tuple(length + (part < longer) for part in range(parts))
 
 
-def slabs(matrix: MatrixLayout, sharers: Sequence[int]) -> list[MatrixLayout]:
-    """Cut a matrix into the rows that each of the ranks that share it gets, and say where they lie.
+def cut_for_sharers(matrix: MatrixLayout, sharers: Sequence[int]) -> list[MatrixLayout]:
+    """Return the layouts of the rows that each rank of ``sharers`` gets; the matrix itself for a single owner.
 
     Args:
-        matrix: A matrix that is orthogonalised whole.
+        matrix: A matrix; one with several sharers is orthogonalised whole.
         sharers: Ranks of its group, no more than it has rows.
     """
+    if len(sharers) == 1:
+        return [matrix]
     sizes = even_sizes(matrix.rows, len(sharers))
     return [
         replace(matrix, rows=rows, fragments=held, shards=TensorShards(0, sizes), sharers=tuple(sharers))

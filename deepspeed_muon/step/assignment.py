@@ -1,10 +1,8 @@
-"""Who orthogonalises what of one step set: owners, stacks in pieces, and the matrices that several ranks share."""
+"""Which ranks orthogonalise what of one step set: owners of matrices and of runs of blocks, and ranks that share."""
 
 from __future__ import annotations
 
-import math
 import os
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,11 +11,10 @@ import torch.distributed as dist
 
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import UnsupportedConfigError
-from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.owners import FLOPS_PER_MOVED_ELEMENT, assign_owners, matrix_flops
-from deepspeed_muon.plan.pieces import PIECE_SHARE, pieces
-from deepspeed_muon.plan.sharing import Shareable, SharingRule, Speeds, choose_sharers, slabs
+from deepspeed_muon.plan.owners import holders_in_layouts, matrix_flops
+from deepspeed_muon.plan.sharing import Shareable, SharingRule, Speeds, assign_ranks, cut_for_sharers
+from deepspeed_muon.plan.stacks import cut_stack, travelling_cost
 from deepspeed_muon.step.step_set import StepSet
 
 __all__ = ["Assignment", "assign", "may_share"]
@@ -25,13 +22,13 @@ __all__ = ["Assignment", "assign", "may_share"]
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The matrices of a step set as they are exchanged: whole, in pieces, or in slabs of rows where ranks share one.
+    """The matrices of a step set as they are exchanged: whole, as runs of blocks, or as the rows of each sharing rank.
 
     Attributes:
-        matrices: Layouts; the pieces and slabs of one matrix follow each other.
-        owners: The rank that each goes to.
-        origin: Index of each in the step set.
-        work: Newton-Schulz operations that each costs its owner.
+        matrices: Layouts; what comes from one matrix follows each other.
+        owners: The rank that each layout goes to.
+        origin: Index of its matrix in the step set.
+        work: Newton-Schulz operations that it costs its owner.
     """
 
     matrices: tuple[MatrixLayout, ...]
@@ -48,7 +45,7 @@ def assign(
     load: list[float],
     can_open_groups: bool = True,
 ) -> Assignment:
-    """Choose the owners of a step set's matrices.
+    """Choose the ranks that orthogonalise each matrix of a step set, and cut the matrices accordingly.
 
     Args:
         step_set: Partitions and layouts.
@@ -62,66 +59,40 @@ def assign(
     """
     iteration = config.ns_settings(device)
     steps, method, dtype = len(iteration.coefficients), iteration.method, iteration.dtype
-    matrices, origin = _in_pieces(step_set, iteration, load)
-    pieces_of = Counter(origin)
+    costs = [matrix_flops(matrix, steps, method=method, dtype=dtype) for matrix in step_set.matrices]
+    limit = travelling_cost(costs, load)
+    runs = [
+        cut_stack(matrix, cost=cost, limit=limit)
+        for matrix, cost in zip(step_set.matrices, costs, strict=True)
+    ]
+    matrices = [run for each in runs for run in each]
+    origin = [index for index, each in enumerate(runs) for _ in each]
+    speeds = Speeds.of_device(device) if config.share_matrices == "auto" else None
+    rule = SharingRule(_most(step_set, config, device, can_open_groups), steps, method, dtype, speeds)
     costs = [matrix_flops(matrix, steps, method=method, dtype=dtype) for matrix in matrices]
-    rule = SharingRule(_most(step_set, config, device, can_open_groups), steps, method, dtype, None)
-    if config.share_matrices == "auto":
-        rule = SharingRule(rule.most, steps, method, dtype, Speeds.of_device(device))
-    shared = choose_sharers(
-        [
-            _shareable(matrix) if pieces_of[index] == 1 else None
-            for matrix, index in zip(matrices, origin, strict=True)
-        ],
+    ranks = assign_ranks(
         costs,
+        [_shareable(each[0]) if len(each) == 1 else None for each in runs for _ in each],
+        holders_in_layouts(matrices, step_set.world_size),
         load=load,
-        nodes=_nodes(step_set, config.ranks_per_node or _ranks_of_this_node()) or [0] * step_set.world_size,
         rule=rule,
-    )
-    alone = [index for index in range(len(costs)) if index not in shared]
-    owners = assign_owners(
-        [matrices[index] for index in alone],
-        step_set.world_size,
-        steps=steps,
-        load=load,
-        method=method,
-        dtype=dtype,
         nodes=_nodes(step_set, config.ranks_per_node),
+        share_nodes=_nodes(step_set, config.ranks_per_node or _ranks_of_this_node())
+        or [0] * step_set.world_size,
     )
-    owner_of = dict(zip(alone, owners, strict=True))
-    rows: list[tuple[MatrixLayout, int, int, float]] = []
-    for index, matrix in enumerate(matrices):
-        if index in owner_of:
-            rows.append((matrix, owner_of[index], origin[index], costs[index]))
-            continue
-        sharers = shared[index]
-        each = replace(rule, speeds=None).cost(matrix.rows, matrix.cols, len(sharers))
-        rows += [
-            (slab, rank, origin[index], each)
-            for slab, rank in zip(slabs(matrix, sharers), sharers, strict=True)
-        ]
+    # What sharers compute, without the time in which they communicate.
+    work = replace(rule, speeds=None)
+    rows = [
+        (part, rank, index, cost if len(sharers) == 1 else work.cost(matrix.rows, matrix.cols, len(sharers)))
+        for matrix, index, cost, sharers in zip(matrices, origin, costs, ranks, strict=True)
+        for part, rank in zip(cut_for_sharers(matrix, sharers), sharers, strict=True)
+    ]
     return Assignment(
         tuple(matrix for matrix, _, _, _ in rows),
         tuple(owner for _, owner, _, _ in rows),
         tuple(index for _, _, index, _ in rows),
         tuple(cost for _, _, _, cost in rows),
     )
-
-
-def _in_pieces(
-    step_set: StepSet, iteration: NsSettings, load: Sequence[float]
-) -> tuple[list[MatrixLayout], list[int]]:
-    """Return the set's matrices, stacks in pieces, and the index in the set of each."""
-    found = list(step_set.matrices)
-    if step_set.world_size == 1:
-        return found, list(range(len(found)))
-    costs = [
-        matrix_flops(matrix, len(iteration.coefficients), method=iteration.method, dtype=iteration.dtype)
-        for matrix in found
-    ]
-    limit = PIECE_SHARE * (math.fsum(costs) + math.fsum(load)) / step_set.world_size
-    cut = [pieces(matrix, cost=cost, limit=limit) for matrix, cost in zip(found, costs, strict=True)]
-    return [piece for parts in cut for piece in parts], [i for i, parts in enumerate(cut) for _ in parts]
 
 
 def may_share(config: MuonConfig, device: torch.device) -> bool:
@@ -159,8 +130,7 @@ def _most(step_set: StepSet, config: MuonConfig, device: torch.device, can_open_
 def _shareable(matrix: MatrixLayout) -> Shareable | None:
     if len(matrix.grid[0]) * len(matrix.grid[1]) > 1:
         return None
-    stays = not matrix.replicated and matrix.whole_on() is not None
-    return Shareable(matrix.rows, matrix.cols, FLOPS_PER_MOVED_ELEMENT * matrix.numel * stays)
+    return Shareable(matrix.rows, matrix.cols, stays=matrix.whole_on() is not None)
 
 
 def _ranks_of_this_node() -> int | None:

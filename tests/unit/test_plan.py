@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -19,8 +20,8 @@ from deepspeed_muon.plan.layout import (
     replicated_fragments,
     sharded_fragments,
 )
-from deepspeed_muon.plan.owners import assign_owners, matrix_flops
-from deepspeed_muon.plan.pieces import block_runs, pieces
+from deepspeed_muon.plan.owners import assign_owners, holders_in_layouts, matrix_flops
+from deepspeed_muon.plan.stacks import block_runs, cut_stack
 
 shapes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=8)
 
@@ -58,8 +59,13 @@ def replicated_layouts(dims: list[tuple[int, int]], world: int) -> list[MatrixLa
 MAKERS = {"flat": flat_layouts, "sharded": sharded_layouts, "replicated": replicated_layouts}
 
 
+def owners_of(layouts: list[MatrixLayout], load: list[float]) -> list[int]:
+    costs = [matrix_flops(layout) for layout in layouts]
+    return assign_owners(costs, holders_in_layouts(layouts, len(load)), load=load)
+
+
 def plans(layouts: list[MatrixLayout], world: int, chunk: int = 1 << 20) -> list[ExchangePlan]:
-    owners = assign_owners(layouts, world)
+    owners = owners_of(layouts, [0.0] * world)
     return [
         build_exchange_plan(layouts, owners, rank=r, world_size=world, chunk_numel=chunk)
         for r in range(world)
@@ -145,7 +151,7 @@ def test_a_matrix_on_one_rank_never_moves(dims: list[tuple[int, int]], world: in
 def test_sharded_ownership_is_balanced(world: int) -> None:
     layouts = sharded_layouts([(64, 64)] * (world * 3) + [(64, 256)] * world, world)
     load = [0.0] * world
-    assign_owners(layouts, world, load=load)
+    owners_of(layouts, load)
     assert max(load) / (sum(load) / world) <= 1.05
     assert sum(load) == pytest.approx(sum(matrix_flops(m) for m in layouts))
 
@@ -180,7 +186,7 @@ def test_all_ranks_work_in_every_chunk() -> None:
 
 def test_load_of_other_partitions_counts() -> None:
     layouts = sharded_layouts([(64, 64)], 3)
-    assert assign_owners(layouts, 3, load=[5e9, 0.0, 5e9]) == (1,)
+    assert owners_of(layouts, [5e9, 0.0, 5e9]) == [1]
 
 
 def test_incomplete_layouts_are_refused() -> None:
@@ -206,6 +212,10 @@ def test_blocks_add_up() -> None:
         (6, 0, 6, 5),
         (6, 5, 6, 3),
     ]
+    narrower = replace(columns, row_blocks=(), col_blocks=())
+    assert [block.area for block in narrower.blocks()] == [(slice(0, 12), slice(0, 8))]
+    same = pickle.loads(pickle.dumps(columns))
+    assert same == columns and hash(same) == hash(columns) and same.blocks() == columns.blocks()
     assert columns.equal_blocks is None and columns.layer_shape(6, 5) == (5, 6)
     with pytest.raises(ValueError, match="row blocks"):
         MatrixLayout("q", 12, 8, 0, whole, row_blocks=(5, 5))
@@ -264,12 +274,12 @@ def test_stacks_are_cut_where_blocks_lie_whole() -> None:
     kind=st.sampled_from(sorted(MAKERS)),
     limit=st.sampled_from([0.0, 2.0, 1e9]),
 )
-def test_pieces_are_the_stack(
+def test_runs_of_blocks_are_the_stack(
     blocks: int, rows: int, cols: int, before: int, world: int, kind: str, limit: float
 ) -> None:
     dims = [(1, before)] * bool(before) + [(blocks * rows, cols)]
     whole = replace(MAKERS[kind](dims, world)[-1], row_blocks=(rows,) * blocks)
-    parts = pieces(whole, cost=float(blocks), limit=limit)
+    parts = cut_stack(whole, cost=float(blocks), limit=limit)
     assert [part.first_row for part in parts] == [sum(p.rows for p in parts[:i]) for i in range(len(parts))]
     assert sum(len(part.blocks()) for part in parts) == blocks
     assert all(part.block_shape == (rows, cols) and part.scale_shape == whole.scale_shape for part in parts)
@@ -282,7 +292,7 @@ def test_pieces_are_the_stack(
     assert found == sorted(
         (f.rank, f.partition_offset + i, f.matrix_offset + i) for f in whole.fragments for i in range(f.numel)
     )
-    # A piece that lies whole somewhere never moves; one that does not is small, or one block.
+    # A run that lies whole somewhere never moves; one that does not is small, or one block.
     for part in parts if len(parts) > 1 else []:
         assert part.whole_on() is not None or len(part.blocks()) <= max(1, limit)
     # The planner's closed forms say the same.
@@ -296,7 +306,7 @@ def test_pieces_are_the_stack(
         )
         begins = np.array([part.first_row * cols for part in parts])
         ends = np.array([(part.first_row + part.rows) * cols for part in parts])
-        closed = held.parts(np.zeros(len(parts), dtype=np.int64), begins, ends)
+        closed = held.ranges(np.zeros(len(parts), dtype=np.int64), begins, ends)
         for number, part in enumerate(parts):
             ranks, amounts = closed.holders(number)
             expected = {rank: part.held_by(rank) for rank in range(world) if part.held_by(rank)}

@@ -14,7 +14,7 @@ from deepspeed_muon.math.flops import orthogonalize_flops
 from deepspeed_muon.plan.exchange import build_exchange_plan
 from deepspeed_muon.plan.hardware import GPUS
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.sharing import Shareable, SharingRule, Speeds, choose_sharers, slabs
+from deepspeed_muon.plan.sharing import Shareable, SharingRule, Speeds, choose_sharers, cut_for_sharers
 from tests.unit.test_plan import MAKERS
 
 FREELY = SharingRule(8, 5, "gram", torch.float16, None)
@@ -88,7 +88,7 @@ def test_the_cost_of_sharing_falls_with_ranks_but_not_below_the_gram_products() 
     chunk=st.sampled_from([1, 30, 10_000]),
     data=st.data(),
 )
-def test_slabs_travel_like_matrices_and_together(
+def test_shared_rows_travel_like_matrices_and_together(
     dims: list[tuple[int, int]], world: int, kind: str, chunk: int, data: st.DataObject
 ) -> None:
     matrices: list[MatrixLayout] = []
@@ -96,7 +96,7 @@ def test_slabs_travel_like_matrices_and_together(
     for matrix in MAKERS[kind](dims, world):
         count = data.draw(st.integers(1, min(world, matrix.rows)))
         ranks = data.draw(st.permutations(range(world)))[:count]
-        parts = slabs(matrix, sorted(ranks)) if count > 1 else [matrix]
+        parts = cut_for_sharers(matrix, sorted(ranks))
         assert sum(part.rows for part in parts) == matrix.rows
         assert all(part.logical_shape == (matrix.rows, matrix.cols) for part in parts)
         assert all(part.scale_shape == matrix.scale_shape for part in parts)
@@ -138,7 +138,7 @@ def test_the_plan_counts_what_the_layouts_say(stage: int) -> None:
     gather, scatter = [0.0] * world, [0.0] * world
     for index, layout in enumerate(MAKERS[maker](dims, world)):
         ranks = exchange.shared.get(index, (exchange.owners[index],))
-        parts = slabs(layout, ranks) if len(ranks) > 1 else [layout]
+        parts = cut_for_sharers(layout, ranks)
         for part, rank in zip(parts, ranks, strict=True):
             for fragment in part.fragments:
                 if fragment.rank != rank:

@@ -1,38 +1,53 @@
-"""Cutting stacks of blocks into pieces with owners of their own.
+"""Cutting stacks of equal blocks into runs of blocks with owners of their own.
 
 A stack of experts, or a projection in heads, is one parameter and many matrices. With one owner it would travel whole,
 and the owner of a stack of 384 experts would keep all ranks waiting. So blocks that lie whole on one rank stay there,
-and of the others only a few go together.
+and only a few of the others travel together.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from deepspeed_muon.plan.layout import Fragment, MatrixLayout
 
-__all__ = ["PIECE_SHARE", "block_runs", "cut_rows", "pieces"]
+__all__ = ["block_runs", "cut_rows", "cut_stack", "travelling_cost"]
 
-# A piece that has to travel costs at most this part of what a rank has to do on average, unless it is one block.
-PIECE_SHARE = 0.25
+# A run of blocks that travels costs at most this part of what a rank has to do on average, unless it is one block.
+_TRAVELLING_SHARE = 0.25
 
 # First block, blocks.
 BlockRun = tuple[int, int]
 
 
+def travelling_cost(costs: Sequence[float], load: Sequence[float]) -> float:
+    """Return the operations of a run of blocks that travels at most, the ``limit`` of :func:`block_runs`.
+
+    Args:
+        costs: Operations of every matrix of the step set.
+        load: What each rank carries from other step sets.
+    """
+    return _TRAVELLING_SHARE * (math.fsum(costs) + math.fsum(load)) / len(load)
+
+
 def block_runs(
     blocks: int, numel: int, starts: Sequence[int] | None, *, cost: float, limit: float
 ) -> list[BlockRun]:
-    """Divide equal blocks that follow each other into the runs that are exchanged together.
+    """Divide a stack of equal blocks into the runs that get an owner each.
 
     Args:
         blocks: How many.
         numel: Elements of each.
-        starts: Where the part of each holder begins, ascending from zero; ``None`` where every rank has all of it.
+        starts: The first element of each holder, ascending from zero; ``None`` where every rank holds the stack.
         cost: Operations of orthogonalising one.
         limit: Operations of a run that is not whole on one rank, unless it is one block.
+
+    Returns:
+        First block and number of blocks of each run.
     """
     most = max(1, int(limit // cost)) if cost else blocks
     runs: list[BlockRun] = []
@@ -50,8 +65,8 @@ def block_runs(
     return runs
 
 
-def pieces(matrix: MatrixLayout, *, cost: float, limit: float) -> list[MatrixLayout]:
-    """Return the layouts of a matrix's pieces, itself alone if it is not worth cutting.
+def cut_stack(matrix: MatrixLayout, *, cost: float, limit: float) -> list[MatrixLayout]:
+    """Return the layouts of a stack's runs of blocks; the matrix alone if it is no stack or lies whole on a rank.
 
     Args:
         matrix: Any matrix; only stacks of equal blocks are cut.
@@ -59,7 +74,7 @@ def pieces(matrix: MatrixLayout, *, cost: float, limit: float) -> list[MatrixLay
         limit: As for :func:`block_runs`.
     """
     count = matrix.equal_blocks or 1
-    if count == 1 or matrix.shards is not None or (matrix.whole_on() is not None and not matrix.replicated):
+    if count == 1 or matrix.shards is not None or matrix.whole_on() is not None:
         return [matrix]
     rows, cols = matrix.block_shape
     starts = None if matrix.replicated else sorted(fragment.matrix_offset for fragment in matrix.fragments)
@@ -80,18 +95,14 @@ def pieces(matrix: MatrixLayout, *, cost: float, limit: float) -> list[MatrixLay
 
 
 def cut_rows(matrix: MatrixLayout, sizes: Sequence[int]) -> list[tuple[Fragment, ...]]:
-    """Return where consecutive parts of a matrix lie, each in terms of itself.
+    """Cut a matrix into runs of rows and return the fragments of each run, with offsets inside the run.
 
     Args:
         matrix: The matrix.
-        sizes: Rows of each part.
+        sizes: Rows of each run, which add up to those of the matrix.
     """
-    parts: list[list[Fragment]] = [[] for _ in sizes]
-    ends = []
-    end = 0
-    for rows in sizes:
-        end += rows * matrix.cols
-        ends.append(end)
+    found: list[list[Fragment]] = [[] for _ in sizes]
+    ends = [rows * matrix.cols for rows in accumulate(sizes)]
     for fragment in matrix.fragments:
         begin, stop = fragment.matrix_offset, fragment.matrix_offset + fragment.numel
         number = bisect_right(ends, begin)
@@ -99,7 +110,7 @@ def cut_rows(matrix: MatrixLayout, sizes: Sequence[int]) -> list[tuple[Fragment,
             until = min(stop, ends[number])
             start = ends[number] - sizes[number] * matrix.cols
             inside = fragment.partition_offset + begin - fragment.matrix_offset
-            parts[number].append(Fragment(fragment.rank, begin - start, inside, until - begin))
+            found[number].append(Fragment(fragment.rank, begin - start, inside, until - begin))
             begin = until
             number += 1
-    return [tuple(part) for part in parts]
+    return [tuple(fragments) for fragments in found]
