@@ -37,9 +37,10 @@ test-old: $(OLD_VENV)/.ready ## run the tests marked "compat" under the oldest s
 	TORCH_EXTENSIONS_DIR=$(OLD_EXTENSIONS) $(OLD_VENV)/bin/python -m tests.support.native_ops
 	TORCH_EXTENSIONS_DIR=$(OLD_EXTENSIONS) $(OLD_VENV)/bin/python -m pytest -m "compat and not full" $(PYTEST_ARGS)
 
-lint: $(VENV)/.ready ## check style and formatting
+lint: $(VENV)/.ready ## check style, formatting and the direction of imports
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/lint-imports
 
 format: $(VENV)/.ready ## fix style and formatting where that can be done safely
 	$(BIN)/ruff check --fix
@@ -65,5 +66,5 @@ $(OLD_VENV)/.ready: $(SETUP_INPUTS)
 	@touch $@
 
 clean: ## remove environments, caches and builds
-	rm -rf $(VENV) $(OLD_VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLD_VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
