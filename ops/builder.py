@@ -32,7 +32,7 @@ PACKAGE = Path(__file__).resolve().parent
 WAIT_SECONDS = float(os.environ.get("DS_MUON_BUILD_TIMEOUT", "1200"))
 
 
-class MuonBuilder(OpBuilder):
+class MuonBuilder(OpBuilder):  # type: ignore[misc]  # DeepSpeed has no annotations
     """The op builder of this project, with the interface of DeepSpeed's own (``NAME``, ``load()``, ``builder()``)."""
 
     BUILD_VAR = "DS_BUILD_MUON"

@@ -519,7 +519,7 @@ class MuonPipeline:
     ) -> dist.Work | None:
         """Start an exchange, as bytes: gloo does not know every half format, and no backend computes on this data."""
         size = send.element_size()
-        work = dist.all_to_all_single(
+        work: dist.Work = dist.all_to_all_single(
             out.view(torch.uint8),
             send.view(torch.uint8),
             [count * size for count in out_splits],
