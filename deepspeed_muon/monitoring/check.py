@@ -8,7 +8,6 @@ communication: the ranks that hold the parts gather their norms, all results of 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepspeed_muon.logs import logger
 from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.monitoring.measure import (
     SIGMA_TOLERANCE,
@@ -35,8 +35,6 @@ from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.transport.waiting import phase
 
 __all__ = ["PipelineWatch"]
-
-logger = logging.getLogger("deepspeed_muon")
 
 # On an accelerator the norms of this many elements of results are read back together, while the next as many are
 # being orthogonalised. It bounds how many results wait.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,14 +12,13 @@ from torch import Tensor
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.engine.cpu_adam import CpuAdam
 from deepspeed_muon.errors import OpsUnavailableError
+from deepspeed_muon.logs import warn_on_each_machine
 from deepspeed_muon.math.adamw import AdamStep, adam_step_
 from deepspeed_muon.ops import in_fp32
 from deepspeed_muon.step.state import StatePolicy
 from deepspeed_muon.step.step_set import StepSet
 
 __all__ = ["AdamKernel", "choose_adam"]
-
-logger = logging.getLogger("deepspeed_muon")
 
 
 @dataclass(slots=True)
@@ -95,7 +93,7 @@ def _native(decoupled: bool, master: torch.dtype, moments: torch.dtype) -> CpuAd
     try:
         return CpuAdam(decoupled=decoupled, master=master, moments=moments)
     except OpsUnavailableError as error:
-        logger.warning("deepspeed_muon: torch's AdamW runs on the offloaded partitions: %s", error)
+        warn_on_each_machine("deepspeed_muon: torch's AdamW runs on the offloaded partitions: %s", error)
         return str(error)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import BindingError, UnsupportedConfigError
+from deepspeed_muon.logs import logger
 from deepspeed_muon.math.adamw import AdamStep
 from deepspeed_muon.math.scaling import update_scale
 from deepspeed_muon.math.weight_decay import cautious_apply_, decay_factor
@@ -43,8 +43,6 @@ from deepspeed_muon.transport.shared import SharedMatrices, ShareGroups
 from deepspeed_muon.transport.tensor_parallel import TensorParallelExchange
 
 __all__ = ["GradientReport", "StepRunner"]
-
-logger = logging.getLogger("deepspeed_muon")
 
 State = MutableMapping[Tensor, dict[str, Any]]
 Run = tuple[int, int]  # offset and length inside a partition
