@@ -17,7 +17,7 @@ SETUP_INPUTS := setup.py pyproject.toml Makefile scripts/setup_env.sh
 export PYTHON TORCH_VERSION
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-old lint format types pre-commit nvcc-check setup clean
+.PHONY: help demo test test-full test-old lint format types pre-commit nvcc-check wheel-check setup clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -52,8 +52,11 @@ types: $(VENV)/.ready ## check the types
 pre-commit: $(VENV)/.ready ## run the commit hooks over all files
 	$(BIN)/pre-commit run --all-files --show-diff-on-failure
 
-nvcc-check: $(VENV)/.ready ## compile the CUDA sources for all architectures; needs no GPU
-	scripts/nvcc_check.sh $(BIN)/python
+nvcc-check: ## compile the CUDA sources for all architectures; needs no GPU
+	scripts/nvcc_check.sh
+
+wheel-check: ## build the wheel, install it into an empty environment and run it there
+	scripts/wheel_check.sh $(DEEPSPEED_VERSION)
 
 setup: $(VENV)/.ready ## only make the environment
 
