@@ -17,7 +17,7 @@ SETUP_INPUTS := setup.py pyproject.toml Makefile scripts/setup_env.sh
 export PYTHON TORCH_VERSION
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-old lint format types pre-commit nvcc-check setup clean
+.PHONY: help demo test test-full test-old lint format types pre-commit nvcc-check wheel-check setup clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -37,9 +37,10 @@ test-old: $(OLD_VENV)/.ready ## run the tests marked "compat" under the oldest s
 	TORCH_EXTENSIONS_DIR=$(OLD_EXTENSIONS) $(OLD_VENV)/bin/python -m tests.support.native_ops
 	TORCH_EXTENSIONS_DIR=$(OLD_EXTENSIONS) $(OLD_VENV)/bin/python -m pytest -m "compat and not full" $(PYTEST_ARGS)
 
-lint: $(VENV)/.ready ## check style and formatting
+lint: $(VENV)/.ready ## check style, formatting and the direction of imports
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/lint-imports
 
 format: $(VENV)/.ready ## fix style and formatting where that can be done safely
 	$(BIN)/ruff check --fix
@@ -51,8 +52,11 @@ types: $(VENV)/.ready ## check the types
 pre-commit: $(VENV)/.ready ## run the commit hooks over all files
 	$(BIN)/pre-commit run --all-files --show-diff-on-failure
 
-nvcc-check: $(VENV)/.ready ## compile the CUDA sources for all architectures; needs no GPU
-	scripts/nvcc_check.sh $(BIN)/python
+nvcc-check: ## compile the CUDA sources for all architectures; needs no GPU
+	scripts/nvcc_check.sh
+
+wheel-check: ## build the wheel, install it into an empty environment and run it there
+	scripts/wheel_check.sh $(DEEPSPEED_VERSION)
 
 setup: $(VENV)/.ready ## only make the environment
 
@@ -65,5 +69,5 @@ $(OLD_VENV)/.ready: $(SETUP_INPUTS)
 	@touch $@
 
 clean: ## remove environments, caches and builds
-	rm -rf $(VENV) $(OLD_VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLD_VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,8 +1,7 @@
-"""Which packages there are; everything else stands in pyproject.toml.
+"""Builds the native operators ahead of their first use if asked to; everything else stands in pyproject.toml.
 
-The folder ``ops/`` lies beside ``deepspeed_muon/`` and is installed as ``deepspeed_muon.ops``. Nothing here may
-import torch, because pip runs this file in an environment that has none, unless the native operators are to be built
-ahead of their first use: ``DS_BUILD_MUON=1 pip install --no-build-isolation .``
+``DS_BUILD_MUON=1 pip install --no-build-isolation .`` builds them. Without it nothing here may import torch, because
+pip runs this file in an environment that has none.
 """
 
 import importlib.util
@@ -10,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import setup
 
 
 def native_operators():
@@ -23,7 +22,9 @@ def native_operators():
     except ImportError:
         sys.exit("DS_BUILD_MUON=1 needs torch while building: pip install --no-build-isolation .")
     root = Path(__file__).resolve().parent
-    found = importlib.util.spec_from_file_location("muon_toolchain", root / "ops" / "toolchain.py")
+    found = importlib.util.spec_from_file_location(
+        "muon_toolchain", root / "deepspeed_muon" / "ops" / "toolchain.py"
+    )
     toolchain = sys.modules[found.name] = importlib.util.module_from_spec(found)
     found.loader.exec_module(toolchain)
     extension = toolchain.setuptools_extension(toolchain.machine_spec(torch), "deepspeed_muon.ops", root)
@@ -33,16 +34,4 @@ def native_operators():
     }
 
 
-setup(
-    packages=[
-        *find_packages(include=["deepspeed_muon", "deepspeed_muon.*"]),
-        "deepspeed_muon.ops",
-        *(f"deepspeed_muon.ops.{name}" for name in find_packages("ops")),
-    ],
-    package_dir={"deepspeed_muon.ops": "ops"},
-    package_data={
-        "deepspeed_muon": ["py.typed"],
-        "deepspeed_muon.ops": ["csrc/**/*"],
-    },
-    **native_operators(),
-)
+setup(**native_operators())

@@ -37,7 +37,7 @@ from deepspeed_muon.qk_clip.recorder import QkRecorder
 from deepspeed_muon.routing.rules import Route
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BindingError",

@@ -8,7 +8,6 @@ the parameters themselves are the partitions of a single process.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -26,6 +25,7 @@ from deepspeed_muon.errors import (
     OrthogonalizationError,
     RoutingError,
 )
+from deepspeed_muon.logs import warn
 from deepspeed_muon.math.coefficients import NsScheduleName
 from deepspeed_muon.math.flops import orthogonalize_flops
 from deepspeed_muon.math.newton_schulz import NsDtypeName, NsMethod
@@ -57,8 +57,6 @@ from deepspeed_muon.transport.members import Members
 from deepspeed_muon.transport.share_groups import ShareGroups
 
 __all__ = ["Muon"]
-
-logger = logging.getLogger("deepspeed_muon")
 
 
 class Muon(torch.optim.Optimizer):
@@ -224,7 +222,7 @@ class Muon(torch.optim.Optimizer):
         defaults = {**config.adam_defaults(), **config.muon_defaults()}
         super().__init__(routed.groups, {**defaults, "algorithm": None, "use_muon": None, "lr_ratio": 1.0})
         if routed.unnamed:
-            logger.warning(
+            warn(
                 "deepspeed_muon: parameters without names are routed by shape alone, so an embedding or output head "
                 "among them goes to Muon; pass the model or model.named_parameters()"
             )
@@ -659,4 +657,5 @@ class Muon(torch.optim.Optimizer):
             )
         self.skipped_steps += 1
         self.overflow = True
-        logger.warning("deepspeed_muon: step skipped, %s (%d so far)", message, self.skipped_steps)
+        group = self._runners[0].step_set.group
+        warn("deepspeed_muon: step skipped, %s (%d so far)", message, self.skipped_steps, group=group)

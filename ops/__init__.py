@@ -4,11 +4,13 @@ Importing this package neither compiles nor loads anything: :func:`select`, :fun
 once. Every operator has a readable torch counterpart in :mod:`deepspeed_muon.ops.reference` that it is tested against.
 """
 
+from .candidates import BATCH_NUMEL
 from .dispatch import FlatPasses, NsBackend, Orthogonalizer, flat_passes, matrix_norms, select
 from .library import load, loaded, try_load
 from .widened import in_fp32, widened
 
 __all__ = [
+    "BATCH_NUMEL",
     "FlatPasses",
     "NsBackend",
     "Orthogonalizer",

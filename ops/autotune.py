@@ -12,22 +12,22 @@ import json
 import os
 import platform
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from deepspeed_muon.logs import logger
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
 from deepspeed_muon.math.reference import reference_orthogonalize
 
-from .candidates import Candidate, Problem
+from .candidates import BATCH_NUMEL, Candidate, Problem
 
-__all__ = ["Choice", "Tuner", "cache_folder", "hardware_name"]
+__all__ = ["TOLERANCE", "Choice", "Tuner", "cache_folder", "error_of", "hardware_name", "measure"]
 
 # Seconds: of one problem, and of all problems of a process. A choice saves a few percent of many steps; it must not
 # cost more than one step or two of them.
@@ -44,9 +44,9 @@ RULED_OUT = 1.5
 # from run to run for nothing.
 WORTH_CHANGING = 0.97
 
-# Relative error that a candidate may have: issue 3's bounds against float64 over all spectra, of which the Gaussian
-# matrix here uses a tenth.
-_TOLERANCE = {torch.float16: 4e-2, torch.bfloat16: 3e-1, torch.float32: 1e-4, torch.float64: 1e-4}
+# Relative error against float64 that an orthogonalisation may have, over all spectra: low-rank and ill-conditioned
+# matrices come near it, a Gaussian one uses a tenth of it.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-2, torch.bfloat16: 3e-1, torch.float64: 1e-4}
 
 # Up to this many FLOPs the cross-check is in float64 on the CPU (tenths of a second), above against torch's own code.
 _FLOAT64_FLOPS = 2e9
@@ -59,7 +59,7 @@ class Choice:
     Attributes:
         name: The candidate.
         reason: ``measured``, ``remembered`` (by an earlier process), ``only one``, or why nothing was measured.
-        milliseconds: Best time of every candidate that was timed.
+        milliseconds: Best time of every candidate that was timed, for at most ``BATCH_NUMEL`` elements.
         errors: Relative error of every candidate that was run.
         rejected: Candidates whose result was wrong, with the reason.
     """
@@ -192,63 +192,72 @@ def measure(problem: Problem, candidates: Sequence[Candidate], device: torch.dev
     """Run and time the candidates on a Gaussian batch and return the fastest one whose result is right.
 
     Args:
-        problem: What is to be computed.
+        problem: What is to be computed; of its batch at most ``BATCH_NUMEL`` elements are.
         candidates: The expected winner first.
         device: Where to run.
     """
     deadline = time.perf_counter() + PROBLEM_SECONDS
-    settings = problem.settings
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(problem.batch, problem.rows, problem.cols, generator=generator)
-    x = x.to(device=device, dtype=problem.input_dtype)
-    timed = _timer(device)
+    sample = replace(problem, batch=min(problem.batch, max(1, BATCH_NUMEL // (problem.rows * problem.cols))))
+    x = torch.randn(sample.batch, sample.rows, sample.cols, generator=torch.Generator().manual_seed(0))
+    x = x.to(device=device, dtype=sample.input_dtype)
+    choice = Choice("torch standard", "no candidate passed the cross-check")
     times: dict[str, list[float]] = {}
-    errors: dict[str, float] = {}
-    rejected: dict[str, str] = {}
     expected: Tensor | None = None
     for candidate in candidates:
         # The first run warms up (oneDNN's kernels, page faults) and gives the result for the cross-check.
         try:
             for _ in range(candidate.warm_calls):
-                candidate.run(x, settings)
-            first, result = timed(candidate.run, x, settings)
+                candidate.run(x, sample.settings)
+            first, result = _timed(candidate, x, sample.settings)
         except RuntimeError as error:
-            rejected[candidate.name] = f"failed: {str(error).splitlines()[0]}"
+            choice.rejected[candidate.name] = f"failed: {str(error).splitlines()[0]}"
             continue
         if expected is None:
             if first > PROBLEM_SECONDS / 2:
                 return Choice(candidate.name, "expected; one run takes too long to measure others")
-            expected = _expected(problem, x)
-        errors[candidate.name] = error_of(result, expected)
-        if not errors[candidate.name] <= _TOLERANCE[settings.dtype]:
-            rejected[candidate.name] = f"relative error {errors[candidate.name]:.2g}"
-        else:
+            expected = _expected(sample, x)
+        error_found = choice.errors[candidate.name] = error_of(result, expected)
+        if error_found <= TOLERANCE[sample.settings.dtype]:
             times[candidate.name] = [first]
+        else:
+            choice.rejected[candidate.name] = f"relative error {error_found:.2g}"
         if time.perf_counter() > deadline:
             break
+    for name, why in choice.rejected.items():
+        logger.warning(
+            "deepspeed_muon: %r is not used for %s: %s. Please report this.", name, problem.key(), why
+        )
+    if times:
+        _repeat(candidates, times, x, sample.settings, deadline)
+        choice.milliseconds = {name: round(1e3 * min(own[1:] or own), 4) for name, own in times.items()}
+        choice.name = _winner(choice.milliseconds)
+        complete = len(choice.errors.keys() | choice.rejected.keys()) == len(candidates)
+        choice.reason = "measured" if complete else "measured in part"
+    return choice
+
+
+def _repeat(
+    candidates: Sequence[Candidate],
+    times: dict[str, list[float]],
+    x: Tensor,
+    settings: NsSettings,
+    deadline: float,
+) -> None:
+    """Time the candidates that are in ``times`` again, in turns, and append to their lists."""
     for _ in range(REPETITIONS):
-        best = min((min(values) for values in times.values()), default=0.0)
+        best = min(min(values) for values in times.values())
         for candidate in candidates:
             own = times.get(candidate.name)
             if own is None or (len(own) > 1 and min(own) > RULED_OUT * best):
                 continue
             if time.perf_counter() < deadline or len(own) == 1:
-                own.append(timed(candidate.run, x, settings)[0])
-    for name, why in rejected.items():
-        warnings.warn(
-            f"deepspeed_muon: {name!r} is not used for {problem.key()}: {why}. Please report this.",
-            stacklevel=2,
-        )
-    if not times:
-        return Choice("torch standard", "no candidate passed the cross-check", {}, errors, rejected)
-    milliseconds = {name: round(1e3 * min(values[1:] or values), 4) for name, values in times.items()}
-    first_name = next(iter(times))
-    best_name = min(milliseconds, key=milliseconds.__getitem__)
-    if milliseconds[best_name] > WORTH_CHANGING * milliseconds[first_name]:
-        best_name = first_name
-    complete = len(errors) + sum(name not in errors for name in rejected) == len(candidates)
-    reason = "measured" if complete else "measured in part"
-    return Choice(best_name, reason, milliseconds, errors, rejected)
+                own.append(_timed(candidate, x, settings)[0])
+
+
+def _winner(milliseconds: dict[str, float]) -> str:
+    """Return the fastest candidate, or the first one, which is the expected winner, if it is nearly as fast."""
+    first, best = next(iter(milliseconds)), min(milliseconds, key=milliseconds.__getitem__)
+    return first if milliseconds[best] > WORTH_CHANGING * milliseconds[first] else best
 
 
 def error_of(result: Tensor, expected: Tensor) -> float:
@@ -263,27 +272,18 @@ def _expected(problem: Problem, x: Tensor) -> Tensor:
         return torch.stack(
             [reference_orthogonalize(each, rows, problem.settings.eps) for each in x.cpu()]
         ).to(device=x.device, dtype=torch.float32)
-    settings = NsSettings(
-        problem.settings.coefficients, "standard", problem.settings.dtype, problem.settings.eps
-    )
-    return orthogonalize(x, settings=settings).float()
+    return orthogonalize(x, settings=replace(problem.settings, method="standard")).float()
 
 
-def _timer(
-    device: torch.device,
-) -> Callable[[Callable[[Tensor, NsSettings], Tensor], Tensor, NsSettings], tuple[float, Tensor]]:
-    def timed(
-        run: Callable[[Tensor, NsSettings], Tensor], x: Tensor, settings: NsSettings
-    ) -> tuple[float, Tensor]:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        started = time.perf_counter()
-        result = run(x, settings)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - started, result
-
-    return timed
+def _timed(candidate: Candidate, x: Tensor, settings: NsSettings) -> tuple[float, Tensor]:
+    """Return the seconds that one run takes, and its result."""
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+    started = time.perf_counter()
+    result = candidate.run(x, settings)
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+    return time.perf_counter() - started, result
 
 
 def cache_folder() -> Path:

@@ -19,6 +19,7 @@ import torch
 from deepspeed.ops.op_builder.builder import OpBuilder
 
 from deepspeed_muon.errors import OpsUnavailableError
+from deepspeed_muon.logs import logger
 
 from . import toolchain
 from .toolchain import BuildSpec
@@ -31,7 +32,7 @@ PACKAGE = Path(__file__).resolve().parent
 WAIT_SECONDS = float(os.environ.get("DS_MUON_BUILD_TIMEOUT", "1200"))
 
 
-class MuonBuilder(OpBuilder):
+class MuonBuilder(OpBuilder):  # type: ignore[misc]  # DeepSpeed has no annotations
     """The op builder of this project, with the interface of DeepSpeed's own (``NAME``, ``load()``, ``builder()``)."""
 
     BUILD_VAR = "DS_BUILD_MUON"
@@ -68,12 +69,12 @@ class MuonBuilder(OpBuilder):
         """Return whether the library is built already or can be built here.
 
         Args:
-            verbose: Print the reason where it cannot.
+            verbose: Log the reason where it cannot.
         """
         reason = self.unavailable_reason()
         self.error_log = reason
         if reason is not None and verbose:
-            print(f"[deepspeed_muon] the native ops cannot be built: {reason}", file=sys.stderr)
+            logger.warning("deepspeed_muon: the native ops cannot be built: %s", reason)
         return reason is None
 
     def unavailable_reason(self) -> str | None:

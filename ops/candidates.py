@@ -17,10 +17,13 @@ from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, restart
 
 from .graphs import Replayed
 
-__all__ = ["Candidate", "Problem", "candidates_for", "has_kernel", "problem_of"]
+__all__ = ["BATCH_NUMEL", "Candidate", "Problem", "candidates_for", "has_kernel", "problem_of"]
+
+# Elements that a batch may stack at most: stacking copies, and the iteration needs three times as much again.
+BATCH_NUMEL = 1 << 25
 
 # Below this long side / short side Gram does more work than the standard iteration with the same kernels: 36 against
-# 30 m^3 at ratio 1, 49 against 63 at 2.67 (KERNELS.md). It is tried from a little below the crossing on.
+# 30 m^3 at ratio 1, 49 against 63 at 2.67. It is tried from a little below the crossing on.
 _GRAM_TRIED_FROM = 1.3
 
 # Up to this many FLOPs a CUDA graph is tried: 1.5 ms of an H200, about what the launches of an iteration take on the
@@ -174,7 +177,7 @@ def _native(method: str, operators: Any) -> Candidate:
 
     def run(x: Tensor, settings: NsSettings) -> Tensor:
         steps = len(settings.coefficients)
-        return operators.orthogonalize(
+        result: Tensor = operators.orthogonalize(
             x,
             [value for row in settings.coefficients for value in row],
             order,
@@ -182,6 +185,7 @@ def _native(method: str, operators: Any) -> Candidate:
             settings.dtype,
             settings.eps,
         )
+        return result
 
     return Candidate(f"ops {method}", run)
 

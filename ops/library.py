@@ -6,18 +6,16 @@ Nothing is built or loaded by importing this module: :func:`load` does that, onc
 from __future__ import annotations
 
 import threading
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepspeed_muon.errors import OpsUnavailableError
+from deepspeed_muon.logs import warn_on_each_machine
 
 __all__ = ["NAMES", "load", "loaded", "try_load"]
-
-NAMES = ("sym_gemm", "orthogonalize", "frobenius_norms", "momentum_pack_", "unpack_apply_")
 
 _guard = threading.Lock()
 _operators: Any = None
@@ -45,7 +43,8 @@ def load(*, verbose: bool = False) -> Any:
             except OpsUnavailableError as error:
                 _failure = error
                 raise
-            _register_fakes()
+            for name, fake in _FAKES.items():
+                torch.library.register_fake(f"deepspeed_muon::{name}", fake)
         return _operators
 
 
@@ -56,10 +55,10 @@ def try_load() -> Any | None:
         return load()
     except OpsUnavailableError as error:
         if known is None:
-            warnings.warn(
-                f"deepspeed_muon runs its torch code, which is slower: {error}\n"
-                f"`python -m deepspeed_muon report` lists what is missing; ns_backend 'torch' silences this.",
-                stacklevel=2,
+            warn_on_each_machine(
+                "deepspeed_muon runs its torch code, which is slower: %s\n"
+                "`python -m deepspeed_muon report` lists what is missing; ns_backend 'torch' silences this.",
+                error,
             )
         return None
 
@@ -74,32 +73,37 @@ def stored_transposed(x: Tensor) -> bool:
     return not x.is_contiguous() and x.mT.is_contiguous()
 
 
-def _register_fakes() -> None:
-    @torch.library.register_fake("deepspeed_muon::sym_gemm")
-    def _(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, diag: float) -> Tensor:
-        return a.new_empty((*a.shape[:-1], a.shape[-2]))
+def _sym_gemm(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, diag: float) -> Tensor:
+    return a.new_empty((*a.shape[:-1], a.shape[-2]))
 
-    @torch.library.register_fake("deepspeed_muon::orthogonalize")
-    def _(
-        x: Tensor,
-        coefficients: Sequence[float],
-        method: str,
-        restarts: Sequence[int],
-        dtype: torch.dtype,
-        eps: float,
-    ) -> Tensor:
-        if stored_transposed(x):
-            return x.new_empty(x.mT.shape, dtype=dtype).mT
-        return x.new_empty(x.shape, dtype=dtype)
 
-    @torch.library.register_fake("deepspeed_muon::frobenius_norms")
-    def _(x: Tensor) -> Tensor:
-        return x.new_empty(x.shape[:-2], dtype=torch.float32)
+def _orthogonalize(
+    x: Tensor,
+    coefficients: Sequence[float],
+    method: str,
+    restarts: Sequence[int],
+    dtype: torch.dtype,
+    eps: float,
+) -> Tensor:
+    if stored_transposed(x):
+        return x.new_empty(x.mT.shape, dtype=dtype).mT
+    return x.new_empty(x.shape, dtype=dtype)
 
-    @torch.library.register_fake("deepspeed_muon::momentum_pack_")
-    def _(buf: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool) -> None:
-        return None
 
-    @torch.library.register_fake("deepspeed_muon::unpack_apply_")
-    def _(param: Tensor, update: Tensor, lr_scale: float, decay: float) -> None:
-        return None
+def _frobenius_norms(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[:-2], dtype=torch.float32)
+
+
+def _in_place(*arguments: Tensor | float) -> None:
+    return None
+
+
+# The operators on tensors without data, for torch.compile.
+_FAKES: dict[str, Callable[..., Tensor | None]] = {
+    "sym_gemm": _sym_gemm,
+    "orthogonalize": _orthogonalize,
+    "frobenius_norms": _frobenius_norms,
+    "momentum_pack_": _in_place,
+    "unpack_apply_": _in_place,
+}
+NAMES = tuple(_FAKES)

@@ -89,7 +89,8 @@ def frobenius_norms(x: Tensor) -> Tensor:
     """
     flat = (x if x.is_contiguous() else x.mT).flatten(-2)
     # Summed in fp32, returned in the input's dtype: asking for an fp32 result takes four times as long on a CPU.
-    return torch.linalg.vector_norm(flat, dim=-1).float()
+    norms: Tensor = torch.linalg.vector_norm(flat, dim=-1)
+    return norms.float()
 
 
 def momentum_pack_(buf: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool) -> None:

@@ -11,7 +11,7 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,7 +165,8 @@ def setuptools_extension(spec: BuildSpec, package: str, root: Path | None = None
 
     flags = {"cxx": list(spec.cxx_flags)} | ({"nvcc": list(spec.nvcc_flags)} if spec.with_cuda else {})
     sources = [os.path.relpath(source, root) if root else source for source in spec.sources]
-    return (CUDAExtension if spec.with_cuda else CppExtension)(
+    make: Callable[..., Any] = CUDAExtension if spec.with_cuda else CppExtension
+    return make(
         name=f"{package}.{library_name(spec.portable_key)}",
         sources=sources,
         include_dirs=list(spec.include_dirs),

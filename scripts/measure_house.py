@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Counts what makes the package hard to hold in one's head: modules, lines, long files, functions and signatures.
+"""Counts what makes the package hard to hold in one's head: modules, lines, imports, long files, functions, signatures.
 
     python scripts/measure_house.py [ROOT]
 
-Reads ``deepspeed_muon/`` and ``ops/`` below ROOT (this repository) as text; nothing is imported.
+Reads ``deepspeed_muon/`` and ``ops/`` below ROOT (this repository) as text; nothing of them is imported.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from __future__ import annotations
 import ast
 import sys
 from pathlib import Path
+
+import grimp
+from importlinter.api import read_configuration
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
@@ -36,6 +39,38 @@ def parameter_count(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return len([part for part in named if part.arg not in ("self", "cls")]) + len(extra)
 
 
+def room_imports(root: Path) -> set[tuple[str, str]]:
+    """Return which room imports which: the packages and modules right below ``deepspeed_muon``, and its front."""
+    sys.path.insert(0, str(root))
+    graph = grimp.build_graph("deepspeed_muon", cache_dir=None)
+    rooms = graph.find_children("deepspeed_muon")
+    for room in rooms:
+        graph.squash_module(room)
+    return {
+        (importer, imported)
+        for importer in (*rooms, "deepspeed_muon")
+        for imported in graph.find_modules_directly_imported_by(importer)
+    }
+
+
+def upward(arrows: set[tuple[str, str]], root: Path) -> list[str]:
+    """Return the imports that run against the layers of ROOT's pyproject.toml; none where it has no layers."""
+    try:
+        contracts = read_configuration(str(root / "pyproject.toml"))["contracts_options"]
+    except FileNotFoundError:
+        return []
+    (layers,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
+    height = {"deepspeed_muon": len(layers)}
+    for level, layer in enumerate(reversed(layers)):
+        height |= {f"deepspeed_muon.{name.strip()}": level for name in layer.split(":")}
+    # The front is as high as the other doors.
+    return [
+        f"{importer} -> {imported}"
+        for importer, imported in sorted(arrows)
+        if height[importer] < min(height[imported], len(layers) - 1)
+    ]
+
+
 def main() -> None:
     """Print the counts, then each file, function and signature above its guide."""
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[1]
@@ -59,7 +94,10 @@ def main() -> None:
         own = [count for name, count in lines.items() if name.startswith(f"{package}/")]
         print(f"{package}: {len(own)} modules, {sum(own)} lines")
     print(f"modules flat in deepspeed_muon/: {len(flat)}")
+    arrows = room_imports(root)
+    print(f"rooms: {len({room for arrow in arrows for room in arrow})}, imports between them: {len(arrows)}")
     for title, entries in (
+        ("imports upwards", upward(arrows, root)),
         (f"files above {MAX_FILE_LINES} lines", long_files),
         (f"functions above {MAX_FUNCTION_LINES} lines", long_functions),
         (f"functions with more than {MAX_PARAMETERS} parameters", many_parameters),

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import logging
 import os
 from pathlib import Path
 
@@ -30,10 +29,9 @@ from deepspeed_muon.checkpoint.shards import (
     write_synced,
 )
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.logs import logger
 
 __all__ = ["LOCK_NAME", "FolderWriter", "UnsettledError", "make_folder"]
-
-logger = logging.getLogger("deepspeed_muon")
 
 LOCK_NAME = ".muon_save.lock"
 

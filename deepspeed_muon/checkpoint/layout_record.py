@@ -7,24 +7,21 @@ nor the names at stage 0. The record is made of numbers, strings and lists only,
 
 from __future__ import annotations
 
-import logging
 import math
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 import torch
-import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from deepspeed_muon.checkpoint.index import Count, Dimension, readable
 from deepspeed_muon.checkpoint.live import LiveState, collect
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.logs import warn
 from deepspeed_muon.plan.layout import Fragment
 
 __all__ = ["RECORD_KEY", "LayoutRecord", "RecordedParameter", "add_record_to_state_dict", "read_record"]
-
-logger = logging.getLogger("deepspeed_muon")
 
 RECORD_KEY = "deepspeed_muon_layout"
 RECORD_VERSION = 1
@@ -186,8 +183,8 @@ def add_record_to_state_dict(engine: Any) -> None:
             # DeepSpeed's own resume works without the record. A reader is told why there is none: without a word it
             # would take the state for another optimizer's.
             state_dict[RECORD_KEY] = {"version": RECORD_VERSION, "missing": str(error)}
-            if not warned and (not dist.is_initialized() or dist.get_rank() == 0):
-                logger.warning(
+            if not warned:
+                warn(
                     "deepspeed_muon: the saved optimizer state has no record of its layout: %s. engine.load_checkpoint "
                     "resumes it at the same ZeRO stage and number of ranks; 'checkpoint consolidate' and 'universal' "
                     "cannot read it",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import copy
 import json
-import logging
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from deepspeed_muon.engine.checkpointing import (
     set_loss_scale_state,
 )
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.logs import warn
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.layout import Fragment, MatrixLayout, ParameterLayout
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
@@ -38,8 +38,6 @@ __all__ = [
     "software_versions",
     "write_progress",
 ]
-
-logger = logging.getLogger("deepspeed_muon")
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +235,7 @@ def read_progress(engine: Any) -> Progress:
     if scheduler is not None and hasattr(scheduler, "state_dict"):
         schedule = scheduler.state_dict()
         if not is_json(schedule):
-            logger.warning(
+            warn(
                 "deepspeed_muon: the state of the scheduler %s is not JSON and is left out of the consolidated "
                 "checkpoint; step the scheduler to progress.global_steps after restoring",
                 type(scheduler).__name__,
@@ -268,7 +266,7 @@ def write_progress(engine: Any, progress: Progress, *, scheduler: bool = True) -
     if scheduler and own is not None and progress.lr_scheduler is not None:
         own.load_state_dict(copy.deepcopy(progress.lr_scheduler))
     elif scheduler and own is not None:
-        logger.warning("deepspeed_muon: the checkpoint holds no state for the scheduler, which starts afresh")
+        warn("deepspeed_muon: the checkpoint holds no state for the scheduler, which starts afresh")
     if progress.loss_scale is not None:
         set_loss_scale_state(engine.optimizer, dict(progress.loss_scale))
 

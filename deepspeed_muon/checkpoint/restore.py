@@ -6,7 +6,6 @@ Everything that can be wrong is checked first, by all ranks together, and only t
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from deepspeed_muon.checkpoint.sources import ConsolidatedSource, StateSource
 from deepspeed_muon.engine.checkpointing import refresh_low_precision
 from deepspeed_muon.engine.ranks import require_all_ranks
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.logs import warn
 from deepspeed_muon.plan.layout import Fragment
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
 from deepspeed_muon.routing.pipeline_module import is_divided
@@ -36,8 +36,6 @@ from deepspeed_muon.transport.agreement import RankFacts, agree
 from deepspeed_muon.transport.members import everyone
 
 __all__ = ["CONSOLIDATED_FOLDER", "restore", "restore_from_source"]
-
-logger = logging.getLogger("deepspeed_muon")
 
 CONSOLIDATED_FOLDER = "muon_consolidated"
 """Where ``consolidate_on_save`` writes, inside the folder of DeepSpeed's tag."""
@@ -94,8 +92,8 @@ def restore(
         error=error,
     )
     assert found is not None and source is not None
-    if not source.index.sealed and (not dist.is_initialized() or dist.get_rank() == 0):
-        logger.warning(
+    if not source.index.sealed:
+        warn(
             "deepspeed_muon: %s was written by an older release: its index has no checksum, so damage to it may go "
             "unnoticed; consolidate again to get one",
             found,
@@ -212,8 +210,7 @@ def _judge(nonfinite: list[str], source: StateSource, allowed: bool) -> None:
             f"{text}. Restore an earlier checkpoint; or, to look into this one, consolidate it and call "
             f"restore(..., allow_nonfinite=True)"
         )
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        logger.warning("deepspeed_muon: %s", text)
+    warn("deepspeed_muon: %s", text)
 
 
 def _compare(state: LiveState, source: StateSource, state_too: bool) -> None:
@@ -366,7 +363,7 @@ def _steps(state: LiveState, source: StateSource) -> dict[int, int]:
         found.setdefault(parameter.partition.index, set()).add(source.parameters[parameter.route.name].step)
     for index, steps in found.items():
         if len(steps) > 1:
-            logger.warning(
+            warn(
                 "deepspeed_muon: parameters that share partition %d now had taken %s steps; %d is used for all of them",
                 index,
                 sorted(steps),
@@ -389,14 +386,14 @@ def _say_what_happens_to_rows(state: LiveState, source: StateSource) -> None:
         elif record.rows and not parameter.rows:
             dropped.append(parameter.route.name)
     if without:
-        logger.warning(
+        warn(
             "deepspeed_muon: %s holds no row moments of NorMuon for %d matrices (%s, ...); they start from zero",
             source.where,
             len(without),
             without[0],
         )
     if dropped:
-        logger.warning(
+        warn(
             "deepspeed_muon: %s was saved with variant 'normuon', this run has 'muon': the row moments of %d matrices "
             "are dropped",
             source.where,
@@ -429,7 +426,7 @@ def _settings(state: LiveState, source: StateSource) -> dict[int, dict[str, Any]
             if len(values) < len(settings):
                 continue
             if any(value != values[0] for value in values):
-                logger.warning(
+                warn(
                     "deepspeed_muon: param group %d joins parameters that had %s = %s; the configuration's value stays",
                     number,
                     key,

@@ -6,7 +6,6 @@ The settings pass the checks of ``optimizer.params``. A schedule is tried on the
 from __future__ import annotations
 
 import copy
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,10 +15,9 @@ from pydantic import ValidationError
 from deepspeed_muon.checkpoint.index import Progress
 from deepspeed_muon.config import GROUP_KEYS, MuonConfig
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.logs import warn
 
 __all__ = ["Before", "check_loss_scale", "check_progress", "checked_settings"]
-
-logger = logging.getLogger("deepspeed_muon")
 
 # What a scheduler or the user changes in the course of a run. The algorithm itself belongs to the model.
 _CONFIG_SETTINGS = GROUP_KEYS - {"muon_lr", "adam_lr", "muon_weight_decay", "adam_weight_decay"}
@@ -156,7 +154,7 @@ def _check_schedule(engine: Any, own: Any, progress: Progress, where: str) -> No
             f"{problem}; {remedy}"
         )
     if saved_class not in (None, kind):
-        logger.warning(
+        warn(
             "deepspeed_muon: the saved run's scheduler was %s, this run's is %s and goes on from the same count",
             saved_class,
             kind,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import math
 import os
 import re
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.index import INDEX_NAME, SHARD_PATTERN, FileRecord, tensor_name
+from deepspeed_muon.logs import logger
 
 __all__ = [
     "DEFAULT_SHARD_BYTES",
@@ -35,8 +35,6 @@ __all__ = [
     "write_aside",
     "write_synced",
 ]
-
-logger = logging.getLogger("deepspeed_muon")
 
 _INDEX_ASIDE = re.compile(rf"\.{re.escape(INDEX_NAME)}(\.[0-9a-f]{{12}})?\.tmp")
 

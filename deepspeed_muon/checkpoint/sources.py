@@ -193,7 +193,8 @@ def flat_slice(handle: Any, entry: str, shape: Sequence[int], start: int, numel:
         numel: Number of elements.
     """
     if not shape:
-        return handle.get_tensor(entry).reshape(-1)
+        whole: Tensor = handle.get_tensor(entry)
+        return whole.reshape(-1)
     row = 1
     for size in shape[1:]:
         row *= size

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import logging
 import os
 import shutil
 import zipfile
@@ -34,11 +33,10 @@ from deepspeed_muon.checkpoint.sources import StateSource, file_digest
 from deepspeed_muon.engine.checkpointing import set_loss_scale_state
 from deepspeed_muon.engine.ranks import require_all_ranks
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.logs import logger
 from deepspeed_muon.routing.rules import Route
 
 __all__ = ["UniversalSource", "convert_to_universal", "hook_converter", "use_universal_loader"]
-
-logger = logging.getLogger("deepspeed_muon")
 
 RECORD_NAME = "muon_universal.json"
 FORMAT = "deepspeed_muon.universal"

@@ -45,7 +45,8 @@ def _read(engine: Any, optimizer: torch.optim.Optimizer, routes: Mapping[int, Ro
     wrapper = engine.optimizer
     for adapter in (stage3, stage12, stage0):
         if adapter.knows(wrapper, optimizer):
-            return adapter.read(engine, wrapper, routes)
+            sets: list[StepSet] = adapter.read(engine, wrapper, routes)
+            return sets
     raise UnsupportedConfigError(
         f"DeepSpeed wrapped the optimizer in {type(wrapper).__name__}, whose layout is not known here; "
         f"known: ZeRO stages 0 to 3, BF16_Optimizer and FP16_UnfusedOptimizer"

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -45,6 +44,7 @@ from deepspeed_muon.errors import (
     PlanMismatchError,
     RegistrationError,
 )
+from deepspeed_muon.logs import logger
 from deepspeed_muon.monitoring.summary import monitor_events
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.param_groups import build_groups
@@ -60,8 +60,6 @@ from deepspeed_muon.transport.agreement import RankFacts, agree
 from deepspeed_muon.transport.waiting import phase
 
 __all__ = ["health", "is_registered", "muon_optimizer", "register", "routes", "unregister"]
-
-logger = logging.getLogger("deepspeed_muon")
 
 OPTIMIZER_TYPE = "muon"
 

@@ -143,7 +143,8 @@ def _scale_the_loss(engine: Any, wrapper: Any, pairs: list[tuple[Tensor, Tensor]
         return unscaled / scale if isinstance(unscaled, Tensor) else unscaled
 
     def scale(loss: Tensor) -> Tensor:
-        return original_scale(loss.float() * float(wrapper.loss_scale))
+        scaled: Tensor = original_scale(loss.float() * float(wrapper.loss_scale))
+        return scaled
 
     engine.backward = backward
     engine.scale = scale

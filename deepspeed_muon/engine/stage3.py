@@ -57,4 +57,5 @@ def _refresh(wrapper: DeepSpeedZeroOptimizer_Stage3, index: int) -> Refresh | No
 def _process_group(wrapper: Any, index: int) -> dist.ProcessGroup:
     """Return the group that partitions a sub-group; before 0.18 there was one for all of them."""
     per_sub_group = getattr(wrapper, "_get_sub_group_process_group", None)
-    return per_sub_group(index) if per_sub_group is not None else wrapper.dp_process_group
+    group: dist.ProcessGroup = wrapper.dp_process_group if per_sub_group is None else per_sub_group(index)
+    return group

@@ -16,7 +16,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -177,13 +177,13 @@ def _cut_dimension(param: Tensor, module: nn.Module, route: Route) -> tuple[int,
         return int(dim), None
     if type(module).__module__.startswith("deepspeed.module_inject") and type(module).__name__ in _CLASSES:
         return _CLASSES[type(module).__name__], None
-    return _refuse(
+    _refuse(
         route.name,
         f"{type(module).__name__} marks it tensor_model_parallel without a partition_dim of 0 or 1",
     )
 
 
-def _refuse(name: str, why: str) -> Any:
+def _refuse(name: str, why: str) -> NoReturn:
     raise UnsupportedConfigError(
         f"tensor parallelism: {name} cannot be orthogonalised: {why}. Send it to AdamW with "
         f"optimizer.params.exclude, or train without tensor parallelism"

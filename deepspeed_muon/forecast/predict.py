@@ -329,4 +329,4 @@ def peer_bytes(parameters: Sequence[PlannedParameter], settings: PlanSettings) -
     rounds = np.concatenate([numels, np.zeros(-len(numels) % ranks)]).reshape(-1, ranks)
     update = 2 * rounds.max(axis=1).sum() * (ranks - 1)
     gathers = 2 * numels.sum() * (ranks - 1) / ranks
-    return own + settings.model_bytes * (numel * (ranks - 1) / ranks + gathers + float(update))
+    return own + settings.model_bytes * (numel * (ranks - 1) / ranks + float(gathers) + float(update))

@@ -118,7 +118,8 @@ def orthogonalize(x: Tensor, *, settings: NsSettings) -> Tensor:
 def _normalized(x: Tensor, settings: NsSettings) -> Tensor:
     """Divide each matrix by its Frobenius norm, computed in at least float32, then cast."""
     wide_dtype = torch.promote_types(x.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide_dtype).clamp_(min=settings.eps)
+    norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide_dtype)
+    norm.clamp_(min=settings.eps)
     return (x.to(wide_dtype) / norm).to(settings.dtype)
 
 

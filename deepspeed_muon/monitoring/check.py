@@ -8,7 +8,6 @@ communication: the ranks that hold the parts gather their norms, all results of 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepspeed_muon.logs import logger
 from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.monitoring.measure import (
     SIGMA_TOLERANCE,
@@ -34,8 +34,6 @@ from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.transport.waiting import phase
 
 __all__ = ["ResultCheck"]
-
-logger = logging.getLogger("deepspeed_muon")
 
 # On an accelerator the norms of this many elements of results are read back together, while the next as many are
 # being orthogonalised. It bounds how many results wait.

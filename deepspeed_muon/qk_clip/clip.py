@@ -6,7 +6,6 @@ every stage. Momentum and moments stay as they are.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from deepspeed_muon.config import QkClipConfig
 from deepspeed_muon.errors import ConfigError
+from deepspeed_muon.logs import warn
 from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
 from deepspeed_muon.qk_clip.heads import AttentionHeads, HeadRun, head_runs
 from deepspeed_muon.qk_clip.logits import clip_factor
@@ -26,9 +26,6 @@ from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.transport.waiting import phase
 
 __all__ = ["QkClip", "QkClipReport"]
-
-logger = logging.getLogger("deepspeed_muon")
-
 
 # A layer whose logits cannot have exceeded this share of the threshold is only watched in the next step.
 _WATCHED_BELOW = 0.5
@@ -160,15 +157,18 @@ class QkClip:
         )
         infinite = [name for name, values in self.report.largest.items() if math.inf in values]
         if infinite:
-            logger.warning(
-                "deepspeed_muon: attention logits of %s are not finite; they are not clipped", infinite
+            warn(
+                "deepspeed_muon: attention logits of %s are not finite; they are not clipped",
+                infinite,
+                group=self._group,
             )
         jumped = [name for name, bound in watched.items() if max(bound) > self.settings.threshold]
         if jumped:
-            logger.warning(
+            warn(
                 "deepspeed_muon: attention logits of %s may have jumped from below half of qk_clip.threshold to above "
                 "it in one step; they are computed, and clipped, from the next step on",
                 jumped,
+                group=self._group,
             )
 
     def apply(self, number: int, partitions: Mapping[int, Tensor]) -> None:

@@ -107,7 +107,7 @@ def logit_bounds(query: Tensor, key: Tensor, *, scale: float) -> Tensor:
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     longest = [torch.linalg.vector_norm(x, dim=-1, dtype=wide).amax(dim=-1) for x in (query, key)]
-    grouped = longest[0].unflatten(1, (key.shape[1], -1)) * longest[1].unsqueeze(-1)
+    grouped: Tensor = longest[0].unflatten(1, (key.shape[1], -1)) * longest[1].unsqueeze(-1)
     return grouped.amax(dim=0).flatten().mul_(scale).float()
 
 

@@ -8,7 +8,6 @@ so that a tied head is recognised as the embedding that it is.
 from __future__ import annotations
 
 import fnmatch
-import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from deepspeed_muon.errors import ParameterTypeError, RoutingError
+from deepspeed_muon.logs import warn
 from deepspeed_muon.plan.owners import grid_blocks
 from deepspeed_muon.routing.parameters import NamedParameter, model_parameters_by_name, true_shape
 from deepspeed_muon.routing.shapes import ShapeRules, cut_into_heads, leaf_name, split_output
@@ -32,8 +32,6 @@ __all__ = [
     "true_shape",
     "warn_without_muon",
 ]
-
-logger = logging.getLogger("deepspeed_muon")
 
 Algorithm = Literal["muon", "adamw", "frozen"]
 MatrixKind = Literal["matrix", "convolution", "experts"]
@@ -222,7 +220,7 @@ def warn_without_muon(routes: Sequence[Route]) -> None:
     if any(route.algorithm == "muon" for route in routes):
         return
     shapes = ", ".join(f"{route.name} {list(route.shape)} ({route.reason})" for route in routes[:5])
-    logger.warning(
+    warn(
         "deepspeed_muon: no parameter goes to Muon, so this is a plain AdamW run. The first of %d parameters: %s. "
         "Use 'include' patterns if that is not meant; min_muon_params 1 makes it an error",
         len(routes),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import OpsUnavailableError
+from deepspeed_muon.logs import warn_on_each_machine
 from deepspeed_muon.math.adamw import AdamStep, adam_step_
 from deepspeed_muon.ops import in_fp32
 from deepspeed_muon.plan.layout import Fragment
@@ -20,8 +20,6 @@ from deepspeed_muon.step.state import State, StatePolicy, state_of
 from deepspeed_muon.step.step_set import NativeAdam, StepSet
 
 __all__ = ["AdamKernel", "AdamUpdates", "choose_adam"]
-
-logger = logging.getLogger("deepspeed_muon")
 
 
 @dataclass(slots=True)
@@ -103,7 +101,7 @@ def _native(
     try:
         return make(decoupled=decoupled, master=master, moments=moments)
     except OpsUnavailableError as error:
-        logger.warning("deepspeed_muon: torch's AdamW runs on the offloaded partitions: %s", error)
+        warn_on_each_machine("deepspeed_muon: torch's AdamW runs on the offloaded partitions: %s", error)
         return str(error)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +11,12 @@ from torch import Tensor
 
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import BindingError
+from deepspeed_muon.logs import logger
 from deepspeed_muon.ops import FlatPasses, flat_passes, widened
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
 from deepspeed_muon.step.step_set import BoundPartition
 
 __all__ = ["STATE_TENSORS", "State", "StatePolicy", "passes_for", "row_moments_of", "state_bytes", "state_of"]
-
-logger = logging.getLogger("deepspeed_muon")
 
 State = MutableMapping[Tensor, dict[str, Any]]
 

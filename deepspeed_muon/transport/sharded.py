@@ -168,7 +168,7 @@ def _normalized(x: Tensor, settings: NsSettings, group: dist.ProcessGroup) -> Te
     norms = torch.linalg.vector_norm(x, dim=(-2, -1), dtype=dtype)
     gathered = [torch.empty_like(norms) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, norms, group=group)
-    norm = torch.linalg.vector_norm(torch.stack(gathered), dim=0).clamp_(min=settings.eps)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(gathered), dim=0).clamp_(min=settings.eps)
     return (x.to(dtype) / norm[:, None, None]).to(settings.dtype)
 
 

@@ -15,6 +15,7 @@ import torch
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
 from deepspeed_muon.checkpoint.offline import consolidate_files, verify_folder
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.logs import logger
 from tests.support import training
 
 
@@ -203,19 +204,17 @@ def test_a_tensor_that_says_more_than_it_holds(saved: Any, tmp_path: Path) -> No
 
 def without_names(rank: int, world_size: int, *, folder: str) -> list[str]:
     """Save twice with two parameters of one name; return the warnings."""
-    from deepspeed_muon.checkpoint import layout_record
-
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    layout_record.logger.addHandler(handler)
+    logger.addHandler(handler)
     engine = training.make_engine(training.ds_config(1))
     routes = engine.basic_optimizer._routed.routes
     routes[1] = routes[0]
     training.run_step(engine, 0, rank, world_size, 1)
     engine.save_checkpoint(folder, tag="t")
     engine.save_checkpoint(folder, tag="t")
-    layout_record.logger.removeHandler(handler)
+    logger.removeHandler(handler)
     engine.load_checkpoint(folder, tag="t")
     engine.destroy()
     return [text for text in records if "layout" in text]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
-import warnings
 from pathlib import Path
 
 import pytest
@@ -32,7 +32,7 @@ def sleeping(name: str, seconds: float, factor: float = 1.0) -> Candidate:
     return Candidate(name, run)
 
 
-def test_the_fastest_candidate_with_a_right_result_is_taken() -> None:
+def test_the_fastest_candidate_with_a_right_result_is_taken(caplog: pytest.LogCaptureFixture) -> None:
     problem = problem_of(torch.empty(8, 12), SETTINGS)
     wrong = sleeping("wrong", 0.0, 1.01)
 
@@ -40,13 +40,29 @@ def test_the_fastest_candidate_with_a_right_result_is_taken() -> None:
         raise RuntimeError("no such kernel")
 
     failing = Candidate("failing", fails)
-    with pytest.warns(UserWarning, match="is not used for cpu") as caught:
+    with caplog.at_level(logging.WARNING):
         choice = measure(problem, [sleeping("slow", 0.02), wrong, failing, sleeping("fast", 0.001)], CPU)
     assert choice.name == "fast" and choice.reason == "measured"
     assert choice.rejected["wrong"].startswith("relative error 0.01")
     assert choice.rejected["failing"] == "failed: no such kernel"
-    assert sorted(str(item.message).split("'")[1] for item in caught) == ["failing", "wrong"]
+    assert sorted(record.message.split("'")[1] for record in caplog.records) == ["failing", "wrong"]
+    assert all("is not used for cpu" in record.message for record in caplog.records)
     assert set(choice.milliseconds) == {"slow", "fast"}
+
+
+def test_only_a_part_of_a_large_batch_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autotune, "BATCH_NUMEL", 1000)
+    batches = []
+
+    def run(x: Tensor, settings: NsSettings) -> Tensor:
+        batches.append(x.shape[0])
+        return orthogonalize(x, settings=settings)
+
+    for matrix, built in (((8, 12), 10), ((40, 50), 1)):
+        problem = problem_of(torch.empty(384, 1, 1).expand(384, *matrix), SETTINGS)
+        assert measure(problem, [Candidate("one", run), Candidate("two", run)], CPU).reason == "measured"
+        assert set(batches) == {built}
+        batches.clear()
 
 
 def test_the_expected_winner_stays_unless_another_is_clearly_faster() -> None:
@@ -186,7 +202,7 @@ def test_flat_passes_of_both_backends_agree() -> None:
     torch.testing.assert_close(param, copies[1])
 
 
-def test_bad_calls_are_refused() -> None:
+def test_bad_calls_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match="ns_backend must be 'auto', 'ops' or 'torch', got 'cuda'"):
         ops.select("cuda")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="rows, cols"):
@@ -195,6 +211,6 @@ def test_bad_calls_are_refused() -> None:
     assert not has_kernel(torch.ops.deepspeed_muon, "meta")
     with pytest.raises(OpsUnavailableError, match="no flat passes for meta"):
         ops.flat_passes("ops", "meta")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with caplog.at_level(logging.WARNING):
         assert ops.flat_passes("auto", "meta").name == "torch"
+    assert not caplog.records

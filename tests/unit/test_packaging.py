@@ -21,7 +21,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel") / "source"
     folder.mkdir()
     for name in ("deepspeed_muon", "ops"):
-        shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            REPOSITORY / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, folder)
     return folder

@@ -1,0 +1,50 @@
+"""What DeepSpeed keeps to itself is touched in ``engine/`` alone; pyproject.toml's contracts check the imports."""
+
+from __future__ import annotations
+
+import ast
+
+from tests.support.native_ops import REPOSITORY
+
+PACKAGE = REPOSITORY / "deepspeed_muon"
+
+# The names that our code gives to DeepSpeed's objects: its engine, and its optimizer around ours.
+OBJECTS = {"engine", "wrapper", "zero"}
+
+# The functions that reach an attribute by name.
+BY_NAME = {"getattr", "setattr", "hasattr", "delattr"}
+
+
+def private_accesses(tree: ast.AST) -> list[tuple[int, str]]:
+    """Return line and text of every private attribute of an object in ``OBJECTS`` that a module touches."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            target, name = node.value, node.attr
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in BY_NAME:
+            target, name = node.args[0], getattr(node.args[1], "value", "")
+        else:
+            continue
+        private = name.startswith("_") and not name.endswith("__")
+        last = target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
+        if private and last.lstrip("_") in OBJECTS:
+            found.append((node.lineno, ast.unparse(node)))
+    return found
+
+
+def test_private_attributes_of_deepspeed_are_touched_in_engine_alone() -> None:
+    found = [
+        f"{path.relative_to(REPOSITORY)}:{line}: {text}"
+        for folder in (PACKAGE, REPOSITORY / "ops")
+        for path in sorted(folder.rglob("*.py"))
+        if PACKAGE / "engine" not in path.parents
+        for line, text in private_accesses(ast.parse(path.read_text()))
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_the_check_sees_every_way_to_reach_a_private_attribute() -> None:
+    touches = ["self.engine._config", "wrapper._load = 1", "getattr(zero, '_step')"]
+    others = ["engine.step()", "self._engine.x", "engine.__dict__", "mine._step"]
+    found = private_accesses(ast.parse("\n".join(touches + others)))
+    assert sorted(line for line, _ in found) == [1, 2, 3]
