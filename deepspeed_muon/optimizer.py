@@ -11,13 +11,13 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepspeed_muon.config import MomentumDtypeName, MuonConfig, TensorParallelMode, WireDtypeName
+from deepspeed_muon.config import RATE_KEYS, MuonConfig, takes_settings
 from deepspeed_muon.errors import (
     BindingError,
     ConfigError,
@@ -26,16 +26,11 @@ from deepspeed_muon.errors import (
     RoutingError,
 )
 from deepspeed_muon.logs import warn
-from deepspeed_muon.math.coefficients import NsScheduleName
 from deepspeed_muon.math.flops import orthogonalize_flops
-from deepspeed_muon.math.newton_schulz import NsDtypeName, NsMethod
-from deepspeed_muon.math.normuon import VariantName
-from deepspeed_muon.math.scaling import AdjustLrName
-from deepspeed_muon.math.weight_decay import WeightDecayMode
 from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.monitoring.summary import HealthLog
-from deepspeed_muon.ops import NsBackend, Orthogonalizer, select
-from deepspeed_muon.plan.order import OrderName, balanced_order
+from deepspeed_muon.ops import Orthogonalizer, select
+from deepspeed_muon.plan.order import balanced_order
 from deepspeed_muon.qk_clip.clip import QkClip
 from deepspeed_muon.routing.param_groups import ParamGroup, ParamsInput, RoutedGroups, build_groups
 from deepspeed_muon.routing.rules import (
@@ -44,7 +39,6 @@ from deepspeed_muon.routing.rules import (
     route_parameters,
     warn_without_muon,
 )
-from deepspeed_muon.routing.shapes import SplitRule
 from deepspeed_muon.step.bound import BoundSteps, flat_gradients
 from deepspeed_muon.step.layout_reader import read_whole
 from deepspeed_muon.step.runner import PendingUpdates, StepResources, StepRunner
@@ -79,125 +73,33 @@ class Muon(torch.optim.Optimizer):
     # deciding on each rank by itself whether to call step(), which would leave the other ranks waiting.
     _step_supports_amp_scaling = True
 
-    def __init__(
+    @takes_settings
+    def __init__(  # noqa: D417  (takes_settings documents the keys)
         self,
         params: ParamsInput,
         lr: float | Tensor | None = None,
         *,
-        muon_lr: float | Tensor | None = None,
-        adam_lr: float | Tensor | None = None,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        weight_decay: float = 0.0,
-        muon_weight_decay: float | None = None,
-        adam_weight_decay: float | None = None,
-        weight_decay_mode: WeightDecayMode = "decoupled",
-        variant: VariantName = "muon",
-        beta2: float = 0.95,
-        qk_clip: Mapping[str, float] | None = None,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-10,
-        ns_method: NsMethod = "gram",
-        ns_steps: int | None = None,
-        ns_schedule: NsScheduleName | Sequence[tuple[float, float, float]] = "quintic",
-        ns_dtype: NsDtypeName = "auto",
-        ns_eps: float = 1e-12,
-        ns_backend: NsBackend = "auto",
-        adjust_lr_fn: AdjustLrName = "original",
-        wire_dtype: WireDtypeName = "auto",
-        momentum_dtype: MomentumDtypeName | None = None,
-        include: Sequence[str] = (),
-        exclude: Sequence[str] = (),
-        split: Mapping[str, SplitRule] | None = None,
-        heads: Mapping[str, int | Sequence[int]] | None = None,
-        transposed: Sequence[str] = (),
-        min_muon_params: int = 0,
-        nonfinite_grad: Literal["skip", "error"] = "skip",
-        per_head_muon: bool = False,
-        torch_adam: bool = False,
-        adam_w_mode: bool = True,
-        tensor_parallel_mode: TensorParallelMode = "gather",
-        exchange_chunk_numel: int = 1 << 26,
-        exchange_overlap: bool = True,
-        order: OrderName = "balanced",
-        ranks_per_node: int | None = None,
-        share_matrices: Literal["auto", False] | int = "auto",
-        health: Mapping[str, Any] | bool | None = None,
         model: nn.Module | None = None,
-        **unknown: Any,
+        **settings: Any,
     ) -> None:
         """Route the parameters and make the param groups.
+
+        A rate that is a tensor of one element stays that tensor in the groups.
 
         Args:
             params: A module, or an iterable of parameters, of ``(name, parameter)`` pairs, or of param groups of
                 either. Names tell embeddings and heads from hidden matrices: pass ``model`` or
                 ``model.named_parameters()`` rather than ``model.parameters()``.
-            lr: Rate of both halves, where ``muon_lr`` and ``adam_lr`` say nothing else. A rate that is a tensor of one
-                element stays that tensor in the groups.
-            muon_lr: Rate of the matrices (0.02).
-            adam_lr: Rate of all other parameters (3e-4).
-            momentum: Decay of the gradient's moving average, in [0, 1).
-            nesterov: Blend the gradient in once more.
-            weight_decay: Decoupled weight decay of both halves.
-            muon_weight_decay: Weight decay of the matrices.
-            adam_weight_decay: Weight decay of all other parameters.
-            weight_decay_mode: ``decoupled`` (times the rate), ``independent`` (of the rate) or ``cautious`` (only where
-                the update has the sign of the weight), for both halves.
-            variant: ``muon``, or ``normuon``: rows of the update brought to equal size.
-            beta2: Decay of NorMuon's second moment of each row.
-            qk_clip: ``{"threshold": 100, "alpha": 0.5}``: after each step, scale the query and key rows of attention
-                heads whose largest logit was above the threshold (:mod:`deepspeed_muon.qk_clip.logits`).
-                Needs ``model``.
-            betas: Decay of AdamW's moments.
-            eps: AdamW's epsilon.
-            ns_method: ``gram`` (rectangular matrices iterate on their Gram matrix) or ``standard``.
-            ns_steps: Newton-Schulz steps; 5, or the length of the table.
-            ns_schedule: Name of a polynomial schedule, or own ``(a, b, c)`` triples.
-            ns_dtype: Dtype of the iteration.
-            ns_eps: Lower bound of the norm that a matrix is divided by.
-            ns_backend: ``auto`` measures native and torch code and takes the faster; ``ops`` and ``torch`` pin it.
-            adjust_lr_fn: Scale of the orthogonalised update.
-            wire_dtype: Dtype in which fragments travel between ranks.
-            momentum_dtype: ``fp32`` or ``bf16``: dtype in which the momentum is kept between steps; the arithmetic is
-                fp32 in any case. ``None``: bf16 with DeepSpeed's ``bf16_optimizer_states``, else fp32.
-            include: Name patterns that go to Muon although a rule would not send them.
-            exclude: Name patterns that go to AdamW.
-            split: Name pattern to the parts of a fused projection, each a matrix of its own: their sizes, their
-                fractions of the output, ``qkv`` or ``gate_up``.
-            heads: Name pattern to the number of attention heads, or to one number for each part.
-            transposed: Name patterns of weights that are stored as input x output.
-            min_muon_params: Fewer Muon matrices than this are an error.
-            nonfinite_grad: Skip a step with an infinity or NaN in a gradient, or raise.
-            per_head_muon: Orthogonalise the heads of query, key and value projections separately; the counts are
-                those of the model's ``config``, or DeepSpeed's tags.
-            torch_adam: Run torch's AdamW also on partitions that are offloaded to the CPU, where DeepSpeed's native one
-                runs otherwise.
-            adam_w_mode: Decoupled weight decay (AdamW) rather than an L2 term (Adam).
-            tensor_parallel_mode: ``gather`` (a matrix that tensor parallelism cuts goes whole to one rank) or
-                ``distributed`` (it stays cut, and its Gram matrix is summed over the ranks).
-            exchange_chunk_numel: Bound, in elements, of what a rank receives as an owner at once. Three such chunks
-                have a place in memory, one without ``exchange_overlap``.
-            exchange_overlap: Exchange one chunk while another is orthogonalised; the results are the same without.
-            order: How ZeRO 1 and 2 lay the matrices out: ``balanced`` puts them so that few cross a partition's end and
-                all ranks have equal work; ``given`` keeps the model's order.
-            ranks_per_node: Ranks of one machine, numbered consecutively: the owner of a matrix is then sought where
-                most of it lies. Without it all ranks count as equally far.
-            share_matrices: ``auto``: where it pays on GPUs, ranks of one node orthogonalise a matrix together that
-                would keep one of them busy for longer than all have work on average. A number: so many ranks at most
-                do it wherever they would be done sooner without communication; ``False``: never.
-            health: ``every`` (100), ``matrices`` (4) and ``check`` (true): steps between samples, matrices in each,
-                whether every result is checked; ``False`` for none of it.
+            lr, **settings: The keys of ``optimizer.params``.
             model: The module that ``params`` belongs to, for names and module types.
-            **unknown: Nothing else is accepted.
 
         Raises:
             ConfigError: If a setting is unknown or out of range.
             RoutingError: If the parameters cannot be divided as asked.
         """
-        split, heads = {} if split is None else split, {} if heads is None else heads
-        given = {name: value for name, value in locals().items() if name in MuonConfig.model_fields}
-        config = MuonConfig.from_params({**given, **unknown})
-        rates = {key: given[key] for key in ("lr", "muon_lr", "adam_lr") if isinstance(given[key], Tensor)}
+        settings["lr"] = lr
+        config = MuonConfig.from_params(settings)
+        rates = {key: settings[key] for key in RATE_KEYS if isinstance(settings.get(key), Tensor)}
         self._setup(
             config,
             build_groups(params, config, model=model, rates=rates),
@@ -403,7 +305,7 @@ class Muon(torch.optim.Optimizer):
             if route is None:
                 continue
             better = route_parameters([member])[0]
-            if better.algorithm != route.algorithm and route.reason != "the caller's param group says so":
+            if better.algorithm != route.algorithm and route.rule != "group":
                 raise RoutingError(
                     f"parameter {member.name} of shape {list(better.shape)} was given without its name and went to "
                     f"{route.algorithm}; by name it belongs to {better.algorithm} ({better.reason}). Pass "
@@ -657,5 +559,5 @@ class Muon(torch.optim.Optimizer):
             )
         self.skipped_steps += 1
         self.overflow = True
-        group = self._runners[0].step_set.group
+        group = self.runners[0].step_set.group
         warn("deepspeed_muon: step skipped, %s (%d so far)", message, self.skipped_steps, group=group)

@@ -11,13 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from deepspeed_muon.routing.rules import NamedParameter, Route, route_parameters
+from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.routing.parameters import NamedParameter
+from deepspeed_muon.routing.route import Route, Rule
+from deepspeed_muon.routing.rules import route_parameters
 
 __all__ = ["convolution_kind", "repeat_in_run", "route_saved"]
 
 # A longer one is more likely to be the input of stacked matrices.
 _MAX_KERNEL = 64
-_STACK = "3-dimensional, no experts by name"
 
 
 def convolution_kind(name: str, shape: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> str | None:
@@ -69,13 +71,16 @@ def route_saved(
         for name, shape in shapes.items()
     ]
     found = {}
-    for route in route_parameters(members, include=include, exclude=exclude):
+    for route in route_parameters(members, MuonConfig(include=tuple(include), exclude=tuple(exclude))):
         kind = kinds[route.name]
-        # What a pattern of the caller's named is what the pattern says.
-        if kind not in (None, "convolution") and route.reason.startswith("filters"):
-            route = Route(route.name, route.shape, "adamw", f"filters of a {kind}")
-        elif route.reason.startswith("hidden matrices") and "experts" not in route.name.split("."):
-            route = Route(route.name, route.shape, "adamw", _STACK)
+        # Where the caller's patterns name a parameter, they decide.
+        if route.rule == "hidden" and route.kind == "convolution" and kind != "convolution":
+            # One input may be that of a plain convolution, too.
+            rule: Rule = "unsure" if kind == "grouped convolution" else "shape"
+            route = Route(route.name, route.shape, "adamw", f"filters of a {kind}", rule=rule)
+        elif route.rule == "hidden" and route.kind == "experts" and "experts" not in route.name.split("."):
+            reason = "3-dimensional, no experts by name"
+            route = Route(route.name, route.shape, "adamw", reason, rule="unsure")
         found[route.name] = route
     return found
 
@@ -102,9 +107,8 @@ def repeat_in_run(
     """
     routes = route_saved(shapes, aliases, include=include, exclude=exclude)
     wanted = [name for name, kind in algorithms.items() if kind == "muon" != routes[name].algorithm]
-    # One input may be that of a plain convolution, and a module may be one of experts: training would use Muon then.
-    doubts = ("filters of a grouped convolution", _STACK)
-    doubtful = {name for name, route in routes.items() if route.reason in doubts}
+    # Training routes what the files leave open by its modules, perhaps to Muon.
+    doubtful = {name for name, route in routes.items() if route.rule == "unsure"}
     unwanted = [
         name
         for name, kind in algorithms.items()
@@ -117,7 +121,7 @@ def repeat_in_run(
             f"{json.dumps(key)}: {json.dumps(names)}" for key, names in settings.items() if names
         )
         said.append(f"the run that goes on from here needs in optimizer.params: {text}")
-    plain = [name for name, route in routes.items() if route.reason == "filters of a convolution"]
+    plain = [name for name, each in routes.items() if each.rule == "hidden" and each.kind == "convolution"]
     plain = [name for name in plain if name not in unwanted]
     if plain:
         said.append(

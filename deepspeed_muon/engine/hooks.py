@@ -426,15 +426,7 @@ def _check_all_stages(optimizer: Muon) -> None:
     """Check, on all ranks alike, what only the routes of a pipeline's stages together can tell."""
     stages = optimizer.members.gather(optimizer.routes, what="comparison of the stages' routes").values()
     whole = {route.name: route for routes in stages for route in routes}
-    config = optimizer.config
-    check_routes(
-        list(whole.values()),
-        list(whole),
-        include=config.include,
-        exclude=config.exclude,
-        min_muon_params=config.min_muon_params,
-        rules=config.shape_rules(),
-    )
+    check_routes(list(whole.values()), list(whole), optimizer.config)
     warn_without_muon(list(whole.values()))
 
 

@@ -55,9 +55,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     config = _config(arguments.params)
     settings = _settings(arguments, config)
     members = load_model(arguments.model, separate_experts=arguments.separate_experts)
-    routes = route_parameters(
-        members, include=config.include, exclude=config.exclude, rules=config.shape_rules()
-    )
+    routes = route_parameters(members, config)
     parameters = planned_parameters(routes)
     data = report(
         arguments.model,

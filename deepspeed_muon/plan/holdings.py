@@ -47,7 +47,8 @@ class Holdings:
     @property
     def whole(self) -> NDArray[np.bool_]:
         """Which matrices lie whole on one data-parallel rank and on no other."""
-        return (self.first == self.last) & (not self.replicated)
+        whole: NDArray[np.bool_] = (self.first == self.last) & (not self.replicated)
+        return whole
 
     @property
     def world_size(self) -> int:

@@ -123,15 +123,7 @@ def build_groups(
         if (algorithm := _explicit_algorithm(group.settings)) is not None
         for member in group.members
     }
-    routes = route_parameters(
-        members,
-        include=config.include,
-        exclude=config.exclude,
-        explicit=explicit,
-        min_muon_params=config.min_muon_params,
-        partial=partial,
-        rules=config.shape_rules(),
-    )
+    routes = route_parameters(members, config, explicit=explicit, partial=partial)
     by_id = {id(member.param): route for member, route in zip(members, routes, strict=True)}
     groups = [half for group in callers for half in _halves(group, by_id, config, rates or {})]
     if not groups:

@@ -9,43 +9,25 @@ input is never cut: the heads of an output projection lie on its input, so it st
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from deepspeed_muon.errors import RoutingError
+from deepspeed_muon.routing.names import leaf_name
 
 __all__ = [
     "AttentionShape",
-    "ShapeRules",
     "SplitRule",
     "attention_shapes",
     "cut_into_heads",
-    "leaf_name",
     "nearest_attention",
     "split_output",
 ]
 
 SplitRule = str | Sequence[int] | Sequence[float]
 """Sizes of the parts, fractions of the output, or the word ``qkv`` or ``gate_up``."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShapeRules:
-    """What the configuration says about the division of weights; patterns are those of ``include``.
-
-    Attributes:
-        split: Pattern to the parts of a fused projection.
-        heads: Pattern to the number of heads, or to one number for each part.
-        transposed: Patterns of weights that are stored as input x output.
-        per_head: Whether heads are taken from DeepSpeed's tags and the model's configuration too.
-    """
-
-    split: Mapping[str, SplitRule] = field(default_factory=dict)
-    heads: Mapping[str, int | Sequence[int]] = field(default_factory=dict)
-    transposed: Sequence[str] = ()
-    per_head: bool = False
 
 
 # Modules whose output is a run of heads, by the last component of their name. q_b_proj and kv_b_proj are the
@@ -180,12 +162,6 @@ def nearest_attention(shapes: Mapping[str, AttentionShape], name: str) -> Attent
         if shape is not None:
             return shape
     return None
-
-
-def leaf_name(name: str) -> str:
-    """Return the module that holds a parameter, in lower case: ``model.layers.0.q_proj.weight`` gives ``q_proj``."""
-    parts = name.lower().split(".")
-    return parts[-2] if len(parts) > 1 and parts[-1] in ("weight", "bias") else parts[-1]
 
 
 def split_output(

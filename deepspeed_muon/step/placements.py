@@ -14,6 +14,7 @@ from torch import Tensor
 from deepspeed_muon.math.newton_schulz import NsSettings, runs_gram
 from deepspeed_muon.monitoring.check import ResultCheck
 from deepspeed_muon.monitoring.results import Finish, Member, Result, Together
+from deepspeed_muon.ops import BATCH_NUMEL
 from deepspeed_muon.plan.layout import Block, MatrixLayout
 from deepspeed_muon.step.update_rule import UpdateRule
 from deepspeed_muon.transport.context import StepContext
@@ -22,9 +23,6 @@ from deepspeed_muon.transport.share_groups import ShareGroups, global_ranks
 from deepspeed_muon.transport.waiting import phase
 
 __all__ = ["CutOverGroup", "Directions", "Orthogonalize", "Placement", "Updates", "WholeAtOwner"]
-
-# Elements that a batch may stack at most: stacking copies, and the iteration needs three times as much again.
-_BATCH_NUMEL = 1 << 25
 
 # (batch, rows, cols) -> the same in the settings' dtype; called as ``orthogonalize(x, settings=...)``.
 Orthogonalize = Callable[..., Tensor]
@@ -56,7 +54,7 @@ class Placement(Protocol):
 
 def _batch_size(context: StepContext, rows: int, cols: int, *, numel: int = 0) -> int:
     """Return how many blocks of this shape, or matrices of ``numel`` made of them, run together."""
-    return max(1, _BATCH_NUMEL // (numel or rows * cols)) if min(rows, cols) < context.batch_below else 1
+    return max(1, BATCH_NUMEL // (numel or rows * cols)) if min(rows, cols) < context.batch_below else 1
 
 
 def _blocks(matrix: MatrixLayout) -> Sequence[Block]:

@@ -152,7 +152,7 @@ def exchange_bytes(
         group: The process group; all of its ranks must call.
     """
     size = send.element_size()
-    return dist.all_to_all_single(
+    work: dist.Work = dist.all_to_all_single(
         out.view(torch.uint8),
         send.view(torch.uint8),
         [count * size for count in out_splits],
@@ -160,6 +160,7 @@ def exchange_bytes(
         group=group,
         async_op=True,
     )
+    return work
 
 
 def cut(buffer: Tensor, segment: Segment) -> Tensor:

@@ -23,7 +23,14 @@ BETA2 = 0.9
 
 def one_matrix(**kwargs: Any) -> tuple[nn.Parameter, Muon]:
     weight = nn.Parameter(torch.zeros(12, 20))
-    settings = {"variant": "normuon", "beta2": BETA2, "momentum": 0.0, "nesterov": False, **kwargs}
+    settings = {
+        "variant": "normuon",
+        "ns_dtype": "fp32",
+        "beta2": BETA2,
+        "momentum": 0.0,
+        "nesterov": False,
+        **kwargs,
+    }
     return weight, Muon([("layer.weight", weight)], muon_lr=1.0, ns_backend="torch", **settings)
 
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from deepspeed_muon import Muon
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import ConfigError, ScheduleError
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_defaults_are_those_of_deepspeeds_own_muon() -> None:
@@ -124,3 +131,35 @@ def test_auto_takes_fp32_for_a_schedule_without_a_margin_for_rounding() -> None:
     assert MuonConfig.from_params({"ns_schedule": "cans"}).ns_settings(gpu).dtype == torch.float32
     chosen = MuonConfig.from_params({"ns_schedule": "cans", "ns_dtype": "fp16"})
     assert chosen.ns_settings(gpu).dtype == torch.float16
+
+
+def test_the_constructor_shows_every_key() -> None:
+    """``help(Muon)`` and ``inspect.signature(Muon)`` say of each key its default, its type and its sentence."""
+    shown = inspect.signature(Muon).parameters
+    for name, field in MuonConfig.model_fields.items():
+        assert shown[name].default == field.get_default(call_default_factory=True)
+        assert shown[name].annotation is not inspect.Parameter.empty
+        assert f"\n            {name}: " in (Muon.__init__.__doc__ or "")
+        assert field.description
+    assert shown.keys() == {"params", "model", *MuonConfig.model_fields}
+    assert "**settings" not in (Muon.__init__.__doc__ or "")
+
+
+def test_a_subclass_has_its_own_signature() -> None:
+    class Own(Muon):
+        def __init__(self, params: Any, rate: float) -> None:
+            super().__init__(params, rate)
+
+    assert list(inspect.signature(Own).parameters) == ["params", "rate"]
+    assert Own(nn.Linear(4, 4), 0.25).config.lr == 0.25
+
+
+def test_constructor_and_json_take_the_same_keys() -> None:
+    params = {"muon_lr": 0.5, "split": None, "heads": None, "health": False, "consolidate_on_save": True}
+    assert Muon(nn.Linear(4, 4), **params).config == MuonConfig.from_params(params)
+
+
+def test_the_page_of_settings_is_up_to_date() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "settings_table.py"))
+    assert script["PAGE"].read_text() == script["page"](), "run: python scripts/settings_table.py"
+    assert all(f"\n| `{name}` | " in script["page"]() for name in MuonConfig.model_fields)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import ConfigError, RoutingError
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.rules import NamedParameter, Route, model_parameters_by_name, route_parameters
@@ -138,23 +139,28 @@ def test_patterns() -> None:
     members = list(
         model_parameters_by_name(nn.ModuleDict({"head": nn.Linear(4, 4), "a": nn.Linear(4, 4)})).values()
     )
-    assert route_parameters(members, include=["head.weight"])[0].algorithm == "muon"
-    assert route_parameters(members, include=["head.weight"], exclude=["re:^a\\."])[2].algorithm == "adamw"
-    assert route_parameters(members, include=["*.weight"], exclude=["head*"])[0].algorithm == "adamw"
+    assert route_parameters(members, MuonConfig(include=["head.weight"]))[0].algorithm == "muon"
+    assert (
+        route_parameters(members, MuonConfig(include=["head.weight"], exclude=["re:^a\\."]))[2].algorithm
+        == "adamw"
+    )
+    assert (
+        route_parameters(members, MuonConfig(include=["*.weight"], exclude=["head*"]))[0].algorithm == "adamw"
+    )
     with pytest.raises(RoutingError, match="matches no parameter"):
-        route_parameters(members, exclude=["b.*"])
+        route_parameters(members, MuonConfig(exclude=["b.*"]))
     with pytest.raises(RoutingError, match="not a regular expression"):
-        route_parameters(members, exclude=["re:("])
+        route_parameters(members, MuonConfig(exclude=["re:("]))
     with pytest.raises(RoutingError, match=r"a\.bias of shape \[4\]"):
-        route_parameters(members, include=["a.bias"])
+        route_parameters(members, MuonConfig(include=["a.bias"]))
 
 
 def test_expectations() -> None:
     members = list(model_parameters_by_name(nn.Linear(4, 4)).values())
     with pytest.raises(RoutingError, match="expects at least 2 Muon matrices and routing found 1"):
-        route_parameters(members, min_muon_params=2)
+        route_parameters(members, MuonConfig(min_muon_params=2))
     with pytest.raises(RoutingError, match="expects at least 1 Muon matrices and routing found 0"):
-        route_parameters(members, exclude=["*"], min_muon_params=1)
+        route_parameters(members, MuonConfig(exclude=["*"], min_muon_params=1))
 
 
 def test_groups_are_split_and_keep_their_settings() -> None:

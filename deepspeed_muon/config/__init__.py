@@ -1,0 +1,20 @@
+"""``optimizer.params``: every key with its default, its check and its documentation (:mod:`.settings`)."""
+
+from deepspeed_muon.config.documentation import takes_settings
+from deepspeed_muon.config.messages import TORCH_OPTIONS, unknown_key_message
+from deepspeed_muon.config.sections import HealthConfig, QkClipConfig, RestoreConfig
+from deepspeed_muon.config.settings import GROUP_KEYS, RATE_KEYS, MuonConfig
+from deepspeed_muon.config.values import TensorParallelMode
+
+__all__ = [
+    "GROUP_KEYS",
+    "RATE_KEYS",
+    "TORCH_OPTIONS",
+    "HealthConfig",
+    "MuonConfig",
+    "QkClipConfig",
+    "RestoreConfig",
+    "TensorParallelMode",
+    "takes_settings",
+    "unknown_key_message",
+]

@@ -1,0 +1,71 @@
+"""The constructor's signature and the tables of settings, made from :class:`~deepspeed_muon.config.MuonConfig`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, get_type_hints
+
+from pydantic import BaseModel
+from torch import Tensor
+
+from deepspeed_muon.config.settings import RATE_KEYS, MuonConfig
+
+__all__ = ["keys_with_sentences", "takes_settings"]
+
+_Init = TypeVar("_Init", bound=Callable[..., None])
+
+
+def keys_with_sentences() -> Iterator[tuple[str, Any, str]]:
+    """Yield the name, the default and the sentence (Markdown) of every key, those of objects as ``health.every``."""
+    for name, field in MuonConfig.model_fields.items():
+        default = field.get_default(call_default_factory=True)
+        yield (
+            name,
+            default.model_dump() if isinstance(default, BaseModel) else default,
+            field.description or "",
+        )
+        for section in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            if isinstance(section, type) and issubclass(section, BaseModel):
+                for key, inner in section.model_fields.items():
+                    shown = None if inner.is_required() else inner.default
+                    yield f"{name}.{key}", shown, inner.description or ""
+
+
+def takes_settings(init: _Init) -> _Init:
+    """Write every key into the signature and the docstring of a constructor that takes ``**settings``.
+
+    Args:
+        init: The constructor. Its ``__signature__`` and ``__doc__`` are set: the parameters of its own come first and
+            last, and the line of ``lr, **settings`` in the docstring becomes one entry for each key.
+    """
+    types = get_type_hints(MuonConfig)
+    own = inspect.signature(init, eval_str=True)
+    named = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    keys = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.get_default(call_default_factory=True),
+            annotation=types[name] | Tensor if name in RATE_KEYS else types[name],
+        )
+        for name, field in MuonConfig.model_fields.items()
+        if name not in own.parameters
+    ]
+    first = [p for p in named if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+    init.__signature__ = own.replace(parameters=[*first, *keys, *named[len(first) :]])  # type: ignore[attr-defined]
+    if init.__doc__ is not None:  # python -OO strips docstrings
+        entries = [_entry(name, text) for name, _, text in keys_with_sentences() if "." not in name]
+        init.__doc__ = re.sub(r" *lr, \*\*settings:.*\n", lambda _: "".join(entries), init.__doc__)
+    return init
+
+
+def _entry(name: str, text: str) -> str:
+    """Return the entry of a key in a Google-style docstring, from Markdown."""
+    text = re.sub(r"\[(.*?)\]\([^)]*\)", r"docs/\1", text).replace("`", "``")
+    indent = " " * 12
+    return (
+        textwrap.fill(f"{name}: {text}", 110, initial_indent=indent, subsequent_indent=indent + "    ") + "\n"
+    )

@@ -1,0 +1,354 @@
+"""``optimizer.params`` of the DeepSpeed JSON and the constructor's arguments: every key, default, check and sentence.
+
+The keys of DeepSpeed's own Muon keep their names, meanings and defaults, so that an existing configuration runs
+unchanged. Unknown keys are errors, because a misspelt key that is ignored is a run with the wrong settings.
+
+Precedence, most specific last: the shared key (``lr``, ``weight_decay``), the half's key (``muon_lr``,
+``adam_weight_decay``, ...), the caller's own param group.
+
+The descriptions are Markdown. The constructor's docstring and ``docs/settings.md`` are made from them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from deepspeed_muon.config import values as v
+from deepspeed_muon.config.messages import readable, shown, unknown_key_message
+from deepspeed_muon.config.sections import HealthConfig, QkClipConfig, RestoreConfig
+from deepspeed_muon.errors import ConfigError
+from deepspeed_muon.math.coefficients import (
+    Coefficients,
+    NsScheduleName,
+    resolve_schedule,
+    tolerates_rounding,
+)
+from deepspeed_muon.math.newton_schulz import DTYPES, NsDtypeName, NsMethod, NsSettings, resolve_ns_dtype
+from deepspeed_muon.math.normuon import VariantName
+from deepspeed_muon.math.scaling import AdjustLrName
+from deepspeed_muon.math.weight_decay import WeightDecayMode
+from deepspeed_muon.ops import NsBackend
+from deepspeed_muon.plan.order import OrderName
+
+__all__ = ["GROUP_KEYS", "RATE_KEYS", "MuonConfig"]
+
+DEFAULT_MUON_LR = 0.02
+DEFAULT_ADAM_LR = 3e-4
+
+RATE_KEYS = ("lr", "muon_lr", "adam_lr")
+"""Keys whose value the constructor also takes as a tensor, which the param groups then keep."""
+
+# Keys that a caller may set in a param group of its own, next to "params" and a MoE group's bookkeeping.
+GROUP_KEYS = frozenset(
+    {
+        "lr",
+        "muon_lr",
+        "adam_lr",
+        "weight_decay",
+        "muon_weight_decay",
+        "adam_weight_decay",
+        "weight_decay_mode",
+        "momentum",
+        "nesterov",
+        "betas",
+        "eps",
+        "adjust_lr_fn",
+        "beta2",
+    }
+)
+
+
+class MuonConfig(BaseModel):
+    """The settings of one optimizer. Frozen: what the ranks compared at start is what runs."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    lr: v.Rate | None = Field(
+        default=None,
+        description="Rate of both halves, where the next two say nothing else; "
+        "what a scheduler's single number stands for.",
+    )
+    muon_lr: v.Rate | None = Field(
+        default=None, description=f"Rate of the matrices; unset: `lr`, or {DEFAULT_MUON_LR} without it."
+    )
+    adam_lr: v.Rate | None = Field(
+        default=None, description=f"Rate of everything else; unset: `lr`, or {DEFAULT_ADAM_LR} without it."
+    )
+    momentum: v.Fraction = Field(default=0.95, description="Decay of the gradient's moving average.")
+    nesterov: v.Flag = Field(
+        default=True, description="Blend the gradient in once more (the Nesterov blend)."
+    )
+    weight_decay: v.Rate = Field(default=0.0, description="Weight decay of both halves.")
+    muon_weight_decay: v.Rate | None = Field(
+        default=None, description="Weight decay of the matrices; unset: `weight_decay`."
+    )
+    adam_weight_decay: v.Rate | None = Field(
+        default=None, description="Weight decay of everything else; unset: `weight_decay`."
+    )
+    weight_decay_mode: WeightDecayMode = Field(
+        default="decoupled",
+        description="Kind of decay of both halves: `decoupled` (times the rate), `independent` (of the rate), "
+        "`cautious` (only where the update has the weight's sign).",
+    )
+    betas: Annotated[tuple[v.Fraction, v.SecondBeta], BeforeValidator(v.pair)] = Field(
+        default=(0.9, 0.95), description="Decay of AdamW's two moments; the second one above 0."
+    )
+    eps: v.Eps = Field(default=1e-10, description="AdamW's epsilon.")
+    adam_w_mode: v.Flag = Field(default=True, description="AdamW; false: Adam with an L2 term.")
+    torch_adam: v.Flag = Field(
+        default=False,
+        description="Run torch's AdamW also on partitions that are offloaded to the CPU, where DeepSpeed's native "
+        "CPU Adam runs otherwise.",
+    )
+    adjust_lr_fn: AdjustLrName = Field(
+        default="original", description="Scale of the orthogonalised update, by the shape of the matrix."
+    )
+    ns_method: NsMethod = Field(
+        default="gram",
+        description="`gram`: rectangular matrices iterate on their Gram matrix; `standard`: on themselves.",
+    )
+    ns_schedule: NsScheduleName | list[tuple[v.Number, v.Number, v.Number]] = Field(
+        default="quintic",
+        description="Polynomials of the iteration: `quintic`, `polar_express` (any number of steps), "
+        "`polar_express_5`, `cans` (5), `deepseekv4` (10), or own `[[a, b, c], ...]`.",
+    )
+    ns_steps: v.Whole | None = Field(
+        default=None,
+        ge=1,
+        le=100,
+        description="Newton-Schulz steps; unset: 5, or the length of the table; "
+        "another number than the table's is an error.",
+    )
+    ns_dtype: NsDtypeName = Field(
+        default="auto",
+        description="Dtype of the iteration: `fp32`, `bf16`, `fp16`; `auto`: fp16 on CUDA, bf16 on a CPU with AMX or "
+        "AVX512-BF16, else fp32; fp32 for schedules without a margin for rounding (`cans`).",
+    )
+    ns_eps: v.NsEps = Field(default=1e-12, description="Lower bound of the norm that a matrix is divided by.")
+    ns_backend: NsBackend = Field(
+        default="auto",
+        description="`auto`: native operators (built at first use) or torch's code, whichever is faster for a shape; "
+        "`ops` and `torch` pin the choice.",
+    )
+    variant: VariantName = Field(
+        default="muon",
+        description="`muon`, or `normuon`: rows of the update are brought to equal size by a running second moment.",
+    )
+    beta2: v.Fraction = Field(default=0.95, description="Decay of NorMuon's second moment of each row.")
+    qk_clip: QkClipConfig | None = Field(
+        default=None,
+        description="MuonClip, as an object (`{}` takes its defaults): after each step, scale the query and key rows "
+        "of attention heads whose largest logit exceeded the threshold; the constructor needs `model` for it.",
+    )
+    momentum_dtype: v.MomentumDtypeName | None = Field(
+        default=None,
+        description="`fp32` or `bf16`: dtype of the stored momentum; bf16 halves it, the arithmetic is fp32 in any "
+        "case; unset: fp32, or bf16 with DeepSpeed's `bf16_optimizer_states`.",
+    )
+    wire_dtype: v.WireDtypeName = Field(
+        default="auto",
+        description="Dtype in which fragments travel between ranks; `auto`: bf16 for bf16 and fp16 models, else fp32.",
+    )
+    split: Annotated[
+        dict[str, Literal["qkv", "gate_up"] | v.Sizes | v.Fractions], BeforeValidator(v.empty_for_none)
+    ] = Field(
+        default_factory=dict,
+        description="Name pattern to the parts of a fused projection, each a block of its own: sizes, fractions of "
+        "the output, `qkv` or `gate_up` ([shapes.md](shapes.md)).",
+    )
+    per_head_muon: v.Flag = Field(
+        default=False,
+        description="Orthogonalise the heads of query, key and value projections separately, counted by the model's "
+        "`config` or DeepSpeed's tags.",
+    )
+    heads: Annotated[dict[str, v.Size | v.Sizes], BeforeValidator(v.empty_for_none)] = Field(
+        default_factory=dict,
+        description="Name pattern to the number of attention heads, or to one number for each part.",
+    )
+    transposed: tuple[str, ...] = Field(
+        default=(), description="Name patterns of weights stored as input x output, where not recognised."
+    )
+    include: tuple[str, ...] = Field(
+        default=(),
+        description="Name patterns (shell globs, or `re:` and a regular expression) of what goes to Muon although a "
+        "rule would not send it.",
+    )
+    exclude: tuple[str, ...] = Field(
+        default=(), description="Name patterns of what goes to AdamW; wins over `include`."
+    )
+    min_muon_params: v.Whole = Field(
+        default=0,
+        ge=0,
+        description="Fewer Muon matrices than this are an error at the start; with 0, none at all is a warning.",
+    )
+    nonfinite_grad: Literal["skip", "error"] = Field(
+        default="skip", description="What an infinity or NaN in a gradient does: `skip` the step, or `error`."
+    )
+    exchange_chunk_numel: v.ChunkNumel = Field(
+        default=1 << 26,
+        description="Elements of the matrices of a chunk that one rank owns: bounds the buffers "
+        "([performance.md](performance.md)).",
+    )
+    exchange_overlap: v.Flag = Field(
+        default=True,
+        description="Exchange one chunk while another is orthogonalised; the result is the same without, to the last "
+        "bit, in a third of the buffers.",
+    )
+    order: OrderName = Field(
+        default="balanced",
+        description="How ZeRO 1 and 2 lay the matrices out: `balanced`, so that few cross a partition's end and all "
+        "ranks have equal work; `given` keeps the model's order, also to resume older checkpoints.",
+    )
+    ranks_per_node: v.Whole | None = Field(
+        default=None,
+        ge=1,
+        description="Ranks of one machine, numbered consecutively, at most the number of ranks: owners are then sought "
+        "where most of a matrix lies; unset: all ranks count as equally far.",
+    )
+    share_matrices: Literal["auto", False] | Annotated[v.Whole, Field(ge=2, strict=True)] = Field(
+        default="auto",
+        description="`auto`: on GPUs, ranks of one node orthogonalise a matrix together that would keep one of them "
+        "busy for longer than all have work on average, where the model of [plan.md](plan.md) says that it pays; a "
+        "number: so many ranks at most, wherever it divides the work; `false`: never.",
+    )
+    tensor_parallel_mode: v.TensorParallelMode = Field(
+        default="gather",
+        description="A matrix that tensor parallelism cuts goes whole to one of its ranks (`gather`), or stays cut and "
+        "its Gram matrix is summed over them (`distributed`); see [tensor_parallel.md](tensor_parallel.md).",
+    )
+    health: HealthConfig = Field(
+        default=HealthConfig(),
+        description="Every orthogonalised matrix is checked and redone in fp32 if wrong, and a few are measured now "
+        "and then ([health.md](health.md)); `false`: neither.",
+    )
+    consolidate_on_save: v.Flag = Field(
+        default=False, description="`save_checkpoint` also writes a consolidated set."
+    )
+    restore_from: RestoreConfig | None = Field(
+        default=None,
+        description="A consolidated set to start from, at any stage and number of ranks; or an object with `path` and "
+        "the arguments of `restore` ([checkpoints.md](checkpoints.md)).",
+    )
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any] | None, *, where: str = "optimizer.params") -> MuonConfig:
+        """Check ``optimizer.params`` and return the typed settings.
+
+        Args:
+            params: The JSON object, or ``None`` when the section is absent.
+            where: What messages call the section.
+
+        Raises:
+            ConfigError: With one line per bad key, naming the key, the value and what is allowed.
+            ScheduleError: If ``ns_schedule`` cannot run for ``ns_steps``.
+        """
+        if not isinstance(params, (Mapping, type(None))):
+            raise ConfigError(f"{where}: must be an object, got {shown(params)}")
+        for key in params or {}:
+            if key not in cls.model_fields:
+                raise ConfigError(unknown_key_message(str(key), cls.model_fields, where))
+        try:
+            config = cls.model_validate(dict(params or {}))
+        except ValidationError as error:
+            raise ConfigError(readable(error, params or {}, where)) from error
+        config.coefficients()
+        config.check_combinations()
+        return config
+
+    def check_combinations(self) -> None:
+        """Refuse keys that contradict each other.
+
+        Raises:
+            ConfigError: Naming both keys.
+        """
+        if not self.adam_w_mode and self.weight_decay_mode != "decoupled":
+            raise ConfigError(
+                f"optimizer.params.weight_decay_mode: {self.weight_decay_mode!r} needs adam_w_mode true; "
+                f"with adam_w_mode false the decay of AdamW's half is a term of the gradient"
+            )
+        for key in ("weight_decay", "muon_weight_decay", "adam_weight_decay"):
+            if self.weight_decay_mode == "independent" and (getattr(self, key) or 0.0) > 1.0:
+                raise ConfigError(
+                    f"optimizer.params.{key}: must be at most 1 with weight_decay_mode 'independent', where it is the "
+                    f"share of a weight that goes in each step (got {getattr(self, key)!r})"
+                )
+
+    def check_world(self, ranks: int) -> None:
+        """Refuse what does not fit the number of ranks.
+
+        Args:
+            ranks: Of the whole run.
+
+        Raises:
+            ConfigError: Naming the key and both numbers.
+        """
+        if self.ranks_per_node is not None and self.ranks_per_node > ranks:
+            raise ConfigError(
+                f"optimizer.params.ranks_per_node: one machine cannot have {self.ranks_per_node} of {ranks} ranks; "
+                f"write at most {ranks}, or leave it out"
+            )
+
+    def coefficients(self) -> tuple[Coefficients, ...]:
+        """Return the ``(a, b, c)`` of every Newton-Schulz step.
+
+        Raises:
+            ScheduleError: If ``ns_schedule`` is not valid for ``ns_steps``.
+        """
+        return resolve_schedule(self.ns_schedule, self.ns_steps)
+
+    def ns_settings(self, device: torch.device) -> NsSettings:
+        """Return what the Newton-Schulz iteration needs on ``device``.
+
+        ``ns_dtype: auto`` is the fast dtype of the device, or fp32 for a schedule that has no margin for its rounding.
+        """
+        coefficients = self.coefficients()
+        dtype = resolve_ns_dtype(self.ns_dtype, device)
+        if self.ns_dtype == "auto" and not tolerates_rounding(coefficients, dtype):
+            dtype = torch.float32
+        return NsSettings(coefficients=coefficients, method=self.ns_method, dtype=dtype, eps=self.ns_eps)
+
+    def resolved_wire_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which fragments travel: bf16 for a half-precision model under ``auto``, else fp32.
+
+        Args:
+            model_dtype: The dtype of the weights that the forward pass uses.
+        """
+        if self.wire_dtype != "auto":
+            return DTYPES[self.wire_dtype]
+        return torch.bfloat16 if model_dtype in (torch.bfloat16, torch.float16) else torch.float32
+
+    def muon_defaults(self) -> dict[str, Any]:
+        """Return the settings of a Muon param group before the caller's own group overrides them."""
+        return {
+            "lr": v.first_given(self.muon_lr, self.lr, DEFAULT_MUON_LR),
+            "momentum": self.momentum,
+            "nesterov": self.nesterov,
+            "weight_decay": v.first_given(self.muon_weight_decay, self.weight_decay),
+            "adjust_lr_fn": self.adjust_lr_fn,
+            "beta2": self.beta2,
+            "weight_decay_mode": self.weight_decay_mode,
+        }
+
+    def adam_defaults(self) -> dict[str, Any]:
+        """Return the settings of an AdamW param group before the caller's own group overrides them."""
+        return {
+            "lr": v.first_given(self.adam_lr, self.lr, DEFAULT_ADAM_LR),
+            "betas": self.betas,
+            "eps": self.eps,
+            "weight_decay": v.first_given(self.adam_weight_decay, self.weight_decay),
+            "weight_decay_mode": self.weight_decay_mode,
+        }
+
+    @property
+    def reference_lr(self) -> float:
+        """The rate that a scheduler's single number stands for: ``lr`` where given, else Muon's rate."""
+        return float(v.first_given(self.lr, self.muon_lr, DEFAULT_MUON_LR))
+
+    def digest(self) -> str:
+        """Return a canonical text of all settings, for the comparison between ranks."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True)

@@ -1,0 +1,109 @@
+"""Types of the settings' values: what a number, a flag, a rate or a list of sizes may be."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from pydantic import BeforeValidator, Field
+
+__all__ = [
+    "MAX_STEPS",
+    "ChunkNumel",
+    "Eps",
+    "Flag",
+    "Fraction",
+    "Fractions",
+    "MomentumDtypeName",
+    "NsEps",
+    "Number",
+    "Positive",
+    "Rate",
+    "SecondBeta",
+    "Size",
+    "Sizes",
+    "TensorParallelMode",
+    "Whole",
+    "WireDtypeName",
+    "empty_for_none",
+    "first_given",
+    "pair",
+]
+
+WireDtypeName = Literal["auto", "fp32", "bf16", "fp16"]
+MomentumDtypeName = Literal["fp32", "bf16"]
+TensorParallelMode = Literal["gather", "distributed"]
+
+# Bounds beyond which a value is a slip: far above what anyone runs, far below where fp32 arithmetic stops.
+MAX_RATE = 1e4
+"""Largest rate and weight decay."""
+MAX_EPS = 100.0
+"""Largest ``eps`` of AdamW; 1 is in use."""
+MAX_NS_EPS = 0.01
+"""Largest ``ns_eps``: a matrix whose direction is smaller than that is no longer orthogonalised."""
+MIN_EPS = 1e-30
+"""Smallest ``eps`` and ``ns_eps``: well inside fp32, where 1e-46 is 0 and divides nothing by nothing."""
+MAX_STEPS = 1_000_000
+"""Largest number of steps between two samples of ``health``."""
+MAX_CHUNK_NUMEL = 1 << 40
+
+
+def _number(value: Any) -> Any:
+    """Let numbers through, those of numpy and one-element tensors too; say what else the value is."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        value = value.item()
+    if isinstance(value, str):
+        if value == "auto":
+            raise ValueError(
+                "is 'auto', which only the Hugging Face integrations fill in (for lr, betas, eps and weight_decay); "
+                "write a number"
+            )
+        try:
+            number = float(value)
+        except ValueError:
+            raise ValueError("must be a number") from None
+        raise ValueError(
+            f"must be a number, not a text: write {number:.12g} without quotes (YAML wants a point, as in 1.0e-4)"
+        )
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
+        raise ValueError("must be a number")
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
+def _flag(value: Any) -> bool:
+    if isinstance(value, (bool, np.bool_)) or (isinstance(value, int) and value in (0, 1)):
+        return bool(value)
+    raise ValueError("must be true or false")
+
+
+def pair(value: Any) -> Any:
+    """Say of a text or a single number what it is, instead of which pair it is not."""
+    return _number(value) if isinstance(value, (str, bool)) or not hasattr(value, "__len__") else value
+
+
+def empty_for_none(value: Any) -> Any:
+    """Return an empty object for ``None``."""
+    return {} if value is None else value
+
+
+def first_given(*values: Any) -> Any:
+    """Return the first value that is not ``None``."""
+    return next(value for value in values if value is not None)
+
+
+Number = Annotated[float, BeforeValidator(_number)]
+Whole = Annotated[int, BeforeValidator(_number)]
+Flag = Annotated[bool, BeforeValidator(_flag)]
+Rate = Annotated[Number, Field(ge=0, le=MAX_RATE)]
+Fraction = Annotated[Number, Field(ge=0, lt=1)]
+# AdamW divides by the root of the second moment: without a memory it is the sign of the gradient, or blows up.
+SecondBeta = Annotated[Number, Field(gt=0, lt=1)]
+Eps = Annotated[Number, Field(ge=MIN_EPS, le=MAX_EPS)]
+NsEps = Annotated[Number, Field(ge=MIN_EPS, le=MAX_NS_EPS)]
+Positive = Annotated[Number, Field(gt=0, allow_inf_nan=False)]
+ChunkNumel = Annotated[Whole, Field(ge=1, le=MAX_CHUNK_NUMEL)]
+Size = Annotated[Whole, Field(ge=1, strict=True)]
+Sizes = Annotated[list[Size], Field(min_length=1)]
+Fractions = Annotated[list[Annotated[Number, Field(gt=0, lt=1)]], Field(min_length=2)]

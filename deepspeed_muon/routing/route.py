@@ -1,0 +1,115 @@
+"""Where one parameter goes and why, and the table of all routes as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from deepspeed_muon.plan.owners import grid_blocks
+
+__all__ = ["Algorithm", "MatrixKind", "Route", "Rule", "format_routes", "summarize_routes"]
+
+Algorithm = Literal["muon", "adamw", "frozen"]
+MatrixKind = Literal["matrix", "convolution", "experts"]
+Rule = Literal[
+    "frozen",  # requires_grad is False
+    "group",  # the caller's param group
+    "exclude",
+    "include",
+    "shape",  # not a matrix
+    "embedding",
+    "head",
+    "tied",  # between the stages of a pipeline
+    "bias",  # of stacked experts
+    "router",
+    "hidden",  # none of the others: a matrix for Muon
+    "unsure",  # a checkpoint's files do not tell
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where one parameter goes.
+
+    Attributes:
+        name: First dotted name.
+        shape: True shape of the layer.
+        algorithm: ``muon``, ``adamw`` or ``frozen``.
+        reason: The rule that decided, in words.
+        parts: Sizes along the layer's output that are orthogonalised separately (attention heads, parts of a fused
+            projection); empty for all of it together.
+        kind: How a Muon parameter is read as a matrix; see :attr:`matrix_shape`.
+        transposed: Whether the weight is stored as input x output, so that the output is its last dimension.
+        per_head: Whether attention heads are among :attr:`parts`.
+        rule: The rule that decided, for the code.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    algorithm: Algorithm
+    reason: str
+    parts: tuple[int, ...] = ()
+    kind: MatrixKind = "matrix"
+    transposed: bool = False
+    per_head: bool = False
+    rule: Rule = "hidden"
+
+    @property
+    def row_blocks(self) -> tuple[int, ...]:
+        """Rows of the stored matrix that are orthogonalised separately; empty for all together."""
+        own = () if self.transposed else self.parts
+        if self.kind == "experts":
+            return (own or (self.shape[1],)) * self.shape[0]
+        return own
+
+    @property
+    def col_blocks(self) -> tuple[int, ...]:
+        """Columns of the stored matrix that are orthogonalised separately; empty for all together."""
+        return self.parts if self.transposed else ()
+
+    @property
+    def heads(self) -> int:
+        """The number of blocks that are orthogonalised separately, 1 for the whole matrix."""
+        return max(1, len(self.row_blocks)) * max(1, len(self.col_blocks))
+
+    @property
+    def grid(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Row and column blocks where :attr:`heads` does not describe them: they are unequal, or columns."""
+        if len(set(self.row_blocks)) > 1 or self.col_blocks:
+            return self.row_blocks, self.col_blocks
+        return None
+
+    def kinds_of_blocks(self) -> tuple[tuple[int, int, int], ...]:
+        """Return count, rows and columns of every kind of block that is orthogonalised by itself."""
+        rows, cols = self.matrix_shape
+        return grid_blocks(self.row_blocks or (rows,), self.col_blocks or (cols,))
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Rows and columns of the row-major matrix: a filter bank is ``out x (in * kernel)``, experts are stacked."""
+        if self.kind == "experts":
+            return self.shape[0] * self.shape[1], self.shape[2]
+        return self.shape[0], torch.Size(self.shape[1:]).numel()
+
+
+def format_routes(routes: Sequence[Route]) -> str:
+    """Return the routing table as text, one line per parameter."""
+    width = max((len(route.name) for route in routes), default=0)
+    return "\n".join(
+        f"{route.algorithm:<6} {route.name:<{width}} {'x'.join(map(str, route.shape)) or 'scalar':<14} {route.reason}"
+        for route in routes
+    )
+
+
+def summarize_routes(routes: Sequence[Route]) -> str:
+    """Return one line a reader can check at a glance: how many tensors and elements went where."""
+    parts = []
+    for algorithm in ("muon", "adamw", "frozen"):
+        chosen = [route for route in routes if route.algorithm == algorithm]
+        if chosen:
+            numel = sum(torch.Size(route.shape).numel() for route in chosen)
+            parts.append(f"{algorithm} {len(chosen)} tensors / {numel:,} elements")
+    return "; ".join(parts)
