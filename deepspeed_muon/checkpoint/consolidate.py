@@ -21,9 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.commit import FolderWriter, UnsettledError, make_folder
+from deepspeed_muon.checkpoint.host import require_all_ranks
 from deepspeed_muon.checkpoint.index import (
-    FORMAT,
-    VERSION,
     CheckpointIndex,
     FileRecord,
     ParameterRecord,
@@ -33,10 +32,9 @@ from deepspeed_muon.checkpoint.live import (
     LiveState,
     collect,
     hyperparameters,
-    read_progress,
-    software_versions,
 )
 from deepspeed_muon.checkpoint.plan import Piece, Run, SavePlan
+from deepspeed_muon.checkpoint.settings import read_progress
 from deepspeed_muon.checkpoint.shards import (
     DEFAULT_SHARD_BYTES,
     ShardFile,
@@ -44,7 +42,6 @@ from deepspeed_muon.checkpoint.shards import (
     remove_shards,
     shard_name,
 )
-from deepspeed_muon.engine.ranks import require_all_ranks
 from deepspeed_muon.errors import CheckpointError, MuonError, RankMissingError
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
 from deepspeed_muon.transport.agreement import RankFacts, agree, group_rank_scope
@@ -209,7 +206,7 @@ def _prepare(engine: Any, folder: Path, shard_bytes: int) -> tuple[LiveState, Sa
             writer = FolderWriter(folder)
         facts = {
             "out_dir": str(folder),
-            "global_steps": str(int(engine.global_steps)),
+            "global_steps": str(state.host.counters()["global_steps"]),
             "optimizer steps": _described_steps(state),
             "plan of the save": plan.digest(),
         }
@@ -431,19 +428,15 @@ def _index(state: LiveState, shares: Sequence[_Share]) -> CheckpointIndex:
     for own_files, own_parameters in shares:
         files.update(own_files)
         parameters.update(own_parameters)
-    engine = state.engine
-    return CheckpointIndex(
-        format=FORMAT,
-        version=VERSION,
-        versions=software_versions(),
+    return CheckpointIndex.made_now(
         source={
             "writer": "engine",
-            "zero_stage": int(engine.zero_optimization_stage()),
+            "zero_stage": state.host.zero_stage,
             "world_size": state.world_size,
         },
         optimizer=state.optimizer.config.model_dump(mode="json"),
         groups=hyperparameters(state.optimizer),
-        progress=read_progress(engine),
+        progress=read_progress(state.host),
         files=dict(sorted(files.items())),
         parameters=parameters,
     )

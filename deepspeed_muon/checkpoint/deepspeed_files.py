@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import pkgutil
 import re
 import stat
 from collections.abc import Mapping, Sequence
@@ -20,17 +21,22 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.conversion import repeat_in_run, route_saved
-from deepspeed_muon.checkpoint.index import STATE_KEYS, Progress
+from deepspeed_muon.checkpoint.index import COUNTERS, SCALE_KEYS, STATE_KEYS, Progress
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, read_record
-from deepspeed_muon.checkpoint.live import is_json
-from deepspeed_muon.checkpoint.same_save import SCALE_KEYS, refuse_mixed_models, refuse_mixed_ranks
-from deepspeed_muon.checkpoint.sealed import read_regular, refusing
+from deepspeed_muon.checkpoint.same_save import refuse_mixed_models, refuse_mixed_ranks
+from deepspeed_muon.checkpoint.sealed import is_json, read_regular, refusing
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.plan.layout import Fragment, flat_fragments, sharded_fragments
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
 
 __all__ = ["DeepSpeedFiles", "SavedParameter", "check_tensor", "load_pickle"]
 
+_ALLOWED_CLASSES = (
+    "deepspeed.runtime.fp16.loss_scaler:LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler",
+    "deepspeed.runtime.zero.config:ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment:fragment_address",
+)
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
 
@@ -97,11 +103,7 @@ def load_pickle(path: Path, *, trust: bool = False) -> Any:
     Raises:
         CheckpointError: Naming the file and, where one is to blame, the class that is not allowed.
     """
-    from deepspeed.runtime.fp16 import loss_scaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    allowed = [loss_scaler.LossScaler, loss_scaler.DynamicLossScaler, ZeroStageEnum, fragment_address]
+    allowed = [pkgutil.resolve_name(name) for name in _ALLOWED_CLASSES]
     try:
         # A link is DeepSpeed's business; a pipe would keep us waiting.
         if not stat.S_ISREG(os.stat(path).st_mode):
@@ -578,10 +580,9 @@ class DeepSpeedFiles:
             saved = self._model["optimizer"]
             scale = {key: saved[key] for key in SCALE_KEYS if key in saved}
         return Progress(
-            global_steps=int(self._model.get("global_steps", 0)),
-            global_samples=int(self._model.get("global_samples", 0)),
-            skipped_steps=int(self._model.get("skipped_steps", 0)),
+            **{key: int(self._model.get(key, 0)) for key in COUNTERS},
             lr_scheduler=schedule if isinstance(schedule, dict) and is_json(schedule) else None,
+            lr_scheduler_class=None,
             loss_scale=scale,
         )
 

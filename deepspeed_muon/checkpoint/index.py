@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import re
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,8 +31,10 @@ from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
 
 __all__ = [
+    "COUNTERS",
     "FORMAT",
     "INDEX_NAME",
+    "SCALE_KEYS",
     "SHARD_PATTERN",
     "STATE_KEYS",
     "VERSION",
@@ -50,6 +54,11 @@ INDEX_NAME = "muon_index.json"
 SHARD_PATTERN = re.compile(r"muon-[0-9a-f]{12}-[0-9]{5,}\.safetensors")
 STATE_KEYS: dict[str, tuple[str, ...]] = {"muon": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}
 """What the optimizer keeps for a parameter of each algorithm, next to the fp32 master. NorMuon keeps rows besides."""
+
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+"""What an engine counts."""
+SCALE_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""What a dynamic loss scale carries from step to step."""
 
 # Beyond any model there is, and small enough that sizes in bytes fit into 64 bits.
 _MAX_NUMEL = 1 << 50
@@ -187,6 +196,11 @@ class CheckpointIndex(_Record):
     files: dict[str, FileRecord]
     parameters: dict[str, ParameterRecord]
 
+    @classmethod
+    def made_now(cls, **content: Any) -> CheckpointIndex:
+        """Return an index of this release's format with the versions of the software that runs."""
+        return cls(format=FORMAT, version=VERSION, versions=_versions(), **content)
+
     @property
     def sealed(self) -> bool:
         """Whether the index has a checksum, so that damage to it is found."""
@@ -220,6 +234,16 @@ class CheckpointIndex(_Record):
             if size > self.files[file].bytes:
                 raise ValueError(f"{file} has {self.files[file].bytes} bytes, its tensors need {size}")
         return self
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("deepspeed_muon", "deepspeed", "torch"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:  # run from a source tree that is not installed
+            found[package] = "unknown"
+    return found
 
 
 def tensor_name(key: str, parameter: str) -> str:

@@ -204,7 +204,7 @@ def _record(state: LiveState) -> Mapping[str, Any]:
     return {
         "version": RECORD_VERSION,
         "world_size": state.world_size,
-        "global_steps": int(state.engine.global_steps),
+        "global_steps": state.host.counters()["global_steps"],
         "optimizer": state.optimizer.config.model_dump(mode="json"),
         "parameters": [
             {

@@ -14,13 +14,10 @@ import torch
 from deepspeed_muon.checkpoint.commit import FolderWriter, UnsettledError, make_folder
 from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
 from deepspeed_muon.checkpoint.index import (
-    FORMAT,
-    VERSION,
     CheckpointIndex,
     FileRecord,
     ParameterRecord,
 )
-from deepspeed_muon.checkpoint.live import software_versions
 from deepspeed_muon.checkpoint.sealed import refusing
 from deepspeed_muon.checkpoint.settings import check_loss_scale, checked_settings
 from deepspeed_muon.checkpoint.shards import (
@@ -125,10 +122,7 @@ def _write_shard(saved: DeepSpeedFiles, path: Path, tensors: Sequence[PlannedTen
 def _index(
     saved: DeepSpeedFiles, files: dict[str, FileRecord], where: dict[str, dict[str, str]]
 ) -> CheckpointIndex:
-    return CheckpointIndex(
-        format=FORMAT,
-        version=VERSION,
-        versions=software_versions(),
+    return CheckpointIndex.made_now(
         source={
             "writer": "offline",
             "optimizer": saved.kind,

@@ -16,22 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepspeed_muon.checkpoint.host import require_all_ranks
 from deepspeed_muon.checkpoint.index import INDEX_NAME, STATE_KEYS, ParameterRecord, Progress
-from deepspeed_muon.checkpoint.live import (
-    LiveParameter,
-    LiveState,
-    collect,
-    write_progress,
-)
+from deepspeed_muon.checkpoint.live import LiveParameter, LiveState, collect
 from deepspeed_muon.checkpoint.sealed import read_regular, refusing
-from deepspeed_muon.checkpoint.settings import check_progress, checked_settings
+from deepspeed_muon.checkpoint.settings import check_progress, checked_settings, write_progress
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource, StateSource
-from deepspeed_muon.engine.checkpointing import refresh_low_precision
-from deepspeed_muon.engine.ranks import require_all_ranks
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.plan.layout import Fragment
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
-from deepspeed_muon.routing.pipeline_module import is_divided
 from deepspeed_muon.transport.agreement import RankFacts, agree
 from deepspeed_muon.transport.members import everyone
 
@@ -184,7 +177,7 @@ def restore_from_source(
         _judge(sorted(name for names in found for name in names), source, allow_nonfinite)
         _fill(plan, source)
         if plan.progress is not None:
-            write_progress(engine, plan.progress, scheduler=scheduler)
+            write_progress(plan.state.host, plan.progress, scheduler=scheduler)
         for number, settings in plan.settings.items():
             plan.state.optimizer.param_groups[number].update(settings)
     finally:
@@ -222,7 +215,7 @@ def _compare(state: LiveState, source: StateSource, state_too: bool) -> None:
     problems = []
     missing = [name for name in live if name not in saved]
     # A stage of a pipeline has a part of the model; what the other stages have is no fault.
-    extra = [] if is_divided(state.engine.module) else [name for name in saved if name not in live]
+    extra = [] if state.host.is_divided else [name for name in saved if name not in live]
     for name in missing:
         twin = next((other for other in extra if saved[other].shape == live[name].route.shape), None)
         hint = f" (renamed? it has {twin} of the same shape)" if twin else ""
@@ -341,6 +334,8 @@ def _fill(plan: _Plan, source: StateSource) -> None:
                     destination.copy_(source.read(name, key, run.matrix_offset, run.numel))
                 else:
                     destination.zero_()
+            if (parameter.partition.index, key) not in plan.made:
+                state.keep(parameter.partition, key, target)
     except Exception as caught:
         error = CheckpointError(
             f"reading {source.where} failed after it was verified; the engine now holds a part of it and must be made "
@@ -356,7 +351,7 @@ def _fill(plan: _Plan, source: StateSource) -> None:
         elif steps is not None:
             made = {key: tensor for (index, key), tensor in plan.made.items() if index == partition.index}
             state.optimizer.state[partition.tensor].update(made, step=steps)
-    refresh_low_precision(state.engine.optimizer)
+    state.host.refresh_weights()
 
 
 def _steps(state: LiveState, source: StateSource) -> dict[int, int]:

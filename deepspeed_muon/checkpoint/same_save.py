@@ -12,16 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
+from deepspeed_muon.checkpoint.index import COUNTERS, SCALE_KEYS
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
-from deepspeed_muon.checkpoint.live import is_json
+from deepspeed_muon.checkpoint.sealed import is_json
 from deepspeed_muon.errors import CheckpointError
 
-__all__ = ["SCALE_KEYS", "refuse_mixed_models", "refuse_mixed_ranks"]
+__all__ = ["refuse_mixed_models", "refuse_mixed_ranks"]
 
-SCALE_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""What there is to save of a dynamic loss scale."""
-
-_PROGRESS_KEYS = ("global_steps", "global_samples", "skipped_steps", "dp_world_size")
+_PROGRESS_KEYS = (*COUNTERS, "dp_world_size")
 
 
 def refuse_mixed_ranks(

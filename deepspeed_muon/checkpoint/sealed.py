@@ -21,6 +21,7 @@ from deepspeed_muon.errors import CheckpointError, MuonError
 __all__ = [
     "UNSEALED_VERSION",
     "VERSION",
+    "is_json",
     "open_regular",
     "parse_sealed",
     "read_regular",
@@ -113,6 +114,22 @@ def read_regular(path: Path, limit: int = _MAX_BYTES) -> bytes:
         while piece := file.read(limit):
             pieces.append(piece)
         return b"".join(pieces)
+
+
+def is_json(value: Any) -> bool:
+    """Return whether JSON can hold ``value`` without loss; a tuple may come back as a list."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return _has_text_keys(value)
+
+
+def _has_text_keys(value: Any) -> bool:
+    """Return whether all keys are text: JSON turns a number into text, and torch's MultiStepLR then finds none."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _has_text_keys(entry) for key, entry in value.items())
+    return not isinstance(value, (list, tuple)) or all(map(_has_text_keys, value))
 
 
 def sealed_json(content: Mapping[str, Any]) -> bytes:

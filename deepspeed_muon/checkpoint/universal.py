@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles, check_tensor, load_pickle
+from deepspeed_muon.checkpoint.host import require_all_ranks
 from deepspeed_muon.checkpoint.index import STATE_KEYS, ParameterRecord, Progress, readable
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
 from deepspeed_muon.checkpoint.live import collect
@@ -32,7 +33,6 @@ from deepspeed_muon.checkpoint.settings import Before, check_loss_scale
 from deepspeed_muon.checkpoint.shards import fsync_folder, write_aside
 from deepspeed_muon.checkpoint.sources import StateSource, file_digest
 from deepspeed_muon.engine.checkpointing import set_loss_scale_state
-from deepspeed_muon.engine.ranks import require_all_ranks
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.routing.rules import Route
 
