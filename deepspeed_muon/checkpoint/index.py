@@ -42,8 +42,10 @@ __all__ = [
     "Count",
     "Dimension",
     "FileRecord",
+    "ParameterKind",
     "ParameterRecord",
     "Progress",
+    "described",
     "load_index",
     "readable",
     "tensor_name",
@@ -83,19 +85,16 @@ class FileRecord(_Record):
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class ParameterRecord(_Record):
-    """One parameter.
+class ParameterKind(_Record):
+    """What every record of a parameter says.
 
     Attributes:
         shape: The layer's true shape.
         algorithm: Whose state it is.
         heads: Blocks (attention heads, experts, parts) that were orthogonalised separately.
-        grid: Their rows and columns where they are not ``heads`` equal blocks of rows; absent from the file elsewhere.
-        transposed: Whether the weight is stored as input x output; absent from the file where not.
-        rows: Length of NorMuon's ``row_second_moment``; 0, and absent from the file, where there is none.
-        step: Optimizer steps taken; 0 when there is no optimizer state.
-        group: Number of the param group in :attr:`CheckpointIndex.groups`.
-        tensors: ``fp32`` and the state keys of the algorithm, each with the file that holds it.
+        grid: Their rows and columns where they are not ``heads`` equal blocks of rows.
+        transposed: Whether the weight is stored as input x output.
+        group: Number of its param group.
     """
 
     shape: Annotated[tuple[Dimension, ...], Field(max_length=64)]
@@ -103,19 +102,12 @@ class ParameterRecord(_Record):
     heads: Dimension = 1
     grid: tuple[tuple[Dimension, ...], tuple[Dimension, ...]] | None = None
     transposed: Annotated[bool, Field(strict=True)] = False
-    rows: Annotated[int, Field(ge=0, le=_MAX_NUMEL, strict=True)] = 0
-    step: Count
     group: Count
-    tensors: dict[str, str]
 
     @property
     def numel(self) -> int:
         """Elements of the parameter."""
         return math.prod(self.shape)
-
-    def shape_of(self, key: str) -> tuple[int, ...]:
-        """Return the shape of one of the parameter's tensors."""
-        return (self.rows,) if key == ROW_STATE_KEY else self.shape
 
     @field_validator("shape")
     @classmethod
@@ -123,6 +115,35 @@ class ParameterRecord(_Record):
         if math.prod(shape) > _MAX_NUMEL:
             raise ValueError(f"shape {list(shape)} is absurd")
         return shape
+
+
+def described(kind: Any) -> dict[str, Any]:
+    """Return the fields of :class:`ParameterKind` but ``group``, of a route or a saved parameter, as JSON has them."""
+    return {
+        "shape": list(kind.shape),
+        "algorithm": kind.algorithm,
+        "heads": kind.heads,
+        "grid": None if kind.grid is None else [list(sizes) for sizes in kind.grid],
+        "transposed": kind.transposed,
+    }
+
+
+class ParameterRecord(ParameterKind):
+    """One parameter of a consolidated set. The file leaves out ``grid``, ``transposed`` and ``rows`` where unset.
+
+    Attributes:
+        rows: Length of NorMuon's ``row_second_moment``; 0 where there is none.
+        step: Optimizer steps taken; 0 when there is no optimizer state.
+        tensors: ``fp32`` and the state keys of the algorithm, each with the file that holds it.
+    """
+
+    rows: Annotated[int, Field(ge=0, le=_MAX_NUMEL, strict=True)] = 0
+    step: Count
+    tensors: dict[str, str]
+
+    def shape_of(self, key: str) -> tuple[int, ...]:
+        """Return the shape of one of the parameter's tensors."""
+        return (self.rows,) if key == ROW_STATE_KEY else self.shape
 
     @model_serializer(mode="wrap")
     def _without_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:

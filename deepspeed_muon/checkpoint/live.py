@@ -1,4 +1,4 @@
-"""What a running engine holds: every parameter's master and optimizer state, and which rank has which run of it."""
+"""What a running engine holds: the master and optimizer state of every parameter, and which rank has which fragment."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class LiveParameter:
     Attributes:
         route: Name, true shape and algorithm.
         numel: Elements.
-        fragments: Every rank's runs, ordered by where they start in the parameter.
+        fragments: Those of every rank, ordered by where they start in the parameter.
         replicated: Whether every rank holds all of it.
-        partition: The partition that holds this rank's runs.
+        partition: The partition that holds this rank's fragments.
         group: Number of its param group.
         rows: Where NorMuon's row moments lie, ordered alike; empty without NorMuon.
     """
@@ -49,7 +49,7 @@ class LiveParameter:
     @property
     def row_count(self) -> int:
         """How many row moments there are."""
-        return max((run.matrix_offset + run.numel for run in self.rows), default=0)
+        return max((row.matrix_offset + row.numel for row in self.rows), default=0)
 
     def fragments_of(self, key: str) -> tuple[Fragment, ...]:
         """Return where the master or an entry of the state lies."""
@@ -59,7 +59,7 @@ class LiveParameter:
         """Return the shape of the whole master or of an entry of the state."""
         return (self.row_count,) if key == ROW_STATE_KEY else self.route.shape
 
-    def runs(self, key: str, start: int, stop: int) -> Iterator[Fragment]:
+    def fragments_within(self, key: str, start: int, stop: int) -> Iterator[Fragment]:
         """Yield the fragments of ``[start, stop)`` of a parameter that is divided, cut to that interval."""
         fragments = self.fragments_of(key)
         first = bisect.bisect_right(fragments, start, key=lambda f: f.matrix_offset) - 1
@@ -99,6 +99,10 @@ class LiveState:
     def by_name(self) -> dict[str, LiveParameter]:
         """The parameters by name."""
         return {parameter.route.name: parameter for parameter in self.parameters}
+
+    def own_fragments(self, parameter: LiveParameter, key: str) -> list[Fragment]:
+        """Return this rank's fragments of the master or of an entry of the state."""
+        return [fragment for fragment in parameter.fragments_of(key) if fragment.rank == self.rank]
 
     def step(self, partition: BoundPartition) -> int:
         """Return the optimizer steps that a partition has taken."""

@@ -17,6 +17,7 @@ from deepspeed_muon.checkpoint.index import (
     CheckpointIndex,
     FileRecord,
     ParameterRecord,
+    described,
 )
 from deepspeed_muon.checkpoint.sealed import refusing
 from deepspeed_muon.checkpoint.settings import check_loss_scale, checked_settings
@@ -52,7 +53,7 @@ def consolidate_files(
         folder: A tag's folder, or the folder with ``latest``: ours, DeepSpeed's own Muon's, or AdamW's.
         out_dir: Where to write; made if needed.
         shard_bytes: Intended size of a file.
-        trust: Unpickle anything; see :func:`deepspeed_muon.checkpoint.deepspeed_files.load_pickle`.
+        trust: Unpickle anything; see :func:`deepspeed_muon.checkpoint.sealed.load_pickle`.
         include: For AdamW checkpoints: patterns of names that go to Muon.
         exclude: For AdamW checkpoints: patterns of names that stay with AdamW.
 
@@ -136,11 +137,7 @@ def _index(
         files=files,
         parameters={
             name: ParameterRecord(
-                shape=parameter.shape,
-                algorithm="muon" if parameter.algorithm == "muon" else "adamw",
-                heads=parameter.heads,
-                grid=parameter.grid,
-                transposed=parameter.transposed,
+                **described(parameter),
                 rows=parameter.row_count,
                 step=parameter.step,
                 group=parameter.group,

@@ -1,4 +1,4 @@
-"""What a checkpoint says about the run, checked before the run takes it: settings of groups, loss scale, schedule.
+"""What a checkpoint says about the run: settings of groups, counters, loss scale, schedule; checked before use.
 
 The settings pass the checks of ``optimizer.params``. A schedule is tried on the scheduler itself, which is put back.
 """
@@ -15,7 +15,9 @@ from pydantic import ValidationError
 
 from deepspeed_muon.checkpoint.host import Host, host_of, optimizer_of
 from deepspeed_muon.checkpoint.index import COUNTERS, Progress
+from deepspeed_muon.checkpoint.live import LiveState
 from deepspeed_muon.checkpoint.sealed import is_json
+from deepspeed_muon.checkpoint.sources import StateSource
 from deepspeed_muon.config import GROUP_KEYS, MuonConfig
 from deepspeed_muon.errors import CheckpointError
 
@@ -24,6 +26,7 @@ __all__ = [
     "check_loss_scale",
     "check_progress",
     "checked_settings",
+    "group_settings",
     "read_progress",
     "write_progress",
 ]
@@ -73,6 +76,42 @@ def checked_settings(groups: Sequence[Mapping[str, Any]], where: str) -> list[di
     return checked
 
 
+def group_settings(state: LiveState, source: StateSource) -> dict[int, dict[str, Any]]:
+    """Return for every param group the settings that its parameters had, where they had the same."""
+    groups = checked_settings(source.groups, source.where)
+    saved: dict[int, set[int]] = {}
+    for parameter in state.parameters:
+        saved.setdefault(parameter.group, set()).add(source.parameters[parameter.route.name].group)
+    found: dict[int, dict[str, Any]] = {}
+    for number, origins in saved.items():
+        group = state.optimizer.param_groups[number]
+        # The stages of a pipeline may number their groups differently, and one stage's are saved.
+        settings = [
+            groups[origin]
+            for origin in sorted(origins)
+            if origin < len(groups)
+            and source.groups[origin].get("algorithm", group["algorithm"]) == group["algorithm"]
+        ]
+        found[number] = {}
+        keys = {key for entry in settings for key in entry} & group.keys()
+        if group["algorithm"] == "muon":
+            keys.discard("betas")  # there it is the schedulers' name of momentum, and AdamW's is not it
+        for key in sorted(keys):
+            values = [entry[key] for entry in settings if key in entry]
+            if len(values) < len(settings):
+                continue
+            if any(value != values[0] for value in values):
+                logger.warning(
+                    "deepspeed_muon: param group %d joins parameters that had %s = %s; the configuration's value stays",
+                    number,
+                    key,
+                    values,
+                )
+                continue
+            found[number][key] = values[0]
+    return found
+
+
 def _checked(key: str, value: Any) -> Any:
     expected = _STRICT.get(key, _NUMBERS)
     if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
@@ -112,7 +151,7 @@ def check_loss_scale(scale: Any, where: str) -> None:
 
 
 def check_progress(engine: Any, progress: Progress, where: str, *, scheduler: bool) -> None:
-    """Raise if :func:`write_progress` could fail, or leave what fails later.
+    """Raise if :func:`write_progress` would fail, or would set a value on which a later step fails.
 
     Args:
         engine: A ``DeepSpeedEngine`` with our optimizer; as it was when this returns or raises.

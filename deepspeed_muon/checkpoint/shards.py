@@ -1,7 +1,7 @@
 """Safetensors files written as a stream: packing tensors into files, and one file on its way to the disk.
 
 The format is eight bytes with the length of a JSON header, the header, and the tensors one after the other. Writing
-it as a stream keeps memory at one piece, whatever the size of a tensor, and gives the checksum for nothing.
+it as a stream needs memory for one piece only, whatever the size of a tensor, and computes the checksum on the way.
 """
 
 from __future__ import annotations

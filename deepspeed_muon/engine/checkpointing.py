@@ -63,43 +63,41 @@ class DeepSpeedHost:
 
     def param_group_numbers(self) -> list[int]:
         """Return the number of the param group that every partition belongs to, in the order of the partitions."""
-        return _param_group_numbers(self._engine.optimizer)
+        wrapper = self._engine.optimizer
+        if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
+            return [int(wrapper.sub_group_to_group_id[index]) for index in range(len(wrapper.fp16_groups))]
+        if isinstance(wrapper, DeepSpeedZeroOptimizer):
+            return list(range(len(wrapper.bit16_groups)))
+        if isinstance(wrapper, BF16_Optimizer):
+            return list(range(len(wrapper.bf16_groups)))
+        if isinstance(wrapper, FP16_UnfusedOptimizer):
+            return [number for number, group in enumerate(wrapper.fp32_groups) for _ in group]
+        return [number for number, group in enumerate(wrapper.param_groups) for _ in group["params"]]
 
     def loss_scale(self) -> dict[str, float] | None:
         """Return what the dynamic loss scale needs to continue, or ``None`` where there is none."""
-        return _loss_scale(self._engine.optimizer)
+        scaler = _scaler(self._engine.optimizer)
+        if scaler is None:
+            return None
+        values = {key: getattr(scaler, key, None) for key in SCALE_KEYS}
+        return {key: value for key, value in values.items() if isinstance(value, (int, float))}
 
     def set_loss_scale(self, state: Mapping[str, float]) -> None:
         """Continue with a loss scale from :meth:`loss_scale`."""
         set_loss_scale_state(self._engine.optimizer, state)
 
+    @torch.no_grad()
     def refresh_weights(self) -> None:
         """Round the fp32 masters into the weights of the forward pass. Must be called by all ranks."""
-        _refresh_weights(self._engine.optimizer)
-
-
-def _param_group_numbers(wrapper: Any) -> list[int]:
-    if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
-        return [int(wrapper.sub_group_to_group_id[index]) for index in range(len(wrapper.fp16_groups))]
-    if isinstance(wrapper, DeepSpeedZeroOptimizer):
-        return list(range(len(wrapper.bit16_groups)))
-    if isinstance(wrapper, BF16_Optimizer):
-        return list(range(len(wrapper.bf16_groups)))
-    if isinstance(wrapper, FP16_UnfusedOptimizer):
-        return [number for number, group in enumerate(wrapper.fp32_groups) for _ in group]
-    return [number for number, group in enumerate(wrapper.param_groups) for _ in group["params"]]
-
-
-@torch.no_grad()
-def _refresh_weights(wrapper: Any) -> None:
-    if isinstance(wrapper, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
-        wrapper.update_lp_params()
-    elif isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
-        _refresh_stage3(wrapper)
-    elif isinstance(wrapper, FP16_UnfusedOptimizer):
-        for models, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
-            for model, master in zip(models, masters, strict=True):
-                model.data.copy_(master.data)
+        wrapper = self._engine.optimizer
+        if isinstance(wrapper, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
+            wrapper.update_lp_params()
+        elif isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
+            _refresh_stage3(wrapper)
+        elif isinstance(wrapper, FP16_UnfusedOptimizer):
+            for models, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
+                for model, master in zip(models, masters, strict=True):
+                    model.data.copy_(master.data)
 
 
 def _refresh_stage3(wrapper: Any) -> None:
@@ -122,17 +120,6 @@ def _scaler(wrapper: Any) -> Any:
         config = getattr(wrapper, "loss_scale_config", wrapper)  # older wrappers hold the scale themselves
         return config if getattr(config, "dynamic_loss_scale", False) else None
     return getattr(wrapper, "loss_scaler", None) if getattr(wrapper, "dynamic_loss_scale", False) else None
-
-
-def _loss_scale(wrapper: Any) -> dict[str, float] | None:
-    scaler = _scaler(wrapper)
-    if scaler is None:
-        return None
-    return {
-        key: getattr(scaler, key)
-        for key in SCALE_KEYS
-        if isinstance(getattr(scaler, key, None), (int, float))
-    }
 
 
 def set_loss_scale_state(wrapper: Any, state: Mapping[str, float]) -> None:
