@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import re
+import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,8 +183,8 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def write_aside(path: Path, content: bytes) -> None:
-    """Write a small file so that it is there whole or not at all, also after a power failure."""
-    temporary = aside(path)
+    """Write a small file so that it is there whole or not at all, also after a power failure or with two writers."""
+    temporary = aside(path.with_name(f"{path.name}.{secrets.token_hex(6)}"))
     write_synced(temporary, content)
     try:
         os.replace(temporary, path)
