@@ -3,6 +3,7 @@
 ``import deepspeed_muon`` makes ``"optimizer": {"type": "Muon"}`` of a DeepSpeed configuration resolve to this project.
 """
 
+from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.engine.hooks import (
     health,
@@ -62,6 +63,7 @@ __all__ = [
     "ShardingError",
     "UnsupportedConfigError",
     "__version__",
+    "consolidate",
     "health",
     "is_registered",
     "muon_optimizer",
@@ -69,6 +71,7 @@ __all__ = [
     "orthogonalize_sharded",
     "plan_report",
     "register",
+    "restore",
     "routes",
     "unregister",
 ]

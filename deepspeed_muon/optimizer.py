@@ -142,6 +142,8 @@ class Muon(torch.optim.Optimizer):
         self.overflow = False
         self.managed = False
         self.members = Members()
+        # What checkpoints need of the engine, which sets it: a checkpoint.host.Host.
+        self.host: Any = None
         # Without ZeRO and clipping nobody else computes the norm of the raw gradients; an adapter sets this.
         self.measure_norm: Callable[[], Tensor] | None = None
         self.state_policy = StatePolicy.of(config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +127,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
             print("\n".join(_described(index)))
         return 0
     saved = DeepSpeedFiles(arguments.dir, **_reading(arguments))
-    rows = {
-        name: {"shape": list(p.shape), "algorithm": p.algorithm, "step": p.step, "tensors": list(p.keys)}
-        for name, p in saved.parameters.items()
-    }
+    rows = {name: _row(parameter, parameter.keys) for name, parameter in saved.parameters.items()}
     if arguments.json:
         print(json.dumps({"optimizer": saved.kind, "zero_stage": saved.stage, "parameters": rows}, indent=1))
         return 0
@@ -146,15 +143,7 @@ def _described(index: CheckpointIndex) -> list[str]:
     source = ", ".join(f"{key} {value}" for key, value in index.source.items())
     versions = ", ".join(f"{key} {value}" for key, value in index.versions.items())
     size = sum(record.bytes for record in index.files.values())
-    rows = {
-        name: {
-            "shape": list(record.shape),
-            "algorithm": record.algorithm,
-            "step": record.step,
-            "tensors": list(record.tensors),
-        }
-        for name, record in index.parameters.items()
-    }
+    rows = {name: _row(record, record.tensors) for name, record in index.parameters.items()}
     lines = [
         f"consolidated checkpoint, format {index.version}",
         f"from {source}",
@@ -164,6 +153,15 @@ def _described(index: CheckpointIndex) -> list[str]:
         *_table(rows),
     ]
     return lines + [f"lossy: {line}" for line in index.lossy]
+
+
+def _row(parameter: Any, tensors: Iterable[str]) -> dict[str, Any]:
+    return {
+        "shape": list(parameter.shape),
+        "algorithm": parameter.algorithm,
+        "step": parameter.step,
+        "tensors": list(tensors),
+    }
 
 
 def _table(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:

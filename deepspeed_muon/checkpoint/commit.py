@@ -9,8 +9,8 @@ Each step is on the disk before the next begins:
 5. It removes the shards that the new index does not name.
 
 After a failure a rank removes its own shards only while it is certain that no index names them: until it told the
-others that they are there, and after the first rank said that it renamed nothing. Whatever else is left, the next save
-removes. A lock keeps a second save out of the folder meanwhile: it would take the shards of this one for leftovers.
+others that they are there, and after the first rank said that it renamed nothing. The next save removes whatever else
+is left. A lock keeps a second save out of the folder meanwhile, which would remove the shards of this one as leftovers.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class FolderWriter:
         self.close()
 
     def commit(self, index: CheckpointIndex, save_id: str) -> None:
-        """Make the shards that ``index`` names the set of the folder. They and their names must be on the disk.
+        """Make the shards that ``index`` names the set of the folder; shards and names must be synced to the disk.
 
         Args:
             index: The whole index.

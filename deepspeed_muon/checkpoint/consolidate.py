@@ -1,9 +1,7 @@
 """Write one safetensors set from a running engine, by all ranks in parallel.
 
-Tensors are packed into files and files are given to ranks. The files are written in rounds: in each, every rank
-receives one piece of the file that it writes, through one all-to-all, and appends it. So memory is bounded by the
-pieces, not by the model or its largest tensor. How the new set takes the place of the one before is told in
-:mod:`deepspeed_muon.checkpoint.commit`.
+How the tensors get into the files is told in :mod:`deepspeed_muon.checkpoint.plan`, how the new set takes the place of
+the one before in :mod:`deepspeed_muon.checkpoint.commit`.
 """
 
 from __future__ import annotations
@@ -12,49 +10,37 @@ import contextlib
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from deepspeed_muon.checkpoint.commit import FolderWriter, UnsettledError, make_folder
+from deepspeed_muon.checkpoint.host import require_all_ranks
 from deepspeed_muon.checkpoint.index import (
-    FORMAT,
-    VERSION,
     CheckpointIndex,
     FileRecord,
     ParameterRecord,
+    described,
 )
 from deepspeed_muon.checkpoint.live import (
-    LiveParameter,
     LiveState,
     collect,
     hyperparameters,
-    read_progress,
-    software_versions,
 )
-from deepspeed_muon.checkpoint.plan import Piece, Run, SavePlan
+from deepspeed_muon.checkpoint.plan import SavePlan, Stage, write_shards
+from deepspeed_muon.checkpoint.settings import read_progress
 from deepspeed_muon.checkpoint.shards import (
     DEFAULT_SHARD_BYTES,
-    ShardFile,
-    fsync_folder,
     remove_shards,
     shard_name,
 )
-from deepspeed_muon.engine.ranks import require_all_ranks
 from deepspeed_muon.errors import CheckpointError, MuonError, RankMissingError
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
 from deepspeed_muon.transport.agreement import RankFacts, agree, group_rank_scope
-from deepspeed_muon.transport.members import everyone
-from deepspeed_muon.transport.waiting import phase
+from deepspeed_muon.transport.members import everyone, is_first_rank
 
 __all__ = ["Stage", "consolidate"]
-
-Stage = Literal["start", "shards", "piece", "shards written", "index written", "done"]
-"""Points of a save at which ``on_stage`` is called, in this order; ``piece`` once a round."""
 
 
 def consolidate(
@@ -108,11 +94,11 @@ def _save(
     files: dict[str, FileRecord] = {}
     untouched = f"{folder}: what it held before is untouched"
     with _rank_lost(untouched):
-        save_id = _shared_save_id()
+        save_id = str(next(iter(everyone().gather(secrets.token_hex(6), what="naming of a save").values())))
         first = _first_shard(state, len(plan.shards))
         names = [shard_name(save_id, first + number) for number in range(len(plan.shards))]
         try:
-            error = _write_shards(plan, folder, names, files, reached)
+            error = write_shards(plan, folder, names, files, reached)
         except BaseException:
             remove_shards(folder, files)
             raise
@@ -121,7 +107,7 @@ def _save(
     # From here on the others may hear that this rank's shards are there, and the first one may write the index.
     with _rank_lost(_UNKNOWN.format(folder=folder) if writer is None else untouched, UnsettledError):
         try:
-            _agree(error)
+            agree(RankFacts({}), error=error, kind=CheckpointError)
         except CheckpointError:
             # Every rank hears that one of them has no shards: nobody writes the index.
             remove_shards(folder, files)
@@ -163,10 +149,13 @@ def _commit(
 def _announce(folder: Path, failure: CheckpointError | None) -> None:
     """Tell every rank what became of the index; all raise if it was not written, or may not last."""
     said = [(failure is not None, isinstance(failure, UnsettledError), str(failure))]
-    first = _is_first()
     if dist.is_initialized() and dist.get_world_size() > 1:
         committed = "the new set is complete and in place, but not every rank may know"
-        left = f"{folder}: {committed}" if first and failure is None else _UNKNOWN.format(folder=folder)
+        left = (
+            f"{folder}: {committed}"
+            if is_first_rank() and failure is None
+            else _UNKNOWN.format(folder=folder)
+        )
         try:
             with _rank_lost(left, UnsettledError):
                 dist.broadcast_object_list(said, src=0)
@@ -197,7 +186,7 @@ def _rank_lost(left: str, kind: type[CheckpointError] = CheckpointError) -> Iter
 def _prepare(engine: Any, folder: Path, shard_bytes: int) -> tuple[LiveState, SavePlan, FolderWriter | None]:
     """Make the plan and the folder, locked by the first rank; every rank raises if one of them fails or differs."""
     error: Exception | None = None
-    claim = RankFacts({})
+    facts = RankFacts({})
     writer: FolderWriter | None = None
     try:
         if shard_bytes < 1:
@@ -205,23 +194,21 @@ def _prepare(engine: Any, folder: Path, shard_bytes: int) -> tuple[LiveState, Sa
         state = collect(engine)
         plan = SavePlan(state, shard_bytes)
         make_folder(folder)
-        if _is_first():
+        if is_first_rank():
             writer = FolderWriter(folder)
-        facts = {
+        compared = {
             "out_dir": str(folder),
-            "global_steps": str(int(engine.global_steps)),
+            "global_steps": str(state.host.counters()["global_steps"]),
             "optimizer steps": _described_steps(state),
             "plan of the save": plan.digest(),
         }
-        claim = RankFacts(facts, scope=group_rank_scope(state.group))
+        facts = RankFacts(compared, scope=group_rank_scope(state.group))
     except OSError as caught:
         error = CheckpointError(f"{folder}: cannot be made: {caught}")
     except Exception as caught:
         error = caught
-    if error is not None:
-        claim = RankFacts({}, failure=f"{type(error).__name__}: {error}")
     try:
-        agree(claim, error=error, kind=CheckpointError)
+        agree(facts, error=error, kind=CheckpointError)
     except BaseException:
         if writer is not None:
             writer.close()
@@ -237,112 +224,6 @@ def _described_steps(state: LiveState) -> str:
     return ", ".join(f"{step} ({name}, ...)" for step, name in sorted(first.items()))
 
 
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _shared_save_id() -> str:
-    names = [secrets.token_hex(6)]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(names, src=0)
-    return str(names[0])
-
-
-def _write_shards(
-    plan: SavePlan,
-    folder: Path,
-    names: Sequence[str],
-    files: dict[str, FileRecord],
-    reached: Callable[[Stage], None],
-) -> Exception | None:
-    """Write this rank's files. Its failure is returned: the other ranks still need its fragments."""
-    state = plan.state
-    buffers = _Buffers(plan.piece_numel, state.device)
-    reached("shards")
-    with _Writer(plan, folder, names, files) as writer:
-        for number, pieces in enumerate(plan.rounds()):
-            own = pieces[state.rank]
-            content = buffers.content[number % 2]
-            writer.wait_for(number - 2)
-            _exchange(plan, pieces, content, buffers)
-            writer.append(own, content)
-            reached("piece")
-    if writer.error is None and files:
-        try:
-            fsync_folder(folder)
-        except OSError as error:
-            return CheckpointError(f"{folder}: {error}")
-    return writer.error
-
-
-class _Buffers:
-    """Memory that all rounds share: the pages of fresh memory cost more than what is copied into them."""
-
-    def __init__(self, piece_numel: int, device: torch.device) -> None:
-        self.content = [torch.empty(piece_numel, dtype=torch.float32) for _ in range(2)]
-        self._device = device
-        self._kept: dict[str, Tensor] = {}
-
-    def get(self, name: str, numel: int) -> Tensor:
-        """Return a buffer on the exchange's device; its content is whatever it was."""
-        kept = self._kept.get(name)
-        if kept is None or kept.numel() < numel:
-            kept = self._kept[name] = torch.empty(numel, dtype=torch.float32, device=self._device)
-        return kept.narrow(0, 0, numel)
-
-
-class _Writer:
-    """Appends pieces to this rank's files in a thread, while the next piece is exchanged.
-
-    The first error is kept and everything after it ignored: the rank goes on to serve the others.
-    """
-
-    def __init__(
-        self, plan: SavePlan, folder: Path, names: Sequence[str], files: dict[str, FileRecord]
-    ) -> None:
-        self.error: Exception | None = None
-        self._plan = plan
-        self._folder = folder
-        self._names = names
-        self._files = files
-        self._current: ShardFile | None = None
-        self._pending: list[Future[None]] = []
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="deepspeed_muon-save")
-
-    def __enter__(self) -> _Writer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.shutdown()
-        for future in self._pending:
-            future.result()
-        if self._current is not None:
-            self._current.discard()
-
-    def append(self, piece: Piece | None, content: Tensor) -> None:
-        """Write a piece soon; ``content`` must stay as it is until :meth:`wait_for` its number."""
-        self._pending.append(self._thread.submit(self._append, piece, content))
-
-    def wait_for(self, number: int) -> None:
-        """Return once the piece appended as number ``number`` is written."""
-        if number >= 0:
-            self._pending[number].result()
-
-    def _append(self, piece: Piece | None, content: Tensor) -> None:
-        if piece is None or self.error is not None:
-            return
-        path = self._folder / self._names[piece.shard]
-        try:
-            if self._current is None:
-                self._current = ShardFile(path, self._plan.shards[piece.shard])
-            self._current.write(content.narrow(0, 0, piece.stop - piece.start))
-            if piece.stop == self._plan.sizes[piece.shard]:
-                self._files[path.name] = self._current.finish()
-                self._current = None
-        except OSError as caught:
-            self.error = CheckpointError(f"{path}: {caught}")
-
-
 def _first_shard(state: LiveState, count: int) -> int:
     """Return the number of this group's first file; groups that hold different parameters count on."""
     if not dist.is_initialized() or dist.get_world_size() == state.world_size:
@@ -350,48 +231,6 @@ def _first_shard(state: LiveState, count: int) -> int:
     own = group_rank_scope(state.group)
     per_group = dict(everyone().gather((own, count), what="numbering of shards").values())
     return sum(number for scope, number in per_group.items() if scope < own)
-
-
-def _exchange(plan: SavePlan, pieces: Sequence[Piece | None], content: Tensor, buffers: _Buffers) -> None:
-    """Send every rank its piece of this round; this rank's own comes into ``content``, on the CPU."""
-    state = plan.state
-    sent: list[list[Run]] = [[] for _ in pieces]
-    received: list[list[Run]] = [[] for _ in pieces]
-    local: list[Run] = []
-    traffic = False
-    for writer, piece in enumerate(pieces):
-        if piece is None:
-            continue
-        for run in plan.runs(writer, piece):
-            traffic = traffic or run.source != writer
-            if run.source == writer == state.rank:
-                local.append(run)
-            elif run.source == state.rank:
-                sent[writer].append(run)
-            elif writer == state.rank:
-                received[run.source].append(run)
-    for run in local:
-        content.narrow(0, run.piece_offset, run.numel).copy_(_source(state, run))
-    if traffic:
-        out_splits = [sum(run.numel for run in runs) for runs in sent]
-        in_splits = [sum(run.numel for run in runs) for runs in received]
-        outgoing = buffers.get("outgoing", sum(out_splits))
-        offset = 0
-        for run in (run for runs in sent for run in runs):
-            outgoing.narrow(0, offset, run.numel).copy_(_source(state, run))
-            offset += run.numel
-        incoming = buffers.get("incoming", sum(in_splits))
-        with phase("exchange of a checkpoint's pieces", state.group):
-            dist.all_to_all_single(incoming, outgoing, in_splits, out_splits, group=state.group)
-        offset = 0
-        for run in (run for runs in received for run in runs):
-            content.narrow(0, run.piece_offset, run.numel).copy_(incoming.narrow(0, offset, run.numel))
-            offset += run.numel
-
-
-def _source(state: LiveState, run: Run) -> Tensor:
-    parameter: LiveParameter = state.parameters[run.parameter]
-    return state.tensor(parameter.partition, run.key).narrow(0, run.partition_offset, run.numel)
 
 
 def _records(plan: SavePlan, names: Sequence[str]) -> dict[str, ParameterRecord]:
@@ -403,11 +242,7 @@ def _records(plan: SavePlan, names: Sequence[str]) -> dict[str, ParameterRecord]
             where.setdefault(tensor.parameter, {})[tensor.key] = names[number]
     return {
         parameter.route.name: ParameterRecord(
-            shape=parameter.route.shape,
-            algorithm="muon" if parameter.route.algorithm == "muon" else "adamw",
-            heads=parameter.route.heads,
-            grid=parameter.route.grid,
-            transposed=parameter.route.transposed,
+            **described(parameter.route),
             rows=parameter.row_count if ROW_STATE_KEY in state.keys(parameter) else 0,
             step=state.step(parameter.partition),
             group=parameter.group,
@@ -420,30 +255,21 @@ def _records(plan: SavePlan, names: Sequence[str]) -> dict[str, ParameterRecord]
 _Share = tuple[dict[str, FileRecord], dict[str, ParameterRecord]]
 
 
-def _agree(error: Exception | None) -> None:
-    failure = None if error is None else f"{type(error).__name__}: {error}"
-    agree(RankFacts({}, failure=failure), error=error, kind=CheckpointError)
-
-
 def _index(state: LiveState, shares: Sequence[_Share]) -> CheckpointIndex:
     files: dict[str, FileRecord] = {}
     parameters: dict[str, ParameterRecord] = {}
     for own_files, own_parameters in shares:
         files.update(own_files)
         parameters.update(own_parameters)
-    engine = state.engine
-    return CheckpointIndex(
-        format=FORMAT,
-        version=VERSION,
-        versions=software_versions(),
+    return CheckpointIndex.made_now(
         source={
             "writer": "engine",
-            "zero_stage": int(engine.zero_optimization_stage()),
+            "zero_stage": state.host.zero_stage,
             "world_size": state.world_size,
         },
         optimizer=state.optimizer.config.model_dump(mode="json"),
         groups=hyperparameters(state.optimizer),
-        progress=read_progress(engine),
+        progress=read_progress(state.host),
         files=dict(sorted(files.items())),
         parameters=parameters,
     )

@@ -1,7 +1,7 @@
 """Where the parameters of another optimizer's checkpoint go, and what the run that continues it must say.
 
-Training routes by names, shapes and the types of modules. Files have no modules, so that filters of convolutions are
-told by their shapes and biases; what is only a guess is put into words.
+Training routes by names, shapes and the types of modules. Files have no modules, so filters of convolutions are
+recognised by their shapes and biases. Every guess is reported in words.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_KERNEL = 64
 
 
 def convolution_kind(name: str, shape: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> str | None:
-    """Say which convolution a parameter seems to be the filters of; ``None`` if of none.
+    """Say of which kind of convolution a parameter seems to be the filters; ``None`` if of none.
 
     Args:
         name: Dotted name.

@@ -8,30 +8,26 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
-import re
-import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.conversion import repeat_in_run, route_saved
-from deepspeed_muon.checkpoint.index import STATE_KEYS, Progress
+from deepspeed_muon.checkpoint.index import STATE_KEYS
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, read_record
-from deepspeed_muon.checkpoint.live import is_json
-from deepspeed_muon.checkpoint.same_save import SCALE_KEYS, refuse_mixed_models, refuse_mixed_ranks
-from deepspeed_muon.checkpoint.sealed import read_regular, refusing
+from deepspeed_muon.checkpoint.sealed import check_tensor, is_json, refusing
+from deepspeed_muon.checkpoint.tag_folder import TagFolder
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.plan.layout import Fragment, flat_fragments, sharded_fragments
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
 
-__all__ = ["DeepSpeedFiles", "SavedParameter", "check_tensor", "load_pickle"]
+__all__ = ["DeepSpeedFiles", "SavedParameter"]
 
-_OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+# What a parameter of our own files takes over from its layout record.
+_RECORDED = ("name", "shape", "algorithm", "group", "partition", "heads", "grid", "transposed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,28 +38,28 @@ class SavedParameter:
         name: Dotted name.
         shape: True shape.
         algorithm: Whose state it shall be.
-        heads: Blocks orthogonalised separately.
         step: Optimizer steps taken.
         group: Number of its param group.
         partition: Index of the flat partition in every rank's file.
         fragments: Where the parameter lies in the ranks' partitions.
         saved_as: Key of our state to the key under which the file has it.
         whole_from: At DeepSpeed's Muon, where the rank's momentum of the whole matrix starts, by rank.
-        grid: As in :class:`~deepspeed_muon.checkpoint.index.ParameterRecord`.
-        transposed: Whether the weight is stored as input x output.
+        heads: As in :class:`~deepspeed_muon.checkpoint.index.ParameterKind`.
+        grid: As there.
+        transposed: As there.
         rows: Where NorMuon's row moments lie; empty where there are none.
     """
 
     name: str
     shape: tuple[int, ...]
     algorithm: str
-    heads: int
     step: int
     group: int
     partition: int
     fragments: tuple[Fragment, ...]
     saved_as: Mapping[str, str]
-    whole_from: Mapping[int, int]
+    whole_from: Mapping[int, int] = field(default_factory=dict)
+    heads: int = 1
     grid: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     transposed: bool = False
     rows: tuple[Fragment, ...] = ()
@@ -76,7 +72,7 @@ class SavedParameter:
     @property
     def row_count(self) -> int:
         """How many row moments there are."""
-        return sum(run.numel for run in self.rows)
+        return sum(fragment.numel for fragment in self.rows)
 
     def fragments_of(self, key: str) -> tuple[Fragment, ...]:
         """Return where the master or an entry of the state lies."""
@@ -87,59 +83,16 @@ class SavedParameter:
         return (self.row_count,) if key == ROW_STATE_KEY else self.shape
 
 
-def load_pickle(path: Path, *, trust: bool = False) -> Any:
-    """Read a file of ``torch.save`` on the CPU, memory-mapped, without running code from it.
+class DeepSpeedFiles(TagFolder):
+    """The parameters that one tag of ``engine.save_checkpoint`` holds, by name.
 
-    Args:
-        path: The file.
-        trust: Unpickle whatever the file asks for. It can run any code.
-
-    Raises:
-        CheckpointError: Naming the file and, where one is to blame, the class that is not allowed.
+    Attributes:
+        kind: Whose optimizer saved it.
+        optimizer: The settings of our optimizer; empty for others.
+        parameters: The parameters by name.
+        groups: The settings of the param groups.
+        lossy: What is lost or invented when another optimizer's state becomes ours, in words.
     """
-    from deepspeed.runtime.fp16 import loss_scaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    allowed = [loss_scaler.LossScaler, loss_scaler.DynamicLossScaler, ZeroStageEnum, fragment_address]
-    try:
-        # A link is DeepSpeed's business; a pipe would keep us waiting.
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise CheckpointError(f"{path}: not a regular file")
-        with torch.serialization.safe_globals(allowed):
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=not trust)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file") from None
-    except CheckpointError:
-        raise
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path}: holds more than tensors and numbers, or is damaged: {str(error).splitlines()[0]}. If you trust "
-            f"whoever wrote it, pass --trust-pickles"
-        ) from error
-    except Exception as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-
-
-def check_tensor(tensor: Any, where: str) -> None:
-    """Raise unless a tensor of a file holds as many real numbers as it says.
-
-    Args:
-        tensor: What was unpickled.
-        where: File and parameter, for the message.
-
-    Raises:
-        CheckpointError: If it is no dense tensor of real numbers, or repeats a few of them to look large.
-    """
-    dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
-    if not dense or not tensor.is_floating_point():
-        raise CheckpointError(f"{where} is no dense tensor of real numbers")
-    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-        raise CheckpointError(f"{where} says that it has {tensor.numel()} elements; the file holds fewer")
-
-
-class DeepSpeedFiles:
-    """The folder of one tag of ``engine.save_checkpoint``."""
 
     def __init__(
         self,
@@ -153,32 +106,20 @@ class DeepSpeedFiles:
 
         Args:
             folder: The tag's folder, or the folder with ``latest``.
-            trust: See :func:`load_pickle`.
+            trust: See :func:`~deepspeed_muon.checkpoint.sealed.load_pickle`.
             include: For AdamW checkpoints: patterns of names that go to Muon.
             exclude: For AdamW checkpoints: patterns of names that stay with AdamW.
 
         Raises:
             CheckpointError: Naming the file and, where one is to blame, the parameter.
         """
-        self._trust = trust
+        super().__init__(folder, trust=trust)
         self._include, self._exclude = tuple(include), tuple(exclude)
         self.lossy: list[str] = []
-        with refusing(f"{str(folder)!r}"):
-            self.folder = _tag_folder(Path(folder))
         with refusing(f"{self.folder}: not as DeepSpeed writes it"):
-            self._read()
+            self._describe()
 
-    def _read(self) -> None:
-        self._refuse_unsupported()
-        self.model_file = self._model_file()
-        self._model = load_pickle(self.model_file, trust=self._trust)
-        if not isinstance(self._model, dict):
-            raise CheckpointError(f"{self.model_file}: not a checkpoint of DeepSpeed")
-        self._ranks = self._read_ranks()
-        self.world_size = max(len(self._ranks), 1)
-        self.stage = self._read_stage()
-        self._inner = [self._inner_state(number) for number in range(self.world_size)]
-        self._refuse_mixed_saves()
+    def _describe(self) -> None:
         self.groups = [
             {str(key): value for key, value in group.items() if key != "params" and is_json(value)}
             for group in self._inner[0]["param_groups"]
@@ -198,92 +139,6 @@ class DeepSpeedFiles:
             twice = next(name for name in names if names.count(name) > 1)
             raise CheckpointError(f"{self.model_file}: two parameters are called {twice}")
         self._check_lengths()
-        self.progress = self._read_progress()
-
-    # ------------------------------------------------------------------------------------------------------- finding
-
-    def _refuse_unsupported(self) -> None:
-        if (self.folder / "offloaded_tensors").exists():
-            raise CheckpointError(
-                f"{self.folder}: checkpoints with NVMe offload cannot be read without an engine"
-            )
-        if any(self.folder.glob("*expert_*_model_states.pt")):
-            raise CheckpointError(f"{self.folder}: mixture-of-experts checkpoints cannot be read")
-        parallel = next(iter(sorted(self.folder.glob("*mp_rank_01*"))), None)
-        if parallel is not None:
-            raise CheckpointError(f"{parallel}: model-parallel checkpoints cannot be read")
-
-    def _model_file(self) -> Path:
-        for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
-            if (self.folder / name).is_file():
-                return self.folder / name
-        raise CheckpointError(f"{self.folder}: no model_states file: not the folder of a tag of DeepSpeed")
-
-    def _read_ranks(self) -> list[dict[str, Any]]:
-        files: dict[int, Path] = {}
-        for path in self.folder.iterdir():
-            match = _OPTIMIZER_FILE.fullmatch(path.name)
-            if match and (other := files.setdefault(int(match.group(1)), path)) != path:
-                raise CheckpointError(
-                    f"{path} and {other.name}: both are of rank {match.group(1)}: the folder holds two checkpoints"
-                )
-        expected = int(self._model.get("dp_world_size", 0)) if files else 0
-        ranks = range(max(expected, max(files, default=-1) + 1))
-        missing = next((rank for rank in ranks if rank not in files), None)
-        if missing is not None:
-            some = next(iter(files.values())).name
-            name = re.sub(r"pp_rank_\d+", f"pp_rank_{missing}", some)
-            raise CheckpointError(
-                f"{self.folder / name}: missing; the checkpoint was saved by {expected} ranks"
-            )
-        if 0 < expected < len(files):
-            raise CheckpointError(
-                f"{files[expected]}: left of another checkpoint; this one was saved by {expected} ranks "
-                f"({self.model_file.name})"
-            )
-        states = []
-        for rank in sorted(files):
-            content = load_pickle(files[rank], trust=self._trust)
-            if not isinstance(content, dict) or not isinstance(content.get("optimizer_state_dict"), dict):
-                raise CheckpointError(f"{files[rank]}: not an optimizer state of DeepSpeed")
-            states.append(content["optimizer_state_dict"])
-        self._files = [files[rank] for rank in sorted(files)]
-        return states
-
-    def _read_stage(self) -> int:
-        if not self._ranks:
-            self._files = [self.model_file]
-            return 0
-        if "fp32_flat_groups" in self._ranks[0]:
-            return 3
-        return int(self._ranks[0].get("zero_stage", 1))
-
-    def _inner_state(self, number: int) -> dict[str, Any]:
-        """Return the ``state_dict()`` of the optimizer inside ZeRO's wrapper."""
-        if self.stage == 0:
-            inner = self._model.get("optimizer")
-            if isinstance(inner, dict) and "optimizer_state_dict" in inner:
-                inner = inner["optimizer_state_dict"]
-        else:
-            saved = self._ranks[number]
-            inner = saved.get("optimizer_state_dict" if self.stage == 3 else "base_optimizer_state")
-        if not isinstance(inner, dict) or "state" not in inner or "param_groups" not in inner:
-            raise CheckpointError(
-                f"{self._files[number]}: holds no optimizer state (elastic checkpoints are not read)"
-            )
-        return inner
-
-    def _refuse_mixed_saves(self) -> None:
-        """Raise if the files were saved at different moments."""
-        refuse_mixed_ranks(self._files, self._inner, self._ranks)
-        models = {self.model_file: self._model}
-        for number in range(1, self.world_size if self.stage == 3 else 0):
-            path = self.folder / f"zero_pp_rank_{number}_mp_rank_00_model_states.pt"
-            if path.is_file():
-                models[path] = load_pickle(path, trust=self._trust)
-        refuse_mixed_models(models, self._files[0], self._inner[0])
-
-    # ------------------------------------------------------------------------------------------------------- layouts
 
     def _from_record(self, content: Any) -> list[SavedParameter]:
         record = read_record(content, str(self._files[0]))
@@ -304,38 +159,22 @@ class DeepSpeedFiles:
                     f"{self._files[0]}: parameter {entry.name}: there is no parameter number {entry.partition}"
                 )
             step = self._step(entry.partition)
-            fragments, rows = entry.runs("fragments"), entry.runs("rows")
-            if not step or ROW_STATE_KEY not in self._inner[0]["state"].get(entry.partition, {}):
+            fragments, rows = entry.fragments_of("fragments"), entry.fragments_of("rows")
+            if not step or ROW_STATE_KEY not in self._state(entry.partition):
                 rows = ()
             if entry.replicated or self.stage == 0:
                 fragments, rows = fragments[:1], rows[:1]
             keys = (*STATE_KEYS[entry.algorithm], *((ROW_STATE_KEY,) if rows else ())) if step else ()
             found.append(
                 SavedParameter(
-                    entry.name,
-                    entry.shape,
-                    entry.algorithm,
-                    entry.heads,
-                    step,
-                    entry.group,
-                    entry.partition,
-                    fragments,
-                    {key: key for key in keys},
-                    {},
-                    grid=entry.grid,
-                    transposed=entry.transposed,
+                    **{key: getattr(entry, key) for key in _RECORDED},
+                    step=step,
+                    fragments=fragments,
+                    saved_as={key: key for key in keys},
                     rows=rows,
                 )
             )
         return found
-
-    def _step(self, partition: int) -> int:
-        state = self._inner[0]["state"].get(partition, {})
-        if "step" in state:
-            return int(state["step"])
-        return (
-            int(self._model.get("global_steps", 0)) - int(self._model.get("skipped_steps", 0)) if state else 0
-        )
 
     def _without_record(self) -> list[SavedParameter]:
         """Work out the layout of another optimizer's checkpoint as ZeRO lays parameters out."""
@@ -350,31 +189,27 @@ class DeepSpeedFiles:
         for partition, members in enumerate(partitions):
             wholes: dict[int, int] = {}
             for name, shape, fragments in members:
-                state = self._inner[0]["state"].get(partition, {})
+                state = self._state(partition)
                 momentum = "momentum_buffer" in state
                 muon = momentum or name in to_muon
-                step = self._step(partition)
                 keys = STATE_KEYS["muon" if muon else "adamw"] if state else ()
                 whole_from = {}
                 if momentum and self._keeps_whole_matrices(partition, members):
                     for rank in sorted({fragment.rank for fragment in fragments}):
                         whole_from[rank] = wholes.get(rank, 0)
                         wholes[rank] = whole_from[rank] + math.prod(shape)
+                saved_as = {k: "exp_avg" if k == "momentum_buffer" and not momentum else k for k in keys}
                 found.append(
                     SavedParameter(
-                        name,
-                        shape,
-                        "muon" if muon else "adamw",
-                        1,
-                        step if state else 0,
-                        group_of.get(partition, 0),
-                        partition,
-                        fragments,
-                        {
-                            key: "exp_avg" if key == "momentum_buffer" and not momentum else key
-                            for key in keys
-                        },
-                        whole_from,
+                        name=name,
+                        shape=shape,
+                        algorithm="muon" if muon else "adamw",
+                        step=self._step(partition),
+                        group=group_of.get(partition, 0),
+                        partition=partition,
+                        fragments=fragments,
+                        saved_as=saved_as,
+                        whole_from=whole_from,
                     )
                 )
         self._say_what_is_lossy(found)
@@ -442,21 +277,6 @@ class DeepSpeedFiles:
         routes = route_saved(shapes, self._aliases(), include=self._include, exclude=self._exclude)
         return {name for name, route in routes.items() if route.algorithm == "muon"}
 
-    def _aliases(self) -> dict[str, list[str]]:
-        """Return the further names of parameters that several modules share."""
-        found: dict[str, list[str]] = {}
-        if self.stage == 0:
-            first: dict[tuple[int, tuple[int, ...]], str] = {}
-            for name, tensor in self._model["module"].items():
-                if isinstance(tensor, Tensor) and tensor.numel():
-                    kept = first.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name)
-                    if kept != name:
-                        found.setdefault(kept, []).append(name)
-        else:
-            for name, kept in dict(self._model.get("shared_params") or {}).items():
-                found.setdefault(str(kept), []).append(str(name))
-        return found
-
     def _keeps_whole_matrices(self, partition: int, members: Sequence[Any]) -> bool:
         """Return whether every rank's momentum covers all of the matrices that touch its partition."""
         if self.stage not in (1, 2):
@@ -465,7 +285,7 @@ class DeepSpeedFiles:
             touching = sum(
                 math.prod(shape) for _, shape, fragments in members if any(f.rank == rank for f in fragments)
             )
-            buffer = self._inner[rank]["state"].get(partition, {}).get("momentum_buffer")
+            buffer = self._state(partition, rank).get("momentum_buffer")
             if touching and (buffer is None or buffer.numel() != touching):
                 return False
         return True
@@ -494,15 +314,6 @@ class DeepSpeedFiles:
             self.lossy.append(
                 f"the momentum had been kept in {buffer.dtype} and is exactly that, widened to fp32"
             )
-
-    # ------------------------------------------------------------------------------------------------------- reading
-
-    def _masters(self, rank: int) -> Sequence[Tensor]:
-        if self.stage == 3:
-            masters = self._ranks[rank]["fp32_flat_groups"]
-        else:
-            masters = self._ranks[rank]["single_partition_of_fp32_groups"]
-        return list(masters)
 
     def _partition(self, parameter: SavedParameter, key: str, rank: int) -> Tensor:
         saved = self._saved(parameter, key, rank)
@@ -565,34 +376,3 @@ class DeepSpeedFiles:
                 source.narrow(0, start, fragment.numel)
             )
         return full.view(parameter.shape_of(key))
-
-    def _read_progress(self) -> Progress:
-        """Return where the run stood."""
-        schedule = self._model.get("lr_scheduler")
-        scaler = self._ranks[0].get("loss_scaler") if self._ranks else None
-        dynamic = bool(self._ranks and self._ranks[0].get("dynamic_loss_scale"))
-        scale = None
-        if scaler is not None and dynamic:
-            scale = {key: getattr(scaler, key) for key in SCALE_KEYS if hasattr(scaler, key)}
-        elif not self._ranks and (self._model["optimizer"] or {}).get("dynamic_loss_scale"):
-            saved = self._model["optimizer"]
-            scale = {key: saved[key] for key in SCALE_KEYS if key in saved}
-        return Progress(
-            global_steps=int(self._model.get("global_steps", 0)),
-            global_samples=int(self._model.get("global_samples", 0)),
-            skipped_steps=int(self._model.get("skipped_steps", 0)),
-            lr_scheduler=schedule if isinstance(schedule, dict) and is_json(schedule) else None,
-            loss_scale=scale,
-        )
-
-
-def _tag_folder(folder: Path) -> Path:
-    latest = folder / "latest"
-    if os.path.lexists(latest):
-        tag = read_regular(latest, 4096).decode().strip()
-        if not tag or Path(tag).name != tag or tag == "..":
-            raise CheckpointError(f"{latest}: names {tag!r}, which is not a folder beside it")
-        folder = folder / tag
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder")
-    return folder

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import re
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,8 +31,10 @@ from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
 
 __all__ = [
+    "COUNTERS",
     "FORMAT",
     "INDEX_NAME",
+    "SCALE_KEYS",
     "SHARD_PATTERN",
     "STATE_KEYS",
     "VERSION",
@@ -38,8 +42,10 @@ __all__ = [
     "Count",
     "Dimension",
     "FileRecord",
+    "ParameterKind",
     "ParameterRecord",
     "Progress",
+    "described",
     "load_index",
     "readable",
     "tensor_name",
@@ -50,6 +56,11 @@ INDEX_NAME = "muon_index.json"
 SHARD_PATTERN = re.compile(r"muon-[0-9a-f]{12}-[0-9]{5,}\.safetensors")
 STATE_KEYS: dict[str, tuple[str, ...]] = {"muon": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}
 """What the optimizer keeps for a parameter of each algorithm, next to the fp32 master. NorMuon keeps rows besides."""
+
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+"""What an engine counts."""
+SCALE_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""What a dynamic loss scale carries from step to step."""
 
 # Beyond any model there is, and small enough that sizes in bytes fit into 64 bits.
 _MAX_NUMEL = 1 << 50
@@ -74,19 +85,16 @@ class FileRecord(_Record):
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class ParameterRecord(_Record):
-    """One parameter.
+class ParameterKind(_Record):
+    """What every record of a parameter says.
 
     Attributes:
         shape: The layer's true shape.
         algorithm: Whose state it is.
         heads: Blocks (attention heads, experts, parts) that were orthogonalised separately.
-        grid: Their rows and columns where they are not ``heads`` equal blocks of rows; absent from the file elsewhere.
-        transposed: Whether the weight is stored as input x output; absent from the file where not.
-        rows: Length of NorMuon's ``row_second_moment``; 0, and absent from the file, where there is none.
-        step: Optimizer steps taken; 0 when there is no optimizer state.
-        group: Number of the param group in :attr:`CheckpointIndex.groups`.
-        tensors: ``fp32`` and the state keys of the algorithm, each with the file that holds it.
+        grid: Their rows and columns where they are not ``heads`` equal blocks of rows.
+        transposed: Whether the weight is stored as input x output.
+        group: Number of its param group.
     """
 
     shape: Annotated[tuple[Dimension, ...], Field(max_length=64)]
@@ -94,19 +102,12 @@ class ParameterRecord(_Record):
     heads: Dimension = 1
     grid: tuple[tuple[Dimension, ...], tuple[Dimension, ...]] | None = None
     transposed: Annotated[bool, Field(strict=True)] = False
-    rows: Annotated[int, Field(ge=0, le=_MAX_NUMEL, strict=True)] = 0
-    step: Count
     group: Count
-    tensors: dict[str, str]
 
     @property
     def numel(self) -> int:
         """Elements of the parameter."""
         return math.prod(self.shape)
-
-    def shape_of(self, key: str) -> tuple[int, ...]:
-        """Return the shape of one of the parameter's tensors."""
-        return (self.rows,) if key == ROW_STATE_KEY else self.shape
 
     @field_validator("shape")
     @classmethod
@@ -114,6 +115,35 @@ class ParameterRecord(_Record):
         if math.prod(shape) > _MAX_NUMEL:
             raise ValueError(f"shape {list(shape)} is absurd")
         return shape
+
+
+def described(kind: Any) -> dict[str, Any]:
+    """Return the fields of :class:`ParameterKind` but ``group``, of a route or a saved parameter, as JSON has them."""
+    return {
+        "shape": list(kind.shape),
+        "algorithm": kind.algorithm,
+        "heads": kind.heads,
+        "grid": None if kind.grid is None else [list(sizes) for sizes in kind.grid],
+        "transposed": kind.transposed,
+    }
+
+
+class ParameterRecord(ParameterKind):
+    """One parameter of a consolidated set. The file leaves out ``grid``, ``transposed`` and ``rows`` where unset.
+
+    Attributes:
+        rows: Length of NorMuon's ``row_second_moment``; 0 where there is none.
+        step: Optimizer steps taken; 0 when there is no optimizer state.
+        tensors: ``fp32`` and the state keys of the algorithm, each with the file that holds it.
+    """
+
+    rows: Annotated[int, Field(ge=0, le=_MAX_NUMEL, strict=True)] = 0
+    step: Count
+    tensors: dict[str, str]
+
+    def shape_of(self, key: str) -> tuple[int, ...]:
+        """Return the shape of one of the parameter's tensors."""
+        return (self.rows,) if key == ROW_STATE_KEY else self.shape
 
     @model_serializer(mode="wrap")
     def _without_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -187,6 +217,11 @@ class CheckpointIndex(_Record):
     files: dict[str, FileRecord]
     parameters: dict[str, ParameterRecord]
 
+    @classmethod
+    def made_now(cls, **content: Any) -> CheckpointIndex:
+        """Return an index of this release's format with the versions of the software that runs."""
+        return cls(format=FORMAT, version=VERSION, versions=_versions(), **content)
+
     @property
     def sealed(self) -> bool:
         """Whether the index has a checksum, so that damage to it is found."""
@@ -220,6 +255,16 @@ class CheckpointIndex(_Record):
             if size > self.files[file].bytes:
                 raise ValueError(f"{file} has {self.files[file].bytes} bytes, its tensors need {size}")
         return self
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("deepspeed_muon", "deepspeed", "torch"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:  # run from a source tree that is not installed
+            found[package] = "unknown"
+    return found
 
 
 def tensor_name(key: str, parameter: str) -> str:

@@ -1,7 +1,7 @@
 """A record of who holds what, inside every optimizer state that DeepSpeed saves.
 
 DeepSpeed's own files do not say which parameter lies where when gradients are dealt round-robin or groups are split,
-nor the names at stage 0. The record is made of numbers, strings and lists only, so that it loads with
+and at stage 0 they have no names. The record consists of numbers, strings, lists and dicts, so it loads with
 ``weights_only``.
 """
 
@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from deepspeed_muon.checkpoint.index import Count, Dimension, readable
+from deepspeed_muon.checkpoint.index import Count, ParameterKind, described, readable
 from deepspeed_muon.checkpoint.live import LiveState, collect
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
@@ -29,45 +29,29 @@ RECORD_VERSION = 1
 _Numbers = tuple[Count, Count, Count, Annotated[int, Field(ge=1, strict=True)]]
 
 
-class _Recorded(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class RecordedParameter(_Recorded):
+class RecordedParameter(ParameterKind):
     """One parameter of the record, in the words of :class:`~deepspeed_muon.checkpoint.live.LiveParameter`.
 
     Attributes:
         name: Dotted name.
-        shape: True shape.
-        algorithm: Whose state it is.
-        heads: As in :class:`~deepspeed_muon.checkpoint.index.ParameterRecord`.
-        grid: As there.
-        transposed: As there.
         partition: Index of the flat partition.
-        group: Number of its param group.
         replicated: Whether every rank holds all of it.
-        fragments: Rank, offset in the parameter, offset in the partition and length of every run.
+        fragments: Rank, offset in the parameter, offset in the partition and length of every fragment.
         rows: The same for NorMuon's row moments.
     """
 
     name: str
-    shape: Annotated[tuple[Dimension, ...], Field(max_length=64)]
-    algorithm: Literal["muon", "adamw"]
-    heads: Dimension
-    grid: tuple[tuple[Dimension, ...], tuple[Dimension, ...]] | None = None
-    transposed: Annotated[bool, Field(strict=True)] = False
     partition: Count
-    group: Count
     replicated: Annotated[bool, Field(strict=True)]
     fragments: tuple[_Numbers, ...]
     rows: tuple[_Numbers, ...] = ()
 
-    def runs(self, key: Literal["fragments", "rows"]) -> tuple[Fragment, ...]:
+    def fragments_of(self, key: Literal["fragments", "rows"]) -> tuple[Fragment, ...]:
         """Return the fragments of the parameter, or those of its row moments."""
         return tuple(Fragment(*numbers) for numbers in getattr(self, key))
 
 
-class LayoutRecord(_Recorded):
+class LayoutRecord(BaseModel):
     """The record, checked: every element of every parameter is in exactly one place on every rank that has it.
 
     Attributes:
@@ -77,6 +61,8 @@ class LayoutRecord(_Recorded):
         global_steps: Of the engine; absent from older records.
         parameters: All parameters.
     """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     version: Literal[1]
     world_size: Annotated[int, Field(ge=1, le=1 << 24, strict=True)]
@@ -102,8 +88,8 @@ class LayoutRecord(_Recorded):
                 if entry.algorithm != "muon" or count > math.prod(entry.shape):
                     raise ValueError(f"{where}{count} row moments do not fit")
                 _require_cover(f"{where}its row moments", entry.rows, count, copies)
-            for kind, runs in (("fragments", entry.fragments), ("rows", entry.rows)):
-                for rank, _, start, numel in runs:
+            for kind, held in (("fragments", entry.fragments), ("rows", entry.rows)):
+                for rank, _, start, numel in held:
                     if rank >= self.world_size:
                         raise ValueError(f"{where}rank {rank} is none of {self.world_size}")
                     taken.setdefault((kind, entry.partition, rank), []).append((start, numel, entry.name))
@@ -117,11 +103,11 @@ class LayoutRecord(_Recorded):
 
 
 def _require_cover(
-    what: str, runs: Iterable[tuple[int, int, int, int]], numel: int, copies: Iterable[int | None]
+    what: str, fragments: Iterable[tuple[int, int, int, int]], numel: int, copies: Iterable[int | None]
 ) -> None:
-    """Raise unless the runs hold each of ``numel`` elements once, or once on each of the ranks ``copies``."""
+    """Raise unless the fragments hold each of ``numel`` elements once, or once on each of the ranks ``copies``."""
     found: dict[int | None, list[tuple[int, int]]] = {copy: [] for copy in copies}
-    for rank, start, _, length in runs:
+    for rank, start, _, length in fragments:
         copy = None if None in found else rank
         if copy not in found:
             raise ValueError(f"{what} name rank {rank}, which does not exist")
@@ -201,23 +187,19 @@ def _record(state: LiveState) -> Mapping[str, Any]:
     return {
         "version": RECORD_VERSION,
         "world_size": state.world_size,
-        "global_steps": int(state.engine.global_steps),
+        "global_steps": state.host.counters()["global_steps"],
         "optimizer": state.optimizer.config.model_dump(mode="json"),
         "parameters": [
             {
                 "name": parameter.route.name,
-                "shape": list(parameter.route.shape),
-                "algorithm": parameter.route.algorithm,
-                "heads": parameter.route.heads,
-                "grid": None if (grid := parameter.route.grid) is None else [list(sizes) for sizes in grid],
-                "transposed": parameter.route.transposed,
+                **described(parameter.route),
                 "partition": parameter.partition.index,
                 "group": parameter.group,
                 "replicated": parameter.replicated,
-                "fragments": [
-                    [f.rank, f.matrix_offset, f.partition_offset, f.numel] for f in parameter.fragments
-                ],
-                "rows": [[f.rank, f.matrix_offset, f.partition_offset, f.numel] for f in parameter.rows],
+                **{
+                    key: [[f.rank, f.matrix_offset, f.partition_offset, f.numel] for f in held]
+                    for key, held in (("fragments", parameter.fragments), ("rows", parameter.rows))
+                },
             }
             for parameter in parameters
         ],

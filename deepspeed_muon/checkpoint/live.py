@@ -1,11 +1,8 @@
-"""What a running engine holds: every parameter's master and optimizer state, and which rank has which run of it."""
+"""What a running engine holds: the master and optimizer state of every parameter, and which rank has which fragment."""
 
 from __future__ import annotations
 
 import bisect
-import copy
-import json
-import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,30 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.index import STATE_KEYS, Progress
-from deepspeed_muon.engine.checkpointing import (
-    loss_scale_state,
-    param_group_numbers,
-    set_loss_scale_state,
-)
+from deepspeed_muon.checkpoint.host import Host, optimizer_of
+from deepspeed_muon.checkpoint.index import STATE_KEYS
+from deepspeed_muon.checkpoint.sealed import is_json
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.logs import warn
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.layout import Fragment, MatrixLayout, ParameterLayout
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
 from deepspeed_muon.routing.rules import Route
 from deepspeed_muon.step.step_set import BoundPartition
 
-__all__ = [
-    "LiveParameter",
-    "LiveState",
-    "collect",
-    "hyperparameters",
-    "is_json",
-    "read_progress",
-    "software_versions",
-    "write_progress",
-]
+__all__ = ["LiveParameter", "LiveState", "collect", "hyperparameters"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +31,9 @@ class LiveParameter:
     Attributes:
         route: Name, true shape and algorithm.
         numel: Elements.
-        fragments: Every rank's runs, ordered by where they start in the parameter.
+        fragments: Those of every rank, ordered by where they start in the parameter.
         replicated: Whether every rank holds all of it.
-        partition: The partition that holds this rank's runs.
+        partition: The partition that holds this rank's fragments.
         group: Number of its param group.
         rows: Where NorMuon's row moments lie, ordered alike; empty without NorMuon.
     """
@@ -65,7 +49,7 @@ class LiveParameter:
     @property
     def row_count(self) -> int:
         """How many row moments there are."""
-        return max((run.matrix_offset + run.numel for run in self.rows), default=0)
+        return max((row.matrix_offset + row.numel for row in self.rows), default=0)
 
     def fragments_of(self, key: str) -> tuple[Fragment, ...]:
         """Return where the master or an entry of the state lies."""
@@ -75,7 +59,7 @@ class LiveParameter:
         """Return the shape of the whole master or of an entry of the state."""
         return (self.row_count,) if key == ROW_STATE_KEY else self.route.shape
 
-    def runs(self, key: str, start: int, stop: int) -> Iterator[Fragment]:
+    def fragments_within(self, key: str, start: int, stop: int) -> Iterator[Fragment]:
         """Yield the fragments of ``[start, stop)`` of a parameter that is divided, cut to that interval."""
         fragments = self.fragments_of(key)
         first = bisect.bisect_right(fragments, start, key=lambda f: f.matrix_offset) - 1
@@ -94,8 +78,8 @@ class LiveState:
     """Everything of an engine that a checkpoint holds.
 
     Attributes:
-        engine: The ``DeepSpeedEngine``.
-        optimizer: Our optimizer inside it.
+        optimizer: Our optimizer inside the engine.
+        host: The engine around it.
         parameters: In an order that all ranks of the group share.
         group: The data-parallel group that divides or replicates them.
         rank: This rank inside the group.
@@ -103,8 +87,8 @@ class LiveState:
         device: Where the group's backend can send from.
     """
 
-    engine: Any
     optimizer: Muon
+    host: Host
     parameters: tuple[LiveParameter, ...]
     group: dist.ProcessGroup | None
     rank: int
@@ -116,14 +100,30 @@ class LiveState:
         """The parameters by name."""
         return {parameter.route.name: parameter for parameter in self.parameters}
 
+    def own_fragments(self, parameter: LiveParameter, key: str) -> list[Fragment]:
+        """Return this rank's fragments of the master or of an entry of the state."""
+        return [fragment for fragment in parameter.fragments_of(key) if fragment.rank == self.rank]
+
     def step(self, partition: BoundPartition) -> int:
         """Return the optimizer steps that a partition has taken."""
         return int(self.optimizer.state.get(partition.tensor, {}).get("step", 0))
 
     def tensor(self, partition: BoundPartition, key: str) -> Tensor:
-        """Return the master (``fp32``) or an entry of the state of this rank's partition, flat, sharing memory."""
-        own = partition.tensor if key == "fp32" else self.optimizer.state[partition.tensor][key]
-        return own.detach().view(-1)
+        """Return the master (``fp32``) or an entry of the state of this rank's partition, flat in row-major order.
+
+        It shares memory, but for whole parameters of stage 0 with other strides (``channels_last``): those are copied.
+        """
+        return self._own(partition, key).reshape(-1)
+
+    def keep(self, partition: BoundPartition, key: str, flat: Tensor) -> None:
+        """Take over what was written into :meth:`tensor`, where that is a copy."""
+        own = self._own(partition, key)
+        if not own.is_contiguous():
+            own.copy_(flat.view(own.shape))
+
+    def _own(self, partition: BoundPartition, key: str) -> Tensor:
+        own: Tensor = partition.tensor if key == "fp32" else self.optimizer.state[partition.tensor][key]
+        return own.detach()
 
     def keys(self, parameter: LiveParameter) -> tuple[str, ...]:
         """Return what there is to save of a parameter: ``fp32``, and the state once a step was taken."""
@@ -143,18 +143,14 @@ def collect(engine: Any) -> LiveState:
     Raises:
         CheckpointError: If the engine runs another optimizer, or its parameters cannot be told apart by name.
     """
-    optimizer = getattr(engine, "basic_optimizer", None)
-    if not isinstance(optimizer, Muon):
-        raise CheckpointError(
-            f"this engine's optimizer is {type(optimizer).__name__}, not deepspeed_muon.Muon: use DeepSpeed's own "
-            f"checkpoints for it"
-        )
+    optimizer = optimizer_of(engine)
+    host: Host = optimizer.host
     routes: dict[str, Route] = {}
     for route in optimizer.routes:
         if route.name in routes:
             raise CheckpointError(f"two parameters are called {route.name}: pass model.named_parameters()")
         routes[route.name] = route
-    groups = param_group_numbers(engine.optimizer)
+    groups = host.param_group_numbers()
     parameters = []
     sets = [runner.step_set for runner in optimizer.runners]
     for runner, step_set in zip(optimizer.runners, sets, strict=True):
@@ -185,8 +181,8 @@ def collect(engine: Any) -> LiveState:
         raise CheckpointError("the engine's optimizer holds no parameters")
     first = optimizer.runners[0]
     return LiveState(
-        engine,
         optimizer,
+        host,
         tuple(parameters),
         sets[0].group,
         sets[0].rank,
@@ -210,76 +206,3 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
                 settings[str(key)] = value
         groups.append(settings)
     return groups
-
-
-def is_json(value: Any) -> bool:
-    """Return whether JSON can hold ``value`` without loss; a tuple may come back as a list."""
-    try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError, RecursionError):
-        return False
-    return _has_text_keys(value)
-
-
-def _has_text_keys(value: Any) -> bool:
-    """Return whether all keys are text: JSON turns a number into text, and torch's MultiStepLR then finds none."""
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _has_text_keys(entry) for key, entry in value.items())
-    return not isinstance(value, (list, tuple)) or all(map(_has_text_keys, value))
-
-
-def read_progress(engine: Any) -> Progress:
-    """Return the engine's counters, schedule and loss scale."""
-    schedule = None
-    scheduler = getattr(engine, "lr_scheduler", None)
-    if scheduler is not None and hasattr(scheduler, "state_dict"):
-        schedule = scheduler.state_dict()
-        if not is_json(schedule):
-            warn(
-                "deepspeed_muon: the state of the scheduler %s is not JSON and is left out of the consolidated "
-                "checkpoint; step the scheduler to progress.global_steps after restoring",
-                type(scheduler).__name__,
-            )
-            schedule = None
-    return Progress(
-        global_steps=int(engine.global_steps),
-        global_samples=int(engine.global_samples),
-        skipped_steps=int(engine.skipped_steps),
-        lr_scheduler=schedule,
-        lr_scheduler_class=None if scheduler is None else type(scheduler).__name__,
-        loss_scale=loss_scale_state(engine.optimizer),
-    )
-
-
-def write_progress(engine: Any, progress: Progress, *, scheduler: bool = True) -> None:
-    """Set the engine's counters, schedule and loss scale.
-
-    Args:
-        engine: A ``DeepSpeedEngine`` with our optimizer.
-        progress: What :func:`deepspeed_muon.checkpoint.settings.check_progress` found to be usable.
-        scheduler: Whether to set the schedule too.
-    """
-    engine.global_steps = progress.global_steps
-    engine.global_samples = progress.global_samples
-    engine.skipped_steps = progress.skipped_steps
-    own = getattr(engine, "lr_scheduler", None)
-    if scheduler and own is not None and progress.lr_scheduler is not None:
-        own.load_state_dict(copy.deepcopy(progress.lr_scheduler))
-    elif scheduler and own is not None:
-        warn("deepspeed_muon: the checkpoint holds no state for the scheduler, which starts afresh")
-    if progress.loss_scale is not None:
-        set_loss_scale_state(engine.optimizer, dict(progress.loss_scale))
-
-
-def software_versions() -> dict[str, str]:
-    """Return the versions that a checkpoint records."""
-    import deepspeed
-
-    import deepspeed_muon
-
-    return {
-        "deepspeed_muon": deepspeed_muon.__version__,
-        "deepspeed": str(deepspeed.__version__),
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }

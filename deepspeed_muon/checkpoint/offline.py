@@ -14,13 +14,11 @@ import torch
 from deepspeed_muon.checkpoint.commit import FolderWriter, UnsettledError, make_folder
 from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
 from deepspeed_muon.checkpoint.index import (
-    FORMAT,
-    VERSION,
     CheckpointIndex,
     FileRecord,
     ParameterRecord,
+    described,
 )
-from deepspeed_muon.checkpoint.live import software_versions
 from deepspeed_muon.checkpoint.sealed import refusing
 from deepspeed_muon.checkpoint.settings import check_loss_scale, checked_settings
 from deepspeed_muon.checkpoint.shards import (
@@ -55,7 +53,7 @@ def consolidate_files(
         folder: A tag's folder, or the folder with ``latest``: ours, DeepSpeed's own Muon's, or AdamW's.
         out_dir: Where to write; made if needed.
         shard_bytes: Intended size of a file.
-        trust: Unpickle anything; see :func:`deepspeed_muon.checkpoint.deepspeed_files.load_pickle`.
+        trust: Unpickle anything; see :func:`deepspeed_muon.checkpoint.sealed.load_pickle`.
         include: For AdamW checkpoints: patterns of names that go to Muon.
         exclude: For AdamW checkpoints: patterns of names that stay with AdamW.
 
@@ -125,10 +123,7 @@ def _write_shard(saved: DeepSpeedFiles, path: Path, tensors: Sequence[PlannedTen
 def _index(
     saved: DeepSpeedFiles, files: dict[str, FileRecord], where: dict[str, dict[str, str]]
 ) -> CheckpointIndex:
-    return CheckpointIndex(
-        format=FORMAT,
-        version=VERSION,
-        versions=software_versions(),
+    return CheckpointIndex.made_now(
         source={
             "writer": "offline",
             "optimizer": saved.kind,
@@ -142,11 +137,7 @@ def _index(
         files=files,
         parameters={
             name: ParameterRecord(
-                shape=parameter.shape,
-                algorithm="muon" if parameter.algorithm == "muon" else "adamw",
-                heads=parameter.heads,
-                grid=parameter.grid,
-                transposed=parameter.transposed,
+                **described(parameter),
                 rows=parameter.row_count,
                 step=parameter.step,
                 group=parameter.group,

@@ -1,15 +1,32 @@
-"""Which file of a consolidated checkpoint holds what, which rank writes it, and in which pieces."""
+"""Which file of a consolidated checkpoint holds what, which rank writes it, in which pieces, and how they get there.
+
+The files are written in rounds: in each, every rank receives one piece of the file that it writes, through one
+all-to-all, and appends it. So memory is bounded by the pieces, not by the model or its largest tensor.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
-from deepspeed_muon.checkpoint.live import LiveState
-from deepspeed_muon.checkpoint.shards import ITEM_BYTES, PlannedTensor, pack
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-__all__ = ["Piece", "Run", "SavePlan"]
+from deepspeed_muon.checkpoint.index import FileRecord
+from deepspeed_muon.checkpoint.live import LiveParameter, LiveState
+from deepspeed_muon.checkpoint.shards import ITEM_BYTES, PlannedTensor, ShardFile, fsync_folder, pack
+from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.transport.waiting import phase
+
+__all__ = ["Piece", "Transfer", "SavePlan", "Stage", "write_shards"]
+
+Stage = Literal["start", "shards", "piece", "shards written", "index written", "done"]
+"""Points of a save at which ``on_stage`` is called, in this order; ``piece`` once a round."""
 
 # The largest piece that a rank receives at once, which bounds the buffers beside the shard itself.
 _PIECE_BYTES = 4 << 20
@@ -31,7 +48,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Transfer:
     """Elements that travel, or are copied, from one partition into one piece."""
 
     source: int
@@ -87,7 +104,7 @@ class SavePlan:
         for number in range(max(map(len, self._pieces))):
             yield [pieces[number] if number < len(pieces) else None for pieces in self._pieces]
 
-    def runs(self, writer: int, piece: Piece) -> Iterator[Run]:
+    def transfers(self, writer: int, piece: Piece) -> Iterator[Transfer]:
         """Yield everything that ``piece`` consists of, in an order that all ranks share."""
         offset = 0
         for tensor in self.shards[piece.shard]:
@@ -98,11 +115,11 @@ class SavePlan:
                 base = offset - piece.start
                 if parameter.replicated:
                     start = parameter.fragments_of(tensor.key)[0].partition_offset + begin
-                    yield Run(writer, number, tensor.key, start, base + begin, end - begin)
+                    yield Transfer(writer, number, tensor.key, start, base + begin, end - begin)
                 else:
-                    for run in parameter.runs(tensor.key, begin, end):
-                        where = base + run.matrix_offset
-                        yield Run(run.rank, number, tensor.key, run.partition_offset, where, run.numel)
+                    for f in parameter.fragments_within(tensor.key, begin, end):
+                        where = base + f.matrix_offset
+                        yield Transfer(f.rank, number, tensor.key, f.partition_offset, where, f.numel)
             offset += tensor.numel
             if offset >= piece.stop:
                 return
@@ -131,3 +148,144 @@ def _balanced(sizes: Sequence[int], world_size: int) -> list[int]:
         writers[number] = min(range(world_size), key=lambda rank: (load[rank], rank))
         load[writers[number]] += sizes[number]
     return writers
+
+
+def write_shards(
+    plan: SavePlan,
+    folder: Path,
+    names: Sequence[str],
+    files: dict[str, FileRecord],
+    reached: Callable[[Stage], None],
+) -> Exception | None:
+    """Write this rank's files. Its failure is returned: the other ranks still need its fragments."""
+    state = plan.state
+    buffers = _Buffers(plan.piece_numel, state.device)
+    reached("shards")
+    with _Writer(plan, folder, names, files) as writer:
+        for number, pieces in enumerate(plan.rounds()):
+            own = pieces[state.rank]
+            content = buffers.content[number % 2]
+            writer.wait_for(number - 2)
+            _exchange(plan, pieces, content, buffers)
+            writer.append(own, content)
+            reached("piece")
+    if writer.error is None and files:
+        try:
+            fsync_folder(folder)
+        except OSError as error:
+            return CheckpointError(f"{folder}: {error}")
+    return writer.error
+
+
+class _Buffers:
+    """Memory that all rounds share: the pages of fresh memory cost more than what is copied into them."""
+
+    def __init__(self, piece_numel: int, device: torch.device) -> None:
+        self.content = [torch.empty(piece_numel, dtype=torch.float32) for _ in range(2)]
+        self._device = device
+        self._kept: dict[str, Tensor] = {}
+
+    def get(self, name: str, numel: int) -> Tensor:
+        """Return a buffer on the exchange's device; its content is whatever it was."""
+        kept = self._kept.get(name)
+        if kept is None or kept.numel() < numel:
+            kept = self._kept[name] = torch.empty(numel, dtype=torch.float32, device=self._device)
+        return kept.narrow(0, 0, numel)
+
+
+class _Writer:
+    """Appends pieces to this rank's files in a thread, while the next piece is exchanged.
+
+    The first error is kept and everything after it ignored: the rank goes on to serve the others.
+    """
+
+    def __init__(
+        self, plan: SavePlan, folder: Path, names: Sequence[str], files: dict[str, FileRecord]
+    ) -> None:
+        self.error: Exception | None = None
+        self._plan = plan
+        self._folder = folder
+        self._names = names
+        self._files = files
+        self._current: ShardFile | None = None
+        self._pending: list[Future[None]] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="deepspeed_muon-save")
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
+        for future in self._pending:
+            future.result()
+        if self._current is not None:
+            self._current.discard()
+
+    def append(self, piece: Piece | None, content: Tensor) -> None:
+        """Write a piece soon; ``content`` must stay as it is until :meth:`wait_for` its number."""
+        self._pending.append(self._thread.submit(self._append, piece, content))
+
+    def wait_for(self, number: int) -> None:
+        """Return once the piece appended as number ``number`` is written."""
+        if number >= 0:
+            self._pending[number].result()
+
+    def _append(self, piece: Piece | None, content: Tensor) -> None:
+        if piece is None or self.error is not None:
+            return
+        path = self._folder / self._names[piece.shard]
+        try:
+            if self._current is None:
+                self._current = ShardFile(path, self._plan.shards[piece.shard])
+            self._current.write(content.narrow(0, 0, piece.stop - piece.start))
+            if piece.stop == self._plan.sizes[piece.shard]:
+                self._files[path.name] = self._current.finish()
+                self._current = None
+        except OSError as caught:
+            self.error = CheckpointError(f"{path}: {caught}")
+
+
+def _exchange(plan: SavePlan, pieces: Sequence[Piece | None], content: Tensor, buffers: _Buffers) -> None:
+    """Send every rank its piece of this round; this rank's own comes into ``content``, on the CPU."""
+    state = plan.state
+    sent: list[list[Transfer]] = [[] for _ in pieces]
+    received: list[list[Transfer]] = [[] for _ in pieces]
+    local: list[Transfer] = []
+    traffic = False
+    for writer, piece in enumerate(pieces):
+        if piece is None:
+            continue
+        for transfer in plan.transfers(writer, piece):
+            traffic = traffic or transfer.source != writer
+            if transfer.source == writer == state.rank:
+                local.append(transfer)
+            elif transfer.source == state.rank:
+                sent[writer].append(transfer)
+            elif writer == state.rank:
+                received[transfer.source].append(transfer)
+    for transfer in local:
+        content.narrow(0, transfer.piece_offset, transfer.numel).copy_(_source(state, transfer))
+    if traffic:
+        out_splits = [sum(transfer.numel for transfer in transfers) for transfers in sent]
+        in_splits = [sum(transfer.numel for transfer in transfers) for transfers in received]
+        outgoing = buffers.get("outgoing", sum(out_splits))
+        offset = 0
+        for transfer in (transfer for transfers in sent for transfer in transfers):
+            outgoing.narrow(0, offset, transfer.numel).copy_(_source(state, transfer))
+            offset += transfer.numel
+        incoming = buffers.get("incoming", sum(in_splits))
+        with phase("exchange of a checkpoint's pieces", state.group):
+            dist.all_to_all_single(incoming, outgoing, in_splits, out_splits, group=state.group)
+        offset = 0
+        for transfer in (transfer for transfers in received for transfer in transfers):
+            content.narrow(0, transfer.piece_offset, transfer.numel).copy_(
+                incoming.narrow(0, offset, transfer.numel)
+            )
+            offset += transfer.numel
+
+
+def _source(state: LiveState, transfer: Transfer) -> Tensor:
+    parameter: LiveParameter = state.parameters[transfer.parameter]
+    return state.tensor(parameter.partition, transfer.key).narrow(
+        0, transfer.partition_offset, transfer.numel
+    )

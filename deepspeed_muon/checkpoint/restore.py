@@ -15,23 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepspeed_muon.checkpoint.host import require_all_ranks
 from deepspeed_muon.checkpoint.index import INDEX_NAME, STATE_KEYS, ParameterRecord, Progress
-from deepspeed_muon.checkpoint.live import (
-    LiveParameter,
-    LiveState,
-    collect,
-    write_progress,
-)
+from deepspeed_muon.checkpoint.live import LiveParameter, LiveState, collect
 from deepspeed_muon.checkpoint.sealed import read_regular, refusing
-from deepspeed_muon.checkpoint.settings import check_progress, checked_settings
+from deepspeed_muon.checkpoint.settings import check_progress, group_settings, write_progress
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource, StateSource
-from deepspeed_muon.engine.checkpointing import refresh_low_precision
-from deepspeed_muon.engine.ranks import require_all_ranks
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
-from deepspeed_muon.plan.layout import Fragment
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
-from deepspeed_muon.routing.pipeline_module import is_divided
 from deepspeed_muon.transport.agreement import RankFacts, agree
 from deepspeed_muon.transport.members import everyone
 
@@ -125,7 +117,7 @@ def find_consolidated(folder: Path) -> Path:
 
 
 def _exists(path: Path) -> bool:
-    """Return whether there is something of that name. What cannot be looked at is an error."""
+    """Return whether there is something of that name; raise if that cannot be seen."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -159,7 +151,7 @@ def restore_from_source(
     Raises:
         CheckpointError: See :func:`restore`.
     """
-    claim = RankFacts({})
+    facts = RankFacts({})
     plan: _Plan | None = None
     nonfinite: list[str] = []
     try:
@@ -172,28 +164,22 @@ def restore_from_source(
                     check_progress(engine, source.progress, source.where, scheduler=scheduler)
                 rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
                 nonfinite = source.verify(rank, size)
-                claim = RankFacts({"checkpoint": source.digest()})
+                facts = RankFacts({"checkpoint": source.digest()})
     except Exception as caught:
         error = caught
     try:
-        _agree(claim, error)
+        agree(facts, error=error, kind=CheckpointError)
         assert source is not None and plan is not None
         found = everyone().gather(nonfinite, what="check of a checkpoint").values()
         _judge(sorted(name for names in found for name in names), source, allow_nonfinite)
         _fill(plan, source)
         if plan.progress is not None:
-            write_progress(engine, plan.progress, scheduler=scheduler)
+            write_progress(plan.state.host, plan.progress, scheduler=scheduler)
         for number, settings in plan.settings.items():
             plan.state.optimizer.param_groups[number].update(settings)
     finally:
         if source is not None:
             source.close()
-
-
-def _agree(claim: RankFacts, error: Exception | None) -> None:
-    if error is not None:
-        claim = RankFacts({}, failure=f"{type(error).__name__}: {error}")
-    agree(claim, error=error, kind=CheckpointError)
 
 
 def _judge(nonfinite: list[str], source: StateSource, allowed: bool) -> None:
@@ -219,7 +205,7 @@ def _compare(state: LiveState, source: StateSource, state_too: bool) -> None:
     problems = []
     missing = [name for name in live if name not in saved]
     # A stage of a pipeline has a part of the model; what the other stages have is no fault.
-    extra = [] if is_divided(state.engine.module) else [name for name in saved if name not in live]
+    extra = [] if state.host.is_divided else [name for name in saved if name not in live]
     for name in missing:
         twin = next((other for other in extra if saved[other].shape == live[name].route.shape), None)
         hint = f" (renamed? it has {twin} of the same shape)" if twin else ""
@@ -290,15 +276,15 @@ class _Plan:
             stateful = state_too and plan.steps[parameter.partition.index] > 0
             for key in ("fp32", *((*STATE_KEYS[parameter.route.algorithm], *rows) if stateful else ())):
                 target = plan._target(parameter, key)
-                for run in _local_runs(state, parameter, key):
-                    if run.partition_offset + run.numel > target.numel():
+                for fragment in state.own_fragments(parameter, key):
+                    if fragment.partition_offset + fragment.numel > target.numel():
                         raise CheckpointError(
                             f"parameter {parameter.route.name}: this rank's {key} is not in memory (it has "
                             f"{target.numel()} elements): checkpoints do not know NVMe offload"
                         )
                 plan.writes.append((parameter, key, target))
         if hyperparameters:
-            plan.settings = _settings(state, source)
+            plan.settings = group_settings(state, source)
         return plan
 
     def _target(self, parameter: LiveParameter, key: str) -> Tensor:
@@ -310,7 +296,7 @@ class _Plan:
         if place not in self.made:
             if key == ROW_STATE_KEY:
                 sharing = (other for other in self.state.parameters if other.partition is partition)
-                numel = sum(run.numel for other in sharing for run in _local_runs(self.state, other, key))
+                numel = sum(f.numel for other in sharing for f in self.state.own_fragments(other, key))
                 self.made[place] = torch.zeros(numel, dtype=torch.float32, device=partition.tensor.device)
             else:
                 self.made[place] = self.state.optimizer.state_policy.make(key, partition.tensor)
@@ -332,18 +318,20 @@ def _fill(plan: _Plan, source: StateSource) -> None:
         for parameter, key, target in plan.writes:
             name = parameter.route.name
             saved = key in source.parameters[name].tensors
-            for run in _local_runs(state, parameter, key):
-                destination = target.narrow(0, run.partition_offset, run.numel)
+            for fragment in state.own_fragments(parameter, key):
+                destination = target.narrow(0, fragment.partition_offset, fragment.numel)
                 if saved:
-                    destination.copy_(source.read(name, key, run.matrix_offset, run.numel))
+                    destination.copy_(source.read(name, key, fragment.matrix_offset, fragment.numel))
                 else:
                     destination.zero_()
+            if (parameter.partition.index, key) not in plan.made:
+                state.keep(parameter.partition, key, target)
     except Exception as caught:
         error = CheckpointError(
             f"reading {source.where} failed after it was verified; the engine now holds a part of it and must be made "
             f"anew: {caught}"
         )
-    _agree(RankFacts({}), error)
+    agree(RankFacts({}), error=error, kind=CheckpointError)
     for partition in {
         parameter.partition.index: parameter.partition for parameter in state.parameters
     }.values():
@@ -353,7 +341,7 @@ def _fill(plan: _Plan, source: StateSource) -> None:
         elif steps is not None:
             made = {key: tensor for (index, key), tensor in plan.made.items() if index == partition.index}
             state.optimizer.state[partition.tensor].update(made, step=steps)
-    refresh_low_precision(state.engine.optimizer)
+    state.host.refresh_weights()
 
 
 def _steps(state: LiveState, source: StateSource) -> dict[int, int]:
@@ -370,10 +358,6 @@ def _steps(state: LiveState, source: StateSource) -> dict[int, int]:
                 max(steps),
             )
     return {index: max(steps) for index, steps in found.items()}
-
-
-def _local_runs(state: LiveState, parameter: LiveParameter, key: str) -> list[Fragment]:
-    return [fragment for fragment in parameter.fragments_of(key) if fragment.rank == state.rank]
 
 
 def _say_what_happens_to_rows(state: LiveState, source: StateSource) -> None:
@@ -399,39 +383,3 @@ def _say_what_happens_to_rows(state: LiveState, source: StateSource) -> None:
             source.where,
             len(dropped),
         )
-
-
-def _settings(state: LiveState, source: StateSource) -> dict[int, dict[str, Any]]:
-    """Return for every param group the settings that its parameters had, where they had the same."""
-    groups = checked_settings(source.groups, source.where)
-    saved: dict[int, set[int]] = {}
-    for parameter in state.parameters:
-        saved.setdefault(parameter.group, set()).add(source.parameters[parameter.route.name].group)
-    found: dict[int, dict[str, Any]] = {}
-    for number, origins in saved.items():
-        group = state.optimizer.param_groups[number]
-        # The stages of a pipeline may number their groups differently, and one stage's are saved.
-        settings = [
-            groups[origin]
-            for origin in sorted(origins)
-            if origin < len(groups)
-            and source.groups[origin].get("algorithm", group["algorithm"]) == group["algorithm"]
-        ]
-        found[number] = {}
-        keys = {key for entry in settings for key in entry} & group.keys()
-        if group["algorithm"] == "muon":
-            keys.discard("betas")  # there it is the schedulers' name of momentum, and AdamW's is not it
-        for key in sorted(keys):
-            values = [entry[key] for entry in settings if key in entry]
-            if len(values) < len(settings):
-                continue
-            if any(value != values[0] for value in values):
-                warn(
-                    "deepspeed_muon: param group %d joins parameters that had %s = %s; the configuration's value stays",
-                    number,
-                    key,
-                    values,
-                )
-                continue
-            found[number][key] = values[0]
-    return found

@@ -1,4 +1,4 @@
-"""Untrusted files: opened only where they are regular, and JSON with a checksum over all that it says.
+"""Untrusted files: opened only where they are regular, pickles of tensors only, JSON with a checksum over all it says.
 
 The checksum is that of the content in a canonical form, so white space and the order of keys do not matter. It finds
 damage; it does not say who wrote the file.
@@ -11,16 +11,24 @@ import hashlib
 import json
 import math
 import os
+import pickle
+import pkgutil
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NoReturn
+
+import torch
+from torch import Tensor
 
 from deepspeed_muon.errors import CheckpointError, MuonError
 
 __all__ = [
     "UNSEALED_VERSION",
     "VERSION",
+    "check_tensor",
+    "is_json",
+    "load_pickle",
     "open_regular",
     "parse_sealed",
     "read_regular",
@@ -35,6 +43,13 @@ UNSEALED_VERSION = 1
 VERSION: Literal[2] = 2
 """Of documents with a checksum. A document of this version without one is refused."""
 
+# DeepSpeed's own classes that its files may hold.
+_ALLOWED_CLASSES = (
+    "deepspeed.runtime.fp16.loss_scaler:LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler",
+    "deepspeed.runtime.zero.config:ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment:fragment_address",
+)
 _CHECKSUM = "sha256"
 _MAX_BYTES = 1 << 30
 # Neither follow a link that took the file's place, nor wait for whoever writes into a pipe.
@@ -113,6 +128,69 @@ def read_regular(path: Path, limit: int = _MAX_BYTES) -> bytes:
         while piece := file.read(limit):
             pieces.append(piece)
         return b"".join(pieces)
+
+
+def load_pickle(path: Path, *, trust: bool = False) -> Any:
+    """Read a file of ``torch.save`` on the CPU, memory-mapped, without running code from it.
+
+    Args:
+        path: The file.
+        trust: Unpickle whatever the file asks for. It can run any code.
+
+    Raises:
+        CheckpointError: Naming the file and, where one is to blame, the class that is not allowed.
+    """
+    allowed = [pkgutil.resolve_name(name) for name in _ALLOWED_CLASSES]
+    try:
+        # DeepSpeed's files may be links. Reading a pipe would wait for whoever writes into it.
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise CheckpointError(f"{path}: not a regular file")
+        with torch.serialization.safe_globals(allowed):
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=not trust)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file") from None
+    except CheckpointError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path}: holds more than tensors and numbers, or is damaged: {str(error).splitlines()[0]}. If you trust "
+            f"whoever wrote it, pass --trust-pickles"
+        ) from error
+    except Exception as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+
+
+def check_tensor(tensor: Any, where: str) -> None:
+    """Raise unless a tensor of a file holds as many real numbers as it says.
+
+    Args:
+        tensor: What was unpickled.
+        where: File and parameter, for the message.
+
+    Raises:
+        CheckpointError: If it is no dense tensor of real numbers, or repeats a few of them to look large.
+    """
+    dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    if not dense or not tensor.is_floating_point():
+        raise CheckpointError(f"{where} is no dense tensor of real numbers")
+    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        raise CheckpointError(f"{where} says that it has {tensor.numel()} elements; the file holds fewer")
+
+
+def is_json(value: Any) -> bool:
+    """Return whether JSON can hold ``value`` without loss; a tuple may come back as a list."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return _has_text_keys(value)
+
+
+def _has_text_keys(value: Any) -> bool:
+    """Return whether all keys are text: JSON turns a number into text, and torch's MultiStepLR then finds none."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _has_text_keys(entry) for key, entry in value.items())
+    return not isinstance(value, (list, tuple)) or all(map(_has_text_keys, value))
 
 
 def sealed_json(content: Mapping[str, Any]) -> bytes:

@@ -1,4 +1,4 @@
-"""What a checkpoint says about the run, checked before the run takes it: settings of groups, loss scale, schedule.
+"""What a checkpoint says about the run: settings of groups, counters, loss scale, schedule; checked before use.
 
 The settings pass the checks of ``optimizer.params``. A schedule is tried on the scheduler itself, which is put back.
 """
@@ -12,12 +12,24 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from deepspeed_muon.checkpoint.index import Progress
+from deepspeed_muon.checkpoint.host import Host, host_of, optimizer_of
+from deepspeed_muon.checkpoint.index import COUNTERS, Progress
+from deepspeed_muon.checkpoint.live import LiveState
+from deepspeed_muon.checkpoint.sealed import is_json
+from deepspeed_muon.checkpoint.sources import StateSource
 from deepspeed_muon.config import GROUP_KEYS, MuonConfig
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
 
-__all__ = ["Before", "check_loss_scale", "check_progress", "checked_settings"]
+__all__ = [
+    "Before",
+    "check_loss_scale",
+    "check_progress",
+    "checked_settings",
+    "group_settings",
+    "read_progress",
+    "write_progress",
+]
 
 # What a scheduler or the user changes in the course of a run. The algorithm itself belongs to the model.
 _CONFIG_SETTINGS = GROUP_KEYS - {"muon_lr", "adam_lr", "muon_weight_decay", "adam_weight_decay"}
@@ -62,6 +74,42 @@ def checked_settings(groups: Sequence[Mapping[str, Any]], where: str) -> list[di
     return checked
 
 
+def group_settings(state: LiveState, source: StateSource) -> dict[int, dict[str, Any]]:
+    """Return for every param group the settings that its parameters had, where they had the same."""
+    groups = checked_settings(source.groups, source.where)
+    saved: dict[int, set[int]] = {}
+    for parameter in state.parameters:
+        saved.setdefault(parameter.group, set()).add(source.parameters[parameter.route.name].group)
+    found: dict[int, dict[str, Any]] = {}
+    for number, origins in saved.items():
+        group = state.optimizer.param_groups[number]
+        # The stages of a pipeline may number their groups differently, and one stage's are saved.
+        settings = [
+            groups[origin]
+            for origin in sorted(origins)
+            if origin < len(groups)
+            and source.groups[origin].get("algorithm", group["algorithm"]) == group["algorithm"]
+        ]
+        found[number] = {}
+        keys = {key for entry in settings for key in entry} & group.keys()
+        if group["algorithm"] == "muon":
+            keys.discard("betas")  # there it is the schedulers' name of momentum, and AdamW's is not it
+        for key in sorted(keys):
+            values = [entry[key] for entry in settings if key in entry]
+            if len(values) < len(settings):
+                continue
+            if any(value != values[0] for value in values):
+                warn(
+                    "deepspeed_muon: param group %d joins parameters that had %s = %s; the configuration's value stays",
+                    number,
+                    key,
+                    values,
+                )
+                continue
+            found[number][key] = values[0]
+    return found
+
+
 def _checked(key: str, value: Any) -> Any:
     expected = _STRICT.get(key, _NUMBERS)
     if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
@@ -79,7 +127,7 @@ def check_loss_scale(scale: Any, where: str) -> None:
     """Raise unless a dynamic loss scale can go on from ``scale``.
 
     Args:
-        scale: As of :func:`deepspeed_muon.engine.checkpointing.loss_scale_state`.
+        scale: Values of :data:`~deepspeed_muon.checkpoint.index.SCALE_KEYS`.
         where: The checkpoint, for the message.
 
     Raises:
@@ -101,7 +149,7 @@ def check_loss_scale(scale: Any, where: str) -> None:
 
 
 def check_progress(engine: Any, progress: Progress, where: str, *, scheduler: bool) -> None:
-    """Raise if :func:`deepspeed_muon.checkpoint.live.write_progress` could fail, or leave what fails later.
+    """Raise if :func:`write_progress` would fail, or would set a value on which a later step fails.
 
     Args:
         engine: A ``DeepSpeedEngine`` with our optimizer; as it was when this returns or raises.
@@ -114,9 +162,48 @@ def check_progress(engine: Any, progress: Progress, where: str, *, scheduler: bo
     """
     if progress.loss_scale is not None:
         check_loss_scale(progress.loss_scale, where)
-    own = getattr(engine, "lr_scheduler", None)
+    own = host_of(engine).scheduler
     if scheduler and own is not None and progress.lr_scheduler is not None:
         _check_schedule(engine, own, progress, where)
+
+
+def read_progress(host: Host) -> Progress:
+    """Return the engine's counters, schedule and loss scale."""
+    schedule = None
+    scheduler = host.scheduler
+    if scheduler is not None and hasattr(scheduler, "state_dict"):
+        schedule = scheduler.state_dict()
+        if not is_json(schedule):
+            warn(
+                "deepspeed_muon: the state of the scheduler %s is not JSON and is left out of the consolidated "
+                "checkpoint; step the scheduler to progress.global_steps after restoring",
+                type(scheduler).__name__,
+            )
+            schedule = None
+    return Progress(
+        **host.counters(),
+        lr_scheduler=schedule,
+        lr_scheduler_class=None if scheduler is None else type(scheduler).__name__,
+        loss_scale=host.loss_scale(),
+    )
+
+
+def write_progress(host: Host, progress: Progress, *, scheduler: bool = True) -> None:
+    """Set the engine's counters, schedule and loss scale.
+
+    Args:
+        host: The engine. Mutated.
+        progress: What :func:`check_progress` found to be usable.
+        scheduler: Whether to set the schedule too.
+    """
+    host.set_counters({key: getattr(progress, key) for key in COUNTERS})
+    own = host.scheduler
+    if scheduler and own is not None and progress.lr_scheduler is not None:
+        own.load_state_dict(copy.deepcopy(progress.lr_scheduler))
+    elif scheduler and own is not None:
+        warn("deepspeed_muon: the checkpoint holds no state for the scheduler, which starts afresh")
+    if progress.loss_scale is not None:
+        host.set_loss_scale(progress.loss_scale)
 
 
 def _check_schedule(engine: Any, own: Any, progress: Progress, where: str) -> None:
@@ -196,31 +283,28 @@ class Before:
         Args:
             engine: A ``DeepSpeedEngine`` with our optimizer.
         """
-        self._engine = engine
-        self._counters = {
-            key: getattr(engine, key) for key in ("global_steps", "global_samples", "skipped_steps")
-        }
-        self._scheduler: Any = getattr(engine, "lr_scheduler", None)
+        self._optimizer, self._host = optimizer_of(engine), host_of(engine)
+        self._counters = self._host.counters()
+        self._scheduler = self._host.scheduler
         self._attributes = dict(getattr(self._scheduler, "__dict__", {}))
         self._state: Any = None
         if self._scheduler is not None and hasattr(self._scheduler, "state_dict"):
             self._state = copy.deepcopy(self._scheduler.state_dict())
         self._groups = [
             {key: value for key, value in group.items() if key != "params"}
-            for group in engine.basic_optimizer.param_groups
+            for group in self._optimizer.param_groups
         ]
 
     def put_back(self) -> None:
         """Make them what they were."""
-        for key, value in self._counters.items():
-            setattr(self._engine, key, value)
+        self._host.set_counters(self._counters)
         if hasattr(self._scheduler, "__dict__"):
             self._scheduler.__dict__.clear()
             self._scheduler.__dict__.update(self._attributes)
         if self._state is not None:
             # What the attributes refer to, such as the schedulers inside a SequentialLR, may have been changed too.
             self._scheduler.load_state_dict(copy.deepcopy(self._state))
-        for group, settings in zip(self._engine.basic_optimizer.param_groups, self._groups, strict=True):
+        for group, settings in zip(self._optimizer.param_groups, self._groups, strict=True):
             for key in group.keys() - settings.keys() - {"params"}:
                 del group[key]
             group.update(settings)

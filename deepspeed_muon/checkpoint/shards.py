@@ -1,7 +1,7 @@
 """Safetensors files written as a stream: packing tensors into files, and one file on its way to the disk.
 
 The format is eight bytes with the length of a JSON header, the header, and the tensors one after the other. Writing
-it as a stream keeps memory at one piece, whatever the size of a tensor, and gives the checksum for nothing.
+it as a stream needs memory for one piece only, whatever the size of a tensor, and computes the checksum on the way.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,8 +181,8 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def write_aside(path: Path, content: bytes) -> None:
-    """Write a small file so that it is there whole or not at all, also after a power failure."""
-    temporary = aside(path)
+    """Write a small file so that it is there whole or not at all, also after a power failure or with two writers."""
+    temporary = aside(path.with_name(f"{path.name}.{secrets.token_hex(6)}"))
     write_synced(temporary, content)
     try:
         os.replace(temporary, path)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,31 +30,26 @@ _READ_BYTES = 16 << 20
 _SCAN_NUMEL = 4 << 20
 
 
-class StateSource(Protocol):
-    """Full parameters and optimizer state by name, of which runs can be read."""
+class StateSource(ABC):
+    """Full parameters and optimizer state by name, of which a range of elements can be read.
+
+    Attributes:
+        where: What error messages call it.
+        parameters: What there is.
+        groups: Settings of the param groups; may be empty.
+        progress: Where the run stood, if the source says so.
+    """
 
     where: str
-    """What error messages call it."""
+    parameters: Mapping[str, ParameterRecord]
+    groups: Sequence[Mapping[str, Any]] = ()
+    progress: Progress | None = None
 
-    @property
-    def parameters(self) -> Mapping[str, ParameterRecord]:
-        """What there is."""
-        ...
-
-    @property
-    def groups(self) -> Sequence[Mapping[str, Any]]:
-        """Hyperparameters of the param groups; may be empty."""
-        ...
-
-    @property
-    def progress(self) -> Progress | None:
-        """Where the run stood, if the source says so."""
-        ...
-
+    @abstractmethod
     def digest(self) -> str:
         """Return a text that is equal on all ranks that see the same checkpoint."""
-        ...
 
+    @abstractmethod
     def verify(self, share: int, shares: int) -> list[str]:
         """Check one of ``shares`` equal parts of the files against the records.
 
@@ -63,18 +59,16 @@ class StateSource(Protocol):
         Raises:
             CheckpointError: Naming the file and the parameter.
         """
-        ...
 
+    @abstractmethod
     def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
         """Return elements ``[start, start + numel)`` of a tensor in row-major order, fp32, one-dimensional."""
-        ...
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most sources keep nothing open
         """Release the files."""
-        ...
 
 
-class ConsolidatedSource:
+class ConsolidatedSource(StateSource):
     """A folder written by :func:`deepspeed_muon.checkpoint.consolidate`. Nothing is unpickled."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -89,22 +83,9 @@ class ConsolidatedSource:
         self._folder = Path(folder)
         self.where = str(folder)
         self.index: CheckpointIndex = load_index(folder)
+        self.parameters, self.groups = self.index.parameters, self.index.groups
+        self.progress = self.index.progress
         self._open: dict[str, Any] = {}
-
-    @property
-    def parameters(self) -> Mapping[str, ParameterRecord]:
-        """The records of the index."""
-        return self.index.parameters
-
-    @property
-    def groups(self) -> Sequence[Mapping[str, Any]]:
-        """The param groups of the index."""
-        return self.index.groups
-
-    @property
-    def progress(self) -> Progress | None:
-        """The progress of the index."""
-        return self.index.progress
 
     def digest(self) -> str:
         """Return the checksum of the index."""
@@ -157,7 +138,7 @@ class ConsolidatedSource:
         return nonfinite
 
     def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
-        """Return a run of a tensor; see :class:`StateSource`."""
+        """Return a range of a tensor; see :class:`StateSource`."""
         record = self.parameters[parameter]
         file = record.tensors[key]
         try:
@@ -183,7 +164,7 @@ class ConsolidatedSource:
 
 
 def flat_slice(handle: Any, entry: str, shape: Sequence[int], start: int, numel: int) -> Tensor:
-    """Read a run of a tensor in row-major order; whole rows of it are read.
+    """Read a range of a tensor in row-major order; whole rows of it are read.
 
     Args:
         handle: An open safetensors file.

@@ -11,9 +11,10 @@ import functools
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,17 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles, check_tensor, load_pickle
-from deepspeed_muon.checkpoint.index import STATE_KEYS, ParameterRecord, Progress, readable
+from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
+from deepspeed_muon.checkpoint.host import require_all_ranks
+from deepspeed_muon.checkpoint.index import STATE_KEYS, ParameterRecord, described, readable
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
 from deepspeed_muon.checkpoint.live import collect
 from deepspeed_muon.checkpoint.restore import restore_from_source
-from deepspeed_muon.checkpoint.sealed import read_sealed, refusing, sealed_json
+from deepspeed_muon.checkpoint.sealed import check_tensor, load_pickle, read_sealed, refusing, sealed_json
 from deepspeed_muon.checkpoint.settings import Before, check_loss_scale
 from deepspeed_muon.checkpoint.shards import fsync_folder, write_aside
 from deepspeed_muon.checkpoint.sources import StateSource, file_digest
 from deepspeed_muon.engine.checkpointing import set_loss_scale_state
-from deepspeed_muon.engine.ranks import require_all_ranks
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import logger
 from deepspeed_muon.routing.rules import Route
@@ -66,9 +67,9 @@ def convert_to_universal(
     out = Path(os.path.abspath(output_folder))
     if out.exists() and any(out.iterdir()):
         raise CheckpointError(f"{out}: already holds something; name a new folder")
-    partial = out.with_name(f".{out.name}.tmp")
+    # A folder of its own: another conversion to the same place must not write into this one's files.
+    partial = out.with_name(f".{out.name}.{secrets.token_hex(6)}.tmp")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
         files = _write_parameters(saved, partial / "zero")
         torch.save({"param_groups": saved.groups}, partial / "zero" / "optimizer_state.pt")
         for name in _MODEL_FILES:
@@ -121,11 +122,7 @@ def _record(saved: DeepSpeedFiles, files: Mapping[str, str]) -> dict[str, Any]:
         "loss_scale": saved.progress.loss_scale,
         "parameters": {
             name: {
-                "shape": list(parameter.shape),
-                "algorithm": parameter.algorithm,
-                "heads": parameter.heads,
-                "grid": parameter.grid,
-                "transposed": parameter.transposed,
+                **described(parameter),
                 "rows": parameter.row_count,
                 "step": parameter.step,
                 "group": parameter.group,
@@ -147,7 +144,7 @@ def _link(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-class UniversalSource:
+class UniversalSource(StateSource):
     """A universal checkpoint, from our converter or from DeepSpeed's. Pickles are read with ``weights_only``."""
 
     def __init__(self, folder: str | os.PathLike[str], routes: Mapping[str, Route]) -> None:
@@ -162,12 +159,10 @@ class UniversalSource:
         """
         self._folder = Path(folder)
         self.where = str(folder)
-        self.groups: Sequence[Mapping[str, Any]] = []
-        self.progress: Progress | None = None
         self.loss_scale: dict[str, float] | None = None
         self._sha: dict[str, dict[str, str]] = {}
         self._from_adam: set[str] = set()
-        self._parameters: dict[str, ParameterRecord] = {}
+        self.parameters: dict[str, ParameterRecord] = {}
         with refusing(self.where):
             if not (self._folder / "zero").is_dir():
                 raise CheckpointError(f"{self._folder}: no folder 'zero': not a universal checkpoint")
@@ -175,11 +170,6 @@ class UniversalSource:
                 self._read_record()
             else:
                 self._read_folders(routes)
-
-    @property
-    def parameters(self) -> Mapping[str, ParameterRecord]:
-        """The records."""
-        return self._parameters
 
     def _read_record(self) -> None:
         path = self._folder / RECORD_NAME
@@ -190,9 +180,9 @@ class UniversalSource:
                     raise CheckpointError(f"{path}: refused: parameter {name!r} cannot name a folder")
                 sha = {key: _digest_of(value) for key, value in entry.pop("sha256").items()}
                 tensors = {key: f"zero/{name}/{key}.pt" for key in sha}
-                self._parameters[name] = _parameter(path, name, {**entry, "tensors": tensors})
+                self.parameters[name] = _parameter(path, name, {**entry, "tensors": tensors})
                 self._sha[name] = sha
-                if self._parameters[name].group >= len(content["groups"]):
+                if self.parameters[name].group >= len(content["groups"]):
                     raise CheckpointError(f"{path}: refused: parameter {name}: there is no such param group")
             self.groups = [dict(group) for group in content["groups"]]
             self.loss_scale = content["loss_scale"]
@@ -219,7 +209,7 @@ class UniversalSource:
             shape = tuple(self._tensor(name, "fp32").shape)
             if torch.Size(shape).numel() == torch.Size(routes[name].shape).numel():
                 shape = routes[name].shape  # from stage 3 DeepSpeed writes flat tensors
-            self._parameters[name] = _parameter(
+            self.parameters[name] = _parameter(
                 place,
                 name,
                 {
@@ -247,14 +237,14 @@ class UniversalSource:
 
     def digest(self) -> str:
         """Return a checksum of what was found."""
-        records = {name: record.model_dump_json() for name, record in sorted(self._parameters.items())}
+        records = {name: record.model_dump_json() for name, record in sorted(self.parameters.items())}
         return hashlib.sha256(json.dumps([records, self._sha]).encode()).hexdigest()
 
     def verify(self, share: int, shares: int) -> list[str]:
         """Check this share of the files; see :class:`StateSource`."""
         nonfinite = []
-        for name in sorted(self._parameters)[share::shares]:
-            for key in self._parameters[name].tensors:
+        for name in sorted(self.parameters)[share::shares]:
+            for key in self.parameters[name].tensors:
                 with refusing(f"{self._path(name, key)}; parameter {name}"):
                     if not self._verify_tensor(name, key):
                         nonfinite.append(f"{name} ({key})")
@@ -271,7 +261,7 @@ class UniversalSource:
         if damaged:
             raise CheckpointError(f"{path}: its checksum is not that of the record; parameter {name}")
         tensor = self._tensor(name, key)
-        shape = self._parameters[name].shape_of(key)
+        shape = self.parameters[name].shape_of(key)
         if tuple(tensor.shape) != shape and tensor.numel() != torch.Size(shape).numel():
             raise CheckpointError(
                 f"{path}: shape {list(tensor.shape)}, expected {list(shape)}; parameter {name}"
@@ -279,7 +269,7 @@ class UniversalSource:
         return bool(torch.isfinite(tensor).all())
 
     def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
-        """Return a run of a tensor; see :class:`StateSource`."""
+        """Return a range of a tensor; see :class:`StateSource`."""
         return self._tensor(parameter, key).reshape(-1).narrow(0, start, numel).float()
 
     def _path(self, name: str, key: str) -> Path:
@@ -294,9 +284,6 @@ class UniversalSource:
             raise CheckpointError(f"{path}: holds no tensor; parameter {name}")
         check_tensor(tensor, f"{path}: parameter {name}")
         return tensor
-
-    def close(self) -> None:
-        """Nothing stays open."""
 
 
 def _parameter(path: Path, name: str, entry: Mapping[str, Any]) -> ParameterRecord:

@@ -434,8 +434,10 @@ def _prepare_checkpoints(engine: Any) -> None:
     """Put the layout into saved states, and our loader of universal checkpoints into the wrapper."""
     from deepspeed_muon.checkpoint.layout_record import add_record_to_state_dict
     from deepspeed_muon.checkpoint.universal import use_universal_loader
+    from deepspeed_muon.engine.checkpointing import DeepSpeedHost
     from deepspeed_muon.engine.ordering import check_order_on_load
 
+    engine.basic_optimizer.host = DeepSpeedHost(engine)
     add_record_to_state_dict(engine)
     check_order_on_load(engine)
     use_universal_loader(engine)

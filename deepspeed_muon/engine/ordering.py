@@ -15,6 +15,7 @@ import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.optimizer import Muon
 
@@ -106,8 +107,6 @@ def _saved_layout(inner: dict[str, Any]) -> tuple[str | None, str]:
     """Return the digest of a saved layout, ``None`` if there is none, and the order that made it."""
     if ORDER_KEY in inner:
         return str(inner[ORDER_KEY]["digest"]), str(inner[ORDER_KEY]["order"])
-    from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
-
     record = inner.get(RECORD_KEY)
     if record is None:
         return None, "given"

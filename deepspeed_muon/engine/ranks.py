@@ -7,17 +7,11 @@ from typing import Any
 import torch.distributed as dist
 
 from deepspeed_muon.engine.experts import holders
-from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.routing.rules import true_shape
 from deepspeed_muon.transport.agreement import RankFacts, group_rank_scope
 from deepspeed_muon.transport.members import Members
 
-__all__ = ["SOME_RANKS", "data_parallel_scope", "members_of", "model_facts", "require_all_ranks"]
-
-SOME_RANKS = (
-    "the ranks of a save agree over the default process group, whose other ranks would not come, as in DeepSpeed's own "
-    "save_checkpoint; save module.state_dict() and optimizer.state_dict() of each rank instead"
-)
+__all__ = ["data_parallel_scope", "members_of", "model_facts"]
 
 
 def members_of(engine: Any) -> Members:
@@ -38,20 +32,6 @@ def members_of(engine: Any) -> Members:
     if pipeline is not None:
         groups.append(pipeline())
     return Members.of(groups)
-
-
-def require_all_ranks(engine: Any) -> None:
-    """Raise, without waiting for anybody, if an engine does not span all ranks of the program.
-
-    Args:
-        engine: A ``DeepSpeedEngine`` whose checkpoint shall be written or read.
-
-    Raises:
-        CheckpointError: On every rank of the engine.
-    """
-    members = getattr(getattr(engine, "basic_optimizer", None), "members", None)
-    if members is not None and not members.are_everyone:
-        raise CheckpointError(f"this engine has some of the program's ranks only: {SOME_RANKS}")
 
 
 def data_parallel_scope(engine: Any) -> str:

@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 
 import torch
 
+from deepspeed_muon.checkpoint.host import SOME_RANKS
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.engine.offload import half_states, master_dtype, offload_device
-from deepspeed_muon.engine.ranks import SOME_RANKS, members_of
+from deepspeed_muon.engine.ranks import members_of
 from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group
 from deepspeed_muon.errors import UnsupportedConfigError
 from deepspeed_muon.routing.pipeline_module import is_divided

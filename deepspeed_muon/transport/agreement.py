@@ -71,7 +71,8 @@ def agree(
 
     Args:
         own_facts: What this rank says.
-        error: The exception that this rank caught before; it is raised here after the others were told.
+        error: The exception that this rank caught before, in place of its facts; it is raised here after the others
+            were told.
         kind: Class of the error that is raised on the other ranks.
         members: The ranks that compare; all of the default process group where nothing is given.
 
@@ -80,6 +81,8 @@ def agree(
             the ranks, the setting and both values.
     """
     members = everyone() if members is None else members
+    if error is not None:
+        own_facts = RankFacts({}, failure=f"{type(error).__name__}: {error}")
     if not members.groups:
         if error is not None:
             raise error

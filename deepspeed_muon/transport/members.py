@@ -18,7 +18,7 @@ import torch.distributed as dist
 from deepspeed_muon.errors import RankDisagreementError
 from deepspeed_muon.transport.waiting import phase
 
-__all__ = ["Members", "everyone"]
+__all__ = ["Members", "everyone", "is_first_rank"]
 
 # How often this process called the roll of each set of ranks: every call has keys of its own in the store.
 _calls: dict[str, int] = {}
@@ -102,6 +102,11 @@ class Members:
 def everyone() -> Members:
     """Return all ranks of the default process group."""
     return Members.of([None])
+
+
+def is_first_rank() -> bool:
+    """Return whether this process is the one that speaks for all of the default process group."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _call_roll(ranks: Sequence[int]) -> None:

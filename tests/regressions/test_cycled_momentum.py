@@ -12,7 +12,7 @@ from torch import nn
 
 import deepspeed_muon
 from deepspeed_muon import Muon
-from deepspeed_muon.checkpoint.restore import _settings
+from deepspeed_muon.checkpoint.settings import group_settings
 from tests.support import training
 
 
@@ -83,7 +83,7 @@ def test_restoring_adamws_betas_leaves_momentum_alone() -> None:
     source: Any = SimpleNamespace(
         parameters={"weight": parameter}, groups=[{"betas": [0.8, 0.99], "lr": 0.5}], where="a set"
     )
-    muon.update(_settings(state, source)[0])
+    muon.update(group_settings(state, source)[0])
     assert (muon["momentum"], muon["lr"]) == (0.95, 0.5)
 
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import deepspeed_muon
+from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.checkpoint.index import ParameterRecord, load_index
 from deepspeed_muon.checkpoint.shards import PlannedTensor, ShardFile, pack, remove_stale, shard_name
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource, file_digest
@@ -210,3 +212,9 @@ def test_the_grid_of_blocks_is_written_only_where_heads_do_not_say_it() -> None:
     divided = ParameterRecord(heads=3, grid=((), (1, 1, 1)), transposed=True, **plain)
     again = ParameterRecord.model_validate_json(divided.model_dump_json())
     assert again == divided and again.grid == ((), (1, 1, 1)) and again.transposed
+
+
+def test_saving_and_restoring_are_public() -> None:
+    for place in (deepspeed_muon, deepspeed_muon.checkpoint):
+        assert {"consolidate", "restore"} <= set(place.__all__)
+        assert place.consolidate is consolidate and place.restore is restore

@@ -1,0 +1,283 @@
+"""The files of one tag of ``engine.save_checkpoint``: which there are, what they hold, whether they are of one save.
+
+Every rank writes a file of its own, and a folder can be put together from several saves. What the files of one save
+have in common is compared: the steps of the optimizer, settings of param groups, loss scale, layout, and the progress
+that the model's files tell.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from deepspeed_muon.checkpoint.index import COUNTERS, SCALE_KEYS, Progress
+from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
+from deepspeed_muon.checkpoint.sealed import is_json, load_pickle, read_regular, refusing
+from deepspeed_muon.errors import CheckpointError
+
+__all__ = ["TagFolder"]
+
+_OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_PROGRESS_KEYS = (*COUNTERS, "dp_world_size")
+
+
+class TagFolder:
+    """The folder of one tag, its files mapped into memory.
+
+    Attributes:
+        folder: The tag's folder.
+        model_file: The file that holds the model of the first rank.
+        world_size: Ranks that wrote optimizer files; 1 at stage 0.
+        stage: The ZeRO stage.
+        progress: Where the run stood.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, trust: bool) -> None:
+        """Find the files and map them.
+
+        Args:
+            folder: The tag's folder, or the folder with ``latest``.
+            trust: See :func:`~deepspeed_muon.checkpoint.sealed.load_pickle`.
+
+        Raises:
+            CheckpointError: Naming the file.
+        """
+        self._trust = trust
+        with refusing(f"{str(folder)!r}"):
+            self.folder = _tag_folder(Path(folder))
+        with refusing(f"{self.folder}: not as DeepSpeed writes it"):
+            self._refuse_unsupported()
+            self.model_file = self._model_file()
+            self._model = load_pickle(self.model_file, trust=trust)
+            if not isinstance(self._model, dict):
+                raise CheckpointError(f"{self.model_file}: not a checkpoint of DeepSpeed")
+            self._ranks = self._read_ranks()
+            self.world_size = max(len(self._ranks), 1)
+            self.stage = self._read_stage()
+            self._inner = [self._inner_state(number) for number in range(self.world_size)]
+            self._refuse_mixed_saves()
+            self.progress = self._read_progress()
+
+    def _refuse_unsupported(self) -> None:
+        if (self.folder / "offloaded_tensors").exists():
+            raise CheckpointError(
+                f"{self.folder}: checkpoints with NVMe offload cannot be read without an engine"
+            )
+        if any(self.folder.glob("*expert_*_model_states.pt")):
+            raise CheckpointError(f"{self.folder}: mixture-of-experts checkpoints cannot be read")
+        parallel = next(iter(sorted(self.folder.glob("*mp_rank_01*"))), None)
+        if parallel is not None:
+            raise CheckpointError(f"{parallel}: model-parallel checkpoints cannot be read")
+
+    def _model_file(self) -> Path:
+        for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+            if (self.folder / name).is_file():
+                return self.folder / name
+        raise CheckpointError(f"{self.folder}: no model_states file: not the folder of a tag of DeepSpeed")
+
+    def _read_ranks(self) -> list[dict[str, Any]]:
+        files: dict[int, Path] = {}
+        for path in self.folder.iterdir():
+            match = _OPTIMIZER_FILE.fullmatch(path.name)
+            if match and (other := files.setdefault(int(match.group(1)), path)) != path:
+                raise CheckpointError(
+                    f"{path} and {other.name}: both are of rank {match.group(1)}: the folder holds two checkpoints"
+                )
+        expected = int(self._model.get("dp_world_size", 0)) if files else 0
+        ranks = range(max(expected, max(files, default=-1) + 1))
+        missing = next((rank for rank in ranks if rank not in files), None)
+        if missing is not None:
+            some = next(iter(files.values())).name
+            name = re.sub(r"pp_rank_\d+", f"pp_rank_{missing}", some)
+            raise CheckpointError(
+                f"{self.folder / name}: missing; the checkpoint was saved by {expected} ranks"
+            )
+        if 0 < expected < len(files):
+            raise CheckpointError(
+                f"{files[expected]}: left of another checkpoint; this one was saved by {expected} ranks "
+                f"({self.model_file.name})"
+            )
+        states = []
+        for rank in sorted(files):
+            content = load_pickle(files[rank], trust=self._trust)
+            if not isinstance(content, dict) or not isinstance(content.get("optimizer_state_dict"), dict):
+                raise CheckpointError(f"{files[rank]}: not an optimizer state of DeepSpeed")
+            states.append(content["optimizer_state_dict"])
+        self._files = [files[rank] for rank in sorted(files)]
+        return states
+
+    def _read_stage(self) -> int:
+        if not self._ranks:
+            self._files = [self.model_file]
+            return 0
+        if "fp32_flat_groups" in self._ranks[0]:
+            return 3
+        return int(self._ranks[0].get("zero_stage", 1))
+
+    def _inner_state(self, number: int) -> dict[str, Any]:
+        """Return the ``state_dict()`` of the optimizer inside ZeRO's wrapper."""
+        if self.stage == 0:
+            inner = self._model.get("optimizer")
+            if isinstance(inner, dict) and "optimizer_state_dict" in inner:
+                inner = inner["optimizer_state_dict"]
+        else:
+            saved = self._ranks[number]
+            inner = saved.get("optimizer_state_dict" if self.stage == 3 else "base_optimizer_state")
+        if not isinstance(inner, dict) or "state" not in inner or "param_groups" not in inner:
+            raise CheckpointError(
+                f"{self._files[number]}: holds no optimizer state (elastic checkpoints are not read)"
+            )
+        return inner
+
+    def _refuse_mixed_saves(self) -> None:
+        """Raise if the files were saved at different moments."""
+        _refuse_mixed_ranks(self._files, self._inner, self._ranks)
+        models = {self.model_file: self._model}
+        for number in range(1, self.world_size if self.stage == 3 else 0):
+            path = self.folder / f"zero_pp_rank_{number}_mp_rank_00_model_states.pt"
+            if path.is_file():
+                models[path] = load_pickle(path, trust=self._trust)
+        _refuse_mixed_models(models, self._files[0], self._inner[0])
+
+    def _state(self, partition: int, rank: int = 0) -> Mapping[str, Any]:
+        """Return what the optimizer of a rank keeps for a partition; nothing before the first step."""
+        found: Mapping[str, Any] = self._inner[rank]["state"].get(partition, {})
+        return found
+
+    def _step(self, partition: int) -> int:
+        """Return the optimizer steps that a partition has taken."""
+        state = self._state(partition)
+        if state and "step" not in state:
+            return int(self._model.get("global_steps", 0)) - int(self._model.get("skipped_steps", 0))
+        return int(state.get("step", 0))
+
+    def _masters(self, rank: int) -> Sequence[Tensor]:
+        """Return the master partitions of a rank."""
+        key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
+        return list(self._ranks[rank][key])
+
+    def _aliases(self) -> dict[str, list[str]]:
+        """Return the further names of parameters that several modules share."""
+        found: dict[str, list[str]] = {}
+        if self.stage == 0:
+            first: dict[tuple[int, tuple[int, ...]], str] = {}
+            for name, tensor in self._model["module"].items():
+                if isinstance(tensor, Tensor) and tensor.numel():
+                    kept = first.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name)
+                    if kept != name:
+                        found.setdefault(kept, []).append(name)
+        else:
+            for name, kept in dict(self._model.get("shared_params") or {}).items():
+                found.setdefault(str(kept), []).append(str(name))
+        return found
+
+    def _read_progress(self) -> Progress:
+        schedule = self._model.get("lr_scheduler")
+        scaler = self._ranks[0].get("loss_scaler") if self._ranks else None
+        dynamic = bool(self._ranks and self._ranks[0].get("dynamic_loss_scale"))
+        scale = None
+        if scaler is not None and dynamic:
+            scale = {key: getattr(scaler, key) for key in SCALE_KEYS if hasattr(scaler, key)}
+        elif not self._ranks and (self._model["optimizer"] or {}).get("dynamic_loss_scale"):
+            saved = self._model["optimizer"]
+            scale = {key: saved[key] for key in SCALE_KEYS if key in saved}
+        return Progress(
+            **{key: int(self._model.get(key, 0)) for key in COUNTERS},
+            lr_scheduler=schedule if isinstance(schedule, dict) and is_json(schedule) else None,
+            lr_scheduler_class=None,
+            loss_scale=scale,
+        )
+
+
+def _tag_folder(folder: Path) -> Path:
+    latest = folder / "latest"
+    if os.path.lexists(latest):
+        tag = read_regular(latest, 4096).decode().strip()
+        if not tag or Path(tag).name != tag or tag == "..":
+            raise CheckpointError(f"{latest}: names {tag!r}, which is not a folder beside it")
+        folder = folder / tag
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder")
+    return folder
+
+
+def _refuse_mixed_ranks(
+    files: Sequence[Path], inner: Sequence[Mapping[str, Any]], wrappers: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise if the optimizer files of the ranks are not of one save.
+
+    Args:
+        files: One of every rank; only named.
+        inner: What each holds of the optimizer inside ZeRO's wrapper.
+        wrappers: What each holds of the wrapper; empty at stage 0.
+
+    Raises:
+        CheckpointError: Naming two files and the first fact in which they differ.
+    """
+    all_facts = []
+    for number, path in enumerate(files):
+        try:
+            all_facts.append(_facts(inner[number], wrappers[number] if wrappers else {}))
+        except (AttributeError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path}: not the state of an optimizer: {error}") from error
+    for path, facts in zip(files[1:], all_facts[1:], strict=True):
+        _compare(files[0], all_facts[0], path, facts)
+
+
+def _refuse_mixed_models(models: Mapping[Path, Any], file: Path, inner: Mapping[str, Any]) -> None:
+    """Raise if the model's files are not of the save of the optimizer's.
+
+    Args:
+        models: The model's files; the first one's progress is what the others must have.
+        file: An optimizer file; only named.
+        inner: What it holds of the optimizer; our own says which step of the engine it is of.
+
+    Raises:
+        CheckpointError: Naming two files and the first fact in which they differ.
+    """
+    progress = {
+        path: {key: model.get(key) for key in _PROGRESS_KEYS if isinstance(model, Mapping)}
+        for path, model in models.items()
+    }
+    first = next(iter(models))
+    for path, facts in progress.items():
+        _compare(first, progress[first], path, facts)
+    record = inner.get(RECORD_KEY)
+    if isinstance(record, Mapping) and "global_steps" in record:
+        facts = {**progress[first], "global_steps": record["global_steps"]}
+        _compare(first, progress[first], file, facts)
+
+
+def _facts(inner: Mapping[str, Any], wrapper: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the optimizer files of all ranks of one save have in common, the steps first."""
+    facts: dict[str, Any] = {
+        f"step of partition {index}": int(state["step"])
+        for index, state in sorted(inner["state"].items())
+        if "step" in state
+    }
+    for index, group in enumerate(inner["param_groups"]):
+        for key, value in group.items():
+            value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            if is_json(value):
+                facts[f"{key} of param group {index}"] = value
+    scaler = wrapper.get("loss_scaler")
+    facts |= {f"{key} of the loss scale": getattr(scaler, key, None) for key in SCALE_KEYS}
+    facts |= {key: wrapper.get(key) for key in ("zero_stage", "partition_count", "ds_version")}
+    return {**facts, "layout": inner.get(RECORD_KEY)}
+
+
+def _compare(first: Path, expected: Mapping[str, Any], other: Path, found: Mapping[str, Any]) -> None:
+    """Raise if two files of one checkpoint differ in what they must have in common."""
+    for key in (*expected, *(key for key in found if key not in expected)):
+        mine, theirs = expected.get(key), found.get(key)
+        if mine != theirs:
+            said = "another one" if key == "layout" else f"{mine} in the first, {theirs} in the second"
+            raise CheckpointError(
+                f"{first} and {other} are of different checkpoints: {key} is {said}. Copy all files of one save into "
+                f"the folder"
+            )

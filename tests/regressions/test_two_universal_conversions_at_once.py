@@ -1,0 +1,44 @@
+"""Two conversions into one folder wrote into the same temporary folder, and each removed the other's files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed_muon.checkpoint import universal
+from deepspeed_muon.errors import CheckpointError
+
+
+def saved_by_adamw(folder: Path) -> None:
+    """Write what DeepSpeed saves of a model at stage 0 after one step of AdamW."""
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    folder.mkdir()
+    content = {"module": model.state_dict(), "optimizer": optimizer.state_dict(), "global_steps": 1}
+    torch.save(content, folder / "mp_rank_00_model_states.pt")
+
+
+def test_the_second_to_finish_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved_by_adamw(tmp_path / "step1")
+    out = tmp_path / "out" / "universal"
+    write = universal._write_parameters
+    running = []
+
+    def write_with_another_conversion_meanwhile(saved, folder):  # type: ignore[no-untyped-def]
+        files = write(saved, folder)
+        if not running:
+            running.append(True)
+            universal.convert_to_universal(tmp_path / "step1", out)
+        return files
+
+    monkeypatch.setattr(universal, "_write_parameters", write_with_another_conversion_meanwhile)
+    with pytest.raises(CheckpointError, match="not empty"):
+        universal.convert_to_universal(tmp_path / "step1", out)
+    source = universal.UniversalSource(out, {})
+    assert source.verify(0, 1) == [] and set(source.parameters) == {"weight", "bias"}
+    assert sorted(path.name for path in out.parent.iterdir()) == ["latest_universal", "universal"]
