@@ -30,8 +30,7 @@ from deepspeed_muon.engine.ordering import order_parameters, record_order
 from deepspeed_muon.engine.ranks import data_parallel_scope, members_of, model_facts
 from deepspeed_muon.engine.supported import (
     expert_parallel,
-    refuse_checkpoints_of_experts,
-    refuse_checkpoints_of_some_ranks,
+    refuse_checkpoints,
     refuse_unsupported,
     refuse_with_qk_clip,
 )
@@ -223,8 +222,7 @@ def _preflight(engine: Any, client_optimizer: Muon | None, model_parameters: Any
     else:
         config = MuonConfig.from_params(engine.optimizer_params())
         table = build_groups(model_parameters, config, model=engine.module).routes
-    refuse_checkpoints_of_experts(engine, config)
-    refuse_checkpoints_of_some_ranks(engine, config)
+    refuse_checkpoints(engine, config)
     facts = {f"optimizer.params.{key}": value for key, value in _flat_facts(config).items()}
     facts["routes"] = format_routes(table)
     # Machine-independent settings can resolve to different arithmetic on different machines.

@@ -4,9 +4,13 @@ Each row replaces a method of that one object; :func:`deepspeed_muon.engine.hook
 undone: the changes go with the engine. ``step`` of a wrapper is replaced once, and :data:`STEP_DUTIES` says what is
 done around it.
 
-Plain values that are set, each where it says why: the wrapper's loss scaler (:mod:`.loss_scale`), its
-``check_grad_overflow`` (:mod:`.loss_scale`), its ``backup_optimizer`` and, before it is made, the engine's
-``zero_force_ds_cpu_optimizer`` (:mod:`.offload`).
+What is set beside methods, each where it says why:
+
+- the wrapper's loss scaler and ``check_grad_overflow``: :mod:`deepspeed_muon.engine.loss_scale`;
+- the wrapper's ``backup_optimizer`` and, before there is a wrapper, the engine's ``zero_force_ds_cpu_optimizer``:
+  :mod:`deepspeed_muon.engine.offload`;
+- for the time of one call, the classes that ZeRO's modules compare an optimizer with: ``DeepSpeedCPUAdam`` in
+  :mod:`deepspeed_muon.engine.offload`, ``FusedAdam`` in :mod:`deepspeed_muon.engine.moving`.
 """
 
 from __future__ import annotations
