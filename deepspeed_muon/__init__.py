@@ -5,14 +5,8 @@
 
 from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.config import MuonConfig
-from deepspeed_muon.engine.hooks import (
-    health,
-    is_registered,
-    muon_optimizer,
-    register,
-    routes,
-    unregister,
-)
+from deepspeed_muon.engine.accessors import health, muon_optimizer, routes
+from deepspeed_muon.engine.hooks import is_registered, register, unregister
 from deepspeed_muon.errors import (
     BindingError,
     CheckpointError,

@@ -7,14 +7,13 @@ files, and a wrapper around our optimizer loads any universal checkpoint with th
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
 import secrets
 import shutil
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +22,17 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
-from deepspeed_muon.checkpoint.host import require_all_ranks
 from deepspeed_muon.checkpoint.index import STATE_KEYS, ParameterRecord, described, readable
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
-from deepspeed_muon.checkpoint.live import collect
-from deepspeed_muon.checkpoint.restore import restore_from_source
 from deepspeed_muon.checkpoint.sealed import check_tensor, load_pickle, read_sealed, refusing, sealed_json
-from deepspeed_muon.checkpoint.settings import Before, check_loss_scale
+from deepspeed_muon.checkpoint.settings import check_loss_scale
 from deepspeed_muon.checkpoint.shards import fsync_folder, write_aside
 from deepspeed_muon.checkpoint.sources import StateSource, file_digest
-from deepspeed_muon.engine.checkpointing import set_loss_scale_state
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import logger
 from deepspeed_muon.routing.rules import Route
 
-__all__ = ["UniversalSource", "convert_to_universal", "hook_converter", "use_universal_loader"]
+__all__ = ["UniversalSource", "convert_to_universal", "is_ours"]
 
 RECORD_NAME = "muon_universal.json"
 FORMAT = "deepspeed_muon.universal"
@@ -299,85 +294,7 @@ def _digest_of(value: Any) -> str:
     return value
 
 
-def use_universal_loader(engine: Any) -> None:
-    """Let the wrapper of ``engine`` load universal checkpoints through our layouts.
-
-    Args:
-        engine: A ``DeepSpeedEngine`` whose optimizer is ours and bound.
-    """
-    wrapper = engine.optimizer
-    if not hasattr(wrapper, "_load_universal_checkpoint"):
-        return
-
-    def load(checkpoint_folder: str, load_optimizer_states: bool = True, *_: Any, **__: Any) -> None:
-        require_all_ranks(engine)
-        source: StateSource | None = None
-        error: Exception | None = None
-        scale = None
-        try:
-            with refusing(str(checkpoint_folder)):
-                routes = {parameter.route.name: parameter.route for parameter in collect(engine).parameters}
-                source = universal = UniversalSource(checkpoint_folder, routes)
-                scale = universal.loss_scale
-        except Exception as caught:
-            error = caught
-        restore_from_source(engine, source, progress=False, state_too=load_optimizer_states, error=error)
-        if scale:
-            set_loss_scale_state(wrapper, dict(scale))
-
-    wrapper._load_universal_checkpoint = load
-    original = engine.load_checkpoint
-
-    @functools.wraps(original)
-    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        # DeepSpeed sets counters and schedule before it asks for the rest.
-        before = Before(engine) if engine.load_universal_checkpoint() else None
-        try:
-            return original(*args, **kwargs)
-        except CheckpointError:
-            if before is not None:
-                before.put_back()
-                if hasattr(wrapper, "checkpoint_event_epilogue"):
-                    wrapper.checkpoint_event_epilogue()  # all ranks are here: they agreed to refuse
-            raise
-        except Exception:
-            if before is not None:
-                before.put_back()
-            raise
-
-    engine.load_checkpoint = load_checkpoint
-
-
-def hook_converter() -> Callable[[], None]:
-    """Let DeepSpeed's ``ds_to_universal.main`` convert our checkpoints too, in processes that import this package.
-
-    Every other checkpoint goes to the original, and so does one that cannot be read: what is wrong with it is for
-    DeepSpeed to say.
-
-    Returns:
-        A function that removes the hook.
-    """
-    from deepspeed.checkpoint import ds_to_universal
-
-    original = ds_to_universal.main
-
-    @functools.wraps(original)
-    def main(args: Any) -> Any:
-        if not _is_ours(args.input_folder):
-            return original(args)
-        convert_to_universal(args.input_folder, args.output_folder)
-        return None
-
-    ds_to_universal.main = main
-
-    def unhook() -> None:
-        if ds_to_universal.main is main:
-            ds_to_universal.main = original
-
-    return unhook
-
-
-def _is_ours(folder: str | os.PathLike[str]) -> bool:
+def is_ours(folder: str | os.PathLike[str]) -> bool:
     """Return whether the files of a tag carry our layout record, as far as it can be told; nothing is unpickled."""
     place = Path(folder)
     if (place / "latest").is_file():

@@ -15,6 +15,7 @@ Nothing is sent: which parameters are reduced is the same on all ranks that redu
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,205 +25,214 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
-__all__ = ["forget_last_gradients"]
+from deepspeed_muon.engine.hooked import memory_of
+
+__all__ = [
+    "copy_grads_in_partition",
+    "divides_gradients",
+    "gradient_partition_epilogue",
+    "keeps_gradients",
+    "keeps_offloaded_gradients",
+    "only_gradients_of_the_step",
+    "partition_grads",
+    "reduce_gradients",
+    "reduce_independent_gradient",
+    "reduces_last_gradients_only",
+    "zero_grad",
+]
 
 
-def forget_last_gradients(wrapper: Any) -> None:
-    """Let every step of a ZeRO wrapper see the gradients of that step alone.
+def divides_gradients(engine: Any) -> bool:
+    """Return whether the wrapper is ZeRO 3, with one buffer of a rank's shares of all gradients."""
+    return isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3)
 
-    Args:
-        wrapper: ``engine.optimizer``. Methods of this instance are replaced; wrappers that keep no gradient from one
-            step to the next are left alone.
+
+def keeps_offloaded_gradients(engine: Any) -> bool:
+    """Return whether the wrapper is ZeRO 1 or 2 with offload, which keeps sums over the micro-steps."""
+    return isinstance(engine.optimizer, DeepSpeedZeroOptimizer) and bool(engine.optimizer.cpu_offload)
+
+
+def keeps_gradients(engine: Any) -> bool:
+    """Return whether gradients outlive the step in the wrapper's buffers."""
+    return divides_gradients(engine) or keeps_offloaded_gradients(engine)
+
+
+def reduces_last_gradients_only(engine: Any) -> bool:
+    """Return whether the wrapper is ZeRO 1 with ``overlap_comm``.
+
+    It reduces a gradient when the last micro-step adds to it. What only earlier ones used stays each rank's own.
     """
+    wrapper = engine.optimizer
+    known = isinstance(wrapper, DeepSpeedZeroOptimizer)
+    return known and wrapper.overlap_comm and not wrapper.partition_gradients
+
+
+def reduce_independent_gradient(
+    original: Callable[..., Any], wrapper: Any, param: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Note that ZeRO 1 reduces the gradient of ``param`` by itself."""
+    memory_of(wrapper).queued.add(id(param))
+    return original(param, *args, **kwargs)
+
+
+def reduce_gradients(original: Callable[..., Any], wrapper: Any, pipeline_parallel: bool = False) -> Any:
+    """Reduce what the last micro-step of an accumulation did not add to, then finish the reduction."""
+    queued = memory_of(wrapper).queued
+    # A pipeline makes its buckets in the call below, and reduces a layer's gradient over all micro-batches.
+    for number, params in enumerate(() if pipeline_parallel else wrapper.bit16_groups):
+        for param in params:
+            if id(param) not in queued and wrapper.get_gradient_for_reduction(param) is not None:
+                wrapper.reduce_ready_partitions_and_remove_grads(param, number)
+    queued.clear()
+    return original(pipeline_parallel=pipeline_parallel)
+
+
+def gradient_partition_epilogue(original: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    """End a backward pass, then give what it did not reduce a gradient of zero."""
+    result = original(*args, **kwargs)
+    _fill_up(wrapper)
+    return result
+
+
+@contextlib.contextmanager
+def only_gradients_of_the_step(wrapper: Any) -> Iterator[None]:
+    """Fill up once more, for programs that end an accumulation in ``step()``, and start afresh after the step."""
+    _fill_up(wrapper)
+    try:
+        yield
+    finally:
+        _start_afresh(wrapper)
+
+
+def zero_grad(original: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let the next backward pass start afresh, as in DeepSpeed; a step before it still has its gradients."""
+    memory_of(wrapper).restart = True
+    return original(*args, **kwargs)
+
+
+def partition_grads(
+    original: Callable[..., Any], wrapper: Any, params: Sequence[Tensor], partitions: Sequence[Tensor]
+) -> list[Tensor]:
+    """Copy what is new in this step into ZeRO 3's buffer, add what is not."""
+    memory = memory_of(wrapper)
+    if memory.restart:
+        memory.restart = False
+        _start_afresh(wrapper)
+    parts: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+    for param, partition in zip(params, partitions, strict=True):
+        # DeepSpeed copies in micro-step 0 and adds in the others.
+        chosen = parts.setdefault(0 if _is_new(wrapper, param) else 1, ([], []))
+        chosen[0].append(param)
+        chosen[1].append(partition)
+    buffers: list[Tensor] = []
+    micro_step = wrapper.micro_step_id
+    try:
+        for wrapper.micro_step_id, part in parts.items():
+            buffers += original(*part)
+    finally:
+        wrapper.micro_step_id = micro_step
+    return buffers
+
+
+def copy_grads_in_partition(original: Callable[..., Any], wrapper: Any, param: Tensor, *args: Any) -> Any:
+    """Copy the gradient of ``param`` if it is new in this step, else add it (ZeRO 1 and 2 with offload)."""
+    micro_step = wrapper.micro_step_id
+    wrapper.micro_step_id = 0 if _is_new(wrapper, param) else max(1, micro_step)
+    try:
+        return original(param, *args)
+    finally:
+        wrapper.micro_step_id = micro_step
+
+
+def _is_new(wrapper: Any, param: Tensor) -> bool:
+    """Return whether this is the first gradient of ``param`` in the step, and remember that there was one."""
+    reduced = memory_of(wrapper).reduced
+    new = id(param) not in reduced
+    reduced.add(id(param))
+    return new
+
+
+def _start_afresh(wrapper: Any) -> None:
+    """Forget what was reduced, and what a step that overflowed or raised left behind."""
+    memory_of(wrapper).reduced.clear()
+    if _is_offloaded(wrapper):
+        # Also the record of what has reached the gradients of the masters.
+        wrapper.reset_cpu_buffers()
+    if isinstance(wrapper, DeepSpeedZeroOptimizer):
+        # fp32 sums of gradients in half precision.
+        wrapper.averaged_gradients = dict.fromkeys(wrapper.averaged_gradients)
+
+
+def _is_offloaded(wrapper: Any) -> bool:
+    return bool(
+        wrapper.offload_optimizer
+        if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3)
+        else wrapper.cpu_offload
+    )
+
+
+def _at_boundary(wrapper: Any) -> bool:
+    """Return whether the last micro-step is running; before 0.18 this was no method."""
+    boundary = wrapper.is_gradient_accumulation_boundary
+    return bool(boundary() if callable(boundary) else boundary)
+
+
+def _undelivered(wrapper: Any, param: Tensor) -> bool:
+    """Return whether the sum of an offloaded parameter has yet to reach the gradient of its master."""
+    return wrapper.get_param_id(param) not in wrapper.norm_for_param_grads
+
+
+def _fill_up(wrapper: Any) -> None:
+    """Give what was not reduced in this step a gradient of zero."""
     if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
-        _PartitionedGradients(wrapper)
-    elif isinstance(wrapper, DeepSpeedZeroOptimizer):
-        if wrapper.cpu_offload:
-            _OffloadedGradients(wrapper)
-        if wrapper.overlap_comm and not wrapper.partition_gradients:
-            _reduce_what_came_earlier(wrapper)
+        _fill_up_partitions(wrapper)
+    elif _at_boundary(wrapper):
+        _fill_up_masters(wrapper)
 
 
-def _reduce_what_came_earlier(wrapper: Any) -> None:
-    """Let ZeRO 1 with ``overlap_comm`` reduce the gradients that the last micro-step of an accumulation did not add to.
-
-    It reduces a gradient when the last micro-step adds to it. What only earlier ones used stayed each rank's own.
-    """
-    reduced: set[int] = set()
-    original_reduce = wrapper.reduce_independent_p_g_buckets_and_remove_grads
-    original_reduce_all = wrapper.reduce_gradients
-
-    def reduce(param: Tensor, *args: Any, **kwargs: Any) -> Any:
-        reduced.add(id(param))
-        return original_reduce(param, *args, **kwargs)
-
-    def reduce_all(pipeline_parallel: bool = False) -> Any:
-        # A pipeline makes its buckets in the call below, and reduces a layer's gradient over all micro-batches.
-        for number, params in enumerate(() if pipeline_parallel else wrapper.bit16_groups):
-            for param in params:
-                if id(param) not in reduced and wrapper.get_gradient_for_reduction(param) is not None:
-                    wrapper.reduce_ready_partitions_and_remove_grads(param, number)
-        reduced.clear()
-        return original_reduce_all(pipeline_parallel=pipeline_parallel)
-
-    wrapper.reduce_independent_p_g_buckets_and_remove_grads = reduce
-    wrapper.reduce_gradients = reduce_all
-
-
-class _StepGradients:
-    """Which parameters were reduced since the last step; the subclasses know where their gradients are kept."""
-
-    def __init__(self, wrapper: Any, *, offloaded: bool) -> None:
-        self._wrapper = wrapper
-        self._offloaded = offloaded
-        self._reduced: set[int] = set()
-        original_epilogue, original_step = wrapper.independent_gradient_partition_epilogue, wrapper.step
-
-        def epilogue(*args: Any, **kwargs: Any) -> Any:
-            result = original_epilogue(*args, **kwargs)
-            self.fill_up()
-            return result
-
-        def step(*args: Any, **kwargs: Any) -> Any:
-            # For the programs that end an accumulation in step(), after the last epilogue.
-            self.fill_up()
-            try:
-                return original_step(*args, **kwargs)
-            finally:
-                self._start_afresh()
-
-        wrapper.independent_gradient_partition_epilogue = epilogue
-        wrapper.step = step
-
-    def fill_up(self) -> None:
-        """Give what was not reduced in this step a gradient of zero."""
-        raise NotImplementedError
-
-    def _start_afresh(self) -> None:
-        self._reduced.clear()
-        if self._offloaded:
-            # Also the record of what has reached the gradients of the masters, which a step that raised leaves behind.
-            self._wrapper.reset_cpu_buffers()
-
-    def _is_new(self, param: Tensor) -> bool:
-        """Return whether this is the first gradient of ``param`` in the step, and remember that there was one."""
-        new = id(param) not in self._reduced
-        self._reduced.add(id(param))
-        return new
-
-    def _at_boundary(self) -> bool:
-        """Return whether the last micro-step is running; before 0.18 this was no method."""
-        boundary = self._wrapper.is_gradient_accumulation_boundary
-        return bool(boundary() if callable(boundary) else boundary)
-
-    def _undelivered(self, param: Tensor) -> bool:
-        """Return whether the sum of an offloaded parameter has yet to reach the gradient of its master."""
-        return self._wrapper.get_param_id(param) not in self._wrapper.norm_for_param_grads
-
-
-class _PartitionedGradients(_StepGradients):
-    """ZeRO 3: one buffer of a rank's shares of all gradients, and with offload the gradients of the masters."""
-
-    def __init__(self, wrapper: Any) -> None:
-        super().__init__(wrapper, offloaded=bool(wrapper.offload_optimizer))
-        self._restart = False
-        self._partition_grads: Callable[..., Any] = wrapper.partition_grads
-        original_zero_grad = wrapper.zero_grad
-
-        def zero_grad(*args: Any, **kwargs: Any) -> Any:
-            # As in DeepSpeed the next backward pass starts afresh, and a step before it still has its gradients.
-            self._restart = True
-            return original_zero_grad(*args, **kwargs)
-
-        wrapper.partition_grads = self._partition
-        wrapper.zero_grad = zero_grad
-
-    def _partition(self, params: Sequence[Tensor], partitions: Sequence[Tensor]) -> list[Tensor]:
-        """Copy what is new in this step into the buffer, add what is not."""
-        if self._restart:
-            self._restart = False
-            self._start_afresh()
-        wrapper = self._wrapper
-        parts: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
-        for param, partition in zip(params, partitions, strict=True):
-            # DeepSpeed copies in micro-step 0 and adds in the others.
-            chosen = parts.setdefault(0 if self._is_new(param) else 1, ([], []))
-            chosen[0].append(param)
-            chosen[1].append(partition)
-        buffers: list[Tensor] = []
-        micro_step = wrapper.micro_step_id
-        try:
-            for wrapper.micro_step_id, part in parts.items():
-                buffers += self._partition_grads(*part)
-        finally:
-            wrapper.micro_step_id = micro_step
-        return buffers
-
-    def fill_up(self) -> None:
-        wrapper = self._wrapper
-        delivers = self._offloaded and self._at_boundary()
-        missing = [
-            param
-            for group in wrapper.fp16_groups
-            for param in group
-            if id(param) not in self._reduced or (delivers and self._undelivered(param))
+def _fill_up_partitions(wrapper: Any) -> None:
+    """Put zeros into ZeRO 3's buffer, and with offload into the gradients of the masters."""
+    reduced = memory_of(wrapper).reduced
+    delivers = _is_offloaded(wrapper) and _at_boundary(wrapper)
+    missing = [
+        param
+        for group in wrapper.fp16_groups
+        for param in group
+        if id(param) not in reduced or (delivers and _undelivered(wrapper, param))
+    ]
+    if not missing:
+        return
+    accelerator = get_accelerator()
+    # The stream on which DeepSpeed reduces, and looks for infinities.
+    with accelerator.stream(wrapper.reduce_and_partition_stream):
+        zeros = [
+            torch.zeros(
+                param.partition_numel(),
+                dtype=wrapper.gradient_accumulation_dtype,
+                device=accelerator.current_device_name(),
+            )
+            for param in missing
         ]
-        if not missing:
-            return
-        accelerator = get_accelerator()
-        # The stream on which DeepSpeed reduces, and looks for infinities.
-        with accelerator.stream(wrapper.reduce_and_partition_stream):
-            zeros = [
-                torch.zeros(
-                    param.partition_numel(),
-                    dtype=wrapper.gradient_accumulation_dtype,
-                    device=accelerator.current_device_name(),
-                )
-                for param in missing
-            ]
-            self._partition(missing, zeros)
-        if not accelerator.resolves_data_dependency():
-            wrapper.reduce_and_partition_stream.synchronize()
+        wrapper.partition_grads(missing, zeros)
+    if not accelerator.resolves_data_dependency():
+        wrapper.reduce_and_partition_stream.synchronize()
 
 
-class _OffloadedGradients(_StepGradients):
-    """ZeRO 1 and 2 with offload: sums over the micro-steps, and the gradients of the masters."""
+def _fill_up_masters(wrapper: Any) -> None:
+    """Send zeros the way of ZeRO 1's and 2's offloaded gradients."""
+    attribute = "grad_accum" if wrapper.use_grad_accum_attribute else "grad"
+    for param in _missing(wrapper):
+        dtype = wrapper.gradient_accumulation_dtype if attribute == "grad_accum" else param.dtype
+        setattr(param, attribute, torch.zeros_like(param, dtype=dtype))
+        wrapper.copy_grads_in_partition(param)
+        setattr(param, attribute, None)
 
-    def __init__(self, wrapper: Any) -> None:
-        super().__init__(wrapper, offloaded=True)
-        self._copy_grads: Callable[..., Any] = wrapper.copy_grads_in_partition
-        wrapper.copy_grads_in_partition = self._copy
 
-    def _copy(self, param: Tensor, *args: Any) -> Any:
-        """Copy the gradient of ``param`` if it is new in this step, else add it."""
-        wrapper = self._wrapper
-        micro_step = wrapper.micro_step_id
-        wrapper.micro_step_id = 0 if self._is_new(param) else max(1, micro_step)
-        try:
-            return self._copy_grads(param, *args)
-        finally:
-            wrapper.micro_step_id = micro_step
-
-    def _start_afresh(self) -> None:
-        super()._start_afresh()
-        # fp32 sums of gradients in half precision, which a step that overflowed leaves behind.
-        self._wrapper.averaged_gradients = dict.fromkeys(self._wrapper.averaged_gradients)
-
-    def fill_up(self) -> None:
-        wrapper = self._wrapper
-        if not self._at_boundary():
-            return
-        attribute = "grad_accum" if wrapper.use_grad_accum_attribute else "grad"
-        for param in self._missing():
-            dtype = wrapper.gradient_accumulation_dtype if attribute == "grad_accum" else param.dtype
-            setattr(param, attribute, torch.zeros_like(param, dtype=dtype))
-            wrapper.copy_grads_in_partition(param)
-            setattr(param, attribute, None)
-
-    def _missing(self) -> Iterator[Tensor]:
-        for params in self._wrapper.params_in_partition:
-            for param in params:
-                # Without a gradient of its own DeepSpeed reports it, if it was told not to ignore it.
-                ignored = self._wrapper.ignore_unused_parameters or id(param) in self._reduced
-                if ignored and self._undelivered(param):
-                    yield param
+def _missing(wrapper: Any) -> Iterator[Tensor]:
+    reduced = memory_of(wrapper).reduced
+    for params in wrapper.params_in_partition:
+        for param in params:
+            # Without a gradient of its own DeepSpeed reports it, if it was told not to ignore it.
+            ignored = wrapper.ignore_unused_parameters or id(param) in reduced
+            if ignored and _undelivered(wrapper, param):
+                yield param

@@ -14,6 +14,8 @@ of this already. The flag by which ZeRO decides on that scaler belongs to the pr
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +23,18 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-__all__ = ["grow_after_step", "report_skipped_steps", "use_deepspeed_scaler"]
+from deepspeed_muon.errors import NonFiniteGradientError
+
+__all__ = [
+    "grow_after_step",
+    "look_for_overflow",
+    "overflow_is_error",
+    "raise_on_overflow",
+    "report_skipped_step",
+    "scale_may_grow",
+    "shrink_scale",
+    "use_deepspeed_scaler",
+]
 
 
 def use_deepspeed_scaler(engine: Any) -> bool:
@@ -58,51 +71,59 @@ def use_deepspeed_scaler(engine: Any) -> bool:
     return True
 
 
-def grow_after_step(wrapper: Any) -> None:
-    """Let a dynamic loss scale grow after the step whose gradients carry the old one. Overflows act at once.
+def scale_may_grow(engine: Any) -> bool:
+    """Return whether the wrapper of ``engine`` has a dynamic loss scale that ZeRO updates."""
+    wrapper = engine.optimizer
+    known = isinstance(wrapper, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3))
+    return known and bool(wrapper.dynamic_loss_scale)
+
+
+def shrink_scale(original: Callable[..., Any], wrapper: Any, has_overflow: bool = False) -> None:
+    """Let an overflow act at once; :func:`grow_after_step` does the rest."""
+    if has_overflow:
+        original(has_overflow)
+
+
+@contextlib.contextmanager
+def grow_after_step(wrapper: Any) -> Iterator[None]:
+    """Update the scale after a step whose gradients carry the old one."""
+    yield
+    if not wrapper.overflow:
+        type(wrapper)._update_scale(wrapper, False)
+
+
+def look_for_overflow(wrapper: Any) -> None:
+    """Let ZeRO 1 and 2 find gradients that are not finite where they would not look, to skip all of a step or nothing.
 
     Args:
         wrapper: ``engine.optimizer``.
     """
-    if not isinstance(wrapper, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)):
-        return
-    if not wrapper.dynamic_loss_scale:
-        return
-    original_step, original_update = wrapper.step, wrapper._update_scale
-
-    def update(has_overflow: bool = False) -> None:
-        if has_overflow:
-            original_update(has_overflow)
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        result = original_step(*args, **kwargs)
-        if not wrapper.overflow:
-            original_update(False)
-        return result
-
-    wrapper._update_scale = update
-    wrapper.step = step
-
-
-def report_skipped_steps(wrapper: Any, optimizer: Any) -> None:
-    """Have a wrapper say ``overflow`` of a step that our optimizer skipped, and skip all of it or nothing.
-
-    Args:
-        wrapper: ``engine.optimizer``; left alone where it is our optimizer itself, which says so.
-        optimizer: Our optimizer.
-    """
-    if wrapper is optimizer:
-        return
     if isinstance(wrapper, DeepSpeedZeroOptimizer):
         looks = wrapper.dtype != torch.bfloat16 and getattr(wrapper, "compute_grad_norm", True)
         wrapper.check_grad_overflow = getattr(wrapper, "check_grad_overflow", False) or not looks
-    original_step = wrapper.step
 
-    def step(*args: Any, **kwargs: Any) -> Any:
-        before = optimizer.skipped_steps
-        result = original_step(*args, **kwargs)
-        if optimizer.skipped_steps > before:
-            wrapper.overflow = True
-        return result
 
-    wrapper.step = step
+@contextlib.contextmanager
+def report_skipped_step(wrapper: Any) -> Iterator[None]:
+    """Have a wrapper say ``overflow`` of a step that our optimizer inside it skipped."""
+    before = wrapper.optimizer.skipped_steps
+    yield
+    if wrapper.optimizer.skipped_steps > before:
+        wrapper.overflow = True
+
+
+def overflow_is_error(engine: Any) -> bool:
+    """Return whether a step that ZeRO skips by itself is an error."""
+    wanted = engine.basic_optimizer.config.nonfinite_grad == "error" and not engine.fp16_enabled()
+    return wanted and hasattr(engine.optimizer, "overflow")
+
+
+@contextlib.contextmanager
+def raise_on_overflow(wrapper: Any) -> Iterator[None]:
+    """Turn a step that ZeRO skipped into an error; all ranks agree on ``overflow``."""
+    yield
+    if wrapper.overflow:
+        raise NonFiniteGradientError(
+            "the global gradient norm is not finite and optimizer.params.nonfinite_grad is 'error'; DeepSpeed left "
+            "weights and optimizer state unchanged"
+        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.optimizer import Muon
 
-__all__ = ["ORDER_KEY", "check_order_on_load", "order_parameters"]
+__all__ = ["ORDER_KEY", "has_flat_groups", "load_state_dict", "order_parameters", "record_order"]
 
 ORDER_KEY = "deepspeed_muon_order"
 # Where the wrappers keep the state of the optimizer inside them.
@@ -47,32 +48,38 @@ def order_parameters(engine: Any, optimizer: Muon, *, device: torch.device) -> N
     optimizer.order_parameters(sizes, device=device)
 
 
-def check_order_on_load(engine: Any) -> None:
-    """Record the layout in saved states, and refuse a saved state with another one at stages 1 and 2.
+def has_flat_groups(wrapper: Any) -> bool:
+    """Return whether a wrapper keeps param groups as flat buffers, in which the order of the matrices matters."""
+    return isinstance(wrapper, (DeepSpeedZeroOptimizer, BF16_Optimizer))
+
+
+def record_order(wrapper: Any, optimizer: Muon) -> None:
+    """Have every saved state say which layout it has, where the order matters.
 
     Args:
-        engine: A ``DeepSpeedEngine`` whose optimizer is ours and bound.
+        wrapper: ``engine.optimizer``.
+        optimizer: Our optimizer inside it, bound.
     """
-    optimizer: Muon = engine.basic_optimizer
-    wrapper = engine.optimizer
-    if not isinstance(wrapper, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
+    if not has_flat_groups(wrapper):
         return
-    digest = _digest(_rows(optimizer))
-    order = optimizer.config.order
+    digest, order = _digest(_rows(optimizer)), optimizer.config.order
 
     def add(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         state_dict[ORDER_KEY] = {"order": order, "digest": digest}
 
     optimizer.register_state_dict_post_hook(add)
-    original = wrapper.load_state_dict
 
-    def load_state_dict(state_dict_list: Any, *args: Any, **kwargs: Any) -> Any:
-        # Universal checkpoints come without such a list, and by name.
-        for saved in state_dict_list if isinstance(state_dict_list, (list, tuple)) else ():
-            _compare(saved, digest, order)
-        return original(state_dict_list, *args, **kwargs)
 
-    wrapper.load_state_dict = load_state_dict
+def load_state_dict(
+    original: Callable[..., Any], wrapper: Any, state_dict_list: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Refuse a saved state with another layout, then load it; replaces the wrapper's method."""
+    optimizer: Muon = wrapper.optimizer
+    digest = _digest(_rows(optimizer))
+    # Universal checkpoints come without such a list, and by name.
+    for saved in state_dict_list if isinstance(state_dict_list, (list, tuple)) else ():
+        _compare(saved, digest, optimizer.config.order)
+    return original(state_dict_list, *args, **kwargs)
 
 
 def _rows(optimizer: Muon) -> list[Any]:

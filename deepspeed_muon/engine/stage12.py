@@ -6,6 +6,8 @@ and alignment, where DeepSpeed's own mapping (``_hp_mapping``) does not.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +21,7 @@ from deepspeed_muon.errors import BindingError
 from deepspeed_muon.plan.layout import flat_fragments
 from deepspeed_muon.routing.rules import Route, true_shape
 from deepspeed_muon.step.layout_reader import LayoutReader
-from deepspeed_muon.step.step_set import Refresh, StepSet
+from deepspeed_muon.step.step_set import StepSet
 
 __all__ = ["knows", "read"]
 
@@ -46,19 +48,21 @@ def read(engine: Any, wrapper: Any, routes: Mapping[int, Route]) -> list[StepSet
         )
         tensor = wrapper.single_partition_of_fp32_groups[index]
         _read_group(reader, index, tensor, params, wrapper.bit16_groups_flat[index])
-        sets.append(reader.step_set(None if wrapper.cpu_offload else _refresh(wrapper, index, reader.rank)))
+        # Weakly, as everywhere that the optimizer refers to its wrapper: a cycle would keep the device's memory.
+        refresh = functools.partial(_refresh, weakref.ref(wrapper), index, reader.rank)
+        sets.append(reader.step_set(None if wrapper.cpu_offload else refresh))
     return sets
 
 
-def _refresh(wrapper: DeepSpeedZeroOptimizer, index: int, rank: int) -> Refresh:
-    """Return what repeats DeepSpeed's copy of a partition for a part of it."""
-
-    def refresh(offset: int, numel: int) -> None:
-        weights = wrapper.parallel_partitioned_bit16_groups[index][rank]
-        master = wrapper.single_partition_of_fp32_groups[index]
-        weights.data.narrow(0, offset, numel).copy_(master.data.narrow(0, offset, numel))
-
-    return refresh
+def _refresh(
+    reference: weakref.ref[DeepSpeedZeroOptimizer], index: int, rank: int, offset: int, numel: int
+) -> None:
+    """Repeat DeepSpeed's copy of a partition for a run of it."""
+    wrapper = reference()
+    assert wrapper is not None
+    weights = wrapper.parallel_partitioned_bit16_groups[index][rank]
+    master = wrapper.single_partition_of_fp32_groups[index]
+    weights.data.narrow(0, offset, numel).copy_(master.data.narrow(0, offset, numel))
 
 
 def _read_bf16(engine: Any, wrapper: BF16_Optimizer, routes: Mapping[int, Route]) -> list[StepSet]:

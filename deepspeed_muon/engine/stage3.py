@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +14,7 @@ from deepspeed_muon.engine.cpu_adam import CpuAdam
 from deepspeed_muon.plan.layout import sharded_fragments
 from deepspeed_muon.routing.rules import Route
 from deepspeed_muon.step.layout_reader import LayoutReader
-from deepspeed_muon.step.step_set import Refresh, StepSet
+from deepspeed_muon.step.step_set import StepSet
 
 __all__ = ["knows", "read"]
 
@@ -37,21 +39,22 @@ def read(engine: Any, wrapper: Any, routes: Mapping[int, Route]) -> list[StepSet
             shard_numel = param.partition_numel()
             reader.add_parameter(param, sharded_fragments(offset, param.ds_numel, shard_numel))
             offset += shard_numel
-        sets.append(reader.step_set(_refresh(wrapper, index)))
+        elsewhere = wrapper.offload_optimizer or wrapper.fp16_partitioned_groups_flat[index] is None
+        # Weakly, as everywhere that the optimizer refers to its wrapper: a cycle would keep the device's memory.
+        refresh = functools.partial(_refresh, weakref.ref(wrapper), index)
+        sets.append(reader.step_set(None if elsewhere else refresh))
     return sets
 
 
-def _refresh(wrapper: DeepSpeedZeroOptimizer_Stage3, index: int) -> Refresh | None:
-    """Return what repeats DeepSpeed's copy of a sub-group for a part of it; ``None`` with offload."""
-    if wrapper.offload_optimizer or wrapper.fp16_partitioned_groups_flat[index] is None:
-        return None
-
-    def refresh(offset: int, numel: int) -> None:
-        weights = wrapper.fp16_partitioned_groups_flat[index]
-        master = wrapper.fp32_partitioned_groups_flat[index]
-        weights.data.narrow(0, offset, numel).copy_(master.data.narrow(0, offset, numel))
-
-    return refresh
+def _refresh(
+    reference: weakref.ref[DeepSpeedZeroOptimizer_Stage3], index: int, offset: int, numel: int
+) -> None:
+    """Repeat DeepSpeed's copy of a sub-group for a run of it."""
+    wrapper = reference()
+    assert wrapper is not None
+    weights = wrapper.fp16_partitioned_groups_flat[index]
+    master = wrapper.fp32_partitioned_groups_flat[index]
+    weights.data.narrow(0, offset, numel).copy_(master.data.narrow(0, offset, numel))
 
 
 def _process_group(wrapper: Any, index: int) -> dist.ProcessGroup:

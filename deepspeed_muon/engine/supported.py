@@ -21,8 +21,7 @@ from deepspeed_muon.routing.pipeline_module import is_divided
 
 __all__ = [
     "expert_parallel",
-    "refuse_checkpoints_of_experts",
-    "refuse_checkpoints_of_some_ranks",
+    "refuse_checkpoints",
     "refuse_unsupported",
     "refuse_with_qk_clip",
 ]
@@ -41,33 +40,27 @@ def refuse_unsupported(engine: Any) -> None:
         check(engine)
 
 
-def refuse_checkpoints_of_experts(engine: Any, config: MuonConfig) -> None:
-    """Raise where a consolidated checkpoint is asked for and ranks have different experts under equal names.
+def refuse_checkpoints(engine: Any, config: MuonConfig) -> None:
+    """Raise where a consolidated checkpoint is asked for of ranks that cannot write one together.
+
+    Args:
+        engine: A ``DeepSpeedEngine`` that knows its process groups.
+        config: The optimizer's settings.
 
     Raises:
-        UnsupportedConfigError: Naming the config key.
+        UnsupportedConfigError: Naming the config key, why, and what to do.
     """
-    if not any(getattr(module, "ep_size", 1) > 1 for module in engine.module.modules()):
+    wanted = [key for key in ("consolidate_on_save", "restore_from") if getattr(config, key)]
+    if not wanted:
         return
-    for key in ("consolidate_on_save", "restore_from"):
-        if getattr(config, key):
-            _refuse(
-                f"optimizer.params.{key} with deepspeed.moe and ep_size > 1",
-                "the ranks hold different experts under equal names; use engine.save_checkpoint alone, or ep_size 1",
-            )
-
-
-def refuse_checkpoints_of_some_ranks(engine: Any, config: MuonConfig) -> None:
-    """Raise where a consolidated checkpoint is asked for of an engine that does not span all ranks of the program.
-
-    Raises:
-        UnsupportedConfigError: Naming the config key.
-    """
-    if members_of(engine).are_everyone:
-        return
-    for key in ("consolidate_on_save", "restore_from"):
-        if getattr(config, key):
-            _refuse(f"optimizer.params.{key} with an engine of some of the program's ranks", SOME_RANKS)
+    key = f"optimizer.params.{wanted[0]}"
+    if any(getattr(module, "ep_size", 1) > 1 for module in engine.module.modules()):
+        _refuse(
+            f"{key} with deepspeed.moe and ep_size > 1",
+            "the ranks hold different experts under equal names; use engine.save_checkpoint alone, or ep_size 1",
+        )
+    if not members_of(engine).are_everyone:
+        _refuse(f"{key} with an engine of some of the program's ranks", SOME_RANKS)
 
 
 def refuse_with_qk_clip(engine: Any) -> None:

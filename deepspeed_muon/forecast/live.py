@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from deepspeed_muon.engine.hooks import muon_optimizer
+from deepspeed_muon.engine.accessors import muon_optimizer
 from deepspeed_muon.forecast.predict import PlannedParameter
 from deepspeed_muon.forecast.report import live_report
 from deepspeed_muon.routing.rules import Route

@@ -7,6 +7,7 @@ every stage. Momentum and moments stay as they are.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,7 +21,7 @@ from deepspeed_muon.logs import warn
 from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
 from deepspeed_muon.qk_clip.heads import AttentionHeads, HeadRun, head_runs
 from deepspeed_muon.qk_clip.logits import clip_factor
-from deepspeed_muon.qk_clip.recorder import QkRecorder, attach_to_hugging_face, find_recorders
+from deepspeed_muon.qk_clip.recorder import QkRecorder, attach_to_hugging_face, detach, find_recorders
 from deepspeed_muon.routing.rules import Route
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.transport.waiting import phase
@@ -62,7 +63,9 @@ class QkClip:
             ConfigError: If there is no attention layer to clip, or one cannot be clipped.
         """
         self.settings = settings
-        attach_to_hugging_face(model)
+        recording = [weakref.ref(each) for each in attach_to_hugging_face(model)]
+        # When this clip goes, with its optimizer, the models are as before.
+        weakref.finalize(self, detach, recording).atexit = False
         found = find_recorders(model)
         if not found:
             raise ConfigError(

@@ -7,7 +7,8 @@ device and without waiting for it. The optimizer reads all recorders once per st
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +20,14 @@ from deepspeed_muon.qk_clip.heads import AttentionHeads, HeadRows
 from deepspeed_muon.qk_clip.logits import logit_bounds, max_logits
 from deepspeed_muon.routing.rules import true_shape
 
-__all__ = ["QkRecorder", "attach_to_hugging_face", "find_recorders"]
+__all__ = ["QkRecorder", "attach_to_hugging_face", "detach", "find_recorders"]
 
 _ATTRIBUTE = "_deepspeed_muon_recorder"
 _PREFIX = "qk_clip_"
 _RECORDABLE = ("sdpa", "eager")
+
+_USERS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""How many optimizers clip each model of Hugging Face."""
 
 
 class QkRecorder:
@@ -256,7 +260,7 @@ def _resolve(block: HeadRows, module: nn.Module, layer: str) -> Iterator[HeadRow
         yield replace(block, parameter=f"{block.parameter}.{kind}", row_numel=row_numel)
 
 
-def attach_to_hugging_face(model: nn.Module) -> int:
+def attach_to_hugging_face(model: nn.Module) -> list[nn.Module]:
     """Let the attention layers of Hugging Face's models inside ``model`` record their logits.
 
     Their attention implementation, ``sdpa`` or ``eager``, becomes ``qk_clip_sdpa`` or ``qk_clip_eager``: a function of
@@ -267,15 +271,15 @@ def attach_to_hugging_face(model: nn.Module) -> int:
         model: Any module. Mutated: every attention layer gets a recorder.
 
     Returns:
-        The number of layers that record.
+        The models of Hugging Face that record now, each until :func:`detach` was called as often as this.
 
     Raises:
         ConfigError: If a model's attention cannot be recorded, or the clip would have no effect on its logits.
     """
     transformers = sys.modules.get("transformers")
     if transformers is None:
-        return 0
-    count = 0
+        return []
+    recording = []
     for pretrained in _outermost(model, transformers.PreTrainedModel):
         recorders = {
             module: recorder
@@ -287,8 +291,28 @@ def attach_to_hugging_face(model: nn.Module) -> int:
         _record_in(pretrained)
         for module, recorder in recorders.items():
             setattr(module, _ATTRIBUTE, recorder)
-        count += len(recorders)
-    return count
+        _USERS[pretrained] = _USERS.get(pretrained, 0) + 1
+        recording.append(pretrained)
+    return recording
+
+
+def detach(references: Sequence[weakref.ref[nn.Module]]) -> None:
+    """Take the recorders out of models that nobody else clips, and give them their attention implementation back.
+
+    Args:
+        references: What :func:`attach_to_hugging_face` returned, referred to weakly. Models that exist are mutated.
+    """
+    pretrained: Any
+    for pretrained in [model for reference in references if (model := reference()) is not None]:
+        _USERS[pretrained] -= 1
+        if _USERS[pretrained]:
+            continue
+        del _USERS[pretrained]
+        for module in pretrained.modules():
+            if hasattr(module, _ATTRIBUTE):
+                delattr(module, _ATTRIBUTE)
+        implementation = str(pretrained.config._attn_implementation)
+        pretrained.set_attn_implementation(implementation.removeprefix(_PREFIX))
 
 
 def _outermost(model: nn.Module, kind: type) -> Iterator[Any]:

@@ -22,22 +22,24 @@ ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 ITS_MUON = {"type": "Muon", "params": {"lr": 1e-3, "torch_adam": True, "ns_method": "standard"}}
 # What of this package may run in the life of an engine that is not its own: the hooks that pass the call on.
 HOOKS = {
-    ("hooks.py", name)
-    for name in (
-        "wrapper",
-        "_broadcast_model",
-        "_configure_basic_optimizer",
-        "_configure_expert_parallel",
-        "_configure_lr_scheduler",
-        "_configure_optimizer",
-        "_managed_by_deepspeed",
-        "_save_checkpoint",
-        "_take_model_step",
-        "_wants_muon",
-        "made",
-        "set_optimizer_flags",
-    )
-} | {("offload.py", "__init__"), ("offload.py", "close"), ("supported.py", "expert_parallel")}
+    ("accessors.py", "muon_of"),
+    ("configure.py", "_is_our_type"),
+    ("configure.py", "_managed_by_deepspeed"),
+    ("configure.py", "_wants_muon"),
+    ("configure.py", "broadcast_model"),
+    ("configure.py", "configure_basic_optimizer"),
+    ("configure.py", "configure_expert_parallel"),
+    ("configure.py", "configure_optimizer"),
+    ("configure.py", "made"),
+    ("configure.py", "set_optimizer_flags"),
+    ("hooks.py", "hooked"),
+    ("offload.py", "__init__"),
+    ("offload.py", "close"),
+    ("running.py", "configure_lr_scheduler"),
+    ("running.py", "save_checkpoint"),
+    ("running.py", "take_model_step"),
+    ("supported.py", "expert_parallel"),
+}
 
 
 def config_of(stage: int, optimizer: dict[str, Any] | None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import pytest
 
 import deepspeed_muon
 from deepspeed_muon.checkpoint import consolidate, restore
-from deepspeed_muon.engine import hooks
+from deepspeed_muon.engine import configure
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.transport.exchange import ChunkExchange
 from tests.support import training
@@ -44,7 +44,7 @@ def leave_alone(rank: int, world_size: int, *, stage: int, where: str, folder: s
     silent = rank == SILENT
     if where == "start":
         if silent:
-            hooks.agree = lambda *args, **kwargs: wait_for(told)
+            configure.agree = lambda *args, **kwargs: wait_for(told)
         attempt: Any = lambda: training.make_engine(config)  # noqa: E731
     else:
         engine = training.make_engine(config)

@@ -146,7 +146,7 @@ def test_run_module(tmp_path: Path) -> None:
     script.write_text(
         "import sys, deepspeed\n"
         "from deepspeed.runtime.engine import DeepSpeedEngine\n"
-        "print(sys.argv[1:], hasattr(DeepSpeedEngine._configure_optimizer, '_deepspeed_muon_original'), __name__)\n"
+        "print(sys.argv[1:], hasattr(DeepSpeedEngine._configure_optimizer, '__wrapped__'), __name__)\n"
     )
     done = subprocess.run(
         [sys.executable, "-m", "deepspeed_muon.run", "--local_rank=1", str(script), "--x", "3"],

@@ -208,6 +208,23 @@ def test_hugging_face_models_that_cannot_be_clipped_are_refused(what: str) -> No
         optimizer.clip_attention_of(model)
 
 
+def test_recorders_go_with_the_last_optimizer() -> None:
+    """They stayed in the layers, and computed logits that nobody read."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LARGER))
+    before = model.config._attn_implementation
+    layer = model.model.layers[0].self_attn
+    held = dict(vars(layer))
+    optimizers = [Muon(model, qk_clip={}) for _ in range(2)]
+    for optimizer in optimizers:
+        optimizer.clip_attention_of(model)
+    del optimizer
+    while optimizers:
+        assert model.config._attn_implementation == f"qk_clip_{before}" and vars(layer) != held
+        optimizers.pop()
+    assert model.config._attn_implementation == before and vars(layer) == held
+
+
 def test_projections_stored_as_input_x_output_are_refused() -> None:
     model = build("fused")
     model.self_attn.qk = QkRecorder.fused("c_attn", heads=4, key_heads=4, head_dim=4)

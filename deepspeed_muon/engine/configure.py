@@ -1,0 +1,286 @@
+"""Replacements of the methods by which an engine makes its optimizer: compare the ranks, make ours, bind it.
+
+Before DeepSpeed communicates the ranks compare their models and settings; after its wrapper exists they compare their
+plans. In each comparison every rank raises if one of them fails, so that no rank goes on without the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import log_dist
+from torch import nn
+
+from deepspeed_muon.checkpoint.layout_record import add_record_to_state_dict
+from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.engine import stage0
+from deepspeed_muon.engine.accessors import muon_of
+from deepspeed_muon.engine.binding import read_step_sets
+from deepspeed_muon.engine.checkpointing import DeepSpeedHost
+from deepspeed_muon.engine.engine_hooks import hook_engine
+from deepspeed_muon.engine.loss_scale import look_for_overflow, use_deepspeed_scaler
+from deepspeed_muon.engine.offload import Admission
+from deepspeed_muon.engine.ordering import order_parameters, record_order
+from deepspeed_muon.engine.ranks import data_parallel_scope, members_of, model_facts
+from deepspeed_muon.engine.supported import (
+    expert_parallel,
+    refuse_checkpoints,
+    refuse_unsupported,
+    refuse_with_qk_clip,
+)
+from deepspeed_muon.errors import PlanMismatchError
+from deepspeed_muon.logs import logger
+from deepspeed_muon.optimizer import Muon
+from deepspeed_muon.routing.param_groups import build_groups
+from deepspeed_muon.routing.pipeline_module import is_divided
+from deepspeed_muon.routing.rules import (
+    check_routes,
+    format_routes,
+    summarize_routes,
+    warn_without_muon,
+)
+from deepspeed_muon.transport.agreement import RankFacts, agree
+from deepspeed_muon.transport.members import Members
+
+__all__ = [
+    "broadcast_model",
+    "configure_basic_optimizer",
+    "configure_expert_parallel",
+    "configure_optimizer",
+    "set_optimizer_flags",
+]
+
+
+OPTIMIZER_TYPE = "muon"
+
+# Sections of the DeepSpeed configuration that must be equal on all ranks for the step to be defined.
+_COMPARED_SECTIONS = (
+    "optimizer",
+    "scheduler",
+    "zero_optimization",
+    "gradient_clipping",
+    "gradient_accumulation_steps",
+    "fp16",
+    "bf16",
+    "torch_autocast",
+    "data_types",
+)
+
+# What set_optimizer_flags hangs on parameters. With them, and a class called Muon, ZeRO runs DeepSpeed's own path too.
+_TAGS = ("use_muon", "muon_num_heads", "muon_head_dim")
+
+
+def set_optimizer_flags(original: Callable[..., Any], config: Any, model: nn.Module) -> None:
+    """Let DeepSpeed tag the heads of attention layers; with our optimizer, finding none is no error."""
+    try:
+        original(config, model)
+    except ValueError:
+        per_head = (getattr(config, "optimizer_params", None) or {}).get("per_head_muon")
+        if not per_head or not _is_our_type(config.optimizer_name):
+            raise
+
+
+def broadcast_model(original: Callable[..., Any], engine: Any) -> Any:
+    """Compare the ranks' models before one of them is broadcast."""
+    if _wants_muon(engine, engine.client_optimizer):
+        _agree(members_of(engine), model_facts(engine))
+    return original(engine)
+
+
+def configure_expert_parallel(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """Switch AutoEP off for the call where our optimizer will refuse it."""
+    config = engine._config.expert_parallel_config
+    if not (expert_parallel(engine) and _wants_muon(engine, engine.client_optimizer)):
+        return original(engine, *args, **kwargs)
+    config.enabled = False
+    try:
+        return original(engine, *args, **kwargs)
+    finally:
+        config.enabled = True
+
+
+def configure_optimizer(
+    original: Callable[..., Any], engine: Any, client_optimizer: Any, model_parameters: Any
+) -> Any:
+    """Compare settings, let DeepSpeed make the optimizer and its ZeRO wrapper, then bind."""
+    given, ours = client_optimizer is not None, _wants_muon(engine, client_optimizer)
+    if not ours and (not given or isinstance(client_optimizer, torch.optim.Optimizer)):
+        return original(engine, client_optimizer, model_parameters)
+    admission = Admission(engine)
+    if not ours:
+        client_optimizer = _managed_by_deepspeed(client_optimizer, engine, admission)
+    else:
+        _compare_settings(engine, client_optimizer, model_parameters)
+        if given:
+            _adopt(engine, client_optimizer, admission)
+        elif getattr(engine, "has_moe_layers", False):
+            model_parameters = _named_groups(model_parameters)
+    engine._deepspeed_muon_admission = admission
+    try:
+        result = original(engine, client_optimizer, model_parameters)
+    finally:
+        admission.close()
+        del engine._deepspeed_muon_admission
+    optimizer = muon_of(engine)
+    if optimizer is not None:
+        admission.settle(engine.optimizer, optimizer)
+        _bind(engine, optimizer)
+    return result
+
+
+def configure_basic_optimizer(original: Callable[..., Any], engine: Any, model_parameters: Any) -> Any:
+    """Make our optimizer for the type ``Muon``; leave every other type to DeepSpeed."""
+    if not _is_our_type(engine.optimizer_name()):
+        return original(engine, model_parameters)
+    config = MuonConfig.from_params(engine.optimizer_params())
+    optimizer = Muon.from_config(model_parameters, config, model=engine.module)
+    _adopt(engine, optimizer, engine._deepspeed_muon_admission)
+    _remove_tags(engine.module)
+    return optimizer
+
+
+def _is_our_type(name: str | None) -> bool:
+    return (name or "").lower() == OPTIMIZER_TYPE
+
+
+def _wants_muon(engine: Any, client_optimizer: Any) -> bool:
+    """Return whether this engine will run our optimizer, as far as can be told before a callable is called."""
+    if client_optimizer is not None:
+        return isinstance(client_optimizer, Muon)
+    return _is_our_type(engine.optimizer_name())
+
+
+def _agree(members: Members, facts: RankFacts, *, error: Exception | None = None) -> None:
+    """Call the roll, then compare what the ranks say; all of them raise if one failed or differs."""
+    members.call_roll()
+    agree(facts, error=error, members=members)
+
+
+def _adopt(engine: Any, optimizer: Muon, admission: Admission) -> None:
+    """Prepare our optimizer for the wrapper that DeepSpeed is about to make."""
+    admission.adopt(optimizer)
+    order_parameters(engine, optimizer, device=_compute_device())
+
+
+def _compare_settings(engine: Any, client_optimizer: Muon | None, model_parameters: Any) -> None:
+    """Refuse what is not supported, and settings that differ between the ranks, before DeepSpeed communicates."""
+    error: Exception | None = None
+    facts = {"optimizer": _described(engine, client_optimizer)}
+    try:
+        facts.update(_preflight(engine, client_optimizer, model_parameters))
+    except Exception as caught:
+        error = caught
+    _agree(members_of(engine), RankFacts(facts, scope=data_parallel_scope(engine)), error=error)
+
+
+def _named_groups(model_parameters: Any) -> Any:
+    """Give param groups the names without which DeepSpeed cannot divide them into experts and others."""
+    items = list(model_parameters)
+    if not all(isinstance(item, dict) for item in items):
+        return items
+    return [{"name": f"dense-params-{number}", **item} for number, item in enumerate(items)]
+
+
+def _managed_by_deepspeed(
+    make: Callable[[Any], Any], engine: Any, admission: Admission
+) -> Callable[[Any], Any]:
+    """Look at what a client's callable returns: ours is compared and marked before DeepSpeed wraps it."""
+
+    @functools.wraps(make, updated=())
+    def made(model_parameters: Any) -> Any:
+        optimizer = make(model_parameters)
+        if isinstance(optimizer, Muon):
+            _compare_settings(engine, optimizer, model_parameters)
+            _adopt(engine, optimizer, admission)
+        return optimizer
+
+    return made
+
+
+def _described(engine: Any, client_optimizer: Any) -> str:
+    if client_optimizer is None:
+        return str(engine.optimizer_name())
+    return f"client {getattr(type(client_optimizer), '__name__', client_optimizer)}"
+
+
+def _preflight(engine: Any, client_optimizer: Muon | None, model_parameters: Any) -> dict[str, str]:
+    """Check everything that can be checked before DeepSpeed communicates; return what all ranks must share."""
+    refuse_unsupported(engine)
+    if client_optimizer is not None:
+        client_optimizer.check_names(engine.module)
+        config, table = client_optimizer.config, client_optimizer.routes
+        _remove_tags(engine.module)
+    else:
+        config = MuonConfig.from_params(engine.optimizer_params())
+        table = build_groups(model_parameters, config, model=engine.module).routes
+    refuse_checkpoints(engine, config)
+    facts = {f"optimizer.params.{key}": value for key, value in _flat_facts(config).items()}
+    facts["routes"] = format_routes(table)
+    # Machine-independent settings can resolve to different arithmetic on different machines.
+    facts["ns_dtype on this machine"] = str(config.ns_settings(_compute_device()).dtype)
+    raw = getattr(engine._config, "_param_dict", {})
+    for section in _COMPARED_SECTIONS:
+        if section in raw:
+            facts[section] = json.dumps(raw[section], sort_keys=True, default=str)
+    return facts
+
+
+def _flat_facts(config: MuonConfig) -> dict[str, str]:
+    return {key: json.dumps(value) for key, value in config.model_dump(mode="json").items()}
+
+
+def _remove_tags(model: nn.Module) -> None:
+    for param in model.parameters():
+        for tag in _TAGS:
+            if hasattr(param, tag):
+                delattr(param, tag)
+
+
+def _bind(engine: Any, optimizer: Muon) -> None:
+    """Read the wrapper's layout, compare the plans, hook the engine; every rank raises if one of them fails."""
+    wrapper = engine.optimizer
+    use_deepspeed_scaler(engine)
+    look_for_overflow(wrapper)
+    error: Exception | None = None
+    members = members_of(engine)
+    try:
+        if optimizer.config.qk_clip is not None:
+            refuse_with_qk_clip(engine)
+            optimizer.clip_attention_of(engine.module)
+        step_sets = read_step_sets(engine, optimizer, optimizer.route_table())
+        optimizer.bind(step_sets, device=_compute_device(), members=members)
+        facts = optimizer.plan_facts()
+    except Exception as caught:
+        error, facts = caught, RankFacts({})
+    agree(facts, error=error, kind=PlanMismatchError, members=members)
+    optimizer.open_share_groups()
+    if is_divided(engine.module):
+        _check_all_stages(optimizer)
+    if wrapper is not optimizer:
+        optimizer.step_ends_outside = True
+    elif engine.gradient_clipping() <= 0.0:
+        optimizer.measure_norm = functools.partial(stage0.total_norm, weakref.ref(engine))
+    optimizer.host = DeepSpeedHost(engine)
+    add_record_to_state_dict(engine)
+    record_order(wrapper, optimizer)
+    hook_engine(engine)
+    log_dist(f"deepspeed_muon: {summarize_routes(optimizer.routes)}", ranks=[0])
+    logger.debug("deepspeed_muon routes:\n%s", format_routes(optimizer.routes))
+
+
+def _check_all_stages(optimizer: Muon) -> None:
+    """Check, on all ranks alike, what only the routes of a pipeline's stages together can tell."""
+    stages = optimizer.members.gather(optimizer.routes, what="comparison of the stages' routes").values()
+    whole = {route.name: route for routes in stages for route in routes}
+    check_routes(list(whole.values()), list(whole), optimizer.config)
+    warn_without_muon(list(whole.values()))
+
+
+def _compute_device() -> torch.device:
+    return torch.device(get_accelerator().current_device_name())

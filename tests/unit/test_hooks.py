@@ -1,0 +1,49 @@
+"""The table of hooks into DeepSpeed: ``register`` and ``unregister`` do and undo every row of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import deepspeed_muon
+from deepspeed_muon.engine.hooks import HOOKS, LISTED, Hook
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    yield
+    deepspeed_muon.register()
+
+
+def in_place() -> dict[Hook, Any]:
+    return {
+        hook: getattr(hook.owner, hook.attribute) for hook in HOOKS if hasattr(hook.owner, hook.attribute)
+    }
+
+
+def test_every_row_is_undone() -> None:
+    ours = in_place()
+    assert all(hook in ours or hook.missing_in for hook in HOOKS)
+    assert LISTED[1] in LISTED[0]
+    deepspeed_muon.unregister()
+    assert in_place() == {hook: function.__wrapped__ for hook, function in ours.items()}
+    assert LISTED[1] not in LISTED[0] and not deepspeed_muon.is_registered()
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=str)
+def test_a_row_that_another_library_replaced_stops_unregister(
+    monkeypatch: pytest.MonkeyPatch, hook: Hook
+) -> None:
+    """One that copied our function's attributes was cut off without a word."""
+    if not hasattr(hook.owner, hook.attribute):
+        pytest.skip("not in this DeepSpeed")
+    ours = in_place()
+    other = functools.wraps(ours[hook])(lambda *args, **kwargs: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(hook.owner, hook.attribute, other)
+        with pytest.raises(deepspeed_muon.RegistrationError, match=f"{hook} was hooked again"):
+            deepspeed_muon.unregister()
+        assert in_place() == {**ours, hook: other}
