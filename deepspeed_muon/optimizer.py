@@ -1,8 +1,8 @@
 """The optimizer that ZeRO wraps: param groups, state and ``step()``.
 
 It runs on whatever ZeRO hands to an inner optimizer: flat fp32 partitions with flat gradients that are already
-reduced, unscaled and clipped. Where the matrices lie in them comes from the adapters in ``zero/``; without DeepSpeed
-the parameters themselves are the partitions of a single process.
+reduced, unscaled and clipped. The readers in ``engine/`` say where the matrices lie in them; without DeepSpeed the
+parameters themselves are the partitions of a single process.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ class Muon(torch.optim.Optimizer):
 
     def _setup(self, config: MuonConfig, routed: RoutedGroups, model: nn.Module | None) -> None:
         self._start(config, routed, model)
-        defaults = {**config.adam_defaults(), **config.muon_defaults()}
-        super().__init__(routed.groups, {**defaults, "algorithm": None, "use_muon": None, "lr_ratio": 1.0})
+        defaults = {**config.group_defaults("muon"), "algorithm": None, "use_muon": None, "lr_ratio": 1.0}
+        super().__init__(routed.groups, defaults)
         if routed.unnamed:
             warn(
                 "deepspeed_muon: parameters without names are routed by shape alone, so an embedding or output head "
@@ -285,7 +285,7 @@ class Muon(torch.optim.Optimizer):
         # What a group is was decided when the optimizer was made; a state dict may not say it.
         own = [group["algorithm"] for group in self.__dict__.get("param_groups", state["param_groups"])]
         super().__setstate__(state)
-        settings = {**self.config.adam_defaults(), **self.config.muon_defaults(), "lr_ratio": 1.0}
+        settings = {**self.config.group_defaults("muon"), "lr_ratio": 1.0}
         self.param_groups = [
             ParamGroup({**settings, **group, "algorithm": algorithm, "use_muon": algorithm == "muon"})
             for group, algorithm in zip(self.param_groups, own, strict=True)

@@ -323,32 +323,45 @@ class MuonConfig(BaseModel):
         return torch.bfloat16 if model_dtype in (torch.bfloat16, torch.float16) else torch.float32
 
     def muon_defaults(self) -> dict[str, Any]:
-        """Return the settings of a Muon param group before the caller's own group overrides them."""
+        """Return the settings that Muon reads, before the caller's own param group overrides them."""
         return {
-            "lr": v.first_given(self.muon_lr, self.lr, DEFAULT_MUON_LR),
+            "lr": _first(self.muon_lr, self.lr, DEFAULT_MUON_LR),
             "momentum": self.momentum,
             "nesterov": self.nesterov,
-            "weight_decay": v.first_given(self.muon_weight_decay, self.weight_decay),
+            "weight_decay": _first(self.muon_weight_decay, self.weight_decay),
             "adjust_lr_fn": self.adjust_lr_fn,
             "beta2": self.beta2,
             "weight_decay_mode": self.weight_decay_mode,
         }
 
     def adam_defaults(self) -> dict[str, Any]:
-        """Return the settings of an AdamW param group before the caller's own group overrides them."""
+        """Return the settings that AdamW reads, before the caller's own param group overrides them."""
         return {
-            "lr": v.first_given(self.adam_lr, self.lr, DEFAULT_ADAM_LR),
+            "lr": _first(self.adam_lr, self.lr, DEFAULT_ADAM_LR),
             "betas": self.betas,
             "eps": self.eps,
-            "weight_decay": v.first_given(self.adam_weight_decay, self.weight_decay),
+            "weight_decay": _first(self.adam_weight_decay, self.weight_decay),
             "weight_decay_mode": self.weight_decay_mode,
         }
+
+    def group_defaults(self, algorithm: str) -> dict[str, Any]:
+        """Return all settings of a param group. Both kinds carry every key: schedulers write into all groups alike.
+
+        Args:
+            algorithm: ``muon`` or ``adamw``, whose values win.
+        """
+        own = self.muon_defaults() if algorithm == "muon" else self.adam_defaults()
+        return {**self.adam_defaults(), **self.muon_defaults(), **own}
 
     @property
     def reference_lr(self) -> float:
         """The rate that a scheduler's single number stands for: ``lr`` where given, else Muon's rate."""
-        return float(v.first_given(self.lr, self.muon_lr, DEFAULT_MUON_LR))
+        return float(_first(self.lr, self.muon_lr, DEFAULT_MUON_LR))
 
     def digest(self) -> str:
         """Return a canonical text of all settings, for the comparison between ranks."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True)
+
+
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)

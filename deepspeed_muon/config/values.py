@@ -9,29 +9,6 @@ import numpy as np
 import torch
 from pydantic import BeforeValidator, Field
 
-__all__ = [
-    "MAX_STEPS",
-    "ChunkNumel",
-    "Eps",
-    "Flag",
-    "Fraction",
-    "Fractions",
-    "MomentumDtypeName",
-    "NsEps",
-    "Number",
-    "Positive",
-    "Rate",
-    "SecondBeta",
-    "Size",
-    "Sizes",
-    "TensorParallelMode",
-    "Whole",
-    "WireDtypeName",
-    "empty_for_none",
-    "first_given",
-    "pair",
-]
-
 WireDtypeName = Literal["auto", "fp32", "bf16", "fp16"]
 MomentumDtypeName = Literal["fp32", "bf16"]
 TensorParallelMode = Literal["gather", "distributed"]
@@ -86,11 +63,6 @@ def pair(value: Any) -> Any:
 def empty_for_none(value: Any) -> Any:
     """Return an empty object for ``None``."""
     return {} if value is None else value
-
-
-def first_given(*values: Any) -> Any:
-    """Return the first value that is not ``None``."""
-    return next(value for value in values if value is not None)
 
 
 Number = Annotated[float, BeforeValidator(_number)]

@@ -236,9 +236,7 @@ def _halves(
         members = [member for member in group.members if by_id[id(member.param)].algorithm == algorithm]
         if not members:
             continue
-        defaults = resolved.muon_defaults() if algorithm == "muon" else resolved.adam_defaults()
-        # Both kinds of group carry every key: schedulers write momentum or betas into all of them.
-        settings = {**resolved.adam_defaults(), **resolved.muon_defaults(), **defaults}
+        settings = resolved.group_defaults(algorithm)
         own_rate = getattr(config, f"{prefix}_lr") is not None
         settings["lr"] = rates.get(f"{prefix}_lr" if own_rate else "lr", settings["lr"])
         for key in ("lr", "weight_decay"):

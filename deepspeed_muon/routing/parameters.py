@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from deepspeed_muon.routing.pipeline_module import is_pipeline, pipeline_kinds
-from deepspeed_muon.routing.shapes import AttentionShape, attention_shapes, nearest_attention
+from deepspeed_muon.routing.shapes import AttentionShape, attention_shapes, nearest_attention, true_shape
 
-__all__ = ["NamedParameter", "model_parameters_by_name", "true_shape"]
+__all__ = ["NamedParameter", "model_parameters_by_name"]
 
 # Modules of stacked experts that store (experts, in, out) without saying so.
 _TRANSPOSED_EXPERTS = frozenset({"Llama4TextExperts"})
@@ -45,11 +44,6 @@ class NamedParameter:
     def name(self) -> str:
         """The first name, or a description by shape for an unnamed parameter."""
         return self.names[0] if self.names else f"<unnamed {'x'.join(map(str, true_shape(self.param)))}>"
-
-
-def true_shape(param: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of the layer's weight, also when ZeRO-3 has replaced its data by a placeholder."""
-    return tuple(getattr(param, "ds_shape", param.shape))
 
 
 def model_parameters_by_name(model: nn.Module) -> dict[int, NamedParameter]:

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from deepspeed_muon.routing.shapes import true_shape
+
 __all__ = ["is_divided", "is_pipeline", "pipeline_kinds"]
 
 
@@ -31,8 +33,7 @@ def pipeline_kinds(model: Any) -> dict[str, list[nn.Parameter]]:
     found: dict[str, list[nn.Parameter]] = {"head": [], "tied": list(model.tied_modules.parameters())}
     last = model.forward_funcs[-1] if model.forward_funcs else None
     if model.stage_id == model.num_stages - 1 and isinstance(last, nn.Module):
-        # Under zero.Init a parameter's own shape is that of a placeholder.
-        matrices = [param for param in last.parameters() if len(getattr(param, "ds_shape", param.shape)) > 1]
+        matrices = [param for param in last.parameters() if len(true_shape(param)) > 1]
         # A block has several matrices; a last layer with only one projects onto the outputs.
         if len(matrices) == 1:
             found["head"] = matrices

@@ -15,7 +15,7 @@ from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import ParameterTypeError, RoutingError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.routing.names import leaf_name, matches, parents_of_experts, rule_by_name
-from deepspeed_muon.routing.parameters import NamedParameter, model_parameters_by_name, true_shape
+from deepspeed_muon.routing.parameters import NamedParameter, model_parameters_by_name
 from deepspeed_muon.routing.route import (
     Algorithm,
     MatrixKind,
@@ -24,7 +24,7 @@ from deepspeed_muon.routing.route import (
     format_routes,
     summarize_routes,
 )
-from deepspeed_muon.routing.shapes import cut_into_heads, split_output
+from deepspeed_muon.routing.shapes import cut_into_heads, split_output, true_shape
 
 __all__ = [
     "Algorithm",

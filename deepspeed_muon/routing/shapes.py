@@ -2,8 +2,8 @@
 
 The output of a layer is the first dimension of its weight, the last one where the weight is stored as input x output
 (Hugging Face's ``Conv1D``, the stacked experts of gpt-oss and Llama 4). ``split`` cuts the output into the parts of
-a fused projection, attention heads cut each part again, and every piece is a matrix with a scale of its own. The
-input is never cut: the heads of an output projection lie on its input, so it stays whole.
+a fused projection, attention heads cut each part again, and every block has a scale of its own. The input is never
+cut: the heads of an output projection lie on its input, so it stays whole.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from deepspeed_muon.errors import RoutingError
 from deepspeed_muon.routing.names import leaf_name
@@ -24,6 +24,7 @@ __all__ = [
     "cut_into_heads",
     "nearest_attention",
     "split_output",
+    "true_shape",
 ]
 
 SplitRule = str | Sequence[int] | Sequence[float]
@@ -126,6 +127,11 @@ class AttentionShape:
 def _first(config: Any, names: Sequence[str]) -> int | None:
     values = (getattr(config, name, None) for name in names)
     return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)
+
+
+def true_shape(param: Tensor) -> tuple[int, ...]:
+    """Return the shape of the layer's weight, also when ZeRO-3 has replaced its data by a placeholder."""
+    return tuple(getattr(param, "ds_shape", param.shape))
 
 
 def attention_shapes(model: nn.Module) -> dict[str, AttentionShape]:
