@@ -30,7 +30,8 @@ from deepspeed_muon.checkpoint.sealed import parse_sealed, sealed_json
 from deepspeed_muon.checkpoint.universal import RECORD_NAME, UniversalSource, convert_to_universal
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
-from tests.support.checkpoints import INDEX, differences, snapshot
+from tests.support.checkpoints import INDEX
+from tests.support.snapshots import differences, snapshot
 
 VALUES = st.one_of(
     st.none(),
