@@ -12,8 +12,8 @@ import pytest
 from torch import Tensor
 
 import deepspeed_muon
-from tests.distributed.test_equivalence import ADAM_TOLERANCE, MUON_TOLERANCE, compare
 from tests.support import training
+from tests.support.contract import ADAM_TOLERANCE, MUON_TOLERANCE, compare
 from tests.support.models import MATRICES, batch, build
 from tests.support.reference import Oracle, relative
 

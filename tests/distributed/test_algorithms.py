@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.test_equivalence import compare
-from tests.distributed.test_normuon_checkpoints import full_rows
 from tests.support import training
+from tests.support.contract import compare
 from tests.support.models import MATRICES
+from tests.support.training import full_rows
 
 # Row moments divide by what Newton-Schulz left of a row, so its rounding (see MUON_TOLERANCE) goes into the result once
 # more at most: the same tolerances hold.

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import deepspeed_muon
-from tests.distributed.test_checkpoint_consolidate import MICROS, assert_equal, engine_for, probe, report
 from tests.support import training
+from tests.support.checkpoints import MICROS, assert_equal, engine_for, probe, report
 from tests.support.harness import RanksFailed
 
 

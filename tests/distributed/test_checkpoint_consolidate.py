@@ -11,140 +11,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deepspeed_muon.checkpoint import consolidate, load_index, restore
-from tests.support import training
-from tests.support.models import MATRICES, batch
-
-MICROS = 12
-"""Micro-batches of a step over all ranks: every number of ranks up to 4 sees the same data."""
-
-STATES = ("momentum_buffer", "exp_avg", "exp_avg_sq")
-
-# The restored weights are equal, so the loss before the next step is too. In that step gradients are summed over other
-# ranks in another order: 2^-24 relative for each of a dozen additions, enlarged by Newton-Schulz where singular
-# values are small. The weights then differ in their last bits, which a loss of some hundred terms averages. Measured
-# over the trimmed set: at most 2e-9, and 2.3e-5 with half-precision gradients and forward passes.
-NEXT_LOSS = 1e-7
-NEXT_LOSS_HALF = 1e-3
-
-
-def report(engine: Any) -> dict[str, Any]:
-    """Masters and optimizer state by name, and the rates."""
-    return {
-        "fp32": training.full_masters(engine),
-        **{key: training.full_states(engine, key) for key in STATES},
-        "rates": [float(group["lr"]) for group in engine.basic_optimizer.param_groups],
-        "steps": sorted({int(s["step"]) for s in engine.basic_optimizer.state.values() if "step" in s}),
-        "global_steps": engine.global_steps,
-    }
-
-
-def probe(engine: Any) -> float:
-    """Return the loss of a batch that is the same everywhere."""
-    engine.eval()
-    with torch.no_grad():
-        loss = float(engine(*batch(99, 0)))
-    engine.train()
-    return loss
-
-
-def engine_for(stage: int, world_size: int, *, seed: int, kind: str, **settings: Any) -> Any:
-    config = training.ds_config(
-        stage,
-        accumulation=MICROS // world_size,
-        clipping=0.5,
-        precision=settings.get("precision", "fp32"),
-        params=settings.get("params"),
-        zero=settings.get("zero"),
-        extra=settings.get("extra"),
-    )
-    config["scheduler"] = {
-        "type": "WarmupLR",
-        "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 8, "warmup_type": "linear"},
-    }
-    return training.make_engine(config, kind, seed=seed)
-
-
-def save(
-    rank: int,
-    world_size: int,
-    *,
-    folder: str,
-    stage: int,
-    steps: int = 2,
-    kind: str = "toy",
-    shard_bytes: int = 4000,
-    **settings: Any,
-) -> Any:
-    engine = engine_for(stage, world_size, seed=0, kind=kind, **settings)
-    for step in range(steps):
-        training.run_step(engine, step, rank, world_size, MICROS // world_size)
-    consolidate(engine, folder, shard_bytes=shard_bytes)
-    result = report(engine)
-    result["loss"] = probe(engine)
-    training.run_step(engine, steps, rank, world_size, MICROS // world_size)
-    result["next_loss"] = probe(engine)
-    engine.destroy()
-    return result
-
-
-def load(
-    rank: int,
-    world_size: int,
-    *,
-    folder: str,
-    stage: int,
-    steps: int = 2,
-    kind: str = "toy",
-    trained: int = 0,
-    **settings: Any,
-) -> Any:
-    engine = engine_for(stage, world_size, seed=7, kind=kind, **settings)
-    for step in range(trained):
-        training.run_step(engine, 50 + step, rank, world_size, MICROS // world_size)
-    restore(engine, folder)
-    result = report(engine)
-    result["loss"] = probe(engine)
-    training.run_step(engine, steps, rank, world_size, MICROS // world_size)
-    result["next_loss"] = probe(engine)
-    engine.destroy()
-    return result
-
-
-def assert_equal(saved: dict[str, Any], loaded: dict[str, Any], *, next_loss: float = NEXT_LOSS) -> None:
-    for key in ("fp32", *STATES):
-        assert saved[key].keys() == loaded[key].keys(), key
-        for name, expected in saved[key].items():
-            assert torch.equal(loaded[key][name], expected), (key, name)
-    for key in ("rates", "steps", "global_steps"):
-        assert saved[key] == loaded[key], key
-    assert loaded["loss"] == pytest.approx(saved["loss"], rel=1e-6)
-    assert loaded["next_loss"] == pytest.approx(saved["next_loss"], rel=next_loss)
-
-
-SMALL = {"sub_group_size": 200}
-ROUND = {"round_robin_gradients": True}
-OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
-PERSISTENT = {"stage3_param_persistence_threshold": 300}
-
-
-def with_compat(cases: list[Any]) -> list[Any]:
-    """Mark the cases that run with the oldest DeepSpeed too.
-
-    DeepSpeed 0.16.9 loses gradients at stage 2 with offload from the third micro-batch of a step on: its AdamW reports
-    a norm of 1.93 where stage 1 and 0.19.8 report 2.50. So the step after restoring differs there.
-    """
-
-    def works(stage: int, zero: Any) -> bool:
-        return (stage, zero) != (2, OFFLOAD)
-
-    return [
-        pytest.param(
-            *case, marks=[pytest.mark.compat] if works(case[0], case[2]) and works(case[3], case[5]) else []
-        )
-        for case in cases
-    ]
-
+from deepspeed_muon.checkpoint import load_index
+from tests.support.checkpoints import (
+    NEXT_LOSS_HALF,
+    OFFLOAD,
+    PERSISTENT,
+    ROUND,
+    SMALL,
+    assert_equal,
+    load,
+    save,
+    with_compat,
+)
+from tests.support.models import MATRICES
 
 # Every stage and every number of ranks on both sides; every setting that changes the layout on one of them.
 CORE = [

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.test_checkpoint_consolidate import OFFLOAD, ROUND, STATES, engine_for, report
 from tests.support import training
+from tests.support.checkpoints import OFFLOAD, ROUND, STATES, engine_for, report
 from tests.support.models import MATRICES
 
 SCALE = {"initial_scale_power": 33, "loss_scale_window": 2, "hysteresis": 1}

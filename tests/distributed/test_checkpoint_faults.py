@@ -18,9 +18,8 @@ from deepspeed_muon.checkpoint import consolidate, load_index, restore
 from deepspeed_muon.checkpoint.consolidate import Stage
 from deepspeed_muon.checkpoint.sources import file_digest
 from deepspeed_muon.errors import CheckpointError
-from tests.distributed.test_checkpoint_consolidate import MICROS, engine_for, load, report, save
 from tests.support import training
-from tests.support.checkpoints import INDEX, edit
+from tests.support.checkpoints import INDEX, MICROS, edit, engine_for, load, report, save
 from tests.support.harness import RanksFailed, run_ranks
 
 

@@ -11,13 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import deepspeed_muon
 from deepspeed_muon import cli
 from deepspeed_muon.checkpoint import load_index
 from deepspeed_muon.checkpoint.offline import consolidate_files
 from deepspeed_muon.checkpoint.universal import convert_to_universal
 from deepspeed_muon.errors import CheckpointError
-from tests.distributed.test_checkpoint_consolidate import (
+from tests.support import training
+from tests.support.checkpoints import (
+    HAS_OWN_MUON,
     MICROS,
     NEXT_LOSS_HALF,
     OFFLOAD,
@@ -29,27 +30,11 @@ from tests.distributed.test_checkpoint_consolidate import (
     load,
     probe,
     report,
+    save_other,
+    save_ours,
     with_compat,
 )
-from tests.support import training
 from tests.support.models import MATRICES, build
-
-HAS_OWN_MUON = tuple(int(n) for n in __import__("deepspeed").__version__.split(".")[:2]) >= (0, 19)
-
-
-def save_ours(
-    rank: int, world_size: int, *, folder: str, stage: int, kind: str = "toy", **settings: Any
-) -> Any:
-    engine = engine_for(stage, world_size, seed=0, kind=kind, **settings)
-    for step in range(2):
-        training.run_step(engine, step, rank, world_size, MICROS // world_size)
-    result = report(engine)
-    engine.save_checkpoint(folder)
-    result["loss"] = probe(engine)
-    training.run_step(engine, 2, rank, world_size, MICROS // world_size)
-    result["next_loss"] = probe(engine)
-    engine.destroy()
-    return result
 
 
 def load_universal(
@@ -185,48 +170,6 @@ def test_damaged_universal_checkpoints(ranks: Any, tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------ other optimizers' files
-
-
-def save_other(
-    rank: int, world_size: int, *, folder: str, optimizer: str, stage: int, zero: Any, precision: str = "fp32"
-) -> Any:
-    """Train with DeepSpeed's own Muon or AdamW; return what DeepSpeed itself says of weights and state."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-    deepspeed_muon.unregister()
-    try:
-        zero = dict(zero, **({"reduce_scatter": False} if optimizer == "Muon" and stage == 3 else {}))
-        config = training.ds_config(stage, zero=zero, precision=precision, clipping=0.5)
-        params: dict[str, Any] = {"lr": 1e-3, "torch_adam": True, "betas": [0.8, 0.95]}
-        if optimizer == "Muon":
-            params["momentum"] = 0.8
-        config["optimizer"] = {"type": optimizer, "params": params}
-        engine = training.make_engine(config, exact=precision == "fp32")
-        # DeepSpeed compiles its iteration, which takes longer than all else here.
-        with torch._dynamo.config.patch(disable=True):
-            for step in range(2):
-                training.run_step(engine, step, rank, world_size, 1)
-        engine.save_checkpoint(folder)
-        result: dict[str, Any] = {"fp32": {}, "momentum": {}, "exp_avg_sq": {}}
-        for name, param in engine.module.named_parameters():
-            if stage == 0:
-                result["fp32"][name] = param.detach().clone()
-                state = engine.optimizer.state[param]
-                result["momentum"][name] = state["exp_avg"].clone()
-                result["exp_avg_sq"][name] = state["exp_avg_sq"].clone()
-                continue
-            result["fp32"][name] = safe_get_full_fp32_param(param).clone()
-            if optimizer == "Muon" and stage < 3:
-                continue  # DeepSpeed cannot say
-            muon = optimizer == "Muon" and name in MATRICES["toy"]
-            key = "momentum_buffer" if muon else "exp_avg"
-            result["momentum"][name] = safe_get_full_optimizer_state(param, key).clone()
-            if not muon:
-                result["exp_avg_sq"][name] = safe_get_full_optimizer_state(param, "exp_avg_sq").clone()
-        engine.destroy()
-        return result
-    finally:
-        deepspeed_muon.register()
 
 
 def tensors_of(folder: Path) -> dict[str, Any]:

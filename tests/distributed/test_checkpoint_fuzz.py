@@ -30,7 +30,8 @@ from deepspeed_muon.checkpoint.sealed import parse_sealed, sealed_json
 from deepspeed_muon.checkpoint.universal import RECORD_NAME, UniversalSource, convert_to_universal
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
-from tests.support.checkpoints import INDEX, differences, snapshot
+from tests.support.checkpoints import INDEX
+from tests.support.snapshots import differences, snapshot
 
 VALUES = st.one_of(
     st.none(),
@@ -221,14 +222,21 @@ def test_layout_records(saved: Path, tmp_path: Path, count: int) -> None:
     assert accepted < count / 2
 
 
-def restored(rank: int, world_size: int, *, folder: str, count: int) -> list[str]:
-    """Restore mutated sets; return what was wrong: another error, or an engine that a refused one changed."""
-    engine = training.make_engine(training.ds_config(2, precision="fp16"), seed=7)
-    training.run_step(engine, 0, rank, world_size, 1)
-    path = Path(folder, "set", INDEX)
+def loaded_mutants(
+    engine: Any, path: Path, load: Callable[[], Any], accept: Callable[[], None], count: int, number: int
+) -> list[str]:
+    """Load mutants of a document; return what was wrong: another error, or an engine that a refused one changed.
+
+    Args:
+        engine: Trained for a step; destroyed at the end.
+        path: The document, restored at the end.
+        load: Load what the document belongs to.
+        accept: Check what a mutant that was loaded left.
+        count: Number of mutants.
+        number: Of the seed.
+    """
     text = path.read_bytes()
     document = json.loads(text)
-    good = verify_folder(path.parent)
     before = snapshot(engine)
     wrong: list[str] = []
     tally = {"refused": 0, "loaded": 0}
@@ -238,7 +246,7 @@ def restored(rank: int, world_size: int, *, folder: str, count: int) -> list[str
         mutated = as_text(mutate(document, data), data)
         path.write_bytes(mutated)
         try:
-            restore(engine, path.parent)
+            load()
         except CheckpointError:
             tally["refused"] += 1
             changed = differences(before, snapshot(engine))
@@ -248,19 +256,31 @@ def restored(rank: int, world_size: int, *, folder: str, count: int) -> list[str
             wrong.append(f"{type(error).__name__}: {error}")
             return
         tally["loaded"] += 1
-        found = verify_folder(path.parent)
-        same_state(found, good)
-        for group in engine.basic_optimizer.param_groups:
-            assert 0 <= group["lr"] < math.inf and 0 <= group["momentum"] < 1 and group["eps"] > 0
+        accept()
         assert float(engine.optimizer.loss_scale) > 0 and engine.global_steps >= 0
         before = snapshot(engine)
 
     try:
-        fuzz(check, count, 3)
+        fuzz(check, count, number)
     finally:
         path.write_bytes(text)
         engine.destroy()
     return [*wrong, *([] if min(tally.values()) else [f"one-sided: {tally}"])]
+
+
+def restored(rank: int, world_size: int, *, folder: str, count: int) -> list[str]:
+    """Restore mutated sets."""
+    engine = training.make_engine(training.ds_config(2, precision="fp16"), seed=7)
+    training.run_step(engine, 0, rank, world_size, 1)
+    path = Path(folder, "set", INDEX)
+    good = verify_folder(path.parent)
+
+    def accept() -> None:
+        same_state(verify_folder(path.parent), good)
+        for group in engine.basic_optimizer.param_groups:
+            assert 0 <= group["lr"] < math.inf and 0 <= group["momentum"] < 1 and group["eps"] > 0
+
+    return loaded_mutants(engine, path, lambda: restore(engine, path.parent), accept, count, 3)
 
 
 @pytest.mark.parametrize("count", [30, pytest.param(400, marks=pytest.mark.full)])
@@ -269,40 +289,13 @@ def test_restores_from_mutated_indexes(ranks: Any, saved: Path, count: int) -> N
 
 
 def restored_universal(rank: int, world_size: int, *, folder: str, count: int) -> list[str]:
+    """Load mutated universal checkpoints."""
     extra = {"checkpoint": {"load_universal": True}}
     engine = training.make_engine(training.ds_config(2, precision="fp16", extra=extra), seed=7)
     training.run_step(engine, 0, rank, world_size, 1)
     path = Path(folder, "universal", "step", RECORD_NAME)
-    text = path.read_bytes()
-    document = json.loads(text)
-    before = snapshot(engine)
-    wrong: list[str] = []
-    tally = {"refused": 0, "loaded": 0}
-
-    def check(data: st.DataObject) -> None:
-        nonlocal before
-        mutated = as_text(mutate(document, data), data)
-        path.write_bytes(mutated)
-        try:
-            engine.load_checkpoint(os.path.join(folder, "universal"))
-        except CheckpointError:
-            tally["refused"] += 1
-            changed = differences(before, snapshot(engine))
-            wrong.extend(f"{changed} by {mutated[-300:]!r}" for _ in changed[:1])
-            return
-        except Exception as error:
-            wrong.append(f"{type(error).__name__}: {error}")
-            return
-        tally["loaded"] += 1
-        assert float(engine.optimizer.loss_scale) > 0
-        before = snapshot(engine)
-
-    try:
-        fuzz(check, count, 4)
-    finally:
-        path.write_bytes(text)
-        engine.destroy()
-    return [*wrong, *([] if min(tally.values()) else [f"one-sided: {tally}"])]
+    place = os.path.join(folder, "universal")
+    return loaded_mutants(engine, path, lambda: engine.load_checkpoint(place), lambda: None, count, 4)
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.full)])

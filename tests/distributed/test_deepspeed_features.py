@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ from deepspeed.runtime.config import DeepSpeedConfigError
 from torch.utils.checkpoint import checkpoint
 
 import deepspeed_muon
-from tests.distributed.test_equivalence import STEPS, compare
 from tests.support import training
+from tests.support.contract import STEPS, compare
 from tests.support.models import MATRICES, batch, build
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -198,51 +197,6 @@ def test_sequence_parallel_by_mesh_is_refused(ranks: Any) -> None:
     """There DeepSpeed adds up gradients over the data-parallel ranks only, and the weights drift apart."""
     for message in ranks(2).run(start_on_a_mesh):
         assert "mesh_param" in message and "parallel_state_sp" in message
-
-
-def moved_away(rank: int, world_size: int, *, stage: int, precision: str, move: bool) -> Any:
-    """Train, offload all states to the host and take them back, train on; say what the exchange holds meanwhile."""
-    engine = training.make_engine(training.ds_config(stage, precision=precision, clipping=0.5))
-    buffers = deepspeed_muon.muon_optimizer(engine).exchange_buffers
-    held = []
-    for step in range(4):
-        training.run_step(engine, step, rank, world_size, 1)
-        if move and step % 2 == 0:
-            memory = [weakref.ref(each) for each in buffers._memory.values()]
-            held.append([buffers.allocated_bytes, len(memory)])
-            engine.offload_states()
-            held[-1] += [buffers.allocated_bytes, sum(each() is not None for each in memory)]
-            engine.reload_states()
-    report = {
-        "held": held,
-        "params": training.full_masters(engine),
-        "momentum": training.full_states(engine, "momentum_buffer"),
-    }
-    engine.destroy()
-    return report
-
-
-@pytest.mark.parametrize(
-    ("stage", "precision"),
-    [
-        pytest.param(1, "bf16", marks=pytest.mark.full),
-        (2, "bf16"),
-        pytest.param(2, "fp32", marks=pytest.mark.full),
-        pytest.param(3, "fp32", marks=pytest.mark.full),
-        (3, "bf16"),
-    ],
-)
-def test_offload_states_changes_nothing(ranks: Any, stage: int, precision: str) -> None:
-    stayed = ranks(2).run(moved_away, stage=stage, precision=precision, move=False)[0]
-    moved = ranks(2).run(moved_away, stage=stage, precision=precision, move=True)[0]
-    for before, buffers, after, alive in moved["held"]:
-        # At stages 1 and 2 the matrices of this model lie whole on one rank each, and none travels.
-        assert stage < 3 or (before > 0 and buffers > 0)
-        assert after == alive == 0
-    for key in ("params", "momentum"):
-        assert stayed[key] and stayed[key].keys() == moved[key].keys()
-        for name, expected in stayed[key].items():
-            assert torch.equal(moved[key][name], expected), (key, name)
 
 
 def loaded_weights(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import deepspeed
@@ -13,26 +12,8 @@ from torch import nn
 import deepspeed_muon
 from tests.support import training
 from tests.support.models import batch
-
-# Seconds in which a disagreement must be reported; a hang would last for gloo's thirty minutes.
-PROMPT = 30.0
-
-
-def snapshot(engine: Any) -> list[torch.Tensor]:
-    """Copy the module's weights, the fp32 masters and all optimizer state that this rank holds."""
-    optimizer = deepspeed_muon.muon_optimizer(engine)
-    tensors = [param.data for param in engine.module.parameters()]
-    tensors += [getattr(param, "ds_tensor", param).data for param in engine.module.parameters()]
-    for runner in optimizer.runners:
-        for partition in runner.step_set.partitions:
-            tensors.append(partition.tensor.data)
-            state = optimizer.state[partition.tensor]
-            tensors += [torch.as_tensor(state[key]) for key in sorted(state)]
-    return [tensor.clone() for tensor in tensors]
-
-
-def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+from tests.support.snapshots import changed, tensors_of
+from tests.support.training import PROMPT, try_to_start
 
 
 def poisoned_step(
@@ -42,7 +23,7 @@ def poisoned_step(
     engine = training.make_engine(training.ds_config(stage, precision=precision, **options))
     for step in range(2):
         training.run_step(engine, step, rank, world_size, 1)
-    before = snapshot(engine)
+    before = tensors_of(engine)
     loss = engine(*batch(2, rank))
     engine.backward(loss * (factor if rank == world_size - 1 else 1.0))
     error = ""
@@ -50,15 +31,15 @@ def poisoned_step(
         engine.step()
     except deepspeed_muon.NonFiniteGradientError as caught:
         error = str(caught)
-    unchanged = same(before, snapshot(engine))
+    unchanged = not changed(before, tensors_of(engine))
     engine.zero_grad()
     if not error:
         training.run_step(engine, 3, rank, world_size, 1)
-    after = snapshot(engine)
+    after = tensors_of(engine)
     report = {
         "unchanged": unchanged,
-        "moved": not same(before, after),
-        "finite": all(bool(torch.isfinite(tensor.float()).all()) for tensor in after),
+        "moved": bool(changed(before, after)),
+        "finite": all(bool(torch.isfinite(tensor.float()).all()) for tensor in after.values()),
         "error": error,
         "skipped": engine.skipped_steps,
     }
@@ -91,22 +72,6 @@ def test_nonfinite_gradient_is_an_error_if_asked(ranks: Any, stage: int, precisi
     ):
         assert "nonfinite_grad is 'error'" in report["error"]
         assert report["unchanged"] and report["finite"]
-
-
-def try_to_start(
-    rank: int, world_size: int, *, stage: int, on_last_rank: dict[str, Any], common: dict[str, Any]
-) -> Any:
-    """Start an engine whose configuration differs on the last rank; report the error and how long it took."""
-    changes = {**common, **(on_last_rank if rank == world_size - 1 else {})}
-    config = training.ds_config(changes.pop("stage", stage), params=changes.pop("params", None))
-    config.update(changes)
-    started = time.monotonic()
-    try:
-        engine = training.make_engine(config)
-    except deepspeed_muon.MuonError as error:
-        return {"type": type(error).__name__, "message": str(error), "seconds": time.monotonic() - started}
-    engine.destroy()
-    return {"type": None, "message": "", "seconds": time.monotonic() - started}
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

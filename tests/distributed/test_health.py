@@ -11,14 +11,10 @@ import pytest
 import torch
 
 import deepspeed_muon
-from tests.distributed.test_equivalence import compare
 from tests.support import training
+from tests.support.contract import compare
 from tests.support.models import MATRICES
-
-EVENTS = {
-    "update_rms", "orthogonality_error", "sigma_max", "stable_rank", "alignment",
-    "time_gather", "time_newton_schulz", "time_scatter", "seconds", "redone", "failed",
-}  # fmt: skip
+from tests.support.training import EVENTS
 
 
 def watch(

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import json
 from typing import Any
 
-import deepspeed
 import pytest
-import torch
-from deepspeed.utils import set_z3_leaf_modules
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from tests.distributed.test_equivalence import ADAM_TOLERANCE, MUON_TOLERANCE
-from tests.distributed.test_variants import HALF_TOLERANCE
-from tests.support import training
-from tests.support.models import MATRICES, Branches, batch, build
-from tests.support.reference import Oracle, relative, worst
+from tests.support.idle import (
+    CPU,
+    MANNERS,
+    OFFLOAD,
+    compare,
+    lead,
+)
 
 # For each step the branches that each of its micro-batches uses; "!" marks a step with an infinite gradient.
 SCHEDULES: dict[str, list[list[str]]] = {
@@ -34,18 +28,7 @@ SCHEDULES: dict[str, list[list[str]]] = {
 # The same on two ranks that use different branches, as a mixture of experts does.
 APART = [["a|b", "|a"], ["|", "|"], ["b|", "a|b"], ["ab|a", "|"], ["|b", "b|"]]
 
-MANNERS = (
-    "by hand",  # the program sets the accumulation boundary and calls step() once a step
-    "evaluating",  # forward passes that use all branches, before and after backward
-    "plain backward",  # loss.backward()
-    "zero_grad",  # of the wrapper, before each step
-    "checkpointed",  # reentrant activation checkpointing: several phases in one backward pass
-    "unmanaged",  # managed_gradient_accumulation: false
-    "coalesced",  # engine.coalesce_grad_reduction()
-)
 
-CPU = {"device": "cpu"}
-OFFLOAD = {"offload_optimizer": CPU}
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 SETTINGS: dict[str, dict[str, Any]] = {
     "0": {"stage": 0},
@@ -102,166 +85,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "3-fp16": {"stage": 3, "precision": "fp16"},
     "3-fp16-offload": {"stage": 3, "precision": "fp16", "zero": {**OFFLOAD, "sub_group_size": 150}},
 }
-
-
-def lead(
-    rank: int,
-    world_size: int,
-    *,
-    schedule: list[list[str]],
-    manner: str = "",
-    touch: str = "",
-    **settings: Any,
-) -> dict[str, Any]:
-    """Train by a schedule; report the masters before and after each step, the momentum at the end, and the norms.
-
-    Args:
-        rank: This rank.
-        world_size: Number of ranks.
-        schedule: The branches that each micro-batch of each step uses.
-        manner: One of ``MANNERS``.
-        touch: See :class:`tests.support.models.Branches`; ``leaf`` makes that module one of DeepSpeed's leaf modules.
-        **settings: For :func:`tests.support.training.ds_config`, and ``zero_init``.
-    """
-    zero_init = settings.pop("zero_init", False)
-    accumulation = 1 if manner == "coalesced" else len(schedule[0])
-    if manner == "unmanaged":
-        settings["extra"] = {"managed_gradient_accumulation": False}
-    config = training.ds_config(settings.pop("stage"), accumulation=accumulation, clipping=0.5, **settings)
-    model = make_model(config, zero_init, touch, manner)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    paths, norms, skipped = [training.full_masters(engine)], [], []
-    for step, micros in enumerate(schedule):
-        before = total_skipped(engine)
-        if manner == "zero_grad":
-            engine.optimizer.zero_grad()
-        with engine.coalesce_grad_reduction() if manner == "coalesced" else contextlib.nullcontext():
-            for micro, used in enumerate(micros):
-                model.used = own_share(used, rank)
-                factor = float("inf") if "!" in used else 1.0
-                tokens = batch(step, micro * world_size + rank)
-                run_micro_batch(engine, tokens, factor, manner, micro, len(micros))
-        if manner == "coalesced":
-            engine.step()
-        paths.append(training.full_masters(engine))
-        norms.append(float(engine.get_global_grad_norm()))
-        skipped.append(total_skipped(engine) > before)
-    report = {
-        "paths": paths,
-        "momentum": training.full_states(engine, "momentum_buffer"),
-        "norms": norms,
-        "skipped": skipped,
-    }
-    engine.destroy()
-    return report
-
-
-def run_micro_batch(
-    engine: Any, tokens: tuple[Tensor, Tensor], factor: float, manner: str, micro: int, micros: int
-) -> None:
-    """Run forward, backward and, where the manner calls it here, ``step()``."""
-    last = micro == micros - 1
-    if manner == "by hand":
-        engine.set_gradient_accumulation_boundary(is_boundary=last)
-    if manner == "evaluating":
-        evaluate(engine, tokens)
-    loss = engine(*tokens) * factor
-    if manner == "plain backward":
-        loss.backward()
-    else:
-        # Coalescing counts as one micro-batch: the program takes the mean.
-        engine.backward(loss / micros if manner == "coalesced" else loss)
-    if manner == "evaluating":
-        evaluate(engine, tokens)
-    if manner != "coalesced" and (last or manner not in ("by hand", "unmanaged")):
-        engine.step()
-
-
-def make_model(config: dict[str, Any], zero_init: bool, touch: str, manner: str) -> Any:
-    with deepspeed.zero.Init(config_dict_or_path=config, enabled=zero_init):
-        model: Any = build("switched")
-    if zero_init:
-        training.load_unpartitioned(model, "switched", {})
-    if touch == "leaf":
-        set_z3_leaf_modules(model, [Branches])
-    else:
-        model.branches.touch = touch
-    if manner == "checkpointed":
-        for block in model.blocks:
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=True)
-    return model
-
-
-def own_share(used: str, rank: int) -> str:
-    """Return the branches that a rank uses in a micro-batch."""
-    return (used.split("|")[rank] if "|" in used else used).strip("!")
-
-
-def total_skipped(engine: Any) -> int:
-    return int(engine.skipped_steps) + int(engine.basic_optimizer.skipped_steps)
-
-
-def evaluate(engine: Any, tokens: tuple[Tensor, Tensor]) -> None:
-    """Run a forward pass that uses all branches, without gradients."""
-    used, engine.module.used = engine.module.used, "ab"
-    engine.eval()
-    with torch.no_grad():
-        engine(*tokens)
-    engine.train()
-    engine.module.used = used
-
-
-@functools.lru_cache(maxsize=32)
-def reference(schedule_json: str, world: int) -> dict[str, Any]:
-    """Train in one process in float64; the same report, and the masters at the start."""
-    schedule = json.loads(schedule_json)
-    model = build("switched")
-    start = {name: param.detach().clone() for name, param in model.named_parameters()}
-    model = model.double()
-    oracle = Oracle(MATRICES["switched"], clipping=0.5)
-    norms = []
-    for step, micros in enumerate(schedule):
-        model.zero_grad()
-        overflows = any("!" in used for used in micros)
-        for micro, used in enumerate(micros):
-            for rank in range(world):
-                model.used = own_share(used, rank)
-                (model(*batch(step, micro * world + rank)) / world / len(micros)).backward()
-        norms.append(float("inf") if overflows else oracle.update(model))
-    end = {name: param.detach() for name, param in model.named_parameters()}
-    momentum = {name: oracle.state[name][0] for name in MATRICES["switched"] if name in oracle.state}
-    return {"start": start, "end": end, "norms": norms, "momentum": momentum}
-
-
-def compare(results: list[dict[str, Any]], schedule: list[list[str]], *, precision: str = "fp32") -> None:
-    """Check every step: what is idle keeps its bits, all else follows the reference, norms included."""
-    expected = reference(json.dumps(schedule), len(results))
-    paths = results[0]["paths"]
-    for step, (micros, before, after) in enumerate(zip(schedule, paths, paths[1:], strict=False)):
-        overflows = any("!" in used for used in micros)
-        assert results[0]["skipped"][step] == overflows, (step, results[0]["skipped"])
-        for name, param in after.items():
-            idle = overflows or (name.startswith("branches.") and name.split(".")[1] not in "".join(micros))
-            stayed = torch.equal(param, before[name])
-            assert stayed or not idle, f"{name} moved in step {step}, without a gradient"
-    errors = {}
-    for name, param in expected["end"].items():
-        errors[name] = relative(paths[-1][name], param, expected["start"][name])
-    muon = {name: error for name, error in errors.items() if name in MATRICES["switched"]}
-    others = {name: error for name, error in errors.items() if name not in muon}
-    finite = [number for number, norm in enumerate(expected["norms"]) if norm != float("inf")]
-    norms = torch.tensor([expected["norms"][number] for number in finite])
-    for result in results:
-        own = torch.tensor([result["norms"][number] for number in finite])
-        torch.testing.assert_close(own, norms, rtol=1e-6 if precision == "fp32" else 2e-2, atol=0)
-    if precision != "fp32":
-        assert worst(list(muon.values())) <= HALF_TOLERANCE[precision], muon
-        return
-    assert worst(list(muon.values())) <= MUON_TOLERANCE, muon
-    assert worst(list(others.values())) <= ADAM_TOLERANCE, others
-    for name, momentum in expected["momentum"].items():
-        error = float((results[0]["momentum"][name] - momentum).norm() / momentum.norm())
-        assert error <= 1e-6, (name, error)
 
 
 CASES = [(setting, schedule) for setting in SETTINGS for schedule in SCHEDULES]

@@ -12,8 +12,8 @@ import torch
 
 import deepspeed_muon
 from deepspeed_muon.optimizer import Muon
-from tests.distributed.test_equivalence import reference
 from tests.support import training
+from tests.support.contract import reference
 from tests.support.models import MATRICES, batch, build
 from tests.support.reference import relative
 

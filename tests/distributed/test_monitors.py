@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import deepspeed_muon
-from tests.distributed.test_health import EVENTS
 from tests.support import training
 from tests.support.harness import run_ranks
+from tests.support.training import EVENTS
 
 STEPS = 4
 EVERY = 2

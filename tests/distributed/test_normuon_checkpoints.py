@@ -8,40 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-import deepspeed_muon
 from deepspeed_muon.checkpoint import consolidate, load_index, restore
 from deepspeed_muon.checkpoint.offline import consolidate_files, export_to_torch
 from deepspeed_muon.checkpoint.universal import convert_to_universal
-from deepspeed_muon.plan.rows import ROW_STATE_KEY
-from tests.distributed.test_equivalence import compare
 from tests.support import training
+from tests.support.contract import compare
 from tests.support.models import MATRICES
+from tests.support.training import full_rows
 
 MICROS = 4
 NORMUON = {"variant": "normuon"}
-
-
-def full_rows(engine: Any) -> dict[str, Tensor]:
-    """Assemble every matrix's row moments from the ranks; empty where there are none."""
-    optimizer = deepspeed_muon.muon_optimizer(engine)
-    full = {}
-    for runner in optimizer.runners:
-        tensors = {p.index: optimizer.state[p.tensor].get(ROW_STATE_KEY) for p in runner.step_set.partitions}
-        for layout in runner.row_layouts:
-            kept = tensors[layout.partition]
-            if kept is None:
-                continue
-            whole = torch.zeros(layout.rows, dtype=torch.float64)
-            for run in layout.fragments:
-                if run.rank == runner.step_set.rank and not (layout.replicated and run.rank):
-                    whole[run.matrix_offset :][: run.numel] = kept[run.partition_offset :][: run.numel]
-            if runner.step_set.world_size > 1:
-                dist.all_reduce(whole, group=runner.step_set.group)
-            full[layout.name] = whole
-    return full
 
 
 def make(stage: int, world_size: int, *, seed: int = 0, params: Any = None, **settings: Any) -> Any:

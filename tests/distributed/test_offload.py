@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import deepspeed_muon
-from tests.distributed.test_equivalence import compare
-from tests.distributed.test_failures import try_to_start
 from tests.support import training
+from tests.support.contract import compare
 from tests.support.models import build
+from tests.support.training import try_to_start
 
 CPU = {"offload_optimizer": {"device": "cpu"}}
 

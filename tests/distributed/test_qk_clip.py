@@ -13,8 +13,7 @@ from torch import Tensor
 
 import deepspeed_muon
 from deepspeed_muon.math.reference_qk_clip import reference_clip, reference_clip_latent, reference_max_logits
-from tests.distributed import test_pipeline
-from tests.support import training
+from tests.support import pipelines, training
 from tests.support.attention_models import HEADS, KEY_HEADS, NOPE, ROPE, SCALE, THRESHOLD, WIDTH
 from tests.support.models import MATRICES, batch, build
 from tests.support.reference import Oracle, relative
@@ -392,5 +391,5 @@ def test_parts_of_heads_or_layers_are_refused(ranks: Any) -> None:
     for message in ranks(2).run(on_shared_sequences):
         assert "qk_clip with sequence parallelism is not supported" in message
     pipeline = {"kind": "toy", "stages": 2, "zero": 1, "precision": "fp32", "params": {"qk_clip": CLIP}}
-    for result in ranks(2).run(test_pipeline.train, **pipeline):
+    for result in ranks(2).run(pipelines.train, **pipeline):
         assert "qk_clip with a pipeline is not supported" in result["error"]

@@ -13,8 +13,8 @@ import deepspeed_muon
 from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.checkpoint.index import load_index
 from deepspeed_muon.optimizer import Muon
-from tests.distributed.test_equivalence import compare, reference
 from tests.support import training
+from tests.support.contract import compare, reference
 from tests.support.models import FUSED_PARAMS, MATRICES, build
 from tests.support.reference import relative
 

@@ -14,7 +14,7 @@ from deepspeed_muon import MuonError, NsSettings, ShardingError, orthogonalize, 
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.reference import reference_orthogonalize
 from deepspeed_muon.transport import sharded
-from tests.unit.test_math import TOLERANCE, matrix
+from tests.support.matrices import TOLERANCE, matrix
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

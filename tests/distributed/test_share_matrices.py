@@ -10,11 +10,11 @@ import torch
 
 import deepspeed_muon
 from deepspeed_muon.step import placements
-from tests.distributed.test_equivalence import compare
-from tests.distributed.test_failures import try_to_start
-from tests.distributed.test_plan_counts import count_a_step
 from tests.support import training
+from tests.support.contract import compare
+from tests.support.counting import count_a_step
 from tests.support.models import MATRICES
+from tests.support.training import try_to_start
 
 CASES = [
     # stage, ranks, model, most ranks that share, how many matrices they share

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.test_equivalence import MUON_TOLERANCE, compare, reference
-from tests.distributed.test_variants import HALF_TOLERANCE
 from tests.support import tensor_parallel
+from tests.support.contract import HALF_TOLERANCE, MUON_TOLERANCE, compare, reference
 from tests.support.models import MATRICES, build
 from tests.support.reference import relative
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.test_equivalence import compare, reference
 from tests.support import training
+from tests.support.contract import HALF_TOLERANCE, compare, reference
 from tests.support.models import MATRICES
 from tests.support.reference import relative
 
@@ -83,12 +83,6 @@ def test_per_head_muon(ranks: Any, stage: int) -> None:
     """Query and key heads are orthogonalised separately, the output projection is not."""
     results = ranks(3).run(training.train, stage=stage, kind="heads", params={"per_head_muon": True})
     compare(results, "heads", 3, 0.0)
-
-
-# Half precision: the weights that the forward pass sees are rounded (bf16 2^-9, fp16 2^-12, relative), so the gradients
-# differ from the reference's by about that in each direction, and the iteration amplifies the small directions. These
-# bounds catch a wrong update (a sign, a scale, a missing matrix: 1.0 and more), the fp32 tests the small errors.
-HALF_TOLERANCE = {"bf16": 0.25, "fp16": 0.08}
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -33,10 +33,10 @@ from deepspeed_muon.checkpoint import consolidate, load_index, restore
 from deepspeed_muon.checkpoint.offline import consolidate_files, verify_folder
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.ops import load as load_ops
-from tests.distributed.test_checkpoint_consolidate import MICROS, STATES, engine_for
 from tests.faults.disk import Disk, worst_folders
 from tests.faults.injector import Fault, Injector, describe
 from tests.support import training
+from tests.support.checkpoints import MICROS, STATES, engine_for
 
 INDEX = "muon_index.json"
 SHARD_BYTES = 24_000

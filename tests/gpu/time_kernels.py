@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.gpu.test_cuda_kernels import gram, product_of
-from tests.support.cuda_library import OK, Kernels
+from tests.support.cuda_library import OK, Kernels, gram, product_of
 
 TILE = 128
 L2_BYTES = 60 << 20

@@ -15,7 +15,7 @@ import torch
 from deepspeed.checkpoint import ds_to_universal
 
 import deepspeed_muon
-from tests.distributed.test_checkpoint_files import HAS_OWN_MUON, save_other, save_ours
+from tests.support.checkpoints import HAS_OWN_MUON, save_other, save_ours
 
 TAG = "global_step2"
 

@@ -25,8 +25,8 @@ from deepspeed_muon.monitoring.results import Result, Together
 from deepspeed_muon.plan.layout import Fragment, MatrixLayout, TensorShards
 from deepspeed_muon.step import placements
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
-from tests.distributed.test_equivalence import MUON_TOLERANCE, reference
 from tests.support import tensor_parallel
+from tests.support.contract import MUON_TOLERANCE, reference
 from tests.support.models import MATRICES, batch
 from tests.support.reference import relative
 from tests.support.training import ds_config

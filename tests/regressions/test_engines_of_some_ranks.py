@@ -19,39 +19,9 @@ import deepspeed_muon
 import deepspeed_muon.checkpoint
 from tests.support import training
 from tests.support.models import build
+from tests.support.tensor_parallel import SomeRanks
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
-
-
-class SomeRanks:
-    """The ``mpu`` of an engine that spans ``ranks`` alone; all ranks of the program make it."""
-
-    def __init__(self, *parts: list[int], timeout: float = 60.0) -> None:
-        limit = timedelta(seconds=timeout)
-        for part in parts:
-            group = dist.new_group(part, timeout=limit)
-            if dist.get_rank() in part:
-                self.data = group
-        alone = [dist.new_group([rank], timeout=limit) for rank in range(dist.get_world_size())]
-        self.alone = alone[dist.get_rank()]
-
-    def get_model_parallel_group(self) -> Any:
-        return self.alone
-
-    def get_model_parallel_rank(self) -> int:
-        return 0
-
-    def get_model_parallel_world_size(self) -> int:
-        return 1
-
-    def get_data_parallel_group(self) -> Any:
-        return self.data
-
-    def get_data_parallel_rank(self) -> int:
-        return dist.get_rank(self.data)
-
-    def get_data_parallel_world_size(self) -> int:
-        return dist.get_world_size(self.data)
 
 
 def engine_of(mpu: Any, config: dict[str, Any], *, seed: int = 0) -> Any:

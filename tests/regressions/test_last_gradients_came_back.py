@@ -13,8 +13,8 @@ import pytest
 import torch
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 
-from tests.distributed.test_idle_parameters import OFFLOAD, compare, lead
 from tests.support import training
+from tests.support.idle import OFFLOAD, compare, lead
 from tests.support.models import batch
 
 ONCE = [["ab"], ["b"], ["b"]]

@@ -16,8 +16,8 @@ from deepspeed_muon.checkpoint import consolidate
 from deepspeed_muon.checkpoint.offline import consolidate_files
 from deepspeed_muon.checkpoint.universal import convert_to_universal
 from deepspeed_muon.errors import CheckpointError
-from tests.distributed.test_checkpoint_consolidate import MICROS, engine_for
 from tests.support import training
+from tests.support.checkpoints import MICROS, engine_for
 
 
 def save_two_steps(

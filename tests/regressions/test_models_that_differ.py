@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import deepspeed_muon
-from tests.distributed.test_failures import PROMPT
 from tests.support import training
 from tests.support.models import build
+from tests.support.training import PROMPT
 
 
 def try_model(rank: int, world_size: int, *, stage: int, how: str, client: str) -> Any:

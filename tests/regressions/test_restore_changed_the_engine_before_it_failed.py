@@ -14,8 +14,9 @@ from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.checkpoint.universal import RECORD_NAME, convert_to_universal
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
-from tests.support.checkpoints import INDEX, differences, edit, snapshot
+from tests.support.checkpoints import INDEX, edit
 from tests.support.models import build
+from tests.support.snapshots import differences, snapshot
 
 WARMUP = {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 8}
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.test_failures import same, snapshot
 from tests.support import training
 from tests.support.models import MATRICES, batch
+from tests.support.snapshots import changed, tensors_of
 
 SCHEDULE = {
     "type": "WarmupLR",
@@ -43,13 +43,13 @@ def poisoned(
         handle = None
         if step == 1 and rank == world_size - 1:
             handle = param.register_hook(lambda grad: torch.full_like(grad, float("nan")))
-        before = snapshot(engine)
+        before = tensors_of(engine)
         for micro in range(2):
             loss = engine(*batch(step, micro * world_size + rank))
             engine.backward(loss)
             engine.step()
         if step == 1:
-            unchanged = same(before, snapshot(engine))
+            unchanged = not changed(before, tensors_of(engine))
         if handle is not None:
             handle.remove()
         counts.append(engine.skipped_steps)

@@ -17,8 +17,8 @@ from deepspeed_muon.checkpoint import consolidate
 from deepspeed_muon.checkpoint.consolidate import Stage
 from deepspeed_muon.checkpoint.offline import consolidate_files, verify_folder
 from deepspeed_muon.errors import CheckpointError
-from tests.distributed.test_checkpoint_consolidate import MICROS, engine_for
 from tests.support import training
+from tests.support.checkpoints import MICROS, engine_for
 
 
 def save_during_a_save(rank: int, world_size: int, *, folder: str, stage: str, locks: bool) -> str:

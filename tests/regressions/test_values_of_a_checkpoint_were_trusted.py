@@ -20,7 +20,8 @@ from deepspeed_muon.checkpoint.settings import checked_settings
 from deepspeed_muon.checkpoint.shards import PlannedTensor, ShardFile
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
-from tests.support.checkpoints import INDEX, differences, edit, snapshot
+from tests.support.checkpoints import INDEX, edit
+from tests.support.snapshots import differences, snapshot
 
 FILE = "muon-0123456789ab-00000.safetensors"
 GROUP = {

@@ -1,60 +1,223 @@
-"""What tests of damaged checkpoints share: everything that an engine holds, and edits of sealed documents."""
+"""Rank functions that save and load checkpoints between topologies, their comparison, and edits of sealed files."""
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+import deepspeed_muon
+from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.checkpoint.sealed import sealed_json
+from tests.support import training
+from tests.support.models import MATRICES, batch
+
+MICROS = 12
+"""Micro-batches of a step over all ranks: every number of ranks up to 4 sees the same data."""
+
+
+STATES = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+
+
+# The restored weights are equal, so the loss before the next step is too. In that step gradients are summed over other
+# ranks in another order: 2^-24 relative for each of a dozen additions, enlarged by Newton-Schulz where singular
+# values are small. The weights then differ in their last bits, which a loss of some hundred terms averages. Measured
+# over the trimmed set: at most 2e-9, and 2.3e-5 with half-precision gradients and forward passes.
+NEXT_LOSS = 1e-7
+
+
+NEXT_LOSS_HALF = 1e-3
+
+
+def report(engine: Any) -> dict[str, Any]:
+    """Masters and optimizer state by name, and the rates."""
+    return {
+        "fp32": training.full_masters(engine),
+        **{key: training.full_states(engine, key) for key in STATES},
+        "rates": [float(group["lr"]) for group in engine.basic_optimizer.param_groups],
+        "steps": sorted({int(s["step"]) for s in engine.basic_optimizer.state.values() if "step" in s}),
+        "global_steps": engine.global_steps,
+    }
+
+
+def probe(engine: Any) -> float:
+    """Return the loss of a batch that is the same everywhere."""
+    engine.eval()
+    with torch.no_grad():
+        loss = float(engine(*batch(99, 0)))
+    engine.train()
+    return loss
+
+
+def engine_for(stage: int, world_size: int, *, seed: int, kind: str, **settings: Any) -> Any:
+    config = training.ds_config(
+        stage,
+        accumulation=MICROS // world_size,
+        clipping=0.5,
+        precision=settings.get("precision", "fp32"),
+        params=settings.get("params"),
+        zero=settings.get("zero"),
+        extra=settings.get("extra"),
+    )
+    config["scheduler"] = {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 8, "warmup_type": "linear"},
+    }
+    return training.make_engine(config, kind, seed=seed)
+
+
+def save(
+    rank: int,
+    world_size: int,
+    *,
+    folder: str,
+    stage: int,
+    steps: int = 2,
+    kind: str = "toy",
+    shard_bytes: int = 4000,
+    **settings: Any,
+) -> Any:
+    engine = engine_for(stage, world_size, seed=0, kind=kind, **settings)
+    for step in range(steps):
+        training.run_step(engine, step, rank, world_size, MICROS // world_size)
+    consolidate(engine, folder, shard_bytes=shard_bytes)
+    result = report(engine)
+    result["loss"] = probe(engine)
+    training.run_step(engine, steps, rank, world_size, MICROS // world_size)
+    result["next_loss"] = probe(engine)
+    engine.destroy()
+    return result
+
+
+def load(
+    rank: int,
+    world_size: int,
+    *,
+    folder: str,
+    stage: int,
+    steps: int = 2,
+    kind: str = "toy",
+    trained: int = 0,
+    **settings: Any,
+) -> Any:
+    engine = engine_for(stage, world_size, seed=7, kind=kind, **settings)
+    for step in range(trained):
+        training.run_step(engine, 50 + step, rank, world_size, MICROS // world_size)
+    restore(engine, folder)
+    result = report(engine)
+    result["loss"] = probe(engine)
+    training.run_step(engine, steps, rank, world_size, MICROS // world_size)
+    result["next_loss"] = probe(engine)
+    engine.destroy()
+    return result
+
+
+def assert_equal(saved: dict[str, Any], loaded: dict[str, Any], *, next_loss: float = NEXT_LOSS) -> None:
+    for key in ("fp32", *STATES):
+        assert saved[key].keys() == loaded[key].keys(), key
+        for name, expected in saved[key].items():
+            assert torch.equal(loaded[key][name], expected), (key, name)
+    for key in ("rates", "steps", "global_steps"):
+        assert saved[key] == loaded[key], key
+    assert loaded["loss"] == pytest.approx(saved["loss"], rel=1e-6)
+    assert loaded["next_loss"] == pytest.approx(saved["next_loss"], rel=next_loss)
+
+
+SMALL = {"sub_group_size": 200}
+
+
+ROUND = {"round_robin_gradients": True}
+
+
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+
+
+PERSISTENT = {"stage3_param_persistence_threshold": 300}
+
+
+def with_compat(cases: list[Any]) -> list[Any]:
+    """Mark the cases that run with the oldest DeepSpeed too.
+
+    DeepSpeed 0.16.9 loses gradients at stage 2 with offload from the third micro-batch of a step on: its AdamW reports
+    a norm of 1.93 where stage 1 and 0.19.8 report 2.50. So the step after restoring differs there.
+    """
+
+    def works(stage: int, zero: Any) -> bool:
+        return (stage, zero) != (2, OFFLOAD)
+
+    return [
+        pytest.param(
+            *case, marks=[pytest.mark.compat] if works(case[0], case[2]) and works(case[3], case[5]) else []
+        )
+        for case in cases
+    ]
+
+
+HAS_OWN_MUON = tuple(int(n) for n in __import__("deepspeed").__version__.split(".")[:2]) >= (0, 19)
+
+
+def save_ours(
+    rank: int, world_size: int, *, folder: str, stage: int, kind: str = "toy", **settings: Any
+) -> Any:
+    engine = engine_for(stage, world_size, seed=0, kind=kind, **settings)
+    for step in range(2):
+        training.run_step(engine, step, rank, world_size, MICROS // world_size)
+    result = report(engine)
+    engine.save_checkpoint(folder)
+    result["loss"] = probe(engine)
+    training.run_step(engine, 2, rank, world_size, MICROS // world_size)
+    result["next_loss"] = probe(engine)
+    engine.destroy()
+    return result
+
+
+def save_other(
+    rank: int, world_size: int, *, folder: str, optimizer: str, stage: int, zero: Any, precision: str = "fp32"
+) -> Any:
+    """Train with DeepSpeed's own Muon or AdamW; return what DeepSpeed itself says of weights and state."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    deepspeed_muon.unregister()
+    try:
+        zero = dict(zero, **({"reduce_scatter": False} if optimizer == "Muon" and stage == 3 else {}))
+        config = training.ds_config(stage, zero=zero, precision=precision, clipping=0.5)
+        params: dict[str, Any] = {"lr": 1e-3, "torch_adam": True, "betas": [0.8, 0.95]}
+        if optimizer == "Muon":
+            params["momentum"] = 0.8
+        config["optimizer"] = {"type": optimizer, "params": params}
+        engine = training.make_engine(config, exact=precision == "fp32")
+        # DeepSpeed compiles its iteration, which takes longer than all else here.
+        with torch._dynamo.config.patch(disable=True):
+            for step in range(2):
+                training.run_step(engine, step, rank, world_size, 1)
+        engine.save_checkpoint(folder)
+        result: dict[str, Any] = {"fp32": {}, "momentum": {}, "exp_avg_sq": {}}
+        for name, param in engine.module.named_parameters():
+            if stage == 0:
+                result["fp32"][name] = param.detach().clone()
+                state = engine.optimizer.state[param]
+                result["momentum"][name] = state["exp_avg"].clone()
+                result["exp_avg_sq"][name] = state["exp_avg_sq"].clone()
+                continue
+            result["fp32"][name] = safe_get_full_fp32_param(param).clone()
+            if optimizer == "Muon" and stage < 3:
+                continue  # DeepSpeed cannot say
+            muon = optimizer == "Muon" and name in MATRICES["toy"]
+            key = "momentum_buffer" if muon else "exp_avg"
+            result["momentum"][name] = safe_get_full_optimizer_state(param, key).clone()
+            if not muon:
+                result["exp_avg_sq"][name] = safe_get_full_optimizer_state(param, "exp_avg_sq").clone()
+        engine.destroy()
+        return result
+    finally:
+        deepspeed_muon.register()
+
 
 INDEX = "muon_index.json"
-
-
-def snapshot(engine: Any) -> dict[str, Any]:
-    """Return a copy of all that a restore can change on this rank."""
-    optimizer = engine.basic_optimizer
-    tensors = {f"weight {name}": param.detach() for name, param in engine.module.named_parameters()}
-    facts: dict[str, Any] = {
-        "counters": [engine.global_steps, engine.global_samples, engine.skipped_steps],
-        "schedule": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
-        "settings": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
-        "loss scale": float(getattr(engine.optimizer, "loss_scale", 1.0)),
-    }
-    for runner in optimizer.runners:
-        for partition in runner.step_set.partitions:
-            tensors[f"master {partition.index}"] = partition.tensor.detach()
-            for key, value in optimizer.state.get(partition.tensor, {}).items():
-                name = f"{key} {partition.index}"
-                if isinstance(value, torch.Tensor):
-                    tensors[name] = value
-                else:
-                    facts[name] = value
-    return {
-        "facts": copy.deepcopy(facts),
-        "tensors": {name: value.clone() for name, value in tensors.items()},
-    }
-
-
-def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Name what is not bit-identical in two snapshots of one engine."""
-    found = [
-        f"{key}: {before['facts'].get(key)} -> {after['facts'].get(key)}"
-        for key in before["facts"].keys() | after["facts"].keys()
-        if before["facts"].get(key) != after["facts"].get(key)
-    ]
-    first, second = before["tensors"], after["tensors"]
-    found += [f"{name} came or went" for name in first.keys() ^ second.keys()]
-    for name in first.keys() & second.keys():
-        same = first[name].shape == second[name].shape and torch.equal(
-            first[name].reshape(-1).view(torch.uint8), second[name].reshape(-1).view(torch.uint8)
-        )
-        found += [] if same else [name]
-    return found
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], Any], *, seal: bool = True) -> None:

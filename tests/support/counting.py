@@ -14,6 +14,11 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+import deepspeed_muon
+from deepspeed_muon.forecast.live import planned_parameters
+from deepspeed_muon.forecast.predict import PlanSettings, exchange_of, zero_bytes
+from tests.support import training
+
 # Collectives of at most so many bytes are flags, norms and loss scales, not parameters or gradients.
 SMALL = 64
 
@@ -161,3 +166,72 @@ def process_group_calls() -> Iterator[list[Collective]]:
             yield mode.calls
         finally:
             module._new_process_group_helper = original
+
+
+WIDTH = 24
+
+
+HIDDEN = (24, 72, 40, 8, 56)
+
+
+def count_a_step(
+    rank: int,
+    world_size: int,
+    *,
+    stage: int,
+    method: str,
+    kind: str = "toy",
+    params: dict[str, Any] | None = None,
+    shape: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Train two steps and report what the second one did, beside what the planner says of the same model."""
+    config = training.ds_config(stage, params={"ns_backend": "torch", "ns_method": method, **(params or {})})
+    if shape is None:
+        shape = {"width": WIDTH, "hidden": HIDDEN} if kind == "toy" else {}
+    engine = training.make_engine(config, kind, **shape)
+    optimizer = deepspeed_muon.muon_optimizer(engine)
+    training.run_step(engine, 0, rank, world_size, 1)
+    optimizer.stats.reset()
+    tokens, targets = training.batch(1, rank)
+    with counted() as around:
+        loss = engine(tokens, targets)
+        engine.backward(loss)
+    with counted() as inside:
+        engine.step()
+    settings = PlanSettings(
+        world_size,
+        stage,
+        method=method,
+        ns_dtype=torch.float32,
+        wire_bytes=4,
+        model_bytes=4,
+        order=optimizer.config.order,
+        share_matrices=optimizer.config.share_matrices if (params or {}).get("share_matrices") else False,
+    )
+    parameters = planned_parameters(optimizer.routes)
+    exchange = exchange_of(parameters, settings)
+    owners: dict[str, int] = {}
+    for runner in optimizer.runners:
+        for matrix, owner in zip(runner.plan.matrices, runner.plan.owners, strict=True):
+            owners.setdefault(matrix.name, owner)
+    names = [parameter.name for parameter in parameters if parameter.muon]
+    # NorMuon's row moments travel on top of what the planner counts.
+    moments = [runner._row_moments for runner in optimizer.runners if runner._row_moments is not None]
+    rows = 4 * sum(each.plan.sent_elements for each in moments)
+    result = {
+        "flops": (inside.flops, float(exchange.flops[rank])),
+        "exchange": (
+            optimizer.stats.bytes_sent - rows,
+            4.0 * float(exchange.gather_elements[rank] + exchange.scatter_elements[rank]),
+        ),
+        "shared": [
+            len({m.name for runner in optimizer.runners for m in runner.plan.matrices if m.sharers}),
+            len(exchange.shared),
+        ],
+        "pieces": sum(len(runner.plan.matrices) for runner in optimizer.runners),
+        "owners": (owners, dict(zip(names, exchange.owners, strict=True))),
+        "zero": (around.zero + inside.zero, zero_bytes(parameters, settings)),
+        "collectives": str((around.sent, inside.sent)),
+    }
+    engine.destroy()
+    return result

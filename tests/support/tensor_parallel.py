@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import deepspeed
@@ -16,21 +18,30 @@ from tests.support.models import Even, batch, build
 from tests.support.training import ds_config
 
 
-class Mpu:
-    """The object by which Megatron-style programs tell DeepSpeed their groups: neighbours share a model."""
+class SomeRanks:
+    """The ``mpu`` of an engine that spans one of ``parts`` alone; all ranks of the program make it.
 
-    def __init__(self, size: int) -> None:
-        world = dist.get_world_size()
-        for start in range(0, world, size):
-            ranks = list(range(start, start + size))
-            group = dist.new_group(ranks)
-            if dist.get_rank() in ranks:
-                self.tensor = group
-        for start in range(size):
-            ranks = list(range(start, world, size))
-            group = dist.new_group(ranks)
-            if dist.get_rank() in ranks:
-                self.data = group
+    Args:
+        *parts: The data-parallel ranks of each engine; a rank in none of them runs no engine.
+        models: The ranks that share a model; each rank alone unless given.
+        timeout: Of the groups, in seconds; ``None`` for the program's own.
+    """
+
+    def __init__(
+        self,
+        *parts: Sequence[int],
+        models: Sequence[Sequence[int]] | None = None,
+        timeout: float | None = 60.0,
+    ) -> None:
+        self.data = self._own(parts, timeout)
+        self.tensor = self._own(models or [[rank] for rank in range(dist.get_world_size())], timeout)
+
+    @staticmethod
+    def _own(parts: Sequence[Sequence[int]], timeout: float | None) -> Any:
+        limit = None if timeout is None else timedelta(seconds=timeout)
+        groups = [dist.new_group(list(part), timeout=limit) for part in parts]
+        own = [group for group, part in zip(groups, parts, strict=True) if dist.get_rank() in part]
+        return own[0] if own else None
 
     def get_model_parallel_group(self) -> Any:
         return self.tensor
@@ -41,10 +52,6 @@ class Mpu:
     def get_model_parallel_world_size(self) -> int:
         return dist.get_world_size(self.tensor)
 
-    get_tensor_model_parallel_group = get_model_parallel_group
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-
     def get_data_parallel_group(self) -> Any:
         return self.data
 
@@ -53,6 +60,19 @@ class Mpu:
 
     def get_data_parallel_world_size(self) -> int:
         return dist.get_world_size(self.data)
+
+
+class Mpu(SomeRanks):
+    """The object by which Megatron-style programs tell DeepSpeed their groups: neighbours share a model."""
+
+    def __init__(self, size: int) -> None:
+        world = dist.get_world_size()
+        models = [range(start, start + size) for start in range(0, world, size)]
+        super().__init__(*(range(start, world, size) for start in range(size)), models=models, timeout=None)
+
+    get_tensor_model_parallel_group = SomeRanks.get_model_parallel_group
+    get_tensor_model_parallel_rank = SomeRanks.get_model_parallel_rank
+    get_tensor_model_parallel_world_size = SomeRanks.get_model_parallel_world_size
 
 
 class _Enter(torch.autograd.Function):

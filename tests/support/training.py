@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import deepspeed
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import deepspeed_muon
 from deepspeed_muon.optimizer import Muon
+from deepspeed_muon.plan.rows import ROW_STATE_KEY
 from tests.support.models import batch, build
 
 MUON_PARAMS = {
@@ -177,3 +179,49 @@ def train(
     }
     engine.destroy()
     return report
+
+
+# Seconds in which a disagreement must be reported; a hang would last for gloo's thirty minutes.
+PROMPT = 30.0
+
+
+def try_to_start(
+    rank: int, world_size: int, *, stage: int, on_last_rank: dict[str, Any], common: dict[str, Any]
+) -> Any:
+    """Start an engine whose configuration differs on the last rank; report the error and how long it took."""
+    changes = {**common, **(on_last_rank if rank == world_size - 1 else {})}
+    config = ds_config(changes.pop("stage", stage), params=changes.pop("params", None))
+    config.update(changes)
+    started = time.monotonic()
+    try:
+        engine = make_engine(config)
+    except deepspeed_muon.MuonError as error:
+        return {"type": type(error).__name__, "message": str(error), "seconds": time.monotonic() - started}
+    engine.destroy()
+    return {"type": None, "message": "", "seconds": time.monotonic() - started}
+
+
+def full_rows(engine: Any) -> dict[str, Tensor]:
+    """Assemble every matrix's row moments from the ranks; empty where there are none."""
+    optimizer = deepspeed_muon.muon_optimizer(engine)
+    full = {}
+    for runner in optimizer.runners:
+        tensors = {p.index: optimizer.state[p.tensor].get(ROW_STATE_KEY) for p in runner.step_set.partitions}
+        for layout in runner.row_layouts:
+            kept = tensors[layout.partition]
+            if kept is None:
+                continue
+            whole = torch.zeros(layout.rows, dtype=torch.float64)
+            for run in layout.fragments:
+                if run.rank == runner.step_set.rank and not (layout.replicated and run.rank):
+                    whole[run.matrix_offset :][: run.numel] = kept[run.partition_offset :][: run.numel]
+            if runner.step_set.world_size > 1:
+                dist.all_reduce(whole, group=runner.step_set.group)
+            full[layout.name] = whole
+    return full
+
+
+EVENTS = {
+    "update_rms", "orthogonality_error", "sigma_max", "stable_rank", "alignment",
+    "time_gather", "time_newton_schulz", "time_scatter", "seconds", "redone", "failed",
+}  # fmt: skip

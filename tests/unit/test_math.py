@@ -16,25 +16,10 @@ from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, restart
 from deepspeed_muon.math.reference import reference_adamw_step, reference_muon_step, reference_orthogonalize
 from deepspeed_muon.math.scaling import update_scale
 from deepspeed_muon.ops.reference import momentum_pack_, unpack_apply_
+from tests.support.matrices import TOLERANCE, matrix
 from tests.support.reference import polar
 
 SHAPES = [(1, 1), (1, 9), (9, 1), (17, 17), (13, 31), (31, 13), (64, 256), (256, 64), (96, 200)]
-
-# Relative to the same polynomial in float64. fp32: every product rounds by 2^-24 and five steps multiply the rounding
-# of small singular values by up to 480, of which the norm sees a few percent. Half formats: the worst measured cases.
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-2, torch.bfloat16: 3e-1}
-
-
-def matrix(kind: str, rows: int, cols: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(rows * 1000 + cols)
-    x = torch.randn(rows, cols, generator=generator)
-    if kind == "low-rank":
-        rank = max(1, min(rows, cols) // 4)
-        x = torch.randn(rows, rank, generator=generator) @ torch.randn(rank, cols, generator=generator)
-    if kind == "ill-conditioned":
-        u, _, v = torch.linalg.svd(x.double(), full_matrices=False)
-        x = ((u * torch.logspace(0, -6, min(rows, cols), dtype=torch.float64)) @ v).float()
-    return x * {"tiny": 1e-12, "huge": 1e12}.get(kind, 1.0)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))

@@ -16,47 +16,12 @@ from deepspeed_muon.plan.holdings import flat_holdings, sharded_holdings
 from deepspeed_muon.plan.layout import (
     Fragment,
     MatrixLayout,
-    flat_fragments,
-    replicated_fragments,
-    sharded_fragments,
 )
 from deepspeed_muon.plan.owners import assign_owners, holders_in_layouts, matrix_flops
 from deepspeed_muon.plan.stacks import block_runs, cut_stack
+from tests.support.layouts import MAKERS, flat_layouts, replicated_layouts, sharded_layouts
 
 shapes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=8)
-
-
-def flat_layouts(dims: list[tuple[int, int]], world: int) -> list[MatrixLayout]:
-    total = sum(r * c for r, c in dims)
-    per_rank = -(-total // world)
-    layouts, offset = [], 0
-    for number, (rows, cols) in enumerate(dims):
-        layouts.append(
-            MatrixLayout(f"m{number}", rows, cols, 0, flat_fragments(offset, rows * cols, per_rank))
-        )
-        offset += rows * cols
-    return layouts
-
-
-def sharded_layouts(dims: list[tuple[int, int]], world: int) -> list[MatrixLayout]:
-    layouts, offset = [], 0
-    for number, (rows, cols) in enumerate(dims):
-        shard = -(-rows * cols // world)
-        layouts.append(
-            MatrixLayout(f"m{number}", rows, cols, 0, sharded_fragments(offset, rows * cols, shard))
-        )
-        offset += shard
-    return layouts
-
-
-def replicated_layouts(dims: list[tuple[int, int]], world: int) -> list[MatrixLayout]:
-    return [
-        MatrixLayout(f"m{i}", r, c, i, replicated_fragments(0, r * c, world), replicated=True)
-        for i, (r, c) in enumerate(dims)
-    ]
-
-
-MAKERS = {"flat": flat_layouts, "sharded": sharded_layouts, "replicated": replicated_layouts}
 
 
 def owners_of(layouts: list[MatrixLayout], load: list[float]) -> list[int]:

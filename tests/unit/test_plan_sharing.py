@@ -15,7 +15,7 @@ from deepspeed_muon.plan.exchange import build_exchange_plan
 from deepspeed_muon.plan.hardware import GPUS
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.sharing import Shareable, SharingRule, Speeds, choose_sharers, cut_for_sharers
-from tests.unit.test_plan import MAKERS
+from tests.support.layouts import MAKERS
 
 FREELY = SharingRule(8, 5, "gram", torch.float16, None)
 ON_H100 = SharingRule(8, 5, "gram", torch.float16, Speeds.of(GPUS["h100"]))

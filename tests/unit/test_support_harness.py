@@ -124,7 +124,7 @@ def test_ranks_return_their_results_in_order(ranks: Pools, world_size: int) -> N
 def test_processes_are_kept_between_calls_and_block_when_idle() -> None:
     # A pool of its own: an earlier test's library may keep threads of its own in the session's.
     with RankPool(2) as pool:
-        first = pool.run("tests.unit.test_harness:describe")
+        first = pool.run("tests.unit.test_support_harness:describe")
         before = [cpu_seconds(pid) for pid in pool.pids]
         time.sleep(1.0)
         used = [cpu_seconds(pid) - start for pid, start in zip(pool.pids, before, strict=True)]
@@ -223,7 +223,7 @@ def test_functions_that_a_rank_cannot_import_are_refused() -> None:
     with pytest.raises(ValueError, match="cannot be imported by a rank"):
         function_name(local)
     with pytest.raises(ValueError, match="'module:function'"):
-        function_name("tests.unit.test_harness")
+        function_name("tests.unit.test_support_harness")
 
 
 def test_run_command_returns_and_reports_output() -> None:

@@ -1,0 +1,43 @@
+"""Layouts of matrices as each ZeRO stage makes them, for properties of plans."""
+
+from __future__ import annotations
+
+from deepspeed_muon.plan.layout import (
+    MatrixLayout,
+    flat_fragments,
+    replicated_fragments,
+    sharded_fragments,
+)
+
+
+def flat_layouts(dims: list[tuple[int, int]], world: int) -> list[MatrixLayout]:
+    total = sum(r * c for r, c in dims)
+    per_rank = -(-total // world)
+    layouts, offset = [], 0
+    for number, (rows, cols) in enumerate(dims):
+        layouts.append(
+            MatrixLayout(f"m{number}", rows, cols, 0, flat_fragments(offset, rows * cols, per_rank))
+        )
+        offset += rows * cols
+    return layouts
+
+
+def sharded_layouts(dims: list[tuple[int, int]], world: int) -> list[MatrixLayout]:
+    layouts, offset = [], 0
+    for number, (rows, cols) in enumerate(dims):
+        shard = -(-rows * cols // world)
+        layouts.append(
+            MatrixLayout(f"m{number}", rows, cols, 0, sharded_fragments(offset, rows * cols, shard))
+        )
+        offset += shard
+    return layouts
+
+
+def replicated_layouts(dims: list[tuple[int, int]], world: int) -> list[MatrixLayout]:
+    return [
+        MatrixLayout(f"m{i}", r, c, i, replicated_fragments(0, r * c, world), replicated=True)
+        for i, (r, c) in enumerate(dims)
+    ]
+
+
+MAKERS = {"flat": flat_layouts, "sharded": sharded_layouts, "replicated": replicated_layouts}
