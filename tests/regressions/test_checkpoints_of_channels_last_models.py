@@ -12,7 +12,7 @@ from torch import nn
 from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource
 from tests.support import training
-from tests.support.checkpoints import differences, snapshot
+from tests.support.snapshots import differences, snapshot
 
 
 class Filters(nn.Module):
