@@ -1,4 +1,4 @@
-"""The optimizer that ZeRO wraps: param groups, state and ``step()``.
+"""The optimizer that ZeRO wraps: settings, binding and ``step()``.
 
 It runs on whatever ZeRO hands to an inner optimizer: flat fp32 partitions with flat gradients that are already
 reduced, unscaled and clipped. The readers in ``engine/`` say where the matrices lie in them; without DeepSpeed the
@@ -7,10 +7,8 @@ parameters themselves are the partitions of a single process.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,26 +21,17 @@ from deepspeed_muon.errors import (
     ConfigError,
     NonFiniteGradientError,
     OrthogonalizationError,
-    RoutingError,
 )
 from deepspeed_muon.logs import warn
-from deepspeed_muon.math.flops import orthogonalize_flops
 from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.monitoring.summary import HealthLog
 from deepspeed_muon.ops import Orthogonalizer, select
-from deepspeed_muon.plan.order import balanced_order
 from deepspeed_muon.qk_clip.clip import QkClip
-from deepspeed_muon.routing.param_groups import ParamGroup, ParamsInput, RoutedGroups, build_groups
-from deepspeed_muon.routing.rules import (
-    Route,
-    model_parameters_by_name,
-    route_parameters,
-    warn_without_muon,
-)
+from deepspeed_muon.routed_optimizer import RoutedOptimizer
+from deepspeed_muon.routing.param_groups import ParamsInput, build_groups
 from deepspeed_muon.step.bound import BoundSteps, flat_gradients
 from deepspeed_muon.step.layout_reader import read_whole
 from deepspeed_muon.step.runner import PendingUpdates, StepResources, StepRunner
-from deepspeed_muon.step.state import STATE_TENSORS, StatePolicy
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.transport.agreement import RankFacts, group_rank_scope
 from deepspeed_muon.transport.buffers import ExchangeBuffers
@@ -53,7 +42,7 @@ from deepspeed_muon.transport.share_groups import ShareGroups
 __all__ = ["Muon"]
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(RoutedOptimizer):
     """Muon for hidden matrices, AdamW for everything else, at every ZeRO stage.
 
     For each matrix ``W`` with gradient ``g`` (after unscaling and clipping)::
@@ -119,47 +108,29 @@ class Muon(torch.optim.Optimizer):
         self._setup(config, build_groups(params, config, model=model), model)
         return self
 
-    def _setup(self, config: MuonConfig, routed: RoutedGroups, model: nn.Module | None) -> None:
-        self._start(config, routed, model)
-        defaults = {**config.group_defaults("muon"), "algorithm": None, "use_muon": None, "lr_ratio": 1.0}
-        super().__init__(routed.groups, defaults)
-        if routed.unnamed:
-            warn(
-                "deepspeed_muon: parameters without names are routed by shape alone, so an embedding or output head "
-                "among them goes to Muon; pass the model or model.named_parameters()"
-            )
-        if not routed.partial:
-            warn_without_muon(routed.routes)
-
-    def _start(self, config: MuonConfig, routed: RoutedGroups, model: nn.Module | None) -> None:
+    def _start(self) -> None:
         """Begin unbound, with all counters at zero."""
-        self.config = config
         self.stats = StepStats()
-        self.recorder = StepRecorder(**config.health.model_dump())
+        self.recorder = StepRecorder(**self.config.health.model_dump())
         self.health_log = HealthLog(self.recorder)
         self.skipped_steps = 0
         # Whether the last step was skipped. DeepSpeed's engine reads it where this is what it calls an optimizer.
         self.overflow = False
-        self.managed = False
         self.members = Members()
         # What checkpoints need of the engine, which sets it: a checkpoint.host.Host.
         self.host: Any = None
         # Without ZeRO and clipping nobody else computes the norm of the raw gradients; an adapter sets this.
         self.measure_norm: Callable[[], Tensor] | None = None
-        self.state_policy = StatePolicy.of(config)
-        self._routed = routed
         self._bound: BoundSteps | None = None
         self._orthogonalize: Orthogonalizer | None = None
         self._pending: PendingUpdates | None = None
-        # Kept for the attention layers alone: a model that its optimizer refers to lives longer.
-        self._model = model if config.qk_clip is not None else None
         self.qk_clip: QkClip | None = None
         self.step_ends_outside = False
 
     @property
-    def routes(self) -> list[Route]:
-        """Where every parameter goes and why, in the order of the caller's groups."""
-        return list(self._routed.routes)
+    def is_bound(self) -> bool:
+        """Whether :meth:`bind` was called."""
+        return self._bound is not None
 
     @property
     def runners(self) -> list[StepRunner]:
@@ -183,179 +154,7 @@ class Muon(torch.optim.Optimizer):
 
     def adam_report(self) -> list[dict[str, Any]]:
         """Return what runs AdamW on this rank, why, and how often it ran: one entry for each step set."""
-        return [
-            {
-                "kernel": runner.adam.name,
-                "reason": runner.adam.reason,
-                "calls": runner.adam.calls,
-                "torch_calls": runner.adam.torch_calls,
-            }
-            for runner in self.runners
-        ]
-
-    @property
-    def fp32_optimizer_states(self) -> bool:
-        """Whether AdamW's moments are fp32; DeepSpeed asks this of the optimizer that it offloads."""
-        return not self.state_policy.half_states
-
-    def keep_half_states(self) -> None:
-        """Keep all state in bf16, as DeepSpeed's ``bf16_optimizer_states`` says, save what the settings pin."""
-        self.state_policy = StatePolicy.of(self.config, half_states=True)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict; momentum and moments come into the dtypes that this optimizer keeps them in.
-
-        Args:
-            state_dict: From :meth:`state_dict`. Not mutated.
-
-        Raises:
-            RoutingError: If a param group was saved as Muon's and is AdamW's here, or the other way round.
-        """
-        for number, (saved, group) in enumerate(
-            zip(state_dict["param_groups"], self.param_groups, strict=False)
-        ):
-            own = group["algorithm"]
-            if saved.get("algorithm", own) != own:
-                raise RoutingError(
-                    f"param group {number} of the state dict is of {saved['algorithm']} and this optimizer's of {own}: "
-                    f"it was saved with other routes. Make the optimizer with the same include, exclude and param "
-                    f"groups"
-                )
-        super().load_state_dict(state_dict)
-        # torch casts to the parameter's dtype on the way, and would round fp32 moments of masters in half precision.
-        saved_order = [index for group in state_dict["param_groups"] for index in group["params"]]
-        own_order = [param for group in self.param_groups for param in group["params"]]
-        for index, param in zip(saved_order, own_order, strict=True):
-            for key, value in state_dict["state"].get(index, {}).items():
-                if isinstance(value, Tensor):
-                    kept = key in STATE_TENSORS
-                    dtype = self.state_policy.dtype(key, param.dtype) if kept else value.dtype
-                    if self.state[param][key].dtype != dtype:
-                        self.state[param][key] = value.to(device=param.device, dtype=dtype, copy=True)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group during construction; later additions are refused.
-
-        Raises:
-            RoutingError: If the optimizer is already made: the new parameters would not be routed or exchanged.
-        """
-        if self._bound is not None or "algorithm" not in param_group:
-            raise RoutingError("param groups cannot be added after the optimizer is made; make a new one")
-        super().add_param_group(param_group)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs: groups, state, settings and routes. A copy is unbound and counts from zero.
-
-        Raises:
-            BindingError: If DeepSpeed manages the optimizer: its tensors are partitions, which only the engine can
-                tell apart.
-        """
-        if self.managed:
-            raise BindingError(
-                "an optimizer that DeepSpeed manages cannot be copied or pickled, as its parameters are partitions; "
-                "save it with engine.save_checkpoint or deepspeed_muon.checkpoint.consolidate, or take its state_dict()"
-            )
-        params = {id(param): param for group in self.param_groups for param in group["params"]}
-        return {
-            **super().__getstate__(),
-            # Frozen parameters are nowhere in the groups, and stay out of the copy.
-            "routes": [(params.get(key), route) for key, route in self._routed.by_id.items()],
-            "unnamed": self._routed.unnamed,
-            "config": self.config,
-            "model": self._model,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the state of a copied or pickled optimizer, or the groups and tensors of a loaded state dict.
-
-        Groups that were saved before a setting existed get its value of this configuration.
-        """
-        state = dict(state)
-        if "config" in state:
-            routes: list[tuple[Tensor | None, Route]] = state.pop("routes")
-            # The copy has no frozen parameters: their routes get keys that are no object's id.
-            by_id = {
-                -number if param is None else id(param): route
-                for number, (param, route) in enumerate(routes, start=1)
-            }
-            routed = RoutedGroups(
-                state["param_groups"], [route for _, route in routes], by_id, state.pop("unnamed")
-            )
-            self._start(state.pop("config"), routed, state.pop("model"))
-        # What a group is was decided when the optimizer was made; a state dict may not say it.
-        own = [group["algorithm"] for group in self.__dict__.get("param_groups", state["param_groups"])]
-        super().__setstate__(state)
-        settings = {**self.config.group_defaults("muon"), "lr_ratio": 1.0}
-        self.param_groups = [
-            ParamGroup({**settings, **group, "algorithm": algorithm, "use_muon": algorithm == "muon"})
-            for group, algorithm in zip(self.param_groups, own, strict=True)
-        ]
-
-    def check_names(self, model: nn.Module) -> None:
-        """Refuse routes that were made without names and that the model's names contradict.
-
-        Args:
-            model: The module whose parameters this optimizer has.
-
-        Raises:
-            RoutingError: Naming the first parameter that would change sides.
-        """
-        if not self._routed.unnamed:
-            return
-        for member in model_parameters_by_name(model).values():
-            route = self._routed.by_id.get(id(member.param))
-            if route is None:
-                continue
-            better = route_parameters([member])[0]
-            if better.algorithm != route.algorithm and route.rule != "group":
-                raise RoutingError(
-                    f"parameter {member.name} of shape {list(better.shape)} was given without its name and went to "
-                    f"{route.algorithm}; by name it belongs to {better.algorithm} ({better.reason}). Pass "
-                    f"model.named_parameters() to deepspeed_muon.Muon instead of model.parameters()"
-                )
-        self._adopt_names(model)
-
-    def _adopt_names(self, model: nn.Module) -> None:
-        """Replace the shape-made names of unnamed parameters, so that ranks and messages refer to real ones."""
-        named = model_parameters_by_name(model)
-        renamed = {}
-        for key, route in self._routed.by_id.items():
-            name = named[key].name if key in named else route.name
-            renamed[key] = replace(route, name=name)
-        self._routed = RoutedGroups(self._routed.groups, list(renamed.values()), renamed, unnamed=False)
-
-    def route_table(self) -> Mapping[int, Route]:
-        """Return ``id(parameter)`` to its route, for the adapters."""
-        return self._routed.by_id
-
-    def order_parameters(self, group_sizes: Sequence[int | None], *, device: torch.device) -> None:
-        """Put the matrices of each Muon param group into the order in which ZeRO 1 or 2 shall flatten them.
-
-        Must be called before ZeRO's wrapper is made, by all ranks alike; nothing is sent.
-
-        Args:
-            group_sizes: For every param group the number of ranks that will divide it, or ``None`` to leave its order.
-            device: Where the iteration will run, which decides its cost.
-        """
-        settings = self.config.ns_settings(device)
-        flops = functools.partial(
-            orthogonalize_flops,
-            steps=len(settings.coefficients),
-            method=settings.method,
-            dtype=settings.dtype,
-        )
-        for group, ranks in zip(self.param_groups, group_sizes, strict=True):
-            if ranks is None or group["algorithm"] != "muon":
-                continue
-            routes = [self._routed.by_id[id(param)] for param in group["params"]]
-            kinds = [route.kinds_of_blocks() for route in routes]
-            order = balanced_order(
-                [param.numel() for param in group["params"]],
-                [sum(count * flops(rows, cols) for count, rows, cols in kind) for kind in kinds],
-                kinds,
-                ranks,
-            )
-            group["params"] = [group["params"][position] for position in order]
+        return [runner.adam.report() for runner in self.runners]
 
     def bind(
         self, step_sets: Sequence[StepSet], *, device: torch.device, members: Members | None = None

@@ -43,6 +43,15 @@ class AdamKernel:
     calls: int = 0
     torch_calls: int = 0
 
+    def report(self) -> dict[str, Any]:
+        """Return name, reason and counts."""
+        return {
+            "kernel": self.name,
+            "reason": self.reason,
+            "calls": self.calls,
+            "torch_calls": self.torch_calls,
+        }
+
     def __call__(
         self,
         params: Sequence[Tensor],

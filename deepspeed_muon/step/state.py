@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,28 @@ def state_of(partition: BoundPartition, state: State, policy: StatePolicy) -> di
             own[key] = own[key].contiguous()
     own["step"] += 1
     return own
+
+
+def keep_saved_precision(
+    state_dict: Mapping[str, Any], params: Sequence[Tensor], state: State, policy: StatePolicy
+) -> None:
+    """Bring loaded state into the dtypes that it is kept in, from what was saved.
+
+    torch casts state to the parameter's dtype when it loads, and would round fp32 moments of half-precision masters.
+
+    Args:
+        state_dict: What was loaded.
+        params: The optimizer's parameters, in the order of its groups.
+        state: ``optimizer.state``, loaded. Mutated.
+        policy: The dtypes.
+    """
+    saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+    for index, param in zip(saved, params, strict=True):
+        for key, value in state_dict["state"].get(index, {}).items():
+            if isinstance(value, Tensor):
+                dtype = policy.dtype(key, param.dtype) if key in STATE_TENSORS else value.dtype
+                if state[param][key].dtype != dtype:
+                    state[param][key] = value.to(device=param.device, dtype=dtype, copy=True)
 
 
 def row_moments_of(partition: BoundPartition, state: State, numel: int) -> Tensor:

@@ -1,0 +1,186 @@
+"""Param groups that know their algorithm, and state dicts, copies and names of an optimizer that has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.errors import BindingError, RoutingError
+from deepspeed_muon.logs import warn
+from deepspeed_muon.routing.order import order_of_matrices
+from deepspeed_muon.routing.param_groups import ParamGroup, RoutedGroups
+from deepspeed_muon.routing.renaming import with_names_of
+from deepspeed_muon.routing.rules import Route, warn_without_muon
+from deepspeed_muon.step.state import StatePolicy, keep_saved_precision
+
+__all__ = ["RoutedOptimizer"]
+
+
+class RoutedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose param groups are Muon's or AdamW's; what it does in a step is up to its subclass.
+
+    Attributes:
+        config: The settings.
+        managed: Whether DeepSpeed runs it.
+        state_policy: Dtype of the state.
+    """
+
+    def _begin(self, config: MuonConfig, routed: RoutedGroups, model: nn.Module | None) -> None:
+        self.config = config
+        self.managed = False
+        self.state_policy = StatePolicy.of(config)
+        self._routed = routed
+        # Kept for the attention layers alone: a model that its optimizer refers to lives longer.
+        self._model = model if config.qk_clip is not None else None
+        self._start()
+
+    def _start(self) -> None:
+        """Begin unbound, with all counters at zero."""
+        raise NotImplementedError
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether it was told where its parameters lie."""
+        raise NotImplementedError
+
+    def _setup(self, config: MuonConfig, routed: RoutedGroups, model: nn.Module | None) -> None:
+        self._begin(config, routed, model)
+        defaults = {**config.group_defaults("muon"), "algorithm": None, "use_muon": None, "lr_ratio": 1.0}
+        super().__init__(routed.groups, defaults)
+        if routed.unnamed:
+            warn(
+                "deepspeed_muon: parameters without names are routed by shape alone, so an embedding or output head "
+                "among them goes to Muon; pass the model or model.named_parameters()"
+            )
+        if not routed.partial:
+            warn_without_muon(routed.routes)
+
+    @property
+    def routes(self) -> list[Route]:
+        """Where every parameter goes and why, in the order of the caller's groups."""
+        return list(self._routed.routes)
+
+    @property
+    def fp32_optimizer_states(self) -> bool:
+        """Whether AdamW's moments are fp32; DeepSpeed asks this of the optimizer that it offloads."""
+        return not self.state_policy.half_states
+
+    def keep_half_states(self) -> None:
+        """Keep all state in bf16, as DeepSpeed's ``bf16_optimizer_states`` says, save what the settings pin."""
+        self.state_policy = StatePolicy.of(self.config, half_states=True)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict; momentum and moments come into the dtypes that this optimizer keeps them in.
+
+        Args:
+            state_dict: From :meth:`state_dict`. Not mutated.
+
+        Raises:
+            RoutingError: If a param group was saved as Muon's and is AdamW's here, or the other way round.
+        """
+        for number, (saved, group) in enumerate(
+            zip(state_dict["param_groups"], self.param_groups, strict=False)
+        ):
+            own = group["algorithm"]
+            if saved.get("algorithm", own) != own:
+                raise RoutingError(
+                    f"param group {number} of the state dict is of {saved['algorithm']} and this optimizer's of {own}: "
+                    f"it was saved with other routes. Make the optimizer with the same include, exclude and param "
+                    f"groups"
+                )
+        super().load_state_dict(state_dict)
+        own_order = [param for group in self.param_groups for param in group["params"]]
+        keep_saved_precision(state_dict, own_order, self.state, self.state_policy)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group during construction; later additions are refused.
+
+        Raises:
+            RoutingError: If the optimizer is already made: the new parameters would not be routed or exchanged.
+        """
+        if self.is_bound or "algorithm" not in param_group:
+            raise RoutingError("param groups cannot be added after the optimizer is made; make a new one")
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs: groups, state, settings and routes. A copy is unbound and counts from zero.
+
+        Raises:
+            BindingError: If DeepSpeed manages the optimizer: its tensors are partitions, which only the engine can
+                tell apart.
+        """
+        if self.managed:
+            raise BindingError(
+                "an optimizer that DeepSpeed manages cannot be copied or pickled, as its parameters are partitions; "
+                "save it with engine.save_checkpoint or deepspeed_muon.checkpoint.consolidate, or take its state_dict()"
+            )
+        params = {id(param): param for group in self.param_groups for param in group["params"]}
+        return {
+            **super().__getstate__(),
+            # Frozen parameters are nowhere in the groups, and stay out of the copy.
+            "routes": [(params.get(key), route) for key, route in self._routed.by_id.items()],
+            "unnamed": self._routed.unnamed,
+            "config": self.config,
+            "model": self._model,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state of a copied or pickled optimizer, or the groups and tensors of a loaded state dict.
+
+        Groups that were saved before a setting existed get its value of this configuration.
+        """
+        state = dict(state)
+        if "config" in state:
+            routes: list[tuple[Tensor | None, Route]] = state.pop("routes")
+            # The copy has no frozen parameters: their routes get keys that are no object's id.
+            by_id = {
+                -number if param is None else id(param): route
+                for number, (param, route) in enumerate(routes, start=1)
+            }
+            routed = RoutedGroups(
+                state["param_groups"], [route for _, route in routes], by_id, state.pop("unnamed")
+            )
+            self._begin(state.pop("config"), routed, state.pop("model"))
+        # What a group is was decided when the optimizer was made; a state dict may not say it.
+        own = [group["algorithm"] for group in self.__dict__.get("param_groups", state["param_groups"])]
+        super().__setstate__(state)
+        settings = {**self.config.group_defaults("muon"), "lr_ratio": 1.0}
+        self.param_groups = [
+            ParamGroup({**settings, **group, "algorithm": algorithm, "use_muon": algorithm == "muon"})
+            for group, algorithm in zip(self.param_groups, own, strict=True)
+        ]
+
+    def check_names(self, model: nn.Module) -> None:
+        """Take the model's names for parameters that were given without; refuse routes that the names contradict.
+
+        Args:
+            model: The module whose parameters this optimizer has.
+
+        Raises:
+            RoutingError: Naming the first parameter that would change sides.
+        """
+        self._routed = with_names_of(model, self._routed)
+
+    def route_table(self) -> Mapping[int, Route]:
+        """Return ``id(parameter)`` to its route, for the adapters."""
+        return self._routed.by_id
+
+    def order_parameters(self, group_sizes: Sequence[int | None], *, device: torch.device) -> None:
+        """Put the matrices of each Muon param group into the order in which ZeRO 1 or 2 shall flatten them.
+
+        Must be called before ZeRO's wrapper is made, by all ranks alike; nothing is sent.
+
+        Args:
+            group_sizes: For every param group the number of ranks that will divide it, or ``None`` to leave its order.
+            device: Where the iteration will run, which decides its cost.
+        """
+        settings = self.config.ns_settings(device)
+        for group, ranks in zip(self.param_groups, group_sizes, strict=True):
+            if ranks is not None and group["algorithm"] == "muon":
+                routes = [self._routed.by_id[id(param)] for param in group["params"]]
+                order = order_of_matrices(routes, ranks, settings)
+                group["params"] = [group["params"][position] for position in order]
