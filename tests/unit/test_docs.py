@@ -1,4 +1,4 @@
-"""The documentation quotes the code as it is."""
+"""The documentation quotes the code as it is, its links lead somewhere, and its index names every page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import re
 import textwrap
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_the_loop_of_a_step_is_quoted() -> None:
@@ -15,3 +18,20 @@ def test_the_loop_of_a_step_is_quoted() -> None:
     assert quoted is not None
     lines = textwrap.indent(quoted[1], " " * 8, lambda line: bool(line.strip()))
     assert lines in (ROOT / "deepspeed_muon" / "step" / "runner.py").read_text()
+
+
+def links(page: Path) -> list[str]:
+    """Return the relative links of a page, without what follows ``#``."""
+    prose = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
+    found = (target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", prose))
+    return [target for target in found if target and "://" not in target]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_exist(page: Path) -> None:
+    assert not [target for target in links(page) if not (page.parent / target).exists()]
+
+
+def test_the_index_names_every_page() -> None:
+    folder = ROOT / "docs"
+    assert {page.name for page in folder.glob("*.md")} - {"README.md"} <= set(links(folder / "README.md"))
