@@ -70,8 +70,8 @@ class MuonConfig(BaseModel):
 
     lr: v.Rate | None = Field(
         default=None,
-        description="Rate of both halves, where the next two say nothing else; "
-        "what a scheduler's single number stands for.",
+        description="Rate of both halves, unless `muon_lr` or `adam_lr` is set; "
+        "a scheduler's single number stands for it.",
     )
     muon_lr: v.Rate | None = Field(
         default=None, description=f"Rate of the matrices; unset: `lr`, or {DEFAULT_MUON_LR} without it."
@@ -175,11 +175,11 @@ class MuonConfig(BaseModel):
     )
     include: tuple[str, ...] = Field(
         default=(),
-        description="Name patterns (shell globs, or `re:` and a regular expression) of what goes to Muon although a "
-        "rule would not send it.",
+        description="Name patterns (shell globs, or `re:` and a regular expression) of parameters that go to Muon "
+        "although a rule would send them to AdamW.",
     )
     exclude: tuple[str, ...] = Field(
-        default=(), description="Name patterns of what goes to AdamW; wins over `include`."
+        default=(), description="Name patterns of parameters that go to AdamW; wins over `include`."
     )
     min_muon_params: v.Whole = Field(
         default=0,
@@ -191,7 +191,7 @@ class MuonConfig(BaseModel):
     )
     exchange_chunk_numel: v.ChunkNumel = Field(
         default=1 << 26,
-        description="Elements of the matrices of a chunk that one rank owns: bounds the buffers "
+        description="Elements that one rank owns in a chunk at most, which bounds the buffers "
         "([performance.md](performance.md)).",
     )
     exchange_overlap: v.Flag = Field(
@@ -207,14 +207,14 @@ class MuonConfig(BaseModel):
     ranks_per_node: v.Whole | None = Field(
         default=None,
         ge=1,
-        description="Ranks of one machine, numbered consecutively, at most the number of ranks: owners are then sought "
-        "where most of a matrix lies; unset: all ranks count as equally far.",
+        description="Ranks of one machine, numbered consecutively: a matrix then prefers an owner on the machine that "
+        "holds most of it; unset: all ranks count as equally far.",
     )
     share_matrices: Literal["auto", False] | Annotated[v.Whole, Field(ge=2, strict=True)] = Field(
         default="auto",
-        description="`auto`: on GPUs, ranks of one node orthogonalise a matrix together that would keep one of them "
-        "busy for longer than all have work on average, where the model of [plan.md](plan.md) says that it pays; a "
-        "number: so many ranks at most, wherever it divides the work; `false`: never.",
+        description="`auto`: on GPUs, ranks of one node share a matrix that would keep one of them busy for longer "
+        "than the ranks work on average, if the model of [plan.md](plan.md) says that it pays; a number: at most "
+        "this many ranks share a matrix, wherever that divides the work; `false`: never.",
     )
     tensor_parallel_mode: v.TensorParallelMode = Field(
         default="gather",

@@ -25,7 +25,7 @@ _LARGEST_WORLD = 16384
 
 
 def add_subcommand(subparsers: Any) -> None:
-    """Add ``plan`` to the result of ``ArgumentParser.add_subparsers``; its default ``run`` is what executes it."""
+    """Add the command ``plan`` to what ``ArgumentParser.add_subparsers`` returned; its ``run`` executes it."""
     parser = subparsers.add_parser(
         "plan", help="routes, owners, bytes, memory and predicted times of a model, without GPUs or weights"
     )

@@ -17,7 +17,7 @@ from torch import nn
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.routing.parameters import NamedParameter, model_parameters_by_name
 
-__all__ = ["PRESETS", "family_shapes", "from_checkpoint", "from_config", "from_shapes", "load_model"]
+__all__ = ["PRESETS", "family_shapes", "from_config", "load_model"]
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
@@ -84,12 +84,12 @@ def load_model(source: str, *, separate_experts: bool = False) -> list[NamedPara
         ConfigError: If it is none of these, or of an unknown architecture.
     """
     if source in PRESETS:
-        return from_shapes(family_shapes(PRESETS[source], separate_experts=separate_experts))
+        return _from_shapes(family_shapes(PRESETS[source], separate_experts=separate_experts))
     path = Path(source)
     if path.is_file() and path.suffix == ".json":
         return from_config(_read_json(path), separate_experts=separate_experts)
     if path.is_dir():
-        return from_checkpoint(path, separate_experts=separate_experts)
+        return _from_checkpoint(path, separate_experts=separate_experts)
     raise ConfigError(
         f"{source!r} is neither a preset ({', '.join(PRESETS)}) nor a config.json nor a folder with a checkpoint"
     )
@@ -105,7 +105,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def from_shapes(shapes: Shapes | Mapping[str, tuple[int, ...]]) -> list[NamedParameter]:
+def _from_shapes(shapes: Shapes | Mapping[str, tuple[int, ...]]) -> list[NamedParameter]:
     """Return parameters on the meta device from dotted names and shapes, in the model's order."""
     pairs = shapes.items() if isinstance(shapes, Mapping) else shapes
     return [
@@ -131,7 +131,7 @@ def from_config(config: Mapping[str, Any], *, separate_experts: bool = False) ->
             transformers = None
         if transformers is not None and kind in transformers.CONFIG_MAPPING:
             return _from_transformers(transformers, config, kind)
-    return from_shapes(family_shapes(config, separate_experts=separate_experts))
+    return _from_shapes(family_shapes(config, separate_experts=separate_experts))
 
 
 def _from_transformers(transformers: Any, config: Mapping[str, Any], kind: str) -> list[NamedParameter]:
@@ -144,7 +144,7 @@ def _from_transformers(transformers: Any, config: Mapping[str, Any], kind: str) 
     return list(model_parameters_by_name(model).values())
 
 
-def from_checkpoint(folder: Path, *, separate_experts: bool = False) -> list[NamedParameter]:
+def _from_checkpoint(folder: Path, *, separate_experts: bool = False) -> list[NamedParameter]:
     """Return the parameters of a folder with safetensors, a consolidated set, DeepSpeed's files, or a config.json.
 
     Raises:
@@ -155,17 +155,17 @@ def from_checkpoint(folder: Path, *, separate_experts: bool = False) -> list[Nam
 
     if (folder / INDEX_NAME).is_file():
         index = load_index(folder)
-        return from_shapes({name: tuple(record.shape) for name, record in index.parameters.items()})
+        return _from_shapes({name: tuple(record.shape) for name, record in index.parameters.items()})
     files = sorted(folder.glob("*.safetensors"))
     if files:
-        return from_shapes({name: shape for file in files for name, shape in _safetensors_shapes(file)})
+        return _from_shapes({name: shape for file in files for name, shape in _safetensors_shapes(file)})
     if (folder / "config.json").is_file():
         return from_config(_read_json(folder / "config.json"), separate_experts=separate_experts)
     if (folder / "latest").is_file() or any(folder.glob("*model_states.pt")):
         from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
 
         saved = DeepSpeedFiles(folder)
-        return from_shapes({name: parameter.shape for name, parameter in saved.parameters.items()})
+        return _from_shapes({name: parameter.shape for name, parameter in saved.parameters.items()})
     raise ConfigError(
         f"{folder}: no *.safetensors, config.json, consolidated set or DeepSpeed checkpoint in this folder"
     )

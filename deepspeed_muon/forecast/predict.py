@@ -9,7 +9,6 @@ A collective counts the bytes that each rank of a ring sends: ``n (W-1)/W`` for 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -154,14 +153,12 @@ class Exchange:
 def parameter_flops(parameter: PlannedParameter, settings: PlanSettings) -> float:
     """Return the floating-point operations of orthogonalising all blocks of one parameter."""
     return sum(
-        count * _block_flops(rows, cols, settings.steps, settings.method, settings.ns_dtype)
+        count
+        * orthogonalize_flops(
+            rows, cols, steps=settings.steps, method=settings.method, dtype=settings.ns_dtype
+        )
         for count, rows, cols in parameter.blocks
     )
-
-
-@functools.lru_cache(maxsize=4096)
-def _block_flops(rows: int, cols: int, steps: int, method: NsMethod, dtype: torch.dtype) -> float:
-    return orthogonalize_flops(rows, cols, steps=steps, method=method, dtype=dtype)
 
 
 def exchange_of(parameters: Sequence[PlannedParameter], settings: PlanSettings) -> Exchange:

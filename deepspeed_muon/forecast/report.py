@@ -20,7 +20,7 @@ from deepspeed_muon.forecast.predict import (
 )
 from deepspeed_muon.plan.exchange import ExchangePlan, chunk_limit
 
-__all__ = ["Forecast", "forecast", "live_report", "report", "route_rows"]
+__all__ = ["Forecast", "forecast", "live_report", "report"]
 
 # Seconds that each further peer adds to an all-to-all: the order of magnitude of NCCL over InfiniBand.
 _MESSAGE_SECONDS = 3e-6
@@ -162,13 +162,8 @@ def _buffers(
     }
 
 
-def route_rows(routes: Sequence[Any], *, each: bool = False) -> list[dict[str, Any]]:
-    """Return the routing table: one row for equal parameters of all layers, or for ``each`` parameter.
-
-    Args:
-        routes: ``name``, ``shape``, ``algorithm`` and ``reason`` of every parameter.
-        each: Whether every parameter has its own row.
-    """
+def _route_rows(routes: Sequence[Any], *, each: bool = False) -> list[dict[str, Any]]:
+    """Return the routing table: one row for equal parameters of all layers, or for ``each`` parameter."""
     rows: dict[Any, dict[str, Any]] = {}
     for route in routes:
         numel = math.prod(route.shape)
@@ -202,10 +197,10 @@ def report(
 
     Args:
         model: Its name in the report.
-        routes: As for :func:`route_rows`.
+        routes: ``name``, ``shape``, ``algorithm`` and ``reason`` of every parameter.
         parameters: The same parameters without the frozen ones, for counting.
         settings: Stage, ranks and hardware.
-        each_route: The ``each`` of :func:`route_rows`.
+        each_route: Whether every parameter has its own row, instead of one row for equal parameters of all layers.
         owners: Whether to list the owner of every matrix.
     """
     exchange = exchange_of(parameters, settings)
@@ -224,7 +219,7 @@ def report(
         "elements": sum(entry["elements"] for entry in totals.values()),
         "algorithms": totals,
         "settings": _settings(settings),
-        "routes": route_rows(routes, each=each_route),
+        "routes": _route_rows(routes, each=each_route),
         "owners": {
             "matrices": len(muon),
             "moving": exchange.moving,
@@ -252,7 +247,7 @@ def live_report(
     """Return the plan of a bound optimizer as plain data.
 
     Args:
-        routes: As for :func:`route_rows`.
+        routes: As for :func:`report`.
         plans: The exchange plans of one rank; their owners and layouts are those of all ranks.
         wire_bytes: Bytes of an element of the exchange.
         work: The Newton-Schulz operations of each matrix of each plan.
@@ -281,7 +276,7 @@ def live_report(
                 "max_over_mean": float(flops.max() / flops.mean()) if flops.any() else 1.0,
             }
         )
-    return {"routes": route_rows(routes, each=True), "step_sets": sets}
+    return {"routes": _route_rows(routes, each=True), "step_sets": sets}
 
 
 def _settings(settings: PlanSettings) -> dict[str, Any]:

@@ -6,6 +6,8 @@ full, although some kernels compute only half of it.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from deepspeed_muon.math.newton_schulz import NsMethod, restart_steps, runs_gram
@@ -26,6 +28,7 @@ def orthogonalize_flops(
     return with_matrix + with_gram
 
 
+@functools.lru_cache(maxsize=4096)
 def iteration_flops(
     rows: int, cols: int, *, steps: int, method: NsMethod, dtype: torch.dtype
 ) -> tuple[float, float, int]:

@@ -19,11 +19,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["NORMUON_EPS", "VariantName", "normalize_rows"]
+__all__ = ["VariantName", "normalize_rows"]
 
 VariantName = Literal["muon", "normuon"]
 
-NORMUON_EPS = 1e-8
+_EPS = 1e-8
 """Added to the root of the second moment, so that a row that was always zero stays zero and does not become NaN."""
 
 
@@ -41,7 +41,7 @@ def normalize_rows(updates: Tensor, moments: Tensor, *, beta2: float | Tensor) -
     wide = torch.promote_types(updates.dtype, torch.float32)
     squares = torch.linalg.vector_norm(updates, dim=-1, dtype=wide).square_().div_(updates.shape[-1]).float()
     moments.lerp_(squares, 1.0 - beta2)
-    factors = moments.sqrt().add_(NORMUON_EPS).reciprocal_()
+    factors = moments.sqrt().add_(_EPS).reciprocal_()
     # |o|^2 / |n|^2 from the mean squares of the rows; where the denominator is zero, so is the numerator.
     before = squares.sum(dim=-1, keepdim=True)
     after = (squares * factors.square()).sum(dim=-1, keepdim=True)

@@ -21,7 +21,6 @@ from deepspeed_muon.plan.holdings import flat_holdings
 from deepspeed_muon.plan.owners import FLOPS_PER_MOVED_ELEMENT, assign_owners, holders_in_holdings
 
 __all__ = [
-    "FLAT_ALIGNMENT",
     "OrderName",
     "OrderQuality",
     "balanced_order",
@@ -32,7 +31,7 @@ __all__ = [
 OrderName = Literal["balanced", "given"]
 
 # ZeRO 1 and 2 pad the flat buffer to a multiple of this times the ranks (nccl_start_alignment_factor).
-FLAT_ALIGNMENT = 2
+_FLAT_ALIGNMENT = 2
 # The load counts as even if the busiest rank has at most this times the mean.
 _EVEN = 1.05
 # One order is tried for each of these weights; it multiplies the cost of a moved element.
@@ -61,8 +60,8 @@ class OrderQuality:
 
 def flat_partition_numel(total: int, world_size: int) -> int:
     """Return the elements of a rank's partition of a flat buffer of ``total`` elements, with ZeRO's padding."""
-    alignment = FLAT_ALIGNMENT * world_size
-    return -(-total // alignment) * FLAT_ALIGNMENT
+    alignment = _FLAT_ALIGNMENT * world_size
+    return -(-total // alignment) * _FLAT_ALIGNMENT
 
 
 def order_quality(numels: Sequence[int], costs: Sequence[float], world_size: int) -> OrderQuality:

@@ -19,7 +19,7 @@ from deepspeed_muon.plan.layout import Fragment
 from deepspeed_muon.step.state import State, StatePolicy, state_of
 from deepspeed_muon.step.step_set import NativeAdam, StepSet
 
-__all__ = ["AdamKernel", "AdamUpdates", "choose_adam"]
+__all__ = ["AdamKernel", "AdamUpdates"]
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class AdamKernel:
         self.calls += 1
 
 
-def choose_adam(step_set: StepSet, config: MuonConfig, policy: StatePolicy) -> AdamKernel:
+def _choose_adam(step_set: StepSet, config: MuonConfig, policy: StatePolicy) -> AdamKernel:
     """Return the kernel for AdamW's partitions of a set, which have one device and one dtype.
 
     DeepSpeed's native operator updates partitions that ZeRO-Offload keeps on the CPU, as with DeepSpeed's AdamW.
@@ -128,7 +128,7 @@ class AdamUpdates:
     """AdamW on the partitions of one step set that are not Muon's."""
 
     def __init__(self, step_set: StepSet, config: MuonConfig, policy: StatePolicy) -> None:
-        self.kernel = choose_adam(step_set, config, policy)
+        self.kernel = _choose_adam(step_set, config, policy)
         self._step_set = step_set
         self._policy = policy
         self._decoupled = config.adam_w_mode

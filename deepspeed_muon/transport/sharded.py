@@ -201,21 +201,21 @@ class _Recut:
 
     def there(self, x: Tensor) -> Tensor:
         """Turn ``(batch, rows, own columns)`` into ``(batch, columns, own rows)``, transposed."""
-        pieces = [piece.mT for piece in x.split(self.row_sizes, dim=-2)]
+        parts = [part.mT for part in x.split(self.row_sizes, dim=-2)]
         own = self.row_sizes[dist.get_rank(self.group)]
-        return torch.cat(self._exchange(pieces, [(size, own) for size in self.col_sizes]), dim=-2)
+        return torch.cat(self._exchange(parts, [(size, own) for size in self.col_sizes]), dim=-2)
 
     def back(self, x: Tensor) -> Tensor:
         """Turn ``(batch, columns, own rows)`` back into ``(batch, rows, own columns)``."""
-        pieces = [piece.mT for piece in x.split(self.col_sizes, dim=-2)]
+        parts = [part.mT for part in x.split(self.col_sizes, dim=-2)]
         own = self.col_sizes[dist.get_rank(self.group)]
-        return torch.cat(self._exchange(pieces, [(size, own) for size in self.row_sizes]), dim=-2)
+        return torch.cat(self._exchange(parts, [(size, own) for size in self.row_sizes]), dim=-2)
 
-    def _exchange(self, pieces: Sequence[Tensor], shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """Send one piece ``(batch, r, c)`` to every rank; return theirs, of the given ``(r, c)``."""
-        batch = pieces[0].shape[0]
-        send = torch.cat([piece.reshape(-1) for piece in pieces])
+    def _exchange(self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Send one part ``(batch, r, c)`` to every rank; return theirs, of the given ``(r, c)``."""
+        batch = parts[0].shape[0]
+        send = torch.cat([part.reshape(-1) for part in parts])
         counts = [batch * rows * cols for rows, cols in shapes]
         received = send.new_empty(sum(counts))
-        exchange_bytes(received, send, counts, [piece.numel() for piece in pieces], group=self.group).wait()
+        exchange_bytes(received, send, counts, [part.numel() for part in parts], group=self.group).wait()
         return [part.view(batch, *shape) for part, shape in zip(received.split(counts), shapes, strict=True)]
