@@ -1,6 +1,6 @@
 """Muon for models trained with DeepSpeed ZeRO.
 
-``import deepspeed_muon`` makes ``"optimizer": {"type": "Muon"}`` of a DeepSpeed configuration resolve to this project.
+After ``import deepspeed_muon``, ``"optimizer": {"type": "Muon"}`` in a DeepSpeed configuration is this project's Muon.
 """
 
 from deepspeed_muon.checkpoint import consolidate, restore

@@ -15,11 +15,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status: 0, 1 if a check failed, 2 for an error of usage or configuration.
-
-    Args:
-        arguments: Without the program's name; ``None`` for those of the process.
-    """
+    """Run one command and return the exit status: 0, 1 if a check failed, 2 for an error of usage or configuration."""
     parsed = _parser().parse_args(arguments)
     try:
         status: int = parsed.run(parsed)

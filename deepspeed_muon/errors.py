@@ -1,8 +1,7 @@
 """The typed errors of this project.
 
-Every error says what is wrong, where (parameter, shape, rank, config key) and what to do about it. They all
-derive from :class:`MuonError`; the ones that report a bad value also derive from :class:`ValueError`, so that a
-caller who expects the exception of ``torch.optim`` still catches it.
+Every error says what is wrong, where (parameter, shape, rank, config key) and what to do about it. All derive from
+:class:`MuonError`. Those about a bad value also derive from :class:`ValueError`, as those of ``torch.optim`` do.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class MuonError(Exception):
 
 
 class ConfigError(MuonError, ValueError):
-    """A key of the optimizer's configuration is unknown or has a value that cannot be used."""
+    """A key of the optimizer's configuration is unknown, or its value cannot be used."""
 
 
 class ScheduleError(ConfigError):
@@ -44,11 +43,11 @@ class RoutingError(MuonError, ValueError):
 
 
 class ParameterTypeError(RoutingError, TypeError):
-    """What was given to the optimizer is not a parameter, or of a dtype that cannot be trained here."""
+    """The optimizer got something that is not a parameter, or whose dtype cannot be trained here."""
 
 
 class RegistrationError(MuonError, RuntimeError):
-    """DeepSpeed could not be hooked, or was hooked at a moment when it no longer helps."""
+    """DeepSpeed could not be hooked, or was hooked too late."""
 
 
 class UnsupportedConfigError(MuonError, NotImplementedError):
@@ -68,7 +67,7 @@ class PlanMismatchError(MuonError, RuntimeError):
 
 
 class ShardingError(MuonError, ValueError):
-    """The shards that the ranks hold do not make up one matrix, or their layout is not known."""
+    """The shards of the ranks do not make up one matrix, or their layout is not known."""
 
 
 class RankDisagreementError(MuonError, RuntimeError):
@@ -76,7 +75,7 @@ class RankDisagreementError(MuonError, RuntimeError):
 
 
 class RankMissingError(MuonError, RuntimeError):
-    """Other ranks did not come to a collective within the process group's time-out, or are gone."""
+    """Other ranks did not join a collective within the process group's time-out, or are gone."""
 
 
 class NonFiniteGradientError(MuonError, ArithmeticError):
@@ -84,7 +83,7 @@ class NonFiniteGradientError(MuonError, ArithmeticError):
 
 
 class OpsUnavailableError(MuonError, RuntimeError):
-    """The native operators were asked for and can be neither loaded nor built on this machine."""
+    """The native operators can be neither loaded nor built on this machine."""
 
 
 class OrthogonalizationError(MuonError, ArithmeticError):

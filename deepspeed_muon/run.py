@@ -1,7 +1,7 @@
-"""Run a training script that cannot be edited: ``python -m deepspeed_muon.run script.py args...``.
+"""Runs a training script without a change in it: ``python -m deepspeed_muon.run script.py args...``.
 
-With the launcher: ``deepspeed --module deepspeed_muon.run script.py --deepspeed_config ds.json``. Importing the
-package registers the optimizer; then the script runs as ``__main__`` with its own arguments.
+With the launcher: ``deepspeed --module deepspeed_muon.run script.py --deepspeed_config ds.json``. This module registers
+the optimizer and runs the script as ``__main__`` with the script's arguments.
 """
 
 from __future__ import annotations
@@ -23,9 +23,6 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str, list[str]]:
 
     The launcher puts ``--local_rank=N`` before everything else; the script expects it among its own arguments.
 
-    Args:
-        arguments: ``sys.argv[1:]``.
-
     Raises:
         SystemExit: With the usage, if no script is named or an option precedes it.
     """
@@ -41,17 +38,13 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Register the optimizer and run the script named in the arguments.
-
-    Args:
-        arguments: ``sys.argv[1:]`` by default.
-    """
+    """Register the optimizer and run the script that the arguments name."""
     script, own = split_arguments(sys.argv[1:] if arguments is None else arguments)
     if not os.path.isfile(script):
         raise SystemExit(f"deepspeed_muon.run: no such file: {script}\n{_USAGE}")
     deepspeed_muon.register()
     sys.argv = [script, *own]
-    # As `python script.py` does: the script's own folder comes first when it imports its neighbours.
+    # As with `python script.py`, the script can import the modules of its own folder.
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     runpy.run_path(script, run_name="__main__")
 

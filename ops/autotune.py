@@ -1,7 +1,7 @@
-"""The measured choice between the candidates of a problem, made once for a machine and remembered in a file.
+"""Measures the candidates of a problem, chooses one, and remembers the choice in a file of the machine.
 
-The choice never runs a collective and never waits for another rank's step: processes on one machine take turns by a
-file lock, and read what an earlier one found.
+It runs no collective and waits for no other rank's step: the processes of a machine take turns by a file lock, and
+read what an earlier one found.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from .candidates import BATCH_NUMEL, Candidate, Problem
 
 __all__ = ["TOLERANCE", "Choice", "Tuner", "cache_folder", "error_of", "hardware_name", "measure"]
 
-# Seconds: of one problem, and of all problems of a process. A choice saves a few percent of many steps; it must not
-# cost more than one step or two of them.
+# Seconds for one problem, and for all problems of a process. A choice saves a few percent of many steps, so it must not
+# cost more than a step or two.
 PROBLEM_SECONDS = 2.0
 PROCESS_SECONDS = 20.0
 
@@ -40,15 +40,15 @@ REPETITIONS = 5
 # A candidate whose first timing is this much slower than the best is not timed again.
 RULED_OUT = 1.5
 
-# The expected winner is kept unless another one is faster by this much: a choice that follows noise changes rounding
-# from run to run for nothing.
+# The expected winner stays unless another one is faster by this much: a choice that follows noise would change the
+# rounding from run to run for nothing.
 WORTH_CHANGING = 0.97
 
-# Relative error against float64 that an orthogonalisation may have, over all spectra: low-rank and ill-conditioned
+# Relative error against float64 that an orthogonalisation of any spectrum may have. Low-rank and ill-conditioned
 # matrices come near it, a Gaussian one uses a tenth of it.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-2, torch.bfloat16: 3e-1, torch.float64: 1e-4}
 
-# Up to this many FLOPs the cross-check is in float64 on the CPU (tenths of a second), above against torch's own code.
+# Up to this many FLOPs results are compared with float64 on the CPU (tenths of a second), above with torch's code.
 _FLOAT64_FLOPS = 2e9
 
 
@@ -75,11 +75,11 @@ class Tuner:
     """Chooses a candidate for each problem; one instance serves a process."""
 
     def __init__(self, folder: Path | None = None, *, library_key: str = "torch") -> None:
-        """Remember where choices are kept; nothing is read or measured.
+        """Start without choices; nothing is read or measured.
 
         Args:
-            folder: Of the file with remembered choices, ``None`` for :func:`cache_folder`.
-            library_key: Digest of the native library, so that its next version is measured anew.
+            folder: The folder with remembered choices, ``None`` for :func:`cache_folder`.
+            library_key: Digest of the native library, so that its next version is measured again.
         """
         self._folder = cache_folder() if folder is None else folder
         identity = "\0".join([hardware_name(), torch.__version__, library_key])
@@ -89,13 +89,7 @@ class Tuner:
         self._choices: dict[str, Choice] = {}
 
     def choose(self, problem: Problem, candidates: Sequence[Candidate], device: torch.device) -> Candidate:
-        """Return the candidate to run ``problem`` with, measuring where nothing is known yet.
-
-        Args:
-            problem: What is to be computed.
-            candidates: At least one, the expected winner first.
-            device: Where to measure.
-        """
+        """Return the candidate for ``problem``; measure if no choice is known. The expected winner comes first."""
         key = problem.key()
         if key not in self._choices:
             self._choices[key] = self._decide(key, problem, candidates, device)
@@ -103,7 +97,7 @@ class Tuner:
         return next((each for each in candidates if each.name == name), candidates[0])
 
     def choice(self, problem: Problem) -> Choice | None:
-        """Return what was chosen for ``problem`` in this process, if anything was."""
+        """Return the choice of this process for ``problem``, if there is one."""
         return self._choices.get(problem.key())
 
     def _decide(
@@ -132,7 +126,7 @@ class Tuner:
 
     @contextmanager
     def _turn(self) -> Iterator[bool]:
-        """Wait for the processes that are measuring; give whether it is this one's turn."""
+        """Wait for other processes that measure; yield whether it is this one's turn."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             gate = open(self._folder / ".measuring", "w")  # noqa: SIM115  # closed below
@@ -192,7 +186,7 @@ def measure(problem: Problem, candidates: Sequence[Candidate], device: torch.dev
     """Run and time the candidates on a Gaussian batch and return the fastest one whose result is right.
 
     Args:
-        problem: What is to be computed; of its batch at most ``BATCH_NUMEL`` elements are.
+        problem: What is to be computed; at most ``BATCH_NUMEL`` elements of its batch are measured.
         candidates: The expected winner first.
         device: Where to run.
     """
@@ -255,7 +249,7 @@ def _repeat(
 
 
 def _winner(milliseconds: dict[str, float]) -> str:
-    """Return the fastest candidate, or the first one, which is the expected winner, if it is nearly as fast."""
+    """Return the fastest candidate, or the expected winner (the first) if it is nearly as fast."""
     first, best = next(iter(milliseconds)), min(milliseconds, key=milliseconds.__getitem__)
     return first if milliseconds[best] > WORTH_CHANGING * milliseconds[first] else best
 

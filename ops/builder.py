@@ -1,7 +1,7 @@
-"""Builds and loads the native library: DeepSpeed's op builder face over torch's extension build.
+"""Builds and loads the native library: the interface of DeepSpeed's op builders over torch's extension build.
 
-A build has a folder of its own, named by a digest of sources, flags and torch version, so that nothing stale is ever
-loaded. One process builds, holding a lock that the kernel drops when its holder dies; the others wait for it.
+A digest of sources, flags and torch version names the folder of a build, so that no stale library is ever loaded. One
+process builds under a file lock, which the operating system releases if the process dies; the others wait.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["MuonBuilder", "build_folder", "library_path", "ninja_folder", "prebu
 
 PACKAGE = Path(__file__).resolve().parent
 
-# Seconds that a process waits for another one's build. A cold CPU build takes about 10 s, one with CUDA some minutes.
+# Seconds that a process waits for the build of another. A CPU build takes about 10 s, one with CUDA some minutes.
 WAIT_SECONDS = float(os.environ.get("DS_MUON_BUILD_TIMEOUT", "1200"))
 
 
@@ -42,11 +42,11 @@ class MuonBuilder(OpBuilder):  # type: ignore[misc]  # DeepSpeed has no annotati
         super().__init__(self.NAME if name is None else name)
 
     def absolute_name(self) -> str:
-        """Return the module path under which a library that was built ahead of time is installed."""
+        """Return the module path of a library that was built ahead of time."""
         return f"deepspeed_muon.ops.{toolchain.library_name(self.spec().portable_key)}"
 
     def spec(self) -> BuildSpec:
-        """Return what a build on this machine consists of. Compiles nothing and creates no CUDA context."""
+        """Return sources and flags of a build on this machine. Compiles nothing and creates no CUDA context."""
         return toolchain.machine_spec(torch)
 
     def sources(self) -> list[str]:
@@ -62,15 +62,11 @@ class MuonBuilder(OpBuilder):  # type: ignore[misc]  # DeepSpeed has no annotati
         return list(self.spec().cxx_flags)
 
     def nvcc_args(self) -> list[str]:
-        """Return nvcc's flags; empty where there is no CUDA to build for."""
+        """Return nvcc's flags; empty without CUDA."""
         return list(self.spec().nvcc_flags)
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Return whether the library is built already or can be built here.
-
-        Args:
-            verbose: Log the reason where it cannot.
-        """
+        """Return whether the library is built already or can be built here; with ``verbose`` log why not."""
         reason = self.unavailable_reason()
         self.error_log = reason
         if reason is not None and verbose:
@@ -97,15 +93,16 @@ class MuonBuilder(OpBuilder):  # type: ignore[misc]  # DeepSpeed has no annotati
         return next((path for path in (prebuilt_path(spec), library_path(spec)) if path.exists()), None)
 
     def load(self, verbose: bool = False) -> Any:
-        """Load the library, building it first where necessary, and return ``torch.ops.deepspeed_muon``.
+        """Load the library, build it first if necessary, and return ``torch.ops.deepspeed_muon``.
 
-        Safe in several processes at once.
+        Several processes may call it at once.
 
         Args:
-            verbose: Print the compiler's commands.
+            verbose: Whether to print the compiler's commands.
 
         Raises:
-            OpsUnavailableError: If there is no compiler, the build fails, or another process's build takes too long.
+            OpsUnavailableError: If there is no compiler, the build fails, or the build of another process takes too
+                long.
         """
         path = self.built_path()
         if path is None:
@@ -140,12 +137,12 @@ def build_folder(spec: BuildSpec) -> Path:
 
 
 def library_path(spec: BuildSpec) -> Path:
-    """Return where the build at first use puts the library."""
+    """Return the path of the library that is built at first use."""
     return build_folder(spec) / f"{toolchain.library_name(spec.key)}.so"
 
 
 def prebuilt_path(spec: BuildSpec) -> Path:
-    """Return where ``DS_BUILD_MUON=1 pip install`` puts the library."""
+    """Return the path of the library that ``DS_BUILD_MUON=1 pip install`` builds."""
     return PACKAGE / f"{toolchain.library_name(spec.portable_key)}.so"
 
 
@@ -171,7 +168,7 @@ def ninja_folder() -> str | None:
 
 @contextmanager
 def _exclusive(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock. The kernel drops it with its holder, so that a killed build blocks nobody."""
+    """Hold the folder's lock. The operating system releases that of a killed build, so it blocks nobody."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".building", "w") as gate:
         deadline = time.monotonic() + WAIT_SECONDS
@@ -191,12 +188,12 @@ def _exclusive(folder: Path) -> Iterator[None]:
 
 
 def _compile(spec: BuildSpec, target: Path, verbose: bool) -> None:
-    """Compile in a folder below the target's and move the library into place: it is never seen half written."""
+    """Compile in a folder below the target's and move the library into place, so that nobody loads half a file."""
     from torch.utils.cpp_extension import load
 
     work = target.parent / "build"
     work.mkdir(exist_ok=True)
-    # torch's own lock is a file that outlives a killed build; inside ours it can only be such a leftover.
+    # torch's own lock is a file that outlives a killed build. While we hold ours it can only be such a leftover.
     (work / "lock").unlink(missing_ok=True)
     path = os.environ.get("PATH", os.defpath)
     ninja = ninja_folder()

@@ -1,7 +1,7 @@
-"""The ways to run one orthogonalisation: the torch code and the native operator, in the forms that may be fastest.
+"""The ways to run one orthogonalisation: torch's code and the native operator, in the forms that may be fastest.
 
-All of them evaluate the same polynomial in the same dtype. They differ in the order of the products (standard, Gram)
-and in what computes them, so in rounding and in time.
+All evaluate the same polynomial in the same dtype. They differ in the order of the products (standard, Gram) and in
+the kernels, and so in rounding and time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .graphs import Replayed
 
 __all__ = ["BATCH_NUMEL", "Candidate", "Problem", "candidates_for", "has_kernel", "problem_of"]
 
-# Elements that a batch may stack at most: stacking copies, and the iteration needs three times as much again.
+# Elements that a batch may stack: stacking copies them, and the iteration needs three times as much again.
 BATCH_NUMEL = 1 << 25
 
 # Below this long side / short side Gram does more work than the standard iteration with the same kernels: 36 against
@@ -30,7 +30,7 @@ _GRAM_TRIED_FROM = 1.3
 # host. Above, the chip is the slower one and a graph would only hold memory.
 _GRAPH_UP_TO = 1e12
 
-# What the symmetric CUDA kernels ask of m and k (include/muon_cuda.h); cuBLAS takes the others.
+# The symmetric CUDA kernels need multiples of this for m and k (include/muon_cuda.h); cuBLAS takes all others.
 _CUDA_MULTIPLE = 8
 
 # Triangles in blocks need at least two blocks of 256 rows.
@@ -44,9 +44,9 @@ class Problem:
     Attributes:
         device: Device type, ``cpu`` or ``cuda``.
         input_dtype: Dtype of the input.
-        batch: Matrices in a call.
-        rows: Rows of each.
-        cols: Columns of each.
+        batch: The number of matrices in a call.
+        rows: Rows of each matrix.
+        cols: Columns of each matrix.
         threads: Threads that a CPU kernel may use; 0 on other devices.
         settings: The iteration.
     """
@@ -86,7 +86,7 @@ class Problem:
 
 
 def problem_of(x: Tensor, settings: NsSettings) -> Problem:
-    """Return the problem that ``x`` and ``settings`` are an instance of."""
+    """Return the problem of orthogonalising ``x`` with ``settings``."""
     rows, cols = x.shape[-2:]
     return Problem(
         device=x.device.type,
@@ -105,8 +105,8 @@ class Candidate:
 
     Attributes:
         name: ``torch standard``, ``ops gram+symmetric``, ``ops gram+sm90+graph`` and the like.
-        run: Has the contract of :func:`deepspeed_muon.math.newton_schulz.orthogonalize`.
-        warm_calls: Calls with a shape after which it runs as it will from then on.
+        run: Called like :func:`deepspeed_muon.math.newton_schulz.orthogonalize`.
+        warm_calls: Calls with a shape that warm up; later ones take their usual time.
     """
 
     name: str
@@ -118,20 +118,20 @@ def has_kernel(operators: Any | None, device: str, name: str = "orthogonalize") 
     """Return whether the loaded library holds a kernel of operator ``name`` for this device type."""
     if operators is None or device not in ("cpu", "cuda"):
         return False
-    # The iteration is registered for CUDA in every build, and its products only in one with CUDA.
+    # Every build registers the iteration for CUDA; only a build with CUDA has its products.
     needed = {name, "sym_gemm"} if name == "orthogonalize" else {name}
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     return all(has(f"deepspeed_muon::{each}", device.upper()) for each in needed)
 
 
 def candidates_for(problem: Problem, operators: Any | None) -> list[Candidate]:
-    """Return the ways to solve ``problem``, the one that is expected to be fastest first.
+    """Return the ways to solve ``problem``, the expected winner first.
 
-    ``method: standard`` pins the order of the products; ``gram`` allows both, since it only asks for the cheaper one.
+    The method ``standard`` fixes the order of the products; ``gram`` allows both, because it asks for the cheaper one.
 
     Args:
         problem: What is to be computed.
-        operators: ``torch.ops.deepspeed_muon``, or ``None`` to have only torch's.
+        operators: ``torch.ops.deepspeed_muon``, or ``None`` for torch's code alone.
     """
     methods = ["standard"]
     if problem.settings.method == "gram" and problem.ratio >= _GRAM_TRIED_FROM:
@@ -140,7 +140,7 @@ def candidates_for(problem: Problem, operators: Any | None) -> list[Candidate]:
     if has_kernel(operators, problem.device):
         for variant in _variants(problem, operators):
             native += [_native(method + variant, operators) for method in methods]
-    # torch's code runs the standard order for what it holds to be square whatever it is asked for.
+    # torch's code runs nearly square matrices in the standard order even if it is asked for Gram.
     plain = native + [_torch(method) for method in methods if method == "standard" or problem.ratio >= 2.0]
     if problem.device != "cuda" or problem.flops > _GRAPH_UP_TO:
         return plain
@@ -155,7 +155,7 @@ def _variants(problem: Problem, operators: Any) -> list[str]:
         return ["+tiles", ""]
     if problem.settings.dtype == torch.bfloat16 and operators.vectors_available():
         return ["+vectors", ""]
-    # On several threads only whole matrices run side by side; a triangle of one would be split once more.
+    # Several threads run whole matrices side by side; triangles would divide a matrix once more.
     one_thread_each = problem.threads == 1 or problem.batch > 1
     blocks = problem.short >= _BLOCKS_FROM and one_thread_each
     if not blocks:
@@ -164,7 +164,7 @@ def _variants(problem: Problem, operators: Any) -> list[str]:
 
 
 def _cuda_products(problem: Problem, operators: Any) -> str:
-    """Return what computes the symmetric products of ``problem`` on the GPU at hand: a kernel's name or ``cublas``."""
+    """Return what computes the symmetric products of ``problem`` on this GPU: a kernel's name or ``cublas``."""
     half = problem.settings.dtype in (torch.float16, torch.bfloat16)
     aligned = not (problem.rows % _CUDA_MULTIPLE or problem.cols % _CUDA_MULTIPLE)
     kernel = str(operators.sym_gemm_kernel()) if half and aligned else ""

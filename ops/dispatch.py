@@ -1,4 +1,4 @@
-"""What the optimizer calls: orthogonalisation and flat passes by the configured backend, with a record of what ran."""
+"""Orthogonalisation and flat passes by the configured backend, with a record of what ran."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _tuner: Tuner | None = None
 
 @dataclass(slots=True)
 class Ran:
-    """One line of the record: a problem, what ran it, how often."""
+    """One line of the record: a problem, what ran it, and how often."""
 
     problem: Problem
     candidate: str
@@ -35,16 +35,10 @@ class Ran:
 
 
 class Orthogonalizer:
-    """Callable with the contract of :func:`deepspeed_muon.math.newton_schulz.orthogonalize`."""
+    """Runs :func:`deepspeed_muon.math.newton_schulz.orthogonalize` by a backend; made by :func:`select`."""
 
     def __init__(self, backend: NsBackend, operators: Any | None, tuner: Tuner | None = None) -> None:
-        """Keep the operators; :func:`select` is the way to make one.
-
-        Args:
-            backend: ``auto``, ``ops`` or ``torch``.
-            operators: The native operators, or ``None``.
-            tuner: Of the choices, ``None`` for the one of this process.
-        """
+        """Keep the operators; without a ``tuner`` that of this process chooses."""
         self.backend = backend
         self._operators = operators
         self._tuner = tuner
@@ -78,7 +72,7 @@ class Orthogonalizer:
 
     def _choose(self, problem: Problem, device: torch.device) -> tuple[Candidate, Ran]:
         if self.backend == "torch":
-            # The configured method, by the torch code's own rule for square matrices.
+            # The configured method, except that torch's code runs square matrices in the standard order.
             method = problem.settings.method
             available = {each.name: each for each in candidates_for(problem, None)}
             candidate = available.get(f"torch {method}", available["torch standard"])
@@ -98,7 +92,7 @@ class Orthogonalizer:
         return candidate, Ran(problem, candidate.name, tuner.choice(problem))
 
     def release(self) -> None:
-        """Give up the memory of recorded graphs; choices stay, and the next call with a shape records anew."""
+        """Free the memory of recorded graphs. Choices stay; the next call with a shape records it again."""
         for candidate, _ in self._chosen.values():
             if isinstance(candidate.run, Replayed):
                 candidate.run.release()
@@ -126,7 +120,7 @@ class FlatPasses:
     """The two elementwise passes over flat partitions, native or torch's.
 
     Attributes:
-        name: ``ops`` or ``torch``: what really runs.
+        name: ``ops`` or ``torch``, whichever really runs.
         momentum_pack: ``(buf, grad, out, momentum, nesterov)``, see :func:`.reference.momentum_pack_`.
         unpack_apply: ``(param, update, lr_scale, decay)``, see :func:`.reference.unpack_apply_`.
     """
@@ -147,12 +141,12 @@ def process_tuner() -> Tuner:
 
 
 def select(backend: NsBackend, *, tuner: Tuner | None = None) -> Orthogonalizer:
-    """Return the orthogonalisation of a backend, building and loading the native library where it is needed.
+    """Return the orthogonalisation of a backend; build and load the native library if the backend needs it.
 
     Args:
         backend: ``auto`` measures the native operators and torch's code and takes the faster for each shape; without
             a library it warns once and runs torch's. ``ops`` takes only native ones. ``torch`` loads nothing.
-        tuner: Of the choices, ``None`` for the one of this process.
+        tuner: Makes the choices; ``None`` for the one of this process.
 
     Raises:
         OpsUnavailableError: If the backend is ``ops`` and the library can be neither loaded nor built.
@@ -165,7 +159,7 @@ def flat_passes(backend: NsBackend, device: torch.device | str = "cpu") -> FlatP
     """Return the flat passes of a backend for tensors on ``device``; see :func:`select`.
 
     Args:
-        backend: ``auto`` and ``ops`` take the native passes where there are some, ``torch`` torch's.
+        backend: ``ops`` takes the native passes, ``auto`` too if ``device`` has them, ``torch`` those of torch.
         device: Where the partitions are.
 
     Raises:
@@ -188,11 +182,7 @@ def flat_passes(backend: NsBackend, device: torch.device | str = "cpu") -> FlatP
 def matrix_norms(backend: NsBackend, device: torch.device | str = "cpu") -> Callable[[Tensor], Tensor]:
     """Return :func:`.reference.frobenius_norms` or its native counterpart for matrices on ``device``.
 
-    On CUDA, where torch needs one kernel for it, it is torch's with every backend.
-
-    Args:
-        backend: See :func:`select`.
-        device: Where the matrices are.
+    On CUDA every backend uses torch's, which is a single kernel there.
 
     Raises:
         OpsUnavailableError: If the backend is ``ops`` and the library can be neither loaded nor built.

@@ -1,9 +1,9 @@
-"""Replaying one orthogonalisation as a CUDA graph: a few microseconds of host time instead of one launch per product.
+"""Replays an orthogonalisation as a CUDA graph, which costs the host a few microseconds instead of many launches.
 
-An iteration of five steps launches some thirty kernels; for matrices up to about 2048 the host needs longer for that
-than the chip for the products (the authors of DMuon measured 2.5 ms against 26 us). A graph holds fixed
-addresses, so each shape has an input buffer that is copied into and an output that is copied out of. All graphs of a
-device share one memory pool: they run one after another on the caller's stream, so their workspaces may overlap.
+An iteration of five steps launches some thirty kernels. For matrices up to about 2048 the host needs longer for that
+than the GPU for the products (the authors of DMuon measured 2.5 ms against 26 us). A graph holds fixed addresses, so
+each shape has an input buffer and an output buffer, and every call copies into one and out of the other. All graphs of
+a device share one memory pool: they run one after another on the caller's stream, so their workspaces may overlap.
 """
 
 from __future__ import annotations
@@ -31,30 +31,25 @@ _pools: dict[torch.device, Any] = {}
 
 
 class Replayed:
-    """Runs like the function it wraps, from the second call with a shape on as a replayed graph.
+    """Runs the function that it wraps; from the second call with a shape on it replays a graph.
 
-    The first call with a shape runs plainly: libraries create their handles and workspaces in it, which a capture
-    would forbid. While the caller's stream is being captured itself, every call runs plainly.
+    The first call with a shape runs without a graph, because libraries create handles and workspaces in it, which a
+    capture forbids. While the caller captures its stream itself, every call runs without a graph.
     """
 
     def __init__(self, run: Run, capture: Capture | None = None) -> None:
         """Wrap ``run``; nothing is captured yet.
 
         Args:
-            run: Computes on the current stream, without synchronising, the same for the same input.
-            capture: Makes the replay of one shape; :func:`capture_cuda` where it is not given.
+            run: Computes on the current stream without synchronising; the same input gives the same result.
+            capture: Makes the replay of one shape; by default :func:`capture_cuda`.
         """
         self._run = run
         self._capture = capture_cuda if capture is None else capture
         self._replays: OrderedDict[_Shape, Replay | None] = OrderedDict()
 
     def __call__(self, x: Tensor, settings: NsSettings) -> Tensor:
-        """Return ``run(x, settings)`` in a tensor of the caller's own.
-
-        Args:
-            x: ``(..., rows, cols)``, dense in either storage order; others run plainly. Not mutated.
-            settings: The iteration.
-        """
+        """Return ``run(x, settings)`` in a new tensor; ``x`` that is not dense in either order runs without a graph."""
         dense = x.is_contiguous() or x.mT.is_contiguous()
         if not dense or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             return self._run(x, settings)
@@ -71,9 +66,9 @@ class Replayed:
         return replay(x)
 
     def release(self) -> None:
-        """Give up the graphs with their memory; a shape that had one is captured again by its next call.
+        """Free the graphs and their memory; the next call with a shape captures it again.
 
-        The pool goes too: torch lets no graph into one whose graphs are all gone.
+        The pool goes too, because torch adds no graph to a pool whose graphs are all gone.
         """
         for device in {key[0] for key, replay in self._replays.items() if replay is not None}:
             if device.type == "cuda":
@@ -101,7 +96,7 @@ def capture_cuda(run: Run, x: Tensor, settings: NsSettings) -> Replay:
     stream = torch.cuda.Stream(x.device)
     stream.wait_stream(torch.cuda.current_stream(x.device))
     graph = torch.cuda.CUDAGraph()
-    # thread_local: NCCL's watchdog thread queries events at any time, which a global capture would take for an error.
+    # thread_local, because NCCL's watchdog thread queries events at any time: in a global capture that is an error.
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         result = run(held, settings)
     torch.cuda.current_stream(x.device).wait_stream(stream)

@@ -1,6 +1,6 @@
-"""The native operators as ``torch.ops.deepspeed_muon``: loading them, and their shape functions.
+"""Loads the native operators as ``torch.ops.deepspeed_muon``, and registers their shape functions.
 
-Nothing is built or loaded by importing this module: :func:`load` does that, once.
+An import of this module builds and loads nothing: the first :func:`load` does.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _failure: OpsUnavailableError | None = None
 
 
 def load(*, verbose: bool = False) -> Any:
-    """Return ``torch.ops.deepspeed_muon`` with all operators, building the library on the first call.
+    """Return ``torch.ops.deepspeed_muon`` with all operators; the first call builds the library if necessary.
 
     Args:
-        verbose: Print the compiler's commands.
+        verbose: Whether to print the compiler's commands.
 
     Raises:
         OpsUnavailableError: If the library can be neither loaded nor built; the message says why.
@@ -49,7 +49,7 @@ def load(*, verbose: bool = False) -> Any:
 
 
 def try_load() -> Any | None:
-    """Return the operators, or ``None`` with one warning in this process where there are none."""
+    """Return the operators, or ``None`` if there are none; the first such call of a process warns."""
     known = _failure
     try:
         return load()

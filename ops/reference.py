@@ -1,4 +1,4 @@
-"""The operators in plain torch calls, readable: what runs without a compiler and what every kernel is tested against.
+"""The operators in plain torch calls: they run without a compiler, and the tests compare every kernel with them.
 
 Arguments and mutations are those of the native operators of the same name (``csrc/binding.cpp``).
 """
@@ -14,15 +14,9 @@ __all__ = ["frobenius_norms", "momentum_pack_", "orthogonalize", "sym_gemm", "un
 
 
 def sym_gemm(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, diag: float) -> Tensor:
-    """Return ``alpha a b^T + beta c + diag I``, which the caller knows to be symmetric; bitwise symmetric.
+    """Return ``alpha a b^T + beta c + diag I`` if that is symmetric; the result is symmetric to the last bit.
 
-    Args:
-        a: ``(m, k)`` or ``(batch, m, k)``.
-        b: Same shape and dtype.
-        c: ``(m, m)`` or ``(batch, m, m)`` and symmetric, or ``None``.
-        alpha: Factor of the product.
-        beta: Factor of ``c``.
-        diag: Added to the diagonal.
+    ``a`` and ``b`` are ``(m, k)`` or ``(batch, m, k)``; ``c`` is symmetric, or ``None``.
     """
     wide = torch.promote_types(a.dtype, torch.float32)
     result = (a.to(wide) @ b.to(wide).mT).mul_(alpha)
@@ -47,7 +41,7 @@ def orthogonalize(
         x: ``(..., rows, cols)``, floating. Not mutated.
         coefficients: Flat ``(a, b, c)`` triples, one for each step.
         method: ``standard`` or ``gram``; what follows a ``+`` chooses between kernels and is ignored here.
-        restarts: Numbers of completed steps after which the Gram iteration forms ``X`` again.
+        restarts: Numbers of completed steps after which the Gram iteration restarts.
         dtype: Dtype of the products and of the result.
         eps: Lower bound of the Frobenius norm.
     """
@@ -82,13 +76,12 @@ def _gram(x: Tensor, steps: Sequence[tuple[float, ...]], restarts: frozenset[int
 
 
 def frobenius_norms(x: Tensor) -> Tensor:
-    """Return the Frobenius norm of every matrix, fp32, ``(...)``; one read of ``x`` and no synchronisation.
+    """Return the Frobenius norm of every matrix of ``(..., rows, cols)``, fp32, without synchronisation.
 
-    Args:
-        x: ``(..., rows, cols)``; not copied if it or its transpose is contiguous. Not mutated.
+    It reads ``x`` once, and copies it only if neither ``x`` nor its transpose is contiguous.
     """
     flat = (x if x.is_contiguous() else x.mT).flatten(-2)
-    # Summed in fp32, returned in the input's dtype: asking for an fp32 result takes four times as long on a CPU.
+    # torch sums in fp32 and rounds to the input's dtype: an fp32 result would take four times as long on a CPU.
     norms: Tensor = torch.linalg.vector_norm(flat, dim=-1)
     return norms.float()
 

@@ -29,7 +29,7 @@ _CUDA_KERNELS = {"sym_gemm mma.sync": (80, None), "sym_gemm wgmma + TMA": (90, 9
 
 
 def collect() -> dict[str, Any]:
-    """Return everything that the report shows. Builds nothing and creates no CUDA context without a CUDA device."""
+    """Return everything that the report shows; builds nothing."""
     builder = MuonBuilder()
     spec = builder.spec()
     return {
@@ -56,7 +56,7 @@ def collect() -> dict[str, Any]:
 
 
 def self_test() -> list[dict[str, Any]]:
-    """Run each operator against its reference on every device that has kernels; builds the library if need be.
+    """Compare each operator with its reference on every device that has kernels; builds the library if necessary.
 
     Returns:
         One entry for each check: ``op``, ``device``, ``error``, ``bound``, ``ok``.
@@ -76,12 +76,7 @@ def self_test() -> list[dict[str, Any]]:
 
 
 def render(found: dict[str, Any], checks: list[dict[str, Any]] | None = None) -> str:
-    """Return the report as text.
-
-    Args:
-        found: Of :func:`collect`.
-        checks: Of :func:`self_test`, if it was run.
-    """
+    """Return the result of :func:`collect`, and of :func:`self_test` if it was run, as text."""
     lines = ["deepspeed_muon report", ""]
     lines += _section("versions", found["versions"])
     lines += [f"hardware: {found['hardware']}", ""]

@@ -1,4 +1,4 @@
-"""What is compiled, with which flags, under which name: for the build at first use and for ``pip install``.
+"""Sources, flags and name of the native library, for the build at first use and for ``pip install``.
 
 Only the standard library is imported here: ``setup.py`` loads this file before the package can be imported.
 """
@@ -31,7 +31,7 @@ CSRC = Path(__file__).resolve().parent / "csrc"
 # Targets with instructions of one chip generation only (wgmma, tcgen05): code for plain sm_90 would have none of them.
 _ARCH_SPECIFIC = {"90": "90a", "100": "100a", "120": "120a"}
 
-# Where neither a device nor TORCH_CUDA_ARCH_LIST says what to build for.
+# Targets if there is neither a device nor TORCH_CUDA_ARCH_LIST.
 _DEFAULT_ARCHS = ("80", "90a")
 
 # mma.sync with bf16 operands needs this compute capability.
@@ -49,7 +49,7 @@ class BuildSpec:
         nvcc_flags: Flags of nvcc; empty without CUDA.
         with_cuda: Whether CUDA sources are among the sources.
         key: Digest of all of this, of the headers and of the torch version.
-        portable_key: The same without the GPU architectures: a build ahead of time may be made where no GPU is.
+        portable_key: The same without the GPU architectures, because a machine without a GPU may build ahead of time.
     """
 
     sources: tuple[str, ...]
@@ -91,9 +91,9 @@ def build_spec(
     """Collect sources and flags of a build.
 
     Args:
-        torch_version: ``torch.__version__``, local part included: the ABI that is built against.
+        torch_version: ``torch.__version__`` with its local part, which determines the ABI.
         with_cuda: Whether to compile the CUDA kernels.
-        capabilities: Compute capabilities of the devices at hand, used unless ``TORCH_CUDA_ARCH_LIST`` is set.
+        capabilities: Compute capabilities of this machine's devices; ``TORCH_CUDA_ARCH_LIST`` overrides them.
     """
     patterns = ["*.cpp", "cpu/*.cpp"] + (["cuda/*.cpp", "cuda/*.cu"] if with_cuda else [])
     sources = sorted(path for pattern in patterns for path in CSRC.glob(pattern))
@@ -124,11 +124,7 @@ def build_spec(
 
 
 def machine_spec(torch: Any) -> BuildSpec:
-    """Return what a build on this machine consists of. Compiles nothing.
-
-    Args:
-        torch: The module.
-    """
+    """Return sources and flags of a build on this machine; compiles nothing. ``torch`` is the module."""
     with_cuda = cuda_reason(torch) is None
     count = torch.cuda.device_count() if with_cuda and not os.environ.get("TORCH_CUDA_ARCH_LIST") else 0
     return build_spec(
@@ -139,11 +135,7 @@ def machine_spec(torch: Any) -> BuildSpec:
 
 
 def cuda_reason(torch: Any) -> str | None:
-    """Return why the CUDA kernels are not part of a build on this machine, or ``None`` if they are.
-
-    Args:
-        torch: The module.
-    """
+    """Return why a build on this machine has no CUDA kernels, or ``None`` if it has. ``torch`` is the module."""
     if torch.version.cuda is None:
         return "this torch has no CUDA"
     if not torch.cuda.is_available() and not os.environ.get("TORCH_CUDA_ARCH_LIST"):
@@ -157,9 +149,9 @@ def setuptools_extension(spec: BuildSpec, package: str, root: Path | None = None
     """Return the setuptools extension of a build ahead of time.
 
     Args:
-        spec: Of :func:`machine_spec`.
-        package: The package that the library is installed in.
-        root: Make the sources relative to this folder, as setuptools wants them.
+        spec: From :func:`machine_spec`.
+        package: The package in which the library is installed.
+        root: The sources become relative to this folder, as setuptools needs them.
     """
     from torch.utils.cpp_extension import CppExtension, CUDAExtension
 
@@ -177,12 +169,12 @@ def setuptools_extension(spec: BuildSpec, package: str, root: Path | None = None
 def arch_flags(capabilities: Iterable[tuple[int, int]] = (), arch_list: str | None = None) -> tuple[str, ...]:
     """Return nvcc's ``-gencode`` flags.
 
-    They are explicit because torch's own handling of ``TORCH_CUDA_ARCH_LIST`` has no wgmma in ``9.0`` and
-    DeepSpeed's raises on ``9.0a``; torch adds no flags of its own where it finds these.
+    They are explicit because torch's code for ``TORCH_CUDA_ARCH_LIST`` builds no wgmma for ``9.0``, and DeepSpeed's
+    raises on ``9.0a``. Torch adds no flags if it finds these.
 
     Args:
-        capabilities: Compute capabilities of the devices at hand.
-        arch_list: As ``TORCH_CUDA_ARCH_LIST``, such as ``"8.0;9.0a+PTX"``; it comes before the devices.
+        capabilities: Compute capabilities of this machine's devices.
+        arch_list: The value of ``TORCH_CUDA_ARCH_LIST``, such as ``"8.0;9.0a+PTX"``; it overrides the devices.
     """
     if arch_list and arch_list.strip():
         wanted = [entry.split("+")[0].replace(".", "") for entry in re.split(r"[;\s,]+", arch_list.strip())]

@@ -1,7 +1,7 @@
-"""Elementwise kernels for fp32 over tensors in half precision: block by block through fp32 scratch.
+"""Runs elementwise fp32 kernels on tensors in half precision, in parts, through fp32 copies.
 
-A state in bf16 is only memory: the arithmetic stays fp32, and every element is rounded once a step, when it is
-written back. The blocks are small enough for a core's cache on a CPU, and large enough for a launch on a GPU.
+State in bf16 only saves memory: the arithmetic stays fp32, and every element is rounded once a step, when it is
+written back. The parts are small enough for a core's cache on a CPU, and large enough for a launch on a GPU.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _GPU_BLOCK = 1 << 24
 
 
 def in_fp32(kernel: Callable[..., None], mutated: Sequence[Tensor], read: Sequence[Tensor]) -> None:
-    """Call ``kernel(*mutated, *read)`` on fp32 views or copies of one block after the other.
+    """Call ``kernel(*mutated, *read)`` on fp32 views or copies of one part after the other.
 
     Args:
         kernel: Elementwise, takes flat fp32 tensors of one length and writes to the first ``len(mutated)`` of them.
-        mutated: Flat tensors of one length, fp32 or half precision. Those in half precision are rounded to nearest
-            when they are written back.
+        mutated: Flat tensors of one length, fp32 or half precision; half precision is rounded to nearest when it is
+            written back.
         read: Flat tensors of the same length, not written to.
     """
     numel = mutated[0].numel()
@@ -41,11 +41,7 @@ def in_fp32(kernel: Callable[..., None], mutated: Sequence[Tensor], read: Sequen
 
 
 def widened(passes: FlatPasses) -> FlatPasses:
-    """Return flat passes that also take momentum, gradients and parameters in half precision.
-
-    Args:
-        passes: For fp32.
-    """
+    """Return fp32 passes that also take momentum, gradients and parameters in half precision."""
 
     def momentum_pack(buf: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool) -> None:
         in_fp32(lambda b, o, g: passes.momentum_pack(b, g, o, momentum, nesterov), [buf, out], [grad])

@@ -1,4 +1,4 @@
-"""``optimizer.params``: every key with its default, its check and its documentation (:mod:`.settings`)."""
+"""``optimizer.params``: every key with its default, its check and its sentence of documentation."""
 
 from deepspeed_muon.config.documentation import takes_settings
 from deepspeed_muon.config.messages import TORCH_OPTIONS, unknown_key_message

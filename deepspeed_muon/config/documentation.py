@@ -1,4 +1,4 @@
-"""The constructor's signature and the tables of settings, made from :class:`~deepspeed_muon.config.MuonConfig`."""
+"""Makes the constructor's signature and docstring from :class:`~deepspeed_muon.config.MuonConfig`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
 def keys_with_sentences() -> Iterator[tuple[str, Any, str]]:
-    """Yield the name, the default and the sentence (Markdown) of every key, those of objects as ``health.every``."""
+    """Yield name, default and sentence (Markdown) of every key, and of keys of objects, as in ``health.every``."""
     for name, field in MuonConfig.model_fields.items():
         default = field.get_default(call_default_factory=True)
         yield (
@@ -38,8 +38,8 @@ def takes_settings(init: _Init) -> _Init:
     """Write every key into the signature and the docstring of a constructor that takes ``**settings``.
 
     Args:
-        init: The constructor. Its ``__signature__`` and ``__doc__`` are set: the parameters of its own come first and
-            last, and the line of ``lr, **settings`` in the docstring becomes one entry for each key.
+        init: The constructor. Mutated: its ``__signature__`` gets the keys between its own positional and keyword
+            parameters, and in its ``__doc__`` an entry for each key replaces the line of ``lr, **settings``.
     """
     types = get_type_hints(MuonConfig)
     own = inspect.signature(init, eval_str=True)

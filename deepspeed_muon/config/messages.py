@@ -1,4 +1,4 @@
-"""What the errors of the settings say: one line for each bad key, with the value and what is allowed."""
+"""The texts of errors in the settings: one line for each bad key, with the value and what is allowed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TORCH_OPTIONS = {
 }
 """Options of torch's optimizers that this one does not have, and what to do instead."""
 
-# What a value of several kinds may be: pydantic complains once for each kind.
+# Keys whose value may be of several kinds. Pydantic reports one error for each kind; these texts replace them.
 _ALLOWED = {
     "ns_schedule": "must be one of {} or a list of triples [a, b, c]".format(
         ", ".join(map(repr, get_args(NsScheduleName)))
@@ -43,13 +43,7 @@ _BOUNDS = {
 
 
 def unknown_key_message(key: str, known: Any, where: str) -> str:
-    """Return the text of an unknown-key error, with the nearest known key where one is near.
-
-    Args:
-        key: What the user wrote.
-        known: The names that would have been accepted.
-        where: The section of the configuration, for the message.
-    """
+    """Return the text of an unknown-key error in the section ``where``, with a similar known key if there is one."""
     if key in TORCH_OPTIONS:
         return f"{where}: {key!r} is an option of torch's optimizers that this one does not have; {TORCH_OPTIONS[key]}"
     names = sorted(str(name) for name in known)
@@ -59,13 +53,7 @@ def unknown_key_message(key: str, known: Any, where: str) -> str:
 
 
 def readable(error: ValidationError, params: Mapping[str, Any], where: str) -> str:
-    """Turn pydantic's report into one line per key.
-
-    Args:
-        error: The report.
-        params: What was validated.
-        where: The section of the configuration.
-    """
+    """Turn pydantic's report on ``params``, the section ``where``, into one line per key."""
     lines: dict[str, str] = {}
     for item in error.errors():
         location, value, message = item["loc"], item["input"], str(item["msg"])

@@ -14,7 +14,7 @@ __all__ = ["HealthConfig", "QkClipConfig", "RestoreConfig"]
 
 
 class _Section(BaseModel):
-    """An object among the settings: its unknown keys are errors, and short forms stand for it."""
+    """An object among the settings. Unknown keys in it are errors; a short form may stand for it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -43,7 +43,7 @@ class QkClipConfig(_Section):
 
 
 class HealthConfig(_Section):
-    """The object under ``health``: what each step checks of itself, and how often it is measured."""
+    """The object under ``health``: whether every update is checked, and how often some are measured."""
 
     every: v.Whole = Field(
         default=100,

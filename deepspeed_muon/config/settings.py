@@ -1,10 +1,10 @@
 """``optimizer.params`` of the DeepSpeed JSON and the constructor's arguments: every key, default, check and sentence.
 
 The keys of DeepSpeed's own Muon keep their names, meanings and defaults, so that an existing configuration runs
-unchanged. Unknown keys are errors, because a misspelt key that is ignored is a run with the wrong settings.
+unchanged. Unknown keys are errors, because a run that ignores a misspelt key has the wrong settings.
 
-Precedence, most specific last: the shared key (``lr``, ``weight_decay``), the half's key (``muon_lr``,
-``adam_weight_decay``, ...), the caller's own param group.
+The caller's own param group overrides the key of one half (``muon_lr``, ``adam_weight_decay``, ...), which overrides
+the shared key (``lr``, ``weight_decay``).
 
 The descriptions are Markdown. The constructor's docstring and ``docs/settings.md`` are made from them.
 """
@@ -70,8 +70,8 @@ class MuonConfig(BaseModel):
 
     lr: v.Rate | None = Field(
         default=None,
-        description="Rate of both halves, where the next two say nothing else; "
-        "what a scheduler's single number stands for.",
+        description="Rate of both halves, unless `muon_lr` or `adam_lr` is set; "
+        "a scheduler's single number stands for it.",
     )
     muon_lr: v.Rate | None = Field(
         default=None, description=f"Rate of the matrices; unset: `lr`, or {DEFAULT_MUON_LR} without it."
@@ -175,11 +175,11 @@ class MuonConfig(BaseModel):
     )
     include: tuple[str, ...] = Field(
         default=(),
-        description="Name patterns (shell globs, or `re:` and a regular expression) of what goes to Muon although a "
-        "rule would not send it.",
+        description="Name patterns (shell globs, or `re:` and a regular expression) of parameters that go to Muon "
+        "although a rule would send them to AdamW.",
     )
     exclude: tuple[str, ...] = Field(
-        default=(), description="Name patterns of what goes to AdamW; wins over `include`."
+        default=(), description="Name patterns of parameters that go to AdamW; wins over `include`."
     )
     min_muon_params: v.Whole = Field(
         default=0,
@@ -191,7 +191,7 @@ class MuonConfig(BaseModel):
     )
     exchange_chunk_numel: v.ChunkNumel = Field(
         default=1 << 26,
-        description="Elements of the matrices of a chunk that one rank owns: bounds the buffers "
+        description="Elements that one rank owns in a chunk at most, which bounds the buffers "
         "([performance.md](performance.md)).",
     )
     exchange_overlap: v.Flag = Field(
@@ -207,14 +207,14 @@ class MuonConfig(BaseModel):
     ranks_per_node: v.Whole | None = Field(
         default=None,
         ge=1,
-        description="Ranks of one machine, numbered consecutively, at most the number of ranks: owners are then sought "
-        "where most of a matrix lies; unset: all ranks count as equally far.",
+        description="Ranks of one machine, numbered consecutively: a matrix then prefers an owner on the machine that "
+        "holds most of it; unset: all ranks count as equally far.",
     )
     share_matrices: Literal["auto", False] | Annotated[v.Whole, Field(ge=2, strict=True)] = Field(
         default="auto",
-        description="`auto`: on GPUs, ranks of one node orthogonalise a matrix together that would keep one of them "
-        "busy for longer than all have work on average, where the model of [plan.md](plan.md) says that it pays; a "
-        "number: so many ranks at most, wherever it divides the work; `false`: never.",
+        description="`auto`: on GPUs, ranks of one node share a matrix that would keep one of them busy for longer "
+        "than the ranks work on average, if the model of [plan.md](plan.md) says that it pays; a number: at most "
+        "this many ranks share a matrix, wherever that divides the work; `false`: never.",
     )
     tensor_parallel_mode: v.TensorParallelMode = Field(
         default="gather",
@@ -240,8 +240,8 @@ class MuonConfig(BaseModel):
         """Check ``optimizer.params`` and return the typed settings.
 
         Args:
-            params: The JSON object, or ``None`` when the section is absent.
-            where: What messages call the section.
+            params: The JSON object, or ``None`` if the section is absent.
+            where: The name of the section in messages.
 
         Raises:
             ConfigError: With one line per bad key, naming the key, the value and what is allowed.
@@ -279,14 +279,7 @@ class MuonConfig(BaseModel):
                 )
 
     def check_world(self, ranks: int) -> None:
-        """Refuse what does not fit the number of ranks.
-
-        Args:
-            ranks: Of the whole run.
-
-        Raises:
-            ConfigError: Naming the key and both numbers.
-        """
+        """Raise ``ConfigError`` for settings that do not fit the number of ranks of the run."""
         if self.ranks_per_node is not None and self.ranks_per_node > ranks:
             raise ConfigError(
                 f"optimizer.params.ranks_per_node: one machine cannot have {self.ranks_per_node} of {ranks} ranks; "
@@ -294,11 +287,7 @@ class MuonConfig(BaseModel):
             )
 
     def coefficients(self) -> tuple[Coefficients, ...]:
-        """Return the ``(a, b, c)`` of every Newton-Schulz step.
-
-        Raises:
-            ScheduleError: If ``ns_schedule`` is not valid for ``ns_steps``.
-        """
+        """Return the ``(a, b, c)`` of every Newton-Schulz step, or raise ``ScheduleError``."""
         return resolve_schedule(self.ns_schedule, self.ns_steps)
 
     def ns_settings(self, device: torch.device) -> NsSettings:
@@ -313,11 +302,7 @@ class MuonConfig(BaseModel):
         return NsSettings(coefficients=coefficients, method=self.ns_method, dtype=dtype, eps=self.ns_eps)
 
     def resolved_wire_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which fragments travel: bf16 for a half-precision model under ``auto``, else fp32.
-
-        Args:
-            model_dtype: The dtype of the weights that the forward pass uses.
-        """
+        """Return the dtype in which fragments travel: under ``auto`` bf16 for a half-precision model, else fp32."""
         if self.wire_dtype != "auto":
             return DTYPES[self.wire_dtype]
         return torch.bfloat16 if model_dtype in (torch.bfloat16, torch.float16) else torch.float32
@@ -345,10 +330,9 @@ class MuonConfig(BaseModel):
         }
 
     def group_defaults(self, algorithm: str) -> dict[str, Any]:
-        """Return all settings of a param group. Both kinds carry every key: schedulers write into all groups alike.
+        """Return all settings of a param group of ``muon`` or ``adamw``.
 
-        Args:
-            algorithm: ``muon`` or ``adamw``, whose values win.
+        Groups of both kinds have every key, because schedulers write the same keys into all groups.
         """
         own = self.muon_defaults() if algorithm == "muon" else self.adam_defaults()
         return {**self.adam_defaults(), **self.muon_defaults(), **own}
@@ -359,7 +343,7 @@ class MuonConfig(BaseModel):
         return float(_first(self.lr, self.muon_lr, DEFAULT_MUON_LR))
 
     def digest(self) -> str:
-        """Return a canonical text of all settings, for the comparison between ranks."""
+        """Return a text of all settings that the ranks compare."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True)
 
 

@@ -13,22 +13,22 @@ WireDtypeName = Literal["auto", "fp32", "bf16", "fp16"]
 MomentumDtypeName = Literal["fp32", "bf16"]
 TensorParallelMode = Literal["gather", "distributed"]
 
-# Bounds beyond which a value is a slip: far above what anyone runs, far below where fp32 arithmetic stops.
+# A value beyond these bounds is a mistake. They lie far above useful values and far below the limits of fp32.
 MAX_RATE = 1e4
 """Largest rate and weight decay."""
 MAX_EPS = 100.0
 """Largest ``eps`` of AdamW; 1 is in use."""
 MAX_NS_EPS = 0.01
-"""Largest ``ns_eps``: a matrix whose direction is smaller than that is no longer orthogonalised."""
+"""Largest ``ns_eps``: a direction with a smaller norm is no longer orthogonalised."""
 MIN_EPS = 1e-30
-"""Smallest ``eps`` and ``ns_eps``: well inside fp32, where 1e-46 is 0 and divides nothing by nothing."""
+"""Smallest ``eps`` and ``ns_eps``: well inside fp32, where 1e-46 becomes 0 and 0 / 0 is NaN."""
 MAX_STEPS = 1_000_000
 """Largest number of steps between two samples of ``health``."""
 MAX_CHUNK_NUMEL = 1 << 40
 
 
 def _number(value: Any) -> Any:
-    """Let numbers through, those of numpy and one-element tensors too; say what else the value is."""
+    """Accept numbers, also of numpy and in one-element tensors; raise with a hint for anything else."""
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         value = value.item()
     if isinstance(value, str):
@@ -56,7 +56,7 @@ def _flag(value: Any) -> bool:
 
 
 def pair(value: Any) -> Any:
-    """Say of a text or a single number what it is, instead of which pair it is not."""
+    """Raise for a text and for anything else that is neither a pair nor a number; pydantic checks the rest."""
     return _number(value) if isinstance(value, (str, bool)) or not hasattr(value, "__len__") else value
 
 
@@ -70,7 +70,7 @@ Whole = Annotated[int, BeforeValidator(_number)]
 Flag = Annotated[bool, BeforeValidator(_flag)]
 Rate = Annotated[Number, Field(ge=0, le=MAX_RATE)]
 Fraction = Annotated[Number, Field(ge=0, lt=1)]
-# AdamW divides by the root of the second moment: without a memory it is the sign of the gradient, or blows up.
+# AdamW divides by the root of the second moment. With a decay of 0 the update is only the gradient's sign, or blows up.
 SecondBeta = Annotated[Number, Field(gt=0, lt=1)]
 Eps = Annotated[Number, Field(ge=MIN_EPS, le=MAX_EPS)]
 NsEps = Annotated[Number, Field(ge=MIN_EPS, le=MAX_NS_EPS)]

@@ -101,18 +101,7 @@ class CpuAdam:
         for step in (1, 2):
             grad = torch.randn(_CHECKED, generator=generator).to(master)
             settings = AdamStep(0.01, (0.9, 0.95), 1e-8, decay, step, decoupled)
-            l2 = 0.0 if decoupled else decay
-            expected, m, v = reference_adamw_step(
-                expected,
-                grad.double() + l2 * expected,
-                m,
-                v,
-                step=step,
-                lr=0.01,
-                betas=settings.betas,
-                eps=1e-8,
-                weight_decay=decay if decoupled else 0.0,
-            )
+            expected, m, v = reference_adamw_step(expected, grad, m, v, settings=settings)
             try:
                 self([param], [grad], [exp_avg], [exp_avg_sq], settings=settings)
             except RuntimeError as failed:

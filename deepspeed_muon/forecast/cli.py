@@ -1,4 +1,4 @@
-"""The command line: ``python -m deepspeed_muon plan MODEL``: what a training run will compute, send and keep."""
+"""The command ``python -m deepspeed_muon plan MODEL``: what a training run will compute, send and keep."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deepspeed_muon.forecast.live import planned_parameters
 from deepspeed_muon.forecast.model_shapes import PRESETS, load_model
 from deepspeed_muon.forecast.predict import PlannedParameter, PlanSettings
 from deepspeed_muon.forecast.report import forecast, report
-from deepspeed_muon.forecast.text import render
+from deepspeed_muon.forecast.text import LABELS, render
 from deepspeed_muon.plan.hardware import GPUS
 from deepspeed_muon.routing.rules import route_parameters
 
@@ -25,11 +25,7 @@ _LARGEST_WORLD = 16384
 
 
 def add_subcommand(subparsers: Any) -> None:
-    """Add ``plan``; the parser sets ``run``.
-
-    Args:
-        subparsers: What ``ArgumentParser.add_subparsers`` returned.
-    """
+    """Add the command ``plan`` to what ``ArgumentParser.add_subparsers`` returned; its ``run`` executes it."""
     parser = subparsers.add_parser(
         "plan", help="routes, owners, bytes, memory and predicted times of a model, without GPUs or weights"
     )
@@ -58,12 +54,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     routes = route_parameters(members, config)
     parameters = planned_parameters(routes)
     data = report(
-        arguments.model,
-        routes,
-        parameters,
-        settings,
-        each_route=arguments.routes,
-        owners=arguments.owners,
+        arguments.model, routes, parameters, settings, each_route=arguments.routes, owners=arguments.owners
     )
     print(json.dumps(data, indent=1) if arguments.json else render(data))
     if arguments.plot:
@@ -107,7 +98,7 @@ def _settings(arguments: argparse.Namespace, config: MuonConfig) -> PlanSettings
 
 
 def _plot(model: str, parameters: Sequence[PlannedParameter], settings: PlanSettings, path: Path) -> None:
-    """Draw step time, bytes and memory of the three optimizers over the number of GPUs."""
+    """Plot step time, bytes and memory of the three optimizers over the number of GPUs."""
     try:
         import matplotlib
     except ImportError as error:
@@ -119,8 +110,7 @@ def _plot(model: str, parameters: Sequence[PlannedParameter], settings: PlanSett
     worlds = [world for world in worlds if world % settings.tensor_parallel == 0]
     found = [forecast(parameters, replace(settings, world_size=world)) for world in worlds]
     figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.5))
-    labels = {"muon": "deepspeed_muon", "deepspeed_muon_builtin": "DeepSpeed's Muon", "adamw": "AdamW"}
-    for name, label in labels.items():
+    for name, label in LABELS.items():
         mine = [entry[name] for entry in found]
         axes[0].plot(worlds, [f.seconds["total"] * 1e3 for f in mine], marker="o", label=label)
         axes[1].plot(worlds, [(f.sent_bytes + f.zero_bytes) / 1e9 for f in mine], marker="o", label=label)

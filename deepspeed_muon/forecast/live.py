@@ -1,4 +1,4 @@
-"""Plans of models and of running engines: what ``plan/`` counts, from what this project knows about parameters."""
+"""The input of a forecast from a routing table, and the plan of a running engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["plan_report", "planned_parameters"]
 
 
 def planned_parameters(routes: Sequence[Route]) -> list[PlannedParameter]:
-    """Return the trained parameters of a routing table, for counting: AdamW's and Muon's in the table's order."""
+    """Return the trained parameters of a routing table, for counting, in the table's order."""
     found = []
     for route in routes:
         if route.algorithm == "frozen":
@@ -32,9 +32,9 @@ def planned_parameters(routes: Sequence[Route]) -> list[PlannedParameter]:
 
 
 def plan_report(engine: Any) -> dict[str, Any]:
-    """Return what an engine's exchange plans say: routes, owners, work and bytes of every rank, as plain data.
+    """Return routes, owners, work and bytes of every rank of an engine, from its exchange plans, as plain data.
 
-    ``python -m deepspeed_muon plan`` predicts the same for a model that is not there, with memory and times.
+    ``python -m deepspeed_muon plan`` predicts the same without an engine, with memory and times.
 
     Args:
         engine: A ``DeepSpeedEngine`` made with this optimizer.

@@ -1,7 +1,7 @@
-"""Parameter names and shapes of a model that is not there: from a preset, a Hugging Face config.json or a checkpoint.
+"""Parameter names and shapes without a model: from a preset, a Hugging Face config.json or a checkpoint.
 
 Nothing is downloaded and no weight is read. The shapes become parameters on the meta device, so that routing decides
-about them exactly as it does about those of a real model.
+about them exactly as about those of a real model.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import nn
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.routing.parameters import NamedParameter, model_parameters_by_name
 
-__all__ = ["PRESETS", "family_shapes", "from_checkpoint", "from_config", "from_shapes", "load_model"]
+__all__ = ["PRESETS", "family_shapes", "from_config", "load_model"]
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
-# Numbers of the models' published config.json files; kimi-k2 is of that architecture and size (1T), not its exact file.
+# From the models' published config.json files; kimi-k2 has that architecture and size (1T), not the exact numbers.
 PRESETS: dict[str, dict[str, Any]] = {
     "llama-7b": {
         "model_type": "llama",
@@ -77,19 +77,19 @@ def load_model(source: str, *, separate_experts: bool = False) -> list[NamedPara
 
     Args:
         source: Name of a preset, a config.json, or a folder with a checkpoint or a config.json.
-        separate_experts: One matrix a parameter for every expert instead of stacks, as models outside of Hugging Face
-            keep them (presets and families known here only).
+        separate_experts: Whether every expert has its own parameters instead of a place in a stack, as in models
+            outside of Hugging Face; only for presets and families known here.
 
     Raises:
-        ConfigError: If it is none of them, or of an architecture that is not known.
+        ConfigError: If it is none of these, or of an unknown architecture.
     """
     if source in PRESETS:
-        return from_shapes(family_shapes(PRESETS[source], separate_experts=separate_experts))
+        return _from_shapes(family_shapes(PRESETS[source], separate_experts=separate_experts))
     path = Path(source)
     if path.is_file() and path.suffix == ".json":
         return from_config(_read_json(path), separate_experts=separate_experts)
     if path.is_dir():
-        return from_checkpoint(path, separate_experts=separate_experts)
+        return _from_checkpoint(path, separate_experts=separate_experts)
     raise ConfigError(
         f"{source!r} is neither a preset ({', '.join(PRESETS)}) nor a config.json nor a folder with a checkpoint"
     )
@@ -105,12 +105,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def from_shapes(shapes: Shapes | Mapping[str, tuple[int, ...]]) -> list[NamedParameter]:
-    """Return parameters on the meta device.
-
-    Args:
-        shapes: Dotted names and shapes, in the model's order.
-    """
+def _from_shapes(shapes: Shapes | Mapping[str, tuple[int, ...]]) -> list[NamedParameter]:
+    """Return parameters on the meta device from dotted names and shapes, in the model's order."""
     pairs = shapes.items() if isinstance(shapes, Mapping) else shapes
     return [
         NamedParameter((name,), nn.Parameter(torch.empty(shape, device="meta"), requires_grad=True))
@@ -121,12 +117,8 @@ def from_shapes(shapes: Shapes | Mapping[str, tuple[int, ...]]) -> list[NamedPar
 def from_config(config: Mapping[str, Any], *, separate_experts: bool = False) -> list[NamedParameter]:
     """Return the parameters of a Hugging Face configuration.
 
-    transformers builds the model on the meta device where it is installed, for any architecture that it knows;
-    otherwise the shapes of the families known here are used.
-
-    Args:
-        config: The content of a config.json.
-        separate_experts: See :func:`load_model`; does not go through transformers.
+    Where transformers is installed it builds the model on the meta device, for any architecture that it knows.
+    Otherwise, and with ``separate_experts``, the architecture must be one that is known here.
 
     Raises:
         ConfigError: If the architecture is not known, naming what would help.
@@ -139,7 +131,7 @@ def from_config(config: Mapping[str, Any], *, separate_experts: bool = False) ->
             transformers = None
         if transformers is not None and kind in transformers.CONFIG_MAPPING:
             return _from_transformers(transformers, config, kind)
-    return from_shapes(family_shapes(config, separate_experts=separate_experts))
+    return _from_shapes(family_shapes(config, separate_experts=separate_experts))
 
 
 def _from_transformers(transformers: Any, config: Mapping[str, Any], kind: str) -> list[NamedParameter]:
@@ -152,32 +144,28 @@ def _from_transformers(transformers: Any, config: Mapping[str, Any], kind: str) 
     return list(model_parameters_by_name(model).values())
 
 
-def from_checkpoint(folder: Path, *, separate_experts: bool = False) -> list[NamedParameter]:
-    """Return the parameters of a checkpoint: safetensors, a consolidated set, DeepSpeed's files, or a config.json.
-
-    Args:
-        folder: Where it lies. Only headers and metadata are read.
-        separate_experts: Passed on to :func:`from_config`.
+def _from_checkpoint(folder: Path, *, separate_experts: bool = False) -> list[NamedParameter]:
+    """Return the parameters of a folder with safetensors, a consolidated set, DeepSpeed's files, or a config.json.
 
     Raises:
-        ConfigError: If nothing in the folder can be read.
-        CheckpointError: If what is there is damaged.
+        ConfigError: If the folder has none of them.
+        CheckpointError: If a checkpoint is damaged.
     """
     from deepspeed_muon.checkpoint.index import INDEX_NAME, load_index
 
     if (folder / INDEX_NAME).is_file():
         index = load_index(folder)
-        return from_shapes({name: tuple(record.shape) for name, record in index.parameters.items()})
+        return _from_shapes({name: tuple(record.shape) for name, record in index.parameters.items()})
     files = sorted(folder.glob("*.safetensors"))
     if files:
-        return from_shapes({name: shape for file in files for name, shape in _safetensors_shapes(file)})
+        return _from_shapes({name: shape for file in files for name, shape in _safetensors_shapes(file)})
     if (folder / "config.json").is_file():
         return from_config(_read_json(folder / "config.json"), separate_experts=separate_experts)
     if (folder / "latest").is_file() or any(folder.glob("*model_states.pt")):
         from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
 
         saved = DeepSpeedFiles(folder)
-        return from_shapes({name: parameter.shape for name, parameter in saved.parameters.items()})
+        return _from_shapes({name: parameter.shape for name, parameter in saved.parameters.items()})
     raise ConfigError(
         f"{folder}: no *.safetensors, config.json, consolidated set or DeepSpeed checkpoint in this folder"
     )
@@ -198,14 +186,10 @@ def _safetensors_shapes(file: Path) -> Shapes:
 
 
 def family_shapes(config: Mapping[str, Any], *, separate_experts: bool = False) -> Shapes:
-    """Return names and shapes of a model of a known family, as transformers 5 builds it.
-
-    Args:
-        config: Its configuration: ``model_type`` llama, mistral, qwen2, qwen3, qwen3_moe, deepseek_v3 or kimi_k2.
-        separate_experts: One parameter for every expert's matrix instead of a stack of all of them.
+    """Return names and shapes of a model of a known family (``model_type``), as transformers 5 builds it.
 
     Raises:
-        ConfigError: Naming the architecture, or the key that is missing.
+        ConfigError: Naming the unknown architecture, or the missing key.
     """
     kind = str(config.get("model_type", ""))
     layer = _LAYERS.get(kind)

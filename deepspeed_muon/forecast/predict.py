@@ -1,15 +1,14 @@
 """What a step will compute and send, from shapes alone.
 
-Counts (floating-point operations, elements sent, owners) follow from the same rules that the running optimizer uses,
-and tests compare them with counted runs.
+Owners, floating-point operations and elements sent follow the rules of the running optimizer; tests compare them with
+counts of real runs.
 
-Bytes of a collective are those that a ring sends from each rank: ``n (W-1)/W`` for a reduce-scatter or an all-gather of
+A collective counts the bytes that each rank of a ring sends: ``n (W-1)/W`` for a reduce-scatter or an all-gather of
 ``n`` bytes on ``W`` ranks, twice that for an all-reduce.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -20,7 +19,7 @@ import torch
 from deepspeed_muon.math.flops import orthogonalize_flops
 from deepspeed_muon.math.newton_schulz import NsMethod
 from deepspeed_muon.plan.hardware import GPUS, Gpu
-from deepspeed_muon.plan.holdings import Floats, Holdings, Ints, flat_holdings, sharded_holdings
+from deepspeed_muon.plan.holdings import Floats, Holdings, flat_holdings, sharded_holdings
 from deepspeed_muon.plan.order import OrderName, balanced_order, flat_partition_numel
 from deepspeed_muon.plan.owners import holders_in_holdings
 from deepspeed_muon.plan.sharing import Shareable, SharingRule, Speeds, assign_ranks, even_sizes
@@ -31,7 +30,6 @@ __all__ = [
     "PlanSettings",
     "PlannedParameter",
     "exchange_of",
-    "node_of_ranks",
     "parameter_flops",
     "peer_bytes",
     "peer_flops",
@@ -52,7 +50,7 @@ class PlannedParameter:
         numel: Elements.
         muon: Whether it is Muon's; otherwise AdamW's.
         blocks: Count, rows and columns of every kind of block in it.
-        stack: Number of equal blocks that follow each other in memory, if the parameter is nothing but such a stack.
+        stack: The number of blocks, if they are equal and follow each other in memory; else 1.
     """
 
     name: str
@@ -79,7 +77,7 @@ class PlanSettings:
         model_bytes: Bytes of an element of the forward pass's weights, and of its gradient.
         chunk_numel: ``exchange_chunk_numel``.
         order: Order of the matrices in the flat buffers of stages 1 and 2.
-        share_matrices: ``auto`` shares a matrix where that pays; a number is how many ranks share wherever possible.
+        share_matrices: ``auto`` shares a matrix where that pays; with a number so many ranks share wherever possible.
         efficiency: Part of the GPU's tensor operations that the iteration reaches.
         link_efficiency: Part of the bandwidths that copies and collectives reach.
     """
@@ -108,12 +106,12 @@ class PlanSettings:
 
     @property
     def data_parallel(self) -> int:
-        """Ranks among which ZeRO divides."""
+        """The number of ranks among which ZeRO divides."""
         return self.world_size // self.tensor_parallel
 
     @property
     def sharing_rule(self) -> SharingRule:
-        """When ranks share a matrix."""
+        """The rule by which ranks share matrices."""
         wanted = False if self.tensor_parallel > 1 else self.share_matrices
         speeds = None
         if wanted == "auto":
@@ -127,14 +125,14 @@ class Exchange:
     """Owners, work and traffic of all Muon matrices in one step.
 
     Attributes:
-        owners: The owner of each Muon parameter, in order: the first sharer of a shared one, the owner of the first
-            blocks of a cut stack.
+        owners: The owner of each Muon parameter. A shared parameter has its first sharer here, a cut stack the owner of
+            its first blocks.
+        shared: The number of each shared Muon parameter, and the ranks that share it.
         owned_elements: Elements that each rank orthogonalises.
-        shared: The ranks that share a Muon parameter, by its number, for the shared ones.
-        flops: Newton-Schulz operations of each rank; time in which sharers communicate counts as operations.
+        flops: Newton-Schulz operations of each rank; the collectives of sharers count as operations too.
         gather_elements: Elements that each rank sends to owners.
         scatter_elements: Elements that each rank sends back as an owner.
-        moving: Number of Muon parameters of which elements travel.
+        moving: The number of Muon parameters of which elements travel.
     """
 
     owners: tuple[int, ...]
@@ -147,34 +145,27 @@ class Exchange:
 
     @property
     def balance(self) -> float:
-        """Work of the busiest rank over the mean."""
+        """The work of the busiest rank over the mean."""
         mean = float(self.flops.sum()) / len(self.flops)
         return float(self.flops.max()) / mean if mean else 1.0
-
-
-def node_of_ranks(world_size: int, gpus_per_node: int) -> Ints:
-    """Return the node of every rank, ranks being numbered node by node."""
-    return np.arange(world_size, dtype=np.int64) // max(1, gpus_per_node)
 
 
 def parameter_flops(parameter: PlannedParameter, settings: PlanSettings) -> float:
     """Return the floating-point operations of orthogonalising all blocks of one parameter."""
     return sum(
-        count * _block_flops(rows, cols, settings.steps, settings.method, settings.ns_dtype)
+        count
+        * orthogonalize_flops(
+            rows, cols, steps=settings.steps, method=settings.method, dtype=settings.ns_dtype
+        )
         for count, rows, cols in parameter.blocks
     )
-
-
-@functools.lru_cache(maxsize=4096)
-def _block_flops(rows: int, cols: int, steps: int, method: NsMethod, dtype: torch.dtype) -> float:
-    return orthogonalize_flops(rows, cols, steps=steps, method=method, dtype=dtype)
 
 
 def exchange_of(parameters: Sequence[PlannedParameter], settings: PlanSettings) -> Exchange:
     """Assign owners and count operations and elements, as the running optimizer does.
 
     Args:
-        parameters: All parameters in the order of the param groups; AdamW's are skipped.
+        parameters: All parameters in the order of the param groups; those of AdamW do not count.
         settings: Stage, ranks and iteration.
     """
     muon = [parameter for parameter in parameters if parameter.muon]
@@ -209,7 +200,7 @@ def exchange_of(parameters: Sequence[PlannedParameter], settings: PlanSettings) 
 def _assign(
     muon: Sequence[PlannedParameter], holdings: Holdings, load: list[float], settings: PlanSettings
 ) -> list[tuple[int, int, int, tuple[int, ...]]]:
-    """Return what one step set's ranks orthogonalise: parameter, first and last element, and its owner or sharers."""
+    """Return the parts of a step set: index of the parameter, first element, end, and the owner or the sharers."""
     costs = [parameter_flops(parameter, settings) for parameter in muon]
     limit = travelling_cost(costs, load)
     whole = holdings.whole.tolist()
@@ -224,7 +215,8 @@ def _assign(
     sizes = np.array([parameter.numel // parameter.stack for parameter in muon], dtype=np.int64)
     index, first, count = np.array(runs, dtype=np.int64).T
     begins, ends = first * sizes[index], (first + count) * sizes[index]
-    nodes = node_of_ranks(settings.world_size, settings.gpus_per_node).tolist()
+    # Ranks are numbered node by node.
+    nodes = [rank // max(1, settings.gpus_per_node) for rank in range(settings.world_size)]
     ranks = assign_ranks(
         [costs[i] / muon[i].stack * blocks for i, _, blocks in runs],
         [
@@ -243,7 +235,7 @@ def _assign(
 
 
 def _step_sets(muon: Sequence[PlannedParameter], settings: PlanSettings) -> list[list[int]]:
-    """Return the numbers of the matrices that are exchanged together, in the order in which they lie."""
+    """Return the numbers of the matrices of each step set, in the order in which they lie."""
     if not muon:
         return []
     if settings.stage in (1, 2) and settings.order == "balanced":
@@ -258,7 +250,7 @@ def _step_sets(muon: Sequence[PlannedParameter], settings: PlanSettings) -> list
     sets: list[list[int]] = [[]]
     filled = 0
     for number, parameter in enumerate(muon):
-        # ZeRO 3 cuts a param group by the size of its partition.
+        # ZeRO 3 cuts a param group into sub-groups by the size of its partition.
         if settings.stage == 3 and filled >= _SUB_GROUP_NUMEL:
             sets.append([])
             filled = 0
@@ -294,8 +286,8 @@ def zero_bytes(parameters: Sequence[PlannedParameter], settings: PlanSettings) -
 def peer_flops(parameters: Sequence[PlannedParameter], settings: PlanSettings) -> float:
     """Return the operations on the critical path of DeepSpeed's own Muon, from its source (0.19.8).
 
-    Stage 0: every rank orthogonalises every matrix. Stages 1, 2: a rank orthogonalises every matrix that touches its
-    partition. Stage 3: ranks take turns in rounds of as many matrices as there are ranks.
+    At stage 0 every rank orthogonalises every matrix; at stages 1 and 2 every matrix that touches its partition. At
+    stage 3 each round gives every rank one matrix.
     """
     muon = [parameter for parameter in parameters if parameter.muon]
     costs = np.array([parameter_flops(parameter, settings) for parameter in muon])
@@ -317,8 +309,8 @@ def peer_flops(parameters: Sequence[PlannedParameter], settings: PlanSettings) -
 def peer_bytes(parameters: Sequence[PlannedParameter], settings: PlanSettings) -> float:
     """Return the bytes that a rank sends in a step of DeepSpeed's own Muon, from its source (0.19.8).
 
-    At stage 3 it all-reduces gradients (it refuses reduce-scatter), gathers Muon's gradients and momentum, and after
-    each round of one matrix a rank all-gathers updates and momentum, padded to the round's largest matrix.
+    At stage 3 it all-reduces gradients (it refuses reduce-scatter) and gathers Muon's gradients and momentum. After
+    each round of one matrix per rank it all-gathers updates and momentum, padded to the round's largest matrix.
     """
     own = zero_bytes(parameters, settings)
     ranks = settings.data_parallel

@@ -20,26 +20,26 @@ from deepspeed_muon.forecast.predict import (
 )
 from deepspeed_muon.plan.exchange import ExchangePlan, chunk_limit
 
-__all__ = ["Forecast", "forecast", "live_report", "report", "route_rows"]
+__all__ = ["Forecast", "forecast", "live_report", "report"]
 
-# Seconds that a message to one more peer costs in an all-to-all: the order of magnitude of NCCL over InfiniBand.
+# Seconds that each further peer adds to an all-to-all: the order of magnitude of NCCL over InfiniBand.
 _MESSAGE_SECONDS = 3e-6
-# Bytes that one element costs in memory traffic: AdamW reads gradient, weight and both moments and writes the last
-# three and the low-precision copy; Muon's two flat passes are momentum and pack (14), and unpack and apply (10).
+# Bytes that are read and written for one element. AdamW reads gradient, weight and both moments, and writes the last
+# three and the low-precision copy. Muon has two passes: momentum and pack (14), unpack and apply (10).
 _ADAMW_TRAFFIC = 30.0
 _MUON_TRAFFIC = 24.0
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What one rank, the most burdened one, does and keeps in a step of one optimizer.
+    """What the busiest rank does and keeps in a step of one optimizer.
 
     Attributes:
         sent_bytes: Sent in Muon's own exchange.
         zero_bytes: Sent in ZeRO's collectives.
         flops: Newton-Schulz operations.
-        seconds: Predicted times by part, and their ``total``; ZeRO's collectives are no part of it.
-        memory: Bytes by part, and their ``total``; activations are no part of it.
+        seconds: Predicted times by part, and their ``total``, without ZeRO's collectives.
+        memory: Bytes by part, and their ``total``, without activations.
     """
 
     sent_bytes: float
@@ -142,7 +142,7 @@ def _kept(parameters: Sequence[PlannedParameter], settings: PlanSettings) -> dic
 def _buffers(
     parameters: Sequence[PlannedParameter], settings: PlanSettings, exchange: Exchange
 ) -> dict[str, float]:
-    """Return what Muon's step needs besides: upper bounds, from the chunk size and the largest matrix."""
+    """Return upper bounds of the bytes that Muon's step needs besides, from the chunk size and the largest matrix."""
     owned = exchange.owned_elements
     largest = max((p.numel // p.stack for p in parameters if p.muon), default=0)
     chunk = 0.0
@@ -153,21 +153,17 @@ def _buffers(
     partition = muon / (settings.data_parallel if settings.stage else 1)
     block = max((rows * cols for p in parameters for _, rows, cols in p.blocks), default=0)
     return {
-        # Of one chunk; and what three chunks send and receive, since one is exchanged while another is orthogonalised.
+        # Of one chunk.
         "directions": settings.wire_bytes * min(partition, float(max(settings.chunk_numel, largest))),
+        # What three chunks send and receive: one arrives, one is orthogonalised, one returns.
         "exchange_buffers": 3 * 2.0 * settings.wire_bytes * chunk,
-        # The matrix, its product and two Gram-sized matrices at most as large.
+        # The matrix, its product and two Gram-sized matrices, which are no larger.
         "iteration": 4.0 * settings.ns_dtype.itemsize * block,
     }
 
 
-def route_rows(routes: Sequence[Any], *, each: bool = False) -> list[dict[str, Any]]:
-    """Return the routing table, equal layers of a stack together unless ``each``.
-
-    Args:
-        routes: ``name``, ``shape``, ``algorithm`` and ``reason`` of every parameter.
-        each: One row for each parameter.
-    """
+def _route_rows(routes: Sequence[Any], *, each: bool = False) -> list[dict[str, Any]]:
+    """Return the routing table: one row for equal parameters of all layers, or for ``each`` parameter."""
     rows: dict[Any, dict[str, Any]] = {}
     for route in routes:
         numel = math.prod(route.shape)
@@ -200,12 +196,12 @@ def report(
     """Return the plan as plain data that JSON can hold.
 
     Args:
-        model: What to call it.
-        routes: As for :func:`route_rows`.
-        parameters: The same parameters for counting, frozen ones left out.
+        model: Its name in the report.
+        routes: ``name``, ``shape``, ``algorithm`` and ``reason`` of every parameter.
+        parameters: The same parameters without the frozen ones, for counting.
         settings: Stage, ranks and hardware.
-        each_route: One row for each parameter instead of each kind.
-        owners: Also list the owner of every matrix.
+        each_route: Whether every parameter has its own row, instead of one row for equal parameters of all layers.
+        owners: Whether to list the owner of every matrix.
     """
     exchange = exchange_of(parameters, settings)
     shared = _sharing(parameters, settings, exchange)
@@ -223,7 +219,7 @@ def report(
         "elements": sum(entry["elements"] for entry in totals.values()),
         "algorithms": totals,
         "settings": _settings(settings),
-        "routes": route_rows(routes, each=each_route),
+        "routes": _route_rows(routes, each=each_route),
         "owners": {
             "matrices": len(muon),
             "moving": exchange.moving,
@@ -248,11 +244,11 @@ def live_report(
     wire_bytes: int,
     work: Sequence[Sequence[float]],
 ) -> dict[str, Any]:
-    """Return the plan of an optimizer that is bound, as plain data: what the exchange plans say, for all ranks.
+    """Return the plan of a bound optimizer as plain data.
 
     Args:
-        routes: As for :func:`route_rows`.
-        plans: The exchange plans of one rank; owners and layouts in them are those of all ranks.
+        routes: As for :func:`report`.
+        plans: The exchange plans of one rank; their owners and layouts are those of all ranks.
         wire_bytes: Bytes of an element of the exchange.
         work: The Newton-Schulz operations of each matrix of each plan.
     """
@@ -280,7 +276,7 @@ def live_report(
                 "max_over_mean": float(flops.max() / flops.mean()) if flops.any() else 1.0,
             }
         )
-    return {"routes": route_rows(routes, each=True), "step_sets": sets}
+    return {"routes": _route_rows(routes, each=True), "step_sets": sets}
 
 
 def _settings(settings: PlanSettings) -> dict[str, Any]:
@@ -309,7 +305,7 @@ def _spread(values: Any) -> dict[str, float]:
 def _sharing(
     parameters: Sequence[PlannedParameter], settings: PlanSettings, exchange: Exchange
 ) -> dict[str, Any] | None:
-    """Return what ranks share, and the predicted Newton-Schulz time with it and without."""
+    """Return how much ranks share, and the predicted Newton-Schulz time with and without sharing."""
     if not exchange.shared:
         return None
     alone = exchange_of(parameters, replace(settings, share_matrices=False))
@@ -328,7 +324,7 @@ def _advice(
     shared: Mapping[str, Any] | None,
     memory: float,
 ) -> list[str]:
-    """Return sentences on what wastes time or does not fit."""
+    """Return sentences about idle ranks, uneven or shared work, and memory that does not suffice."""
     lines = []
     idle = int((exchange.flops == 0).sum())
     if shared is None and idle:

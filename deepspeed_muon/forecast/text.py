@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["render"]
+__all__ = ["LABELS", "render"]
 
-_LABELS = {"muon": "deepspeed_muon", "deepspeed_muon_builtin": "DeepSpeed's Muon", "adamw": "AdamW"}
+LABELS = {"muon": "deepspeed_muon", "deepspeed_muon_builtin": "DeepSpeed's Muon", "adamw": "AdamW"}
+"""What texts and plots call the optimizers of a forecast."""
 
 
 def render(data: Mapping[str, Any]) -> str:
-    """Return the plan of :func:`report` as text."""
+    """Return the plan of :func:`deepspeed_muon.forecast.report.report` as text."""
     chosen = data["settings"]
     lines = [
         f"{data['model']}: {data['elements'] / 1e9:,.2f}B parameters; ZeRO {chosen['stage']} on "
@@ -35,7 +36,7 @@ def render(data: Mapping[str, Any]) -> str:
         f"  busiest rank          {owners['max_over_mean']:.3f} x the mean",
         f"  exchanged             {_range(data['sent_bytes_per_rank'], 1e6, ' MB')} sent per rank and step",
         "",
-        _row("per rank and step", [_LABELS[name] for name in data["step"]]),
+        _row("per rank and step", [LABELS[name] for name in data["step"]]),
     ]
     steps = list(data["step"].values())
     lines.append(_row("  exchange, MB", [f"{s['sent_bytes'] / 1e6:,.1f}" for s in steps]))

@@ -46,15 +46,7 @@ def adam_step_(
     *,
     settings: AdamStep,
 ) -> None:
-    """Update ``params`` and both moments in place with torch's fused kernel.
-
-    Args:
-        params: float32 tensors, all on one device. Mutated.
-        grads: Their gradients, same shapes.
-        exp_avgs: First moments. Mutated.
-        exp_avg_sqs: Second moments. Mutated.
-        settings: Rates and the step number.
-    """
+    """Update ``params`` (float32, all on one device) and both moments in place with torch's fused kernel."""
     if not params:
         return
     weight_decay = settings.weight_decay
@@ -86,10 +78,10 @@ def adam_step_(
 def _decay(
     params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], settings: AdamStep
 ) -> None:
-    """Shrink the parameters by the kinds of decay that torch's kernel does not know."""
+    """Shrink the parameters by a kind of decay that torch's kernel does not know."""
     if settings.decay_mode == "cautious":
         for param, grad, exp_avg in zip(params, grads, exp_avgs, strict=True):
-            # Adam's update has the sign of its first moment, which the kernel advances only later.
+            # Adam's update has the sign of the new first moment, which the kernel computes only later.
             first = torch.lerp(exp_avg, grad, 1.0 - settings.betas[0])
             cautious_decay_(param, first, decay=settings.lr * settings.weight_decay)
     else:

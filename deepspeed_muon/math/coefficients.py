@@ -1,9 +1,9 @@
 """The polynomial schedules of the Newton-Schulz iteration.
 
-One step maps ``X <- a X + (b A + c A^2) X`` with ``A = X X^T``; on a singular value ``s`` it acts as
+One step maps ``X <- a X + (b A + c A^2) X`` with ``A = X X^T``; it maps a singular value ``s`` to
 ``a s + b s^3 + c s^5``. A table of ``(a, b, c)`` is a *schedule*: it is valid for certain step counts and has a
-rule for the steps after its last row. It is never a list to cycle: a 4-row table cycled to 5 steps returns minus
-the polar factor, and a 5-row table cycled to 6 collapses the singular values.
+rule for the steps after its last row. No table may be cycled: a 4-row table cycled to 5 steps returns minus the
+polar factor, and a 5-row table cycled to 6 collapses the singular values.
 """
 
 from __future__ import annotations
@@ -29,27 +29,22 @@ _POLAR_EXPRESS_SAFETY = 1.01
 
 @dataclass(frozen=True, slots=True)
 class NsSchedule:
-    """A named table of coefficients together with the rule that says for which step counts it is valid.
+    """A table of coefficients and the step counts for which it is valid.
 
     Attributes:
         name: The name used in the configuration.
         rows: The coefficients ``(a, b, c)``, first step first.
         tail: What happens after the last row: ``repeat`` repeats it, ``refuse`` makes more steps an error.
-        truncates: Whether fewer steps than rows are allowed (a prefix of the table is a valid schedule).
-        source: Where the numbers come from.
+        truncates: Whether the first rows alone are a valid schedule too.
     """
 
     name: str
     rows: tuple[Coefficients, ...]
     tail: Literal["repeat", "refuse"]
     truncates: bool
-    source: str
 
     def coefficients(self, steps: int) -> tuple[Coefficients, ...]:
         """Return one ``(a, b, c)`` per step.
-
-        Args:
-            steps: Number of iterations, at least 1.
 
         Raises:
             ScheduleError: If this table is not valid for ``steps`` iterations.
@@ -98,22 +93,24 @@ _POLAR_EXPRESS_5_ROWS: tuple[Coefficients, ...] = (
 _SCHEDULES: dict[str, NsSchedule] = {
     schedule.name: schedule
     for schedule in (
-        NsSchedule("quintic", (_QUINTIC,), "repeat", True, "Keller Jordan, 2024"),
+        # Keller Jordan, 2024.
+        NsSchedule("quintic", (_QUINTIC,), "repeat", True),
+        # Amsel et al., arXiv 2505.16932.
         NsSchedule(
             "polar_express",
             _scaled(_POLAR_EXPRESS_RAW[:-1], _POLAR_EXPRESS_SAFETY) + _POLAR_EXPRESS_RAW[-1:],
             "repeat",
             True,
-            "Amsel et al., arXiv 2505.16932, safety 1.01",
         ),
+        # The same paper: five iterations, safety 2e-2, cushion 2. Its table expects an input divided by 1.02 ||X||_F;
+        # scaling the first row does that division.
         NsSchedule(
             "polar_express_5",
-            # Optimised for an input divided by 1.02 ||X||_F: that division is the rescaling of the first row.
             (*_scaled(_POLAR_EXPRESS_5_ROWS[:1], 1.02), *_POLAR_EXPRESS_5_ROWS[1:]),
             "refuse",
             False,
-            "arXiv 2505.16932, five iterations, safety 2e-2, cushion 2",
         ),
+        # CANS, arXiv 2506.10935.
         NsSchedule(
             "cans",
             (
@@ -125,15 +122,9 @@ _SCHEDULES: dict[str, NsSchedule] = {
             ),
             "refuse",
             False,
-            "CANS, arXiv 2506.10935",
         ),
-        NsSchedule(
-            "deepseekv4",
-            (_QUINTIC,) * 8 + ((2.0, -1.5, 0.5),) * 2,
-            "refuse",
-            False,
-            "DeepSeek-V4 report: eight quintic steps, two of the cubic-convergent polynomial",
-        ),
+        # DeepSeek-V4 report: eight quintic steps, two of the cubic-convergent polynomial.
+        NsSchedule("deepseekv4", (_QUINTIC,) * 8 + ((2.0, -1.5, 0.5),) * 2, "refuse", False),
     )
 }
 
@@ -146,10 +137,7 @@ def resolve_schedule(
 
     Args:
         schedule: A name, or the caller's own table of ``(a, b, c)`` triples.
-        steps: Number of iterations. ``None`` means 5 for a table of any length, its own length otherwise.
-
-    Returns:
-        ``steps`` triples.
+        steps: Number of iterations. ``None`` means the length of the table, or 5 for a schedule of any length.
 
     Raises:
         ScheduleError: If the name is unknown, the table is not valid for ``steps``, or a caller's own table does
@@ -167,7 +155,7 @@ def resolve_schedule(
     rows = tuple(_checked_row(index, row) for index, row in enumerate(schedule))
     if not rows:
         raise ScheduleError("ns_schedule: an own table needs at least one (a, b, c) triple")
-    own = NsSchedule("<own table>", rows, "refuse", False, "the configuration")
+    own = NsSchedule("<own table>", rows, "refuse", False)
     coefficients = own.coefficients(len(rows) if steps is None else steps)
     _check_converges(coefficients)
     return coefficients
@@ -182,10 +170,10 @@ def _checked_row(index: int, row: Sequence[float]) -> Coefficients:
 
 
 def _check_converges(coefficients: Sequence[Coefficients]) -> None:
-    """Refuse a table that does not orthogonalise: it must keep every singular value in (0, 2).
+    """Refuse a table that does not orthogonalise: it must bring every singular value between 0.2 and 2.
 
-    The interval tested starts at 0.05: the singular values of a Gaussian matrix after normalisation lie above it
-    up to a few hundred columns, and every published table lifts 0.05 beyond 0.3.
+    The test starts at a singular value of 0.05. Those of a normalised Gaussian matrix lie above it up to a few hundred
+    columns, and every published table lifts 0.05 beyond 0.3.
     """
     values = torch.linspace(0.05, 1.0, 2001, dtype=torch.float64)
     for a, b, c in coefficients:
@@ -199,14 +187,10 @@ def _check_converges(coefficients: Sequence[Coefficients]) -> None:
 
 
 def tolerates_rounding(coefficients: Sequence[Coefficients], dtype: torch.dtype) -> bool:
-    """Return whether a schedule stays in its band when every step's input is rounded up once in ``dtype``.
+    """Return whether a schedule stays in its band when ``dtype`` rounds up the input of every step.
 
     A table that is optimal on exactly [0, 1] climbs steeply just above 1. Polar Express keeps a safety factor for
     that; ``cans`` has none, and one rounding in bfloat16 sends a singular value of 1 to infinity.
-
-    Args:
-        coefficients: One ``(a, b, c)`` per step.
-        dtype: Of the matrix products.
     """
     exact = torch.linspace(0.0, 1.0, 4001, dtype=torch.float64)
     rounded = exact.clone()

@@ -1,10 +1,12 @@
-"""Floating-point operations of the matrix products of one orthogonalisation, counted from what the code multiplies.
+"""Floating-point operations of one orthogonalisation: the matrix products of :mod:`.newton_schulz`.
 
-A product of ``a x b`` with ``b x c`` counts ``2 a b c``. Pointwise work is left out, and so is what a kernel saves that
-computes one half of a symmetric product only: these are the operations of :mod:`deepspeed_muon.math.newton_schulz`.
+A product of ``a x b`` with ``b x c`` counts ``2 a b c``. Pointwise work does not count. A symmetric product counts in
+full, although some kernels compute only half of it.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 
@@ -20,34 +22,21 @@ def orthogonalize_flops(
 
     With ``m`` the short and ``n`` the long side, a standard step is ``X X^T`` (``2 m^2 n``), a square of the Gram
     matrix (``2 m^3``) and a product with ``X`` (``2 m^2 n``). The Gram iteration has up to four ``m^3`` products in a
-    step, and two with ``X`` for the iteration itself and for every restart, whose number the dtype decides.
-
-    Args:
-        rows: Rows of the matrix.
-        cols: Columns of the matrix.
-        steps: Newton-Schulz steps.
-        method: The configuration's ``ns_method``; ``gram`` runs for elongated matrices only.
-        dtype: The dtype of the products.
+    step. It multiplies with ``X`` twice, and twice more for every restart; the dtype decides how often it restarts.
     """
     with_matrix, with_gram, _ = iteration_flops(rows, cols, steps=steps, method=method, dtype=dtype)
     return with_matrix + with_gram
 
 
+@functools.lru_cache(maxsize=4096)
 def iteration_flops(
     rows: int, cols: int, *, steps: int, method: NsMethod, dtype: torch.dtype
 ) -> tuple[float, float, int]:
-    """Return the operations of :func:`orthogonalize_flops` by what is multiplied.
-
-    Args:
-        rows: Rows of the matrix.
-        cols: Columns of the matrix.
-        steps: Newton-Schulz steps.
-        method: The configuration's ``ns_method``.
-        dtype: The dtype of the products, which decides the number of restarts of the Gram iteration.
+    """Return the operations of :func:`orthogonalize_flops` in two parts, and the number of Gram matrices.
 
     Returns:
-        Operations of products with the matrix itself, those of products of Gram-sized matrices, and how often the Gram
-        matrix is computed from the matrix.
+        Operations of products with the matrix, operations of products of Gram-sized matrices, and how often the
+        iteration computes a Gram matrix from the matrix.
     """
     short, long = min(rows, cols), max(rows, cols)
     squares = passes = steps

@@ -4,9 +4,9 @@ Two equal polynomials of the input, with different costs and rounding:
 
 * ``standard`` iterates on ``X`` (m x n): ``X <- a X + (b A + c A^2) X``, ``A = X X^T``.
 * ``gram`` iterates on the m x m Gram matrix and multiplies ``X`` once at the end. ``R``, ``Z`` and ``Q`` are
-  polynomials of one symmetric matrix, so they commute. It is cheaper for rectangular matrices and gains nothing
-  for square ones, where the standard iteration runs. In half formats the Gram matrix drifts from the ``X`` that it
-  describes, so the iteration restarts: ``X`` is formed, ``R`` is recomputed from it.
+  polynomials of one symmetric matrix, so they commute. It is cheaper for rectangular matrices; square ones gain
+  nothing and run the standard iteration. In half formats the Gram matrix drifts away from that of ``X``, so the
+  iteration restarts: it multiplies ``X`` by ``Q`` and computes ``R`` again.
 
 The readable float64 counterpart is :mod:`deepspeed_muon.math.reference`.
 """
@@ -41,9 +41,9 @@ DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16,
 # Gram pays off from this long side / short side on (FLOP model: 49.3 against 63.3 m^3 at 2.67, 36 against 30 at 1).
 _GRAM_MIN_RATIO = 2.0
 
-# Steps after which the Gram iteration restarts, first restart and distance to the next one. Worst error against
-# float64 over Gaussian, low-rank and ill-conditioned spectra, five quintic steps: bf16 needs [1, 3]; fp16 [3] 2.6e-2
-# against [2] 3.6e-2; fp32 [3] stays below 1e-4.
+# The step after which the Gram iteration restarts first, and the steps from one restart to the next. Chosen by the
+# worst error against float64 in five quintic steps over Gaussian, low-rank and ill-conditioned spectra: bf16 needs
+# restarts after steps 1 and 3; fp16 has 2.6e-2 with one after step 3, 3.6e-2 after step 2; fp32 stays below 1e-4.
 _RESTARTS: dict[torch.dtype, tuple[int, int]] = {
     torch.bfloat16: (1, 2),
     torch.float16: (3, 2),
@@ -60,7 +60,7 @@ class NsSettings:
         coefficients: One ``(a, b, c)`` per iteration.
         method: ``gram`` or ``standard``.
         dtype: The dtype of the matrix products.
-        eps: Lower bound of the Frobenius norm that the input is divided by.
+        eps: The input is divided by its Frobenius norm, or by this if the norm is smaller.
     """
 
     coefficients: tuple[Coefficients, ...]
@@ -72,13 +72,8 @@ class NsSettings:
 def resolve_ns_dtype(name: NsDtypeName, device: torch.device) -> torch.dtype:
     """Return the dtype in which the iteration runs on ``device``.
 
-    ``auto`` is float16 on CUDA (eight times the mantissa of bfloat16 at the same speed, and safe because the
-    input is normalised in float32 first), bfloat16 on a CPU with instructions for it (AMX, AVX512-BF16), float32
-    elsewhere.
-
-    Args:
-        name: The ``ns_dtype`` of the configuration.
-        device: Where the products run.
+    ``auto`` is float16 on CUDA: it rounds eight times finer than bfloat16 at the same speed, and is safe because the
+    input is normalised in float32 first. On a CPU with AMX or AVX512-BF16 it is bfloat16, elsewhere float32.
     """
     if name != "auto":
         return DTYPES[name]
@@ -97,7 +92,7 @@ def orthogonalize(x: Tensor, *, settings: NsSettings) -> Tensor:
 
     Args:
         x: ``(..., rows, cols)``, any floating dtype. Not mutated; views are read in place.
-        settings: Polynomial, method, dtype and eps.
+        settings: Decides about the result.
 
     Returns:
         A new tensor of the same shape, in ``settings.dtype``. An all-zero matrix gives zero; a non-finite one gives
@@ -150,14 +145,14 @@ def _standard(x: Tensor, settings: NsSettings, gram_of: GramOf = _gram_matrix) -
 
 
 def iterate_columns(x: Tensor, *, settings: NsSettings, gram_of: GramOf) -> Tensor:
-    """Run the iteration on some columns of normalised matrices whose Gram matrix ``gram_of`` knows.
+    """Run the iteration on some columns of normalised matrices; ``gram_of`` supplies the Gram matrix of all columns.
 
-    ``X <- p(X X^T) X`` acts on every column alone once ``X X^T`` is known, so whoever can sum the Gram matrices of all
-    columns can iterate on a part of them. ``gram`` asks for the Gram matrix once at the start and once per
+    ``X <- p(X X^T) X`` changes every column by itself once ``X X^T`` is known, so a rank that gets the summed Gram
+    matrix of all columns can iterate on its own. ``gram`` asks for the Gram matrix at the start and at each
     restart, ``standard`` once per step.
 
     Args:
-        x: ``(batch, m, columns)`` in ``settings.dtype``; any number of columns, none included. The whole matrices are
+        x: ``(batch, m, columns)`` in ``settings.dtype``; any number of columns, even none. The whole matrices are
             ``m x n`` with ``m <= n`` and Frobenius norm at most 1.
         settings: Polynomial and method. ``gram`` runs for square matrices too, unlike in :func:`orthogonalize`.
         gram_of: Maps some columns ``(batch, m, columns)`` or, in a batch of one, ``(m, columns)`` to ``X X^T`` of the
@@ -170,7 +165,7 @@ def iterate_columns(x: Tensor, *, settings: NsSettings, gram_of: GramOf) -> Tens
 
 
 def runs_gram(short: int, long: int, method: NsMethod) -> bool:
-    """Return whether a matrix with these sides goes through the Gram iteration."""
+    """Return whether a matrix with these sides runs the Gram iteration."""
     return method == "gram" and long >= _GRAM_MIN_RATIO * short
 
 

@@ -1,4 +1,4 @@
-"""NorMuon (arXiv 2510.05491): rows of the orthogonalised update brought to equal size by a running second moment.
+"""NorMuon (arXiv 2510.05491): a running second moment brings the rows of the update to equal size.
 
 For each row ``i`` of the orthogonalised ``r x c`` update ``o``::
 
@@ -6,8 +6,8 @@ For each row ``i`` of the orthogonalised ``r x c`` update ``o``::
     n_i  = o_i / (sqrt(v_i) + eps)
     o_i <- n_i * |o|_F / |n|_F
 
-Both norms are those of the whole matrix, so its size is that of plain Muon and every ``adjust_lr_fn`` keeps its
-meaning. ``v`` starts at zero without a bias correction: the common factor that it would be cancels in the last line.
+The last line restores the norm of the whole matrix, so the update is as large as plain Muon's and every
+``adjust_lr_fn`` keeps its meaning. It also cancels common factors, so ``v`` starts at zero without bias correction.
 
 The readable float64 counterpart is :func:`deepspeed_muon.math.reference_variants.reference_normalize_rows`.
 """
@@ -19,12 +19,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["NORMUON_EPS", "VariantName", "normalize_rows"]
+__all__ = ["VariantName", "normalize_rows"]
 
 VariantName = Literal["muon", "normuon"]
 
-NORMUON_EPS = 1e-8
-"""Added to the root of the second moment: a row that was zero so far stays zero instead of becoming NaN."""
+_EPS = 1e-8
+"""Added to the root of the second moment, so that a row that was always zero stays zero and does not become NaN."""
 
 
 def normalize_rows(updates: Tensor, moments: Tensor, *, beta2: float | Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def normalize_rows(updates: Tensor, moments: Tensor, *, beta2: float | Tensor) -
     Args:
         updates: ``(batch, rows, cols)``, any floating dtype. Not mutated.
         moments: ``(batch, rows)``, fp32, contiguous or not: the running mean square of each row. Mutated.
-        beta2: Decay of the running mean, in [0, 1); or of each matrix, ``(batch, 1)``.
+        beta2: Decay of the running mean, in [0, 1); a tensor ``(batch, 1)`` has one for each matrix.
 
     Returns:
         A new fp32 tensor of the shape of ``updates``. An all-zero matrix gives zeros.
@@ -41,8 +41,8 @@ def normalize_rows(updates: Tensor, moments: Tensor, *, beta2: float | Tensor) -
     wide = torch.promote_types(updates.dtype, torch.float32)
     squares = torch.linalg.vector_norm(updates, dim=-1, dtype=wide).square_().div_(updates.shape[-1]).float()
     moments.lerp_(squares, 1.0 - beta2)
-    factors = moments.sqrt().add_(NORMUON_EPS).reciprocal_()
-    # |o|^2 / |n|^2 from the rows' mean squares; where the denominator is zero, so is the numerator.
+    factors = moments.sqrt().add_(_EPS).reciprocal_()
+    # |o|^2 / |n|^2 from the mean squares of the rows; where the denominator is zero, so is the numerator.
     before = squares.sum(dim=-1, keepdim=True)
     after = (squares * factors.square()).sum(dim=-1, keepdim=True)
     factors *= (before / after.clamp_(min=torch.finfo(torch.float32).tiny)).sqrt_()

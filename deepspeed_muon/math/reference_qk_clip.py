@@ -11,7 +11,7 @@ __all__ = ["reference_clip", "reference_clip_latent", "reference_max_logits"]
 
 
 def reference_max_logits(query: Tensor, key: Tensor, *, scale: float, causal: bool = True) -> list[float]:
-    """Return the largest logit of every query head from all of them at once.
+    """Return the largest logit of every query head from the whole matrix of logits.
 
     Args:
         query: ``(batch, heads, positions, width)``.

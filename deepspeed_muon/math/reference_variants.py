@@ -1,6 +1,6 @@
-"""The oracle of the variants: NorMuon's rows and the kinds of weight decay, in float64 and written to be read.
+"""The oracle of NorMuon and of the kinds of weight decay, in float64 and written to be read.
 
-As in :mod:`deepspeed_muon.math.reference`, nothing is shared with the fast paths.
+It shares nothing with the fast paths.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def reference_normalize_rows(
         eps: Added to their roots.
 
     Returns:
-        The new update and the new second moments, float64.
+        The new update and the new second moments.
     """
     o, v = o.double(), v.double().clone()
     normalized = torch.zeros_like(o)
@@ -36,18 +36,7 @@ def reference_normalize_rows(
 
 
 def reference_decayed_step(p: Tensor, u: Tensor, *, lr: float, weight_decay: float, mode: str) -> Tensor:
-    """Subtract ``lr * u`` from ``p`` under a kind of weight decay; see :mod:`deepspeed_muon.math.weight_decay`.
-
-    Args:
-        p: Parameter before the step.
-        u: The update, scaled but without the learning rate.
-        lr: Learning rate.
-        weight_decay: Weight decay.
-        mode: ``decoupled``, ``independent`` or ``cautious``.
-
-    Returns:
-        The new parameter, float64.
-    """
+    """Return ``p`` after a step by the scaled update ``u`` with the weight decay ``mode``, one of three kinds."""
     p, u = p.double(), u.double()
     if mode == "decoupled":
         decay = lr * weight_decay * p

@@ -1,7 +1,7 @@
-"""How large an orthogonalised update is applied: the ``adjust_lr_fn`` rules.
+"""The ``adjust_lr_fn`` rules: by which factor an orthogonalised update is multiplied.
 
-The word "spectral" stands for two different rules in the field, so the names here are the ones of the table in
-the README, and each formula stands in this file only. For a matrix of ``rows x cols``:
+Each formula stands in this file only. Beware of "spectral": other projects call two different rules so. For a matrix
+of ``rows x cols``:
 
 ==================  ===========================  ==================================================
 name                factor                       source
@@ -24,18 +24,12 @@ AdjustLrName = Literal["original", "match_rms_adamw", "spectral", "unit_rms_norm
 
 
 def update_scale(rule: AdjustLrName, rows: int, cols: int) -> float:
-    """Return the factor by which the orthogonalised ``rows x cols`` update is multiplied.
+    """Return the factor of the update ``lr * factor * orthogonalize(u)``.
 
     Args:
         rule: One of the names in the table above.
-        rows: Rows of the matrix as the layer defines it (output features of a linear layer).
-        cols: Columns of the matrix.
-
-    Returns:
-        A dimensionless factor; the applied update is ``lr * factor * orthogonalize(u)``.
-
-    Raises:
-        ValueError: If ``rule`` is not one of the names above.
+        rows: Output features of the layer, however its weight is stored.
+        cols: Input features.
     """
     if rule == "original":
         return math.sqrt(max(1.0, rows / cols))

@@ -1,4 +1,4 @@
-"""How weight decay shrinks a parameter: the ``weight_decay_mode`` rules, for both halves.
+"""The ``weight_decay_mode`` rules: how weight decay shrinks a parameter of Muon or of AdamW.
 
 With ``u`` the update that is subtracted (``lr * u``: Muon's scaled orthogonal factor, or Adam's ratio of moments)::
 
@@ -8,13 +8,12 @@ With ``u`` the update that is subtracted (``lr * u``: Muon's scaled orthogonal f
 
 =============== ======================================================================================================
 ``decoupled``   ``torch.optim.AdamW``'s form of Loshchilov and Hutter (arXiv 1711.05101): decay scales with the rate
-``independent`` neither the rate nor its schedule touches it (NVIDIA Emerging-Optimizers calls it so, too): a weight
-                that gets no update halves in ``0.69 / wd`` steps, so useful values are ``lr`` times those of decoupled
-``cautious``    Cautious Weight Decay (arXiv 2510.12402): elements that the update pulls towards zero anyway decay, the
-                others do not
+``independent`` decay ignores the rate and its schedule (NVIDIA Emerging-Optimizers has the same name): a weight that
+                gets no update halves in ``0.69 / wd`` steps, so useful values are ``lr`` times those of decoupled
+``cautious``    Cautious Weight Decay (arXiv 2510.12402): only elements decay that the update pulls towards zero
 =============== ======================================================================================================
 
-All terms of a line take ``p`` before the step. The float64 counterpart is
+Every term reads ``p`` before the step. The float64 counterpart is
 :func:`deepspeed_muon.math.reference_variants.reference_decayed_step`.
 """
 
@@ -31,13 +30,7 @@ WeightDecayMode = Literal["decoupled", "independent", "cautious"]
 
 
 def decay_factor(mode: WeightDecayMode, *, lr: float, weight_decay: float) -> float:
-    """Return the number that every element of a parameter is multiplied by before the update is subtracted.
-
-    Args:
-        mode: ``decoupled`` or ``independent``; ``cautious`` has a factor for each element instead.
-        lr: Learning rate.
-        weight_decay: Weight decay.
-    """
+    """Return the factor of every element before the update is subtracted; not for ``cautious``, which has many."""
     assert mode != "cautious"
     return 1.0 - weight_decay * (lr if mode == "decoupled" else 1.0)
 
@@ -47,7 +40,7 @@ def cautious_decay_(param: Tensor, direction: Tensor, *, decay: float) -> None:
 
     Args:
         param: Any shape. Mutated.
-        direction: Same shape, any floating dtype: has the sign of the update.
+        direction: Same shape, any floating dtype; its signs are those of the update.
         decay: Learning rate times weight decay.
     """
     if decay != 0.0:
@@ -60,7 +53,7 @@ def cautious_apply_(param: Tensor, update: Tensor, *, lr_scale: float, decay: fl
 
     Args:
         param: Flat. Mutated.
-        update: Flat, any floating dtype, on the same device.
+        update: Flat, any floating dtype.
         lr_scale: Learning rate times the scale of the matrix.
         decay: Learning rate times weight decay.
     """

@@ -1,9 +1,8 @@
-"""The check of every orthogonalised matrix, and the measurement of the sampled ones, between iteration and apply.
+"""Checks every orthogonalised matrix before it is applied, and measures the sampled ones.
 
-Every placement hands its :class:`Result` to a :class:`ResultCheck` and gets it back once it is right: whether the
-matrix was whole here, was gathered over a tensor-parallel group, or stays cut over a group. All checks of an optimizer
-share one :class:`~deepspeed_muon.monitoring.recorder.StepRecorder`. Only results that stay cut need
-communication: the ranks that hold the parts gather their norms, all results of a window at once.
+Every placement hands each :class:`Result` to a :class:`ResultCheck` and gets it back once it is right. All checks of an
+optimizer share one :class:`~deepspeed_muon.monitoring.recorder.StepRecorder`. Only results that stay cut over a group
+need communication: the ranks that hold the parts gather their norms, for all results of a window at once.
 """
 
 from __future__ import annotations
@@ -35,22 +34,13 @@ from deepspeed_muon.transport.waiting import phase
 
 __all__ = ["ResultCheck"]
 
-# On an accelerator the norms of this many elements of results are read back together, while the next as many are
-# being orthogonalised. It bounds how many results wait.
+# Elements of the results in a window. On an accelerator the norms of one window are read while the next window runs.
 _WINDOW_NUMEL = 1 << 25
 
 
 @dataclass(frozen=True, slots=True)
 class _Wrong:
-    """An entry of a result whose norm is outside of its bounds.
-
-    Attributes:
-        result: Where it is.
-        position: Of the entry.
-        bounds: Of its norm.
-        norm: Its norm.
-        why: What is wrong.
-    """
+    """The entry at ``position`` of a result, whose norm is outside of its bounds."""
 
     result: Result
     position: int
@@ -64,12 +54,12 @@ class _Wrong:
 
     @property
     def direction(self) -> Tensor:
-        """What was put in: ``(rows, cols)``, or this rank's part of it."""
+        """The direction of the entry, ``(rows, cols)``, or this rank's part of it."""
         return self.result.inputs[self.position]
 
 
 class ResultCheck:
-    """The recorder's view of one exchange plan, and the check of its results.
+    """Checks and samples the results of one exchange plan.
 
     Attributes:
         failed_last: Matrices of this plan whose update was left out since the set was last cleared.
@@ -84,15 +74,7 @@ class ResultCheck:
         ns: NsSettings,
         norms: Callable[[Tensor], Tensor] = frobenius_norms,
     ) -> None:
-        """Reserve numbers for the plan's matrices.
-
-        Args:
-            recorder: Of the optimizer.
-            matrices: Of the plan.
-            device: Where the iteration runs.
-            ns: The iteration.
-            norms: The Frobenius norms of a batch, fp32.
-        """
+        """Reserve numbers for the plan's matrices; ``norms`` gives the Frobenius norms of a batch in fp32."""
         self.recorder = recorder
         self.failed_last: set[int] = set()
         self._matrices = matrices
@@ -105,14 +87,12 @@ class ResultCheck:
         self._warned: set[int] = set()
 
     def settled(self, results: Iterable[R]) -> Iterator[R]:
-        """Pass results on once they are known to be right; whole ones in order.
+        """Yield results once they are right; whole ones in their order. A wrong result is replaced in place.
 
-        On a CPU each is checked at once. On an accelerator the norms of a window of results are read while the next
-        window runs, so the device never waits. Results that ranks have together are checked by the window too, with one
-        small all-gather, and the device waits for it: all those ranks must bring the same ones in the same order.
-
-        Args:
-            results: What came out of the iteration; a wrong result is replaced in place.
+        On a CPU each result is checked at once. On an accelerator the norms of a window of results are read while the
+        next window runs, so the device never waits. Results that are cut over a group are checked in windows too. One
+        small all-gather serves a window, and the device waits for it: all ranks of the group must bring the same
+        results in the same order.
         """
         window = _window_numel(self._device)
         waiting: Window[R] | None = None
@@ -159,7 +139,7 @@ class ResultCheck:
             yield result
 
     def _settle_together(self, results: list[R]) -> Iterator[R]:
-        """Settle results of one group; all its ranks come to the same verdict."""
+        """Check results that are cut over one group; all its ranks reach the same verdict."""
         together = results[0].together
         assert together is not None
         own = torch.cat([self._norms(result.updates) for result in results])
@@ -168,13 +148,13 @@ class ResultCheck:
         yield from results
 
     def _share_of(self, result: Result) -> int:
-        """Return the elements that each rank has of a result on average; the same number on all of them."""
+        """Return how many elements of a result a rank of its group has on average."""
         assert result.together is not None
         rows, cols = self._whole_shape(result)
         return len(result.members) * rows * cols // len(result.together.sizes)
 
     def _whole_shape(self, result: Result) -> tuple[int, int]:
-        """Return the shape of the blocks, of which ranks may have parts."""
+        """Return the shape of the whole blocks, also if this rank has parts of them."""
         rows, cols = result.blocks.shape[1:]
         if result.together is None:
             return rows, cols
@@ -182,7 +162,7 @@ class ResultCheck:
         return (total, cols) if result.together.dim == 0 else (rows, total)
 
     def _settle(self, results: Sequence[Result], norms: Iterable[float]) -> None:
-        """Redo the entries whose norm is wrong, and sample; of results that all are whole or all of one group."""
+        """Redo the entries whose norm is wrong, and sample. All results are whole, or cut over one group."""
         following = iter(norms)
         wrong: list[_Wrong] = []
         for result in results:
@@ -207,7 +187,7 @@ class ResultCheck:
         return bounds
 
     def _redo(self, wrong: Sequence[_Wrong]) -> None:
-        """Compute entries again in fp32; leave those out that are wrong too. All of them are whole or of one group."""
+        """Compute entries again in fp32, and zero those that are wrong again. All are whole, or cut over one group."""
         together = wrong[0].result.together
         own = torch.stack(
             [
@@ -219,7 +199,7 @@ class ResultCheck:
         inputs = [
             (math.hypot(*(norm for norm, _ in facts)), _maximum(top for _, top in facts)) for facts in told
         ]
-        # Below ns_eps (a head without a gradient is zero) the input is not normalised: no bound from below.
+        # An input below ns_eps (a head without a gradient is zero) is not normalised: its result may be small.
         entries = [
             (each, top)
             for each, (norm, top) in zip(wrong, inputs, strict=True)
@@ -235,7 +215,7 @@ class ResultCheck:
             if each.result.finish is not None and check_failure(norms[number], each.bounds) is not None
         ]
         for number in anew:
-            # The row moments may be what is wrong.
+            # The row moments may be the cause.
             entry, top = entries[number]
             entries[number] = (replace(entry, why=f"{entry.why}; its row moments start anew"), top)
             updates[number] = self._again(*entries[number], anew=True)
@@ -266,7 +246,7 @@ class ResultCheck:
         return [math.hypot(*parts) for parts in zip(*_all_of(own, together), strict=True)]
 
     def _replace(self, entry: _Wrong, update: Tensor, worse: str | None) -> None:
-        """Put an update that was computed again in its place, or zeros if it is wrong too; count and report it."""
+        """Write an update that was computed again, or zeros if it is wrong again; count and report it."""
         result, index = entry.result, entry.member[0]
         if result.finish is None:
             result.updates = result.blocks
@@ -317,7 +297,7 @@ class ResultCheck:
                 self._measure(result, index, positions)
 
     def _measure(self, result: Result, index: int, positions: Sequence[int]) -> None:
-        """Measure entries of one matrix, and redo them if a singular value is far above the band."""
+        """Measure entries of a matrix, and redo them if a singular value is far above the band."""
         layout = self._matrices[index]
         directions, scale = result.inputs[list(positions)], result.scales[positions[0]]
         band = self._band
@@ -338,10 +318,9 @@ def _window_numel(device: torch.device) -> int:
 
 
 def _all_of(own: Tensor, together: Together | None) -> list[list[Any]]:
-    """Return what every rank of a group has, as lists; waits for the device.
+    """Return the values of every rank of a group, the same on all of them; waits for the device.
 
-    Must be called by all ranks of the group with tensors of one shape. The lists of all ranks are equal, so that what
-    is computed from them is too.
+    Must be called by all ranks of the group with tensors of one shape.
     """
     if together is None:
         values: list[Any] = own.tolist()
@@ -353,7 +332,7 @@ def _all_of(own: Tensor, together: Together | None) -> list[list[Any]]:
 
 
 def _largest(x: Tensor) -> Tensor:
-    """Return the largest magnitude; 0 of nothing, NaN if there is one."""
+    """Return the largest magnitude: 0 for an empty tensor, NaN if there is one."""
     return x.abs().amax() if x.numel() else x.new_zeros(())
 
 

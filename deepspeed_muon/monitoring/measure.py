@@ -1,13 +1,13 @@
 """How well a matrix was orthogonalised: bounds that every result must keep, and numbers for the sampled ones.
 
-With ``p`` the polynomial of all Newton-Schulz steps and ``s`` the singular values of the normalised input
-(``sum s^2 = 1``), the singular values of the result are ``p(s)``. Two bounds follow for its Frobenius norm::
+Let ``p`` be the polynomial of all Newton-Schulz steps and ``s`` the singular values of the normalised input
+(``sum s^2 = 1``). The result has the singular values ``p(s)``, so its Frobenius norm keeps two bounds::
 
     min p(s)/s  <=  ||X||_F  <=  max p(s) * sqrt(min(rows, cols))
 
-The spectrum of a sampled matrix is estimated by stochastic Lanczos quadrature (Ubaru, Chen, Saad 2017,
-doi 10.1137/16M1104974): a few Lanczos steps on ``X X^T`` from random signs give nodes and weights of a quadrature
-for the distribution of its eigenvalues. The exact counterpart is ``math.reference.reference_health``.
+Stochastic Lanczos quadrature (Ubaru, Chen, Saad 2017, doi 10.1137/16M1104974) estimates the spectrum of a sampled
+matrix: a few Lanczos steps on ``X X^T`` from random signs give nodes and weights of a quadrature for the distribution
+of its eigenvalues. The exact counterpart is ``math.reference.reference_health``.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ __all__ = [
     "spectrum",
 ]
 
-# The iteration in bf16 may differ from float64 by 0.3 in relative Frobenius norm (worst spectrum; the tests of
-# math/ and ops/ hold every backend to it), so a norm that leaves the exact bounds by more is wrong, not imprecise.
+# The iteration in bf16 may differ from float64 by 0.3 in relative Frobenius norm (for the worst spectrum; the tests of
+# math/ and ops/ hold every backend to it). A norm that leaves the exact bounds by more is wrong, not imprecise.
 NORM_TOLERANCE = 0.3
-# For the largest singular value of a sampled matrix. All schedules stay within 1.02 * high in half precision, except
-# cans in bf16: it maps values just above 1, where rounding puts them, to anything.
+# For the largest singular value of a sampled matrix. In half precision all schedules stay within 1.02 * high, except
+# cans in bf16: rounding moves values just above 1, where its polynomial is steep.
 SIGMA_TOLERANCE = 0.3
 
-# Normalised singular values from here on belong in the band; the same start as the check of an own ns_schedule.
+# Normalised singular values from here on belong in the band; the check of an own ns_schedule starts here too.
 _SETTLED_FROM = 0.05
 
 _PROBES = 4
@@ -69,13 +69,13 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class MatrixHealth:
-    """What was measured of one sampled matrix.
+    """The measurements of one sampled matrix.
 
     Attributes:
         update_rms: Root mean square of the elements of the scaled update, before the learning rate.
         orthogonality_error: Root mean square distance of the update's singular values from the schedule's band.
         sigma_max: Largest singular value of the orthogonalised update, before scaling.
-        stable_rank: ``||U||_F^2 / ||U||_2^2`` of the direction ``U`` (the momentum with its Nesterov blend).
+        stable_rank: ``||U||_F^2 / ||U||_2^2`` of the direction ``U``.
         alignment: Cosine of the angle between the update and the direction.
     """
 
@@ -88,18 +88,18 @@ class MatrixHealth:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """What adds up over the blocks of one matrix.
+    """Sums over blocks of one matrix.
 
     Attributes:
-        blocks: How many.
-        values: Their singular values.
-        numel: Their elements.
+        blocks: Number of blocks.
+        values: Number of singular values.
+        numel: Number of elements.
         distances: Squared distances of the singular values from the band.
         sigma_max: Largest singular value (the maximum, not a sum).
-        stable_ranks: Of the directions.
+        stable_ranks: Stable ranks of the directions.
         directions: Squared elements of the directions.
         updates: Squared elements of the scaled updates.
-        products: Products of both.
+        products: Products of the elements of both.
     """
 
     blocks: int
@@ -115,11 +115,7 @@ class Sums:
 
 @functools.lru_cache(maxsize=16)
 def band_of(coefficients: tuple[Coefficients, ...]) -> Band:
-    """Return the band of a schedule, from its polynomial on a fine grid.
-
-    Args:
-        coefficients: One ``(a, b, c)`` per step.
-    """
+    """Return the band of a schedule, from its polynomial on a fine grid."""
     start = torch.logspace(-6, 0, 6001, dtype=torch.float64)
     values = start
     for a, b, c in coefficients:
@@ -129,13 +125,7 @@ def band_of(coefficients: tuple[Coefficients, ...]) -> Band:
 
 
 def norm_bounds(rows: int, cols: int, band: Band) -> tuple[float, float]:
-    """Return the smallest and the largest Frobenius norm of a right result for an input that is not zero.
-
-    Args:
-        rows: Of the matrix.
-        cols: Of the matrix.
-        band: Of the schedule.
-    """
+    """Return the smallest and the largest Frobenius norm of a right result for an input that is not zero."""
     smallest = max(0.0, band.gain) * (1 - NORM_TOLERANCE)
     return smallest, band.high * (1 + NORM_TOLERANCE) * math.sqrt(min(rows, cols))
 
@@ -147,14 +137,14 @@ def orthogonalize_carefully(
     largest: float | None = None,
     run: Callable[..., Tensor] = orthogonalize,
 ) -> Tensor:
-    """Return the polar factors by the standard iteration in fp32, after scaling by the largest element.
+    """Return the polar factors by the standard iteration in fp32, after division by the largest element.
 
-    The scaling keeps the sum of squares finite where the elements' own squares are not (above 1.8e19).
+    The division keeps the sum of squares finite even if squares of elements are not (above 1.8e19).
 
     Args:
         x: ``(batch, rows, cols)``. Not mutated.
         settings: The configured iteration; its method and dtype are replaced.
-        largest: The largest magnitude, where ``x`` is a part of the matrices; ``None`` for that of each matrix.
+        largest: The largest magnitude of the whole matrices, if ``x`` is a part of them; ``None`` to take each one's.
         run: Runs the iteration, called as ``run(x, settings=...)``.
 
     Returns:
@@ -173,7 +163,7 @@ def spectrum(x: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
 
     Args:
         x: ``(batch, rows, cols)``, any floating dtype. Not mutated.
-        seed: Of the random signs.
+        seed: Seed of the random signs.
 
     Returns:
         Nodes and weights, each ``(batch, probes, steps)`` in float64 on the CPU. For a function ``f`` the mean of
@@ -193,12 +183,12 @@ def spectrum(x: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
         w = _gram_times(x, v)
         diagonal.append((v * w).sum(dim=-1))
         reach = w.norm(dim=-1, keepdim=True)
-        # Against the whole basis and twice: rounding would otherwise bring found eigenvalues back as new ones.
+        # Orthogonalise against the whole basis, and twice: otherwise rounding would bring found eigenvalues back.
         for _ in range(2):
             for known in basis:
                 w = w - known * (known * w).sum(dim=-1, keepdim=True)
         beta = w.norm(dim=-1, keepdim=True)
-        # What is left of an exhausted Krylov space is rounding: a zero vector ends the recursion there.
+        # Only rounding is left of an exhausted Krylov space: a zero vector ends the recursion there.
         beta = torch.where(beta > 1e-5 * reach, beta, torch.zeros_like(beta))
         v = torch.where(beta > 0, w / beta, torch.zeros_like(w))
         basis.append(v)
@@ -209,7 +199,7 @@ def spectrum(x: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
 def _gram_times(x: Tensor, v: Tensor) -> Tensor:
     """Return ``v x x^T`` in fp32 for ``x`` (batch, m, n) and ``v`` (batch, probes, m), in column blocks.
 
-    The probes are rows: with so few columns a CPU's library multiplies far more slowly.
+    The probes are rows, because a CPU's library is far slower with so few columns.
     """
     width = max(1, _CONVERT_NUMEL // (x.shape[0] * x.shape[1]))
     result = torch.zeros_like(v)
@@ -235,13 +225,13 @@ def _quadrature(diagonal: Tensor, off_diagonal: Tensor) -> tuple[Tensor, Tensor]
 
 
 def measure(direction: Tensor, result: Tensor, *, scale: float, band: Band) -> Sums:
-    """Measure orthogonalised blocks of one matrix, of one shape and scale; waits for the device.
+    """Measure orthogonalised blocks of one matrix, all of one shape and scale; waits for the device.
 
     Args:
         direction: ``(blocks, rows, cols)``, what was orthogonalised. Not mutated.
-        result: Same shape: what came out, before scaling. Not mutated.
+        result: The orthogonalised blocks, before scaling. Not mutated.
         scale: Factor of the scale rule.
-        band: Of the schedule.
+        band: The band of the schedule.
     """
     batch, rows, cols = result.shape
     if result.numel() <= _CONVERT_NUMEL:
@@ -292,12 +282,7 @@ def _products(u: Tensor, x: Tensor) -> Tensor:
 
 
 def check_failure(norm: float, bounds: Sequence[float]) -> str | None:
-    """Return what is wrong with a Frobenius norm, or ``None``.
-
-    Args:
-        norm: Of a result.
-        bounds: Smallest and largest admissible value.
-    """
+    """Return what is wrong with the Frobenius norm of a result, or ``None`` if it keeps its bounds."""
     if not math.isfinite(norm):
         return "it holds an infinity or NaN"
     if not bounds[0] <= norm <= bounds[1]:

@@ -1,4 +1,4 @@
-"""What one rank measures and counts: which steps and matrices are sampled, how long each part of a step takes."""
+"""Chooses the steps and matrices to sample, and keeps the measurements, times and counters of one rank."""
 
 from __future__ import annotations
 
@@ -19,34 +19,24 @@ SpanName = Literal["step", "gather", "newton_schulz", "scatter", "sampling"]
 
 @dataclass(slots=True)
 class LocalSample:
-    """What this rank measured in one sampled step.
-
-    Attributes:
-        matrices: Parameter name to what was measured, for the sampled matrices that this rank owns.
-        seconds: Time of each part of the inner step on this rank.
-    """
+    """What this rank measured in one sampled step: its sampled matrices by name, and the time of each part."""
 
     matrices: dict[str, MatrixHealth] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
 
 class StepRecorder:
-    """Decides which steps and matrices are sampled, and keeps what was measured and counted on this rank.
+    """Chooses the steps and matrices to sample, and keeps what this rank measured and counted.
 
     Attributes:
-        redone: Results that failed the check and were right when computed again in fp32: matrices, or blocks of them
-            that are orthogonalised separately.
-        failed: Results that were wrong in fp32 too, so that there was no update.
+        every: Steps between samples; 0 for none.
+        matrices: How many matrices each sample measures.
+        check: Whether every result is checked.
+        redone: Blocks that failed the check and were right when computed again in fp32.
+        failed: Blocks that were wrong in fp32 too and got no update.
     """
 
     def __init__(self, *, every: int, matrices: int, check: bool) -> None:
-        """Start without samples.
-
-        Args:
-            every: Steps between samples; 0 for none.
-            matrices: How many matrices each sample measures.
-            check: Whether every result is checked.
-        """
         self.every = every
         self.matrices = matrices
         self.check = check
@@ -60,40 +50,32 @@ class StepRecorder:
         self._spans: list[tuple[SpanName, torch.Event, torch.Event]] = []
 
     def reset(self, device: torch.device) -> None:
-        """Forget all watches, because the optimizer is bound anew.
-
-        Args:
-            device: Where the exchange and the iteration run.
-        """
+        """Forget the numbers of all matrices, because the optimizer is bound again, now on ``device``."""
         self._device = device
         self._total = 0
 
     def reserve(self, count: int) -> int:
-        """Give ``count`` matrices their numbers; return the first one."""
+        """Reserve numbers for ``count`` matrices; return the first one."""
         first = self._total
         self._total += count
         return first
 
     @property
     def sampling(self) -> bool:
-        """Whether the step that is under way is sampled."""
+        """Whether the current step is sampled."""
         return self._sample is not None
 
     def due(self, number: int) -> bool:
-        """Return whether step ``number``, counted from 1, is sampled: equal on ranks with equal settings."""
+        """Return whether step ``number``, counted from 1, is sampled."""
         return self.every > 0 and number % self.every == 0
 
     @contextmanager
     def step(self, number: int) -> Iterator[LocalSample | None]:
-        """Record during one optimizer step of all param groups; yields what will be filled, if it is sampled.
-
-        Args:
-            number: Of the step, counted from 1.
-        """
+        """Record one optimizer step, ``number`` counted from 1; yields the sample that it fills, or ``None``."""
         if not self.due(number):
             yield None
             return
-        # Spread over the model's depth, and another set each time, so that all matrices have their turn.
+        # The matrices are spread over the model's depth. Each sample takes other ones, so that all have their turn.
         count = min(self.matrices, self._total)
         turn = number // self.every
         self._watched = frozenset((turn + j * self._total // count) % self._total for j in range(count))
@@ -108,15 +90,15 @@ class StepRecorder:
             self._spans.clear()
 
     def watches(self, number: int) -> bool:
-        """Return whether a matrix, by its number, is to be measured in this step."""
+        """Return whether the matrix with this number is measured in this step."""
         return self._sample is not None and number in self._watched
 
     def keep(self, name: str, part: Sums) -> None:
-        """Keep what was measured of some blocks of a matrix."""
+        """Keep the sums over some blocks of a matrix."""
         self._parts.setdefault(name, []).append(part)
 
     def span(self, name: SpanName) -> AbstractContextManager[None]:
-        """Return a context whose duration counts for one part of the step; free of cost where nothing is sampled."""
+        """Return a context whose duration counts for one part of the step; it costs nothing without a sample."""
         return nullcontext() if self._sample is None else self._timed(name)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""What an iteration hands to the check: directions, orthogonalised blocks, updates, and who has their other parts."""
+"""What a placement hands to the check: directions, orthogonalised blocks, updates, and the ranks with other parts."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ Member = tuple[int, int]
 
 
 class Finish(Protocol):
-    """What turns orthogonalised blocks into updates; :class:`deepspeed_muon.transport.row_moments.RowMoments`."""
+    """Turns orthogonalised blocks into updates, as :class:`deepspeed_muon.transport.row_moments.RowMoments` does."""
 
     def normalize(self, blocks: Sequence[Member], updates: Tensor, /) -> Tensor:
         """Return the updates of orthogonalised ``(blocks, rows, cols)``, of the same shape and Frobenius norms.
 
-        The blocks of a call are all transposed, or none is.
+        All blocks of a call are transposed, or none is.
         """
 
     def take_back(self, block: Member, /) -> None:
-        """Restore what was kept of a block before this step."""
+        """Restore the state that a block had before this step."""
 
     def start_anew(self, block: Member, /) -> None:
-        """Forget what was kept of a block."""
+        """Reset the state of a block to its first value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """The ranks that orthogonalised matrices together, each of which has a part of the result.
+    """The ranks that orthogonalised matrices together; each has a part of the result.
 
     Attributes:
-        group: Those ranks.
+        group: The process group of these ranks.
         dim: The dimension that is cut: 0 for rows, 1 for columns.
         sizes: Length along ``dim`` of every rank's part.
-        iterate: Runs the iteration on all of them, called as ``iterate(parts, settings=...)``.
-        counts: Whether this rank counts and reports what is wrong.
+        iterate: Runs the iteration on all these ranks, called as ``iterate(parts, settings=...)``.
+        counts: Whether this rank counts and reports wrong results.
     """
 
     group: dist.ProcessGroup
@@ -53,16 +53,16 @@ class Together:
 
 @dataclass(slots=True)
 class Result:
-    """What came out of one call of the iteration.
+    """The result of one call of the iteration.
 
     Attributes:
         members: Index of the matrix, and number of its block, of each entry.
-        inputs: ``(entries, rows, cols)``: the directions that were put in.
-        blocks: What came out, of the same shape; in fp32 once an entry was redone.
+        inputs: ``(entries, rows, cols)``: the directions.
+        blocks: The orthogonalised blocks, of the same shape; in fp32 once an entry was redone.
         scales: Factor of the scale rule for each entry.
-        finish: What comes between iteration and update.
+        finish: Turns blocks into updates; ``None`` if they are the updates.
         together: The ranks that have the other parts of the blocks; ``None`` for whole blocks.
-        updates: What is applied: ``finish`` of the blocks, or the blocks.
+        updates: The updates to apply.
     """
 
     members: Sequence[Member]
@@ -74,7 +74,6 @@ class Result:
     updates: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        """Finish the blocks."""
         self.updates = (
             self.blocks if self.finish is None else self.finish.normalize(self.members, self.blocks)
         )
@@ -84,10 +83,9 @@ R = TypeVar("R", bound=Result)
 
 
 class Window(Generic[R]):
-    """Results whose norms travel to the host together."""
+    """Results whose norms are copied to the host together."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self.results: list[R] = []
         self.numel = 0
         self._norms: list[Tensor] = []
@@ -101,7 +99,7 @@ class Window(Generic[R]):
         self._norms.append(norms)
 
     def send(self) -> None:
-        """Start the copy to the host, in the order of the stream: later work does not delay it."""
+        """Start the copy to the host in the order of the stream, so that later work does not delay it."""
         if not self._norms:
             return
         norms = torch.cat(self._norms)

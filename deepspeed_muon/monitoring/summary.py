@@ -1,7 +1,7 @@
-"""From what each rank measured to one summary, and to the events of DeepSpeed's monitor.
+"""Combines the measurements of all ranks into one summary, and into events of DeepSpeed's monitor.
 
-Sampled steps end with one exchange between all ranks of the engine, at the step's boundary: ranks that own nothing,
-hold nothing or skipped the step take part with empty hands.
+At the end of a sampled step all ranks of the engine gather their reports. Ranks that own nothing, hold nothing or
+skipped the step take part too, with empty reports.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from deepspeed_muon.transport.members import Members
 __all__ = ["HealthLog", "RankReport", "monitor_events", "summarize"]
 
 _PARTS = ("gather", "newton_schulz", "scatter")
-# How the sampled matrices' numbers become one.
+# The summary has the mean of these numbers over the sampled matrices.
 _MEANS = ("update_rms", "orthogonality_error", "stable_rank", "alignment")
 _PREFIX = "Train/Muon/"
 
@@ -28,7 +28,7 @@ class RankReport:
     """What one rank contributes to a summary.
 
     Attributes:
-        matrices: Parameter name to what was measured, for the sampled matrices that the rank owns.
+        matrices: Parameter name to its measurements, for the sampled matrices that the rank owns.
         seconds: Time of each part of the inner step.
         redone: Matrices redone in fp32 since the start.
         failed: Matrices left without an update since the start.
@@ -44,28 +44,23 @@ class HealthLog:
     """Runs the recorder around steps and keeps the last summary."""
 
     def __init__(self, recorder: StepRecorder) -> None:
-        """Start without a summary.
-
-        Args:
-            recorder: Of the same optimizer.
-        """
         self._recorder = recorder
         self._steps = 0
         self._summary: dict[str, Any] = {}
 
     def summary(self) -> dict[str, Any]:
-        """Return the last sample's summary; before the first sample only the counters of this rank."""
+        """Return the summary of the last sample; before the first one only the counters of this rank."""
         if self._summary:
             return dict(self._summary)
         return {"redone": self._recorder.redone, "failed": self._recorder.failed}
 
     @contextmanager
     def step(self, number: int | None = None, *, members: Members | None = None) -> Iterator[None]:
-        """Record one optimizer step and summarise it where it is sampled.
+        """Record one optimizer step, and summarise it if it is sampled.
 
         Args:
-            number: Of the step, counted from 1, equal on all ranks; ``None`` counts calls.
-            members: The ranks to include, all of which must call it; without them it is about this rank alone.
+            number: The number of the step, counted from 1 and equal on all ranks; ``None`` counts calls.
+            members: The ranks to include, all of which must call this; ``None`` for this rank alone.
         """
         self._steps += 1
         number = self._steps if number is None else number
@@ -80,15 +75,12 @@ class HealthLog:
 
 
 def summarize(reports: Sequence[RankReport]) -> dict[str, Any]:
-    """Combine the ranks' reports of one step.
-
-    Args:
-        reports: In the order of the ranks.
+    """Combine the ranks' reports of one step, in the order of the ranks.
 
     Returns:
         ``redone`` and ``failed``; the means of the sampled matrices and the largest ``sigma_max``; ``time_<part>``,
         the mean over ranks of each part's share of the inner step; ``seconds``, the inner step of the slowest rank;
-        and ``matrices`` with the numbers of each. What nothing was measured of is absent.
+        and ``matrices`` with the numbers of each. Keys without a measurement are left out.
     """
     matrices: dict[str, dict[str, float]] = {}
     for rank, report in enumerate(reports):
@@ -103,7 +95,7 @@ def summarize(reports: Sequence[RankReport]) -> dict[str, Any]:
         for key in _MEANS:
             summary[key] = sum(each[key] for each in matrices.values()) / len(matrices)
         summary["sigma_max"] = max(each["sigma_max"] for each in matrices.values())
-    # Measuring is no part of the step that it measures.
+    # The time of sampling does not count.
     totals = [r.seconds.get("step", 0.0) - r.seconds.get("sampling", 0.0) for r in reports]
     running = [(report, total) for report, total in zip(reports, totals, strict=True) if total > 0]
     if running:
@@ -115,12 +107,7 @@ def summarize(reports: Sequence[RankReport]) -> dict[str, Any]:
 
 
 def monitor_events(summary: dict[str, Any], samples: int) -> list[tuple[str, float, int]]:
-    """Return a summary as events of DeepSpeed's monitor: name, value, position.
-
-    Args:
-        summary: Of a sampled step.
-        samples: Training samples so far, the position that DeepSpeed's own events have.
-    """
+    """Return a summary as events of DeepSpeed's monitor: name, value, and the number of training samples so far."""
     return [
         (_PREFIX + name, float(value), samples)
         for name, value in summary.items()

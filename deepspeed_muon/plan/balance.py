@@ -1,8 +1,8 @@
-"""Scheduling of indivisible work on equal ranks: longest first, then exact repairs of two ranks at a time.
+"""Divides indivisible jobs among equal ranks: longest first, then repairs.
 
-Longest-first alone is within 4/3 of the best balance. What it leaves uneven is repaired by taking the busiest rank and
-one of the idlest and dividing their movable work anew, exactly. Every decision is made from sums in a fixed order, so
-that all ranks of a group come to the same assignment.
+Longest-first alone is within 4/3 of the best balance. A repair takes the busiest rank and an idle one and divides
+their movable jobs between them again, exactly. All sums run in a fixed order, so every rank of a group finds the same
+assignment.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import numpy as np
 
 __all__ = ["Job", "assign_jobs"]
 
-# Repairs end when the busiest rank is this close to the lower bound, or after so many of them.
+# Repairs end when the busiest rank is this close to the lower bound, or after this number of repairs.
 _CLOSE_ENOUGH = 1.01
 _MAX_REPAIRS = 2000
-# With few jobs the repairs can end far from the bound; then they set out again from other assignments.
+# With few jobs the repairs can end far from the bound. Then other assignments are tried as their start.
 _FEW = 200
 _GOOD = 1.03
 _STARTS = 40
@@ -35,9 +35,9 @@ class Job:
 
     Attributes:
         cost: Its length, in any unit.
-        ranks: Ranks that may do it; ``None`` for all of them at equal penalty.
-        penalties: What it costs besides to do it there, in the same unit, one for each of ``ranks``.
-        elsewhere: The penalty on any other rank; ``None`` where no other rank may do it.
+        ranks: Ranks that may do it; ``None`` for all ranks, without penalty.
+        penalties: For each of ``ranks``, what the job costs there on top of ``cost``.
+        elsewhere: The penalty on any other rank; ``None`` if no other rank may do it.
     """
 
     cost: float
@@ -51,14 +51,11 @@ class Job:
 
 
 def assign_jobs(jobs: Sequence[Job], load: list[float]) -> list[int]:
-    """Give every job to one rank so that the busiest rank has as little as possible.
+    """Return a rank for each job, so that the busiest rank has as little work as possible.
 
     Args:
         jobs: The work.
-        load: What each rank has to do already; increased by what it is given.
-
-    Returns:
-        One rank for each job, in order.
+        load: What each rank has to do already. Mutated: the new jobs are added.
     """
     before = list(load)
     lengths = [job.cost for job in jobs]
@@ -72,7 +69,7 @@ def assign_jobs(jobs: Sequence[Job], load: list[float]) -> list[int]:
         if max(load) <= _GOOD * bound:
             break
         other = list(before)
-        # Jobs of nearly equal length change places in the order, and the repairs set out from somewhere else.
+        # Random factors let jobs of similar length change places, so the repairs start from another assignment.
         attempt = _longest_first(jobs, [length * generator.uniform(0.5, 1.0) for length in lengths], other)
         _repair(jobs, attempt, other)
         if max(other) < max(load):
@@ -81,13 +78,13 @@ def assign_jobs(jobs: Sequence[Job], load: list[float]) -> list[int]:
 
 
 def _lower_bound(jobs: Sequence[Job], load: Sequence[float]) -> float:
-    """Return what the busiest rank has at least, whatever the assignment."""
+    """Return the work that the busiest rank has in the best case."""
     lengths = [job.cost for job in jobs]
     return max(math.fsum((*load, *lengths)) / len(load), max(lengths, default=0.0), max(load))
 
 
 def _longest_first(jobs: Sequence[Job], lengths: Sequence[float], load: list[float]) -> list[int]:
-    """Give each job, longest first by ``lengths``, to the rank that is done with it first."""
+    """Give each job, longest first by ``lengths``, to the rank that would finish it first."""
     owners = [-1] * len(jobs)
     idle = [(busy, rank) for rank, busy in enumerate(load)]
     heapq.heapify(idle)
@@ -109,7 +106,7 @@ def _longest_first(jobs: Sequence[Job], lengths: Sequence[float], load: list[flo
 
 
 def _repair(jobs: Sequence[Job], owners: list[int], load: list[float]) -> None:
-    """Improve the busiest rank until it is at the lower bound, or no partner can take anything from it."""
+    """Relieve the busiest rank until it is near the lower bound, or no partner can take work from it."""
     if len(load) < 2 or not jobs:
         return
     bound = max(math.fsum(load) / len(load), max(job.cost for job in jobs))
@@ -130,7 +127,7 @@ def _repair(jobs: Sequence[Job], owners: list[int], load: list[float]) -> None:
 
 
 def _partners(loads: np.ndarray, busiest: int) -> list[int]:
-    """Return the ranks to trade with: the idlest ones, then some of those in between."""
+    """Return the ranks to try a repair with: the idlest ones, then a sample of the others."""
     order = np.argsort(loads, kind="stable")
     order = order[order != busiest]
     if len(order) <= 2 * _PARTNERS:
@@ -142,14 +139,14 @@ def _partners(loads: np.ndarray, busiest: int) -> list[int]:
 def _exchange(
     jobs: Sequence[Job], held: dict[int, list[int]], loads: np.ndarray, busiest: int, partner: int
 ) -> bool:
-    """Divide the movable jobs of two ranks anew; return whether that made the busier one less busy."""
+    """Divide the movable jobs of two ranks again; return whether that relieved the busier one."""
     movable = [
         index
         for rank in (busiest, partner)
         for index in held.get(rank, [])
         if jobs[index].allows(busiest) and jobs[index].allows(partner)
     ]
-    # The smallest ones fill gaps best; the larger ones stay where they are.
+    # Small jobs fill gaps best; the others stay where they are.
     pool = sorted(sorted(movable, key=lambda i: (jobs[i].cost, i))[:_POOL])
     on_busiest = set(held.get(busiest, ()))
     total = sum(jobs[i].cost for i in pool)
@@ -186,7 +183,7 @@ def _closest_subset(costs: Sequence[float], target: float) -> tuple[list[int], f
 
 
 def _subset_sums(costs: Sequence[float]) -> np.ndarray:
-    """Return the sums of all subsets; bit ``i`` of the position says whether item ``i`` is in it."""
+    """Return the sums of all subsets; bit ``i`` of an index says whether item ``i`` is in that subset."""
     sums = np.zeros(1)
     for cost in costs:
         sums = np.concatenate([sums, sums + cost])

@@ -1,11 +1,11 @@
-"""What travels: the splits and offsets of the two all-to-alls, made once from the layouts.
+"""The exchange plan: splits and offsets of the two all-to-alls, computed once from the layouts.
 
-Gather brings every fragment of a matrix to its owner, scatter brings the fragments of the update back to the ranks
-that hold them. A fragment on its own owner never enters a buffer. The matrices are cut into chunks of bounded size,
-so that the buffers are bounded too; a chunk in which nothing moves has no all-to-all at all, on any rank.
+Gather brings every fragment of a matrix to its owner; scatter brings the updates back to the ranks that hold the
+fragments. A fragment that already lies on its owner never enters a buffer. Matrices travel in chunks of bounded size,
+which bounds the buffers. A chunk in which nothing moves has no all-to-all on any rank.
 
-Inside a chunk the segments of a send buffer are ordered by peer, then by matrix, then by matrix offset. Both sides
-derive that order from the same layouts, so no header travels.
+In a send buffer the segments are ordered by peer, then by matrix, then by matrix offset. Both sides derive that order
+from the same layouts, so no header travels.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from deepspeed_muon.plan.layout import Fragment, MatrixLayout
 
 __all__ = ["Chunk", "ExchangePlan", "Segment", "build_exchange_plan", "chunk_limit"]
 
-# Only several chunks overlap with each other, and smaller ones need less memory. Chunks below so many elements a rank
-# (512 KiB in bf16, some ten microseconds at 50 GB/s) are bound by latency.
+# Several chunks can overlap, and small ones need little memory. Chunks below this number of elements a rank (512 KiB in
+# bf16, some ten microseconds at 50 GB/s) are bound by latency.
 _CHUNKS = 8
 _LEAST_NUMEL_PER_RANK = 1 << 18
 
@@ -31,7 +31,7 @@ class Segment:
 
     Attributes:
         matrix: Index of the matrix in the plan.
-        fragment: The run of the matrix, with its place in the *holder's* partition.
+        fragment: The fragment, with its offset in the *holder's* partition.
         buffer_offset: Where it starts in the buffer of this rank.
     """
 
@@ -42,19 +42,21 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The part of a plan that is exchanged together, as one rank sees it.
+    """Matrices that travel together, as one rank sees them.
+
+    Of a replicated matrix only the update travels; otherwise scatter is the reverse of gather.
 
     Attributes:
         matrices: Indices of the matrices in this chunk, ascending.
         owned: Those that this rank owns.
-        outgoing: Fragments that this rank holds and another rank owns: sent in gather, received in scatter.
-        incoming: Fragments that other ranks hold and this rank owns: received in gather, sent in scatter.
-        gather_send_splits: Elements sent to each rank in gather; ``scatter_recv_splits`` unless replicated.
-        gather_recv_splits: Elements received from each rank in gather; ``scatter_send_splits`` unless replicated.
-        scatter_send_splits: Elements of updates sent to each rank.
-        scatter_recv_splits: Elements of updates received from each rank.
-        updates_out: Fragments of updates in the scatter send buffer.
-        updates_in: Fragments of updates in the scatter receive buffer.
+        outgoing: Fragments that this rank sends in gather.
+        incoming: Fragments that this rank receives in gather.
+        gather_send_splits: Elements that this rank sends to each rank in gather.
+        gather_recv_splits: Elements that it receives from each rank in gather.
+        scatter_send_splits: Elements that it sends to each rank in scatter.
+        scatter_recv_splits: Elements that it receives from each rank in scatter.
+        updates_out: Fragments of updates that this rank sends in scatter.
+        updates_in: Fragments of updates that it receives in scatter.
         gathers: Whether any rank sends anything in gather.
         scatters: Whether any rank sends anything in scatter.
     """
@@ -73,7 +75,7 @@ class Chunk:
     scatters: bool
 
     def active(self, flags: Sequence[bool]) -> list[int]:
-        """Return the chunk's matrices that ``flags``, one for each matrix of the plan, marks."""
+        """Return the chunk's matrices whose flag is set; ``flags`` has one for each matrix of the plan."""
         return [index for index in self.matrices if flags[index]]
 
     @property
@@ -84,14 +86,14 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class ExchangePlan:
-    """Everything one rank needs to exchange one set of matrices.
+    """Everything that one rank needs to exchange the matrices of a step set.
 
     Attributes:
         rank: This rank inside the data-parallel group.
         world_size: Ranks of the group.
         matrices: All matrices, equal on every rank.
         owners: The owner of each matrix, equal on every rank.
-        chunks: The exchange, in order.
+        chunks: What travels together, in order.
     """
 
     rank: int
@@ -102,15 +104,15 @@ class ExchangePlan:
 
     @property
     def sent_elements(self) -> int:
-        """Elements that this rank sends to other ranks per step; times the wire dtype's size it is bytes."""
+        """Elements that this rank sends to other ranks per step."""
         return sum(chunk.sent_elements for chunk in self.chunks)
 
     def digest(self) -> str:
-        """Return a hash of what all ranks must agree on (owners, chunks and layouts, not this rank's view)."""
+        """Return a hash of :meth:`description`, which must be equal on all ranks."""
         return hashlib.sha256(json.dumps(self.description(), sort_keys=True).encode()).hexdigest()
 
     def description(self) -> list[list[object]]:
-        """Return the agreed part as plain data: one row per matrix."""
+        """Return what all ranks must agree on, owners, chunks and layouts, as plain data: one row per matrix."""
         chunk_of = {index: number for number, chunk in enumerate(self.chunks) for index in chunk.matrices}
         return [
             [
@@ -144,9 +146,8 @@ def build_exchange_plan(
         owners: One rank per matrix.
         rank: This rank inside the group.
         world_size: Ranks of the group.
-        chunk_numel: Upper bound of the elements of the matrices that one rank owns of a chunk, and so of what it
-            receives at once; a larger matrix is alone in its owner's part. The matrices are cut finer where the bound
-            would make few chunks of them.
+        chunk_numel: Elements that one rank owns in a chunk at most, which bounds what it receives at once. A larger
+            matrix travels without others of its owner. Chunks are smaller where this bound would make only a few.
     """
     chunks = [
         _build_chunk(matrices, owners, indices, rank, world_size)
@@ -164,18 +165,13 @@ def _cut(
 ) -> list[list[int]]:
     """Cut the matrices into chunks, those that never move first.
 
-    A bound on all matrices of a chunk would put few of them, or one, into a chunk of a large model, and the ranks that
-    own none of those would wait. So every rank fills its part of a chunk, its largest matrices first: the parts of one
-    chunk cost about the same. Of a replicated matrix every rank receives the whole update, so there the bound counts
-    for all of them together; and only updates travel of those, so that no chunk mixes them with others.
+    Every owner fills its own part of a chunk up to ``bound`` elements, largest matrices first, so that the parts of a
+    chunk cost about the same. A bound on whole chunks would let most ranks wait in a large model: a chunk would hold
+    few matrices, and few ranks would own any of them.
 
-    What several ranks share is in one chunk, since they orthogonalise it at the same time, and in chunks of its own.
-
-    Args:
-        matrices: All matrices.
-        owners: Their owners.
-        bound: Elements of one owner's part of a chunk at most, unless one matrix has more.
-        world_size: Ranks of the group.
+    Replicated matrices have chunks of their own, because only their updates travel. Every rank receives each whole
+    update, so there the bound holds for all owners together. Shared matrices have chunks of their own too; all rows of
+    a matrix are in one chunk, because the sharers orthogonalise them at the same time.
     """
     kinds: dict[tuple[bool, bool], list[int]] = {}
     shared: list[int] = []
@@ -203,11 +199,11 @@ def _cut(
 
 
 def _cut_shared(matrices: Sequence[MatrixLayout], shared: Sequence[int], bound: int) -> list[list[int]]:
-    """Cut matrices that ranks share into chunks, in each of which a rank has ``bound`` elements at most or one matrix.
+    """Cut shared matrices into chunks in which each rank has at most ``bound`` elements, or one matrix.
 
     Args:
         matrices: All matrices.
-        shared: The rows that sharing ranks get; those of one matrix follow each other.
+        shared: Indices of the rows that sharers get; those of one matrix follow each other.
         bound: As for :func:`_cut`.
     """
     chunks: list[list[int]] = []
@@ -238,10 +234,10 @@ def _is_full(filled: int, numel: int, bound: int) -> bool:
 
 
 def chunk_limit(largest: int, bound: int, *, ranks: int = 1) -> int:
-    """Return how many elements of matrices the owners' parts of a chunk have at most, single matrices aside.
+    """Return how many elements an owner's part of a chunk has at most, unless it is a single matrix.
 
     Args:
-        largest: Elements of the largest owner's matrices.
+        largest: Elements of the owner that owns most.
         bound: What the configuration allows.
         ranks: Ranks that share the bound.
     """
@@ -278,7 +274,7 @@ def _build_chunk(
     world_size: int,
 ) -> Chunk:
     moving = [i for i in indices if _moves(matrices[i], owners[i])]
-    # Of a replicated matrix the owner needs no fragment, because it has the whole of the same gradient.
+    # The owner of a replicated matrix has the whole gradient already.
     gathered = [i for i in moving if not matrices[i].replicated]
 
     def owner_elsewhere(index: int, fragment: Fragment) -> int | None:
@@ -313,7 +309,10 @@ def _segments(
     peer_of: Callable[[int, Fragment], int | None],
     world_size: int,
 ) -> tuple[tuple[Segment, ...], tuple[int, ...]]:
-    """Place the fragments that ``peer_of`` maps to a peer in a buffer ordered by peer, matrix and offset."""
+    """Lay out a buffer by peer, matrix and offset, and count the elements of each peer.
+
+    ``peer_of`` maps a fragment to its peer, or to ``None`` if it does not belong into the buffer.
+    """
     by_peer: list[list[tuple[int, Fragment]]] = [[] for _ in range(world_size)]
     for index in indices:
         for fragment in sorted(matrices[index].fragments, key=lambda f: (f.matrix_offset, f.rank)):

@@ -1,4 +1,4 @@
-"""What predicted times are made of: published figures of GPUs, and the fractions of them that real code reaches."""
+"""Published figures of GPUs, from which times are predicted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["GPUS", "Gpu"]
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One kind of GPU in the server that it is usually sold in. All bandwidths are bytes per second.
+    """One kind of GPU in the server in which it is usually sold. All bandwidths are bytes per second.
 
     Attributes:
         name: Key of the table.
@@ -18,7 +18,7 @@ class Gpu:
         memory: Bytes of device memory.
         node_bandwidth: NVLink, one direction, per GPU.
         network_bandwidth: Network, one direction, per GPU.
-        source: Where the figures stand.
+        source: Documents with the figures.
     """
 
     name: str
@@ -30,8 +30,8 @@ class Gpu:
     source: str
 
 
-# NVLink is quoted as the sum of both directions; here it is halved. The network is that of the DGX server with the GPU:
-# eight ports of 400 Gb/s for eight GPUs (DGX H100, H200, B200), 200 Gb/s (DGX A100).
+# The datasheets give NVLink as the sum of both directions; the table has half of it. The network is that of the DGX
+# server with eight GPUs: eight ports of 400 Gb/s (DGX H100, H200, B200) or 200 Gb/s (DGX A100).
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (

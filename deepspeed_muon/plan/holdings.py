@@ -1,7 +1,7 @@
-"""Who holds how much of every matrix, as arrays: closed forms that stay small at any number of ranks.
+"""Which ranks hold how much of every matrix, as arrays whose size does not grow with the number of ranks.
 
-ZeRO divides in ways in which the holders of a matrix are consecutive ranks: the first one has a head, the last one a
-tail and each one between the same body. So four numbers a matrix say what a list of fragments says.
+ZeRO always gives a matrix to consecutive ranks: the first holds a head, the last a tail, and each rank between them an
+equal body. So a few numbers a matrix replace its list of fragments.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Holdings:
         tail: Elements on the last rank; equals ``head`` where it is the only one.
         numel: Elements of the matrix.
         ranks: Data-parallel ranks.
-        width: Tensor-parallel ranks that divide what a data-parallel rank holds equally, numbered consecutively.
+        width: Tensor-parallel ranks, numbered consecutively, that divide equally what one data-parallel rank holds.
         replicated: Whether every rank holds every matrix whole instead (ZeRO stage 0).
     """
 
@@ -46,17 +46,17 @@ class Holdings:
 
     @property
     def whole(self) -> NDArray[np.bool_]:
-        """Which matrices lie whole on one data-parallel rank and on no other."""
+        """Marks the matrices that lie whole on one data-parallel rank and on no other."""
         whole: NDArray[np.bool_] = (self.first == self.last) & (not self.replicated)
         return whole
 
     @property
     def world_size(self) -> int:
-        """All ranks that hold something, tensor-parallel ones counted."""
+        """The number of ranks, tensor-parallel ones counted."""
         return self.ranks * self.width
 
     def held(self, matrices: Ints, ranks: Ints) -> Floats:
-        """Return the elements of ``matrices[i]`` on ``ranks[i]``, which must be among its holders or not."""
+        """Return the elements of ``matrices[i]`` on ``ranks[i]``, 0 if the rank is none of its holders."""
         group = ranks // self.width
         first, last = self.first[matrices], self.last[matrices]
         amount = np.where(
@@ -67,18 +67,18 @@ class Holdings:
         return np.where((group < first) | (group > last), 0, amount) / self.width
 
     def holders(self, matrix: int) -> tuple[Ints, Floats]:
-        """Return the ranks that hold elements of one matrix, ascending, and how many."""
+        """Return the ranks that hold elements of one matrix, ascending, and how many each holds."""
         start, stop = self.first[matrix] * self.width, (self.last[matrix] + 1) * self.width
         ranks = np.arange(start, stop, dtype=np.int64)
         return ranks, self.held(np.full(len(ranks), matrix), ranks)
 
     def starts(self, matrix: int) -> Ints:
-        """Return where in one matrix each of its :meth:`holders` begins; without tensor parallelism."""
+        """Return the first element of each of the :meth:`holders` of one matrix; not for tensor parallelism."""
         number = np.arange(self.last[matrix] - self.first[matrix] + 1, dtype=np.int64)
         return np.where(number > 0, self.head[matrix] + (number - 1) * self.body[matrix], 0)
 
     def ranges(self, matrices: Ints, starts: Ints, stops: Ints) -> Holdings:
-        """Return who holds the elements ``starts[i]`` to ``stops[i]`` of ``matrices[i]``, as matrices of their own."""
+        """Return the holdings of parts: part ``i`` is ``matrices[i]`` from ``starts[i]`` to ``stops[i]``."""
         first, head, body = self.first[matrices], self.head[matrices], self.body[matrices]
 
         def rank_of(position: Ints) -> Ints:
@@ -93,11 +93,7 @@ class Holdings:
         return replace(self, first=begin, last=last, head=front, body=body, tail=back, numel=stops - starts)
 
     def traffic(self, owners: Sequence[int]) -> tuple[Floats, Floats, NDArray[np.bool_]]:
-        """Return the elements that each rank sends in gather and in scatter, and which matrices travel.
-
-        Args:
-            owners: The owner of each matrix.
-        """
+        """Return the elements that each rank sends in gather and in scatter, and which matrices travel."""
         ranks = np.asarray(owners, dtype=np.int64)
         gather, scatter = np.zeros(self.world_size), np.zeros(self.world_size)
         if self.replicated:
@@ -125,12 +121,12 @@ class Holdings:
 def flat_holdings(
     offsets: Ints, numels: Ints, *, partition_numel: int, ranks: int, width: int = 1
 ) -> Holdings:
-    """Describe matrices in a flat buffer that is cut into equal partitions (stages 1 and 2).
+    """Describe matrices in a flat buffer that ZeRO cuts into equal partitions (stages 1 and 2).
 
     Args:
         offsets: Where each matrix starts in the buffer of all ranks.
-        numels: Its elements.
-        partition_numel: Elements of the buffer per rank.
+        numels: Elements of each matrix.
+        partition_numel: Elements of a partition.
         ranks: Data-parallel ranks.
         width: Tensor-parallel ranks.
     """
@@ -143,14 +139,7 @@ def flat_holdings(
 
 
 def sharded_holdings(numels: Ints, *, ranks: int, width: int = 1, replicated: bool = False) -> Holdings:
-    """Describe matrices that are each divided over all ranks (stage 3), or whole on all of them (stage 0).
-
-    Args:
-        numels: Elements of each matrix.
-        ranks: Data-parallel ranks.
-        width: Tensor-parallel ranks.
-        replicated: Whether every rank holds every matrix whole.
-    """
+    """Describe matrices that are each divided over all ranks (stage 3), or whole on all of them (``replicated``)."""
     shard = -(-numels // ranks)
     last = -(-numels // shard) - 1
     tail = numels - last * shard

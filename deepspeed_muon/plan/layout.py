@@ -1,9 +1,9 @@
-"""The vocabulary between the ZeRO adapters and everything else: fragments of matrices in flat partitions.
+"""Where matrices lie in flat partitions, as lists of fragments.
 
-Every ZeRO stage, sub-group, padding rule and offload device reduces to lists of fragments, so that plan, transport
-and mathematics exist once. All offsets and sizes are in elements, never in bytes.
+Every ZeRO stage, sub-group, padding rule and offload device can be described by such lists, so that plan and transport
+exist once. All offsets and sizes are in elements, never in bytes.
 
-Example: a 4 x 3 matrix that starts at element 5 of a flat buffer of two ranks with ten elements each is held as
+Example: a flat buffer has ten elements on each of two ranks. A 4 x 3 matrix that starts at its element 5 is
 ``Fragment(rank=0, matrix_offset=0, partition_offset=5, numel=5)`` and
 ``Fragment(rank=1, matrix_offset=5, partition_offset=0, numel=7)``.
 """
@@ -31,7 +31,7 @@ class Fragment:
     """A contiguous run of one matrix inside one rank's partition.
 
     Attributes:
-        rank: Rank inside the data-parallel group that partitions the matrix.
+        rank: Rank inside the data-parallel group.
         matrix_offset: Where the run starts in the row-major matrix.
         partition_offset: Where it starts in that rank's flat partition.
         numel: Its length.
@@ -49,14 +49,7 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A rectangle of a stored matrix that is orthogonalised and scaled as a matrix of its own.
-
-    Attributes:
-        row: Its first row.
-        col: Its first column.
-        rows: Its rows.
-        cols: Its columns.
-    """
+    """A rectangle of a stored matrix, from ``row`` and ``col`` on, that is orthogonalised and scaled by itself."""
 
     row: int
     col: int
@@ -71,11 +64,11 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class TensorShards:
-    """How the matrix that a tensor-parallel group shares is spread over it.
+    """How a matrix is spread over a group: the tensor-parallel group, or ranks that share it.
 
     Attributes:
         dim: The dimension that is cut: 0 for rows (column-parallel layers), 1 for columns (row-parallel layers),
-            ``None`` where every rank of the group holds a copy.
+            ``None`` if every rank of the group holds a copy.
         sizes: Length along ``dim`` of every rank's shard, in the order of the group; empty for copies.
     """
 
@@ -85,24 +78,23 @@ class TensorShards:
 
 @dataclass(frozen=True, slots=True)
 class MatrixLayout:
-    """One logical matrix and where all of it lies.
+    """A matrix, or the part of it that one rank of a group orthogonalises, and where all of it lies.
 
     Attributes:
         name: Dotted parameter name.
-        rows: Rows of the matrix as it is stored.
-        cols: Columns of the matrix as it is stored.
+        rows: Rows as stored.
+        cols: Columns as stored.
         partition: Index of the flat partition, unique within the optimizer and equal on all ranks.
-        fragments: Every rank's runs, ordered by rank, then by matrix offset.
+        fragments: The fragments of all ranks, ordered by rank, then by matrix offset.
         replicated: Whether every rank holds the whole matrix (ZeRO stage 0).
-        row_blocks: Rows of the blocks that are orthogonalised separately (attention heads, experts, parts of a fused
-            projection), from the top; empty for all rows together.
+        row_blocks: Rows of each block (attention head, expert, part of a fused projection), from the top; empty for
+            one block with all rows.
         col_blocks: The same for columns. With both, every cell of the grid is a block.
         transposed: Whether it is stored as input x output, so that its scale is that of the transposed matrix.
-        shards: How a tensor-parallel group shares the matrix of which this is one shard or copy, or how the ranks of
-            ``sharers`` do; ``None`` for a matrix that is not shared.
-        sharers: Ranks of the data-parallel group that orthogonalise the matrix together of which these are the rows
-            that one of them gets; empty for a matrix with one owner.
-        first_row: Where these rows begin in the parameter, if they are a run of blocks with an owner of its own.
+        shards: How the whole matrix is spread over its group, if this is one shard or copy; ``None`` without a group.
+        sharers: Ranks of the data-parallel group that orthogonalise the whole matrix together, if this is the part of
+            one of them; empty for a matrix with one owner.
+        first_row: For a run of blocks with its own owner, its first row in the parameter.
     """
 
     name: str
@@ -121,17 +113,17 @@ class MatrixLayout:
 
     @property
     def numel(self) -> int:
-        """Elements of the matrix."""
+        """The number of elements."""
         return self.rows * self.cols
 
     @property
     def is_cut(self) -> bool:
-        """Whether this is one part of a matrix that several ranks orthogonalise."""
+        """Whether this is one part of a matrix that several ranks orthogonalise together."""
         return self.shards is not None and self.shards.dim is not None
 
     @property
     def logical_shape(self) -> tuple[int, int]:
-        """Rows and columns of the whole matrix, of which a tensor-parallel rank holds a shard."""
+        """Rows and columns of the whole matrix, also if this is one shard of it."""
         if self.shards is None or self.shards.dim is None:
             return self.rows, self.cols
         total = sum(self.shards.sizes)
@@ -139,7 +131,7 @@ class MatrixLayout:
 
     @property
     def scale_shape(self) -> tuple[int, int]:
-        """Output and input size by which the update is scaled: those of the first block of the whole matrix."""
+        """Output and input size of the first block of the whole matrix, which determine the scale of the update."""
         return self.layer_shape(*(self.logical_shape if self.is_cut else self.block_shape))
 
     @property
@@ -149,13 +141,13 @@ class MatrixLayout:
 
     @property
     def block_shape(self) -> tuple[int, int]:
-        """Rows and columns of the first block, the one whose scale the others' are relative to."""
+        """Rows and columns of the first block; the scales of the other blocks are relative to its scale."""
         rows, cols = self.grid
         return rows[0], cols[0]
 
     @property
     def equal_blocks(self) -> int | None:
-        """The number of blocks if they are equal and contiguous, so that they stack without a copy, else ``None``."""
+        """The number of blocks if they are equal and stack without a copy, else ``None``."""
         rows, cols = self.grid
         return len(rows) if len(cols) == 1 and len(set(rows)) == 1 else None
 
@@ -188,25 +180,18 @@ class MatrixLayout:
             )
 
     def held_by(self, rank: int) -> int:
-        """Return how many elements of the matrix ``rank`` holds."""
+        """Return how many elements ``rank`` holds."""
         return sum(fragment.numel for fragment in self.fragments if fragment.rank == rank)
 
     def whole_on(self) -> int | None:
-        """Return the only rank that holds elements of the matrix, or ``None`` if several do."""
+        """Return the only rank that holds elements, or ``None`` if several do."""
         ranks = {fragment.rank for fragment in self.fragments}
         return next(iter(ranks)) if len(ranks) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterLayout:
-    """One parameter that is not Muon's and where all of it lies.
-
-    Attributes:
-        name: Dotted parameter name.
-        numel: Elements of the parameter.
-        partition: Index of the flat partition.
-        fragments: Every rank's runs, as in :class:`MatrixLayout`.
-    """
+    """A parameter of AdamW and where all of it lies, as in :class:`MatrixLayout`."""
 
     name: str
     numel: int
@@ -215,12 +200,12 @@ class ParameterLayout:
 
 
 def flat_fragments(offset: int, numel: int, partition_numel: int) -> tuple[Fragment, ...]:
-    """Cut a run of a flat buffer that is divided into equal partitions (ZeRO stages 1, 2 and ``BF16_Optimizer``).
+    """Return the fragments of a parameter in a flat buffer with equal partitions (stages 1, 2, ``BF16_Optimizer``).
 
     Args:
         offset: Where the parameter starts in the flat buffer of all ranks.
-        numel: Its elements.
-        partition_numel: Elements of the buffer per rank.
+        numel: Elements of the parameter.
+        partition_numel: Elements of a partition.
     """
     fragments = []
     done = 0
@@ -233,12 +218,12 @@ def flat_fragments(offset: int, numel: int, partition_numel: int) -> tuple[Fragm
 
 
 def sharded_fragments(partition_offset: int, numel: int, shard_numel: int) -> tuple[Fragment, ...]:
-    """Cut a parameter that is itself divided over the ranks (ZeRO stage 3).
+    """Return the fragments of a parameter of which every rank holds one (ZeRO stage 3).
 
     Args:
-        partition_offset: Where every rank keeps its shard inside its flat partition.
+        partition_offset: Where the fragment lies in every rank's flat partition.
         numel: Elements of the parameter, without padding.
-        shard_numel: Elements that each rank reserves for it; the last shards hold padding or nothing.
+        shard_numel: Elements that each rank reserves for it; the last ranks may hold padding only.
     """
     count = -(-numel // shard_numel)
     return tuple(
@@ -248,5 +233,5 @@ def sharded_fragments(partition_offset: int, numel: int, shard_numel: int) -> tu
 
 
 def replicated_fragments(partition_offset: int, numel: int, world_size: int) -> tuple[Fragment, ...]:
-    """Describe a parameter that every rank holds whole (stage 0)."""
+    """Return the fragments of a parameter that every rank holds whole (stage 0)."""
     return tuple(Fragment(rank, 0, partition_offset, numel) for rank in range(world_size))

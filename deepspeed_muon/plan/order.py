@@ -1,11 +1,11 @@
 """In which order matrices lie in a flat buffer that ZeRO cuts into equal partitions (stages 1 and 2).
 
-A matrix that crosses a cut has to move; one that does not is orthogonalised where it lies. So the order is chosen such
-that few elements cross cuts and that the matrices of every partition cost about the same, which a mixture of all shapes
-in every partition gives. Matrices of one shape lie together inside of a partition.
+A matrix that crosses a cut has to move; any other is orthogonalised where it lies. A good order lets few elements
+cross cuts, and gives all partitions about the same work. Partitions with a mixture of all shapes have equal work.
+Matrices of one shape lie together inside a partition.
 
-Several orders are built greedily, with different weights of the two aims, and compared by what the exchange would
-really be, the given order among them: the chosen one never moves more elements than that.
+Several orders are built greedily, with different weights of these two aims. Each one, and the given order, is judged by
+the exchange that it leads to. The chosen order never moves more elements than the given one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from deepspeed_muon.plan.holdings import flat_holdings
 from deepspeed_muon.plan.owners import FLOPS_PER_MOVED_ELEMENT, assign_owners, holders_in_holdings
 
 __all__ = [
-    "FLAT_ALIGNMENT",
     "OrderName",
     "OrderQuality",
     "balanced_order",
@@ -32,25 +31,25 @@ __all__ = [
 OrderName = Literal["balanced", "given"]
 
 # ZeRO 1 and 2 pad the flat buffer to a multiple of this times the ranks (nccl_start_alignment_factor).
-FLAT_ALIGNMENT = 2
-# The load of the busiest rank over the mean that counts as even.
+_FLAT_ALIGNMENT = 2
+# The load counts as even if the busiest rank has at most this times the mean.
 _EVEN = 1.05
-# How much a moved element counts, over what it costs to move it, in the orders that are tried.
+# One order is tried for each of these weights; it multiplies the cost of a moved element.
 _WEIGHTS = (0.0, 0.1, 0.3, 1.0, 10.0, 100.0)
-# Shapes whose counts are varied around their share at each cut, and by how much.
+# At each cut, the number of shapes whose counts may differ from their share, and by how much.
 _VARIED = 6
 _AROUND = (-1, 0, 1, 2)
 
 
 @dataclass(frozen=True, slots=True)
 class OrderQuality:
-    """What an order comes to.
+    """The exchange that an order leads to.
 
     Attributes:
-        moved: Elements that are sent, in both directions, by all ranks together.
+        moved: Elements that all ranks together send, in both directions.
         busiest: Newton-Schulz operations of the busiest rank.
         straddling: Matrices that several ranks hold.
-        score: Operations of the busiest rank, with the transfers of an average rank in the same unit.
+        score: Operations of the busiest rank plus the transfers of an average rank, counted as operations.
     """
 
     moved: float
@@ -61,18 +60,12 @@ class OrderQuality:
 
 def flat_partition_numel(total: int, world_size: int) -> int:
     """Return the elements of a rank's partition of a flat buffer of ``total`` elements, with ZeRO's padding."""
-    alignment = FLAT_ALIGNMENT * world_size
-    return -(-total // alignment) * FLAT_ALIGNMENT
+    alignment = _FLAT_ALIGNMENT * world_size
+    return -(-total // alignment) * _FLAT_ALIGNMENT
 
 
 def order_quality(numels: Sequence[int], costs: Sequence[float], world_size: int) -> OrderQuality:
-    """Return what the exchange of matrices that lie in this order comes to.
-
-    Args:
-        numels: Elements of each matrix, in the order in which they lie.
-        costs: Newton-Schulz operations of each matrix.
-        world_size: Ranks of the data-parallel group.
-    """
+    """Return the quality of an order, from the elements and Newton-Schulz operations of its matrices."""
     sizes = np.asarray(numels, dtype=np.int64)
     ends = np.cumsum(sizes)
     partition = flat_partition_numel(int(ends[-1]), world_size)
@@ -91,12 +84,12 @@ def balanced_order(
 ) -> list[int]:
     """Return the order in which the matrices shall lie, as positions in the given order.
 
-    Deterministic. The given order comes back if no other one is better.
+    Deterministic. Returns the given order if no other one is better.
 
     Args:
         numels: Elements of each matrix.
         costs: Newton-Schulz operations of each matrix.
-        kinds: Equal for matrices of equal shape, which are interchangeable.
+        kinds: Equal for interchangeable matrices, which have the same shape.
         world_size: Ranks of the data-parallel group.
     """
     given = list(range(len(numels)))
@@ -104,14 +97,14 @@ def balanced_order(
         return given
     best, quality = given, order_quality(numels, costs, world_size)
     limit = quality.moved
-    # Fewer bytes may not be bought with an uneven load.
+    # An order that moves less is no gain if its load is uneven.
     even = max(quality.busiest, _EVEN * sum(costs) / world_size)
     for weight in _WEIGHTS:
         order = _mixed(numels, costs, kinds, world_size, weight * FLOPS_PER_MOVED_ELEMENT)
         found = order_quality([numels[i] for i in order], [costs[i] for i in order], world_size)
         if found.busiest > even or found.moved > limit:
             continue
-        # A hair better is not worth another layout than the given one.
+        # A tiny gain does not justify another layout than the given one.
         if found.score < quality.score * (1 - 1e-6):
             best, quality = order, found
     return best
@@ -124,7 +117,7 @@ class _Stock:
         members: dict[Hashable, list[int]] = {}
         for index, kind in enumerate(kinds):
             members.setdefault(kind, []).append(index)
-        # Largest first: a gap that is left is filled by the smaller ones.
+        # Largest first: small matrices fill the gap that remains.
         self._members = sorted(members.values(), key=lambda m: (-numels[m[0]], m[0]))
         self.numels = np.array([numels[m[0]] for m in self._members], dtype=np.int64)
         self.costs = np.array([costs[m[0]] for m in self._members])
@@ -165,7 +158,7 @@ def _mixed(
         left = gap - filled
         if straddler >= 0 and left:
             size = int(stock.numels[straddler])
-            # Whoever holds more of it will own it.
+            # The rank that holds more of it will own it.
             carried = float(stock.costs[straddler]) if 2 * left < size else 0.0
             order += stock.take(straddler)
             offset += size
@@ -202,7 +195,6 @@ def _fill(stock: _Stock, gap: int, fair: float, ranks: int, per_element: float) 
             mine = np.where(2 * left >= size, stock.costs[kind], 0.0)
             moved = 2.0 * np.minimum(left, size - left)
             score = np.where(crossing, np.abs(work + mine - fair) + per_element * moved, np.inf)
-            # A matrix that is larger than what is left by more than a partition crosses further cuts too.
         at = int(np.argmin(score))
         if np.isfinite(score[at]) and (best is None or score[at] < best[0]):
             best = (float(score[at]), at, kind)

@@ -1,10 +1,12 @@
 """Which rank orthogonalises which matrix.
 
-A matrix that lies whole on one rank is orthogonalised there and never moves. Of the others the cost model chooses: the
-floating-point operations that a rank already has, plus those of the matrix, plus what it takes to bring the elements
-that the rank does not hold, where another node is farther than the own one. A matrix of which one rank holds half or
-more stays with its holders, so that balancing never moves more than twice what has to move; of a matrix that is spread
-over half of the ranks any may be the owner. Deterministic: the same layouts give the same owners on every rank.
+A matrix that lies whole on one rank is orthogonalised there and never moves. Every other matrix goes to the rank that
+would finish it first. Its time is the work that the rank already has, the work of the matrix, and the transfer of the
+elements that the rank does not hold; a transfer from another node costs more.
+
+If one rank holds half of a matrix or more, only holders may own it, so that balancing never moves more than twice what
+has to move. If half of the ranks hold parts of a matrix, any rank may own it. The same layouts give the same owners on
+every rank.
 """
 
 from __future__ import annotations
@@ -31,13 +33,13 @@ __all__ = [
     "matrix_flops",
 ]
 
-# Floating-point operations that take as long as sending one element forth and back: 400 TFLOP/s against 100 GB/s at
-# two bytes an element. It weighs moving against waiting, so only its order of magnitude matters.
+# Floating-point operations that take as long as sending one element forth and back, at 400 TFLOP/s, 100 GB/s and two
+# bytes an element. It weighs moving against waiting, so only its order of magnitude matters.
 FLOPS_PER_MOVED_ELEMENT = 16_000.0
-# The network between nodes is about this much slower than NVLink (450 against 50 GB/s on a DGX H100).
+# How much slower the network between nodes is than NVLink (450 against 50 GB/s on a DGX H100).
 _OTHER_NODE = 9.0
 
-# The ranks that hold elements of a matrix, and how many; ``None`` for a matrix that any rank may own at equal cost.
+# The ranks that hold elements of a matrix, and how many each; ``None`` if any rank may own the matrix at equal cost.
 Holders = tuple[Sequence[int], Sequence[float]] | None
 
 
@@ -52,23 +54,13 @@ def matrix_flops(
 
 
 def grid_blocks(row_blocks: Sequence[int], col_blocks: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
-    """Return count, rows and columns of every kind of block in a grid.
-
-    Args:
-        row_blocks: Heights of the grid's rows.
-        col_blocks: Widths of its columns.
-    """
+    """Return count, rows and columns of every kind of block in a grid with these row heights and column widths."""
     rows, cols = Counter(row_blocks), Counter(col_blocks)
     return tuple((n * k, r, c) for r, n in rows.items() for c, k in cols.items())
 
 
 def holders_in_layouts(matrices: Sequence[MatrixLayout], world_size: int) -> list[Holders]:
-    """Return who holds elements of each matrix, for :func:`assign_owners`.
-
-    Args:
-        matrices: All matrices that are exchanged together.
-        world_size: Ranks of the data-parallel group.
-    """
+    """Return the holders of each matrix, for :func:`assign_owners`."""
     found: list[Holders] = []
     for matrix in matrices:
         amounts: Counter[int] = Counter()
@@ -81,7 +73,7 @@ def holders_in_layouts(matrices: Sequence[MatrixLayout], world_size: int) -> lis
 
 
 def holders_in_holdings(holdings: Holdings) -> list[Holders]:
-    """Return what :func:`holders_in_layouts` does, from the closed form of who holds what."""
+    """Return the holders of each matrix, like :func:`holders_in_layouts`."""
     holders = (holdings.last - holdings.first + 1) * holdings.width
     anywhere = (holders >= _everywhere(holdings.world_size)) | holdings.replicated
     first, numels = holdings.first.tolist(), holdings.numel.tolist()
@@ -95,7 +87,7 @@ def holders_in_holdings(holdings: Holdings) -> list[Holders]:
 
 
 def _everywhere(world_size: int) -> int:
-    """Return the number of holders from which a matrix counts as spread over all ranks, so that any may own it."""
+    """Return the number of holders from which on any rank may own a matrix."""
     return max(3, -(-world_size // 2))
 
 
@@ -106,16 +98,13 @@ def assign_owners(
     load: list[float],
     nodes: Sequence[int] | None = None,
 ) -> list[int]:
-    """Assign every matrix to one rank.
+    """Return the owner of every matrix.
 
     Args:
         costs: Floating-point operations of each matrix.
-        holders: Who holds elements of it.
-        load: Cost that each rank already carries; updated in place.
+        holders: The holders of each matrix.
+        load: What each rank has to do already. Mutated: the new matrices are added.
         nodes: The node of every rank; ``None`` for one node.
-
-    Returns:
-        One rank per matrix, in order.
     """
     places = np.zeros(len(load), dtype=np.int64) if nodes is None else np.asarray(nodes, dtype=np.int64)
     owners = [-1] * len(costs)
@@ -134,7 +123,7 @@ def assign_owners(
 
 
 def _job(cost: float, ranks: Sequence[int], held: Sequence[float], nodes: Ints) -> Job:
-    """Say who may own a matrix with few holders, and what bringing it there costs."""
+    """Return a matrix with few holders as a job: which ranks may own it, and what moving it to them costs."""
     owned: Floats = np.asarray(held)
     numel = float(owned.sum())
     near = np.zeros(int(nodes.max()) + 1)

@@ -1,14 +1,12 @@
-"""Where numbers that belong to whole rows of matrices lie, when the matrices themselves are cut anywhere.
+"""Which rank keeps NorMuon's number of a row, when ZeRO cuts the matrix anywhere.
 
-NorMuon keeps one number for each output of a matrix: for each row of each block, or each column of a block where the
-matrix is stored transposed. It belongs to the rank that holds the first element of that row (or column). Every rank
-keeps the numbers of one flat partition in a compact tensor, in the order in which its fragments lie in the partition.
-So the place follows from the layouts alone.
+NorMuon keeps one number for each output of a matrix: for each row of each block, or for each column of a block if the
+matrix is stored transposed. The rank that holds the first element of that row (or column) keeps the number. It keeps
+all numbers of one flat partition in a compact tensor, in the order of its fragments in the partition. So the layouts
+alone say where a number is. Inside a matrix the numbers are ordered by those first elements.
 
-Inside a matrix the numbers are ordered by those first elements: a matrix of one block of columns has its rows in order.
-
-Example: a 4 x 3 matrix of which rank 0 holds elements 0 to 4 and rank 1 the rest. Rows 0 and 1 begin on rank 0, rows 2
-and 3 on rank 1: ``Fragment(0, 0, 0, 2)`` and ``Fragment(1, 2, 0, 2)``, counted in rows.
+Example: rank 0 holds elements 0 to 4 of a 4 x 3 matrix, rank 1 the rest. Rows 0 and 1 begin on rank 0, rows 2 and 3 on
+rank 1: ``Fragment(0, 0, 0, 2)`` and ``Fragment(1, 2, 0, 2)``, counted in rows.
 """
 
 from __future__ import annotations
@@ -32,10 +30,10 @@ def row_count(matrix: MatrixLayout) -> int:
 def row_layouts(matrices: Sequence[MatrixLayout]) -> tuple[MatrixLayout, ...]:
     """Return, for each matrix, the layout of one number per output, as a matrix with a single column.
 
-    A matrix and its runs of blocks keep the same numbers in the same places, since every run begins with a block.
+    A stack and the runs of blocks that it is cut into keep the same numbers in the same places.
 
     Args:
-        matrices: All of Muon's matrices in one or more whole partitions, whole or as runs of blocks.
+        matrices: All of Muon's matrices in one or more partitions, as stacks or as runs of blocks.
     """
     placed: list[tuple[int, int, int, int, int, int]] = []
     for index, matrix in enumerate(matrices):
@@ -65,7 +63,7 @@ def row_layouts(matrices: Sequence[MatrixLayout]) -> tuple[MatrixLayout, ...]:
 
 
 def _begin_before(matrix: MatrixLayout, offset: int) -> int:
-    """Return how many rows of blocks (columns, if transposed) begin before an element of the matrix."""
+    """Return how many rows of blocks (columns, if transposed) begin before the element at ``offset``."""
     if matrix.transposed:
         starts = {block.row * matrix.cols for block in matrix.blocks()}
         return sum(min(max(offset - start, 0), matrix.cols) for start in starts)

@@ -1,9 +1,9 @@
 """Which matrices several ranks orthogonalise together: those that would keep one rank busy while others wait.
 
-Where ranks outnumber matrices, or one matrix dominates, everybody waits for the owner of a matrix. Then the ranks of
-one node share it: each one gets some of its rows, and they run :func:`deepspeed_muon.orthogonalize_sharded`. The
-products with the matrix are divided; the products of Gram-sized matrices run on every rank; the ranks all-reduce
-the Gram matrix once per pass over the matrix, and where rows are the short side they cut it anew along columns first.
+If there are more ranks than matrices, or one matrix dominates, all ranks wait for one owner. Then ranks of one node
+share the matrix: each gets some of its rows, and they run :func:`deepspeed_muon.orthogonalize_sharded`. Each rank does
+its part of the products with the matrix, and all products of Gram-sized matrices. The ranks all-reduce the Gram matrix
+once per pass over the matrix. If rows are the short side, they first exchange rows for columns.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ __all__ = [
     "even_sizes",
 ]
 
-# A gain below this is not worth it.
+# Sharing must be faster by this factor.
 _WORTH = 1.05
 
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """What sharing is weighed with.
+    """The speeds that decide whether sharing pays.
 
     Attributes:
         flops: Floating-point operations per second that the iteration reaches.
         node_bandwidth: Bytes per second that a collective reaches between ranks of one node.
-        collective_seconds: What a collective takes, however little it sends.
+        collective_seconds: Time that even a collective of no bytes takes.
     """
 
     flops: float
@@ -53,20 +53,14 @@ class Speeds:
 
     @classmethod
     def of(cls, gpu: Gpu, *, efficiency: float = 0.5, link_efficiency: float = 0.7) -> Speeds:
-        """Return the speeds of a kind of GPU.
-
-        Args:
-            gpu: Published figures.
-            efficiency: Part of the operations that the iteration reaches.
-            link_efficiency: Part of the bandwidth that collectives reach.
-        """
+        """Return the speeds of a GPU whose published figures are reached to these parts."""
         return cls(gpu.flops * efficiency, gpu.node_bandwidth * link_efficiency)
 
     @classmethod
     def of_device(cls, device: torch.device) -> Speeds | None:
-        """Return the speeds of a device, those of an H100 for a GPU that the table does not have; none for a CPU.
+        """Return the speeds of a GPU, ``None`` for a CPU. A GPU that is not in the table counts as an H100.
 
-        Only the ratio of both figures decides, and it is alike in all GPUs of the table.
+        Only the ratio of the two figures matters, and it is similar for all GPUs of the table.
         """
         if device.type != "cuda":
             return None
@@ -76,14 +70,14 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True)
 class SharingRule:
-    """How many ranks share a matrix, and what it costs them.
+    """How many ranks may share a matrix, and what it costs them.
 
     Attributes:
-        most: Ranks at most; 1 for no sharing.
+        most: The largest number of ranks that share a matrix; 1 for no sharing.
         steps: Newton-Schulz steps.
         method: ``gram`` or ``standard``.
         dtype: Dtype of the iteration.
-        speeds: Decide whether it pays; ``None`` shares whatever has more work than a rank has on average.
+        speeds: What collectives cost; ``None`` counts them as free, so that ranks share wherever it divides the work.
     """
 
     most: int
@@ -93,14 +87,9 @@ class SharingRule:
     speeds: Speeds | None
 
     def cost(self, rows: int, cols: int, ranks: int) -> float:
-        """Return what orthogonalising one matrix costs each of ``ranks``, in floating-point operations.
+        """Return what one matrix costs each of the ``ranks`` that divide its rows, in floating-point operations.
 
-        Time that collectives take is counted as the operations that run in that time.
-
-        Args:
-            rows: Rows of the matrix, which are what is divided.
-            cols: Columns of the matrix.
-            ranks: How many share it; one is the ordinary iteration.
+        The time of collectives counts as the operations that a rank could do in that time.
         """
         if ranks == 1:
             return orthogonalize_flops(rows, cols, steps=self.steps, method=self.method, dtype=self.dtype)
@@ -110,7 +99,7 @@ class SharingRule:
         flops = divided / ranks + repeated
         if self.speeds is None:
             return flops
-        # The Gram matrix is reduced in float32; the norm is a collective of its own.
+        # The Gram matrix is all-reduced in float32; the norm needs one more collective.
         nbytes = reductions * 2 * 4.0 * min(rows, cols) ** 2 * (ranks - 1) / ranks
         collectives = reductions + 1
         if rows < cols:
@@ -122,13 +111,7 @@ class SharingRule:
 
 @dataclass(frozen=True, slots=True)
 class Shareable:
-    """A matrix that several ranks could share.
-
-    Attributes:
-        rows: Its rows.
-        cols: Its columns.
-        stays: Whether it lies whole on one rank, so that only sharing makes it travel.
-    """
+    """A matrix that ranks could share. If it ``stays``, it lies whole on one rank and travels only when shared."""
 
     rows: int
     cols: int
@@ -136,7 +119,7 @@ class Shareable:
 
     @property
     def moving(self) -> float:
-        """What it costs to bring the rows to the ranks that share them, in operations."""
+        """What sharing adds by making the matrix travel, in operations."""
         return FLOPS_PER_MOVED_ELEMENT * self.rows * self.cols * self.stays
 
 
@@ -156,10 +139,10 @@ def assign_ranks(
         costs: What each costs one rank, in operations.
         shareable: As for :func:`choose_sharers`.
         holders: As for :func:`~deepspeed_muon.plan.owners.assign_owners`.
-        load: What each rank has to do already; increased by what it is given.
+        load: What each rank has to do already. Mutated: the new work is added.
         rule: When sharing pays.
-        nodes: The node of every rank, in which owners are sought; ``None`` for one node.
-        share_nodes: The node of every rank, in which ranks share.
+        nodes: The node of every rank for the choice of owners; ``None`` for one node.
+        share_nodes: The node of every rank for sharing.
     """
     ranks = choose_sharers(shareable, costs, load=load, nodes=share_nodes, rule=rule)
     alone = [index for index in range(len(costs)) if index not in ranks]
@@ -178,17 +161,17 @@ def choose_sharers(
     nodes: Sequence[int],
     rule: SharingRule,
 ) -> dict[int, tuple[int, ...]]:
-    """Return the ranks that share a matrix, by index, for the matrices that are shared.
+    """Return the ranks of each shared matrix, by the index of the matrix.
 
-    :func:`_ranks_wanted` says how many ranks a matrix gets. The costliest matrix chooses first: it takes the ranks of
-    one node that have least to do, if they finish it before the idlest rank would alone. Deterministic.
+    :func:`_ranks_wanted` says how many ranks a matrix gets. The costliest matrix chooses first: it takes the idlest
+    ranks of one node, if they finish it before the idlest rank would finish it alone. Deterministic.
 
     Args:
         matrices: All matrices of a step set; ``None`` for one that cannot be shared.
         costs: What each costs one rank, in operations.
-        load: What each rank has to do already; increased on the ranks that share.
+        load: What each rank has to do already. Mutated: the shared work is added.
         nodes: The node of every rank.
-        rule: When it pays.
+        rule: When sharing pays.
     """
     largest_node = max(Counter(nodes).values(), default=1)
     wanted = _ranks_wanted(matrices, costs, load, rule, most=min(rule.most, largest_node))
@@ -224,13 +207,13 @@ def _ranks_wanted(
 ) -> dict[int, int]:
     """Return the number of ranks for each shared matrix that minimises the makespan.
 
-    Every time that one rank can need for a matrix, alone or shared, is tried as a limit: each matrix gets the fewest
-    ranks that stay within the limit. The limit with the earliest end wins.
+    Each time that a matrix can take, alone or shared, is tried as a limit: every matrix gets the fewest ranks that stay
+    within the limit. The limit with the earliest end wins.
     """
     kinds: dict[tuple[Shareable | None, float], list[int]] = {}
     for index, kind in enumerate(zip(matrices, costs, strict=True)):
         kinds.setdefault(kind, []).append(index)
-    # What each rank has to do for a matrix of this kind that one, two, ... ranks share.
+    # For each kind of matrix: the work of each rank if one, two, ... ranks share it.
     options = [
         [cost]
         + [
@@ -269,7 +252,7 @@ def _ranks_wanted(
 def _earliest_end(jobs: Sequence[int], each: Sequence[float], carried: float, world: int) -> float:
     """Estimate when ``world`` ranks have done ``jobs[i]`` indivisible jobs of length ``each[i]``.
 
-    In a given time a rank does a whole number of long jobs of one length; short ones fill what is left.
+    A rank does a whole number of long jobs of one length; short jobs fill the rest of its time.
     """
     mean = (carried + math.fsum(count * length for count, length in zip(jobs, each, strict=True))) / world
     ends = {length * number for length in each for number in (1, 2, 3)} | {_WORTH * mean}
@@ -283,7 +266,7 @@ def _earliest_end(jobs: Sequence[int], each: Sequence[float], carried: float, wo
 
 
 def _places(nodes: Sequence[int], ranks: int) -> np.ndarray:
-    """Return the groups of ``ranks`` neighbouring ranks of one node that may share a matrix."""
+    """Return the groups of ``ranks`` neighbouring ranks of a node that may share a matrix."""
     of_node: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
         of_node.setdefault(node, []).append(rank)
@@ -302,11 +285,9 @@ def even_sizes(total: int, parts: int) -> tuple[int, ...]:
 
 
 def cut_for_sharers(matrix: MatrixLayout, sharers: Sequence[int]) -> list[MatrixLayout]:
-    """Return the layouts of the rows that each rank of ``sharers`` gets; the matrix itself for a single owner.
+    """Return the layouts of the rows that each of ``sharers`` gets; the matrix itself for a single owner.
 
-    Args:
-        matrix: A matrix; one with several sharers is orthogonalised whole.
-        sharers: Ranks of its group, no more than it has rows.
+    A shared matrix has only one block and at least as many rows as sharers.
     """
     if len(sharers) == 1:
         return [matrix]

@@ -1,8 +1,8 @@
-"""Cutting stacks of equal blocks into runs of blocks with owners of their own.
+"""Cuts stacks of equal blocks into runs of blocks, each with its own owner.
 
-A stack of experts, or a projection in heads, is one parameter and many matrices. With one owner it would travel whole,
-and the owner of a stack of 384 experts would keep all ranks waiting. So blocks that lie whole on one rank stay there,
-and only a few of the others travel together.
+A stack of experts, or a projection cut into heads, is one parameter with many blocks. A single owner would receive all
+of it and keep the other ranks waiting. So blocks that lie whole on one rank stay there, and only a few of the others
+travel together.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from deepspeed_muon.plan.layout import Fragment, MatrixLayout
 
 __all__ = ["block_runs", "cut_rows", "cut_stack", "travelling_cost"]
 
-# A run of blocks that travels costs at most this part of what a rank has to do on average, unless it is one block.
+# A run of several blocks that travels costs at most this part of a rank's average work.
 _TRAVELLING_SHARE = 0.25
 
 # First block, blocks.
@@ -25,11 +25,11 @@ BlockRun = tuple[int, int]
 
 
 def travelling_cost(costs: Sequence[float], load: Sequence[float]) -> float:
-    """Return the operations of a run of blocks that travels at most, the ``limit`` of :func:`block_runs`.
+    """Return the ``limit`` of :func:`block_runs`: what a travelling run of blocks may cost.
 
     Args:
         costs: Operations of every matrix of the step set.
-        load: What each rank carries from other step sets.
+        load: Operations that each rank already has from other step sets.
     """
     return _TRAVELLING_SHARE * (math.fsum(costs) + math.fsum(load)) / len(load)
 
@@ -37,17 +37,14 @@ def travelling_cost(costs: Sequence[float], load: Sequence[float]) -> float:
 def block_runs(
     blocks: int, numel: int, starts: Sequence[int] | None, *, cost: float, limit: float
 ) -> list[BlockRun]:
-    """Divide a stack of equal blocks into the runs that get an owner each.
+    """Divide a stack of equal blocks into runs that get one owner each: first block and number of blocks.
 
     Args:
-        blocks: How many.
-        numel: Elements of each.
-        starts: The first element of each holder, ascending from zero; ``None`` where every rank holds the stack.
-        cost: Operations of orthogonalising one.
-        limit: Operations of a run that is not whole on one rank, unless it is one block.
-
-    Returns:
-        First block and number of blocks of each run.
+        blocks: Blocks in the stack.
+        numel: Elements of a block.
+        starts: The first element of each holder, ascending from zero; ``None`` if every rank holds the stack.
+        cost: Operations of orthogonalising a block.
+        limit: Operations of a run of several blocks that do not lie whole on one rank.
     """
     most = max(1, int(limit // cost)) if cost else blocks
     runs: list[BlockRun] = []
@@ -66,7 +63,7 @@ def block_runs(
 
 
 def cut_stack(matrix: MatrixLayout, *, cost: float, limit: float) -> list[MatrixLayout]:
-    """Return the layouts of a stack's runs of blocks; the matrix alone if it is no stack or lies whole on a rank.
+    """Return the layouts of a stack's runs of blocks; the matrix itself if it is no stack or lies whole on a rank.
 
     Args:
         matrix: Any matrix; only stacks of equal blocks are cut.
@@ -95,12 +92,7 @@ def cut_stack(matrix: MatrixLayout, *, cost: float, limit: float) -> list[Matrix
 
 
 def cut_rows(matrix: MatrixLayout, sizes: Sequence[int]) -> list[tuple[Fragment, ...]]:
-    """Cut a matrix into runs of rows and return the fragments of each run, with offsets inside the run.
-
-    Args:
-        matrix: The matrix.
-        sizes: Rows of each run, which add up to those of the matrix.
-    """
+    """Cut a matrix into ``sizes`` rows each and return the fragments of each part, with offsets inside the part."""
     found: list[list[Fragment]] = [[] for _ in sizes]
     ends = [rows * matrix.cols for rows in accumulate(sizes)]
     for fragment in matrix.fragments:

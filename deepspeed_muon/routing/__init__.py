@@ -1,1 +1,1 @@
-"""Which parameter goes where."""
+"""Decides which parameters Muon updates and which AdamW, and how a weight divides into matrices."""

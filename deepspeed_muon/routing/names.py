@@ -1,4 +1,4 @@
-"""What a parameter's dotted name says: embedding, head, router; and the name patterns of the configuration."""
+"""Recognises embeddings, heads and routers by their dotted names, and matches the configuration's name patterns."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from deepspeed_muon.routing.route import Rule
 
 __all__ = ["leaf_name", "matches", "parents_of_experts", "rule_by_name"]
 
-# Components of a dotted name. An embedding is recognised anywhere in the path, a head only as the module that holds
-# the weight: BERT's "attention.output.dense.weight" is a hidden matrix.
+# Components of a dotted name. An embedding's may stand anywhere in the path; a head's must be that of the module that
+# holds the weight, because BERT's "attention.output.dense.weight" is a hidden matrix.
 _EMBEDDING_COMPONENTS = frozenset(
     {"wte", "wpe", "tok_embeddings", "shared_embedding", "relative_attention_bias"}
 )
 _HEAD_COMPONENTS = frozenset({"lm_head", "embed_out", "unembed"})
-# Names that also occur inside a block ("layers.3.attention.output.weight"), and mean a head only outside of one.
+# These names mean a head only outside of numbered layers ("layers.3.attention.output.weight" is none).
 _TOP_LEVEL_HEAD_COMPONENTS = frozenset(
     {"output_layer", "output", "head", "classifier", "score", "logits", "predictions"}
 )
@@ -46,12 +46,12 @@ def rule_by_name(name: str, expert_parents: frozenset[str]) -> tuple[Rule, str] 
     if holder in _HEAD_COMPONENTS or (holder in _TOP_LEVEL_HEAD_COMPONENTS and not in_block):
         return "head", f"output head by name ({holder})"
     parent = ".".join(name.split(".")[:-2])
-    # A router may be a module of several layers: "router.classifier.weight", "router.layer.weight".
+    # A router may have several layers: "router.classifier.weight", "router.layer.weight".
     if "router" in components:
         return "router", "MoE router by name (router)"
     if holder in _ROUTER_COMPONENTS or (holder == "gate" and parent in expert_parents):
         return "router", f"MoE router by name ({holder})"
-    # DeepSpeed's residual experts: it weighs the experts against the dense layer, token by token.
+    # Of DeepSpeed's residual experts: it weighs the experts against the dense layer for each token.
     if holder == "coefficient" and ".".join((*name.split(".")[:-2], "deepspeed_moe")) in expert_parents:
         return "router", f"MoE router by name ({holder})"
     return None
@@ -75,11 +75,11 @@ def matches(pattern: str, name: str, key: str) -> bool:
 
     Args:
         pattern: What the user wrote.
-        name: The name.
-        key: The key of ``optimizer.params`` that holds the pattern.
+        name: The dotted name.
+        key: The key of ``optimizer.params`` that holds the pattern, for the error.
 
     Raises:
-        RoutingError: If it is not a regular expression.
+        RoutingError: If the text after ``re:`` is no regular expression.
     """
     if pattern.startswith("re:"):
         try:

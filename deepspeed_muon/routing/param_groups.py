@@ -1,8 +1,7 @@
-"""From what the caller passes to param groups that are purely Muon's or purely AdamW's.
+"""Divides the caller's param groups into groups of Muon and groups of AdamW.
 
-ZeRO flattens each param group into one buffer, so a group must not mix the two, nor parameters that different ranks
-share. Every group of the caller becomes one for each of its kinds, which keeps the caller's settings: a recipe such
-as "no weight decay on norms" survives.
+ZeRO flattens each param group into one buffer, so a group must not mix the two, nor experts of different
+expert-parallel groups. The divided groups keep the caller's settings, for example "no weight decay on norms".
 """
 
 from __future__ import annotations
@@ -29,23 +28,22 @@ __all__ = ["ParamGroup", "ParamsInput", "RoutedGroups", "build_groups", "expert_
 
 ParamsInput = nn.Module | Iterable[Any]
 
-# Keys by which a caller's group, or DeepSpeed's own tagging of client groups, decides the algorithm itself.
+# With these keys the caller's group, or DeepSpeed's tag of a client group, decides the algorithm.
 _ALGORITHM_KEYS = ("algorithm", "use_muon")
 
 
 class ParamGroup(dict[str, Any]):
-    """A param group that keeps its algorithm, and whose momentum follows the schedulers that cycle it.
+    """A param group whose algorithm is fixed, and whose momentum follows schedulers that cycle it.
 
     Schedulers with ``cycle_momentum`` (torch's ``OneCycleLR`` and ``CyclicLR``, DeepSpeed's ``OneCycle``) write
-    ``betas`` into every group of an optimizer that has ``betas``. In one of Muon's groups ``betas`` has no other use:
-    its first number becomes the group's ``momentum``.
+    ``betas`` into every group. Muon does not read ``betas``, so in its groups the first number becomes ``momentum``.
     """
 
     def __setitem__(self, key: str, value: Any) -> None:
         """Write a setting.
 
         Raises:
-            RoutingError: If it would change the algorithm: parameters are divided when the optimizer is made.
+            RoutingError: If it would change the algorithm, which is fixed once the optimizer is made.
         """
         if key in _ALGORITHM_KEYS and key in self and value != self[key]:
             raise RoutingError(
@@ -57,18 +55,17 @@ class ParamGroup(dict[str, Any]):
         super().__setitem__(key, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as a whole: entry by entry, ``betas`` would overwrite ``momentum``."""
+        """Copy and pickle all entries at once: one by one, ``betas`` would overwrite ``momentum``."""
         return type(self), (dict(self),)
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedGroups:
-    """The outcome of routing.
+    """The result of routing.
 
     Attributes:
-        groups: Param groups for ``torch.optim.Optimizer``, each with ``algorithm``, ``use_muon`` and all settings
-            resolved.
-        routes: One route per parameter of the caller, in order, frozen ones included.
+        groups: Param groups for ``torch.optim.Optimizer``, each with ``algorithm``, ``use_muon`` and all settings.
+        routes: One route per parameter of the caller, in order, also for frozen ones.
         by_id: ``id(parameter)`` to its route.
         unnamed: Whether some parameter had no name, so that only its shape could decide.
         partial: Whether the parameters are those of one stage of a pipeline.
@@ -95,16 +92,16 @@ def build_groups(
     model: nn.Module | None = None,
     rates: Mapping[str, Tensor] | None = None,
 ) -> RoutedGroups:
-    """Route all parameters and divide every group of the caller into its Muon and its AdamW half.
+    """Route all parameters and divide every group of the caller into a Muon half and an AdamW half.
 
     Args:
         params: A module, or an iterable of parameters, of ``(name, parameter)`` pairs, or of param groups of either.
         config: The settings that groups inherit.
-        model: The module that the parameters belong to; gives names and module types. Not needed when ``params`` is
-            a module. Of a pipeline it holds one stage: what is only right or wrong for the whole model is then left to
+        model: The module that the parameters belong to, for names and module types; not needed if ``params`` is a
+            module. One stage of a pipeline is not checked as a whole model; the caller does that with
             :func:`deepspeed_muon.routing.rules.check_routes`.
-        rates: ``lr``, ``muon_lr`` or ``adam_lr`` where the caller gave it as a tensor: the groups keep the tensor, so
-            that what is written into it counts.
+        rates: ``lr``, ``muon_lr`` or ``adam_lr`` if the caller gave it as a tensor: the groups keep the tensor, so
+            that later changes of its value count.
 
     Raises:
         ConfigError: If a group's own setting is misspelt or out of range.
@@ -135,7 +132,7 @@ def build_groups(
 
 
 def expert_group_name(param: Tensor) -> str | None:
-    """Return the name of the expert-parallel group of an expert of DeepSpeed's, ``None`` for any other parameter."""
+    """Return the expert-parallel group of a parameter of DeepSpeed's experts, ``None`` for any other parameter."""
     return str(param.group_name) if getattr(param, "allreduce", True) is False else None  # type: ignore[attr-defined]
 
 
@@ -224,9 +221,9 @@ def _explicit_algorithm(settings: Mapping[str, Any]) -> Algorithm | None:
 def _halves(
     group: _CallerGroup, by_id: Mapping[int, Route], config: MuonConfig, rates: Mapping[str, Tensor]
 ) -> list[dict[str, Any]]:
-    """Return the group's Muon half and AdamW half, those that are not empty, with all settings resolved.
+    """Return the group's Muon half and AdamW half, if not empty, with all settings.
 
-    Experts of DeepSpeed's layers are in groups of their own, marked as DeepSpeed's wrappers expect it.
+    DeepSpeed's experts get groups of their own, with the marks that its wrappers expect.
     """
     resolved = _checked_settings(group, config)
     unused = GROUP_KEYS | set(_ALGORITHM_KEYS) | TORCH_OPTIONS.keys()
@@ -258,7 +255,7 @@ def _halves(
 def _checked_settings(group: _CallerGroup, config: MuonConfig) -> MuonConfig:
     """Validate a group's own settings with the rules of the configuration."""
     for key, value in group.settings.items():
-        # Groups of torch's optimizers carry all options, most of them off.
+        # Groups of torch's optimizers carry all options of torch, most of them off.
         on = key in TORCH_OPTIONS and value not in (None, False)
         if on or (key not in GROUP_KEYS and difflib.get_close_matches(key, GROUP_KEYS, n=1, cutoff=0.8)):
             raise ConfigError(unknown_key_message(key, GROUP_KEYS, group.where))

@@ -1,7 +1,6 @@
-"""The parameters of a model as the model sees them: all their names, their true shapes, what holds them.
+"""The parameters of a model with all their names, and with the kinds of module that hold them.
 
-Under ``zero.Init`` every parameter looks one-dimensional and its shape as a layer is kept in ``ds_shape``. A parameter
-that several modules share has all of their names.
+A parameter that several modules share has a name in each of them.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from deepspeed_muon.routing.shapes import AttentionShape, attention_shapes, near
 
 __all__ = ["NamedParameter", "model_parameters_by_name"]
 
-# Modules of stacked experts that store (experts, in, out) without saying so.
+# Modules of stacked experts that store (experts, in, out) without the attribute is_transposed.
 _TRANSPOSED_EXPERTS = frozenset({"Llama4TextExperts"})
 
 
@@ -26,12 +25,12 @@ class NamedParameter:
     """One parameter as the model sees it.
 
     Attributes:
-        names: Every dotted name under which the model reaches it, first one first; empty when unknown.
+        names: Every dotted name under which the model reaches it; empty if unknown.
         param: The parameter itself.
-        module_kinds: What the modules that hold it are: a subset of {"embedding", "head", "tied", "convolution",
+        module_kinds: The kinds of module that hold it: a subset of {"embedding", "head", "tied", "convolution",
             "grouped convolution", "transposed convolution", "experts", "transposed", "interleaved"}.
-        heads: Attention heads by DeepSpeed's tag, 1 where there is none.
-        attention: The heads of the attention modules around it, where their configuration says.
+        heads: Attention heads by DeepSpeed's tag, 1 without a tag.
+        attention: The heads of the attention module around it, if a configuration tells them.
     """
 
     names: tuple[str, ...]
@@ -42,19 +41,12 @@ class NamedParameter:
 
     @property
     def name(self) -> str:
-        """The first name, or a description by shape for an unnamed parameter."""
+        """The first name, or the shape if the parameter has no name."""
         return self.names[0] if self.names else f"<unnamed {'x'.join(map(str, true_shape(self.param)))}>"
 
 
 def model_parameters_by_name(model: nn.Module) -> dict[int, NamedParameter]:
-    """Collect every parameter of ``model`` with all of its names and the kinds of module that hold it.
-
-    Args:
-        model: Any module; nothing is mutated.
-
-    Returns:
-        ``id(param)`` to :class:`NamedParameter`, in the order of ``model.named_parameters()``.
-    """
+    """Return ``id(param)`` to :class:`NamedParameter`, in the order of ``model.named_parameters()``."""
     names: dict[int, list[str]] = {}
     params: dict[int, nn.Parameter] = {}
     kinds: dict[int, set[str]] = {}
@@ -87,13 +79,13 @@ def model_parameters_by_name(model: nn.Module) -> dict[int, NamedParameter]:
 
 
 def _kinds_by_module(module: nn.Module) -> Iterator[tuple[nn.Parameter, str]]:
-    """Yield what the type of a module says of the parameters that it holds itself."""
+    """Yield the parameters that a module holds itself, each with a kind that the type of the module implies."""
     own: list[nn.Parameter] = list(module.parameters(recurse=False))
     filters = [param for name, param in module.named_parameters(recurse=False) if name == "weight"]
     kind = type(module).__name__
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or "Embedding" in kind:
         yield from ((param, "embedding") for param in own)
-    # A transposed convolution has its input first, a grouped one several matrices: neither is one filter bank.
+    # A transposed convolution has its input first, a grouped one has several matrices: neither is one matrix.
     if isinstance(module, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)):
         yield from ((param, "transposed convolution") for param in filters)
     elif isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
@@ -101,7 +93,7 @@ def _kinds_by_module(module: nn.Module) -> Iterator[tuple[nn.Parameter, str]]:
         yield from ((param, name) for param in filters)
     if "Experts" in kind:
         yield from ((param, "experts") for param in own)
-    # Input x output: Hugging Face's linear layer of GPT-2, and the stacked experts that say so or are known to.
+    # Stored as input x output: Hugging Face's linear layer of GPT-2, and stacked experts that are marked or listed so.
     if (kind == "Conv1D" and hasattr(module, "nf")) or (
         "Experts" in kind and (getattr(module, "is_transposed", False) or kind in _TRANSPOSED_EXPERTS)
     ):

@@ -1,4 +1,4 @@
-"""What routing must know of ``deepspeed.pipe.PipelineModule``: its layers have numbers for names."""
+"""Reads ``deepspeed.pipe.PipelineModule``, whose layers have numbers for names, so that names tell routing little."""
 
 from __future__ import annotations
 
@@ -22,19 +22,12 @@ def is_divided(model: Any) -> bool:
 
 
 def pipeline_kinds(model: Any) -> dict[str, list[nn.Parameter]]:
-    """Find what the names cannot tell: the output head and the layers that stages share.
-
-    Args:
-        model: A ``PipelineModule``; nothing is mutated.
-
-    Returns:
-        Parameters of this rank's stage by kind: ``head`` and ``tied``.
-    """
+    """Return the parameters of this rank's stage that are its output ``head``, or ``tied`` between stages."""
     found: dict[str, list[nn.Parameter]] = {"head": [], "tied": list(model.tied_modules.parameters())}
     last = model.forward_funcs[-1] if model.forward_funcs else None
     if model.stage_id == model.num_stages - 1 and isinstance(last, nn.Module):
         matrices = [param for param in last.parameters() if len(true_shape(param)) > 1]
-        # A block has several matrices; a last layer with only one projects onto the outputs.
+        # A transformer block has several matrices; a last layer with only one is the projection onto the outputs.
         if len(matrices) == 1:
             found["head"] = matrices
     return found

@@ -36,11 +36,11 @@ class Route:
 
     Attributes:
         name: First dotted name.
-        shape: True shape of the layer.
+        shape: The layer's shape, also under ZeRO 3.
         algorithm: ``muon``, ``adamw`` or ``frozen``.
         reason: The rule that decided, in words.
-        parts: Sizes along the layer's output that are orthogonalised separately (attention heads, parts of a fused
-            projection); empty for all of it together.
+        parts: Sizes of the blocks along the layer's output (attention heads, parts of a fused projection); empty for
+            one block.
         kind: How a Muon parameter is read as a matrix; see :attr:`matrix_shape`.
         transposed: Whether the weight is stored as input x output, so that the output is its last dimension.
         per_head: Whether attention heads are among :attr:`parts`.
@@ -59,7 +59,7 @@ class Route:
 
     @property
     def row_blocks(self) -> tuple[int, ...]:
-        """Rows of the stored matrix that are orthogonalised separately; empty for all together."""
+        """Rows of each block of the stored matrix; empty for one block with all rows."""
         own = () if self.transposed else self.parts
         if self.kind == "experts":
             return (own or (self.shape[1],)) * self.shape[0]
@@ -67,29 +67,29 @@ class Route:
 
     @property
     def col_blocks(self) -> tuple[int, ...]:
-        """Columns of the stored matrix that are orthogonalised separately; empty for all together."""
+        """Columns of each block of the stored matrix; empty for one block with all columns."""
         return self.parts if self.transposed else ()
 
     @property
     def heads(self) -> int:
-        """The number of blocks that are orthogonalised separately, 1 for the whole matrix."""
+        """The number of blocks, 1 for the whole matrix."""
         return max(1, len(self.row_blocks)) * max(1, len(self.col_blocks))
 
     @property
     def grid(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Row and column blocks where :attr:`heads` does not describe them: they are unequal, or columns."""
+        """Row and column blocks, if they are unequal or cut columns; else ``None``, and :attr:`heads` says it all."""
         if len(set(self.row_blocks)) > 1 or self.col_blocks:
             return self.row_blocks, self.col_blocks
         return None
 
     def kinds_of_blocks(self) -> tuple[tuple[int, int, int], ...]:
-        """Return count, rows and columns of every kind of block that is orthogonalised by itself."""
+        """Return count, rows and columns of every kind of block."""
         rows, cols = self.matrix_shape
         return grid_blocks(self.row_blocks or (rows,), self.col_blocks or (cols,))
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """Rows and columns of the row-major matrix: a filter bank is ``out x (in * kernel)``, experts are stacked."""
+        """Rows and columns of the row-major matrix: convolutions are ``out x (in * kernel)``, experts are stacked."""
         if self.kind == "experts":
             return self.shape[0] * self.shape[1], self.shape[2]
         return self.shape[0], torch.Size(self.shape[1:]).numel()
@@ -105,7 +105,7 @@ def format_routes(routes: Sequence[Route]) -> str:
 
 
 def summarize_routes(routes: Sequence[Route]) -> str:
-    """Return one line a reader can check at a glance: how many tensors and elements went where."""
+    """Return in one line how many tensors and elements went to each algorithm."""
     parts = []
     for algorithm in ("muon", "adamw", "frozen"):
         chosen = [route for route in routes if route.algorithm == algorithm]

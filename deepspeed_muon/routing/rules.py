@@ -1,7 +1,7 @@
-"""Which parameter Muon updates, which AdamW updates, and why.
+"""Which parameters Muon updates, which AdamW updates, and why.
 
-Decided from the layer's *true* shape and its names. A parameter that several modules share is judged by all of its
-names, so that a tied head is recognised as the embedding that it is.
+The layer's *true* shape (:func:`true_shape`) and its names decide. For a parameter with several names all of them
+count, so that a head that is tied to an embedding counts as the embedding.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ def route_parameters(
 
     Args:
         parameters: The parameters of all groups, in order.
-        config: The settings, of which the name patterns and ``min_muon_params`` count; ``None`` for the defaults.
+        config: The settings; only the name patterns and ``min_muon_params`` count. ``None`` for the defaults.
         explicit: ``id(param)`` to the algorithm that the caller's own param group asks for.
-        partial: Whether these are only a part of the model (one stage of a pipeline), so that what a pattern matches
-            and what goes to Muon may be elsewhere; whoever knows all parts calls :func:`check_routes`.
+        partial: Whether these are one stage of a pipeline. Then a pattern may match in another stage, and the caller
+            that knows all stages calls :func:`check_routes`.
 
     Returns:
         One route per parameter, in the same order.
 
     Raises:
-        RoutingError: If a pattern matches nothing, Muon is asked for something that is not a matrix, a weight does not
+        RoutingError: If a pattern matches nothing, a parameter that shall go to Muon is no matrix, a weight does not
             divide as asked, a parameter cannot be trained, or fewer matrices than expected were found.
     """
     config = config or MuonConfig()
@@ -88,12 +88,7 @@ def route_parameters(
 
 
 def check_routes(routes: Sequence[Route], names: Sequence[str], config: MuonConfig) -> None:
-    """Raise where the routes of a whole model are not what the settings expect.
-
-    Args:
-        routes: The routes of all parameters.
-        names: All names of those parameters.
-        config: As for :func:`route_parameters`.
+    """Compare the routes of a whole model, and the ``names`` of all its parameters, with the settings.
 
     Raises:
         RoutingError: If a pattern matches nothing, no heads were found, or fewer matrices than expected went to Muon.
@@ -128,11 +123,7 @@ def _unmatched(config: MuonConfig, key: str, names: Sequence[str]) -> Iterator[s
 
 
 def warn_without_muon(routes: Sequence[Route]) -> None:
-    """Warn where no parameter of a whole model goes to Muon: right for training a head only, else a slip.
-
-    Args:
-        routes: The routes of all parameters.
-    """
+    """Warn if no parameter of a whole model goes to Muon: right for training a head only, else a mistake."""
     if any(route.algorithm == "muon" for route in routes):
         return
     shapes = ", ".join(f"{route.name} {list(route.shape)} ({route.reason})" for route in routes[:5])
@@ -204,7 +195,7 @@ def _route(
 def _divide(
     item: NamedParameter, shape: tuple[int, ...], kind: MatrixKind, transposed: bool, config: MuonConfig
 ) -> tuple[tuple[int, ...], bool, str]:
-    """Return the sizes of the blocks along the output, whether heads are among them, and the words for it."""
+    """Return the sizes of the blocks along the output, whether heads are among them, and the words for the reason."""
     output = shape[-1] if transposed else shape[1] if kind == "experts" else shape[0]
     parts: tuple[int, ...] = (output,)
     how = ", stored as input x output" if transposed else ""
@@ -246,7 +237,7 @@ def _chosen(item: NamedParameter, config: MuonConfig, key: str) -> str | None:
 
 
 def _matrix_kind(item: NamedParameter, shape: tuple[int, ...]) -> MatrixKind | None:
-    """Say how the parameter can be read as a matrix, or ``None`` if it cannot."""
+    """Return how the parameter can be read as a matrix, or ``None`` if it cannot."""
     if len(shape) < 2 or min(shape) == 0:
         return None
     if len(shape) == 2:
@@ -288,9 +279,9 @@ def _decide(
     if "head" in item.module_kinds:
         return "adamw", "head", "output head of the model"
     if "tied" in item.module_kinds:
-        # The stages update their copies separately and must get the same bits: only an elementwise update gives that.
+        # Each stage updates its own copy, and the copies must stay equal: only an elementwise update ensures that.
         return "adamw", "tied", "tied between the stages of a pipeline"
-    # Stacked experts have a row of biases for each of them.
+    # The biases of stacked experts are a matrix with a row for each expert.
     if kind == "matrix" and any(name.lower().endswith(("_bias", ".bias")) for name in item.names):
         return "adamw", "bias", "biases"
     for name in item.names:

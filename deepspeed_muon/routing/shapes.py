@@ -1,9 +1,9 @@
-"""How a weight divides into the matrices that are orthogonalised: fused projections, heads, stored transposes.
+"""How a weight divides into blocks: parts of fused projections, attention heads.
 
-The output of a layer is the first dimension of its weight, the last one where the weight is stored as input x output
+The output of a layer is the first dimension of its weight, or the last if the weight is stored as input x output
 (Hugging Face's ``Conv1D``, the stacked experts of gpt-oss and Llama 4). ``split`` cuts the output into the parts of
-a fused projection, attention heads cut each part again, and every block has a scale of its own. The input is never
-cut: the heads of an output projection lie on its input, so it stays whole.
+a fused projection, attention heads cut each part again, and every block has its own scale. The input is never cut: an
+output projection, whose heads lie on its input, stays whole.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _KEY_VALUE_NAMES = frozenset({"k_proj", "v_proj", "key", "value", "wk", "wv", "k
 _LATENT_NAMES = frozenset({"kv_b_proj"})
 _FUSED_NAMES = frozenset({"qkv_proj", "qkv", "wqkv", "c_attn", "query_key_value", "in_proj_weight"})
 
-# Projections that these models store head by head (q, k, v of the first head, then of the second, ...): there is no
-# run of rows that is the query.
+# Projections that are stored head by head: q, k, v of the first head, then of the second. The rows of the query do not
+# follow each other.
 _INTERLEAVED_NAMES = frozenset({"query_key_value"})
 _INTERLEAVED_MODELS = frozenset({"gpt_bigcode"})
 
@@ -70,7 +70,7 @@ class AttentionShape:
 
     @classmethod
     def from_config(cls, config: Any) -> AttentionShape | None:
-        """Read a configuration object; ``None`` if it does not speak of attention heads."""
+        """Read a configuration object; ``None`` if it names no number of attention heads."""
         heads = _first(config, _HEADS)
         if heads is None:
             return None
@@ -98,14 +98,11 @@ class AttentionShape:
         return self.heads * self.head_dim, kv, kv
 
     def heads_of(self, leaf: str, output: int) -> int | None:
-        """Return into how many heads the projection ``leaf`` with ``output`` outputs divides.
-
-        A name is a claim that the size must confirm; ``None`` where it does not.
-        """
+        """Return into how many heads the projection ``leaf`` divides; ``None`` if its outputs do not fit its name."""
         return next((count for count, width in self._claims(leaf) if count * width == output), None)
 
     def doubt(self, leaf: str, output: int) -> str | None:
-        """Say why a projection whose name claims heads is not divided; ``None`` where there is nothing to say."""
+        """Return why a projection stays whole although its name claims heads; ``None`` for any other projection."""
         claims = self._claims(leaf)
         if not claims or self.heads_of(leaf, output):
             return None
@@ -130,18 +127,14 @@ def _first(config: Any, names: Sequence[str]) -> int | None:
 
 
 def true_shape(param: Tensor) -> tuple[int, ...]:
-    """Return the shape of the layer's weight, also when ZeRO-3 has replaced its data by a placeholder."""
+    """Return the shape of the layer's weight, also if ZeRO 3 has replaced its data by a placeholder."""
     return tuple(getattr(param, "ds_shape", param.shape))
 
 
 def attention_shapes(model: nn.Module) -> dict[str, AttentionShape]:
-    """Return what each module's own ``config`` says of attention heads, by the module's name.
+    """Return the attention heads that each module's own ``config`` names, by the module's name.
 
-    The vision tower of a model has another configuration than its language model, so the nearest one counts: see
-    :func:`nearest_attention`.
-
-    Args:
-        model: Any module; nothing is mutated.
+    A vision tower has another configuration than the language model beside it: see :func:`nearest_attention`.
     """
     found: dict[str, AttentionShape] = {}
     known: dict[int, AttentionShape | None] = {}
@@ -176,14 +169,14 @@ def split_output(
     """Return the sizes of the parts of a fused projection.
 
     Args:
-        rule: What ``optimizer.params.split`` says for this parameter.
+        rule: The value in ``optimizer.params.split`` for this parameter.
         name: The parameter's name.
         output: Outputs of the layer.
         attention: The heads of its model, for ``qkv``.
         interleaved: Whether the outputs of the parts alternate (gate 0, up 0, gate 1, ...).
 
     Raises:
-        RoutingError: If the parts are no runs of the output, or do not add up to it.
+        RoutingError: If the outputs of a part do not follow each other, or the parts do not add up to the output.
     """
     where = f"optimizer.params.split: {name} has {output} outputs"
     if interleaved:
@@ -235,15 +228,15 @@ def cut_into_heads(
 ) -> tuple[int, ...]:
     """Return the number of heads in every part, 1 for a part that stays whole.
 
-    The first source that speaks decides: ``optimizer.params.heads``, DeepSpeed's tag, the model's configuration.
+    The first of these that is given decides: ``optimizer.params.heads``, DeepSpeed's tag, the model's configuration.
 
     Args:
         parts: Sizes of the parts of the output; one for a layer that is not split.
         name: The parameter's name.
-        explicit: Heads from the configuration: a number for every part, or one for the only part.
-        tagged: ``muon_num_heads`` of the parameter, 1 where there is none.
+        explicit: The value in ``optimizer.params.heads``: a number for every part, or one for the only part.
+        tagged: ``muon_num_heads`` of the parameter, 1 without a tag.
         attention: The heads of its model.
-        derive: Whether ``per_head_muon`` asks for the last two sources.
+        derive: Whether ``per_head_muon`` is set, which allows the last two sources.
 
     Raises:
         RoutingError: If a part does not divide into its heads.

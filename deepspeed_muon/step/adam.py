@@ -1,4 +1,4 @@
-"""AdamW for the parameters that are not Muon's: which kernel runs it, and its step."""
+"""AdamW for the parameters that are not Muon's: the choice of its kernel, and its step."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from deepspeed_muon.plan.layout import Fragment
 from deepspeed_muon.step.state import State, StatePolicy, state_of
 from deepspeed_muon.step.step_set import NativeAdam, StepSet
 
-__all__ = ["AdamKernel", "AdamUpdates", "choose_adam"]
+__all__ = ["AdamKernel", "AdamUpdates"]
 
 
 @dataclass(slots=True)
 class AdamKernel:
-    """What runs AdamW on some partitions.
+    """The kernel that runs AdamW on some partitions.
 
     Attributes:
-        name: ``deepspeed_cpu_adam``, ``torch_fused``, or ``none`` where there is nothing to update.
-        reason: Why.
-        run: With the contract of :func:`deepspeed_muon.math.adamw.adam_step_`.
+        name: ``deepspeed_cpu_adam``, ``torch_fused``, or ``none`` if there is nothing to update.
+        reason: Why this kernel was chosen.
+        run: Called like :func:`deepspeed_muon.math.adamw.adam_step_`.
         native: Whether it is DeepSpeed's.
         calls: How often AdamW ran.
-        torch_calls: How often torch's kernel ran in place of the native one, which knows no ``weight_decay_mode`` but
-            ``decoupled``.
+        torch_calls: How often torch's kernel ran instead of the native one, which only knows the
+            ``weight_decay_mode`` ``decoupled``.
     """
 
     name: str
@@ -72,16 +72,11 @@ class AdamKernel:
         self.calls += 1
 
 
-def choose_adam(step_set: StepSet, config: MuonConfig, policy: StatePolicy) -> AdamKernel:
-    """Return the kernel for the partitions of a set that are AdamW's.
+def _choose_adam(step_set: StepSet, config: MuonConfig, policy: StatePolicy) -> AdamKernel:
+    """Return the kernel for AdamW's partitions of a set, which have one device and one dtype.
 
-    Partitions that ZeRO-Offload keeps on the CPU are updated by DeepSpeed's native operator, as they are with
-    DeepSpeed's AdamW; everything else, and everything under ``torch_adam``, by torch's fused kernel.
-
-    Args:
-        step_set: The partitions. Those of one set are on one device and have one dtype.
-        config: The optimizer's settings.
-        policy: Dtype of the moments.
+    DeepSpeed's native operator updates partitions that ZeRO-Offload keeps on the CPU, as with DeepSpeed's AdamW.
+    Torch's fused kernel updates everything else, and everything under ``torch_adam``.
     """
     tensors = [partition.tensor for partition in step_set.partitions if not partition.muon]
     if not tensors:
@@ -106,7 +101,7 @@ def choose_adam(step_set: StepSet, config: MuonConfig, policy: StatePolicy) -> A
 def _native(
     make: NativeAdam, decoupled: bool, master: torch.dtype, moments: torch.dtype
 ) -> Callable[..., None] | str:
-    """Return DeepSpeed's kernel, or why it cannot be used. One serves all partitions; a failure is reported once."""
+    """Return DeepSpeed's kernel, or why it cannot be used. The cache makes one for all, and one warning."""
     try:
         return make(decoupled=decoupled, master=master, moments=moments)
     except OpsUnavailableError as error:
@@ -122,7 +117,7 @@ def _torch_step(
     *,
     settings: AdamStep,
 ) -> None:
-    """Run torch's kernel. It wants one dtype, so what mixes them runs block by block on fp32 copies."""
+    """Run torch's kernel, which needs one dtype: mixed or half-precision tensors run in parts on fp32 copies."""
 
     def step(param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor) -> None:
         adam_step_([param], [grad], [exp_avg], [exp_avg_sq], settings=settings)
@@ -142,14 +137,7 @@ class AdamUpdates:
     """AdamW on the partitions of one step set that are not Muon's."""
 
     def __init__(self, step_set: StepSet, config: MuonConfig, policy: StatePolicy) -> None:
-        """Choose the kernel.
-
-        Args:
-            step_set: Partitions and layouts.
-            config: The optimizer's settings.
-            policy: Dtype of the moments.
-        """
-        self.kernel = choose_adam(step_set, config, policy)
+        self.kernel = _choose_adam(step_set, config, policy)
         self._step_set = step_set
         self._policy = policy
         self._decoupled = config.adam_w_mode
@@ -204,8 +192,8 @@ def _active_runs(
 ) -> list[tuple[int, int]]:
     """Return offset and length of the parts of a partition whose parameters have a gradient.
 
-    When all of them do it is the whole partition, padding included (its gradient is zero, and so stays everything
-    that is computed from it): one kernel instead of one for each parameter.
+    If all of them have one it is the whole partition, so that one kernel serves all. The padding may run along: its
+    gradient is zero, and so it stays zero.
     """
     if all(active[number] for number, _ in local):
         return [(0, numel)] if local else []

@@ -1,4 +1,4 @@
-"""Which ranks orthogonalise what of one step set: owners of matrices and of runs of blocks, and ranks that share."""
+"""Chooses the owners of a step set's matrices and runs of blocks, and the ranks that share a matrix."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ __all__ = ["Assignment", "assign", "may_share"]
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The matrices of a step set as they are exchanged: whole, as runs of blocks, or as the rows of each sharing rank.
+    """The layouts that a step set exchanges: whole matrices, runs of blocks, and the rows of each sharer.
 
     Attributes:
-        matrices: Layouts; what comes from one matrix follows each other.
+        matrices: The layouts; those of one matrix follow each other.
         owners: The rank that each layout goes to.
-        origin: Index of its matrix in the step set.
-        work: Newton-Schulz operations that it costs its owner.
+        origin: For each layout, the index of its matrix in the step set.
+        work: Newton-Schulz operations that each layout costs its owner.
     """
 
     matrices: tuple[MatrixLayout, ...]
@@ -51,11 +51,11 @@ def assign(
         step_set: Partitions and layouts.
         config: The optimizer's settings.
         device: Where the iteration runs.
-        load: Newton-Schulz cost that each rank carries from other sets; updated.
-        can_open_groups: Whether process groups of ranks that share a matrix can be made.
+        load: Operations that each rank already has from other step sets. Mutated: the new work is added.
+        can_open_groups: Whether process groups of sharers can be made.
 
     Raises:
-        UnsupportedConfigError: If ranks shall share matrices that cannot be shared.
+        UnsupportedConfigError: If ``share_matrices`` asks for sharing that is not possible.
     """
     iteration = config.ns_settings(device)
     steps, method, dtype = len(iteration.coefficients), iteration.method, iteration.dtype
@@ -80,7 +80,7 @@ def assign(
         share_nodes=_nodes(step_set, config.ranks_per_node or _ranks_of_this_node())
         or [0] * step_set.world_size,
     )
-    # What sharers compute, without the time in which they communicate.
+    # The operations of sharers, without the time of their collectives.
     work = replace(rule, speeds=None)
     rows = [
         (part, rank, index, cost if len(sharers) == 1 else work.cost(matrix.rows, matrix.cols, len(sharers)))
@@ -103,7 +103,7 @@ def may_share(config: MuonConfig, device: torch.device) -> bool:
 
 
 def _most(step_set: StepSet, config: MuonConfig, device: torch.device, can_open_groups: bool) -> int:
-    """Return how many ranks may share a matrix."""
+    """Return the largest number of ranks that may share a matrix."""
     wanted = config.share_matrices
     if step_set.world_size == 1 or not may_share(config, device):
         return 1
@@ -134,7 +134,7 @@ def _shareable(matrix: MatrixLayout) -> Shareable | None:
 
 
 def _ranks_of_this_node() -> int | None:
-    """Return what the launcher says: torchrun's variable or DeepSpeed's."""
+    """Return the number that the launcher gives, in torchrun's variable or DeepSpeed's."""
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name]) or None

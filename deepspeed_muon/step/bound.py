@@ -34,8 +34,8 @@ class BoundSteps:
         Args:
             step_sets: What each call of ``step()`` will update, from a reader.
             config: The optimizer's settings.
-            resources: What the sets share.
-            may_stay_pending: Whether updates may still travel when a call ends and the next set's begins.
+            resources: Shared by the sets.
+            may_stay_pending: Whether updates of one set may still be in flight when the call of the next one begins.
         """
         self._config = config
         self._resources = resources
@@ -70,7 +70,7 @@ class BoundSteps:
         return [group for group in found if group is not None]
 
     def open_share_groups(self) -> None:
-        """Make the process groups of ranks that share matrices, once the plans were compared.
+        """Make the process groups of ranks that share matrices, after the ranks have compared their plans.
 
         Must be called by all ranks of the engine.
         """
@@ -81,13 +81,13 @@ class BoundSteps:
     def current(
         self, param_groups: Sequence[dict[str, Any]]
     ) -> list[tuple[StepRunner, dict[int, dict[str, Any]]]]:
-        """Return the step sets that param groups hold, each with its group of every partition.
+        """Return the step sets of one call of ``step()``, each with the param group of every partition.
 
         Args:
-            param_groups: The optimizer's, which ZeRO cuts down to what it steps in one call.
+            param_groups: The optimizer's; ZeRO leaves only what the call shall update in them.
 
         Raises:
-            BindingError: If they hold a tensor that was not there when the optimizer was bound, or a part of a set.
+            BindingError: If they hold an unknown tensor, or only a part of a set.
         """
         group_of: dict[int, dict[str, Any]] = {
             id(p): group for group in param_groups for p in group["params"]
@@ -113,7 +113,7 @@ class BoundSteps:
         return current
 
     def facts(self) -> RankFacts:
-        """Return what this rank derived for the exchange, to be compared with the other ranks."""
+        """Return what the ranks compare of their plans."""
         facts: dict[str, str] = {}
         scopes: dict[str, str] = {}
         shared = [group_rank_scope(runner.step_set.group) for runner in self.runners]
@@ -121,7 +121,7 @@ class BoundSteps:
             own = {
                 f"step sets of ranks {ranks}": str([n for n, each in enumerate(shared) if each == ranks]),
                 f"plan of step set {number}": runner.plan.digest(),
-                # In the order of the flags, which ranks exchange by position.
+                # In the order of the flags, which the ranks match by position.
                 f"parameters of step set {number}": ", ".join(
                     f"{layout.name} ({layout.numel})" for layout in runner.step_set.layouts
                 ),
@@ -129,13 +129,13 @@ class BoundSteps:
             facts.update(own)
             scopes.update(dict.fromkeys(own, ranks))
             if runner.step_set.wider_group is not None:
-                # One exchange of flags for each of them, in order.
+                # The wider group exchanges flags once for each of these sets, in order.
                 wider = group_rank_scope(runner.step_set.wider_group)
                 together = [n for n, each in enumerate(self.runners) if _skips_with(each.step_set, wider)]
                 facts[f"step sets that ranks {wider} skip together"] = str(together)
                 scopes[f"step sets that ranks {wider} skip together"] = wider
             if runner.step_set.tensor_group is not None:
-                # Their collectives follow the order of the plan, and their products the settings.
+                # Tensor-parallel ranks call collectives in the order of the plan, and compute by the settings.
                 across = {
                     f"owners and chunks of step set {number}": str(
                         (runner.plan.owners, [chunk.matrices for chunk in runner.plan.chunks])
@@ -156,11 +156,11 @@ def flat_gradients(runner: StepRunner, scale: Tensor | None) -> Mapping[int, Ten
     """Return the flat gradients of a step set, by partition.
 
     Args:
-        runner: Of the set.
-        scale: What a torch ``GradScaler`` that is at work multiplied the loss by; they are divided by it.
+        runner: The runner of the set.
+        scale: The loss scale of a torch ``GradScaler``, by which the gradients are divided.
 
     Raises:
-        BindingError: If one is sparse.
+        BindingError: If a gradient is sparse.
     """
     grads = {}
     for partition in runner.step_set.partitions:
@@ -168,7 +168,7 @@ def flat_gradients(runner: StepRunner, scale: Tensor | None) -> Mapping[int, Ten
         if grad is not None:
             if grad.is_sparse:
                 raise BindingError("sparse gradients are not supported; use sparse=False in the embedding")
-            # Flat and in one piece: kernels read it so, and a view of a strided gradient need not be.
+            # Kernels need a contiguous gradient; that of a strided view need not be.
             grads[partition.index] = grad.reshape(-1).contiguous()
     if scale is not None:
         inverse = 1.0 / scale.double()

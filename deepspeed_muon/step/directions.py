@@ -1,4 +1,4 @@
-"""The directions of one chunk as whole matrices, and what the chunks of a step share."""
+"""The directions of one chunk as matrices, and what the chunks of a step share."""
 
 from __future__ import annotations
 
@@ -30,15 +30,7 @@ class ChunkDirections:
         chunk: Chunk,
         received: Tensor | None,
     ) -> None:
-        """Sort what the gather brought by matrix.
-
-        Args:
-            plan: With the chunk.
-            context: Of the step set.
-            step: With the fragments' directions, prepared.
-            chunk: Whose directions they are.
-            received: What the gather brought; ``None`` where nothing moves.
-        """
+        """Sort the fragments that the gather brought by matrix; ``received`` is ``None`` if nothing moves."""
         self.rules = step.table.rules
         self.finish: Finish | None = step.rows
         self._matrices = plan.matrices
@@ -79,9 +71,9 @@ class Step:
 
     Attributes:
         active: Whether any rank has a gradient, one flag for each matrix of the exchange plan.
-        directions: Of this rank's fragments; holds the gradients.
+        directions: The directions of this rank's fragments; it holds the gradients.
         table: How updates reach the weights.
-        rows: NorMuon's row moments, brought to the owners; ``None`` without them.
+        rows: NorMuon's row moments at the owners; ``None`` without NorMuon.
     """
 
     active: Sequence[bool]

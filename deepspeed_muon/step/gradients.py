@@ -19,9 +19,9 @@ class GradientReport:
     """What all ranks of a group know about this step's gradients.
 
     Attributes:
-        active: Whether any rank has a non-zero gradient, one flag per matrix and then per other parameter.
+        active: Whether any rank has a non-zero gradient: flags of all matrices, then of all other parameters.
         nonfinite: Names of the parameters whose gradient holds an infinity or NaN on some rank.
-        failed: Names of the matrices that got no update in the step before, because it was wrong in fp32 too.
+        failed: Names of the matrices that got no update in the previous step, because it was wrong in fp32 too.
     """
 
     active: tuple[bool, ...]
@@ -33,16 +33,10 @@ class GradientInspection:
     """Finds out, together with the group, which parameters have a gradient and whether all are finite."""
 
     def __init__(self, step_set: StepSet, device: torch.device) -> None:
-        """Keep what is needed.
-
-        Args:
-            step_set: Whose gradients are inspected.
-            device: Where the flags travel.
-        """
         self._step_set = step_set
         self._device = device
         self._local = step_set.local_fragments()
-        # Over both groups: a shard without a gradient must take part where other shards of its matrix have one.
+        # Over both groups: a shard without a gradient must take part if other shards of its matrix have one.
         self._groups = [step_set.group] if step_set.world_size > 1 else []
         if step_set.tensor_group is not None:
             self._groups.append(step_set.tensor_group)
@@ -52,7 +46,7 @@ class GradientInspection:
 
         Args:
             grads: Partition index to its gradient, flat and contiguous; a missing one counts as zero.
-            failed_last: Names of the matrices that this rank left out in the step before.
+            failed_last: Names of the matrices that this rank left out in the previous step.
         """
         names = [layout.name for layout in self._step_set.layouts]
         rows = self._own_flags(grads, failed_last)
@@ -71,7 +65,7 @@ class GradientInspection:
         return GradientReport(tuple(bool(row[0]) for row in rows), nonfinite, failed)
 
     def _own_flags(self, grads: Mapping[int, Tensor], failed_last: Collection[str]) -> list[list[int]]:
-        """Return for every parameter whether its gradient here is not zero, not finite, and it was left out last."""
+        """Return three flags for each parameter: gradient not zero, gradient not finite, left out last."""
         flags = [[0, 0, int(layout.name in failed_last)] for layout in self._step_set.layouts]
         numbers: list[int] = []
         views: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Makes step sets out of partitions and routes; the readers of DeepSpeed's wrappers walk the partitions."""
+"""Makes step sets out of partitions and routes, for the readers of DeepSpeed's wrappers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["LayoutReader", "read_whole"]
 
 
 class LayoutReader:
-    """Collects the layouts of one step set while an adapter walks a wrapper's groups."""
+    """Collects the layouts of one step set while a reader walks the partitions of a wrapper."""
 
     def __init__(
         self,
@@ -27,13 +27,9 @@ class LayoutReader:
         wider_group: dist.ProcessGroup | None = None,
         native_adam: NativeAdam | None = None,
     ) -> None:
-        """Start an empty set.
+        """Start an empty set; ``routes`` maps ``id(model parameter)`` to its route, for the rest see :class:`StepSet`.
 
-        Args:
-            routes: ``id(model parameter)`` to its route.
-            group: The process group of the set.
-            wider_group: Ranks that must skip the same steps, where they are more than the group.
-            native_adam: See :class:`StepSet`.
+        A ``wider_group`` that is no larger than the group does not count.
         """
         self._native_adam = native_adam
         self._routes = routes
@@ -95,11 +91,7 @@ class LayoutReader:
             self._others.append(ParameterLayout(route.name, numel, partition.index, fragments))
 
     def step_set(self, refresh: Refresh | None = None) -> StepSet:
-        """Return what was collected.
-
-        Args:
-            refresh: See :class:`StepSet`.
-        """
+        """Return what was collected; for ``refresh`` see :class:`StepSet`."""
         return StepSet(
             tuple(self._partitions),
             tuple(self._matrices),
@@ -131,14 +123,14 @@ def read_whole(
     numbers: Sequence[int] | None = None,
     wider_group: dist.ProcessGroup | None = None,
 ) -> StepSet:
-    """Describe parameters that every rank holds whole; each one is a partition of its own.
+    """Return a step set of parameters that every rank holds whole; each one is a partition.
 
     Args:
         pairs: Model parameter and the fp32 tensor that the optimizer updates (often the same), in order.
         routes: ``id(model parameter)`` to its route.
         group: Ranks that hold the same parameters; ``None`` in a single process.
         numbers: Number of each partition; ``None`` counts from 0.
-        wider_group: Ranks that must skip the same steps, where they are more than the group.
+        wider_group: As for :class:`LayoutReader`.
     """
     reader = LayoutReader(routes, group, wider_group=wider_group)
     for index, (model, master) in zip(numbers or range(len(pairs)), pairs, strict=True):

@@ -1,4 +1,4 @@
-"""Momentum and directions, made for the matrices of one chunk at a time, so that no copy of a partition is needed."""
+"""Updates momentum and makes directions for one chunk at a time, so that no step copies a whole partition."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ALIGNMENT = 32
 
 @dataclass(frozen=True, slots=True)
 class MomentumSource:
-    """What the directions of one partition are made from.
+    """The input of the directions of one partition.
 
     Attributes:
         momentum_buffer: The partition's momentum, flat.
@@ -36,7 +36,7 @@ class MomentumSource:
 
 
 class LocalDirections:
-    """The directions of this rank's fragments, of the chunks that are under way in one step."""
+    """The directions of this rank's fragments in the chunks that are under way; ``sources`` are by partition index."""
 
     def __init__(
         self,
@@ -44,13 +44,6 @@ class LocalDirections:
         sources: Mapping[int, MomentumSource],
         context: StepContext,
     ) -> None:
-        """Keep the sources; nothing is computed.
-
-        Args:
-            matrices: All matrices of the exchange plan.
-            sources: Partition index to what its directions are made from.
-            context: Of the step set.
-        """
         self._matrices = matrices
         self._sources = sources
         self._rank = context.rank
@@ -60,11 +53,9 @@ class LocalDirections:
     def prepare(self, indices: Sequence[int]) -> None:
         """Update the momentum of these matrices' local fragments and make their directions.
 
-        The directions of one device lie in memory in the order of ``indices``, each at a multiple of 32 elements: small
-        matrices that are whole here and orthogonalised together need no stacking if their sizes are such multiples.
-
-        Args:
-            indices: Matrices, each once in a step.
+        The directions of one device lie in memory in the order of ``indices``, each at a multiple of 32 elements. So
+        small matrices that lie whole here and run in one batch need no copy if their sizes are such multiples. Each
+        matrix may be prepared once in a step.
         """
         local = [
             (index, fragment) for index in indices for fragment in held_by(self._matrices[index], self._rank)

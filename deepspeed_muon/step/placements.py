@@ -1,4 +1,4 @@
-"""Where blocks are orthogonalised: whole at their owner, or cut over a process group. Every result is checked alike."""
+"""Placements: a matrix is orthogonalised whole at its owner, or cut over a process group. All results are checked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["CutOverGroup", "Directions", "Orthogonalize", "Placement", "Updates"
 
 # (batch, rows, cols) -> the same in the settings' dtype; called as ``orthogonalize(x, settings=...)``.
 Orthogonalize = Callable[..., Tensor]
-# Matrix index and its flat update in the wire dtype, or that of this rank's part.
+# Index of a matrix and its flat update in the wire dtype, or the update of this rank's part.
 Updates = Iterator[tuple[int, Tensor]]
 
 
@@ -39,7 +39,7 @@ class Directions(Protocol):
 
     @property
     def finish(self) -> Finish | None:
-        """What comes between iteration and update; ``None`` for nothing."""
+        """Turns orthogonalised blocks into updates; ``None`` if they are the updates."""
 
     def stacked(self, indices: Sequence[int], /) -> Tensor:
         """Return ``(matrices, rows, cols)`` in the wire dtype, of matrices of one shape, or of this rank's parts."""
@@ -53,17 +53,17 @@ class Placement(Protocol):
 
 
 def _batch_size(context: StepContext, rows: int, cols: int, *, numel: int = 0) -> int:
-    """Return how many blocks of this shape, or matrices of ``numel`` made of them, run together."""
+    """Return how many blocks of this shape run together, or how many matrices of ``numel`` elements made of them."""
     return max(1, BATCH_NUMEL // (numel or rows * cols)) if min(rows, cols) < context.batch_below else 1
 
 
 def _blocks(matrix: MatrixLayout) -> Sequence[Block]:
-    """Return the blocks of a whole matrix; one that tensor parallelism cuts has none but itself."""
+    """Return the blocks of a whole matrix; a matrix that is cut over a group is one block."""
     return [Block(0, 0, *matrix.logical_shape)] if matrix.is_cut else matrix.blocks()
 
 
 class WholeAtOwner:
-    """Blocks that lie whole on this rank, those of one shape together where they are small."""
+    """Orthogonalises matrices that are whole on this rank; small blocks of one shape run in one batch."""
 
     def __init__(
         self,
@@ -72,14 +72,6 @@ class WholeAtOwner:
         orthogonalize: Orthogonalize,
         check: ResultCheck,
     ) -> None:
-        """Keep what is needed.
-
-        Args:
-            matrices: Of the exchange plan.
-            context: Of the step set.
-            orthogonalize: Runs the iteration, as :func:`deepspeed_muon.orthogonalize` does.
-            check: Of the results.
-        """
         self._matrices = matrices
         self._context = context
         self._orthogonalize = orthogonalize
@@ -110,7 +102,7 @@ class WholeAtOwner:
         context = self._context
         for batch in self.batches(owned):
             stack = _Stack([(index, self._matrices[index]) for index in batch], directions.stacked(batch))
-            # A stack that several owners divide counts where its first blocks are.
+            # A stack with several owners counts at the owner of its first blocks.
             context.stats.matrices_orthogonalized += sum(
                 self._matrices[index].first_row == 0 for index in batch
             )
@@ -125,15 +117,9 @@ class WholeAtOwner:
 
 
 class _Stack:
-    """Matrices of one shape: their blocks out of the directions, and the updates together again."""
+    """Matrices of one shape: takes their blocks out of the directions, and puts their updates together again."""
 
     def __init__(self, matrices: Sequence[tuple[int, MatrixLayout]], directions: Tensor) -> None:
-        """Keep them.
-
-        Args:
-            matrices: Indices and layouts.
-            directions: ``(matrices, rows, cols)``.
-        """
         self._indices = [index for index, _ in matrices]
         self._position = {index: position for position, index in enumerate(self._indices)}
         self._blocks = _blocks(matrices[0][1])
@@ -144,7 +130,7 @@ class _Stack:
         self._left = len(self._indices) * len(self._blocks)
 
     def groups(self, context: StepContext) -> Iterator[tuple[list[Member], Tensor]]:
-        """Yield the blocks that run together, ``(blocks, rows, cols)``, and whose they are."""
+        """Yield the blocks that run together, as members and ``(blocks, rows, cols)``."""
         if self._contiguous:
             block = self._blocks[0]
             blocks = self._directions.view(-1, block.rows, block.cols)
@@ -168,7 +154,7 @@ class _Stack:
                 yield together, views[0].unsqueeze(0) if len(views) == 1 else torch.stack(views)
 
     def take(self, result: _StackResult) -> Updates:
-        """Take blocks of updates; yield the matrices once all of their blocks are there."""
+        """Take updates of blocks; yield the matrices once all of their blocks are there."""
         whole = len(result.members) == len(self._indices) * len(self._blocks)
         if self._contiguous and whole:
             flat = result.updates.to(self._directions.dtype).reshape(len(self._indices), -1)
@@ -186,16 +172,16 @@ class _Stack:
 
 @dataclass(slots=True, kw_only=True)
 class _StackResult(Result):
-    """A result with the stack that it completes, and the scale of each entry in units of its matrix's first block."""
+    """A result with its stack, and the scale of each entry relative to the first block of its matrix."""
 
     stack: _Stack
     relative: Sequence[float]
 
 
 class CutOverGroup:
-    """Matrices that stay cut over a process group while it orthogonalises them.
+    """Orthogonalises matrices that stay cut over a process group.
 
-    Tensor parallelism cuts matrices, and ranks of a data-parallel group share large ones; the mathematics is the same.
+    Tensor parallelism cuts matrices, and ranks of a data-parallel group share large ones: the mathematics is the same.
     """
 
     def __init__(
@@ -207,15 +193,7 @@ class CutOverGroup:
         share_groups: ShareGroups,
         tensor_group: dist.ProcessGroup | None,
     ) -> None:
-        """Keep what is needed; nothing is sent.
-
-        Args:
-            matrices: Of the exchange plan.
-            context: Of the step set.
-            check: Of the results.
-            share_groups: Where the groups of ranks that share matrices are kept.
-            tensor_group: The tensor-parallel process group, over which all matrices without sharers are cut.
-        """
+        """Keep the arguments; ``tensor_group`` is the group of all matrices without sharers."""
         self._matrices = matrices
         self._context = context
         self._check = check
@@ -225,12 +203,12 @@ class CutOverGroup:
     def updates(self, owned: Sequence[int], directions: Directions) -> Updates:
         """Yield ``(matrix index, flat update of this rank's part in the wire dtype)``.
 
-        Must be called by all ranks that have parts of the same matrices. All ranks go through the plan in one order, so
+        Must be called by all ranks that have parts of the same matrices. All ranks follow the order of the plan, so
         that two ranks never wait for each other in different matrices.
 
         Args:
             owned: Matrices of which this rank has a part.
-            directions: Of which ``stacked`` gives this rank's parts.
+            directions: Its ``stacked`` returns this rank's parts.
         """
         results = (self._iterated(batch, directions) for batch in self._batches(owned))
         for result in self._check.settled(results):
@@ -263,12 +241,12 @@ class CutOverGroup:
         settings = self._context.ns_settings
         if not matrix.sharers:
             return settings
-        # A shared matrix runs the iteration that it runs on one rank.
+        # A shared matrix runs the same iteration as on one rank.
         gram = runs_gram(min(matrix.logical_shape), max(matrix.logical_shape), settings.method)
         return replace(settings, method="gram" if gram else "standard")
 
     def _batches(self, indices: Sequence[int]) -> list[list[int]]:
-        """Group small matrices of equal shape and cut, alike on all ranks; shared and large ones stay alone."""
+        """Group small matrices of equal shape and cut, equally on all ranks; shared and large ones stay alone."""
         alike: dict[object, list[int]] = {}
         for index in indices:
             matrix = self._matrices[index]

@@ -44,7 +44,7 @@ class StepResources:
         device: Where the exchange and the iteration run; the partitions may be elsewhere (offload).
         orthogonalize: Runs the Newton-Schulz iteration.
         stats: Counters.
-        recorder: Health of the optimizer's steps.
+        recorder: Samples and counters of the check.
         buffers: Memory of the exchange.
         share_groups: Process groups of ranks that share matrices.
         policy: Dtype of the state.
@@ -64,11 +64,11 @@ class PendingUpdates:
     """Updates of a step whose scatter is still in flight. It holds no gradient.
 
     Attributes:
-        runner: Whose updates they are.
-        travel: The chunk that is on its way.
+        runner: The runner of the step set.
+        travel: The chunk that is in flight.
         active: Whether any rank has a gradient, one flag for each matrix of the exchange plan.
         table: How the updates reach the weights.
-        next_slot: The first slot of the buffers that they leave free.
+        next_slot: The slot for the first chunk of the next step set.
     """
 
     runner: StepRunner
@@ -78,7 +78,7 @@ class PendingUpdates:
     next_slot: int
 
     def wait_and_apply(self) -> None:
-        """Wait for them, apply them, and bring them into the weights of the forward pass; communicates nothing."""
+        """Wait for the updates, apply them, and refresh the weights of the forward pass; communicates nothing."""
         self.runner.apply_arrived(self.travel, self.active, self.table, refresh=self.runner.step_set.refresh)
 
 
@@ -102,10 +102,10 @@ class StepRunner:
             step_set: Partitions and layouts.
             config: The optimizer's settings.
             resources: Shared with the other sets.
-            load: Newton-Schulz cost that each rank carries from other sets; updated.
-            number: Of the set, for errors.
-            leaves_pending: Whether the last updates may still travel while the next set is updated.
-            follows_pending: Whether updates of the set before may still travel when this one begins.
+            load: Operations that each rank already has from other sets. Mutated: the new work is added.
+            number: The number of the set, for errors.
+            leaves_pending: Whether the last updates may still be in flight while the next set is updated.
+            follows_pending: Whether updates of the previous set may still be in flight when this one begins.
         """
         self.step_set = step_set
         self._leaves_pending = leaves_pending
@@ -144,7 +144,7 @@ class StepRunner:
         self.adam = self._adam.kernel
 
     def _place(self, config: MuonConfig, resources: StepResources) -> None:
-        """Choose where blocks are orthogonalised: ``_shared`` if ranks share them, ``_placement`` for all else."""
+        """Make the placements: ``_shared`` for matrices that ranks share, ``_placement`` for all others."""
         matrices, context, tensor_group = self.plan.matrices, self.context, self.step_set.tensor_group
         self._check = ResultCheck(
             resources.recorder,
@@ -171,7 +171,7 @@ class StepRunner:
 
     @property
     def wire_bytes_per_step(self) -> int:
-        """Bytes that this rank sends in one step when every matrix has a gradient, to data-parallel ranks alone."""
+        """Bytes that this rank sends to data-parallel ranks in a step in which every matrix has a gradient."""
         rows = 0 if self._row_moments is None else self._row_moments.plan.sent_elements
         return self.plan.sent_elements * self.context.wire_dtype.itemsize + rows * torch.float32.itemsize
 
@@ -181,7 +181,7 @@ class StepRunner:
         return () if self._row_moments is None else row_layouts(self.step_set.matrices)
 
     def groups_that_share(self) -> set[tuple[int, ...]]:
-        """Return the global ranks of the groups that this rank shares matrices in."""
+        """Return the groups, as global ranks, in which this rank shares matrices."""
         rank, group = self.step_set.rank, self.step_set.group
         return {global_ranks(matrix, group) for matrix in self.plan.matrices if rank in matrix.sharers}
 
@@ -196,17 +196,17 @@ class StepRunner:
         return self._inspection.report(grads, self.take_failed())
 
     def take_failed(self) -> list[str]:
-        """Return, once, the names of the matrices of which this rank left updates out."""
+        """Return the names of the matrices whose update this rank left out, and forget them."""
         failed = {self.assignment.origin[index] for index in self._check.failed_last}
         self._check.failed_last.clear()
         return [self.step_set.matrices[number].name for number in sorted(failed)]
 
     @contextlib.contextmanager
     def flat_partitions(self) -> Iterator[dict[int, Tensor]]:
-        """Give this rank's tensor of each partition as a flat one in row-major order, by index, to be written to.
+        """Yield each partition's tensor on this rank as a flat one in row-major order, by index, to be written to.
 
-        ZeRO's partitions are views. A whole parameter that is not contiguous (``channels_last``, a transpose) is
-        copied, and what was written to the copy goes into the parameter's own memory at the end.
+        For ZeRO's partitions it is a view. A whole parameter that is not contiguous (``channels_last``, a transpose) is
+        copied, and the copy is written back at the end.
         """
         flat = {p.index: p.tensor.detach().contiguous().view(-1) for p in self.step_set.partitions}
         yield flat
@@ -231,8 +231,8 @@ class StepRunner:
             report: The outcome of :meth:`inspect_gradients`.
             grads: Partition index to its gradient, flat and contiguous.
             groups: Partition index to the param group with its rates.
-            state: The optimizer's state; created where missing. Mutated.
-            previous: Pending updates of the set before; they are applied.
+            state: The optimizer's state. Mutated; missing entries are created.
+            previous: Pending updates of the previous set; they are applied.
 
         Returns:
             The pending updates of this set, if it was made with ``leaves_pending``.
@@ -281,7 +281,7 @@ class StepRunner:
         state: State,
         flat: Mapping[int, Tensor],
     ) -> Iterator[Step]:
-        """Read this step's rates and momentum; bring NorMuon's row moments to the owners, and back at the end."""
+        """Read the rates and momentum of this step; bring NorMuon's row moments to the owners, and back at the end."""
         muon = [partition for partition in self.step_set.partitions if partition.muon]
         sources: dict[int, MomentumSource] = {}
         for partition in muon:
@@ -317,7 +317,7 @@ class StepRunner:
         step.directions.prepare(self._in_batches(travel.chunk, step.active))
         if travel.chunk.gathers:
             for segment in travel.chunk.outgoing:
-                # The place of a matrix without a gradient keeps what it held: nobody reads it.
+                # The buffer keeps old data for a matrix without a gradient: nobody reads it.
                 if step.active[segment.matrix]:
                     direction = step.directions.get(segment.matrix, segment.fragment)
                     cut(travel.held, segment).copy_(direction, non_blocking=True)
@@ -329,7 +329,7 @@ class StepRunner:
     def _orthogonalize(self, chunk: Chunk, buffer: Tensor | None, step: Step) -> None:
         """Orthogonalise the owned matrices of a chunk; apply what stays, and put what travels into ``buffer``.
 
-        The updates take the place of the directions that the gather brought.
+        There the updates overwrite the directions that the gather brought.
         """
         outgoing: dict[int, list[Segment]] = {}
         for segment in chunk.updates_out:
@@ -362,7 +362,7 @@ class StepRunner:
         *,
         refresh: Refresh | None = None,
     ) -> None:
-        """Wait for the scatter of a chunk and apply what came back; ``refresh`` learns of every run that changed."""
+        """Wait for the scatter of a chunk and apply its updates; call ``refresh`` for every fragment that changed."""
         with self._check.recorder.span("scatter"):
             self._exchange.wait("scatter", travel)
         for segment in travel.chunk.updates_in:
@@ -373,7 +373,7 @@ class StepRunner:
                     refresh(fragment.partition_offset, fragment.numel)
 
     def _in_batches(self, chunk: Chunk, active: Sequence[bool]) -> list[int]:
-        """Return the active matrices of a chunk, those of this rank first and in the order of its batches."""
+        """Return the active matrices of a chunk: first those that this rank owns, in the order of its batches."""
         owned = [index for index in chunk.owned if active[index]]
         others = [index for index in chunk.active(active) if self.plan.owners[index] != self.plan.rank]
         return [index for batch in self._whole.batches(owned) for index in batch] + others

@@ -25,13 +25,13 @@ STATE_TENSORS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class StatePolicy:
-    """In which dtype state is kept.
+    """The dtype of the state.
 
-    fp32 (float64 for float64 parameters) unless the user asks for less, also for masters in half precision: an
-    average of many gradients loses more by rounding than the weight that it moves.
+    It is fp32 (float64 for float64 parameters) unless the user asks for less, also for masters in half precision: an
+    average of many gradients loses more by rounding than a weight does.
 
     Attributes:
-        momentum_dtype: ``optimizer.params.momentum_dtype``; ``None`` where nothing is said.
+        momentum_dtype: ``optimizer.params.momentum_dtype``; ``None`` if it is not set.
         half_states: Whether DeepSpeed's ``bf16_optimizer_states`` asks for all state in bf16.
     """
 
@@ -44,24 +44,14 @@ class StatePolicy:
         return cls(config.momentum_dtype, half_states)
 
     def dtype(self, key: str, master: torch.dtype) -> torch.dtype:
-        """Return the dtype of one state tensor.
-
-        Args:
-            key: One of :data:`STATE_TENSORS`.
-            master: Dtype of the parameter that the optimizer updates.
-        """
+        """Return the dtype of the state tensor ``key`` of a parameter whose dtype is ``master``."""
         half = self.half_states
         if key == "momentum_buffer" and self.momentum_dtype is not None:
             half = self.momentum_dtype == "bf16"
         return torch.bfloat16 if half else torch.promote_types(master, torch.float32)
 
     def make(self, key: str, tensor: Tensor) -> Tensor:
-        """Return zeros for one state tensor of ``tensor``: its shape and device, contiguous, pinned where it is pinned.
-
-        Args:
-            key: One of :data:`STATE_TENSORS`.
-            tensor: The parameter that the optimizer updates.
-        """
+        """Return zeros for the state tensor ``key`` of ``tensor``: contiguous, and pinned if ``tensor`` is pinned."""
         return torch.zeros_like(
             tensor,
             dtype=self.dtype(key, tensor.dtype),
@@ -72,13 +62,7 @@ class StatePolicy:
 
 
 def state_of(partition: BoundPartition, state: State, policy: StatePolicy) -> dict[str, Any]:
-    """Return the state of a partition for one more step; what is missing is made, and ``step`` counts it.
-
-    Args:
-        partition: Of a step set.
-        state: ``optimizer.state``. Mutated.
-        policy: Dtypes of new state.
-    """
+    """Return the state of a partition for the next step: create what is missing, and count ``step`` up."""
     own = state[partition.tensor]
     for key in ("momentum_buffer",) if partition.muon else ("exp_avg", "exp_avg_sq"):
         if key not in own:
@@ -113,12 +97,7 @@ def keep_saved_precision(
 
 
 def row_moments_of(partition: BoundPartition, state: State, numel: int) -> Tensor:
-    """Return NorMuon's row moments that this rank keeps of a partition, made where they are missing.
-
-    Args:
-        partition: One of Muon's.
-        state: ``optimizer.state``. Mutated.
-        numel: How many there are.
+    """Return the ``numel`` row moments of NorMuon that this rank keeps of a partition; create them if missing.
 
     Raises:
         BindingError: If the state was saved with another layout.
@@ -154,11 +133,7 @@ def passes_for(partition: BoundPartition, config: MuonConfig, policy: StatePolic
 
 
 def state_bytes(state: Mapping[Any, Mapping[str, Any]]) -> dict[str, int]:
-    """Return how many bytes this rank's state tensors take, by key.
-
-    Args:
-        state: ``optimizer.state``.
-    """
+    """Return how many bytes this rank's state tensors take, by key."""
     found: dict[str, int] = {}
     for own in state.values():
         for key, value in own.items():

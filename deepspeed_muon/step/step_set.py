@@ -1,4 +1,4 @@
-"""What one call of ``step()`` updates together: the partitions, and where the parameters lie in them."""
+"""What one call of ``step()`` updates: some partitions, and the layouts of the parameters in them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class BoundPartition:
 
     Attributes:
         index: Number of the partition, equal on all ranks; the layouts refer to it.
-        tensor: This rank's tensor: a flat master partition (fp32, or half precision where DeepSpeed is told to keep
-            masters so), or the whole fp32 parameter at stage 0.
-        muon: Whether its parameters are Muon's. A partition is never mixed.
+        tensor: This rank's tensor: a flat master partition (fp32, or half precision if DeepSpeed is configured so), or
+            the whole fp32 parameter at stage 0.
+        muon: Whether its parameters are Muon's. A partition never mixes them with others.
     """
 
     index: int
@@ -49,14 +49,14 @@ class StepSet:
         rank: This rank inside the group.
         world_size: Its size.
         model_dtype: Dtype of the weights that the forward pass uses.
-        wider_group: Ranks beyond the group that must skip the same steps (those with other experts), or ``None``.
-        tensor_group: The tensor-parallel process group whose ranks hold the other shards of the same matrices; ``None``
+        wider_group: More ranks than the group that must skip the same steps (those with other experts), or ``None``.
+        tensor_group: The tensor-parallel process group, whose ranks hold the other shards of the matrices; ``None``
             without tensor parallelism.
-        native_adam: Makes DeepSpeed's native AdamW, where ZeRO-Offload keeps the partitions off the device: called
-            with ``decoupled``, ``master`` and ``moments``, it returns a function with the contract of
-            :func:`deepspeed_muon.math.adamw.adam_step_` or raises ``OpsUnavailableError``. ``None`` without offload.
-        refresh: Copies elements of the partition into the weights of the forward pass once more, after ZeRO has copied
-            all of it. Where there is one, the last updates may arrive during the call that updates the next set.
+        native_adam: Makes DeepSpeed's native AdamW if ZeRO-Offload keeps the partitions off the device, else ``None``.
+            Called with ``decoupled``, ``master`` and ``moments``, it returns a function like
+            :func:`deepspeed_muon.math.adamw.adam_step_` or raises ``OpsUnavailableError``.
+        refresh: Copies elements of the partition into the weights of the forward pass again, after ZeRO has copied all
+            of them. A set with ``refresh`` may leave its last updates in flight until the next set's call.
     """
 
     partitions: tuple[BoundPartition, ...]
@@ -72,7 +72,7 @@ class StepSet:
     refresh: Refresh | None = None
 
     def local_fragments(self) -> list[list[tuple[int, Fragment]]]:
-        """Return this rank's fragments in each partition, with the position of their parameter in ``layouts``."""
+        """Return this rank's fragments in each partition, each with the index of its parameter in ``layouts``."""
         position = {partition.index: number for number, partition in enumerate(self.partitions)}
         local: list[list[tuple[int, Fragment]]] = [[] for _ in self.partitions]
         for number, layout in enumerate(self.layouts):
@@ -83,5 +83,5 @@ class StepSet:
 
     @property
     def layouts(self) -> tuple[MatrixLayout | ParameterLayout, ...]:
-        """All parameters, in the order of the flags that ranks exchange by position."""
+        """All parameters, in the order of the flags that the ranks exchange."""
         return (*self.matrices, *self.others)

@@ -1,14 +1,14 @@
-"""Matrices that a tensor-parallel group shares, brought whole to one of its ranks.
+"""The placement of matrices that tensor parallelism cuts or copies.
 
-Every data-parallel group of ZeRO holds its own tensor-parallel shard of a matrix and brings it together on one rank,
-the shard's owner. The owners of the shards of one matrix are the ranks of one tensor-parallel group. Here they meet:
+Each data-parallel group holds one tensor-parallel shard of a matrix and gathers it on one rank, the shard's owner. The
+owners of all shards of a matrix are the ranks of one tensor-parallel group. They have two ways to orthogonalise it:
 
-* ``gather``: each matrix goes whole to one of them, which orthogonalises it and sends the shards of the update back.
-  The matrices of a chunk are dealt out by their cost, so that all of them work at the same time.
+* ``gather``: one rank receives the whole matrix, orthogonalises it and sends the shards of the update back. The
+  matrices of a chunk are divided by their cost, so that all ranks work at the same time.
 * ``distributed``: the matrix stays cut, see :class:`deepspeed_muon.step.placements.CutOverGroup`.
 
-A matrix that tensor parallelism does not cut is held whole by all of them. One orthogonalises it and sends the update
-to the others, in both modes: so the copies stay equal, bit for bit, whatever kernels run where.
+Every rank of the group holds a whole copy of a matrix that tensor parallelism does not cut. In both modes one rank
+orthogonalises it and sends the update to the others, so that the copies stay equal bit for bit, whatever kernels run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["OverTensorGroup", "refuse_with_tensor_parallel"]
 
 
 class OverTensorGroup:
-    """Turns the directions of matrices that a tensor-parallel group shares into updates."""
+    """Turns the directions of matrices that a tensor-parallel group cuts or copies into updates."""
 
     def __init__(
         self,
@@ -47,15 +47,15 @@ class OverTensorGroup:
         cut: CutOverGroup | None,
         chunk_numel: int,
     ) -> None:
-        """Keep what is needed; nothing is allocated or sent.
+        """Keep the arguments; nothing is allocated or sent.
 
         Args:
-            matrices: All matrices of the exchange plan, equal on all ranks of ``group`` but for what they hold.
+            matrices: All matrices of the exchange plan, in the same order on all ranks of ``group``.
             context: Of the step set.
             group: The tensor-parallel process group.
-            whole: Orthogonalises matrices that are whole here.
+            whole: Orthogonalises matrices that are whole on this rank.
             cut: Orthogonalises cut matrices where they lie; ``None`` to gather them.
-            chunk_numel: Upper bound of the elements that are gathered at once; a larger matrix goes alone.
+            chunk_numel: Elements that are gathered at once, unless a single matrix has more.
         """
         self._matrices = matrices
         self._context = context
@@ -72,8 +72,8 @@ class OverTensorGroup:
         Must be called by all ranks of the group with the same ``owned``, and be exhausted.
 
         Args:
-            owned: Active matrices of which this rank holds a whole shard or a whole copy.
-            directions: Of which ``stacked`` gives those shards and copies.
+            owned: Active matrices of which this rank has a whole shard or a copy.
+            directions: Its ``stacked`` returns these shards and copies.
         """
         copies = [index for index in owned if not self._matrices[index].is_cut]
         shards = [index for index in owned if self._matrices[index].is_cut]
@@ -86,7 +86,7 @@ class OverTensorGroup:
             yield from self._gathered(part, directions)
 
     def _parts(self, indices: Sequence[int]) -> Iterator[list[int]]:
-        """Cut a list into parts of bounded size, alike on all ranks of the group."""
+        """Cut a list of matrices into parts of bounded size, in the same way on all ranks of the group."""
         part: list[int] = []
         filled = 0
         for index in indices:
@@ -100,7 +100,7 @@ class OverTensorGroup:
             yield part
 
     def _dealt(self, part: Sequence[int]) -> list[list[int]]:
-        """Deal matrices out over the ranks of the group, longest first to the rank that has least."""
+        """Divide matrices among the ranks of the group: the costliest first, each to the rank with the least work."""
         load = [0.0] * len(self._ranks)
         owner = {}
         cost = {index: orthogonalize_flops(*self._matrices[index].logical_shape) for index in part}
@@ -110,7 +110,7 @@ class OverTensorGroup:
         return [[index for index in part if owner[index] == rank] for rank in self._ranks]
 
     def _copied(self, part: Sequence[int], directions: Directions) -> Updates:
-        """Matrices that every rank of the group holds whole: one orthogonalises, all apply its result."""
+        """Yield updates of matrices that every rank holds whole: one rank orthogonalises, all apply its result."""
         of_rank = self._dealt(part)
         updates = dict(self._whole.updates(of_rank[self._rank], directions))
         mine = [updates[index] for index in of_rank[self._rank]]
@@ -127,7 +127,7 @@ class OverTensorGroup:
         yield from updates.items()
 
     def _gathered(self, part: Sequence[int], directions: Directions) -> Updates:
-        """Matrices that are cut over the group: each one goes whole to its owner and comes back in shards."""
+        """Yield updates of matrices that are cut: each one goes whole to one rank and comes back in shards."""
         of_rank = self._dealt(part)
         mine = of_rank[self._rank]
         arrived = self._exchange(
@@ -171,10 +171,7 @@ class OverTensorGroup:
     def _exchange(
         self, parts: Sequence[Sequence[Tensor]], wanted: Sequence[Sequence[int]]
     ) -> list[Sequence[Tensor]]:
-        """Send flat tensors to every rank; return what each rank sent, cut to the wanted lengths.
-
-        What a rank keeps for itself goes through the same buffer, without being sent.
-        """
+        """Send flat tensors to every rank; return what each rank sent, cut to the wanted lengths."""
         context = self._context
         flat = [part.to(context.device) for of_rank in parts for part in of_rank]
         send = torch.cat(flat) if flat else torch.empty(0, dtype=context.wire_dtype, device=context.device)
@@ -204,11 +201,7 @@ class _Gathered:
 
 
 def refuse_with_tensor_parallel(config: MuonConfig) -> None:
-    """Refuse settings that matrices in shards do not allow.
-
-    Raises:
-        UnsupportedConfigError: Naming the key.
-    """
+    """Raise ``UnsupportedConfigError`` for settings that do not work with matrices in shards."""
     for key, wanted, why in (
         ("variant", config.variant != "muon", "its state belongs to whole rows, which are cut"),
         ("consolidate_on_save", config.consolidate_on_save, "only DeepSpeed's own checkpoints know shards"),

@@ -18,15 +18,15 @@ __all__ = ["BlockScales", "UpdateRule", "UpdateTable"]
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """What is done in this step with the update of one matrix.
+    """How the update of one matrix is applied in this step.
 
     Attributes:
         lr: The rate.
         weight_decay: The decay.
-        decay_mode: Which kind.
+        decay_mode: The kind of decay.
         block_scales: Factor of the scale rule for each block of the matrix. An update arrives scaled relative to its
             first block.
-        unpack_apply: ``(weights, update, step size, decay factor)``: the native or torch pass.
+        unpack_apply: The native or torch pass, ``(weights, update, step size, decay factor)``.
     """
 
     lr: float
@@ -40,10 +40,10 @@ class UpdateRule:
         return self.block_scales[block] / self.block_scales[0]
 
     def apply(self, target: Tensor, update: Tensor) -> None:
-        """Decay and update a run of the master weights.
+        """Decay and update a fragment of the master weights.
 
         Args:
-            target: Flat, on the partition's device; mutated.
+            target: The fragment, flat. Mutated.
             update: Of the same length and device, in the wire dtype.
         """
         step = self.lr * self.block_scales[0]
@@ -65,11 +65,6 @@ class BlockScales:
     """The factors of the scale rule for the blocks of each matrix, kept from step to step."""
 
     def __init__(self, matrices: Sequence[MatrixLayout]) -> None:
-        """Keep the layouts.
-
-        Args:
-            matrices: Of the exchange plan.
-        """
         self._matrices = matrices
         self._found: dict[tuple[int, AdjustLrName], tuple[float, ...]] = {}
 
@@ -99,7 +94,7 @@ class UpdateTable:
         """Read the rates of this step.
 
         Args:
-            matrices: Of the exchange plan.
+            matrices: The matrices of the exchange plan.
             scales: Their factors.
             groups: Partition index to the param group with its rates.
             passes: Partition index to its elementwise passes.

@@ -1,6 +1,6 @@
-"""How ranks agree: on settings and plans once at start, on missing and non-finite gradients in every step.
+"""How ranks agree: on settings and plans at start, on zero and non-finite gradients in every step.
 
-A rank that fails must still take part in the exchange, or the others would wait for it. So failures travel as data
+A rank that fails must still take part in the collective, or the others would wait for it. So failures travel as data
 and every rank raises.
 """
 
@@ -20,7 +20,7 @@ from deepspeed_muon.transport.waiting import phase
 
 __all__ = ["RankFacts", "agree", "gather_flags", "gradient_flags", "group_rank_scope"]
 
-# Lines of differences in an error; a model of another size differs in all its parameters.
+# An error lists at most this number of differences: models of two sizes differ in every parameter.
 _LINES = 20
 
 _COMPARED: dict[type[MuonError], str] = {
@@ -31,13 +31,13 @@ _COMPARED: dict[type[MuonError], str] = {
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What one rank says of itself at a point where all ranks must be equal.
+    """What the ranks compare before they move anything, from one rank.
 
     Attributes:
-        facts: Name of each setting to a text that must be the same on all ranks that are compared.
+        facts: Name of each setting to a text that must be equal on all ranks of its scope.
         scope: Ranks with equal scope are compared with each other (a data-parallel group).
         failure: The error text of a rank that could not get this far.
-        scopes: Scope of single facts, where it is not ``scope`` (ranks that share some of their parameters).
+        scopes: The scopes of facts that have another one than ``scope``.
     """
 
     facts: dict[str, str]
@@ -50,7 +50,7 @@ class RankFacts:
         return self.scopes.get(fact, self.scope)
 
     def digests(self) -> dict[str, str]:
-        """Return a digest of the facts of each scope, the default one included."""
+        """Return a digest of the facts of each scope."""
         sums = {scope: hashlib.sha256() for scope in (self.scope, *self.scopes.values())}
         for name, value in sorted(self.facts.items()):
             sums[self.scope_of(name)].update(repr((name, value)).encode())
@@ -64,20 +64,19 @@ def agree(
     kind: type[MuonError] = RankDisagreementError,
     members: Members | None = None,
 ) -> None:
-    """Compare this rank's facts with those of the other ranks and raise on every rank when they differ.
+    """Compare this rank's facts with those of the other ranks and raise on every rank if they differ.
 
-    Must be called by all ``members``; in a single process it only raises ``error``. Digests travel first, and the
-    facts themselves only when those differ.
+    Must be called by all ``members``; in a single process it only raises ``error``. Digests travel first, the facts
+    only if the digests differ.
 
     Args:
-        own_facts: What this rank says.
-        error: The exception that this rank caught before, in place of its facts; it is raised here after the others
-            were told.
-        kind: Class of the error that is raised on the other ranks.
-        members: The ranks that compare; all of the default process group where nothing is given.
+        own_facts: The facts of this rank.
+        error: An exception that this rank caught before. The other ranks learn of it; then it is raised.
+        kind: Class of the error on the other ranks.
+        members: The ranks that compare; by default all of the default process group.
 
     Raises:
-        MuonError: ``error`` itself on the ranks that failed; ``kind`` where another rank failed or differs, with
+        MuonError: ``error`` itself on the ranks that failed; ``kind`` if another rank failed or differs, with
             the ranks, the setting and both values.
     """
     members = everyone() if members is None else members
@@ -95,7 +94,7 @@ def agree(
     if failures:
         raise kind("another rank could not start, so this one stops too:\n" + "\n".join(failures))
     known: dict[str, str] = {}
-    # Every rank sees the same digests, so that all of them take part in the second exchange or none.
+    # Every rank sees the same digests, so all of them take part in the second collective or none does.
     if all(known.setdefault(*item) == item[1] for _, own in summaries.values() for item in own.items()):
         return
     differences = _differences(members.gather(own_facts, what=what))
@@ -105,9 +104,9 @@ def agree(
 
 
 def _differences(facts_of: Mapping[int, RankFacts]) -> list[str]:
-    """Describe every fact on which the ranks of one scope differ, each value once with the ranks that hold it.
+    """Describe every fact on which the ranks of a scope differ: each value with the ranks that have it.
 
-    All scopes are looked at on every rank: the ranks of the others would wait for those that raise.
+    Every rank looks at all scopes, because all ranks must raise: the others would wait for those that do.
     """
     lines = []
     for name in sorted({name for own in facts_of.values() for name in own.facts}):
@@ -126,7 +125,7 @@ def _differences(facts_of: Mapping[int, RankFacts]) -> list[str]:
 
 
 def _where_they_differ(texts: Sequence[str], limit: int = 400) -> list[str]:
-    """Return texts cut to so many characters, from a little before the first one that differs."""
+    """Return at most ``limit`` characters of each text, from a little before the first difference."""
     pairs = enumerate(zip(*texts, strict=False))
     same = next((place for place, each in pairs if len(set(each)) > 1), min(map(len, texts)))
     start = 0 if same < limit // 2 else same - limit // 4
@@ -139,21 +138,14 @@ def _where_they_differ(texts: Sequence[str], limit: int = 400) -> list[str]:
 
 
 def group_rank_scope(group: dist.ProcessGroup | None) -> str:
-    """Return a text that is equal on the ranks of one process group and differs between groups."""
+    """Return a text that is equal on the ranks of a process group and differs between groups."""
     return "world" if group is None else ",".join(map(str, dist.get_process_group_ranks(group)))
 
 
 def gather_flags(flags: Tensor, *, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the elementwise maximum of ``flags`` over the group.
+    """Set ``flags`` (uint8) to their elementwise maximum over the group and return them.
 
-    Must be called by all ranks of ``group``.
-
-    Args:
-        flags: uint8, any shape, on a device that the group's backend can send. Mutated.
-        group: The data-parallel group.
-
-    Returns:
-        ``flags``.
+    Must be called by all ranks of ``group``, with flags on a device from which its backend can send.
     """
     with phase("exchange of gradient flags", group):
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
@@ -161,15 +153,11 @@ def gather_flags(flags: Tensor, *, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def gradient_flags(fragments: list[Tensor]) -> Tensor:
-    """Return one row ``(has a non-zero element, has a non-finite element)`` per fragment, uint8 on their device.
-
-    Args:
-        fragments: One-dimensional views of gradients, all on one device. Empty lists give a ``(0, 2)`` tensor.
-    """
+    """Return one row ``(has a non-zero element, has a non-finite element)`` per fragment, uint8 on their device."""
     if not fragments:
         return torch.zeros((0, 2), dtype=torch.uint8)
-    # The maximum norm is 0 for all zeros, inf or NaN for anything non-finite. A GPU has one multi-tensor kernel for it;
-    # on a CPU it takes twenty times as long as both ends.
+    # The largest magnitude is 0 for all zeros, inf or NaN for anything non-finite. A GPU has a multi-tensor kernel for
+    # it; on a CPU that takes twenty times as long as minimum and maximum.
     if fragments[0].device.type == "cpu":
         ends = [torch.stack([end(fragment) for fragment in fragments]) for end in (torch.amin, torch.amax)]
         largest = torch.maximum(*(each.abs() for each in ends))

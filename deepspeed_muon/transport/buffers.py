@@ -1,4 +1,4 @@
-"""Memory of the exchanges: allocated once for all step sets of an optimizer, used again in every step."""
+"""Memory of the exchange, which all step sets of an optimizer use in every step."""
 
 from __future__ import annotations
 
@@ -9,19 +9,13 @@ __all__ = ["ExchangeBuffers"]
 
 
 class ExchangeBuffers:
-    """Named buffers that step sets share, because their steps run one after the other.
+    """Named buffers on one device. Step sets share them, because their steps run one after the other.
 
-    Every user says at start how much it will need; the memory is allocated at the first use, and again
-    after :meth:`release`. So there is one
-    allocation for each name, as large as its most demanding user.
+    Every step set reserves at start what it needs. The first use of a name allocates the largest size that was reserved
+    for it; so does the first use after :meth:`release`.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Keep the device; nothing is allocated.
-
-        Args:
-            device: Where the exchange runs.
-        """
         self._device = device
         self._needed: dict[str, int] = {}
         self._memory: dict[str, Tensor] = {}
@@ -31,13 +25,7 @@ class ExchangeBuffers:
         self._needed[name] = max(nbytes, self._needed.get(name, 0))
 
     def take(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return the first ``numel`` elements of the buffer ``name``, with whatever they hold.
-
-        Args:
-            name: A buffer that was reserved with at least as many bytes.
-            numel: Elements.
-            dtype: Their dtype.
-        """
+        """Return the first ``numel`` elements of the buffer ``name``; they keep what they held before."""
         memory = self._memory.get(name)
         if memory is None:
             memory = torch.empty(self._needed[name], dtype=torch.uint8, device=self._device)
@@ -45,7 +33,7 @@ class ExchangeBuffers:
         return memory.narrow(0, 0, numel * dtype.itemsize).view(dtype)
 
     def release(self) -> None:
-        """Give the memory up; the next use allocates it anew. Not while an exchange is in flight."""
+        """Free the memory; no exchange may be in flight."""
         self._memory.clear()
 
     @property
@@ -55,5 +43,5 @@ class ExchangeBuffers:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes that all buffers have together once each of them was used."""
+        """Bytes of all buffers together, once each of them was used."""
         return sum(self._needed.values())

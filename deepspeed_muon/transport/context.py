@@ -1,4 +1,4 @@
-"""What every part of a step needs to know, and what it counts."""
+"""What every part of a step needs to know, and the counters of a step."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["StepContext", "StepStats"]
 
 @dataclass(slots=True)
 class StepStats:
-    """What this rank did since the counters were last reset.
+    """What this rank did since the last reset of these counters.
 
     Attributes:
-        bytes_sent: Bytes that left this rank in the all-to-alls of a step (own fragments are not sent).
-        matrices_orthogonalized: Matrices that went through Newton-Schulz on this rank; a stack that several owners
-            divide counts once, where its first blocks are.
+        bytes_sent: Bytes that this rank sent to others in all-to-alls.
+        matrices_orthogonalized: Matrices that this rank orthogonalised. A stack with several owners counts once, at the
+            owner of its first blocks.
         exchanges: All-to-alls that this rank took part in.
     """
 
@@ -42,12 +42,12 @@ class StepContext:
     """What every part of the step of one step set needs; made once, when the optimizer is bound.
 
     Attributes:
-        number: Of the step set, for errors.
+        number: The number of the step set, for errors.
         group: The data-parallel process group; ``None`` in a single process.
         rank: This rank inside the group.
-        world_size: Its size.
+        world_size: The size of the group.
         device: Where the exchange and the iteration run; the partitions may be elsewhere (offload).
-        wire_dtype: Dtype in which directions and updates travel, and to which they are rounded where they stay.
+        wire_dtype: Dtype of directions and updates, also of those that do not travel.
         ns_settings: The Newton-Schulz iteration.
         stats: Counters of the optimizer; mutated.
     """
@@ -63,9 +63,9 @@ class StepContext:
 
     @property
     def batch_below(self) -> int:
-        """Blocks whose short side is shorter than this are orthogonalised together.
+        """Blocks with a shorter short side than this are orthogonalised in batches.
 
-        On a CPU a product of several matrices is slower than one at a time from there on; on a GPU one such matrix
-        fills the chip (two waves of 128 x 128 tiles on 132 multiprocessors).
+        Above it a CPU multiplies matrices faster one at a time, and a single matrix fills a GPU (two waves of
+        128 x 128 tiles on 132 multiprocessors).
         """
         return 256 if self.device.type == "cpu" else 2048

@@ -18,20 +18,19 @@ from deepspeed_muon.transport.waiting import phase
 
 __all__ = ["ChunkExchange", "Travel", "cut", "exchange_bytes"]
 
-# Slots of the buffers with overlap: one chunk arrives, one is orthogonalised, one returns.
+# Slots with overlap: one chunk arrives, one is orthogonalised, one returns.
 _SLOTS = 3
 
 
 @dataclass(slots=True)
 class Travel:
-    """One chunk on its way, in one slot of the buffers.
+    """A chunk that travels, in one slot of the buffers.
 
     Attributes:
         chunk: What travels.
-        number: Of the chunk in its plan.
-        held: Fragments that this rank holds of other ranks' matrices: directions leave from here, and their updates
-            arrive here.
-        owned: Fragments that other ranks hold of this rank's matrices: directions arrive, and updates leave.
+        number: Its number in the plan.
+        held: Fragments that this rank holds of other ranks' matrices: directions leave from here, updates arrive here.
+        owned: Fragments that other ranks hold of this rank's matrices: directions arrive here, updates leave from here.
         work: The all-to-all that is under way.
     """
 
@@ -45,7 +44,7 @@ class Travel:
 class ChunkExchange:
     """Starts and awaits the all-to-alls of one exchange plan.
 
-    The same fragments travel in both directions, so the updates come back to where the directions left from.
+    Scatter sends the fragments back that gather brought, so the updates take the place of the directions.
     """
 
     def __init__(
@@ -64,10 +63,10 @@ class ChunkExchange:
             plan: This rank's view of the exchange.
             context: Of the step set.
             buffers: Memory of the slots, shared with other step sets.
-            overlap: Whether chunks travel while others are orthogonalised. Without it every all-to-all is waited for
-                at once, in a third of the memory.
-            leaves_pending: Whether the last updates may still travel while the next set is updated.
-            follows_pending: Whether updates of the set before may still travel when this one begins.
+            overlap: Whether chunks travel while others are orthogonalised. Without it the rank waits for every
+                all-to-all at once, and needs a third of the memory.
+            leaves_pending: Whether the last updates may still be in flight while the next set is updated.
+            follows_pending: Whether updates of the previous set may still be in flight when this one begins.
         """
         self._context = context
         self._buffers = buffers
@@ -75,7 +74,7 @@ class ChunkExchange:
         self._number_of = {id(chunk): number for number, chunk in enumerate(plan.chunks)}
         moving = [chunk for chunk in plan.chunks if chunk.scatters]
         most = _SLOTS if overlap else 1
-        # Step sets whose updates meet must count their slots alike.
+        # Step sets with pending updates between them must have the same number of slots.
         self.slots = most if leaves_pending or follows_pending else max(1, min(most, len(moving)))
         for slot in range(most if follows_pending and moving else min(most, len(moving))):
             held = max(sum(chunk.scatter_recv_splits) for chunk in moving)
@@ -84,7 +83,7 @@ class ChunkExchange:
             buffers.reserve(f"owned {slot}", owned * context.wire_dtype.itemsize)
 
     def open(self, chunk: Chunk, slot: int) -> Travel:
-        """Give a chunk its slot in the buffers, which hold whatever was there before."""
+        """Give a chunk its slot; the buffers keep what they held before."""
         slot %= self.slots
         dtype = self._context.wire_dtype
         return Travel(
@@ -112,7 +111,7 @@ class ChunkExchange:
             )
 
     def wait(self, what: Literal["gather", "scatter"], travel: Travel) -> None:
-        """Wait until the all-to-all of a chunk is done; on a GPU the current stream waits, not the process."""
+        """Wait for the all-to-all of a chunk; on a GPU the current stream waits, not the process."""
         with self._phase(what, travel):
             if travel.work is not None:
                 travel.work.wait()
@@ -142,14 +141,16 @@ def exchange_bytes(
     *,
     group: dist.ProcessGroup | None,
 ) -> dist.Work:
-    """Start an all-to-all of flat tensors as bytes: gloo does not know every half format, and no backend computes.
+    """Start an all-to-all of flat tensors as bytes, because gloo does not know every half format.
+
+    Must be called by all ranks of ``group``.
 
     Args:
-        out: What is received, by rank; mutated.
+        out: What is received, by rank. Mutated.
         send: What is sent, by rank, of the same dtype.
         out_splits: Elements from each rank.
         send_splits: Elements to each rank.
-        group: The process group; all of its ranks must call.
+        group: The process group.
     """
     size = send.element_size()
     work: dist.Work = dist.all_to_all_single(

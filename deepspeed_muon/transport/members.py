@@ -1,7 +1,7 @@
-"""The ranks that train one model together, and how each of them reaches all the others.
+"""The ranks that train one model together, and how each of them reaches the others.
 
-They need not be all ranks of the program: an ``mpu`` object can give an engine a part of them, and the rest may run
-other engines or none. So nothing here uses the default process group unless the engine spans it.
+They need not be all ranks of the program: an ``mpu`` object can give some of them to an engine, and the rest may run
+other engines or none. So nothing here uses the default process group unless the engine has all its ranks.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from deepspeed_muon.transport.waiting import phase
 
 __all__ = ["Members", "everyone", "is_first_rank"]
 
-# How often this process called the roll of each set of ranks: every call has keys of its own in the store.
+# How often this process called the roll of each set of ranks: every call uses its own keys in the store.
 _calls: dict[str, int] = {}
-# Seconds between two looks at the store, growing from the first to the last.
+# Seconds between two looks at the store; they grow from the first to the last.
 _FIRST_LOOK, _LAST_LOOK = 0.001, 0.25
 
 
@@ -31,19 +31,15 @@ class Members:
     """The ranks of one engine.
 
     Attributes:
-        groups: Process groups of this rank that, one after the other, reach every rank: the row and the column of a
-            grid (data-parallel, model-parallel). Empty where there is one rank only.
+        groups: Process groups of this rank that together reach every rank, one after the other: the row and the column
+            of a grid (data-parallel, model-parallel). Empty for a single rank.
     """
 
     groups: tuple[dist.ProcessGroup, ...] = ()
 
     @classmethod
     def of(cls, groups: Iterable[dist.ProcessGroup | None]) -> Members:
-        """Keep those groups that reach ranks which the others do not.
-
-        Args:
-            groups: In an order that all ranks share. ``None`` stands for the default group.
-        """
+        """Keep the groups that reach further ranks; ``None`` stands for the default group. All ranks use one order."""
         if not dist.is_available() or not dist.is_initialized():
             return cls()
         kept: list[dist.ProcessGroup] = []
@@ -59,7 +55,7 @@ class Members:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return math.prod(dist.get_world_size(group) for group in self.groups)
 
     @property
@@ -68,11 +64,11 @@ class Members:
         return not self.groups or self.size == dist.get_world_size()
 
     def gather(self, item: Any, *, what: str) -> dict[int, Any]:
-        """Return what every rank gives, by global rank. Must be called by all of them.
+        """Return the item of every rank, by global rank. Must be called by all of them.
 
         Args:
-            item: Can be pickled.
-            what: What it is for, for the error where a rank does not come.
+            item: Anything that can be pickled.
+            what: The purpose, for the error if a rank does not come.
         """
         known = {dist.get_rank() if self.groups else 0: item}
         for group in self.groups:
@@ -85,12 +81,12 @@ class Members:
     def call_roll(self) -> None:
         """Wait until every rank is here; must be called by all of them.
 
-        It goes through the key-value store, not through a collective: a rank whose engine has another optimizer does
-        not know of it and must not be disturbed. The wait ends by the time-out that the program gave to
-        ``init_distributed`` or ``init_process_group``.
+        It uses the key-value store and no collective, because a rank whose engine has another optimizer does not call
+        this and must not be disturbed. The wait ends with the time-out that the program gave to ``init_distributed``
+        or ``init_process_group``.
 
         Raises:
-            RankDisagreementError: When the time is over, with the ranks that are missing.
+            RankDisagreementError: After the time-out, with the missing ranks.
         """
         if self.groups and self.are_everyone:
             _call_roll(list(range(dist.get_world_size())))
@@ -105,7 +101,7 @@ def everyone() -> Members:
 
 
 def is_first_rank() -> bool:
-    """Return whether this process is the one that speaks for all of the default process group."""
+    """Return whether this process speaks for all of the default process group."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
@@ -120,12 +116,12 @@ def _call_roll(ranks: Sequence[int]) -> None:
         store.set(complete, "yes")
     limit, look = store.timeout.total_seconds(), _FIRST_LOOK  # type: ignore[attr-defined]
     ends = time.monotonic() + limit
-    # Not store.wait, which would keep the store's connection busy for the threads that need it too.
+    # store.wait would block the store's connection, which other threads need too.
     while not store.check([complete]):
         if time.monotonic() > ends:
             missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
-            # As if this call had not been, so that a program that catches the error can try again. The own key stays:
-            # ranks whose time ends a little later shall not miss this one.
+            # Undo the call, so that a program that catches the error can try again. This rank's own key stays, so that
+            # ranks whose time ends a little later do not report it as missing.
             store.add(f"{key}/count", -1)
             _calls[name] -= 1
             raise RankDisagreementError(

@@ -1,7 +1,7 @@
-"""NorMuon's row moments on their way: from the ranks that keep them to the owners of the matrices, and back.
+"""Brings NorMuon's row moments from the ranks that keep them to the owners of the matrices, and back.
 
-They travel in fp32, two small all-to-alls beside those of the step (one number for every row of a matrix), and only
-where a matrix has rows that begin on another rank than its owner.
+They travel in fp32, one number for every row of a matrix, in two small all-to-alls a step; only if some matrix has rows
+that begin on another rank than its owner.
 """
 
 from __future__ import annotations
@@ -25,17 +25,11 @@ __all__ = ["RowMoments"]
 class RowMoments:
     """The row moments of the matrices of one exchange plan.
 
-    In every step: :meth:`gather`, then :meth:`normalize` for each batch of owned matrices, then :meth:`scatter`. In
-    between it is the :class:`~deepspeed_muon.monitoring.results.Finish` of the matrices.
+    A step calls :meth:`gather`, then :meth:`normalize` for each batch of owned matrices (as their
+    :class:`~deepspeed_muon.monitoring.results.Finish`), then :meth:`scatter`.
     """
 
     def __init__(self, plan: ExchangePlan, context: StepContext) -> None:
-        """Make the plan of the rows; nothing is allocated or sent.
-
-        Args:
-            plan: The plan of the matrices, for their owners.
-            context: Of the step set.
-        """
         self._matrices = plan.matrices
         layouts = row_layouts(plan.matrices)
         self.plan = build_exchange_plan(
@@ -61,8 +55,8 @@ class RowMoments:
         Must be called by all ranks of the group.
 
         Args:
-            kept: Partition index to the moments that this rank keeps of it, one-dimensional fp32.
-            beta2: Decay of the moments of each matrix of the plan in this step.
+            kept: Partition index to the moments that this rank keeps, one-dimensional fp32.
+            beta2: Decay of the moments in this step, for each matrix of the plan.
         """
         self._whole, self._before, self._beta2 = {}, {}, beta2
         for chunk in self.plan.chunks:
@@ -85,8 +79,8 @@ class RowMoments:
         """Normalise the rows of owned matrices and advance their moments.
 
         Args:
-            blocks: Matrix and number of the block, for each of the updates.
-            updates: ``(blocks, rows, cols)``: what Newton-Schulz gave for them.
+            blocks: The block of each update: index of the matrix and number of the block.
+            updates: ``(blocks, rows, cols)``: the orthogonalised blocks.
 
         Returns:
             A new fp32 tensor of the same shape.
@@ -122,7 +116,7 @@ class RowMoments:
         return self._whole[index].view(matrix.rows, -1)[:, col].narrow(0, block.row, block.rows)
 
     def scatter(self, kept: Mapping[int, Tensor]) -> None:
-        """Bring the moments back to the ranks that keep them, unchanged where a matrix was not active.
+        """Bring the moments back to the ranks that keep them; those of inactive matrices are unchanged.
 
         Must be called by all ranks of the group.
 
@@ -144,7 +138,7 @@ class RowMoments:
         self._whole, self._before = {}, {}
 
     def _own(self, chunk: Chunk) -> list[Segment]:
-        """Return the runs that this rank both keeps and owns."""
+        """Return the fragments that this rank keeps of its own matrices."""
         return [
             Segment(index, fragment, 0)
             for index in chunk.owned

@@ -1,12 +1,12 @@
 """Newton-Schulz on matrices that stay sharded over a process group.
 
-``X <- p(X X^T) X`` needs of the other ranks only the m x m Gram matrix ``X X^T``, and that is a sum over columns. So a
-matrix that is cut along its *long* side is orthogonalised where it lies: one all-reduce of the Gram matrix at the start
-and one per restart of the iteration, whatever the long side's length.
+``X <- p(X X^T) X`` needs only the m x m Gram matrix ``X X^T`` from the other ranks, and that is a sum over columns. So
+a matrix that is cut along its *long* side is orthogonalised where it lies: the ranks all-reduce the Gram matrix at the
+start and at each restart of the iteration, whatever the length of the long side.
 
-A matrix that is cut along its *short* side has a sum over ranks only for the Gram matrix of its long side, which is
-larger than the matrix itself. There the shards are cut anew along the long side first, by one all-to-all in which a
-rank sends no more than the shard that it holds, and the result goes back by another.
+A matrix that is cut along its *short* side is cut again first, along the long side: the sum over its own shards would
+be the Gram matrix of the long side, which is larger than the matrix. One all-to-all changes the cut, in which a rank
+sends no more than its shard, and a second one brings the result back.
 """
 
 from __future__ import annotations
@@ -37,24 +37,23 @@ def orthogonalize_sharded(
 ) -> Tensor:
     """Return this rank's shard of the approximate polar factor of every matrix in a batch of sharded matrices.
 
-    It is :func:`deepspeed_muon.orthogonalize` of the whole matrices, up to rounding, without any rank holding one.
-    Must be called by all ranks of ``group`` with equal settings. The shards follow each other in the order of
-    the group's ranks; they may be uneven, and empty on some ranks.
+    The result is that of :func:`deepspeed_muon.orthogonalize` for the whole matrices, up to rounding; no rank ever
+    holds a whole matrix. Must be called by all ranks of ``group`` with equal settings. The shards follow each other in
+    the order of the group's ranks; they may be uneven, and empty on some ranks.
 
-    For one ``m x n`` matrix with ``m <= n`` on W ranks a rank sends its norm, one number in float32. With ``gram`` it
-    takes part in an all-reduce of ``m x m`` elements at the start and per restart (two to three in all for five steps),
-    with ``standard`` in one per step, in float32 at least. Where the short side is sharded it also sends
-    ``2 m n / W (W - 1) / W`` elements in ``settings.dtype``. The ``m x m`` products run on every rank.
+    For one ``m x n`` matrix with ``m <= n`` on W ranks a rank sends its norm, one number in float32. The ranks
+    all-reduce ``m x m`` elements in float32 at least: with ``gram`` at the start and at each restart (two or three
+    times in five steps), with ``standard`` in every step. If the short side is sharded, a rank also sends
+    ``2 m n / W (W - 1) / W`` elements in ``settings.dtype``. Every rank computes all ``m x m`` products.
 
     Args:
         x: This rank's shard of ``(..., rows, cols)``, any floating dtype. Not mutated.
-        group: The process group over which the matrices are sharded. There is no default: a wrong group gives a wrong
-            update, not an error.
-        shard_dim: The sharded dimension of the matrix: -2 (rows) or -1 (columns), or 0 or 1 where ``x`` is a single
-            matrix.
+        group: The process group over which the matrices are sharded. It has no default, because a wrong group gives a
+            wrong update and no error.
+        shard_dim: The sharded dimension of the matrix: -2 (rows) or -1 (columns); for a single matrix also 0 or 1.
         settings: Polynomial, method, dtype and eps. ``gram`` runs for square matrices too.
-        shard_sizes: Length of every rank's shard along ``shard_dim``, for callers whose ranks agreed on all shapes
-            before. Without it they compare shapes and settings by one small all-gather, which waits for the device.
+        shard_sizes: Length of every rank's shard along ``shard_dim``, if the ranks have agreed on all shapes before.
+            Without it they compare shapes and settings in one small all-gather, which waits for the device.
 
     Returns:
         A new tensor of the shape of ``x``, in ``settings.dtype``.
@@ -67,7 +66,7 @@ def orthogonalize_sharded(
     world_size = len(shard_sizes)
     if world_size == 1:
         return orthogonalize(x, settings=settings)
-    # From here on columns are what is sharded.
+    # From here on the columns are sharded.
     columns = x.mT if dim == -2 else x
     rows, total, batch = columns.shape[-2], sum(shard_sizes), x.shape[:-2].numel()
     if batch * rows * total == 0:
@@ -136,7 +135,7 @@ def _matrix_dim(x: Tensor, shard_dim: int) -> int:
 def _agree_on_sizes(
     x: Tensor, dim: int, group: dist.ProcessGroup, settings: NsSettings, problem: ShardingError | None
 ) -> tuple[int, ...]:
-    """Return every rank's length along ``dim``; raise on all ranks if anything that must be equal differs."""
+    """Return every rank's length along ``dim``; raise on all ranks if their arguments do not fit together."""
     batch, other = 1, -1
     if problem is None:
         batch, other = x.shape[:-2].numel(), x.shape[-3 - dim]
@@ -162,7 +161,7 @@ def _agree_on_sizes(
 def _normalized(x: Tensor, settings: NsSettings, group: dist.ProcessGroup) -> Tensor:
     """Divide the shards by the Frobenius norm of the whole matrices, in at least float32, then cast.
 
-    The ranks' norms are gathered rather than their squares summed: all ranks then compute the same norm, bit for bit.
+    The ranks gather their norms and each computes the sum, so that all get the same norm, bit for bit.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     norms = torch.linalg.vector_norm(x, dim=(-2, -1), dtype=dtype)
@@ -177,8 +176,8 @@ def _iterate(x: Tensor, settings: NsSettings, group: dist.ProcessGroup) -> Tenso
     sum_dtype = torch.promote_types(settings.dtype, torch.float32)
 
     def gram_of(part: Tensor) -> Tensor:
-        # Each rank's product is rounded to the iteration's dtype once, as the unsharded one is; the sum over ranks
-        # must not round again with every rank that is added.
+        # The product is rounded once to the iteration's dtype, as without shards. The sum over ranks runs in fp32 at
+        # least, because it would round once more for every rank.
         gram = (part @ part.mT).to(sum_dtype)
         dist.all_reduce(gram, group=group)
         return gram.to(settings.dtype)
@@ -188,10 +187,10 @@ def _iterate(x: Tensor, settings: NsSettings, group: dist.ProcessGroup) -> Tenso
 
 @dataclass(frozen=True, slots=True)
 class _Recut:
-    """Moves matrices that are cut along columns to a cut along rows, and back.
+    """Changes a cut along columns to a cut along rows, and back.
 
     Attributes:
-        col_sizes: Columns that each rank holds at first.
+        col_sizes: Columns that each rank holds before and after.
         row_sizes: Rows that each rank holds in between.
         group: The process group.
     """
@@ -202,21 +201,21 @@ class _Recut:
 
     def there(self, x: Tensor) -> Tensor:
         """Turn ``(batch, rows, own columns)`` into ``(batch, columns, own rows)``, transposed."""
-        pieces = [piece.mT for piece in x.split(self.row_sizes, dim=-2)]
+        parts = [part.mT for part in x.split(self.row_sizes, dim=-2)]
         own = self.row_sizes[dist.get_rank(self.group)]
-        return torch.cat(self._exchange(pieces, [(size, own) for size in self.col_sizes]), dim=-2)
+        return torch.cat(self._exchange(parts, [(size, own) for size in self.col_sizes]), dim=-2)
 
     def back(self, x: Tensor) -> Tensor:
         """Turn ``(batch, columns, own rows)`` back into ``(batch, rows, own columns)``."""
-        pieces = [piece.mT for piece in x.split(self.col_sizes, dim=-2)]
+        parts = [part.mT for part in x.split(self.col_sizes, dim=-2)]
         own = self.col_sizes[dist.get_rank(self.group)]
-        return torch.cat(self._exchange(pieces, [(size, own) for size in self.row_sizes]), dim=-2)
+        return torch.cat(self._exchange(parts, [(size, own) for size in self.row_sizes]), dim=-2)
 
-    def _exchange(self, pieces: Sequence[Tensor], shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """Send one piece ``(batch, r, c)`` to every rank; return theirs, of the given ``(r, c)``."""
-        batch = pieces[0].shape[0]
-        send = torch.cat([piece.reshape(-1) for piece in pieces])
+    def _exchange(self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Send one part ``(batch, r, c)`` to every rank; return theirs, of the given ``(r, c)``."""
+        batch = parts[0].shape[0]
+        send = torch.cat([part.reshape(-1) for part in parts])
         counts = [batch * rows * cols for rows, cols in shapes]
         received = send.new_empty(sum(counts))
-        exchange_bytes(received, send, counts, [piece.numel() for piece in pieces], group=self.group).wait()
+        exchange_bytes(received, send, counts, [part.numel() for part in parts], group=self.group).wait()
         return [part.view(batch, *shape) for part, shape in zip(received.split(counts), shapes, strict=True)]

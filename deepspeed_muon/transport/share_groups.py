@@ -1,4 +1,4 @@
-"""The process groups of ranks that orthogonalise matrices together."""
+"""The process groups of ranks that share matrices."""
 
 from __future__ import annotations
 
@@ -14,33 +14,25 @@ __all__ = ["ShareGroups", "global_ranks"]
 
 
 class ShareGroups:
-    """The process groups of ranks that share matrices."""
+    """Makes and keeps the process groups of ranks that share matrices; ``members`` are the ranks of the engine."""
 
     def __init__(self, members: Members) -> None:
-        """Start without groups.
-
-        Args:
-            members: The ranks of the engine.
-        """
         self._members = members
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     @property
     def can_open(self) -> bool:
-        """Whether groups can be made: torch has all ranks of the program make each of them.
+        """Whether groups can be made: in torch all ranks of the program must make each group.
 
-        It could have the members alone make it (``use_local_synchronization``), but then names it by how many groups a
-        rank is in, which differs between ranks.
+        With ``use_local_synchronization`` the members alone could, but torch would name the group by a count of groups
+        that differs between ranks.
         """
         return self._members.are_everyone
 
     def open(self, wanted: Iterable[Sequence[int]]) -> None:
-        """Make the groups that any rank needs.
+        """Make the groups that any rank needs; ``wanted`` are those of this rank, as global ranks.
 
-        Must be called by all ranks of the engine, which are all of the default process group.
-
-        Args:
-            wanted: Global ranks of the groups that this rank needs.
+        Must be called by all ranks of the default process group.
         """
         forming = "forming of groups that share matrices"
         asked = self._members.gather(sorted({tuple(ranks) for ranks in wanted}), what=forming)
@@ -51,17 +43,12 @@ class ShareGroups:
                     self._groups[ranks] = group
 
     def get(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """Return the group of some global ranks, which :meth:`open` has made."""
+        """Return the group of these global ranks, which :meth:`open` has made."""
         return self._groups[tuple(ranks)]
 
 
 def global_ranks(matrix: MatrixLayout, group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    """Return the ranks that share a matrix, as the default process group numbers them.
-
-    Args:
-        matrix: With its sharers, as the data-parallel group numbers them.
-        group: That group; ``None`` for the default one.
-    """
+    """Return the global ranks that share a matrix, whose sharers are ranks of the data-parallel ``group``."""
     if group is None:
         return matrix.sharers
     return tuple(dist.get_global_rank(group, rank) for rank in matrix.sharers)

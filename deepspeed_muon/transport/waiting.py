@@ -1,8 +1,8 @@
-"""Waiting for other ranks no longer than the user said, and saying where and for whom.
+"""Limits how long a rank waits for others, and names the ranks that did not come.
 
-DeepSpeed makes its data-parallel groups without a time-out, so they have torch's default (30 minutes with gloo),
-whatever the user gave ``init_process_group``. The exchange runs on those groups. For the time of a collective they get
-the time-out of the default group; whatever else runs on them keeps its own.
+The exchange runs on DeepSpeed's data-parallel groups. DeepSpeed makes them without a time-out, so they have torch's
+default (30 minutes with gloo), whatever the user gave ``init_process_group``. While a collective of this project runs,
+its group gets the time-out of the default group; collectives of others keep theirs.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ __all__ = ["group_timeout", "phase"]
 _SILENCE = re.compile(
     r"time(d)?[ -]?out|connection|pair closure|broken pipe|closed by peer|nccl", re.IGNORECASE
 )
-# Seconds that ranks which found the same silence get to say so.
+# Seconds in which other waiting ranks can report that they wait too.
 _GRACE = 3.0
 
 
 @contextlib.contextmanager
 def phase(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Run collectives that time out as the default process group does, and raise one typed error if ranks are missing.
+    """Run collectives of ``group`` with the time-out of the default process group.
 
-    Costs a few microseconds and no communication unless a collective fails.
+    It costs a few microseconds, and communicates only if a collective fails.
 
     Args:
         what: What the ranks are doing, for the error.
         group: Where the collectives run; ``None`` for the default group.
 
     Raises:
-        RankMissingError: From the collective's own error, naming the phase and the ranks that gave no sign.
+        RankMissingError: From the collective's own error, with the phase and the missing ranks.
     """
     changed = _shortened(group)
     try:
@@ -63,7 +63,7 @@ def group_timeout(group: dist.ProcessGroup | None = None) -> timedelta | None:
 
 
 def _backends(group: dist.ProcessGroup | None) -> dict[str, tuple[Any, timedelta]]:
-    """Return device type to backend and its time-out, for backends that have one to change."""
+    """Return device type to backend and its time-out, for backends whose time-out can be changed."""
     group = dist.group.WORLD if group is None else group
     found: dict[str, tuple[Any, timedelta]] = {}
     if group is None:
@@ -77,7 +77,7 @@ def _backends(group: dist.ProcessGroup | None) -> dict[str, tuple[Any, timedelta
 
 
 def _shortened(group: dist.ProcessGroup | None) -> list[tuple[Any, timedelta]]:
-    """Give a group's backends the default group's time-outs where those are shorter; return what to restore."""
+    """Give a group's backends the shorter time-outs of the default group; return what to restore."""
     if group is None or group is dist.group.WORLD or not dist.is_initialized():
         return []
     wanted = _backends(None)
@@ -107,7 +107,7 @@ def _report(what: str, group: dist.ProcessGroup | None, error: Exception) -> str
 
 
 def _absent(ranks: list[int], what: str) -> list[int]:
-    """Say through the store that this rank is alive and gave up; return those that did not say so soon after."""
+    """Write into the store that this rank is alive and gave up; return the ranks that do not write it soon after."""
     others = [rank for rank in ranks if rank != dist.get_rank()]
     try:
         store = c10d._get_default_store()
@@ -119,7 +119,7 @@ def _absent(ranks: list[int], what: str) -> list[int]:
                 break
             time.sleep(0.05)
     except RuntimeError:
-        pass  # Whoever kept the store is gone: nobody can be asked, and whoever has not answered stays listed.
+        pass  # The process with the store is gone: ranks that have not answered yet stay listed.
     return others
 
 

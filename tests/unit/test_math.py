@@ -197,17 +197,8 @@ def test_adamw_matches_the_reference() -> None:
     expected = (p.double(), m.double(), v.double())
     for step in range(1, 5):
         g = torch.randn(50)
-        adam_step_([p], [g], [m], [v], settings=AdamStep(1e-2, (0.9, 0.95), 1e-8, 0.1, step))
-        expected = reference_adamw_step(
-            expected[0],
-            g,
-            expected[1],
-            expected[2],
-            step=step,
-            lr=1e-2,
-            betas=(0.9, 0.95),
-            eps=1e-8,
-            weight_decay=0.1,
-        )
+        step_settings = AdamStep(1e-2, (0.9, 0.95), 1e-8, 0.1, step)
+        adam_step_([p], [g], [m], [v], settings=step_settings)
+        expected = reference_adamw_step(expected[0], g, expected[1], expected[2], settings=step_settings)
     for actual, wanted in zip((p, m, v), expected, strict=True):
         torch.testing.assert_close(actual.double(), wanted, rtol=1e-5, atol=1e-6)

@@ -92,19 +92,8 @@ def test_adam_kernels(kernel: str, decoupled: bool, master: torch.dtype, moments
     param, grad = 0.02 * random(numel, torch.float32, 0), random(numel, torch.float32, 1)
     param, grad = param.to(master), grad.to(master)
     exp_avg, exp_avg_sq = random(numel, moments, 2), random(numel, torch.float32, 3).square().to(moments)
-    decay = 0.1
-    expected = reference_adamw_step(
-        param,
-        grad.double() + (0.0 if decoupled else decay) * param.double(),
-        exp_avg,
-        exp_avg_sq,
-        step=3,
-        lr=0.01,
-        betas=(0.9, 0.95),
-        eps=1e-8,
-        weight_decay=decay if decoupled else 0.0,
-    )
-    step = AdamStep(0.01, (0.9, 0.95), 1e-8, decay, 3, decoupled)
+    step = AdamStep(0.01, (0.9, 0.95), 1e-8, 0.1, 3, decoupled)
+    expected = reference_adamw_step(param, grad, exp_avg, exp_avg_sq, settings=step)
     called = AdamKernel("x", "", run)
     called([param], [grad], [exp_avg], [exp_avg_sq], settings=step)
     assert called.calls == 1
