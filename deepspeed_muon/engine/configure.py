@@ -21,9 +21,9 @@ from deepspeed_muon.checkpoint.layout_record import add_record_to_state_dict
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.engine import stage0
 from deepspeed_muon.engine.accessors import muon_of
-from deepspeed_muon.engine.binding import read_step_sets
 from deepspeed_muon.engine.checkpointing import DeepSpeedHost
 from deepspeed_muon.engine.engine_hooks import hook_engine
+from deepspeed_muon.engine.layouts import read_step_sets
 from deepspeed_muon.engine.loss_scale import look_for_overflow, use_deepspeed_scaler
 from deepspeed_muon.engine.offload import Admission
 from deepspeed_muon.engine.ordering import order_parameters, record_order
