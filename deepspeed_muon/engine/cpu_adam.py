@@ -58,61 +58,35 @@ class CpuAdam:
         settings: AdamStep,
     ) -> None:
         """Update ``params`` and both moments in place; see :func:`deepspeed_muon.math.adamw.adam_step_`."""
-        beta1, beta2 = settings.betas
         self._forget_steps(settings)
         for tensors in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
             assert all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
-            self._op.adam_update(
-                self._number,
-                settings.step,
-                settings.lr,
-                beta1,
-                beta2,
-                settings.eps,
-                settings.weight_decay,
-                True,
-                *tensors,
-            )
+            self._op.adam_update(self._number, settings.step, *_numbers(settings), True, *tensors)
 
     def _forget_steps(self, settings: AdamStep) -> None:
         """Make the operator compute the powers of the betas from the step's number.
 
         Left to itself it multiplies those of its last step once more, which rounds differently: a resumed run would
-        part from an uninterrupted one in its last bits.
+        differ from an uninterrupted one in its last bits.
         """
-        self._op.create_adam(
-            self._number,
-            settings.lr,
-            *settings.betas,
-            settings.eps,
-            settings.weight_decay,
-            self._decoupled,
-            False,
-        )
+        self._op.create_adam(self._number, *_numbers(settings), self._decoupled, False)
 
     def _check(self, decoupled: bool, master: torch.dtype, moments: torch.dtype) -> None:
-        """Run two steps on random numbers beside the float64 reference."""
+        """Compare two steps on random numbers with the float64 reference."""
         generator = torch.Generator().manual_seed(0)
         param = (0.02 * torch.randn(_CHECKED, generator=generator)).to(master)
         exp_avg, exp_avg_sq = torch.zeros(2, _CHECKED, dtype=moments)
         expected, m, v = param.double(), exp_avg.double(), exp_avg_sq.double()
-        decay = 0.1
+        common: Any = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8}
+        decay, l2 = (0.1, 0.0) if decoupled else (0.0, 0.1)
         error = 0.0
         for step in (1, 2):
             grad = torch.randn(_CHECKED, generator=generator).to(master)
-            settings = AdamStep(0.01, (0.9, 0.95), 1e-8, decay, step, decoupled)
-            l2 = 0.0 if decoupled else decay
+            with_l2 = grad.double() + l2 * expected
             expected, m, v = reference_adamw_step(
-                expected,
-                grad.double() + l2 * expected,
-                m,
-                v,
-                step=step,
-                lr=0.01,
-                betas=settings.betas,
-                eps=1e-8,
-                weight_decay=decay if decoupled else 0.0,
+                expected, with_l2, m, v, step=step, weight_decay=decay, **common
             )
+            settings = AdamStep(**common, weight_decay=0.1, step=step, decoupled=decoupled)
             try:
                 self([param], [grad], [exp_avg], [exp_avg_sq], settings=settings)
             except RuntimeError as failed:
@@ -127,3 +101,7 @@ class CpuAdam:
             raise OpsUnavailableError(
                 f"DeepSpeed's cpu_adam operator differs from the reference by {error:.1e} (allowed {unit:.1e})"
             )
+
+
+def _numbers(settings: AdamStep) -> tuple[float, ...]:
+    return (settings.lr, *settings.betas, settings.eps, settings.weight_decay)

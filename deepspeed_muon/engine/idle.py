@@ -16,6 +16,7 @@ Nothing is sent: which parameters are reduced is the same on all ranks that redu
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -155,20 +156,13 @@ def _is_new(wrapper: Any, param: Tensor) -> bool:
 def _start_afresh(wrapper: Any) -> None:
     """Forget what was reduced, and what a step that overflowed or raised left behind."""
     memory_of(wrapper).reduced.clear()
-    if _is_offloaded(wrapper):
+    is_flat = isinstance(wrapper, DeepSpeedZeroOptimizer)
+    if wrapper.cpu_offload if is_flat else wrapper.offload_optimizer:
         # Also the record of what has reached the gradients of the masters.
         wrapper.reset_cpu_buffers()
-    if isinstance(wrapper, DeepSpeedZeroOptimizer):
+    if is_flat:
         # fp32 sums of gradients in half precision.
         wrapper.averaged_gradients = dict.fromkeys(wrapper.averaged_gradients)
-
-
-def _is_offloaded(wrapper: Any) -> bool:
-    return bool(
-        wrapper.offload_optimizer
-        if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3)
-        else wrapper.cpu_offload
-    )
 
 
 def _at_boundary(wrapper: Any) -> bool:
@@ -193,7 +187,7 @@ def _fill_up(wrapper: Any) -> None:
 def _fill_up_partitions(wrapper: Any) -> None:
     """Put zeros into ZeRO 3's buffer, and with offload into the gradients of the masters."""
     reduced = memory_of(wrapper).reduced
-    delivers = _is_offloaded(wrapper) and _at_boundary(wrapper)
+    delivers = wrapper.offload_optimizer and _at_boundary(wrapper)
     missing = [
         param
         for group in wrapper.fp16_groups
@@ -205,14 +199,11 @@ def _fill_up_partitions(wrapper: Any) -> None:
     accelerator = get_accelerator()
     # The stream on which DeepSpeed reduces, and looks for infinities.
     with accelerator.stream(wrapper.reduce_and_partition_stream):
-        zeros = [
-            torch.zeros(
-                param.partition_numel(),
-                dtype=wrapper.gradient_accumulation_dtype,
-                device=accelerator.current_device_name(),
-            )
-            for param in missing
-        ]
+        kind: Any = {
+            "dtype": wrapper.gradient_accumulation_dtype,
+            "device": accelerator.current_device_name(),
+        }
+        zeros = [torch.zeros(param.partition_numel(), **kind) for param in missing]
         wrapper.partition_grads(missing, zeros)
     if not accelerator.resolves_data_dependency():
         wrapper.reduce_and_partition_stream.synchronize()
@@ -220,19 +211,13 @@ def _fill_up_partitions(wrapper: Any) -> None:
 
 def _fill_up_masters(wrapper: Any) -> None:
     """Send zeros the way of ZeRO 1's and 2's offloaded gradients."""
-    attribute = "grad_accum" if wrapper.use_grad_accum_attribute else "grad"
-    for param in _missing(wrapper):
-        dtype = wrapper.gradient_accumulation_dtype if attribute == "grad_accum" else param.dtype
-        setattr(param, attribute, torch.zeros_like(param, dtype=dtype))
-        wrapper.copy_grads_in_partition(param)
-        setattr(param, attribute, None)
-
-
-def _missing(wrapper: Any) -> Iterator[Tensor]:
     reduced = memory_of(wrapper).reduced
-    for params in wrapper.params_in_partition:
-        for param in params:
-            # Without a gradient of its own DeepSpeed reports it, if it was told not to ignore it.
-            ignored = wrapper.ignore_unused_parameters or id(param) in reduced
-            if ignored and _undelivered(wrapper, param):
-                yield param
+    attribute = "grad_accum" if wrapper.use_grad_accum_attribute else "grad"
+    for param in itertools.chain.from_iterable(wrapper.params_in_partition):
+        # Without a gradient of its own DeepSpeed reports it, if it was told not to ignore it.
+        ignored = wrapper.ignore_unused_parameters or id(param) in reduced
+        if ignored and _undelivered(wrapper, param):
+            dtype = wrapper.gradient_accumulation_dtype if attribute == "grad_accum" else param.dtype
+            setattr(param, attribute, torch.zeros_like(param, dtype=dtype))
+            wrapper.copy_grads_in_partition(param)
+            setattr(param, attribute, None)

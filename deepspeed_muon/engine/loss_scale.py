@@ -37,25 +37,19 @@ __all__ = [
 ]
 
 
-def use_deepspeed_scaler(engine: Any) -> bool:
+def use_deepspeed_scaler(engine: Any) -> None:
     """Replace the wrapper's GradScaler by a dynamic loss scale with the same start, growth and backoff.
 
     Where the engine does not use ``torch_autocast``, the scaler is left over from another engine of the process: it is
     removed and the loss scale stays the engine's own.
-
-    Args:
-        engine: the DeepSpeed engine; its ZeRO wrapper is changed.
-
-    Returns:
-        Whether a GradScaler of this engine's was replaced.
     """
     wrapper = engine.optimizer
     scaler = getattr(wrapper, "torch_autocast_gradscaler", None)
     if scaler is None or not isinstance(wrapper, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)):
-        return False
+        return
     wrapper.torch_autocast_gradscaler = None
     if not engine.torch_autocast_enabled():
-        return False
+        return
     wrapper.loss_scaler = DynamicLossScaler(
         init_scale=scaler.get_scale(),
         scale_window=scaler.get_growth_interval(),
@@ -68,7 +62,6 @@ def use_deepspeed_scaler(engine: Any) -> bool:
     wrapper.dynamic_loss_scale = True
     if isinstance(wrapper, DeepSpeedZeroOptimizer):
         wrapper.check_grad_overflow = True
-    return True
 
 
 def scale_may_grow(engine: Any) -> bool:

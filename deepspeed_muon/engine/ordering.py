@@ -48,19 +48,14 @@ def order_parameters(engine: Any, optimizer: Muon, *, device: torch.device) -> N
     optimizer.order_parameters(sizes, device=device)
 
 
-def has_flat_groups(wrapper: Any) -> bool:
-    """Return whether a wrapper keeps param groups as flat buffers, in which the order of the matrices matters."""
-    return isinstance(wrapper, (DeepSpeedZeroOptimizer, BF16_Optimizer))
+def has_flat_groups(engine: Any) -> bool:
+    """Return whether the wrapper keeps param groups as flat buffers, in which the order of the matrices matters."""
+    return isinstance(engine.optimizer, (DeepSpeedZeroOptimizer, BF16_Optimizer))
 
 
-def record_order(wrapper: Any, optimizer: Muon) -> None:
-    """Have every saved state say which layout it has, where the order matters.
-
-    Args:
-        wrapper: ``engine.optimizer``.
-        optimizer: Our optimizer inside it, bound.
-    """
-    if not has_flat_groups(wrapper):
+def record_order(engine: Any, optimizer: Muon) -> None:
+    """Have every saved state of a bound optimizer say which layout it has, where the order matters."""
+    if not has_flat_groups(engine):
         return
     digest, order = _digest(_rows(optimizer)), optimizer.config.order
 
@@ -73,7 +68,7 @@ def record_order(wrapper: Any, optimizer: Muon) -> None:
 def load_state_dict(
     original: Callable[..., Any], wrapper: Any, state_dict_list: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Refuse a saved state with another layout, then load it; replaces the wrapper's method."""
+    """Refuse a saved state with another layout, then load it."""
     optimizer: Muon = wrapper.optimizer
     digest = _digest(_rows(optimizer))
     # Universal checkpoints come without such a list, and by name.

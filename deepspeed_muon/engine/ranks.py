@@ -13,7 +13,7 @@ from deepspeed_muon.routing.rules import true_shape
 from deepspeed_muon.transport.agreement import RankFacts, group_rank_scope
 from deepspeed_muon.transport.members import Members
 
-__all__ = ["data_parallel_scope", "holders", "members_of", "model_facts"]
+__all__ = ["data_parallel_scope", "has_experts", "holders", "members_of", "model_facts"]
 
 
 def members_of(engine: Any) -> Members:
@@ -48,6 +48,11 @@ def holders(param: Tensor, default: dist.ProcessGroup) -> dist.ProcessGroup:
     """
     name = expert_group_name(param)
     return default if name is None else deepspeed_groups._get_expert_data_parallel_group(name)
+
+
+def has_experts(engine: Any) -> bool:
+    """Return whether the model has layers of ``deepspeed.moe``."""
+    return bool(getattr(engine, "has_moe_layers", False))
 
 
 def data_parallel_scope(engine: Any) -> str:

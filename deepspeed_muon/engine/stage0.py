@@ -17,6 +17,7 @@ from torch import Tensor
 
 from deepspeed_muon.engine.hooked import memory_of
 from deepspeed_muon.engine.layouts import half_pairs
+from deepspeed_muon.engine.ranks import has_experts
 from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group
 from deepspeed_muon.routing.param_groups import expert_group_name
 from deepspeed_muon.routing.pipeline_module import is_divided
@@ -86,7 +87,7 @@ def _exact_norm(engine: Any) -> Tensor | None:
     """Return the norm of the gradients of all stages or of all experts, ``None`` if DeepSpeed's own is right."""
     if is_divided(engine.module):
         return _norm_of_all_stages(engine)
-    if _has_experts(engine):
+    if has_experts(engine):
         return _norm_of_all_experts([(param, param.grad) for param in _params(engine)])
     return None
 
@@ -100,10 +101,6 @@ def _norm_of_all_stages(engine: Any) -> Tensor:
         squared += norm.double() ** 2
     dist.all_reduce(squared, group=engine.mpu.get_model_parallel_group())
     return squared.sqrt().float()
-
-
-def _has_experts(engine: Any) -> bool:
-    return bool(getattr(engine, "has_moe_layers", False))
 
 
 def _norm_of_all_experts(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:
@@ -166,7 +163,7 @@ def unscale_and_clip_grads(
 ) -> float:
     """Divide by the scale that was applied, and clip by a norm that counts every expert."""
     applied = divisor = memory_of(wrapper).applied_scale
-    if _has_experts(memory_of(wrapper).engine()):
+    if has_experts(memory_of(wrapper).engine()):
         pairs = [(model, master.grad) for model, master in half_pairs(wrapper)]
         total_norm = wrapper._global_grad_norm = _norm_of_all_experts(pairs)
     if wrapper.clip_grad > 0.0:

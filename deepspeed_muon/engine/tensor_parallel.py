@@ -34,6 +34,9 @@ _META = "ds_autotp_universal_checkpoint_meta"
 # Layers of versions without that attribute, by the dimension that they cut. Exact classes: subclasses cut otherwise.
 _CLASSES = {"LinearLayer": 0, "LinearAllreduce": 1, "GateUpPack_LinearLayer": 0}
 
+_Cuts = Mapping[str, tuple[int, int | None]]
+"""Name of a shard to the dimension that is cut, and the elements of the whole matrix where that is known."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
@@ -74,10 +77,7 @@ def tensor_parallel_group(engine: Any) -> dist.ProcessGroup | None:
 
 
 def with_tensor_parallel(
-    group: dist.ProcessGroup,
-    read: Callable[[], list[StepSet]],
-    model: nn.Module,
-    routes: Mapping[int, Route],
+    group: dist.ProcessGroup, read: Callable[[], list[StepSet]], model: nn.Module, routes: Mapping[int, Route]
 ) -> list[StepSet]:
     """Read the step sets of all ranks of a tensor-parallel group and say which of their matrices are shards.
 
@@ -100,8 +100,8 @@ def with_tensor_parallel(
     error: Exception | None = None
     try:
         sets = read()
-        dims = _cut_dimensions(model, routes)
-        own = [_describe(step_set, dims) for step_set in sets]
+        cuts = _cut_dimensions(model, routes)
+        own = [_describe(step_set, cuts) for step_set in sets]
         # Flags of gradients are exchanged by position, those of AdamW's parameters too.
         listed = [
             (number, layout.name) for number, step_set in enumerate(sets) for layout in step_set.layouts
@@ -143,21 +143,14 @@ def _compare_names(told: list[list[tuple[int, str]]]) -> None:
             )
 
 
-def _cut_dimensions(
-    model: nn.Module, routes: Mapping[int, Route]
-) -> dict[str, tuple[int | None, int | None]]:
-    """Return, for each of Muon's parameters, the dimension that is cut (or ``None``) and the whole one's elements."""
-    found: dict[str, tuple[int | None, int | None]] = {}
+def _cut_dimensions(model: nn.Module, routes: Mapping[int, Route]) -> _Cuts:
+    """Return, for each shard of a matrix of Muon's, the dimension that is cut and the elements of the whole."""
+    found = {}
     for module in model.modules():
         for param in module.parameters(recurse=False):
             route = routes.get(id(param))
-            if route is None or route.algorithm != "muon":
-                continue
-            if not (
-                getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False)
-            ):
-                found.setdefault(route.name, (None, None))
-            else:
+            marked = getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False)
+            if marked and route is not None and route.algorithm == "muon":
                 found[route.name] = _cut_dimension(param, module, route)
     return found
 
@@ -190,11 +183,11 @@ def _refuse(name: str, why: str) -> NoReturn:
     )
 
 
-def _describe(step_set: StepSet, dims: Mapping[str, tuple[int | None, int | None]]) -> list[_Matrix]:
+def _describe(step_set: StepSet, cuts: _Cuts) -> list[_Matrix]:
     tensors = {partition.index: partition.tensor for partition in step_set.partitions}
     described = []
     for matrix in step_set.matrices:
-        dim, logical_numel = dims.get(matrix.name, (None, None))
+        dim, logical_numel = cuts.get(matrix.name, (None, None))
         if dim is not None and matrix.block_shape != (matrix.rows, matrix.cols):
             # Head counts and sizes of parts are those of the whole layer: on a shard they would cut elsewhere.
             _refuse(

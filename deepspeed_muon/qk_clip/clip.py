@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from deepspeed_muon.config import QkClipConfig
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.logs import warn
-from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
-from deepspeed_muon.qk_clip.heads import AttentionHeads, HeadRun, head_runs
-from deepspeed_muon.qk_clip.logits import clip_factor
-from deepspeed_muon.qk_clip.recorder import QkRecorder, attach_to_hugging_face, detach, find_recorders
+from deepspeed_muon.plan.layout import Fragment, MatrixLayout, ParameterLayout
+from deepspeed_muon.qk_clip import hugging_face
+from deepspeed_muon.qk_clip.logits import HeadRole, clip_factor
+from deepspeed_muon.qk_clip.recorder import AttentionHeads, QkRecorder, find_recorders
 from deepspeed_muon.routing.rules import Route
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.transport.waiting import phase
 
-__all__ = ["QkClip", "QkClipReport"]
+__all__ = ["HeadRun", "QkClip", "QkClipReport", "head_runs"]
 
 # A layer whose logits cannot have exceeded this share of the threshold is only watched in the next step.
 _WATCHED_BELOW = 0.5
@@ -56,16 +56,16 @@ class QkClip:
 
         Args:
             settings: Threshold and alpha.
-            model: The model. Mutated, see :func:`deepspeed_muon.qk_clip.recorder.attach_to_hugging_face`.
+            model: The model. Mutated, see :func:`deepspeed_muon.qk_clip.hugging_face.attach`.
             routes: ``id(parameter)`` to its route.
 
         Raises:
             ConfigError: If there is no attention layer to clip, or one cannot be clipped.
         """
         self.settings = settings
-        recording = [weakref.ref(each) for each in attach_to_hugging_face(model)]
+        recording = [weakref.ref(each) for each in hugging_face.attach(model)]
         # When this clip goes, with its optimizer, the models are as before.
-        weakref.finalize(self, detach, recording).atexit = False
+        weakref.finalize(self, hugging_face.detach, recording).atexit = False
         found = find_recorders(model)
         if not found:
             raise ConfigError(
@@ -211,3 +211,56 @@ def _with_routed_names(
             )
         rows.append(replace(block, parameter=route.name))
     return AttentionHeads(layer.layer, layer.heads, tuple(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRun:
+    """A run of one rank's partition that is multiplied by one factor.
+
+    Attributes:
+        layer: Number of the layer.
+        first: First query head whose largest logit decides.
+        stop: First query head after those.
+        role: What the rows make.
+        partition: Index of the flat partition.
+        offset: Where the run starts in it.
+        numel: Its length.
+    """
+
+    layer: int
+    first: int
+    stop: int
+    role: HeadRole
+    partition: int
+    offset: int
+    numel: int
+
+
+def head_runs(
+    layers: Sequence[AttentionHeads], parameters: Mapping[str, tuple[int, Sequence[Fragment]]], *, rank: int
+) -> tuple[HeadRun, ...]:
+    """Return every run of this rank's partitions that belongs to a head.
+
+    Args:
+        layers: The attention layers.
+        parameters: Name of each parameter to its partition and the fragments of all ranks.
+        rank: This rank.
+    """
+    runs = []
+    for number, layer in enumerate(layers):
+        for block in layer.rows:
+            if block.parameter not in parameters:
+                continue
+            partition, fragments = parameters[block.parameter]
+            group = layer.heads // block.heads
+            for head in range(block.heads):
+                begin = (block.start + head * block.stride) * block.row_numel
+                end = begin + block.rows * block.row_numel
+                for fragment in fragments:
+                    low = max(begin, fragment.matrix_offset)
+                    high = min(end, fragment.matrix_offset + fragment.numel)
+                    if fragment.rank == rank and low < high:
+                        offset = fragment.partition_offset + low - fragment.matrix_offset
+                        heads = (head * group, (head + 1) * group)
+                        runs.append(HeadRun(number, *heads, block.role, partition, offset, high - low))
+    return tuple(runs)

@@ -13,8 +13,9 @@ from deepspeed_muon import ConfigError, Muon, MuonConfig, QkRecorder
 from deepspeed_muon.math.reference_qk_clip import reference_clip, reference_max_logits
 from deepspeed_muon.plan.layout import flat_fragments
 from deepspeed_muon.qk_clip import logits as qk_clip
-from deepspeed_muon.qk_clip.heads import AttentionHeads, HeadRows, head_runs
+from deepspeed_muon.qk_clip.clip import head_runs
 from deepspeed_muon.qk_clip.logits import clip_factor, logit_bounds, max_logits
+from deepspeed_muon.qk_clip.recorder import AttentionHeads, HeadRows
 from tests.support.attention_models import THRESHOLD, AttendingToy
 from tests.support.models import batch, build
 
