@@ -31,7 +31,7 @@ class DeepSpeedHost:
     """Implements :class:`deepspeed_muon.checkpoint.host.Host` with a ``DeepSpeedEngine``."""
 
     def __init__(self, engine: Any) -> None:
-        """Refer to the engine weakly: its optimizer refers to this, and must not keep the engine alive.
+        """Refer to the engine weakly, because its optimizer refers to this and must not keep the engine alive.
 
         Args:
             engine: A ``DeepSpeedEngine`` whose optimizer is ours and bound.
@@ -107,7 +107,7 @@ class DeepSpeedHost:
 
 
 def _refresh_stage3(wrapper: Any) -> None:
-    """Copy every sub-group's partition, with persistent parameters divided meanwhile and gathered again after."""
+    """Copy every sub-group's partition; persistent parameters are divided meanwhile, and gathered again afterwards."""
     wrapper.checkpoint_event_prologue()
     for index, master in enumerate(wrapper.fp32_partitioned_groups_flat):
         flat = wrapper.fp16_partitioned_groups_flat[index]
@@ -166,7 +166,7 @@ def load_universal_checkpoint(
 
 
 def load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """Load, and put back counters and schedule, which DeepSpeed sets first, if a universal checkpoint is refused."""
+    """Load. DeepSpeed sets counters and schedule first: put them back if a universal checkpoint is refused."""
     if not engine.load_universal_checkpoint():
         return original(*args, **kwargs)
     before = Before(engine)

@@ -1,7 +1,7 @@
 """Replacements of the methods by which an engine makes its optimizer: compare the ranks, make ours, bind it.
 
-Before DeepSpeed communicates the ranks compare their models and settings; after its wrapper exists they compare their
-plans. In each comparison every rank raises if one of them fails, so that no rank goes on without the others.
+Before DeepSpeed communicates, the ranks compare their models and settings. Once its wrapper exists, they compare their
+plans. If one rank fails or differs, all of them raise, so that none waits for another.
 """
 
 from __future__ import annotations
@@ -67,12 +67,13 @@ _COMPARED_SECTIONS = {
     "data_types",
 }
 
-# What set_optimizer_flags hangs on parameters. With them, and a class called Muon, ZeRO runs DeepSpeed's own path too.
+# Attributes that set_optimizer_flags gives to parameters. For an optimizer class called Muon they make ZeRO run
+# DeepSpeed's own Muon as well.
 _TAGS = ("use_muon", "muon_num_heads", "muon_head_dim")
 
 
 def set_optimizer_flags(original: Callable[..., Any], config: Any, model: nn.Module) -> None:
-    """Let DeepSpeed tag the heads of attention layers; with our optimizer, finding none is no error."""
+    """Let DeepSpeed tag the heads of attention layers. With our optimizer it may find none."""
     try:
         original(config, model)
     except ValueError:
@@ -140,14 +141,14 @@ def _is_our_type(name: str | None) -> bool:
 
 
 def _wants_muon(engine: Any, client_optimizer: Any) -> bool:
-    """Return whether this engine will run our optimizer, as far as can be told before a callable is called."""
+    """Return whether this engine will run our optimizer; not known yet if the client gave a callable."""
     if client_optimizer is not None:
         return isinstance(client_optimizer, Muon)
     return _is_our_type(engine.optimizer_name())
 
 
 def _agree(members: Members, facts: RankFacts, *, error: Exception | None = None) -> None:
-    """Call the roll, then compare what the ranks say; all of them raise if one failed or differs."""
+    """Wait for all ranks, then compare their facts; all of them raise if one failed or differs."""
     members.call_roll()
     agree(facts, error=error, members=members)
 
@@ -159,7 +160,7 @@ def _adopt(engine: Any, optimizer: Muon) -> None:
 
 
 def _compare_settings(engine: Any, client_optimizer: Muon | None, model_parameters: Any) -> None:
-    """Refuse what is not supported, and settings that differ between the ranks, before DeepSpeed communicates."""
+    """Refuse unsupported settings, and settings that differ between the ranks, before DeepSpeed communicates."""
     error: Exception | None = None
     client = None if client_optimizer is None else f"client {type(client_optimizer).__name__}"
     facts = {"optimizer": client or str(engine.optimizer_name())}
@@ -171,7 +172,7 @@ def _compare_settings(engine: Any, client_optimizer: Muon | None, model_paramete
 
 
 def _named_groups(model_parameters: Any) -> Any:
-    """Give param groups the names without which DeepSpeed cannot divide them into experts and others."""
+    """Give param groups names, which DeepSpeed needs to divide them into experts and others."""
     items = list(model_parameters)
     if not all(isinstance(item, dict) for item in items):
         return items
@@ -179,7 +180,7 @@ def _named_groups(model_parameters: Any) -> Any:
 
 
 def _managed_by_deepspeed(make: Callable[[Any], Any], engine: Any) -> Callable[[Any], Any]:
-    """Look at what a client's callable returns: ours is compared and marked before DeepSpeed wraps it."""
+    """Wrap a client's callable: if it returns our optimizer, settings are compared before DeepSpeed wraps it."""
 
     @functools.wraps(make, updated=())
     def made(model_parameters: Any) -> Any:
@@ -193,7 +194,7 @@ def _managed_by_deepspeed(make: Callable[[Any], Any], engine: Any) -> Callable[[
 
 
 def _preflight(engine: Any, client_optimizer: Muon | None, model_parameters: Any) -> dict[str, str]:
-    """Check everything that can be checked before DeepSpeed communicates; return what all ranks must share."""
+    """Check what can be checked before DeepSpeed communicates; return the facts that must be equal on all ranks."""
     refuse_unsupported(engine)
     if client_optimizer is not None:
         client_optimizer.check_names(engine.module)
@@ -206,7 +207,7 @@ def _preflight(engine: Any, client_optimizer: Muon | None, model_parameters: Any
     settings = config.model_dump(mode="json")
     facts = {f"optimizer.params.{key}": json.dumps(value) for key, value in settings.items()}
     facts["routes"] = format_routes(table)
-    # Machine-independent settings can resolve to different arithmetic on different machines.
+    # Equal settings can mean different arithmetic on different machines.
     facts["ns_dtype on this machine"] = str(config.ns_settings(_compute_device()).dtype)
     raw = getattr(engine._config, "_param_dict", {})
     for section in raw.keys() & _COMPARED_SECTIONS:
@@ -254,7 +255,7 @@ def _bind(engine: Any, optimizer: Muon) -> None:
 
 
 def _check_all_stages(optimizer: Muon) -> None:
-    """Check, on all ranks alike, what only the routes of a pipeline's stages together can tell."""
+    """Check the routes of all stages of a pipeline together; every rank comes to the same result."""
     stages = optimizer.members.gather(optimizer.routes, what="comparison of the stages' routes").values()
     whole = {route.name: route for routes in stages for route in routes}
     check_routes(list(whole.values()), list(whole), optimizer.config)

@@ -1,4 +1,4 @@
-"""DeepSpeed's native AdamW for partitions that offload keeps on the CPU, checked before it is used."""
+"""DeepSpeed's native AdamW for partitions that offload keeps on the CPU, checked against a reference before its use."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from deepspeed_muon.math.reference import reference_adamw_step
 
 __all__ = ["CpuAdam"]
 
-# Elements of the check: whole vectors of every width, and a tail.
+# Number of elements in the check: whole SIMD vectors of every width, and a remainder.
 _CHECKED = 1043
 
 
 class CpuAdam:
-    """Calls the operator behind ``DeepSpeedCPUAdam``, without its own bookkeeping of parameters and state."""
+    """Calls the operator behind ``DeepSpeedCPUAdam``, without that class's parameters and state."""
 
     def __init__(self, *, decoupled: bool, master: torch.dtype, moments: torch.dtype) -> None:
         """Load the operator, building it on first use, and compare two steps of it with the reference.
@@ -38,7 +38,7 @@ class CpuAdam:
             from deepspeed.ops.op_builder import CPUAdamBuilder
 
             self._op: Any = CPUAdamBuilder().load()
-            # The operator keeps one object for each number, and the class counts the numbers that are taken.
+            # The operator keeps one object for each number, and the class counts them.
             self._number = DeepSpeedCPUAdam.optimizer_id
             DeepSpeedCPUAdam.optimizer_id += 1
             self._decoupled = decoupled
@@ -94,8 +94,8 @@ class CpuAdam:
                     f"DeepSpeed's cpu_adam operator does not take {master} with moments in {moments}: {failed}"
                 ) from failed
             error = max(error, float((param.double() - expected).abs().max()))
-        # Two steps of about 0.01. In each one a parameter of at most 0.1 is rounded (half of eps, relative), and the
-        # update carries a few roundings of the moments. A wrong formula is off by a good part of an update.
+        # Two steps of about 0.01. Each one rounds a parameter of at most 0.1 (half of eps, relative), and its update
+        # holds a few roundings of the moments. The error of a wrong formula is of the size of an update.
         unit = torch.finfo(master).eps * 0.1 + torch.finfo(moments).eps * 0.02 * 8
         if not error <= unit:
             raise OpsUnavailableError(

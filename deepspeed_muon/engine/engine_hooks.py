@@ -1,27 +1,28 @@
 """What is changed in one engine whose optimizer is ours, and in the wrapper around it: one table.
 
 Each row replaces a method of that one object; :func:`deepspeed_muon.engine.hooked.replace_method` says how. Nothing is
-undone: the changes go with the engine. ``step`` of a wrapper is replaced once, and :data:`STEP_DUTIES` says what is
-done around it.
+undone, because the changes disappear with the engine. ``step`` of a wrapper is replaced once, and :data:`STEP_DUTIES`
+says what happens before and after it.
 
-What is set beside methods, each where it says why:
+Attributes that are no methods are set elsewhere:
 
 - the wrapper's loss scaler and ``check_grad_overflow``: :mod:`deepspeed_muon.engine.loss_scale`;
 - the wrapper's ``backup_optimizer`` and, before there is a wrapper, the engine's ``zero_force_ds_cpu_optimizer``:
   :mod:`deepspeed_muon.engine.offload`;
-- for the time of one call, the classes that ZeRO's modules compare an optimizer with, ``DeepSpeedCPUAdam`` and
+- during one call, the classes that ZeRO's modules compare an optimizer with, ``DeepSpeedCPUAdam`` and
   ``FusedAdam``: :mod:`deepspeed_muon.engine.offload`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from deepspeed_muon.engine import checkpointing, idle, loss_scale, offload, ordering, stage0
-from deepspeed_muon.engine.hooked import memory_of, remember, replace_method
+from deepspeed_muon.engine.hooked import Memory, memory_of, replace_method
 
 __all__ = ["ENGINE_HOOKS", "STEP_DUTIES", "EngineHook", "StepDuty", "hook_engine"]
 
@@ -75,13 +76,13 @@ def _forget_logits(wrapper: Any) -> Iterator[None]:
 
 # Above each row, here and in ENGINE_HOOKS: what would be wrong without it. The first duty begins first and ends last.
 STEP_DUTIES = (
-    # ZeRO skips a step by itself, without a word, where nonfinite_grad is 'error'.
+    # With nonfinite_grad 'error' ZeRO would skip a step by itself and tell nobody.
     StepDuty(loss_scale.raise_on_overflow, loss_scale.overflow_is_error),
     # ZeRO calls our step several times, or never if the gradients overflowed; the logits are those of one step.
     StepDuty(_forget_logits, _clips_attention),
     # Stage 0 divides by the scale of the next step when it has just grown, and reports the norm of scaled gradients.
     StepDuty(stage0.keep_applied_scale, stage0.is_half),
-    # The wrapper does not know that our optimizer skipped the step, and the schedule would go on.
+    # The wrapper does not know that our optimizer skipped the step, so the learning-rate schedule would go on.
     StepDuty(loss_scale.report_skipped_step, _is_wrapped),
     # Gradients outlive the step in buffers: a parameter that gets none would be updated with its last one.
     StepDuty(idle.only_gradients_of_the_step, idle.keeps_gradients),
@@ -99,7 +100,7 @@ def _step(original: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any)
 
 
 ENGINE_HOOKS = (
-    # See STEP_DUTIES.
+    # The duties would not be done.
     EngineHook("wrapper", "step", _step, _is_wrapped),
     # ZeRO would let the loss scale grow before the step as well; a duty lets it grow afterwards.
     EngineHook("wrapper", "_update_scale", loss_scale.shrink_scale, loss_scale.scale_may_grow),
@@ -135,7 +136,7 @@ ENGINE_HOOKS = (
     EngineHook("engine", "scale", stage0.scale, stage0.loss_is_not_scaled),
     # The plain engine throws the norm away, and counts one stage of a pipeline and one rank's experts.
     EngineHook("engine", "clip_fp32_gradients", stage0.clip_fp32_gradients, stage0.is_plain),
-    # Stage 3 moves the state of FusedAdam alone.
+    # Stage 3 moves the state of FusedAdam alone, and the exchange would keep its buffers on the device.
     EngineHook("wrapper", "offload_states", offload.offload_states, offload.can_move),
     # A saved state with another order of the matrices would fill them with each other's values.
     EngineHook("wrapper", "load_state_dict", ordering.load_state_dict, ordering.has_flat_groups),
@@ -159,7 +160,8 @@ def hook_engine(engine: Any) -> None:
     """
     wrapper = engine.optimizer
     if _is_wrapped(engine):
-        remember(engine, [duty.around for duty in STEP_DUTIES if duty.applies(engine)])
-    rows = [hook for hook in ENGINE_HOOKS if hook.applies(engine)]
-    for hook in rows:
+        duties = [duty.around for duty in STEP_DUTIES if duty.applies(engine)]
+        wrapper._deepspeed_muon_memory = Memory(weakref.ref(engine), duties)
+    # All conditions are asked before anything is replaced.
+    for hook in [hook for hook in ENGINE_HOOKS if hook.applies(engine)]:
         replace_method(engine if hook.owner == "engine" else wrapper, hook.attribute, hook.function)

@@ -1,4 +1,4 @@
-"""How a method of one engine or of its wrapper is replaced, and what the replacements remember between two calls."""
+"""How a method of one engine or of its wrapper is replaced, and what the replacements remember between calls."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
-__all__ = ["Memory", "memory_of", "remember", "replace_method"]
-
-_ATTRIBUTE = "_deepspeed_muon_memory"
+__all__ = ["Memory", "memory_of", "replace_method"]
 
 
 @dataclass(slots=True)
 class Memory:
-    """What the replaced methods of a wrapper remember; an attribute of the wrapper.
+    """What the replaced methods of a wrapper remember; its attribute ``_deepspeed_muon_memory``.
 
     Attributes:
         engine: The wrapper's engine, referred to weakly.
-        duties: What is done around each step, in order.
+        duties: Make the context managers in which each step runs, outermost first.
         reduced: ``id`` of every parameter whose gradient was reduced since the last step.
         queued: The same since the last call of ``reduce_gradients`` (ZeRO 1 with ``overlap_comm``).
-        restart: Whether the next gradient begins a new step, as after ``zero_grad``.
+        restart: Whether the next gradient is the first of a step (after ``zero_grad``).
         applied_scale: The loss scale of the gradients of the running step (ZeRO 0 in half precision).
     """
 
@@ -37,20 +35,15 @@ class Memory:
 
 def memory_of(wrapper: Any) -> Memory:
     """Return what the replaced methods of ``wrapper`` remember."""
-    memory: Memory = getattr(wrapper, _ATTRIBUTE)
+    memory: Memory = wrapper._deepspeed_muon_memory
     return memory
-
-
-def remember(engine: Any, duties: Sequence[Callable[[Any], AbstractContextManager[None]]]) -> None:
-    """Give the wrapper of ``engine`` a memory that holds its duties and nothing else yet."""
-    setattr(engine.optimizer, _ATTRIBUTE, Memory(weakref.ref(engine), duties))
 
 
 def replace_method(owner: Any, attribute: str, function: Callable[..., Any]) -> None:
     """Let ``owner.attribute(...)`` call ``function(original, owner, ...)``.
 
-    The replacement refers to its owner weakly. With a bound method in it the owner would refer to itself, and the
-    device's memory behind it would wait for the garbage collector.
+    The replacement refers to its owner weakly. A bound method would make a cycle, and the owner's memory on the device
+    would wait for the garbage collector.
 
     Args:
         owner: An engine or a wrapper. Mutated.

@@ -1,8 +1,8 @@
 """What is changed in DeepSpeed for the whole process: one table, which ``register`` and ``unregister`` walk.
 
-An engine with another optimizer takes DeepSpeed's own way through every row: the same calls with the same arguments,
-and not one collective more. Such an engine need not exist on all ranks. What is changed in single engines with our
-optimizer stands in :mod:`deepspeed_muon.engine.engine_hooks`.
+For an engine with another optimizer every replacement calls DeepSpeed's own function with the same arguments, and adds
+no collective: such an engine may exist on some of the ranks only. What is changed in a single engine with our optimizer
+stands in :mod:`deepspeed_muon.engine.engine_hooks`.
 """
 
 from __future__ import annotations
@@ -68,23 +68,23 @@ HOOKS = (
     Hook(ds_to_universal, "main", checkpointing.convert),
 )
 
-# Without it ZeRO asks for zero_allow_untested_optimizer. The list is shared, so it is changed and not replaced.
+# An optimizer that is not in this list needs zero_allow_untested_optimizer. Other modules hold the list, so Muon is
+# appended to it instead of replacing it.
 LISTED = (ZERO_SUPPORTED_OPTIMIZERS, Muon)
 
 _INSTALLED: dict[Hook, tuple[Any, Any]] = {}
-"""Each hook that is in place, with the original and with what stands there instead."""
+"""Each hook that is in place, with the original and its replacement."""
 
 
 def is_registered() -> bool:
-    """Return whether the config type ``Muon`` resolves to this project."""
+    """Return whether the config type ``Muon`` means this project's optimizer."""
     return bool(_INSTALLED)
 
 
 def register() -> None:
-    """Make ``"optimizer": {"type": "Muon"}`` resolve to this project in every engine made from now on.
+    """Let ``"optimizer": {"type": "Muon"}`` mean this project's optimizer in every engine made from now on.
 
-    ``import deepspeed_muon`` calls it. Calling it again does nothing; engines that exist already keep the optimizer
-    that they have.
+    ``import deepspeed_muon`` calls it. Calling it again does nothing. Existing engines keep their optimizer.
 
     Raises:
         RegistrationError: If this DeepSpeed lacks a function to replace.
@@ -108,7 +108,7 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Give the config type ``Muon`` back to DeepSpeed. Engines that exist already keep their optimizer.
+    """Give the config type ``Muon`` back to DeepSpeed. Existing engines keep their optimizer.
 
     Raises:
         RegistrationError: If another library replaced one of the functions after this one.

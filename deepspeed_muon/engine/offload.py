@@ -1,7 +1,7 @@
-"""What offload and masters in half precision ask of the inner optimizer, and how ours answers.
+"""Offload and masters in half precision: ZeRO's wrappers would take DeepSpeed's own optimizers alone.
 
-Twin-flow (``ratio``) and ``bf16_master_weights_and_grads`` work with any optimizer that updates partitions on the CPU
-and in half precision, but ZeRO's wrappers admit ``DeepSpeedCPUAdam`` alone, by its exact type.
+Twin-flow (``ratio``) and ``bf16_master_weights_and_grads`` need an optimizer that updates partitions on the CPU and in
+half precision. Ours does, but the wrappers compare its class with ``DeepSpeedCPUAdam``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ __all__ = [
     "half_states",
     "master_dtype",
     "offload_device",
-    "offload_ratio",
     "offload_states",
 ]
 
@@ -37,14 +36,6 @@ def offload_device(engine: Any, section: str = "offload_optimizer") -> str:
     offload = getattr(engine._config.zero_config, section, None)
     device = getattr(offload, "device", None)
     return "none" if device is None else str(getattr(device, "value", device))
-
-
-def offload_ratio(engine: Any) -> float:
-    """Return the share of the sub-groups that ``offload_optimizer.ratio`` puts on the CPU (stage 3)."""
-    offload = getattr(engine._config.zero_config, "offload_optimizer", None)
-    if offload is None or engine.zero_optimization_stage() != 3:
-        return 1.0
-    return float(getattr(offload, "ratio", 1.0))
 
 
 def half_states(engine: Any) -> bool:
@@ -92,20 +83,21 @@ class Admission(contextlib.ExitStack):
         engine = self._engine
         optimizer.managed = True
         for group in optimizer.param_groups:
-            # BF16_Optimizer plans an exchange of its own for groups that have it; binding brings it back.
+            # BF16_Optimizer plans an exchange of its own for groups with this key. Binding puts it back.
             group.pop("use_muon", None)
-        # Asked of client optimizers: ours runs the native CPU Adam by itself.
+        # DeepSpeed demands its CPU Adam of client optimizers. Ours runs it by itself.
         engine.zero_force_ds_cpu_optimizer = lambda: False
         if half_states(engine):
             optimizer.keep_half_states()
         if offload_device(engine) == "none":
             return
-        if offload_ratio(engine) < 1.0:
-            # The wrapper makes a torch.optim.AdamW for the sub-groups on the device out of our groups.
+        is_twin_flow = engine._config.zero_config.offload_optimizer.ratio < 1.0
+        if is_twin_flow:
+            # The wrapper makes a torch.optim.AdamW of our groups for the sub-groups on the device.
             self._group_keys = [(group, frozenset(group)) for group in optimizer.param_groups]
             for group in optimizer.param_groups:
                 group.setdefault("amsgrad", False)
-        if offload_ratio(engine) < 1.0 or master_dtype(engine) != torch.float32:
+        if is_twin_flow or master_dtype(engine) != torch.float32:
             for module in (stage3, stage_1_and_2):
                 self.enter_context(_stands_for(type(optimizer), module, "DeepSpeedCPUAdam"))
 
@@ -120,7 +112,7 @@ class Admission(contextlib.ExitStack):
 
 @contextlib.contextmanager
 def _stands_for(ours: type, module: Any, name: str) -> Iterator[None]:
-    """Put our class where a module of DeepSpeed looks for one that it compares an optimizer's with."""
+    """Put our class in the place of one with which a module of DeepSpeed compares an optimizer's."""
     known = getattr(module, name)
     setattr(module, name, ours)
     try:
@@ -135,13 +127,13 @@ def can_move(engine: Any) -> bool:
 
 
 def offload_states(original: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-    """Give up our working memory, and let the wrapper move our optimizer's state.
+    """Release our working memory, and let the wrapper move our optimizer's state.
 
-    Stage 3 moves the state of ``FusedAdam`` only. It moves whatever tensors the state holds, and changes the data of
-    the fp32 partitions in place, so that what the optimizer was bound to stays valid. Its check for the class stands in
-    for that, and is met for the time of the call.
+    Stage 3 moves the state of ``FusedAdam`` only. But it would move whatever tensors a state holds, and it changes the
+    data of the fp32 partitions in place, so the optimizer's references to them stay valid. So our class stands in for
+    ``FusedAdam`` during the call.
     """
-    # Before the original, which ends with handing what is free back to the device.
+    # First, because the original ends by returning free memory to the device.
     wrapper.optimizer.release_memory()
     with _stands_for(type(wrapper.optimizer), fused_adam, "FusedAdam"):
         return original(*args, **kwargs)

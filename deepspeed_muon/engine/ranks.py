@@ -1,4 +1,4 @@
-"""Which ranks make up an engine, which of them train a parameter, and what they say of the model at first."""
+"""Which ranks an engine has, which of them train a parameter, and the facts about the model that they compare."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def has_experts(engine: Any) -> bool:
 
 
 def data_parallel_scope(engine: Any) -> str:
-    """Return a text that is shared by the ranks that train the same parameters."""
+    """Return a text that is equal on the ranks that train the same parameters, and on no others."""
     return group_rank_scope(getattr(engine, "seq_data_parallel_group", None))
 
 

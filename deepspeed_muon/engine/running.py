@@ -35,8 +35,7 @@ def configure_lr_scheduler(original: Callable[..., Any], engine: Any, *args: Any
 def take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Take the step, record its health, and write a sampled step to the monitor.
 
-    It is the boundary of a step in the plain engine and in the pipeline engine. All ranks reach it, also when the
-    gradients overflow.
+    The plain engine and the pipeline engine call it once a step, on all ranks, also when the gradients overflow.
     """
     optimizer = muon_of(engine)
     if optimizer is None:
@@ -66,16 +65,16 @@ def save_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwa
 
 
 def _keep_rate_ratios(scheduler: Any, optimizer: torch.optim.Optimizer, *, given: Mapping[str, Any]) -> None:
-    """Multiply what DeepSpeed's one-number schedulers set by each group's share of the shared rate.
+    """Keep the ratio of the groups' rates in DeepSpeed's schedulers that write one number into all groups.
 
-    The number in ``warmup_max_lr``, ``cycle_max_lr`` or ``lr_range_test_min_lr`` stands for ``lr`` (for ``muon_lr``
-    where ``lr`` is absent); a group whose own rate is a tenth of that gets a tenth of it. Lists with one value per
-    group are the caller's own choice and stay.
+    The number in ``warmup_max_lr``, ``cycle_max_lr`` or ``lr_range_test_min_lr`` is the rate of a group with ``lr``
+    (with ``muon_lr`` if ``lr`` is absent). A group whose own rate is a tenth of that gets a tenth of the number. Lists
+    with one value per group stay as they are.
 
     Args:
         scheduler: The scheduler that DeepSpeed made or the client passed. Mutated.
         optimizer: Our optimizer, whose groups (with their ``lr_ratio``) it writes.
-        given: The scheduler's section of the configuration, to tell one number from a list of equal ones.
+        given: The scheduler's section of the configuration, which tells one number from a list of equal ones.
     """
     kinds: list[tuple[type, dict[str, str]]] = [
         (lr_schedules.LRRangeTest, {"min_lr": "lr_range_test_min_lr"}),
@@ -93,14 +92,14 @@ def _keep_rate_ratios(scheduler: Any, optimizer: torch.optim.Optimizer, *, given
     ratios = [float(group["lr_ratio"]) for group in optimizer.param_groups]
     for attribute, key in keys.items():
         values = getattr(scheduler, attribute)
-        # warmup_max_lr: null means "each group's own rate" and is a list of those already.
+        # With warmup_max_lr null the scheduler has made a list of the groups' own rates.
         if len(set(values)) == 1 and not isinstance(given.get(key, 0.0), (list, tuple, type(None))):
             setattr(scheduler, attribute, [float(v) * ratio for v, ratio in zip(values, ratios, strict=True)])
     if isinstance(scheduler, lr_schedules.WarmupLR):
         scheduler.delta_lrs = [
             high - low for high, low in zip(scheduler.max_lrs, scheduler.min_lrs, strict=True)
         ]
-    # What the scheduler wrote when it was made: its lower bounds, or the rates of the iteration it starts from.
+    # As the scheduler did when it was made: it writes its lower bounds, or the rates of the iteration it starts from.
     started = scheduler.last_batch_iteration >= 0
     current = scheduler.get_lr() if started else getattr(scheduler, next(iter(keys)))
     for group, rate in zip(optimizer.param_groups, current, strict=True):

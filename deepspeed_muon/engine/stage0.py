@@ -1,4 +1,4 @@
-"""ZeRO stage 0: the gradients' norm, clipping and loss scale, where DeepSpeed's own are wrong or thrown away."""
+"""ZeRO stage 0: norm, clipping and loss scale of the gradients, where DeepSpeed gets them wrong or discards them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def is_half(engine: Any) -> bool:
 
 
 def clip_fp32_gradients(original: Callable[..., Any], engine: Any) -> None:
-    """Clip the plain engine's gradients and keep their norm, which DeepSpeed throws away."""
+    """Clip the plain engine's gradients and keep their norm, which DeepSpeed discards."""
     limit = engine.gradient_clipping()
     norm = _exact_norm(engine)
     if norm is None:
@@ -57,7 +57,7 @@ def clip_fp32_gradients(original: Callable[..., Any], engine: Any) -> None:
 
 
 def total_norm(reference: weakref.ref[Any]) -> Tensor:
-    """Return the norm of the raw gradients of a plain engine, which nobody computes without clipping.
+    """Return the norm of the raw gradients of a plain engine, which DeepSpeed computes only to clip.
 
     Must be called by all ranks.
 
@@ -70,7 +70,7 @@ def total_norm(reference: weakref.ref[Any]) -> Tensor:
         return norm
     if tensor_parallel_group(engine) is None:
         return torch.nn.utils.get_total_norm(_gradients(engine))
-    # Clipping to infinity is how DeepSpeed measures: it counts a shard everywhere and a copy once.
+    # DeepSpeed's clipping counts shards on every rank and copies once; clipping to infinity changes no gradient.
     measured: Tensor = clip_grad_norm_(engine.module.parameters(), max_norm=float("inf"), mpu=engine.mpu)
     return measured
 
@@ -94,7 +94,7 @@ def _exact_norm(engine: Any) -> Tensor | None:
 
 def _norm_of_all_stages(engine: Any) -> Tensor:
     """Return the norm of a pipeline's gradients over all stages, where DeepSpeed counts the first stage only."""
-    # A tied layer's gradient is the same on all stages that hold a copy and counts where it is not marked.
+    # All stages with a copy of a tied layer hold the same gradient. It counts on the stage where it is not marked.
     counted = [p.grad for p in engine.module.parameters() if p.grad is not None and not p.ds_pipe_replicated]
     squared = torch.zeros((), dtype=torch.float64, device=engine.device)
     for norm in torch._foreach_norm(counted) if counted else []:
@@ -146,7 +146,7 @@ def _divides(wrapper: Any) -> bool:
 
 @contextlib.contextmanager
 def keep_applied_scale(wrapper: Any) -> Iterator[None]:
-    """Hold the loss scale that this step's gradients carry, and report their unscaled norm.
+    """Remember the loss scale that is in this step's gradients, and report their unscaled norm.
 
     ``FP16_UnfusedOptimizer`` divides by the scale of the *next* step when the scale has just grown, and the norm that
     it reports is that of the scaled gradients.

@@ -55,7 +55,7 @@ def refuse_checkpoints(engine: Any, config: MuonConfig) -> None:
 
 
 def refuse_with_qk_clip(engine: Any) -> None:
-    """Raise where a rank sees a part of the heads or of the layers, so that rows and logits would not belong together.
+    """Raise where a rank sees only some heads or layers, so that its logits and its rows belong to different heads.
 
     Args:
         engine: A ``DeepSpeedEngine`` whose optimizer has ``qk_clip``.
@@ -86,7 +86,7 @@ def _setting(engine: Any, path: str) -> Any:
 
 
 def _is_set(path: str) -> Callable[[Any], bool]:
-    """Return a condition: whether the setting differs from what leaves the feature out in every version."""
+    """Return the condition that a setting asks for its feature; unset ones are ``None``, ``False`` or -1."""
     return lambda engine: _setting(engine, path) not in (None, False, -1)
 
 
@@ -103,7 +103,7 @@ def _shares_sequences(engine: Any) -> bool:
 
 
 def _keeps_masters(engine: Any, dtype: torch.dtype) -> bool:
-    """Return whether master weights of this dtype shall stay on the device."""
+    """Return whether the configuration asks for master weights of this dtype on the device."""
     return master_dtype(engine) == dtype and offload_device(engine) == "none"
 
 

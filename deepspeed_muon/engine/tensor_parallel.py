@@ -1,13 +1,12 @@
 """Tensor parallelism: which parameters are cut, along which side, and between whom.
 
-Two conventions are read. AutoTP (``tensor_parallel.autotp_size``) replaces linear layers and describes their weights in
-an attribute, or, in older versions, by the class of the layer. Megatron-style models set ``tensor_model_parallel`` and
-``partition_dim`` on parameters and hand DeepSpeed an ``mpu`` object.
+There are two conventions. AutoTP (``tensor_parallel.autotp_size``) replaces linear layers and describes their weights
+in an attribute or, in older versions, by the class of the layer. Megatron-style models set ``tensor_model_parallel``
+and ``partition_dim`` on parameters and hand DeepSpeed an ``mpu`` object.
 
-Orthogonalisation commutes with permutations of rows and of columns. So a layer whose shards interleave the rows of a
-fused matrix (query, key and value of every head group, gate and up) needs no description of the interleaving: the
-shards one after the other are the same matrix with its rows in another order. What does matter is that every row is
-on exactly one rank.
+Orthogonalisation commutes with permutations of rows and of columns. So nobody needs to know how shards interleave the
+rows of a fused matrix (query, key and value of every head group, gate and up): the shards one after the other are the
+same matrix with its rows in another order. But every row must be on exactly one rank.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from deepspeed_muon.transport.waiting import phase
 __all__ = ["tensor_parallel_group", "with_tensor_parallel"]
 
 _META = "ds_autotp_universal_checkpoint_meta"
-# Layers of versions without that attribute, by the dimension that they cut. Exact classes: subclasses cut otherwise.
+# Versions without that attribute: the dimension that each class of layer cuts. Subclasses cut in other ways.
 _CLASSES = {"LinearLayer": 0, "LinearAllreduce": 1, "GateUpPack_LinearLayer": 0}
 
 _Cuts = Mapping[str, tuple[int, int | None]]
@@ -79,9 +78,9 @@ def tensor_parallel_group(engine: Any) -> dist.ProcessGroup | None:
 def with_tensor_parallel(
     group: dist.ProcessGroup, read: Callable[[], list[StepSet]], model: nn.Module, routes: Mapping[int, Route]
 ) -> list[StepSet]:
-    """Read the step sets of all ranks of a tensor-parallel group and say which of their matrices are shards.
+    """Read the step sets of a tensor-parallel rank, with the shards of each matrix on all ranks of the group.
 
-    Must be called by all ranks of ``group``; none waits for one that failed.
+    Must be called by all ranks of ``group``. If one fails, all of them raise.
 
     Args:
         group: The tensor-parallel process group.
@@ -102,7 +101,7 @@ def with_tensor_parallel(
         sets = read()
         cuts = _cut_dimensions(model, routes)
         own = [_describe(step_set, cuts) for step_set in sets]
-        # Flags of gradients are exchanged by position, those of AdamW's parameters too.
+        # Ranks exchange flags of gradients by position, also those of AdamW's parameters.
         listed = [
             (number, layout.name) for number, step_set in enumerate(sets) for layout in step_set.layouts
         ]
@@ -128,7 +127,7 @@ def _compare_names(told: list[list[tuple[int, str]]]) -> None:
     Their elements are not compared: shards of parameters that are not Muon's may be unequal.
 
     Args:
-        told: By rank of the group, the number of the step set and the name of each parameter.
+        told: For each rank of the group, number of the step set and name of every parameter.
     """
     for held in itertools.zip_longest(*told):
         if len(set(held)) > 1:
@@ -189,7 +188,7 @@ def _describe(step_set: StepSet, cuts: _Cuts) -> list[_Matrix]:
     for matrix in step_set.matrices:
         dim, logical_numel = cuts.get(matrix.name, (None, None))
         if dim is not None and matrix.block_shape != (matrix.rows, matrix.cols):
-            # Head counts and sizes of parts are those of the whole layer: on a shard they would cut elsewhere.
+            # Head counts and sizes of parts describe the whole layer, and would cut a shard in the wrong places.
             _refuse(
                 matrix.name,
                 "parts of it (heads, a split, experts) are asked for, and only a shard of it is here",
@@ -213,7 +212,7 @@ def _content(matrix: MatrixLayout, tensor: Tensor, rank: int) -> str:
 
 
 def _joined(step_set: StepSet, views: list[list[_Matrix]], group: dist.ProcessGroup) -> StepSet:
-    """Put what the ranks of the group say of each matrix together."""
+    """Return the step set with the shards of its matrices, from what the ranks of the group say of each."""
     matrices = []
     for number, matrix in enumerate(step_set.matrices):
         matrices.append(replace(matrix, shards=_shards([view[number] for view in views])))

@@ -1,4 +1,4 @@
-"""Recording attention logits in Hugging Face's models: their attention functions get twins that record."""
+"""Lets Hugging Face's models record attention logits: their attention functions are replaced by ones that record."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def attach(model: nn.Module) -> list[nn.Module]:
         model: Any module. Mutated: every attention layer gets a recorder.
 
     Returns:
-        The models of Hugging Face that record now, each until :func:`detach` was called as often as this.
+        The models of Hugging Face that record now. Each stops when :func:`detach` was called as often as this.
 
     Raises:
         ConfigError: If a model's attention cannot be recorded, or the clip would have no effect on its logits.
@@ -60,10 +60,10 @@ def attach(model: nn.Module) -> list[nn.Module]:
 
 
 def detach(references: Sequence[weakref.ref[nn.Module]]) -> None:
-    """Take the recorders out of models that nobody else clips, and give them their attention implementation back.
+    """Remove the recorders from models that no other optimizer clips, and restore their attention implementation.
 
     Args:
-        references: What :func:`attach` returned, referred to weakly. Models that exist are mutated.
+        references: Weak references to what :func:`attach` returned. Models that still exist are mutated.
     """
     pretrained: Any
     for pretrained in [model for reference in references if (model := reference()) is not None]:
@@ -88,7 +88,7 @@ def _outermost(model: nn.Module, kind: type) -> Iterator[Any]:
 
 
 def _record_in(pretrained: Any) -> None:
-    """Switch a model to the recording twin of its attention implementation."""
+    """Switch a model to the attention implementation that records and then calls its own."""
     current = str(pretrained.config._attn_implementation)
     if current.removeprefix(_PREFIX) not in _RECORDABLE:
         raise ConfigError(
@@ -164,8 +164,8 @@ def _recorder_for(module: nn.Module, name: str, pretrained: Any) -> QkRecorder |
     fused = next((each for each in ("qkv_proj", "query_key_value", "c_attn") if hasattr(module, each)), None)
     if not (latent or plain or fused) or not hasattr(config, "num_attention_heads"):
         return None
-    for existing in recorders_of(module):
-        return existing
+    if existing := recorders_of(module):
+        return existing[0]
     where = f"optimizer.params.qk_clip: attention layer {name} ({type(module).__name__})"
     if getattr(config, "attn_logit_softcapping", None) is not None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Which rows make the queries and keys of an attention layer, and the largest logits that it has recorded.
+"""Recorders: what an attention module tells QK-clip of its logits and of the rows that make its queries and keys.
 
 A recorder belongs to one attention module and keeps the largest logit of each of its query heads, on the module's
 device and without waiting for it. The optimizer reads all recorders once per step.
@@ -31,7 +31,7 @@ class HeadRows:
         stride: Rows from the start of one block to the next.
         start: First row of the first block.
         row_numel: Elements of a row; 1 for a bias.
-        total: Rows that the parameter has, so that a wrong description is noticed; 0 if it does not matter.
+        total: Rows of the whole parameter, compared to notice a wrong description; 0 to compare nothing.
     """
 
     parameter: str
@@ -193,7 +193,7 @@ class QkRecorder:
     def record(
         self, query: Tensor, key: Tensor, *, scale: float, causal: bool = True, mask: Tensor | None = None
     ) -> None:
-        """Take the logits of queries and keys into account; see :func:`deepspeed_muon.qk_clip.logits.max_logits`.
+        """Record the largest logits of queries and keys; see :func:`deepspeed_muon.qk_clip.logits.max_logits`.
 
         Args:
             query: ``(batch, heads, queries, width)``, as the attention kernel gets them.
@@ -210,7 +210,7 @@ class QkRecorder:
             self.record_maxima(max_logits(query, key, scale=scale, causal=causal, mask=mask))
 
     def record_logits(self, logits: Tensor) -> None:
-        """Take logits into account that the module has made itself.
+        """Record the largest of logits that the module has computed itself.
 
         Args:
             logits: ``(batch, heads, queries, keys)``, scaled, masked, before the softmax. Not mutated.
@@ -218,7 +218,7 @@ class QkRecorder:
         self.record_maxima(logits.detach().amax(dim=(0, 2, 3)))
 
     def record_maxima(self, largest: Tensor) -> None:
-        """Take the largest logit of every head into account (what FlexAttention returns as ``max_scores``, reduced).
+        """Record the largest logit of every head (from FlexAttention: its ``max_scores``, reduced over all else).
 
         Args:
             largest: ``(heads,)``.
@@ -237,7 +237,7 @@ def find_recorders(model: nn.Module) -> list[tuple[AttentionHeads, QkRecorder]]:
     """Return all recorders that are attributes of modules, with the rows of their layers by parameter name.
 
     Args:
-        model: The whole model; under ``zero.Init`` too.
+        model: The whole model, which ``zero.Init`` may have divided.
 
     Raises:
         ConfigError: If a recorder names a module or rows that are not there.
