@@ -19,8 +19,8 @@ from deepspeed_muon.checkpoint.restore import restore_from_source
 from deepspeed_muon.checkpoint.sealed import refusing
 from deepspeed_muon.checkpoint.settings import Before
 from deepspeed_muon.checkpoint.universal import UniversalSource, convert_to_universal, is_ours
-from deepspeed_muon.engine.hooked import memory_of
 from deepspeed_muon.engine.layouts import half_pairs
+from deepspeed_muon.engine.memory import memory_of
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.routing.pipeline_module import is_divided
 
@@ -114,9 +114,7 @@ def _refresh_stage3(wrapper: Any) -> None:
         if master.numel() == 0 or flat is None:
             continue
         flat.data.copy_(master.data)
-        pieces = wrapper.unflatten(flat, wrapper.fp16_partitioned_groups[index])
-        for partitioned, piece in zip(wrapper.fp16_partitioned_groups[index], pieces, strict=True):
-            partitioned.data = piece.data
+        wrapper._unflatten_partitioned_parameters(index)
     wrapper.checkpoint_event_epilogue()
 
 

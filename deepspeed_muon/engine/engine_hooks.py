@@ -1,8 +1,7 @@
 """What is changed in one engine whose optimizer is ours, and in the wrapper around it: one table.
 
-Each row replaces a method of that one object; :func:`deepspeed_muon.engine.hooked.replace_method` says how. Nothing is
-undone, because the changes disappear with the engine. ``step`` of a wrapper is replaced once, and :data:`STEP_DUTIES`
-says what happens before and after it.
+Each row replaces a method of that one object. Nothing is undone, because the changes disappear with the engine.
+``step`` of a wrapper is replaced once, and :data:`STEP_DUTIES` says what happens before and after it.
 
 Attributes that are no methods are set elsewhere:
 
@@ -19,10 +18,11 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, Literal
 
 from deepspeed_muon.engine import checkpointing, idle, loss_scale, offload, ordering, stage0
-from deepspeed_muon.engine.hooked import Memory, memory_of, replace_method
+from deepspeed_muon.engine.memory import Memory, memory_of
 
 __all__ = ["ENGINE_HOOKS", "STEP_DUTIES", "EngineHook", "StepDuty", "hook_engine"]
 
@@ -164,4 +164,29 @@ def hook_engine(engine: Any) -> None:
         wrapper._deepspeed_muon_memory = Memory(weakref.ref(engine), duties)
     # All conditions are asked before anything is replaced.
     for hook in [hook for hook in ENGINE_HOOKS if hook.applies(engine)]:
-        replace_method(engine if hook.owner == "engine" else wrapper, hook.attribute, hook.function)
+        _replace_method(engine if hook.owner == "engine" else wrapper, hook.attribute, hook.function)
+
+
+def _replace_method(owner: Any, attribute: str, function: Callable[..., Any]) -> None:
+    """Let ``owner.attribute(...)`` call ``function(original, owner, ...)``.
+
+    The replacement refers to its owner weakly. A bound method would make a cycle, and the owner's memory on the device
+    would wait for the garbage collector.
+
+    Args:
+        owner: An engine or a wrapper. Mutated.
+        attribute: The name of a method.
+        function: Gets the original, bound to ``owner``, then ``owner`` and the arguments of the call.
+    """
+    reference = weakref.ref(owner)
+    method = getattr(owner, attribute)
+    is_own = isinstance(method, MethodType) and method.__self__ is owner
+    plain: Callable[..., Any] = method.__func__ if is_own else method
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        owner = reference()
+        assert owner is not None
+        return function(MethodType(plain, owner) if is_own else plain, owner, *args, **kwargs)
+
+    replacement.__name__, replacement.__doc__ = attribute, method.__doc__
+    setattr(owner, attribute, replacement)

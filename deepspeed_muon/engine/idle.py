@@ -28,7 +28,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
-from deepspeed_muon.engine.hooked import memory_of
+from deepspeed_muon.engine.memory import memory_of
 
 __all__ = [
     "copy_grads_in_partition",

@@ -15,8 +15,8 @@ from deepspeed.runtime.utils import clip_grad_norm_
 from deepspeed.utils import groups
 from torch import Tensor
 
-from deepspeed_muon.engine.hooked import memory_of
 from deepspeed_muon.engine.layouts import half_pairs
+from deepspeed_muon.engine.memory import memory_of
 from deepspeed_muon.engine.ranks import has_experts
 from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group
 from deepspeed_muon.routing.param_groups import expert_group_name
