@@ -44,7 +44,7 @@ class Hook:
         return f"{self.owner.__name__}.{self.attribute}"
 
 
-# Above each row: what would be wrong without it.
+# Above each row: what would be wrong without it. Last in a row: the supported versions that lack the function.
 HOOKS = (
     # DeepSpeed's broadcast aborts or hangs if the ranks' models differ. Ours compares them first.
     Hook(DeepSpeedEngine, "_broadcast_model", configure.broadcast_model),

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_group, bwc_tensor_model_parallel_world_size
 from torch import Tensor, nn
 
 from deepspeed_muon.errors import PlanMismatchError, UnsupportedConfigError
@@ -50,20 +51,9 @@ class _Matrix:
 
 
 def tensor_parallel_group(engine: Any) -> dist.ProcessGroup | None:
-    """Return the process group over which the engine's model is cut, or ``None`` if it is not.
-
-    Args:
-        engine: A ``DeepSpeedEngine``.
-    """
-    from deepspeed.utils.bwc import bwc_tensor_model_parallel_group, bwc_tensor_model_parallel_world_size
-
-    mpu = engine.mpu
-    sizes = (
-        "get_tensor_model_parallel_world_size",
-        "get_slice_parallel_world_size",
-        "get_model_parallel_world_size",
-    )
-    if not any(hasattr(mpu, name) for name in sizes):
+    """Return the process group over which the engine's model is cut, or ``None`` if it is not."""
+    mpu, kinds = engine.mpu, ("tensor_model", "slice", "model")
+    if not any(hasattr(mpu, f"get_{kind}_parallel_world_size") for kind in kinds):
         return None
     if bwc_tensor_model_parallel_world_size(mpu) == 1:
         return None

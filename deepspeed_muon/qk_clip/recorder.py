@@ -70,7 +70,7 @@ class QkRecorder:
     Assign it to an attribute of the attention module (it is neither a module nor a parameter), and call :meth:`record`
     in ``forward`` while training::
 
-        self.recorder = QkRecorder.separate(heads=8, key_heads=2, query="q_proj", key="k_proj")
+        self.recorder = QkRecorder.separate(heads=8, key_heads=2, head_dim=64)  # of self.q_proj and self.k_proj
         ...
         if self.training:
             self.recorder.record(q, k, scale=q.shape[-1] ** -0.5)
