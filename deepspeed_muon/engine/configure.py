@@ -1,7 +1,7 @@
 """Replacements of the methods by which an engine makes its optimizer: compare the ranks, make ours, bind it.
 
-Before DeepSpeed communicates the ranks compare their models and settings; after its wrapper exists they compare their
-plans. In each comparison every rank raises if one of them fails, so that no rank goes on without the others.
+Before DeepSpeed communicates, the ranks compare their models and settings. Once its wrapper exists, they compare their
+plans. If one rank fails or differs, all of them raise, so that none waits for another.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from deepspeed_muon.checkpoint.layout_record import add_record_to_state_dict
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.engine import stage0
 from deepspeed_muon.engine.accessors import muon_of
-from deepspeed_muon.engine.binding import read_step_sets
 from deepspeed_muon.engine.checkpointing import DeepSpeedHost
 from deepspeed_muon.engine.engine_hooks import hook_engine
+from deepspeed_muon.engine.layouts import read_step_sets
 from deepspeed_muon.engine.loss_scale import look_for_overflow, use_deepspeed_scaler
 from deepspeed_muon.engine.offload import Admission
 from deepspeed_muon.engine.ordering import order_parameters, record_order
-from deepspeed_muon.engine.ranks import data_parallel_scope, members_of, model_facts
+from deepspeed_muon.engine.ranks import data_parallel_scope, has_experts, members_of, model_facts
 from deepspeed_muon.engine.supported import (
     expert_parallel,
     refuse_checkpoints,
@@ -39,12 +39,7 @@ from deepspeed_muon.logs import logger
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.param_groups import build_groups
 from deepspeed_muon.routing.pipeline_module import is_divided
-from deepspeed_muon.routing.rules import (
-    check_routes,
-    format_routes,
-    summarize_routes,
-    warn_without_muon,
-)
+from deepspeed_muon.routing.rules import check_routes, format_routes, summarize_routes, warn_without_muon
 from deepspeed_muon.transport.agreement import RankFacts, agree
 from deepspeed_muon.transport.members import Members
 
@@ -60,7 +55,7 @@ __all__ = [
 OPTIMIZER_TYPE = "muon"
 
 # Sections of the DeepSpeed configuration that must be equal on all ranks for the step to be defined.
-_COMPARED_SECTIONS = (
+_COMPARED_SECTIONS = {
     "optimizer",
     "scheduler",
     "zero_optimization",
@@ -70,14 +65,15 @@ _COMPARED_SECTIONS = (
     "bf16",
     "torch_autocast",
     "data_types",
-)
+}
 
-# What set_optimizer_flags hangs on parameters. With them, and a class called Muon, ZeRO runs DeepSpeed's own path too.
+# Attributes that set_optimizer_flags gives to parameters. For an optimizer class called Muon they make ZeRO run
+# DeepSpeed's own Muon as well.
 _TAGS = ("use_muon", "muon_num_heads", "muon_head_dim")
 
 
 def set_optimizer_flags(original: Callable[..., Any], config: Any, model: nn.Module) -> None:
-    """Let DeepSpeed tag the heads of attention layers; with our optimizer, finding none is no error."""
+    """Let DeepSpeed tag the heads of attention layers. With our optimizer it may find none."""
     try:
         original(config, model)
     except ValueError:
@@ -112,21 +108,16 @@ def configure_optimizer(
     given, ours = client_optimizer is not None, _wants_muon(engine, client_optimizer)
     if not ours and (not given or isinstance(client_optimizer, torch.optim.Optimizer)):
         return original(engine, client_optimizer, model_parameters)
-    admission = Admission(engine)
-    if not ours:
-        client_optimizer = _managed_by_deepspeed(client_optimizer, engine, admission)
-    else:
-        _compare_settings(engine, client_optimizer, model_parameters)
-        if given:
-            _adopt(engine, client_optimizer, admission)
-        elif getattr(engine, "has_moe_layers", False):
-            model_parameters = _named_groups(model_parameters)
-    engine._deepspeed_muon_admission = admission
-    try:
+    with Admission(engine) as admission:
+        if not ours:
+            client_optimizer = _managed_by_deepspeed(client_optimizer, engine)
+        else:
+            _compare_settings(engine, client_optimizer, model_parameters)
+            if given:
+                _adopt(engine, client_optimizer)
+            elif has_experts(engine):
+                model_parameters = _named_groups(model_parameters)
         result = original(engine, client_optimizer, model_parameters)
-    finally:
-        admission.close()
-        del engine._deepspeed_muon_admission
     optimizer = muon_of(engine)
     if optimizer is not None:
         admission.settle(engine.optimizer, optimizer)
@@ -140,7 +131,7 @@ def configure_basic_optimizer(original: Callable[..., Any], engine: Any, model_p
         return original(engine, model_parameters)
     config = MuonConfig.from_params(engine.optimizer_params())
     optimizer = Muon.from_config(model_parameters, config, model=engine.module)
-    _adopt(engine, optimizer, engine._deepspeed_muon_admission)
+    _adopt(engine, optimizer)
     _remove_tags(engine.module)
     return optimizer
 
@@ -150,28 +141,29 @@ def _is_our_type(name: str | None) -> bool:
 
 
 def _wants_muon(engine: Any, client_optimizer: Any) -> bool:
-    """Return whether this engine will run our optimizer, as far as can be told before a callable is called."""
+    """Return whether this engine will run our optimizer; not known yet if the client gave a callable."""
     if client_optimizer is not None:
         return isinstance(client_optimizer, Muon)
     return _is_our_type(engine.optimizer_name())
 
 
 def _agree(members: Members, facts: RankFacts, *, error: Exception | None = None) -> None:
-    """Call the roll, then compare what the ranks say; all of them raise if one failed or differs."""
+    """Wait for all ranks, then compare their facts; all of them raise if one failed or differs."""
     members.call_roll()
     agree(facts, error=error, members=members)
 
 
-def _adopt(engine: Any, optimizer: Muon, admission: Admission) -> None:
+def _adopt(engine: Any, optimizer: Muon) -> None:
     """Prepare our optimizer for the wrapper that DeepSpeed is about to make."""
-    admission.adopt(optimizer)
+    Admission.of(engine).adopt(optimizer)
     order_parameters(engine, optimizer, device=_compute_device())
 
 
 def _compare_settings(engine: Any, client_optimizer: Muon | None, model_parameters: Any) -> None:
-    """Refuse what is not supported, and settings that differ between the ranks, before DeepSpeed communicates."""
+    """Refuse unsupported settings, and settings that differ between the ranks, before DeepSpeed communicates."""
     error: Exception | None = None
-    facts = {"optimizer": _described(engine, client_optimizer)}
+    client = None if client_optimizer is None else f"client {type(client_optimizer).__name__}"
+    facts = {"optimizer": client or str(engine.optimizer_name())}
     try:
         facts.update(_preflight(engine, client_optimizer, model_parameters))
     except Exception as caught:
@@ -180,37 +172,29 @@ def _compare_settings(engine: Any, client_optimizer: Muon | None, model_paramete
 
 
 def _named_groups(model_parameters: Any) -> Any:
-    """Give param groups the names without which DeepSpeed cannot divide them into experts and others."""
+    """Give param groups names, which DeepSpeed needs to divide them into experts and others."""
     items = list(model_parameters)
     if not all(isinstance(item, dict) for item in items):
         return items
     return [{"name": f"dense-params-{number}", **item} for number, item in enumerate(items)]
 
 
-def _managed_by_deepspeed(
-    make: Callable[[Any], Any], engine: Any, admission: Admission
-) -> Callable[[Any], Any]:
-    """Look at what a client's callable returns: ours is compared and marked before DeepSpeed wraps it."""
+def _managed_by_deepspeed(make: Callable[[Any], Any], engine: Any) -> Callable[[Any], Any]:
+    """Wrap a client's callable: if it returns our optimizer, settings are compared before DeepSpeed wraps it."""
 
     @functools.wraps(make, updated=())
     def made(model_parameters: Any) -> Any:
         optimizer = make(model_parameters)
         if isinstance(optimizer, Muon):
             _compare_settings(engine, optimizer, model_parameters)
-            _adopt(engine, optimizer, admission)
+            _adopt(engine, optimizer)
         return optimizer
 
     return made
 
 
-def _described(engine: Any, client_optimizer: Any) -> str:
-    if client_optimizer is None:
-        return str(engine.optimizer_name())
-    return f"client {getattr(type(client_optimizer), '__name__', client_optimizer)}"
-
-
 def _preflight(engine: Any, client_optimizer: Muon | None, model_parameters: Any) -> dict[str, str]:
-    """Check everything that can be checked before DeepSpeed communicates; return what all ranks must share."""
+    """Check what can be checked before DeepSpeed communicates; return the facts that must be equal on all ranks."""
     refuse_unsupported(engine)
     if client_optimizer is not None:
         client_optimizer.check_names(engine.module)
@@ -220,19 +204,15 @@ def _preflight(engine: Any, client_optimizer: Muon | None, model_parameters: Any
         config = MuonConfig.from_params(engine.optimizer_params())
         table = build_groups(model_parameters, config, model=engine.module).routes
     refuse_checkpoints(engine, config)
-    facts = {f"optimizer.params.{key}": value for key, value in _flat_facts(config).items()}
+    settings = config.model_dump(mode="json")
+    facts = {f"optimizer.params.{key}": json.dumps(value) for key, value in settings.items()}
     facts["routes"] = format_routes(table)
-    # Machine-independent settings can resolve to different arithmetic on different machines.
+    # Equal settings can mean different arithmetic on different machines.
     facts["ns_dtype on this machine"] = str(config.ns_settings(_compute_device()).dtype)
     raw = getattr(engine._config, "_param_dict", {})
-    for section in _COMPARED_SECTIONS:
-        if section in raw:
-            facts[section] = json.dumps(raw[section], sort_keys=True, default=str)
+    for section in raw.keys() & _COMPARED_SECTIONS:
+        facts[section] = json.dumps(raw[section], sort_keys=True, default=str)
     return facts
-
-
-def _flat_facts(config: MuonConfig) -> dict[str, str]:
-    return {key: json.dumps(value) for key, value in config.model_dump(mode="json").items()}
 
 
 def _remove_tags(model: nn.Module) -> None:
@@ -268,14 +248,14 @@ def _bind(engine: Any, optimizer: Muon) -> None:
         optimizer.measure_norm = functools.partial(stage0.total_norm, weakref.ref(engine))
     optimizer.host = DeepSpeedHost(engine)
     add_record_to_state_dict(engine)
-    record_order(wrapper, optimizer)
+    record_order(engine, optimizer)
     hook_engine(engine)
     log_dist(f"deepspeed_muon: {summarize_routes(optimizer.routes)}", ranks=[0])
     logger.debug("deepspeed_muon routes:\n%s", format_routes(optimizer.routes))
 
 
 def _check_all_stages(optimizer: Muon) -> None:
-    """Check, on all ranks alike, what only the routes of a pipeline's stages together can tell."""
+    """Check the routes of all stages of a pipeline together; every rank comes to the same result."""
     stages = optimizer.members.gather(optimizer.routes, what="comparison of the stages' routes").values()
     whole = {route.name: route for routes in stages for route in routes}
     check_routes(list(whole.values()), list(whole), optimizer.config)

@@ -1,4 +1,4 @@
-"""DeepSpeed's native AdamW for partitions that offload keeps on the CPU, checked before it is used."""
+"""DeepSpeed's native AdamW for partitions that offload keeps on the CPU, checked against a reference before its use."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from deepspeed_muon.math.reference import reference_adamw_step
 
 __all__ = ["CpuAdam"]
 
-# Elements of the check: whole vectors of every width, and a tail.
+# Number of elements in the check: whole SIMD vectors of every width, and a remainder.
 _CHECKED = 1043
 
 
 class CpuAdam:
-    """Calls the operator behind ``DeepSpeedCPUAdam``, without its own bookkeeping of parameters and state."""
+    """Calls the operator behind ``DeepSpeedCPUAdam``, without that class's parameters and state."""
 
     def __init__(self, *, decoupled: bool, master: torch.dtype, moments: torch.dtype) -> None:
         """Load the operator, building it on first use, and compare two steps of it with the reference.
@@ -38,7 +38,7 @@ class CpuAdam:
             from deepspeed.ops.op_builder import CPUAdamBuilder
 
             self._op: Any = CPUAdamBuilder().load()
-            # The operator keeps one object for each number, and the class counts the numbers that are taken.
+            # The operator keeps one object for each number, and the class counts them.
             self._number = DeepSpeedCPUAdam.optimizer_id
             DeepSpeedCPUAdam.optimizer_id += 1
             self._decoupled = decoupled
@@ -58,49 +58,29 @@ class CpuAdam:
         settings: AdamStep,
     ) -> None:
         """Update ``params`` and both moments in place; see :func:`deepspeed_muon.math.adamw.adam_step_`."""
-        beta1, beta2 = settings.betas
         self._forget_steps(settings)
         for tensors in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
             assert all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
-            self._op.adam_update(
-                self._number,
-                settings.step,
-                settings.lr,
-                beta1,
-                beta2,
-                settings.eps,
-                settings.weight_decay,
-                True,
-                *tensors,
-            )
+            self._op.adam_update(self._number, settings.step, *_numbers(settings), True, *tensors)
 
     def _forget_steps(self, settings: AdamStep) -> None:
         """Make the operator compute the powers of the betas from the step's number.
 
         Left to itself it multiplies those of its last step once more, which rounds differently: a resumed run would
-        part from an uninterrupted one in its last bits.
+        differ from an uninterrupted one in its last bits.
         """
-        self._op.create_adam(
-            self._number,
-            settings.lr,
-            *settings.betas,
-            settings.eps,
-            settings.weight_decay,
-            self._decoupled,
-            False,
-        )
+        self._op.create_adam(self._number, *_numbers(settings), self._decoupled, False)
 
     def _check(self, decoupled: bool, master: torch.dtype, moments: torch.dtype) -> None:
-        """Run two steps on random numbers beside the float64 reference."""
+        """Compare two steps on random numbers with the float64 reference."""
         generator = torch.Generator().manual_seed(0)
         param = (0.02 * torch.randn(_CHECKED, generator=generator)).to(master)
         exp_avg, exp_avg_sq = torch.zeros(2, _CHECKED, dtype=moments)
         expected, m, v = param.double(), exp_avg.double(), exp_avg_sq.double()
-        decay = 0.1
         error = 0.0
         for step in (1, 2):
             grad = torch.randn(_CHECKED, generator=generator).to(master)
-            settings = AdamStep(0.01, (0.9, 0.95), 1e-8, decay, step, decoupled)
+            settings = AdamStep(0.01, (0.9, 0.95), 1e-8, 0.1, step, decoupled)
             expected, m, v = reference_adamw_step(expected, grad, m, v, settings=settings)
             try:
                 self([param], [grad], [exp_avg], [exp_avg_sq], settings=settings)
@@ -109,10 +89,14 @@ class CpuAdam:
                     f"DeepSpeed's cpu_adam operator does not take {master} with moments in {moments}: {failed}"
                 ) from failed
             error = max(error, float((param.double() - expected).abs().max()))
-        # Two steps of about 0.01. In each one a parameter of at most 0.1 is rounded (half of eps, relative), and the
-        # update carries a few roundings of the moments. A wrong formula is off by a good part of an update.
+        # Two steps of about 0.01. Each one rounds a parameter of at most 0.1 (half of eps, relative), and its update
+        # holds a few roundings of the moments. The error of a wrong formula is of the size of an update.
         unit = torch.finfo(master).eps * 0.1 + torch.finfo(moments).eps * 0.02 * 8
         if not error <= unit:
             raise OpsUnavailableError(
                 f"DeepSpeed's cpu_adam operator differs from the reference by {error:.1e} (allowed {unit:.1e})"
             )
+
+
+def _numbers(settings: AdamStep) -> tuple[float, ...]:
+    return (settings.lr, *settings.betas, settings.eps, settings.weight_decay)

@@ -1,27 +1,28 @@
 """What is changed in one engine whose optimizer is ours, and in the wrapper around it: one table.
 
-Each row replaces a method of that one object; :func:`deepspeed_muon.engine.hooked.replace_method` says how. Nothing is
-undone: the changes go with the engine. ``step`` of a wrapper is replaced once, and :data:`STEP_DUTIES` says what is
-done around it.
+Each row replaces a method of that one object. Nothing is undone, because the changes disappear with the engine.
+``step`` of a wrapper is replaced once, and :data:`STEP_DUTIES` says what happens before and after it.
 
-What is set beside methods, each where it says why:
+Attributes that are no methods are set elsewhere:
 
 - the wrapper's loss scaler and ``check_grad_overflow``: :mod:`deepspeed_muon.engine.loss_scale`;
 - the wrapper's ``backup_optimizer`` and, before there is a wrapper, the engine's ``zero_force_ds_cpu_optimizer``:
   :mod:`deepspeed_muon.engine.offload`;
-- for the time of one call, the classes that ZeRO's modules compare an optimizer with: ``DeepSpeedCPUAdam`` in
-  :mod:`deepspeed_muon.engine.offload`, ``FusedAdam`` in :mod:`deepspeed_muon.engine.moving`.
+- during one call, the classes that ZeRO's modules compare an optimizer with, ``DeepSpeedCPUAdam`` and
+  ``FusedAdam``: :mod:`deepspeed_muon.engine.offload`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, Literal
 
-from deepspeed_muon.engine import idle, loss_scale, moving, ordering, stage0, universal_hooks
-from deepspeed_muon.engine.hooked import memory_of, remember, replace_method
+from deepspeed_muon.engine import checkpointing, idle, loss_scale, offload, ordering, stage0
+from deepspeed_muon.engine.memory import Memory, memory_of
 
 __all__ = ["ENGINE_HOOKS", "STEP_DUTIES", "EngineHook", "StepDuty", "hook_engine"]
 
@@ -35,14 +36,12 @@ class EngineHook:
         attribute: Its name.
         function: Is called instead, with the original, the owner, and the arguments of the call.
         applies: Whether an engine needs it.
-        why: What would be wrong without it.
     """
 
     owner: Literal["engine", "wrapper"]
     attribute: str
     function: Callable[..., Any]
     applies: Callable[[Any], bool]
-    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +51,10 @@ class StepDuty:
     Attributes:
         around: Returns a context manager for a wrapper, in which the step runs.
         applies: Whether an engine needs it.
-        why: What would be wrong without it.
     """
 
     around: Callable[[Any], contextlib.AbstractContextManager[None]]
     applies: Callable[[Any], bool]
-    why: str
 
 
 def _is_wrapped(engine: Any) -> bool:
@@ -77,38 +74,20 @@ def _forget_logits(wrapper: Any) -> Iterator[None]:
         wrapper.optimizer.qk_clip.clear()
 
 
-# The first begins first and ends last.
+# Above each row, here and in ENGINE_HOOKS: what would be wrong without it. The first duty begins first and ends last.
 STEP_DUTIES = (
-    StepDuty(
-        loss_scale.raise_on_overflow,
-        lambda engine: _is_wrapped(engine) and loss_scale.overflow_is_error(engine),
-        "ZeRO skips a step by itself, without a word, where nonfinite_grad is 'error'",
-    ),
-    StepDuty(
-        _forget_logits,
-        _clips_attention,
-        "ZeRO calls our step several times, or never if the gradients overflowed; the logits are those of one step",
-    ),
-    StepDuty(
-        stage0.keep_applied_scale,
-        stage0.is_half,
-        "stage 0 divides by the scale of the next step when it has just grown, and reports a scaled norm",
-    ),
-    StepDuty(
-        loss_scale.report_skipped_step,
-        _is_wrapped,
-        "the wrapper does not know that our optimizer skipped the step, and the schedule would go on",
-    ),
-    StepDuty(
-        idle.only_gradients_of_the_step,
-        idle.keeps_gradients,
-        "gradients outlive the step in buffers, and a parameter without one would be updated with its last",
-    ),
-    StepDuty(
-        loss_scale.grow_after_step,
-        loss_scale.scale_may_grow,
-        "ZeRO updates the scale first and unscales by the new one",
-    ),
+    # With nonfinite_grad 'error' ZeRO would skip a step by itself and tell nobody.
+    StepDuty(loss_scale.raise_on_overflow, loss_scale.overflow_is_error),
+    # ZeRO calls our step several times, or never if the gradients overflowed; the logits are those of one step.
+    StepDuty(_forget_logits, _clips_attention),
+    # Stage 0 divides by the scale of the next step when it has just grown, and reports the norm of scaled gradients.
+    StepDuty(stage0.keep_applied_scale, stage0.is_half),
+    # The wrapper does not know that our optimizer skipped the step, so the learning-rate schedule would go on.
+    StepDuty(loss_scale.report_skipped_step, _is_wrapped),
+    # Gradients outlive the step in buffers: a parameter that gets none would be updated with its last one.
+    StepDuty(idle.only_gradients_of_the_step, idle.keeps_gradients),
+    # ZeRO updates the scale first and unscales by the new one.
+    StepDuty(loss_scale.grow_after_step, loss_scale.scale_may_grow),
 )
 
 
@@ -121,112 +100,55 @@ def _step(original: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any)
 
 
 ENGINE_HOOKS = (
-    EngineHook("wrapper", "step", _step, _is_wrapped, "see STEP_DUTIES"),
+    # The duties would not be done.
+    EngineHook("wrapper", "step", _step, _is_wrapped),
+    # ZeRO would let the loss scale grow before the step as well; a duty lets it grow afterwards.
+    EngineHook("wrapper", "_update_scale", loss_scale.shrink_scale, loss_scale.scale_may_grow),
+    # ZeRO 3 adds the first gradient of a parameter to that of the last step if it comes in a later micro-step.
+    EngineHook("wrapper", "partition_grads", idle.partition_grads, idle.divides_gradients),
+    # ZeRO 3 would add to gradients that the program has thrown away.
+    EngineHook("wrapper", "zero_grad", idle.zero_grad, idle.divides_gradients),
+    # ZeRO 1 and 2 with offload add the first gradient of a parameter to that of the last step, as ZeRO 3 does.
     EngineHook(
-        "wrapper",
-        "_update_scale",
-        loss_scale.shrink_scale,
-        loss_scale.scale_may_grow,
-        "the loss scale grows after the step instead, with a duty of it",
+        "wrapper", "copy_grads_in_partition", idle.copy_grads_in_partition, idle.keeps_offloaded_gradients
     ),
-    EngineHook(
-        "wrapper",
-        "partition_grads",
-        idle.partition_grads,
-        idle.divides_gradients,
-        "ZeRO 3 adds the first gradient of a parameter to the last step's if it comes in a later micro-step",
-    ),
-    EngineHook(
-        "wrapper",
-        "zero_grad",
-        idle.zero_grad,
-        idle.divides_gradients,
-        "without it ZeRO 3 would add to gradients that the program has thrown away",
-    ),
-    EngineHook(
-        "wrapper",
-        "copy_grads_in_partition",
-        idle.copy_grads_in_partition,
-        idle.keeps_offloaded_gradients,
-        "the same with offload at stages 1 and 2",
-    ),
+    # What a backward pass did not reduce must be zero before anybody reads it.
     EngineHook(
         "wrapper",
         "independent_gradient_partition_epilogue",
         idle.gradient_partition_epilogue,
         idle.keeps_gradients,
-        "what a backward pass did not reduce must be zero before anybody reads it",
     ),
+    # Nobody would know which gradients ZeRO 1 reduces by itself; the next row needs it.
     EngineHook(
         "wrapper",
         "reduce_independent_p_g_buckets_and_remove_grads",
         idle.reduce_independent_gradient,
         idle.reduces_last_gradients_only,
-        "says which gradients ZeRO 1 reduces by itself",
     ),
-    EngineHook(
-        "wrapper",
-        "reduce_gradients",
-        idle.reduce_gradients,
-        idle.reduces_last_gradients_only,
-        "ZeRO 1 with overlap_comm leaves out what the last micro-step did not add to",
-    ),
-    EngineHook(
-        "wrapper",
-        "unscale_and_clip_grads",
-        stage0.unscale_and_clip_grads,
-        stage0.is_half,
-        "stage 0 in half precision must divide by the scale that was applied, and its norm leaves experts out",
-    ),
-    EngineHook(
-        "engine",
-        "backward",
-        stage0.backward,
-        stage0.loss_is_not_scaled,
-        "stage 0 in half precision divides by a scale that nobody multiplied the loss with",
-    ),
-    EngineHook(
-        "engine",
-        "scale",
-        stage0.scale,
-        stage0.loss_is_not_scaled,
-        "the same, for a program that calls backward of the loss itself",
-    ),
-    EngineHook(
-        "engine",
-        "clip_fp32_gradients",
-        stage0.clip_fp32_gradients,
-        stage0.is_plain,
-        "the plain engine throws the norm away, and counts one stage of a pipeline and one rank's experts",
-    ),
-    EngineHook(
-        "wrapper",
-        "offload_states",
-        moving.offload_states,
-        moving.can_move,
-        "stage 3 moves the state of FusedAdam alone",
-    ),
-    EngineHook(
-        "wrapper",
-        "load_state_dict",
-        ordering.load_state_dict,
-        lambda engine: ordering.has_flat_groups(engine.optimizer),
-        "a state with another order of the matrices would fill them with each other's values",
-    ),
+    # ZeRO 1 with overlap_comm leaves out what the last micro-step did not add to.
+    EngineHook("wrapper", "reduce_gradients", idle.reduce_gradients, idle.reduces_last_gradients_only),
+    # Stage 0 in half precision must divide by the scale that was applied, and its norm leaves experts out.
+    EngineHook("wrapper", "unscale_and_clip_grads", stage0.unscale_and_clip_grads, stage0.is_half),
+    # Stage 0 in half precision divides by a scale that nobody multiplied the loss with.
+    EngineHook("engine", "backward", stage0.backward, stage0.loss_is_not_scaled),
+    # The same, for a program that calls backward of the loss itself.
+    EngineHook("engine", "scale", stage0.scale, stage0.loss_is_not_scaled),
+    # The plain engine throws the norm away, and counts one stage of a pipeline and one rank's experts.
+    EngineHook("engine", "clip_fp32_gradients", stage0.clip_fp32_gradients, stage0.is_plain),
+    # Stage 3 moves the state of FusedAdam alone, and the exchange would keep its buffers on the device.
+    EngineHook("wrapper", "offload_states", offload.offload_states, offload.can_move),
+    # A saved state with another order of the matrices would fill them with each other's values.
+    EngineHook("wrapper", "load_state_dict", ordering.load_state_dict, ordering.has_flat_groups),
+    # DeepSpeed's loader knows Adam's state only, and reads parameters from places that can be wrong.
     EngineHook(
         "wrapper",
         "_load_universal_checkpoint",
-        universal_hooks.load_universal_checkpoint,
-        universal_hooks.loads_universal,
-        "DeepSpeed's loader knows Adam's state only, and reads parameters from places that can be wrong",
+        checkpointing.load_universal_checkpoint,
+        checkpointing.loads_universal,
     ),
-    EngineHook(
-        "engine",
-        "load_checkpoint",
-        universal_hooks.load_checkpoint,
-        universal_hooks.loads_universal,
-        "DeepSpeed changes counters and schedule before a universal checkpoint can be refused",
-    ),
+    # DeepSpeed changes counters and schedule before a universal checkpoint can be refused.
+    EngineHook("engine", "load_checkpoint", checkpointing.load_checkpoint, checkpointing.loads_universal),
 )
 
 
@@ -238,7 +160,33 @@ def hook_engine(engine: Any) -> None:
     """
     wrapper = engine.optimizer
     if _is_wrapped(engine):
-        remember(engine, [duty.around for duty in STEP_DUTIES if duty.applies(engine)])
-    rows = [hook for hook in ENGINE_HOOKS if hook.applies(engine)]
-    for hook in rows:
-        replace_method(engine if hook.owner == "engine" else wrapper, hook.attribute, hook.function)
+        duties = [duty.around for duty in STEP_DUTIES if duty.applies(engine)]
+        wrapper._deepspeed_muon_memory = Memory(weakref.ref(engine), duties)
+    # All conditions are asked before anything is replaced.
+    for hook in [hook for hook in ENGINE_HOOKS if hook.applies(engine)]:
+        _replace_method(engine if hook.owner == "engine" else wrapper, hook.attribute, hook.function)
+
+
+def _replace_method(owner: Any, attribute: str, function: Callable[..., Any]) -> None:
+    """Let ``owner.attribute(...)`` call ``function(original, owner, ...)``.
+
+    The replacement refers to its owner weakly. A bound method would make a cycle, and the owner's memory on the device
+    would wait for the garbage collector.
+
+    Args:
+        owner: An engine or a wrapper. Mutated.
+        attribute: The name of a method.
+        function: Gets the original, bound to ``owner``, then ``owner`` and the arguments of the call.
+    """
+    reference = weakref.ref(owner)
+    method = getattr(owner, attribute)
+    is_own = isinstance(method, MethodType) and method.__self__ is owner
+    plain: Callable[..., Any] = method.__func__ if is_own else method
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        owner = reference()
+        assert owner is not None
+        return function(MethodType(plain, owner) if is_own else plain, owner, *args, **kwargs)
+
+    replacement.__name__, replacement.__doc__ = attribute, method.__doc__
+    setattr(owner, attribute, replacement)

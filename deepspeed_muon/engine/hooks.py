@@ -1,8 +1,8 @@
 """What is changed in DeepSpeed for the whole process: one table, which ``register`` and ``unregister`` walk.
 
-An engine with another optimizer takes DeepSpeed's own way through every row: the same calls with the same arguments,
-and not one collective more. Such an engine need not exist on all ranks. What is changed in single engines with our
-optimizer stands in :mod:`deepspeed_muon.engine.engine_hooks`.
+For an engine with another optimizer every replacement calls DeepSpeed's own function with the same arguments, and adds
+no collective: such an engine may exist on some of the ranks only. What is changed in a single engine with our optimizer
+stands in :mod:`deepspeed_muon.engine.engine_hooks`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
-from deepspeed_muon.engine import configure, running, universal_hooks
+from deepspeed_muon.engine import checkpointing, configure, running
 from deepspeed_muon.errors import RegistrationError
 from deepspeed_muon.optimizer import Muon
 
@@ -32,97 +32,59 @@ class Hook:
         owner: The class or module.
         attribute: The function's name in it.
         function: Is called instead, with the original and then with the arguments of the call.
-        why: What would be wrong without it.
         missing_in: The supported versions that lack the function and do without the hook; empty if all have it.
     """
 
     owner: Any
     attribute: str
     function: Callable[..., Any]
-    why: str
     missing_in: str = ""
 
     def __str__(self) -> str:
         return f"{self.owner.__name__}.{self.attribute}"
 
 
+# Above each row: what would be wrong without it. Last in a row: the supported versions that lack the function.
 HOOKS = (
-    Hook(
-        DeepSpeedEngine,
-        "_broadcast_model",
-        configure.broadcast_model,
-        "compares the ranks' models first: between different ones the broadcast aborts or hangs",
-    ),
-    Hook(
-        DeepSpeedEngine,
-        "_configure_optimizer",
-        configure.configure_optimizer,
-        "compares the ranks' settings before DeepSpeed communicates, and binds once the ZeRO wrapper exists",
-    ),
-    Hook(
-        DeepSpeedEngine,
-        "_configure_basic_optimizer",
-        configure.configure_basic_optimizer,
-        "makes our optimizer for the type Muon",
-    ),
-    Hook(
-        DeepSpeedEngine,
-        "_configure_expert_parallel",
-        configure.configure_expert_parallel,
-        "leaves the model alone where AutoEP will be refused: AutoEP would fail or communicate before that",
-        missing_in="0.16.9",
-    ),
-    Hook(
-        deepspeed,
-        "set_optimizer_flags",
-        configure.set_optimizer_flags,
-        "lets per_head_muon through where DeepSpeed finds no heads: ours are found by other rules, and checked",
-        missing_in="0.16.9",
-    ),
-    Hook(
-        DeepSpeedEngine,
-        "_configure_lr_scheduler",
-        running.configure_lr_scheduler,
-        "keeps the ratio of the two halves' rates under schedulers that write one number into every group, and "
-        "loads restore_from when everything that it fills exists",
-    ),
-    Hook(
-        DeepSpeedEngine,
-        "_take_model_step",
-        running.take_model_step,
-        "samples the health of a whole step, bounds the wait for other ranks, and finds steps that ended too early",
-    ),
-    Hook(
-        DeepSpeedEngine,
-        "save_checkpoint",
-        running.save_checkpoint,
-        "writes the consolidated set where consolidate_on_save is set",
-    ),
-    Hook(
-        ds_to_universal,
-        "main",
-        universal_hooks.convert,
-        "converts our checkpoints: DeepSpeed's converter knows Adam's state only",
-    ),
+    # DeepSpeed's broadcast aborts or hangs if the ranks' models differ. Ours compares them first.
+    Hook(DeepSpeedEngine, "_broadcast_model", configure.broadcast_model),
+    # DeepSpeed would communicate before anybody compares the ranks' settings, and our optimizer would not be bound to
+    # the wrapper.
+    Hook(DeepSpeedEngine, "_configure_optimizer", configure.configure_optimizer),
+    # The type Muon would make DeepSpeed's own optimizer.
+    Hook(DeepSpeedEngine, "_configure_basic_optimizer", configure.configure_basic_optimizer),
+    # AutoEP, which is refused, would fail or communicate before the refusal.
+    Hook(DeepSpeedEngine, "_configure_expert_parallel", configure.configure_expert_parallel, "0.16.9"),
+    # per_head_muon would be refused where DeepSpeed finds no heads. Ours are found by other rules, and checked.
+    Hook(deepspeed, "set_optimizer_flags", configure.set_optimizer_flags, "0.16.9"),
+    # Schedulers that write one number into every group would lose the ratio of Muon's rate and AdamW's. And the
+    # schedule is the last thing that restore_from fills, so it is loaded here.
+    Hook(DeepSpeedEngine, "_configure_lr_scheduler", running.configure_lr_scheduler),
+    # Nobody would sample a whole step, bound the wait for other ranks, or find steps that ended too early.
+    Hook(DeepSpeedEngine, "_take_model_step", running.take_model_step),
+    # consolidate_on_save would write nothing.
+    Hook(DeepSpeedEngine, "save_checkpoint", running.save_checkpoint),
+    # DeepSpeed's converter knows Adam's state only.
+    Hook(ds_to_universal, "main", checkpointing.convert),
 )
 
-# Without it ZeRO asks for zero_allow_untested_optimizer. The list is shared, so it is changed and not replaced.
+# An optimizer that is not in this list needs zero_allow_untested_optimizer. Other modules hold the list, so Muon is
+# appended to it instead of replacing it.
 LISTED = (ZERO_SUPPORTED_OPTIMIZERS, Muon)
 
 _INSTALLED: dict[Hook, tuple[Any, Any]] = {}
-"""Each hook that is in place, with the original and with what stands there instead."""
+"""Each hook that is in place, with the original and its replacement."""
 
 
 def is_registered() -> bool:
-    """Return whether the config type ``Muon`` resolves to this project."""
+    """Return whether the config type ``Muon`` means this project's optimizer."""
     return bool(_INSTALLED)
 
 
 def register() -> None:
-    """Make ``"optimizer": {"type": "Muon"}`` resolve to this project in every engine made from now on.
+    """Let ``"optimizer": {"type": "Muon"}`` mean this project's optimizer in every engine made from now on.
 
-    ``import deepspeed_muon`` calls it. Calling it again does nothing; engines that exist already keep the optimizer
-    that they have.
+    ``import deepspeed_muon`` calls it. Calling it again does nothing. Existing engines keep their optimizer.
 
     Raises:
         RegistrationError: If this DeepSpeed lacks a function to replace.
@@ -146,7 +108,7 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Give the config type ``Muon`` back to DeepSpeed. Engines that exist already keep their optimizer.
+    """Give the config type ``Muon`` back to DeepSpeed. Existing engines keep their optimizer.
 
     Raises:
         RegistrationError: If another library replaced one of the functions after this one.

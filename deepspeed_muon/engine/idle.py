@@ -1,21 +1,24 @@
-"""Parameters that get no gradient in a step: what DeepSpeed still has of their last one is kept out of it.
+"""Parameters that get no gradient in a step: their gradients of earlier steps must not be used again.
 
-ZeRO 3, and ZeRO 1 and 2 with the optimizer offloaded, keep reduced gradients in buffers that outlive the step, and
-write only what a backward pass reduces. A parameter that goes idle would be updated with its last gradient again and
-again, that gradient would be part of the norm, and an infinity of a step that overflowed would make every later step
-overflow. Over an accumulation they copy in the first micro-step and add in the later ones: a parameter whose first
-gradient comes later is added to what the step before left, and with offload one whose last gradient comes earlier
-never reaches the optimizer.
+ZeRO 3, and ZeRO 1 and 2 with an offloaded optimizer, keep reduced gradients in buffers that outlive the step, and write
+only those that a backward pass reduces. So DeepSpeed goes wrong in two ways:
 
-Here the first gradient *of a parameter* in a step is copied and its later ones are added; and a parameter that the
-last backward pass did not reduce gets a gradient of zero by the way that DeepSpeed's own gradients take, so that
-whatever reads the buffers afterwards (overflow check, norm, clipping, ``safe_get_full_grad``) finds the right numbers.
-Nothing is sent: which parameters are reduced is the same on all ranks that reduce them.
+- A parameter without a gradient is updated with its last one in every step. That gradient is also part of the norm, and
+  if it is infinite, all later steps overflow.
+- In an accumulation DeepSpeed copies gradients in the first micro-step and adds them in the later ones. If the first
+  gradient of a parameter comes later, it is added to that of the step before. With offload, if its last gradient comes
+  before the last micro-step, the sum never reaches the optimizer.
+
+This module copies the first gradient *of a parameter* in a step and adds the later ones. A parameter that the last
+backward pass did not reduce gets a gradient of zero, through the same functions as DeepSpeed's own gradients, so that
+all readers of the buffers (overflow check, norm, clipping, ``safe_get_full_grad``) find the right numbers. Nothing is
+communicated: the ranks that reduce a parameter together all know whether they did.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,7 +28,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
-from deepspeed_muon.engine.hooked import memory_of
+from deepspeed_muon.engine.memory import memory_of
 
 __all__ = [
     "copy_grads_in_partition",
@@ -43,7 +46,7 @@ __all__ = [
 
 
 def divides_gradients(engine: Any) -> bool:
-    """Return whether the wrapper is ZeRO 3, with one buffer of a rank's shares of all gradients."""
+    """Return whether the wrapper is ZeRO 3, where one buffer holds a rank's part of every gradient."""
     return isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3)
 
 
@@ -60,7 +63,7 @@ def keeps_gradients(engine: Any) -> bool:
 def reduces_last_gradients_only(engine: Any) -> bool:
     """Return whether the wrapper is ZeRO 1 with ``overlap_comm``.
 
-    It reduces a gradient when the last micro-step adds to it. What only earlier ones used stays each rank's own.
+    It reduces a gradient when the last micro-step adds to it. Gradients of earlier micro-steps alone stay unreduced.
     """
     wrapper = engine.optimizer
     known = isinstance(wrapper, DeepSpeedZeroOptimizer)
@@ -78,7 +81,7 @@ def reduce_independent_gradient(
 def reduce_gradients(original: Callable[..., Any], wrapper: Any, pipeline_parallel: bool = False) -> Any:
     """Reduce what the last micro-step of an accumulation did not add to, then finish the reduction."""
     queued = memory_of(wrapper).queued
-    # A pipeline makes its buckets in the call below, and reduces a layer's gradient over all micro-batches.
+    # A pipeline fills its buckets in the call below, with each layer's gradient over all micro-batches.
     for number, params in enumerate(() if pipeline_parallel else wrapper.bit16_groups):
         for param in params:
             if id(param) not in queued and wrapper.get_gradient_for_reduction(param) is not None:
@@ -88,7 +91,7 @@ def reduce_gradients(original: Callable[..., Any], wrapper: Any, pipeline_parall
 
 
 def gradient_partition_epilogue(original: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-    """End a backward pass, then give what it did not reduce a gradient of zero."""
+    """End a backward pass, then give parameters that it did not reduce a gradient of zero."""
     result = original(*args, **kwargs)
     _fill_up(wrapper)
     return result
@@ -96,7 +99,7 @@ def gradient_partition_epilogue(original: Callable[..., Any], wrapper: Any, *arg
 
 @contextlib.contextmanager
 def only_gradients_of_the_step(wrapper: Any) -> Iterator[None]:
-    """Fill up once more, for programs that end an accumulation in ``step()``, and start afresh after the step."""
+    """Fill in zeros once more, for programs that end an accumulation in ``step()``; forget all after the step."""
     _fill_up(wrapper)
     try:
         yield
@@ -105,7 +108,7 @@ def only_gradients_of_the_step(wrapper: Any) -> Iterator[None]:
 
 
 def zero_grad(original: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-    """Let the next backward pass start afresh, as in DeepSpeed; a step before it still has its gradients."""
+    """Let the next backward pass forget earlier gradients, as in DeepSpeed; a step before it still uses them."""
     memory_of(wrapper).restart = True
     return original(*args, **kwargs)
 
@@ -113,7 +116,7 @@ def zero_grad(original: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: 
 def partition_grads(
     original: Callable[..., Any], wrapper: Any, params: Sequence[Tensor], partitions: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Copy what is new in this step into ZeRO 3's buffer, add what is not."""
+    """Copy first gradients of the step into ZeRO 3's buffer, and add later ones."""
     memory = memory_of(wrapper)
     if memory.restart:
         memory.restart = False
@@ -135,7 +138,7 @@ def partition_grads(
 
 
 def copy_grads_in_partition(original: Callable[..., Any], wrapper: Any, param: Tensor, *args: Any) -> Any:
-    """Copy the gradient of ``param`` if it is new in this step, else add it (ZeRO 1 and 2 with offload)."""
+    """Copy the first gradient of ``param`` in the step, and add later ones (ZeRO 1 and 2 with offload)."""
     micro_step = wrapper.micro_step_id
     wrapper.micro_step_id = 0 if _is_new(wrapper, param) else max(1, micro_step)
     try:
@@ -153,32 +156,25 @@ def _is_new(wrapper: Any, param: Tensor) -> bool:
 
 
 def _start_afresh(wrapper: Any) -> None:
-    """Forget what was reduced, and what a step that overflowed or raised left behind."""
+    """Forget what was reduced, and what remains of a step that overflowed or raised."""
     memory_of(wrapper).reduced.clear()
-    if _is_offloaded(wrapper):
+    is_flat = isinstance(wrapper, DeepSpeedZeroOptimizer)
+    if wrapper.cpu_offload if is_flat else wrapper.offload_optimizer:
         # Also the record of what has reached the gradients of the masters.
         wrapper.reset_cpu_buffers()
-    if isinstance(wrapper, DeepSpeedZeroOptimizer):
+    if is_flat:
         # fp32 sums of gradients in half precision.
         wrapper.averaged_gradients = dict.fromkeys(wrapper.averaged_gradients)
 
 
-def _is_offloaded(wrapper: Any) -> bool:
-    return bool(
-        wrapper.offload_optimizer
-        if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3)
-        else wrapper.cpu_offload
-    )
-
-
 def _at_boundary(wrapper: Any) -> bool:
-    """Return whether the last micro-step is running; before 0.18 this was no method."""
+    """Return whether the last micro-step is running. DeepSpeed before 0.18 has an attribute, later ones a method."""
     boundary = wrapper.is_gradient_accumulation_boundary
     return bool(boundary() if callable(boundary) else boundary)
 
 
 def _undelivered(wrapper: Any, param: Tensor) -> bool:
-    """Return whether the sum of an offloaded parameter has yet to reach the gradient of its master."""
+    """Return whether an offloaded parameter's sum of gradients has not reached its master yet."""
     return wrapper.get_param_id(param) not in wrapper.norm_for_param_grads
 
 
@@ -193,7 +189,7 @@ def _fill_up(wrapper: Any) -> None:
 def _fill_up_partitions(wrapper: Any) -> None:
     """Put zeros into ZeRO 3's buffer, and with offload into the gradients of the masters."""
     reduced = memory_of(wrapper).reduced
-    delivers = _is_offloaded(wrapper) and _at_boundary(wrapper)
+    delivers = wrapper.offload_optimizer and _at_boundary(wrapper)
     missing = [
         param
         for group in wrapper.fp16_groups
@@ -205,34 +201,25 @@ def _fill_up_partitions(wrapper: Any) -> None:
     accelerator = get_accelerator()
     # The stream on which DeepSpeed reduces, and looks for infinities.
     with accelerator.stream(wrapper.reduce_and_partition_stream):
-        zeros = [
-            torch.zeros(
-                param.partition_numel(),
-                dtype=wrapper.gradient_accumulation_dtype,
-                device=accelerator.current_device_name(),
-            )
-            for param in missing
-        ]
+        kind: Any = {
+            "dtype": wrapper.gradient_accumulation_dtype,
+            "device": accelerator.current_device_name(),
+        }
+        zeros = [torch.zeros(param.partition_numel(), **kind) for param in missing]
         wrapper.partition_grads(missing, zeros)
     if not accelerator.resolves_data_dependency():
         wrapper.reduce_and_partition_stream.synchronize()
 
 
 def _fill_up_masters(wrapper: Any) -> None:
-    """Send zeros the way of ZeRO 1's and 2's offloaded gradients."""
-    attribute = "grad_accum" if wrapper.use_grad_accum_attribute else "grad"
-    for param in _missing(wrapper):
-        dtype = wrapper.gradient_accumulation_dtype if attribute == "grad_accum" else param.dtype
-        setattr(param, attribute, torch.zeros_like(param, dtype=dtype))
-        wrapper.copy_grads_in_partition(param)
-        setattr(param, attribute, None)
-
-
-def _missing(wrapper: Any) -> Iterator[Tensor]:
+    """Put zeros where ZeRO 1 and 2 put offloaded gradients."""
     reduced = memory_of(wrapper).reduced
-    for params in wrapper.params_in_partition:
-        for param in params:
-            # Without a gradient of its own DeepSpeed reports it, if it was told not to ignore it.
-            ignored = wrapper.ignore_unused_parameters or id(param) in reduced
-            if ignored and _undelivered(wrapper, param):
-                yield param
+    attribute = "grad_accum" if wrapper.use_grad_accum_attribute else "grad"
+    for param in itertools.chain.from_iterable(wrapper.params_in_partition):
+        # With ignore_unused_parameters false DeepSpeed itself reports parameters that got no gradient.
+        ignored = wrapper.ignore_unused_parameters or id(param) in reduced
+        if ignored and _undelivered(wrapper, param):
+            dtype = wrapper.gradient_accumulation_dtype if attribute == "grad_accum" else param.dtype
+            setattr(param, attribute, torch.zeros_like(param, dtype=dtype))
+            wrapper.copy_grads_in_partition(param)
+            setattr(param, attribute, None)

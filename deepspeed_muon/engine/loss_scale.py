@@ -1,15 +1,19 @@
-"""Loss scales and skipped steps under ZeRO: two defects of DeepSpeed, and steps that it does not know to be skipped.
+"""Loss scales and skipped steps under ZeRO: two defects of DeepSpeed, and steps that only our optimizer knows to skip.
 
 **A scale that grows.** ZeRO updates the scale first and unscales afterwards. In a step after which the scale doubles,
 gradients are therefore divided by twice what the loss was multiplied with. Here the scale grows after the step.
 
 **``torch_autocast`` in fp16.** ZeRO multiplies the loss by the scale of a ``torch.amp.GradScaler`` and leaves it to
-the scaler to unscale inside of ``optimizer.step()``. Everything before sees scaled gradients: the norm that is
-reported and that ``gradient_clipping`` compares with is too large by the scale; a step whose norm is not finite
-returns before the scaler hears of it, so that the scale never falls and no step succeeds again; and where there are
-several partitions the scale is updated once for each of them. DeepSpeed's ``DynamicLossScaler`` has its place in all
-of this already. The flag by which ZeRO decides on that scaler belongs to the process: an engine made after one with
-``torch_autocast`` gets a ``GradScaler`` too, which then hides its own loss scale.
+the scaler to unscale inside of ``optimizer.step()``. Three things go wrong:
+
+- The reported norm, with which ``gradient_clipping`` compares, is that of scaled gradients.
+- A step whose norm is not finite returns before the scaler hears of it, so the scale never falls and every later step
+  is skipped too.
+- With several partitions the scale is updated once for each of them.
+
+DeepSpeed's own ``DynamicLossScaler`` does all of this right, so it takes the place of the ``GradScaler``. ZeRO decides
+by a flag of the process whether it uses one: an engine made after one with ``torch_autocast`` gets a ``GradScaler``
+too, which then hides its own loss scale.
 """
 
 from __future__ import annotations
@@ -37,25 +41,19 @@ __all__ = [
 ]
 
 
-def use_deepspeed_scaler(engine: Any) -> bool:
+def use_deepspeed_scaler(engine: Any) -> None:
     """Replace the wrapper's GradScaler by a dynamic loss scale with the same start, growth and backoff.
 
     Where the engine does not use ``torch_autocast``, the scaler is left over from another engine of the process: it is
     removed and the loss scale stays the engine's own.
-
-    Args:
-        engine: the DeepSpeed engine; its ZeRO wrapper is changed.
-
-    Returns:
-        Whether a GradScaler of this engine's was replaced.
     """
     wrapper = engine.optimizer
     scaler = getattr(wrapper, "torch_autocast_gradscaler", None)
     if scaler is None or not isinstance(wrapper, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)):
-        return False
+        return
     wrapper.torch_autocast_gradscaler = None
     if not engine.torch_autocast_enabled():
-        return False
+        return
     wrapper.loss_scaler = DynamicLossScaler(
         init_scale=scaler.get_scale(),
         scale_window=scaler.get_growth_interval(),
@@ -68,7 +66,6 @@ def use_deepspeed_scaler(engine: Any) -> bool:
     wrapper.dynamic_loss_scale = True
     if isinstance(wrapper, DeepSpeedZeroOptimizer):
         wrapper.check_grad_overflow = True
-    return True
 
 
 def scale_may_grow(engine: Any) -> bool:
@@ -79,7 +76,7 @@ def scale_may_grow(engine: Any) -> bool:
 
 
 def shrink_scale(original: Callable[..., Any], wrapper: Any, has_overflow: bool = False) -> None:
-    """Let an overflow act at once; :func:`grow_after_step` does the rest."""
+    """Lower the scale at once after an overflow; :func:`grow_after_step` raises it."""
     if has_overflow:
         original(has_overflow)
 
@@ -93,11 +90,7 @@ def grow_after_step(wrapper: Any) -> Iterator[None]:
 
 
 def look_for_overflow(wrapper: Any) -> None:
-    """Let ZeRO 1 and 2 find gradients that are not finite where they would not look, to skip all of a step or nothing.
-
-    Args:
-        wrapper: ``engine.optimizer``.
-    """
+    """Let ZeRO 1 and 2 always look for gradients that are not finite, so that they skip a step as a whole."""
     if isinstance(wrapper, DeepSpeedZeroOptimizer):
         looks = wrapper.dtype != torch.bfloat16 and getattr(wrapper, "compute_grad_norm", True)
         wrapper.check_grad_overflow = getattr(wrapper, "check_grad_overflow", False) or not looks
@@ -105,7 +98,7 @@ def look_for_overflow(wrapper: Any) -> None:
 
 @contextlib.contextmanager
 def report_skipped_step(wrapper: Any) -> Iterator[None]:
-    """Have a wrapper say ``overflow`` of a step that our optimizer inside it skipped."""
+    """Set ``overflow`` of a wrapper after a step that our optimizer inside it skipped."""
     before = wrapper.optimizer.skipped_steps
     yield
     if wrapper.optimizer.skipped_steps > before:
@@ -113,7 +106,7 @@ def report_skipped_step(wrapper: Any) -> Iterator[None]:
 
 
 def overflow_is_error(engine: Any) -> bool:
-    """Return whether a step that ZeRO skips by itself is an error."""
+    """Return whether the configuration makes a step that ZeRO skips by itself an error."""
     wanted = engine.basic_optimizer.config.nonfinite_grad == "error" and not engine.fp16_enabled()
     return wanted and hasattr(engine.optimizer, "overflow")
 

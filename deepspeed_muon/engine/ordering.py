@@ -1,7 +1,7 @@
-"""The order of the matrices in ZeRO's flat buffers: chosen before the buffers exist, recorded in what is saved.
+"""The order of the matrices in ZeRO's flat buffers: chosen before the buffers exist, and recorded in checkpoints.
 
-DeepSpeed's files hold flat partitions without names. Loaded into an engine with another order they would fill matrices
-with each other's values; so the order is compared before anything of the optimizer is loaded.
+DeepSpeed's files hold flat partitions without names. An engine with another order would load them into the wrong
+matrices, so the orders are compared before anything of the optimizer is loaded.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _INNER_KEYS = ("base_optimizer_state", "optimizer_state_dict")
 def order_parameters(engine: Any, optimizer: Muon, *, device: torch.device) -> None:
     """Choose the order of the matrices of every Muon group that ZeRO 1 or 2 will flatten.
 
-    Left alone: other stages, which do not cut a flat buffer; ``round_robin_gradients``, which is an order of its own;
-    groups of experts, whose ranks are not known here.
+    These keep their order: other stages, which do not cut a flat buffer; ``round_robin_gradients``, an order of its
+    own; and groups of experts, whose ranks are not known here.
 
     Args:
         engine: A ``DeepSpeedEngine`` before its ZeRO wrapper is made.
@@ -48,19 +48,14 @@ def order_parameters(engine: Any, optimizer: Muon, *, device: torch.device) -> N
     optimizer.order_parameters(sizes, device=device)
 
 
-def has_flat_groups(wrapper: Any) -> bool:
-    """Return whether a wrapper keeps param groups as flat buffers, in which the order of the matrices matters."""
-    return isinstance(wrapper, (DeepSpeedZeroOptimizer, BF16_Optimizer))
+def has_flat_groups(engine: Any) -> bool:
+    """Return whether the wrapper keeps param groups as flat buffers, in which the order of the matrices matters."""
+    return isinstance(engine.optimizer, (DeepSpeedZeroOptimizer, BF16_Optimizer))
 
 
-def record_order(wrapper: Any, optimizer: Muon) -> None:
-    """Have every saved state say which layout it has, where the order matters.
-
-    Args:
-        wrapper: ``engine.optimizer``.
-        optimizer: Our optimizer inside it, bound.
-    """
-    if not has_flat_groups(wrapper):
+def record_order(engine: Any, optimizer: Muon) -> None:
+    """Let every saved state of a bound optimizer hold its order and a digest of its layout, where the order matters."""
+    if not has_flat_groups(engine):
         return
     digest, order = _digest(_rows(optimizer)), optimizer.config.order
 
@@ -73,17 +68,17 @@ def record_order(wrapper: Any, optimizer: Muon) -> None:
 def load_state_dict(
     original: Callable[..., Any], wrapper: Any, state_dict_list: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Refuse a saved state with another layout, then load it; replaces the wrapper's method."""
+    """Load a saved state, unless it has another layout."""
     optimizer: Muon = wrapper.optimizer
     digest = _digest(_rows(optimizer))
-    # Universal checkpoints come without such a list, and by name.
+    # Universal checkpoints come without such a list. Their state is found by name.
     for saved in state_dict_list if isinstance(state_dict_list, (list, tuple)) else ():
         _compare(saved, digest, optimizer.config.order)
     return original(state_dict_list, *args, **kwargs)
 
 
 def _rows(optimizer: Muon) -> list[Any]:
-    """Return name, partition and fragments of every Muon matrix, sorted by name: what two layouts differ in."""
+    """Return name, partition and fragments of every Muon matrix, sorted by name: equal rows are equal layouts."""
     return sorted(
         [matrix.name, matrix.partition, [[f.rank, f.partition_offset, f.numel] for f in matrix.fragments]]
         for runner in optimizer.runners
@@ -96,7 +91,7 @@ def _digest(rows: list[Any]) -> str:
 
 
 def _compare(saved: Any, digest: str, order: str) -> None:
-    """Raise if a rank's saved state was laid out otherwise. States of other optimizers say nothing about it."""
+    """Raise if a rank's saved state has another layout. States of other optimizers have none on record."""
     if not isinstance(saved, dict):
         return
     inner: dict[str, Any] = next((saved[key] for key in _INNER_KEYS if isinstance(saved.get(key), dict)), {})

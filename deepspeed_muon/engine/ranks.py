@@ -1,17 +1,19 @@
-"""Which ranks make up an engine, and what they say of its model before DeepSpeed broadcasts it."""
+"""Which ranks an engine has, which of them train a parameter, and the facts about the model that they compare."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch.distributed as dist
+from deepspeed.utils import groups as deepspeed_groups
+from torch import Tensor
 
-from deepspeed_muon.engine.experts import holders
+from deepspeed_muon.routing.param_groups import expert_group_name
 from deepspeed_muon.routing.rules import true_shape
 from deepspeed_muon.transport.agreement import RankFacts, group_rank_scope
 from deepspeed_muon.transport.members import Members
 
-__all__ = ["data_parallel_scope", "members_of", "model_facts"]
+__all__ = ["data_parallel_scope", "has_experts", "holders", "members_of", "model_facts"]
 
 
 def members_of(engine: Any) -> Members:
@@ -34,17 +36,32 @@ def members_of(engine: Any) -> Members:
     return Members.of(groups)
 
 
+def holders(param: Tensor, default: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return the ranks that train ``param`` together.
+
+    An expert's parameters carry ``allreduce = False`` and the name of their expert-parallel group. The ranks that hold
+    the same expert are its expert-data-parallel group; they partition (or replicate) it among themselves.
+
+    Args:
+        param: A parameter of the model.
+        default: The data-parallel group of everything that is no expert.
+    """
+    name = expert_group_name(param)
+    return default if name is None else deepspeed_groups._get_expert_data_parallel_group(name)
+
+
+def has_experts(engine: Any) -> bool:
+    """Return whether the model has layers of ``deepspeed.moe``."""
+    return bool(getattr(engine, "has_moe_layers", False))
+
+
 def data_parallel_scope(engine: Any) -> str:
-    """Return a text that is shared by the ranks that train the same parameters."""
+    """Return a text that is equal on the ranks that train the same parameters, and on no others."""
     return group_rank_scope(getattr(engine, "seq_data_parallel_group", None))
 
 
 def model_facts(engine: Any) -> RankFacts:
-    """Return dtype and shape of every parameter, to be equal on the ranks between which DeepSpeed broadcasts it.
-
-    Args:
-        engine: A ``DeepSpeedEngine`` that knows its process groups.
-    """
+    """Return dtype and shape of every parameter, to be equal on the ranks between which DeepSpeed broadcasts it."""
     data_parallel = engine.seq_data_parallel_group
     facts, scopes = {}, {}
     for name, param in engine.module.named_parameters():

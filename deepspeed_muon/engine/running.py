@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
+from deepspeed.runtime import lr_schedules
 
 from deepspeed_muon.checkpoint import CONSOLIDATED_FOLDER, consolidate, restore
 from deepspeed_muon.engine.accessors import muon_of
-from deepspeed_muon.engine.schedulers import keep_rate_ratios
 from deepspeed_muon.monitoring.summary import monitor_events
 from deepspeed_muon.transport.waiting import phase
 
@@ -23,7 +25,7 @@ def configure_lr_scheduler(original: Callable[..., Any], engine: Any, *args: Any
     if optimizer is not None:
         from_config = engine.client_lr_scheduler is None
         given = (engine.scheduler_params() or {}) if from_config else {}
-        keep_rate_ratios(engine.lr_scheduler, optimizer, given=given)
+        _keep_rate_ratios(engine.lr_scheduler, optimizer, given=given)
         if optimizer.config.restore_from is not None:
             arguments = optimizer.config.restore_from.model_dump()
             restore(engine, arguments.pop("path"), **arguments)
@@ -33,17 +35,13 @@ def configure_lr_scheduler(original: Callable[..., Any], engine: Any, *args: Any
 def take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Take the step, record its health, and write a sampled step to the monitor.
 
-    It is the boundary of a step in the plain engine and in the pipeline engine. All ranks reach it, also when the
-    gradients overflow.
+    The plain engine and the pipeline engine call it once a step, on all ranks, also when the gradients overflow.
     """
     optimizer = muon_of(engine)
     if optimizer is None:
         return original(engine, *args, **kwargs)
     number = engine.global_steps + 1
-    with (
-        optimizer.health_log.step(number, members=optimizer.members),
-        contextlib.ExitStack() as waiting,
-    ):
+    with optimizer.health_log.step(number, members=optimizer.members), contextlib.ExitStack() as waiting:
         for group in optimizer.process_groups():
             # DeepSpeed's own collectives of the step are part of it: the norm of the gradients at stages 1 and 2.
             waiting.enter_context(phase(f"step {number}", group))
@@ -64,3 +62,46 @@ def save_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwa
         name = f"global_step{engine.global_steps}" if tag is None else str(tag)
         consolidate(engine, os.path.join(given["save_dir"], name, CONSOLIDATED_FOLDER))
     return result
+
+
+def _keep_rate_ratios(scheduler: Any, optimizer: torch.optim.Optimizer, *, given: Mapping[str, Any]) -> None:
+    """Keep the ratio of the groups' rates in DeepSpeed's schedulers that write one number into all groups.
+
+    The number in ``warmup_max_lr``, ``cycle_max_lr`` or ``lr_range_test_min_lr`` is the rate of a group with ``lr``
+    (with ``muon_lr`` if ``lr`` is absent). A group whose own rate is a tenth of that gets a tenth of the number. Lists
+    with one value per group stay as they are.
+
+    Args:
+        scheduler: The scheduler that DeepSpeed made or the client passed. Mutated.
+        optimizer: Our optimizer, whose groups (with their ``lr_ratio``) it writes.
+        given: The scheduler's section of the configuration, which tells one number from a list of equal ones.
+    """
+    kinds: list[tuple[type, dict[str, str]]] = [
+        (lr_schedules.LRRangeTest, {"min_lr": "lr_range_test_min_lr"}),
+        (lr_schedules.OneCycle, {"min_lrs": "cycle_min_lr", "max_lrs": "cycle_max_lr"}),
+        (lr_schedules.WarmupLR, {"min_lrs": "warmup_min_lr", "max_lrs": "warmup_max_lr"}),
+    ]
+    keys = next((keys for kind, keys in kinds if isinstance(scheduler, kind)), None)
+    if isinstance(scheduler, lr_schedules.WarmupCosineLR) and scheduler.last_batch_iteration < 0:
+        # Up to 0.17 it sets only the first group's rate before the first step.
+        share = float(optimizer.param_groups[0]["lr"]) / (scheduler.org_lrs[0] or 1.0)
+        for group, rate in zip(optimizer.param_groups, scheduler.org_lrs, strict=True):
+            group["lr"] = rate * share
+    if keys is None:
+        return
+    ratios = [float(group["lr_ratio"]) for group in optimizer.param_groups]
+    for attribute, key in keys.items():
+        values = getattr(scheduler, attribute)
+        # With warmup_max_lr null the scheduler has made a list of the groups' own rates.
+        if len(set(values)) == 1 and not isinstance(given.get(key, 0.0), (list, tuple, type(None))):
+            setattr(scheduler, attribute, [float(v) * ratio for v, ratio in zip(values, ratios, strict=True)])
+    if isinstance(scheduler, lr_schedules.WarmupLR):
+        scheduler.delta_lrs = [
+            high - low for high, low in zip(scheduler.max_lrs, scheduler.min_lrs, strict=True)
+        ]
+    # As the scheduler did when it was made: it writes its lower bounds, or the rates of the iteration it starts from.
+    started = scheduler.last_batch_iteration >= 0
+    current = scheduler.get_lr() if started else getattr(scheduler, next(iter(keys)))
+    for group, rate in zip(optimizer.param_groups, current, strict=True):
+        group["lr"] = rate
+    scheduler._last_lr = list(current)

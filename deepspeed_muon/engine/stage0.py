@@ -1,13 +1,10 @@
-"""ZeRO stage 0: every rank holds every parameter whole, in fp32 itself or as an fp32 copy of half-precision weights.
-
-The Newton-Schulz work is still shared: each matrix has one owner, which sends the update to all other ranks.
-"""
+"""ZeRO stage 0: norm, clipping and loss scale of the gradients, where DeepSpeed gets them wrong or discards them."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,15 +12,15 @@ import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import clip_grad_norm_
+from deepspeed.utils import groups
 from torch import Tensor
 
-from deepspeed_muon.engine.experts import by_group, exact_norm, holders, needs_exact_norm
-from deepspeed_muon.engine.hooked import memory_of
+from deepspeed_muon.engine.layouts import half_pairs
+from deepspeed_muon.engine.memory import memory_of
+from deepspeed_muon.engine.ranks import has_experts
 from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group
+from deepspeed_muon.routing.param_groups import expert_group_name
 from deepspeed_muon.routing.pipeline_module import is_divided
-from deepspeed_muon.routing.rules import Route
-from deepspeed_muon.step.layout_reader import read_whole
-from deepspeed_muon.step.step_set import StepSet
 
 __all__ = [
     "backward",
@@ -31,43 +28,11 @@ __all__ = [
     "is_half",
     "is_plain",
     "keep_applied_scale",
-    "knows",
     "loss_is_not_scaled",
-    "read",
     "scale",
     "total_norm",
     "unscale_and_clip_grads",
 ]
-
-
-def knows(wrapper: Any, optimizer: Any) -> bool:
-    """Return whether ``wrapper`` is one that this adapter reads."""
-    if wrapper is optimizer:
-        return True
-    return isinstance(wrapper, FP16_UnfusedOptimizer) and wrapper.optimizer is optimizer
-
-
-def read(engine: Any, wrapper: Any, routes: Mapping[int, Route]) -> list[StepSet]:
-    """Read the parameters of the plain engine or of ``FP16_UnfusedOptimizer``; the inner step is called once."""
-    group = engine.seq_data_parallel_group
-    if isinstance(wrapper, FP16_UnfusedOptimizer):
-        pairs = _half_pairs(wrapper)
-    else:
-        pairs = [(param, param) for group_ in wrapper.param_groups for param in group_["params"]]
-    sets = []
-    for holder, numbers in by_group(range(len(pairs)), lambda number: holders(pairs[number][0], group)):
-        members = [pairs[number] for number in numbers]
-        sets.append(read_whole(members, routes, holder, numbers=numbers, wider_group=group))
-    return sets
-
-
-def _half_pairs(wrapper: Any) -> list[tuple[Tensor, Tensor]]:
-    """Return the half-precision parameters of ``FP16_UnfusedOptimizer``, each with its fp32 copy."""
-    return [
-        (model, master)
-        for models, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)
-        for model, master in zip(models, masters, strict=True)
-    ]
 
 
 def is_plain(engine: Any) -> bool:
@@ -81,37 +46,33 @@ def is_half(engine: Any) -> bool:
 
 
 def clip_fp32_gradients(original: Callable[..., Any], engine: Any) -> None:
-    """Clip the plain engine's gradients and keep their norm, which DeepSpeed throws away."""
-    limit, optimizer = engine.gradient_clipping(), engine.basic_optimizer
-    if is_divided(engine.module) or needs_exact_norm(engine):
-        norm = _exact_norm(engine)
-        torch._foreach_mul_(_gradients(engine), (limit / (norm + 1e-6)).clamp_(max=1.0))
-    else:
+    """Clip the plain engine's gradients and keep their norm, which DeepSpeed discards."""
+    limit = engine.gradient_clipping()
+    norm = _exact_norm(engine)
+    if norm is None:
         norm = clip_grad_norm_(parameters=engine.module.parameters(), max_norm=limit, mpu=engine.mpu)
-    optimizer._global_grad_norm = norm
+    else:
+        torch._foreach_mul_(_gradients(engine), (limit / (norm + 1e-6)).clamp_(max=1.0))
+    engine.basic_optimizer._global_grad_norm = norm
 
 
 def total_norm(reference: weakref.ref[Any]) -> Tensor:
-    """Return the norm of the raw gradients of a plain engine, which nobody computes without clipping.
+    """Return the norm of the raw gradients of a plain engine, which DeepSpeed computes only to clip.
 
     Must be called by all ranks.
 
     Args:
         reference: The engine.
     """
-    engine = reference()
-    assert engine is not None
-    if is_divided(engine.module):
-        return _exact_norm(engine)
-    if tensor_parallel_group(engine) is not None:
-        # Clipping to infinity is how DeepSpeed measures: it counts a shard everywhere and a copy once.
-        norm: Tensor = clip_grad_norm_(
-            parameters=engine.module.parameters(), max_norm=float("inf"), mpu=engine.mpu
-        )
+    engine: Any = reference()
+    norm = _exact_norm(engine)
+    if norm is not None:
         return norm
-    return (
-        _exact_norm(engine) if needs_exact_norm(engine) else torch.nn.utils.get_total_norm(_gradients(engine))
-    )
+    if tensor_parallel_group(engine) is None:
+        return torch.nn.utils.get_total_norm(_gradients(engine))
+    # DeepSpeed's clipping counts shards on every rank and copies once; clipping to infinity changes no gradient.
+    measured: Tensor = clip_grad_norm_(engine.module.parameters(), max_norm=float("inf"), mpu=engine.mpu)
+    return measured
 
 
 def _params(engine: Any) -> list[Tensor]:
@@ -122,22 +83,47 @@ def _gradients(engine: Any) -> list[Tensor]:
     return [param.grad for param in _params(engine) if param.grad is not None]
 
 
-def _exact_norm(engine: Any) -> Tensor:
-    """Return the norm of the gradients of all stages and of all experts."""
+def _exact_norm(engine: Any) -> Tensor | None:
+    """Return the norm of the gradients of all stages or of all experts, ``None`` if DeepSpeed's own is right."""
     if is_divided(engine.module):
         return _norm_of_all_stages(engine)
-    return exact_norm([(param, param.grad) for param in _params(engine)])
+    if has_experts(engine):
+        return _norm_of_all_experts([(param, param.grad) for param in _params(engine)])
+    return None
 
 
 def _norm_of_all_stages(engine: Any) -> Tensor:
     """Return the norm of a pipeline's gradients over all stages, where DeepSpeed counts the first stage only."""
-    # A tied layer's gradient is the same on all stages that hold a copy and counts where it is not marked.
+    # All stages with a copy of a tied layer hold the same gradient. It counts on the stage where it is not marked.
     counted = [p.grad for p in engine.module.parameters() if p.grad is not None and not p.ds_pipe_replicated]
     squared = torch.zeros((), dtype=torch.float64, device=engine.device)
     for norm in torch._foreach_norm(counted) if counted else []:
         squared += norm.double() ** 2
     dist.all_reduce(squared, group=engine.mpu.get_model_parallel_group())
     return squared.sqrt().float()
+
+
+def _norm_of_all_experts(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:
+    """Return the norm of the gradients of all parameters, every expert counted once, fp32.
+
+    DeepSpeed averages the norms of the ranks, each of which has its own experts, or leaves experts out. Must be called
+    by all ranks.
+
+    Args:
+        pairs: Model parameter and its reduced gradient.
+    """
+    squares: dict[str | None, list[Tensor]] = {None: []}
+    for param, grad in pairs:
+        own = squares.setdefault(expert_group_name(param), [])
+        if grad is not None:
+            own.append(torch.linalg.vector_norm(grad.detach(), dtype=torch.float32).square())
+    device = pairs[0][0].device
+    total = torch.stack(squares.pop(None) or [torch.zeros((), device=device)]).sum()
+    for name in sorted(str(key) for key in squares):
+        experts = torch.stack(squares[name] or [torch.zeros((), device=device)]).sum()
+        dist.all_reduce(experts, group=groups._get_expert_parallel_group(name))
+        total = total + experts
+    return total.sqrt()
 
 
 def loss_is_not_scaled(engine: Any) -> bool:
@@ -160,7 +146,7 @@ def _divides(wrapper: Any) -> bool:
 
 @contextlib.contextmanager
 def keep_applied_scale(wrapper: Any) -> Iterator[None]:
-    """Hold the loss scale that this step's gradients carry, and report their unscaled norm.
+    """Remember the loss scale that is in this step's gradients, and report their unscaled norm.
 
     ``FP16_UnfusedOptimizer`` divides by the scale of the *next* step when the scale has just grown, and the norm that
     it reports is that of the scaled gradients.
@@ -177,10 +163,9 @@ def unscale_and_clip_grads(
 ) -> float:
     """Divide by the scale that was applied, and clip by a norm that counts every expert."""
     applied = divisor = memory_of(wrapper).applied_scale
-    engine = memory_of(wrapper).engine()
-    if needs_exact_norm(engine):
-        pairs = _half_pairs(wrapper)
-        total_norm = wrapper._global_grad_norm = exact_norm([(model, master.grad) for model, master in pairs])
+    if has_experts(memory_of(wrapper).engine()):
+        pairs = [(model, master.grad) for model, master in half_pairs(wrapper)]
+        total_norm = wrapper._global_grad_norm = _norm_of_all_experts(pairs)
     if wrapper.clip_grad > 0.0:
         divisor *= max(1.0, (float(total_norm) / applied + 1e-6) / wrapper.clip_grad)
     if apply_scale and divisor != 1.0:

@@ -1,13 +1,12 @@
 """Tensor parallelism: which parameters are cut, along which side, and between whom.
 
-Two conventions are read. AutoTP (``tensor_parallel.autotp_size``) replaces linear layers and describes their weights in
-an attribute, or, in older versions, by the class of the layer. Megatron-style models set ``tensor_model_parallel`` and
-``partition_dim`` on parameters and hand DeepSpeed an ``mpu`` object.
+There are two conventions. AutoTP (``tensor_parallel.autotp_size``) replaces linear layers and describes their weights
+in an attribute or, in older versions, by the class of the layer. Megatron-style models set ``tensor_model_parallel``
+and ``partition_dim`` on parameters and hand DeepSpeed an ``mpu`` object.
 
-Orthogonalisation commutes with permutations of rows and of columns. So a layer whose shards interleave the rows of a
-fused matrix (query, key and value of every head group, gate and up) needs no description of the interleaving: the
-shards one after the other are the same matrix with its rows in another order. What does matter is that every row is
-on exactly one rank.
+Orthogonalisation commutes with permutations of rows and of columns. So nobody needs to know how shards interleave the
+rows of a fused matrix (query, key and value of every head group, gate and up): the shards one after the other are the
+same matrix with its rows in another order. But every row must be on exactly one rank.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_group, bwc_tensor_model_parallel_world_size
 from torch import Tensor, nn
 
 from deepspeed_muon.errors import PlanMismatchError, UnsupportedConfigError
@@ -31,8 +31,11 @@ from deepspeed_muon.transport.waiting import phase
 __all__ = ["tensor_parallel_group", "with_tensor_parallel"]
 
 _META = "ds_autotp_universal_checkpoint_meta"
-# Layers of versions without that attribute, by the dimension that they cut. Exact classes: subclasses cut otherwise.
+# Versions without that attribute: the dimension that each class of layer cuts. Subclasses cut in other ways.
 _CLASSES = {"LinearLayer": 0, "LinearAllreduce": 1, "GateUpPack_LinearLayer": 0}
+
+_Cuts = Mapping[str, tuple[int, int | None]]
+"""Name of a shard to the dimension that is cut, and the elements of the whole matrix where that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +51,9 @@ class _Matrix:
 
 
 def tensor_parallel_group(engine: Any) -> dist.ProcessGroup | None:
-    """Return the process group over which the engine's model is cut, or ``None`` if it is not.
-
-    Args:
-        engine: A ``DeepSpeedEngine``.
-    """
-    from deepspeed.utils.bwc import bwc_tensor_model_parallel_group, bwc_tensor_model_parallel_world_size
-
-    mpu = engine.mpu
-    sizes = (
-        "get_tensor_model_parallel_world_size",
-        "get_slice_parallel_world_size",
-        "get_model_parallel_world_size",
-    )
-    if not any(hasattr(mpu, name) for name in sizes):
+    """Return the process group over which the engine's model is cut, or ``None`` if it is not."""
+    mpu, kinds = engine.mpu, ("tensor_model", "slice", "model")
+    if not any(hasattr(mpu, f"get_{kind}_parallel_world_size") for kind in kinds):
         return None
     if bwc_tensor_model_parallel_world_size(mpu) == 1:
         return None
@@ -74,14 +66,11 @@ def tensor_parallel_group(engine: Any) -> dist.ProcessGroup | None:
 
 
 def with_tensor_parallel(
-    group: dist.ProcessGroup,
-    read: Callable[[], list[StepSet]],
-    model: nn.Module,
-    routes: Mapping[int, Route],
+    group: dist.ProcessGroup, read: Callable[[], list[StepSet]], model: nn.Module, routes: Mapping[int, Route]
 ) -> list[StepSet]:
-    """Read the step sets of all ranks of a tensor-parallel group and say which of their matrices are shards.
+    """Read the step sets of a tensor-parallel rank, with the shards of each matrix on all ranks of the group.
 
-    Must be called by all ranks of ``group``; none waits for one that failed.
+    Must be called by all ranks of ``group``. If one fails, all of them raise.
 
     Args:
         group: The tensor-parallel process group.
@@ -100,9 +89,9 @@ def with_tensor_parallel(
     error: Exception | None = None
     try:
         sets = read()
-        dims = _cut_dimensions(model, routes)
-        own = [_describe(step_set, dims) for step_set in sets]
-        # Flags of gradients are exchanged by position, those of AdamW's parameters too.
+        cuts = _cut_dimensions(model, routes)
+        own = [_describe(step_set, cuts) for step_set in sets]
+        # Ranks exchange flags of gradients by position, also those of AdamW's parameters.
         listed = [
             (number, layout.name) for number, step_set in enumerate(sets) for layout in step_set.layouts
         ]
@@ -128,7 +117,7 @@ def _compare_names(told: list[list[tuple[int, str]]]) -> None:
     Their elements are not compared: shards of parameters that are not Muon's may be unequal.
 
     Args:
-        told: By rank of the group, the number of the step set and the name of each parameter.
+        told: For each rank of the group, number of the step set and name of every parameter.
     """
     for held in itertools.zip_longest(*told):
         if len(set(held)) > 1:
@@ -143,21 +132,14 @@ def _compare_names(told: list[list[tuple[int, str]]]) -> None:
             )
 
 
-def _cut_dimensions(
-    model: nn.Module, routes: Mapping[int, Route]
-) -> dict[str, tuple[int | None, int | None]]:
-    """Return, for each of Muon's parameters, the dimension that is cut (or ``None``) and the whole one's elements."""
-    found: dict[str, tuple[int | None, int | None]] = {}
+def _cut_dimensions(model: nn.Module, routes: Mapping[int, Route]) -> _Cuts:
+    """Return, for each shard of a matrix of Muon's, the dimension that is cut and the elements of the whole."""
+    found = {}
     for module in model.modules():
         for param in module.parameters(recurse=False):
             route = routes.get(id(param))
-            if route is None or route.algorithm != "muon":
-                continue
-            if not (
-                getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False)
-            ):
-                found.setdefault(route.name, (None, None))
-            else:
+            marked = getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False)
+            if marked and route is not None and route.algorithm == "muon":
                 found[route.name] = _cut_dimension(param, module, route)
     return found
 
@@ -190,13 +172,13 @@ def _refuse(name: str, why: str) -> NoReturn:
     )
 
 
-def _describe(step_set: StepSet, dims: Mapping[str, tuple[int | None, int | None]]) -> list[_Matrix]:
+def _describe(step_set: StepSet, cuts: _Cuts) -> list[_Matrix]:
     tensors = {partition.index: partition.tensor for partition in step_set.partitions}
     described = []
     for matrix in step_set.matrices:
-        dim, logical_numel = dims.get(matrix.name, (None, None))
+        dim, logical_numel = cuts.get(matrix.name, (None, None))
         if dim is not None and matrix.block_shape != (matrix.rows, matrix.cols):
-            # Head counts and sizes of parts are those of the whole layer: on a shard they would cut elsewhere.
+            # Head counts and sizes of parts describe the whole layer, and would cut a shard in the wrong places.
             _refuse(
                 matrix.name,
                 "parts of it (heads, a split, experts) are asked for, and only a shard of it is here",
@@ -220,7 +202,7 @@ def _content(matrix: MatrixLayout, tensor: Tensor, rank: int) -> str:
 
 
 def _joined(step_set: StepSet, views: list[list[_Matrix]], group: dist.ProcessGroup) -> StepSet:
-    """Put what the ranks of the group say of each matrix together."""
+    """Return the step set with the shards of its matrices, from what the ranks of the group say of each."""
     matrices = []
     for number, matrix in enumerate(step_set.matrices):
         matrices.append(replace(matrix, shards=_shards([view[number] for view in views])))

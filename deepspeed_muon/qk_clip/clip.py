@@ -1,6 +1,6 @@
-"""QK-clip in the optimizer step: the maxima of all ranks, once per step, onto rows of the fp32 partitions.
+"""QK-clip in the optimizer step: once per step all ranks compare their largest logits, and each scales its own rows.
 
-It works where the step works, on flat partitions, so ZeRO's own copy to the low-precision weights takes it along at
+The rows are scaled in the flat fp32 partitions, before ZeRO copies these to the low-precision weights, so it works at
 every stage. Momentum and moments stay as they are.
 """
 
@@ -18,17 +18,18 @@ from torch import Tensor, nn
 from deepspeed_muon.config import QkClipConfig
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.logs import warn
-from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
-from deepspeed_muon.qk_clip.heads import AttentionHeads, HeadRun, head_runs
-from deepspeed_muon.qk_clip.logits import clip_factor
-from deepspeed_muon.qk_clip.recorder import QkRecorder, attach_to_hugging_face, detach, find_recorders
+from deepspeed_muon.plan.layout import Fragment
+from deepspeed_muon.qk_clip import hugging_face
+from deepspeed_muon.qk_clip.logits import HeadRole, clip_factor
+from deepspeed_muon.qk_clip.recorder import AttentionHeads, QkRecorder, find_recorders
 from deepspeed_muon.routing.rules import Route
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.transport.waiting import phase
 
-__all__ = ["QkClip", "QkClipReport"]
+__all__ = ["HeadRun", "QkClip", "QkClipReport", "head_runs"]
 
-# A layer whose logits cannot have exceeded this share of the threshold is only watched in the next step.
+# If no logit of a layer can have exceeded this share of the threshold, the next step bounds its logits instead of
+# computing them.
 _WATCHED_BELOW = 0.5
 
 
@@ -39,7 +40,7 @@ class QkClipReport:
     Attributes:
         largest: Name of each attention layer to the largest logit of each query head, minus infinity where none was
             recorded.
-        bounds: Name of each layer that was only watched to what the logits of each query head did not exceed.
+        bounds: Name of each layer whose logits were not computed, to an upper bound for each query head.
         clipped: Number of query heads above the threshold.
     """
 
@@ -56,16 +57,16 @@ class QkClip:
 
         Args:
             settings: Threshold and alpha.
-            model: The model. Mutated, see :func:`deepspeed_muon.qk_clip.recorder.attach_to_hugging_face`.
+            model: The model. Mutated, see :func:`deepspeed_muon.qk_clip.hugging_face.attach`.
             routes: ``id(parameter)`` to its route.
 
         Raises:
             ConfigError: If there is no attention layer to clip, or one cannot be clipped.
         """
         self.settings = settings
-        recording = [weakref.ref(each) for each in attach_to_hugging_face(model)]
+        recording = [weakref.ref(each) for each in hugging_face.attach(model)]
         # When this clip goes, with its optimizer, the models are as before.
-        weakref.finalize(self, detach, recording).atexit = False
+        weakref.finalize(self, hugging_face.detach, recording).atexit = False
         found = find_recorders(model)
         if not found:
             raise ConfigError(
@@ -84,7 +85,7 @@ class QkClip:
         self.report = QkClipReport({}, {}, 0)
 
     def bind(self, step_sets: Sequence[StepSet], *, device: torch.device) -> None:
-        """Learn where the rows lie.
+        """Find the rows in this rank's partitions.
 
         Args:
             step_sets: What each call of ``step()`` updates.
@@ -94,24 +95,20 @@ class QkClip:
             ConfigError: If query and key weights are divided over different groups of ranks.
         """
         wanted = {block.parameter for layer in self.layers for block in layer.rows}
-        holders = []
+        groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         for number, step_set in enumerate(step_sets):
-            every: tuple[MatrixLayout | ParameterLayout, ...] = (*step_set.matrices, *step_set.others)
-            layouts = [each for each in every if each.name in wanted]
+            layouts = [each for each in step_set.layouts if each.name in wanted]
             parameters = {each.name: (each.partition, each.fragments) for each in layouts}
             self._runs[number] = head_runs(self.layers, parameters, rank=step_set.rank)
             if parameters:
-                holders.append(step_set)
-        groups = {
-            tuple(dist.get_process_group_ranks(each.group)) if each.group is not None else ()
-            for each in holders
-        }
+                group = step_set.group
+                groups[() if group is None else tuple(dist.get_process_group_ranks(group))] = group
         if len(groups) != 1:
             raise ConfigError(
                 "optimizer.params.qk_clip: the attention weights belong to different data-parallel groups, which is "
                 "not supported; unset it"
             )
-        self._group = holders[0].group
+        (self._group,) = groups.values()
         self._device = device
 
     def description(self) -> str:
@@ -119,7 +116,7 @@ class QkClip:
         return repr(self.layers)
 
     def reduce(self) -> None:
-        """Compare the maxima of all ranks, unless this step has done so; one all-reduce and one wait for the device.
+        """Find the largest logits over all ranks, once a step: one all-reduce and one wait for the device.
 
         Must be called by all ranks of the group.
         """
@@ -130,19 +127,16 @@ class QkClip:
             for recorded in (recorder.largest, recorder.bounds):
                 known = torch.full((recorder.heads,), -math.inf) if recorded is None else recorded
                 parts.append(known.to(self._device))
-        # NaN compares as nothing, so that it cannot pass on some ranks only.
+        # A NaN would be lost on some ranks by the comparison below.
         together = torch.cat(parts).nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
         if self._group is not None and dist.get_world_size(self._group) > 1:
             with phase("comparison of attention logits", self._group):
                 dist.all_reduce(together, op=dist.ReduceOp.MAX, group=self._group)
-        numbers = iter(together.tolist())
-        self._largest, bounds = [], []
-        for recorder in self._recorders:
-            self._largest.append([next(numbers) for _ in range(recorder.heads)])
-            bounds.append([next(numbers) for _ in range(recorder.heads)])
+        numbers = [part.tolist() for part in together.cpu().split([len(part) for part in parts])]
+        self._largest, bounds = numbers[::2], numbers[1::2]
         self._make_report(self._largest, bounds)
         for recorder, bound in zip(self._recorders, bounds, strict=True):
-            # Without a bound nothing is known; a module that hands over its own logits has none, and never needs one.
+            # A layer without a bound is computed. Modules that hand over their own logits have none and need none.
             recorder.exact = not -math.inf < max(bound) <= _WATCHED_BELOW * self.settings.threshold
 
     def _make_report(self, largest: list[list[float]], bounds: list[list[float]]) -> None:
@@ -152,12 +146,9 @@ class QkClip:
             for name, bound, recorder in zip(names, bounds, self._recorders, strict=True)
             if not recorder.exact and max(bound) > -math.inf
         }
-        flat = [value for layer in largest for value in layer]
-        self.report = QkClipReport(
-            dict(zip(names, largest, strict=True)),
-            watched,
-            sum(math.isfinite(value) and value > self.settings.threshold for value in flat),
-        )
+        threshold = self.settings.threshold
+        clipped = sum(threshold < value < math.inf for layer in largest for value in layer)
+        self.report = QkClipReport(dict(zip(names, largest, strict=True)), watched, clipped)
         infinite = [name for name, values in self.report.largest.items() if math.inf in values]
         if infinite:
             warn(
@@ -165,7 +156,7 @@ class QkClip:
                 infinite,
                 group=self._group,
             )
-        jumped = [name for name, bound in watched.items() if max(bound) > self.settings.threshold]
+        jumped = [name for name, bound in watched.items() if max(bound) > threshold]
         if jumped:
             warn(
                 "deepspeed_muon: attention logits of %s may have jumped from below half of qk_clip.threshold to above "
@@ -175,7 +166,7 @@ class QkClip:
             )
 
     def apply(self, number: int, partitions: Mapping[int, Tensor]) -> None:
-        """Multiply the rows of heads above the threshold.
+        """Scale the rows of heads above the threshold.
 
         Args:
             number: Number of the step set.
@@ -191,7 +182,7 @@ class QkClip:
                 partitions[run.partition].narrow(0, run.offset, run.numel).mul_(factor)
 
     def clear(self) -> None:
-        """End a step, skipped or not: forget its maxima, here and in the recorders."""
+        """Forget the logits of a step, here and in the recorders. Called after skipped steps too."""
         self._largest = None
         for recorder in self._recorders:
             recorder.clear()
@@ -211,3 +202,56 @@ def _with_routed_names(
             )
         rows.append(replace(block, parameter=route.name))
     return AttentionHeads(layer.layer, layer.heads, tuple(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRun:
+    """A run of one rank's partition that belongs to one head.
+
+    Attributes:
+        layer: Number of the attention layer.
+        first: First of the query heads whose largest logit decides the factor.
+        stop: The query head after the last of them.
+        role: What the rows make.
+        partition: Index of the flat partition.
+        offset: Where the run starts in it.
+        numel: Its length.
+    """
+
+    layer: int
+    first: int
+    stop: int
+    role: HeadRole
+    partition: int
+    offset: int
+    numel: int
+
+
+def head_runs(
+    layers: Sequence[AttentionHeads], parameters: Mapping[str, tuple[int, Sequence[Fragment]]], *, rank: int
+) -> tuple[HeadRun, ...]:
+    """Return every run of this rank's partitions that belongs to a head.
+
+    Args:
+        layers: The attention layers.
+        parameters: Name of each parameter to its partition and the fragments of all ranks.
+        rank: This rank.
+    """
+    runs = []
+    for number, layer in enumerate(layers):
+        for block in layer.rows:
+            if block.parameter not in parameters:
+                continue
+            partition, fragments = parameters[block.parameter]
+            group = layer.heads // block.heads
+            for head in range(block.heads):
+                begin = (block.start + head * block.stride) * block.row_numel
+                end = begin + block.rows * block.row_numel
+                for fragment in fragments:
+                    low = max(begin, fragment.matrix_offset)
+                    high = min(end, fragment.matrix_offset + fragment.numel)
+                    if fragment.rank == rank and low < high:
+                        offset = fragment.partition_offset + low - fragment.matrix_offset
+                        heads = (head * group, (head + 1) * group)
+                        runs.append(HeadRun(number, *heads, block.role, partition, offset, high - low))
+    return tuple(runs)

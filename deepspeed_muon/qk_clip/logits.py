@@ -7,7 +7,7 @@ For each head ``h`` with the largest scaled logit before the softmax, ``S_h``, o
     keys of a key head         W <- eta_g^(1 - alpha) * W      eta_g: smallest eta of the query heads that it serves
     MLA: rotated queries       W <- eta_h             * W      (the rotated key is shared by all heads and stays)
 
-So a head's own logits shrink by ``eta_h`` at least. The float64 counterpart is in
+So the logits of a head become at most ``eta_h`` times what they were. The float64 counterpart is in
 :mod:`deepspeed_muon.math.reference_qk_clip`.
 """
 
@@ -23,7 +23,7 @@ __all__ = ["HeadRole", "clip_factor", "logit_bounds", "max_logits"]
 
 HeadRole = Literal["query", "key", "rotated_query"]
 
-# Logits that are computed at once: 64 MiB in float32.
+# How many logits are computed at once: 64 MiB in float32.
 _BLOCK_NUMEL = 1 << 24
 
 
@@ -49,8 +49,8 @@ def max_logits(
 ) -> Tensor:
     """Return the largest scaled logit of every query head over batch and positions.
 
-    The logits are made in blocks of bounded size, in the inputs' dtype (bf16 rounds a logit by 2^-9 of itself), without
-    the softmax and the values; under ``causal`` only those that count.
+    The logits are computed in blocks of bounded size and in the inputs' dtype (bf16 rounds a logit by 2^-9 of itself).
+    With ``causal``, blocks leave out keys that none of their queries sees.
 
     Args:
         query: ``(batch, heads, queries, width)``.
@@ -58,8 +58,8 @@ def max_logits(
         scale: Factor of the products; positive.
         causal: Whether query ``i`` sees only keys up to ``i``.
         mask: Broadcasts to ``(batch, heads, queries, keys)``: true where a query sees a key, or a float that is added
-            to logits. Of the latter only what hides a key counts (below half of the dtype's range): the weights have
-            no part in other biases.
+            to logits. A float counts only where it hides a key (below half of the dtype's range), because scaled
+            weights do not change other biases.
 
     Returns:
         ``(heads,)``, fp32, on the inputs' device; minus infinity for a head that sees nothing.
@@ -95,7 +95,7 @@ def max_logits(
 def logit_bounds(query: Tensor, key: Tensor, *, scale: float) -> Tensor:
     """Return what the logits of every query head cannot exceed: the longest query times the longest key, per sequence.
 
-    It reads both once, where :func:`max_logits` multiplies them.
+    It reads queries and keys once and multiplies no matrices, unlike :func:`max_logits`.
 
     Args:
         query: ``(batch, heads, queries, width)``.

@@ -1,4 +1,4 @@
-"""Recording attention logits for QK-clip: in modules of one's own, and in Hugging Face's models.
+"""Recorders: what an attention module tells QK-clip of its logits and of the rows that make its queries and keys.
 
 A recorder belongs to one attention module and keeps the largest logit of each of its query heads, on the module's
 device and without waiting for it. The optimizer reads all recorders once per step.
@@ -6,28 +6,62 @@ device and without waiting for it. The optimizer reads all recorders once per st
 
 from __future__ import annotations
 
-import sys
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from deepspeed_muon.errors import ConfigError
-from deepspeed_muon.qk_clip.heads import AttentionHeads, HeadRows
-from deepspeed_muon.qk_clip.logits import logit_bounds, max_logits
+from deepspeed_muon.qk_clip.logits import HeadRole, logit_bounds, max_logits
 from deepspeed_muon.routing.rules import true_shape
 
-__all__ = ["QkRecorder", "attach_to_hugging_face", "detach", "find_recorders"]
+__all__ = ["AttentionHeads", "HeadRows", "QkRecorder", "find_recorders", "recorders_of"]
 
-_ATTRIBUTE = "_deepspeed_muon_recorder"
-_PREFIX = "qk_clip_"
-_RECORDABLE = ("sdpa", "eager")
 
-_USERS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""How many optimizers clip each model of Hugging Face."""
+@dataclass(frozen=True, slots=True)
+class HeadRows:
+    """A block of rows for each head, at equal distances in one parameter.
+
+    Attributes:
+        parameter: Dotted name.
+        role: What the rows make.
+        heads: Number of blocks: the query heads, or the key heads.
+        rows: Rows of a block.
+        stride: Rows from the start of one block to the next.
+        start: First row of the first block.
+        row_numel: Elements of a row; 1 for a bias.
+        total: Rows of the whole parameter, compared to notice a wrong description; 0 to compare nothing.
+    """
+
+    parameter: str
+    role: HeadRole
+    heads: int
+    rows: int
+    stride: int
+    start: int = 0
+    row_numel: int = 1
+    total: int = 0
+
+    @property
+    def stop(self) -> int:
+        """The first row after the last block."""
+        return self.start + (self.heads - 1) * self.stride + self.rows
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionHeads:
+    """One attention layer.
+
+    Attributes:
+        layer: Dotted name of its module.
+        heads: Query heads.
+        rows: The rows that make its queries and keys.
+    """
+
+    layer: str
+    heads: int
+    rows: tuple[HeadRows, ...]
 
 
 class QkRecorder:
@@ -36,12 +70,14 @@ class QkRecorder:
     Assign it to an attribute of the attention module (it is neither a module nor a parameter), and call :meth:`record`
     in ``forward`` while training::
 
-        self.recorder = QkRecorder.separate(heads=8, key_heads=2, query="q_proj", key="k_proj")
+        self.recorder = QkRecorder.separate(heads=8, key_heads=2, head_dim=64)  # of self.q_proj and self.k_proj
         ...
         if self.training:
             self.recorder.record(q, k, scale=q.shape[-1] ** -0.5)
 
     Attributes:
+        largest: The largest logit of every head since :meth:`clear`, ``(heads,)`` fp32, or ``None``.
+        bounds: What :meth:`record` knows the logits of every head not to exceed, ``(heads,)`` fp32, or ``None``.
         exact: Whether :meth:`record` computes logits; otherwise it bounds them by the lengths of queries and keys, at a
             fraction of the cost. The optimizer sets it for the next step, equally on all ranks.
     """
@@ -66,8 +102,8 @@ class QkRecorder:
         self.heads = heads
         self.rows = rows
         self.exact = True
-        self._largest: Tensor | None = None
-        self._bounds: Tensor | None = None
+        self.largest: Tensor | None = None
+        self.bounds: Tensor | None = None
 
     @classmethod
     def separate(
@@ -88,11 +124,10 @@ class QkRecorder:
             query: Name of the submodule that makes the queries.
             key: Name of the submodule that makes the keys.
         """
+        keys = key_heads or heads
         rows = (
             HeadRows(query, "query", heads, head_dim, head_dim, total=heads * head_dim),
-            HeadRows(
-                key, "key", key_heads or heads, head_dim, head_dim, total=(key_heads or heads) * head_dim
-            ),
+            HeadRows(key, "key", keys, head_dim, head_dim, total=keys * head_dim),
         )
         return cls(heads, rows)
 
@@ -158,7 +193,7 @@ class QkRecorder:
     def record(
         self, query: Tensor, key: Tensor, *, scale: float, causal: bool = True, mask: Tensor | None = None
     ) -> None:
-        """Take the logits of queries and keys into account; see :func:`deepspeed_muon.qk_clip.logits.max_logits`.
+        """Record the largest logits of queries and keys; see :func:`deepspeed_muon.qk_clip.logits.max_logits`.
 
         Args:
             query: ``(batch, heads, queries, width)``, as the attention kernel gets them.
@@ -170,12 +205,12 @@ class QkRecorder:
         if query.shape[1] != self.heads:
             raise ConfigError(f"QkRecorder of {self.heads} heads got queries of shape {tuple(query.shape)}")
         bounds = logit_bounds(query, key, scale=scale)
-        self._bounds = bounds if self._bounds is None else torch.maximum(self._bounds, bounds)
+        self.bounds = bounds if self.bounds is None else torch.maximum(self.bounds, bounds)
         if self.exact:
             self.record_maxima(max_logits(query, key, scale=scale, causal=causal, mask=mask))
 
     def record_logits(self, logits: Tensor) -> None:
-        """Take logits into account that the module has made itself.
+        """Record the largest of logits that the module has computed itself.
 
         Args:
             logits: ``(batch, heads, queries, keys)``, scaled, masked, before the softmax. Not mutated.
@@ -183,7 +218,7 @@ class QkRecorder:
         self.record_maxima(logits.detach().amax(dim=(0, 2, 3)))
 
     def record_maxima(self, largest: Tensor) -> None:
-        """Take the largest logit of every head into account (what FlexAttention returns as ``max_scores``, reduced).
+        """Record the largest logit of every head (from FlexAttention: its ``max_scores``, reduced over all else).
 
         Args:
             largest: ``(heads,)``.
@@ -191,47 +226,39 @@ class QkRecorder:
         if largest.shape != (self.heads,):
             raise ConfigError(f"QkRecorder of {self.heads} heads got maxima of shape {tuple(largest.shape)}")
         largest = largest.detach().float()
-        self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
-
-    @property
-    def largest(self) -> Tensor | None:
-        """The largest logit of every head since :meth:`clear`, ``(heads,)`` fp32, or ``None``."""
-        return self._largest
-
-    @property
-    def bounds(self) -> Tensor | None:
-        """What :meth:`record` knows the logits of every head not to exceed, ``(heads,)`` fp32, or ``None``."""
-        return self._bounds
+        self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
 
     def clear(self) -> None:
         """Forget what was recorded."""
-        self._largest = self._bounds = None
+        self.largest = self.bounds = None
 
 
 def find_recorders(model: nn.Module) -> list[tuple[AttentionHeads, QkRecorder]]:
     """Return all recorders that are attributes of modules, with the rows of their layers by parameter name.
 
     Args:
-        model: The whole model; under ``zero.Init`` too.
+        model: The whole model, which ``zero.Init`` may have divided.
 
     Raises:
         ConfigError: If a recorder names a module or rows that are not there.
     """
-    found = []
-    seen: set[int] = set()
+    found = {}
     for name, module in model.named_modules():
-        for recorder in vars(module).values():
-            if isinstance(recorder, QkRecorder) and id(recorder) not in seen:
-                seen.add(id(recorder))
+        for recorder in recorders_of(module):
+            if id(recorder) not in found:
+                prefix = f"{name}." if name else ""
                 rows = tuple(
-                    row
+                    replace(row, parameter=prefix + row.parameter)
                     for block in recorder.rows
                     for row in _resolve(block, module, name or type(module).__name__)
                 )
-                prefix = f"{name}." if name else ""
-                rows = tuple(replace(row, parameter=prefix + row.parameter) for row in rows)
-                found.append((AttentionHeads(name, recorder.heads, rows), recorder))
-    return found
+                found[id(recorder)] = AttentionHeads(name, recorder.heads, rows), recorder
+    return list(found.values())
+
+
+def recorders_of(module: nn.Module) -> list[QkRecorder]:
+    """Return the recorders that are attributes of a module."""
+    return [value for value in vars(module).values() if isinstance(value, QkRecorder)]
 
 
 def _resolve(block: HeadRows, module: nn.Module, layer: str) -> Iterator[HeadRows]:
@@ -258,184 +285,3 @@ def _resolve(block: HeadRows, module: nn.Module, layer: str) -> Iterator[HeadRow
             )
         row_numel = torch.Size(shape[1:]).numel()
         yield replace(block, parameter=f"{block.parameter}.{kind}", row_numel=row_numel)
-
-
-def attach_to_hugging_face(model: nn.Module) -> list[nn.Module]:
-    """Let the attention layers of Hugging Face's models inside ``model`` record their logits.
-
-    Their attention implementation, ``sdpa`` or ``eager``, becomes ``qk_clip_sdpa`` or ``qk_clip_eager``: a function of
-    transformers' ``AttentionInterface`` that records while the layer trains and then calls the original one. Layers
-    that have a recorder keep it.
-
-    Args:
-        model: Any module. Mutated: every attention layer gets a recorder.
-
-    Returns:
-        The models of Hugging Face that record now, each until :func:`detach` was called as often as this.
-
-    Raises:
-        ConfigError: If a model's attention cannot be recorded, or the clip would have no effect on its logits.
-    """
-    transformers = sys.modules.get("transformers")
-    if transformers is None:
-        return []
-    recording = []
-    for pretrained in _outermost(model, transformers.PreTrainedModel):
-        recorders = {
-            module: recorder
-            for name, module in pretrained.named_modules()
-            if (recorder := _recorder_for(module, name, pretrained)) is not None
-        }
-        if not recorders:
-            continue
-        _record_in(pretrained)
-        for module, recorder in recorders.items():
-            setattr(module, _ATTRIBUTE, recorder)
-        _USERS[pretrained] = _USERS.get(pretrained, 0) + 1
-        recording.append(pretrained)
-    return recording
-
-
-def detach(references: Sequence[weakref.ref[nn.Module]]) -> None:
-    """Take the recorders out of models that nobody else clips, and give them their attention implementation back.
-
-    Args:
-        references: What :func:`attach_to_hugging_face` returned, referred to weakly. Models that exist are mutated.
-    """
-    pretrained: Any
-    for pretrained in [model for reference in references if (model := reference()) is not None]:
-        _USERS[pretrained] -= 1
-        if _USERS[pretrained]:
-            continue
-        del _USERS[pretrained]
-        for module in pretrained.modules():
-            if hasattr(module, _ATTRIBUTE):
-                delattr(module, _ATTRIBUTE)
-        implementation = str(pretrained.config._attn_implementation)
-        pretrained.set_attn_implementation(implementation.removeprefix(_PREFIX))
-
-
-def _outermost(model: nn.Module, kind: type) -> Iterator[Any]:
-    """Yield the submodules of a type that are not inside another one of it."""
-    if isinstance(model, kind):
-        yield model
-        return
-    for child in model.children():
-        yield from _outermost(child, kind)
-
-
-def _record_in(pretrained: Any) -> None:
-    """Switch a model to the recording twin of its attention implementation."""
-    current = str(pretrained.config._attn_implementation)
-    if current.removeprefix(_PREFIX) not in _RECORDABLE:
-        raise ConfigError(
-            f"optimizer.params.qk_clip: attn_implementation {current!r} of {type(pretrained).__name__} cannot be "
-            f"recorded; load the model with attn_implementation 'sdpa' or 'eager'"
-        )
-    register_attention_functions()
-    if not current.startswith(_PREFIX):
-        pretrained.set_attn_implementation(_PREFIX + current)
-    if not str(pretrained.config._attn_implementation).startswith(_PREFIX):
-        raise ConfigError(
-            f"optimizer.params.qk_clip: {type(pretrained).__name__} does not use transformers' AttentionInterface; "
-            f"give its attention modules a deepspeed_muon.QkRecorder"
-        )
-
-
-def register_attention_functions() -> None:
-    """Register ``qk_clip_sdpa`` and ``qk_clip_eager`` with transformers; doing it again changes nothing.
-
-    Raises:
-        ConfigError: If transformers is too old to have an ``AttentionInterface``.
-    """
-    try:
-        from transformers import AttentionInterface, AttentionMaskInterface
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    except ImportError as error:
-        raise ConfigError(
-            "optimizer.params.qk_clip needs a transformers that has AttentionInterface (4.53 or newer); give the "
-            "attention modules a deepspeed_muon.QkRecorder instead"
-        ) from error
-    for base in _RECORDABLE:
-        AttentionInterface.register(_PREFIX + base, _recording(base))
-        AttentionMaskInterface.register(_PREFIX + base, ALL_MASK_ATTENTION_FUNCTIONS[base])
-
-
-def _recording(base: str) -> Callable[..., Any]:
-    """Return an attention function that records and then calls the implementation ``base``."""
-
-    def attention(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-        recorder = getattr(module, _ATTRIBUTE, None)
-        if recorder is not None and module.training:
-            scaling = kwargs.get("scaling")
-            causal = kwargs.get("is_causal")
-            causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
-            recorder.record(
-                query,
-                key,
-                scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-                # As in the implementations: a mask says all, causality included.
-                causal=causal and attention_mask is None and query.shape[2] > 1,
-                mask=attention_mask,
-            )
-        if base == "eager":
-            function = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
-        else:
-            function = ALL_ATTENTION_FUNCTIONS[base]
-        return function(module, query, key, value, attention_mask, *args, **kwargs)
-
-    return attention
-
-
-def _recorder_for(module: nn.Module, name: str, pretrained: Any) -> QkRecorder | None:
-    """Return a recorder for an attention layer of the known kinds, ``None`` for every other module."""
-    config = getattr(module, "config", None) or pretrained.config
-    latent = _is_linear(module, "kv_b_proj") and hasattr(config, "qk_nope_head_dim")
-    plain = _is_linear(module, "q_proj") and _is_linear(module, "k_proj")
-    fused = next((each for each in ("qkv_proj", "query_key_value", "c_attn") if hasattr(module, each)), None)
-    if not (latent or plain or fused) or not hasattr(config, "num_attention_heads"):
-        return None
-    existing = next((each for each in vars(module).values() if isinstance(each, QkRecorder)), None)
-    if existing is not None:
-        return existing
-    where = f"optimizer.params.qk_clip: attention layer {name} ({type(module).__name__})"
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        raise ConfigError(
-            f"{where} has attn_logit_softcapping, which bounds the logits already; unset qk_clip"
-        )
-    if any(isinstance(getattr(module, each, None), nn.Module) for each in ("q_norm", "k_norm")):
-        raise ConfigError(
-            f"{where} normalises queries or keys, so the size of their weights has no part in the logits; unset qk_clip"
-        )
-    if fused:
-        raise ConfigError(
-            f"{where} makes queries and keys in {fused}; say where their rows are with a "
-            f"deepspeed_muon.QkRecorder.fused that is an attribute of the layer"
-        )
-    heads = int(config.num_attention_heads)
-    if latent:
-        return QkRecorder.latent(
-            heads=heads,
-            nope_dim=int(config.qk_nope_head_dim),
-            rope_dim=int(config.qk_rope_head_dim),
-            value_dim=int(config.v_head_dim),
-            query="q_b_proj" if _is_linear(module, "q_b_proj") else "q_proj",
-        )
-    key_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    head_dim = true_shape(module.get_parameter("q_proj.weight"))[0] // heads
-    return QkRecorder.separate(heads=heads, key_heads=key_heads, head_dim=head_dim)
-
-
-def _is_linear(module: nn.Module, name: str) -> bool:
-    child = getattr(module, name, None)
-    return isinstance(child, nn.Module) and isinstance(getattr(child, "weight", None), Tensor)

@@ -14,7 +14,7 @@ import torch
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from torch import nn
 
-from tests.support.counting import process_group_calls
+from tests.support.collectives import process_group_calls
 from tests.support.models import batch, build
 from tests.support.moe_models import build_deepspeed
 

@@ -1,0 +1,199 @@
+"""Lets Hugging Face's models record attention logits: their attention functions are replaced by ones that record."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from deepspeed_muon.errors import ConfigError
+from deepspeed_muon.qk_clip.recorder import QkRecorder, recorders_of
+from deepspeed_muon.routing.rules import true_shape
+
+__all__ = ["attach", "detach"]
+
+_ATTRIBUTE = "_deepspeed_muon_recorder"
+_PREFIX = "qk_clip_"
+_RECORDABLE = ("sdpa", "eager")
+
+_USERS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""How many optimizers clip each model of Hugging Face."""
+
+
+def attach(model: nn.Module) -> list[nn.Module]:
+    """Let the attention layers of Hugging Face's models inside ``model`` record their logits.
+
+    Their attention implementation, ``sdpa`` or ``eager``, becomes ``qk_clip_sdpa`` or ``qk_clip_eager``: a function of
+    transformers' ``AttentionInterface`` that records while the layer trains and then calls the original one. Layers
+    that have a recorder keep it.
+
+    Args:
+        model: Any module. Mutated: every attention layer gets a recorder.
+
+    Returns:
+        The models of Hugging Face that record now. Each stops when :func:`detach` was called as often as this.
+
+    Raises:
+        ConfigError: If a model's attention cannot be recorded, or the clip would have no effect on its logits.
+    """
+    transformers = sys.modules.get("transformers")
+    if transformers is None:
+        return []
+    recording = []
+    for pretrained in _outermost(model, transformers.PreTrainedModel):
+        recorders = {
+            module: recorder
+            for name, module in pretrained.named_modules()
+            if (recorder := _recorder_for(module, name, pretrained)) is not None
+        }
+        if not recorders:
+            continue
+        _record_in(pretrained)
+        for module, recorder in recorders.items():
+            setattr(module, _ATTRIBUTE, recorder)
+        _USERS[pretrained] = _USERS.get(pretrained, 0) + 1
+        recording.append(pretrained)
+    return recording
+
+
+def detach(references: Sequence[weakref.ref[nn.Module]]) -> None:
+    """Remove the recorders from models that no other optimizer clips, and restore their attention implementation.
+
+    Args:
+        references: Weak references to what :func:`attach` returned. Models that still exist are mutated.
+    """
+    pretrained: Any
+    for pretrained in [model for reference in references if (model := reference()) is not None]:
+        _USERS[pretrained] -= 1
+        if _USERS[pretrained]:
+            continue
+        del _USERS[pretrained]
+        for module in pretrained.modules():
+            if hasattr(module, _ATTRIBUTE):
+                delattr(module, _ATTRIBUTE)
+        implementation = str(pretrained.config._attn_implementation)
+        pretrained.set_attn_implementation(implementation.removeprefix(_PREFIX))
+
+
+def _outermost(model: nn.Module, kind: type) -> Iterator[Any]:
+    """Yield the submodules of a type that are not inside another one of it."""
+    if isinstance(model, kind):
+        yield model
+        return
+    for child in model.children():
+        yield from _outermost(child, kind)
+
+
+def _record_in(pretrained: Any) -> None:
+    """Switch a model to the attention implementation that records and then calls its own."""
+    current = str(pretrained.config._attn_implementation)
+    if current.removeprefix(_PREFIX) not in _RECORDABLE:
+        raise ConfigError(
+            f"optimizer.params.qk_clip: attn_implementation {current!r} of {type(pretrained).__name__} cannot be "
+            f"recorded; load the model with attn_implementation 'sdpa' or 'eager'"
+        )
+    _register_attention_functions()
+    if not current.startswith(_PREFIX):
+        pretrained.set_attn_implementation(_PREFIX + current)
+    if not str(pretrained.config._attn_implementation).startswith(_PREFIX):
+        raise ConfigError(
+            f"optimizer.params.qk_clip: {type(pretrained).__name__} does not use transformers' AttentionInterface; "
+            f"give its attention modules a deepspeed_muon.QkRecorder"
+        )
+
+
+def _register_attention_functions() -> None:
+    """Register ``qk_clip_sdpa`` and ``qk_clip_eager`` with transformers; doing it again changes nothing."""
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    except ImportError as error:
+        raise ConfigError(
+            "optimizer.params.qk_clip needs a transformers that has AttentionInterface (4.53 or newer); give the "
+            "attention modules a deepspeed_muon.QkRecorder instead"
+        ) from error
+    for base in _RECORDABLE:
+        AttentionInterface.register(_PREFIX + base, _recording(base))
+        AttentionMaskInterface.register(_PREFIX + base, ALL_MASK_ATTENTION_FUNCTIONS[base])
+
+
+def _recording(base: str) -> Callable[..., Any]:
+    """Return an attention function that records and then calls the implementation ``base``."""
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        recorder = getattr(module, _ATTRIBUTE, None)
+        if recorder is not None and module.training:
+            scaling = kwargs.get("scaling")
+            causal = kwargs.get("is_causal")
+            causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
+            recorder.record(
+                query,
+                key,
+                scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+                # As in the implementations: a mask says all, causality included.
+                causal=causal and attention_mask is None and query.shape[2] > 1,
+                mask=attention_mask,
+            )
+        if base == "eager":
+            function = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+        else:
+            function = ALL_ATTENTION_FUNCTIONS[base]
+        return function(module, query, key, value, attention_mask, *args, **kwargs)
+
+    return attention
+
+
+def _recorder_for(module: nn.Module, name: str, pretrained: Any) -> QkRecorder | None:
+    """Return a recorder for an attention layer of the known kinds, ``None`` for every other module."""
+    config = getattr(module, "config", None) or pretrained.config
+    latent = _is_linear(module, "kv_b_proj") and hasattr(config, "qk_nope_head_dim")
+    plain = _is_linear(module, "q_proj") and _is_linear(module, "k_proj")
+    fused = next((each for each in ("qkv_proj", "query_key_value", "c_attn") if hasattr(module, each)), None)
+    if not (latent or plain or fused) or not hasattr(config, "num_attention_heads"):
+        return None
+    if existing := recorders_of(module):
+        return existing[0]
+    where = f"optimizer.params.qk_clip: attention layer {name} ({type(module).__name__})"
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        raise ConfigError(
+            f"{where} has attn_logit_softcapping, which bounds the logits already; unset qk_clip"
+        )
+    if any(isinstance(getattr(module, each, None), nn.Module) for each in ("q_norm", "k_norm")):
+        raise ConfigError(
+            f"{where} normalises queries or keys, so the size of their weights has no part in the logits; unset qk_clip"
+        )
+    if fused:
+        raise ConfigError(
+            f"{where} makes queries and keys in {fused}; say where their rows are with a "
+            f"deepspeed_muon.QkRecorder.fused that is an attribute of the layer"
+        )
+    heads = int(config.num_attention_heads)
+    if latent:
+        return QkRecorder.latent(
+            heads=heads,
+            nope_dim=int(config.qk_nope_head_dim),
+            rope_dim=int(config.qk_rope_head_dim),
+            value_dim=int(config.v_head_dim),
+            query="q_b_proj" if _is_linear(module, "q_b_proj") else "q_proj",
+        )
+    key_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    head_dim = true_shape(module.get_parameter("q_proj.weight"))[0] // heads
+    return QkRecorder.separate(heads=heads, key_heads=key_heads, head_dim=head_dim)
+
+
+def _is_linear(module: nn.Module, name: str) -> bool:
+    child = getattr(module, name, None)
+    return isinstance(child, nn.Module) and isinstance(getattr(child, "weight", None), Tensor)
