@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.conversion import repeat_in_run, route_saved
-from deepspeed_muon.checkpoint.index import STATE_KEYS
-from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, read_record
+from deepspeed_muon.checkpoint.index import STATE_KEYS, Count
+from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, RecordedParameter, read_record
 from deepspeed_muon.checkpoint.sealed import check_tensor, is_json, refusing
 from deepspeed_muon.checkpoint.tag_folder import TagFolder
 from deepspeed_muon.errors import CheckpointError
@@ -26,61 +26,24 @@ from deepspeed_muon.plan.rows import ROW_STATE_KEY
 
 __all__ = ["DeepSpeedFiles", "SavedParameter"]
 
-# What a parameter of our own files takes over from its layout record.
-_RECORDED = ("name", "shape", "algorithm", "group", "partition", "heads", "grid", "transposed")
 
-
-@dataclass(frozen=True, slots=True)
-class SavedParameter:
-    """One parameter of a DeepSpeed checkpoint.
+class SavedParameter(RecordedParameter):
+    """One parameter of a DeepSpeed checkpoint, each of its elements in one fragment only.
 
     Attributes:
-        name: Dotted name.
-        shape: True shape.
-        algorithm: Whose state it shall be.
         step: Optimizer steps taken.
-        group: Number of its param group.
-        partition: Index of the flat partition in every rank's file.
-        fragments: Where the parameter lies in the ranks' partitions.
         saved_as: Key of our state to the key under which the file has it.
-        whole_from: At DeepSpeed's Muon, where the rank's momentum of the whole matrix starts, by rank.
-        heads: As in :class:`~deepspeed_muon.checkpoint.index.ParameterKind`.
-        grid: As there.
-        transposed: As there.
-        rows: Where NorMuon's row moments lie; empty where there are none.
+        whole_from: With DeepSpeed's Muon, by rank: where the momentum of the whole matrix starts in its buffer.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    algorithm: str
-    step: int
-    group: int
-    partition: int
-    fragments: tuple[Fragment, ...]
-    saved_as: Mapping[str, str]
-    whole_from: Mapping[int, int] = field(default_factory=dict)
-    heads: int = 1
-    grid: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    transposed: bool = False
-    rows: tuple[Fragment, ...] = ()
+    step: Count
+    saved_as: dict[str, str]
+    whole_from: dict[int, int] = Field(default_factory=dict)
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Tensors of the parameter: ``fp32`` and its state."""
         return ("fp32", *self.saved_as)
-
-    @property
-    def row_count(self) -> int:
-        """How many row moments there are."""
-        return sum(fragment.numel for fragment in self.rows)
-
-    def fragments_of(self, key: str) -> tuple[Fragment, ...]:
-        """Return where the master or an entry of the state lies."""
-        return self.rows if key == ROW_STATE_KEY else self.fragments
-
-    def shape_of(self, key: str) -> tuple[int, ...]:
-        """Return the shape of the whole master or of an entry of the state."""
-        return (self.row_count,) if key == ROW_STATE_KEY else self.shape
 
 
 class DeepSpeedFiles(TagFolder):
@@ -159,19 +122,21 @@ class DeepSpeedFiles(TagFolder):
                     f"{self._files[0]}: parameter {entry.name}: there is no parameter number {entry.partition}"
                 )
             step = self._step(entry.partition)
-            fragments, rows = entry.fragments_of("fragments"), entry.fragments_of("rows")
+            fragments, rows = entry.fragments, entry.rows
             if not step or ROW_STATE_KEY not in self._state(entry.partition):
                 rows = ()
             if entry.replicated or self.stage == 0:
                 fragments, rows = fragments[:1], rows[:1]
             keys = (*STATE_KEYS[entry.algorithm], *((ROW_STATE_KEY,) if rows else ())) if step else ()
             found.append(
-                SavedParameter(
-                    **{key: getattr(entry, key) for key in _RECORDED},
-                    step=step,
-                    fragments=fragments,
-                    saved_as={key: key for key in keys},
-                    rows=rows,
+                SavedParameter.model_validate(
+                    {
+                        **dict(entry),
+                        "fragments": fragments,
+                        "rows": rows,
+                        "step": step,
+                        "saved_as": {key: key for key in keys},
+                    }
                 )
             )
         return found
@@ -207,6 +172,7 @@ class DeepSpeedFiles(TagFolder):
                         step=self._step(partition),
                         group=group_of.get(partition, 0),
                         partition=partition,
+                        replicated=False,
                         fragments=fragments,
                         saved_as=saved_as,
                         whole_from=whole_from,

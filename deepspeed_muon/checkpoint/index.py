@@ -28,6 +28,7 @@ from pydantic import (
 
 from deepspeed_muon.checkpoint.sealed import UNSEALED_VERSION, VERSION, read_sealed, sealed_json
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.plan.layout import Fragment
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
 
 __all__ = [
@@ -40,8 +41,8 @@ __all__ = [
     "VERSION",
     "CheckpointIndex",
     "Count",
-    "Dimension",
     "FileRecord",
+    "InFragments",
     "ParameterKind",
     "ParameterRecord",
     "Progress",
@@ -126,6 +127,33 @@ def described(kind: Any) -> dict[str, Any]:
         "grid": None if kind.grid is None else [list(sizes) for sizes in kind.grid],
         "transposed": kind.transposed,
     }
+
+
+class InFragments:
+    """A parameter whose elements, and NorMuon's row moments, lie in fragments.
+
+    Attributes:
+        shape: True shape of the parameter.
+        fragments: Where the master and the entries of the state lie, except for the row moments.
+        rows: Where the row moments lie; empty where there are none.
+    """
+
+    shape: tuple[int, ...]
+    fragments: tuple[Fragment, ...]
+    rows: tuple[Fragment, ...]
+
+    @property
+    def row_count(self) -> int:
+        """How many row moments there are."""
+        return max((row.matrix_offset + row.numel for row in self.rows), default=0)
+
+    def fragments_of(self, key: str) -> tuple[Fragment, ...]:
+        """Return where the master (``fp32``) or an entry of the state lies."""
+        return self.rows if key == ROW_STATE_KEY else self.fragments
+
+    def shape_of(self, key: str) -> tuple[int, ...]:
+        """Return the shape of the whole master or of an entry of the state."""
+        return (self.row_count,) if key == ROW_STATE_KEY else self.shape
 
 
 class ParameterRecord(ParameterKind):
