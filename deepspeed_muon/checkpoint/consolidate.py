@@ -17,24 +17,11 @@ import torch.distributed as dist
 
 from deepspeed_muon.checkpoint.commit import FolderWriter, UnsettledError, make_folder
 from deepspeed_muon.checkpoint.host import require_all_ranks
-from deepspeed_muon.checkpoint.index import (
-    CheckpointIndex,
-    FileRecord,
-    ParameterRecord,
-    described,
-)
-from deepspeed_muon.checkpoint.live import (
-    LiveState,
-    collect,
-    hyperparameters,
-)
+from deepspeed_muon.checkpoint.index import CheckpointIndex, FileRecord, ParameterRecord, described
+from deepspeed_muon.checkpoint.live import LiveState, collect, hyperparameters
 from deepspeed_muon.checkpoint.plan import SavePlan, Stage, write_shards
 from deepspeed_muon.checkpoint.settings import read_progress
-from deepspeed_muon.checkpoint.shards import (
-    DEFAULT_SHARD_BYTES,
-    remove_shards,
-    shard_name,
-)
+from deepspeed_muon.checkpoint.shards import DEFAULT_SHARD_BYTES, files_of, remove_shards, shard_name
 from deepspeed_muon.errors import CheckpointError, MuonError, RankMissingError
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
 from deepspeed_muon.transport.agreement import RankFacts, agree, group_rank_scope
@@ -151,11 +138,8 @@ def _announce(folder: Path, failure: CheckpointError | None) -> None:
     said = [(failure is not None, isinstance(failure, UnsettledError), str(failure))]
     if dist.is_initialized() and dist.get_world_size() > 1:
         committed = "the new set is complete and in place, but not every rank may know"
-        left = (
-            f"{folder}: {committed}"
-            if is_first_rank() and failure is None
-            else _UNKNOWN.format(folder=folder)
-        )
+        knows = is_first_rank() and failure is None
+        left = f"{folder}: {committed}" if knows else _UNKNOWN.format(folder=folder)
         try:
             with _rank_lost(left, UnsettledError):
                 dist.broadcast_object_list(said, src=0)
@@ -235,11 +219,7 @@ def _first_shard(state: LiveState, count: int) -> int:
 
 def _records(plan: SavePlan, names: Sequence[str]) -> dict[str, ParameterRecord]:
     """Return the record of every parameter of this rank's group."""
-    state = plan.state
-    where: dict[str, dict[str, str]] = {}
-    for number, shard in enumerate(plan.shards):
-        for tensor in shard:
-            where.setdefault(tensor.parameter, {})[tensor.key] = names[number]
+    state, where = plan.state, files_of(plan.shards, names)
     return {
         parameter.route.name: ParameterRecord(
             **described(parameter.route),
@@ -256,17 +236,10 @@ _Share = tuple[dict[str, FileRecord], dict[str, ParameterRecord]]
 
 
 def _index(state: LiveState, shares: Sequence[_Share]) -> CheckpointIndex:
-    files: dict[str, FileRecord] = {}
-    parameters: dict[str, ParameterRecord] = {}
-    for own_files, own_parameters in shares:
-        files.update(own_files)
-        parameters.update(own_parameters)
+    files = {name: record for own, _ in shares for name, record in own.items()}
+    parameters = {name: record for _, own in shares for name, record in own.items()}
     return CheckpointIndex.made_now(
-        source={
-            "writer": "engine",
-            "zero_stage": state.host.zero_stage,
-            "world_size": state.world_size,
-        },
+        source={"writer": "engine", "zero_stage": state.host.zero_stage, "world_size": state.world_size},
         optimizer=state.optimizer.config.model_dump(mode="json"),
         groups=hyperparameters(state.optimizer),
         progress=read_progress(state.host),

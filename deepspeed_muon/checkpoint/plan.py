@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -126,16 +127,10 @@ class SavePlan:
 
     def digest(self) -> str:
         """Return a text that is equal where plans are."""
+        state = self.state
         records = [
-            (
-                p.route.name,
-                p.route.shape,
-                p.route.algorithm,
-                self.state.step(p.partition),
-                p.fragments,
-                self.state.keys(p),
-            )
-            for p in self.state.parameters
+            (p.route.name, p.shape, p.route.algorithm, state.step(p.partition), p.fragments, state.keys(p))
+            for p in state.parameters
         ]
         return hashlib.sha256(repr((records, self.writers)).encode()).hexdigest()
 
@@ -250,38 +245,34 @@ def _exchange(plan: SavePlan, pieces: Sequence[Piece | None], content: Tensor, b
     state = plan.state
     sent: list[list[Transfer]] = [[] for _ in pieces]
     received: list[list[Transfer]] = [[] for _ in pieces]
-    local: list[Transfer] = []
     traffic = False
     for writer, piece in enumerate(pieces):
-        if piece is None:
-            continue
-        for transfer in plan.transfers(writer, piece):
+        for transfer in plan.transfers(writer, piece) if piece else ():
             traffic = traffic or transfer.source != writer
             if transfer.source == writer == state.rank:
-                local.append(transfer)
+                content.narrow(0, transfer.piece_offset, transfer.numel).copy_(_source(state, transfer))
             elif transfer.source == state.rank:
                 sent[writer].append(transfer)
             elif writer == state.rank:
                 received[transfer.source].append(transfer)
-    for transfer in local:
-        content.narrow(0, transfer.piece_offset, transfer.numel).copy_(_source(state, transfer))
-    if traffic:
-        out_splits = [sum(transfer.numel for transfer in transfers) for transfers in sent]
-        in_splits = [sum(transfer.numel for transfer in transfers) for transfers in received]
-        outgoing = buffers.get("outgoing", sum(out_splits))
-        offset = 0
-        for transfer in (transfer for transfers in sent for transfer in transfers):
-            outgoing.narrow(0, offset, transfer.numel).copy_(_source(state, transfer))
-            offset += transfer.numel
-        incoming = buffers.get("incoming", sum(in_splits))
-        with phase("exchange of a checkpoint's pieces", state.group):
-            dist.all_to_all_single(incoming, outgoing, in_splits, out_splits, group=state.group)
-        offset = 0
-        for transfer in (transfer for transfers in received for transfer in transfers):
-            content.narrow(0, transfer.piece_offset, transfer.numel).copy_(
-                incoming.narrow(0, offset, transfer.numel)
-            )
-            offset += transfer.numel
+    if not traffic:
+        return
+    out_splits = [sum(transfer.numel for transfer in transfers) for transfers in sent]
+    in_splits = [sum(transfer.numel for transfer in transfers) for transfers in received]
+    outgoing = buffers.get("outgoing", sum(out_splits))
+    leaving = list(chain.from_iterable(sent))
+    for transfer, part in zip(leaving, _parts(outgoing, leaving), strict=True):
+        part.copy_(_source(state, transfer))
+    incoming = buffers.get("incoming", sum(in_splits))
+    with phase("exchange of a checkpoint's pieces", state.group):
+        dist.all_to_all_single(incoming, outgoing, in_splits, out_splits, group=state.group)
+    arrived = list(chain.from_iterable(received))
+    for transfer, part in zip(arrived, _parts(incoming, arrived), strict=True):
+        content.narrow(0, transfer.piece_offset, transfer.numel).copy_(part)
+
+
+def _parts(buffer: Tensor, transfers: Sequence[Transfer]) -> Sequence[Tensor]:
+    return buffer.split_with_sizes([transfer.numel for transfer in transfers])
 
 
 def _source(state: LiveState, transfer: Transfer) -> Tensor:

@@ -20,7 +20,7 @@ from deepspeed_muon.checkpoint.index import INDEX_NAME, STATE_KEYS, ParameterRec
 from deepspeed_muon.checkpoint.live import LiveParameter, LiveState, collect
 from deepspeed_muon.checkpoint.sealed import read_regular, refusing
 from deepspeed_muon.checkpoint.settings import check_progress, group_settings, write_progress
-from deepspeed_muon.checkpoint.sources import ConsolidatedSource, StateSource
+from deepspeed_muon.checkpoint.sources import ConsolidatedSource, StateSource, nonfinite_text
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
@@ -186,11 +186,7 @@ def _judge(nonfinite: list[str], source: StateSource, allowed: bool) -> None:
     """Refuse a state with infinities or NaN on every rank, or say what is restored."""
     if not nonfinite:
         return
-    more = f" and {len(nonfinite) - 10} more" if len(nonfinite) > 10 else ""
-    text = (
-        f"{source.where}: {len(nonfinite)} tensors hold an infinity or NaN: {', '.join(nonfinite[:10])}{more}: the run "
-        f"had diverged when it was saved"
-    )
+    text = f"{source.where}: {nonfinite_text(nonfinite)}"
     if not allowed:
         raise CheckpointError(
             f"{text}. Restore an earlier checkpoint; or, to look into this one, consolidate it and call "
@@ -203,10 +199,9 @@ def _compare(state: LiveState, source: StateSource, state_too: bool) -> None:
     """Raise if the checkpoint is not one of this model, with every parameter that differs."""
     live, saved = state.by_name, source.parameters
     problems = []
-    missing = [name for name in live if name not in saved]
     # A stage of a pipeline has a part of the model; what the other stages have is no fault.
     extra = [] if state.host.is_divided else [name for name in saved if name not in live]
-    for name in missing:
+    for name in live.keys() - saved.keys():
         twin = next((other for other in extra if saved[other].shape == live[name].route.shape), None)
         hint = f" (renamed? it has {twin} of the same shape)" if twin else ""
         problems.append(f"parameter {name} is not in the checkpoint{hint}")
@@ -332,9 +327,8 @@ def _fill(plan: _Plan, source: StateSource) -> None:
             f"anew: {caught}"
         )
     agree(RankFacts({}), error=error, kind=CheckpointError)
-    for partition in {
-        parameter.partition.index: parameter.partition for parameter in state.parameters
-    }.values():
+    partitions = {parameter.partition.index: parameter.partition for parameter in state.parameters}
+    for partition in partitions.values():
         steps = plan.steps.get(partition.index)
         if steps == 0:
             state.optimizer.state[partition.tensor].clear()
@@ -362,13 +356,9 @@ def _steps(state: LiveState, source: StateSource) -> dict[int, int]:
 
 def _say_what_happens_to_rows(state: LiveState, source: StateSource) -> None:
     """Warn where NorMuon's row moments start from zero or are dropped, because the saved run had another variant."""
-    without, dropped = [], []
-    for parameter in state.parameters:
-        record = source.parameters[parameter.route.name]
-        if parameter.rows and record.step and not record.rows:
-            without.append(parameter.route.name)
-        elif record.rows and not parameter.rows:
-            dropped.append(parameter.route.name)
+    pairs = [(parameter, source.parameters[parameter.route.name]) for parameter in state.parameters]
+    without = [live.route.name for live, saved in pairs if live.rows and saved.step and not saved.rows]
+    dropped = [live.route.name for live, saved in pairs if saved.rows and not live.rows]
     if without:
         warn(
             "deepspeed_muon: %s holds no row moments of NorMuon for %d matrices (%s, ...); they start from zero",

@@ -16,7 +16,7 @@ import pkgutil
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NoReturn
+from typing import Any, BinaryIO, Literal
 
 import torch
 from torch import Tensor
@@ -104,7 +104,7 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
     """
     regular_size(path)
     descriptor = os.open(path, _OPEN_FLAGS)
-    with os.fdopen(descriptor, "rb", buffering=0) as file:
+    with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise CheckpointError(f"{path}: not a regular file")
         yield file
@@ -124,10 +124,7 @@ def read_regular(path: Path, limit: int = _MAX_BYTES) -> bytes:
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > limit:
             raise CheckpointError(f"{path}: larger than such a file can be")
-        pieces = []
-        while piece := file.read(limit):
-            pieces.append(piece)
-        return b"".join(pieces)
+        return file.read()
 
 
 def load_pickle(path: Path, *, trust: bool = False) -> Any:
@@ -141,23 +138,18 @@ def load_pickle(path: Path, *, trust: bool = False) -> Any:
         CheckpointError: Naming the file and, where one is to blame, the class that is not allowed.
     """
     allowed = [pkgutil.resolve_name(name) for name in _ALLOWED_CLASSES]
-    try:
+    with refusing(str(path)):
         # DeepSpeed's files may be links. Reading a pipe would wait for whoever writes into it.
-        if not stat.S_ISREG(os.stat(path).st_mode):
+        if not path.is_file() and path.exists():
             raise CheckpointError(f"{path}: not a regular file")
-        with torch.serialization.safe_globals(allowed):
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=not trust)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file") from None
-    except CheckpointError:
-        raise
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path}: holds more than tensors and numbers, or is damaged: {str(error).splitlines()[0]}. If you trust "
-            f"whoever wrote it, pass --trust-pickles"
-        ) from error
-    except Exception as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+        try:
+            with torch.serialization.safe_globals(allowed):
+                return torch.load(path, map_location="cpu", mmap=True, weights_only=not trust)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"{path}: holds more than tensors and numbers, or is damaged: {str(error).splitlines()[0]}. If you "
+                f"trust whoever wrote it, pass --trust-pickles"
+            ) from error
 
 
 def check_tensor(tensor: Any, where: str) -> None:
@@ -224,9 +216,8 @@ def read_sealed(path: Path, form: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"
-        ) from error
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{path}: cannot be read: {reason}") from error
     return parse_sealed(text, str(path), form)
 
 
@@ -246,10 +237,7 @@ def parse_sealed(text: bytes, path: str, form: str) -> dict[str, Any]:
     """
     try:
         content = json.loads(
-            text,
-            object_pairs_hook=_without_duplicates,
-            parse_constant=_refuse_constant,
-            parse_float=_finite,
+            text, object_pairs_hook=_without_duplicates, parse_constant=_finite, parse_float=_finite
         )
         _require_text(content)
     except (ValueError, RecursionError) as error:
@@ -290,12 +278,9 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not a number of JSON")
-
-
 def _finite(text: str) -> float:
+    """Return a number; raise for ``NaN`` and ``Infinity``, which JSON does not have, and for 1e999."""
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text} is too large for a number")
+        raise ValueError(f"{text} is not a finite number")
     return value

@@ -28,6 +28,7 @@ __all__ = [
     "PlannedTensor",
     "ShardFile",
     "aside",
+    "files_of",
     "fsync_folder",
     "pack",
     "remove_shards",
@@ -37,7 +38,8 @@ __all__ = [
     "write_synced",
 ]
 
-_INDEX_ASIDE = re.compile(rf"\.{re.escape(INDEX_NAME)}(\.[0-9a-f]{{12}})?\.tmp")
+# What killed saves leave of shards and of the index.
+_LEFTOVER = re.compile(rf"\.({SHARD_PATTERN.pattern}|{re.escape(INDEX_NAME)}(\.[0-9a-f]{{12}})?)\.tmp")
 
 DEFAULT_SHARD_BYTES = 2 << 30
 ITEM_BYTES = 4
@@ -117,7 +119,7 @@ class ShardFile:
         self._expected = 8 + len(text) + offset
         self._written = 0
         self._sha = hashlib.sha256()
-        self._file = open(self._aside, "wb", buffering=0)  # noqa: SIM115 - closed by finish() or discard()
+        self._file = open(self._aside, "wb")  # noqa: SIM115 - closed by finish() or discard()
         try:
             self._put(len(text).to_bytes(8, "little") + text)
         except OSError:
@@ -135,14 +137,12 @@ class ShardFile:
 
     def _put(self, data: bytes | memoryview) -> None:
         self._sha.update(data)
-        view = memoryview(data)
-        while len(view):
-            view = view[self._file.write(view) :]
-        self._written += len(data)
+        self._written += self._file.write(data)
 
     def finish(self) -> FileRecord:
         """Sync the file, give it its name and return its record. The folder, which holds the name, is not synced."""
         assert self._written == self._expected, (self._written, self._expected)
+        self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         os.replace(self._aside, self._path)
@@ -169,10 +169,9 @@ def write_synced(path: Path, content: bytes) -> None:
         OSError: If it cannot be written.
     """
     try:
-        with open(path, "wb", buffering=0) as file:
-            view = memoryview(content)
-            while len(view):
-                view = view[file.write(view) :]
+        with open(path, "wb") as file:
+            file.write(content)
+            file.flush()
             os.fsync(file.fileno())
     except OSError:
         with contextlib.suppress(OSError):
@@ -202,6 +201,20 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def files_of(shards: Sequence[Sequence[PlannedTensor]], names: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Return the file of every tensor, by parameter and key.
+
+    Args:
+        shards: The tensors of every file.
+        names: The names of the files.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for shard, name in zip(shards, names, strict=True):
+        for tensor in shard:
+            found.setdefault(tensor.parameter, {})[tensor.key] = name
+    return found
+
+
 def remove_shards(folder: Path, names: Iterable[str]) -> None:
     """Remove shards of this save, or of a set that was replaced. What cannot be removed stays, with a warning."""
     stuck: list[OSError] = []
@@ -227,12 +240,8 @@ def remove_stale(folder: Path, keep: Iterable[str]) -> None:
     except OSError as error:
         _warn_of_leftovers(folder, [error])
         return
-    stale = []
-    for name in names:
-        shard = name.removeprefix(".").removesuffix(".tmp")
-        if (SHARD_PATTERN.fullmatch(shard) and name not in kept) or _INDEX_ASIDE.fullmatch(name):
-            stale.append(name)
-    remove_shards(folder, stale)
+    ours = (name for name in names if _LEFTOVER.fullmatch(name) or SHARD_PATTERN.fullmatch(name))
+    remove_shards(folder, [name for name in ours if name not in kept])
 
 
 def _warn_of_leftovers(folder: Path, errors: list[OSError]) -> None:

@@ -14,17 +14,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.index import (
-    CheckpointIndex,
-    ParameterRecord,
-    Progress,
-    load_index,
-    tensor_name,
-)
+from deepspeed_muon.checkpoint.index import ParameterRecord, Progress, load_index, tensor_name
 from deepspeed_muon.checkpoint.sealed import open_regular, refusing, regular_size
 from deepspeed_muon.errors import CheckpointError
 
-__all__ = ["ConsolidatedSource", "StateSource", "file_digest", "flat_slice"]
+__all__ = ["ConsolidatedSource", "StateSource", "file_digest", "flat_slice", "listed", "nonfinite_text"]
 
 _READ_BYTES = 16 << 20
 _SCAN_NUMEL = 4 << 20
@@ -82,7 +76,7 @@ class ConsolidatedSource(StateSource):
         """
         self._folder = Path(folder)
         self.where = str(folder)
-        self.index: CheckpointIndex = load_index(folder)
+        self.index = load_index(folder)
         self.parameters, self.groups = self.index.parameters, self.index.groups
         self.progress = self.index.progress
         self._open: dict[str, Any] = {}
@@ -106,8 +100,7 @@ class ConsolidatedSource(StateSource):
 
     def _verify_file(self, name: str, tensors: Sequence[tuple[str, str]]) -> list[str]:
         path, record = self._folder / name, self.index.files[name]
-        affected = ", ".join(f"{parameter} ({key})" for parameter, key in tensors[:3])
-        affected += f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
+        affected = listed([f"{parameter} ({key})" for parameter, key in tensors], 3)
         try:
             size = regular_size(path)
             if size != record.bytes:
@@ -176,9 +169,7 @@ def flat_slice(handle: Any, entry: str, shape: Sequence[int], start: int, numel:
     if not shape:
         whole: Tensor = handle.get_tensor(entry)
         return whole.reshape(-1)
-    row = 1
-    for size in shape[1:]:
-        row *= size
+    row = math.prod(shape[1:])
     first, last = start // row, -(-(start + numel) // row)
     rows: Tensor = handle.get_slice(entry)[first:last]
     return rows.reshape(-1).narrow(0, start - first * row, numel)
@@ -191,6 +182,16 @@ def _is_finite(handle: Any, entry: str, shape: Sequence[int]) -> bool:
     piece = handle.get_slice(entry)
     step = max(1, _SCAN_NUMEL // math.prod(shape[1:]))
     return all(bool(torch.isfinite(piece[row : row + step]).all()) for row in range(0, shape[0], step))
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """Return the first ``most`` names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def nonfinite_text(names: Sequence[str]) -> str:
+    """Say which tensors hold an infinity or NaN, and what that means."""
+    return f"{len(names)} tensors hold an infinity or NaN: {listed(names, 10)}: the run had diverged when it was saved"
 
 
 def file_digest(path: Path) -> str:

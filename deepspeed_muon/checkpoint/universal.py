@@ -7,6 +7,8 @@ files, and a wrapper around our optimizer loads any universal checkpoint with th
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -21,6 +23,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from deepspeed_muon.checkpoint.commit import lock, unlock
 from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
 from deepspeed_muon.checkpoint.index import STATE_KEYS, ParameterRecord, described, readable
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
@@ -29,7 +32,7 @@ from deepspeed_muon.checkpoint.settings import check_loss_scale
 from deepspeed_muon.checkpoint.shards import fsync_folder, write_aside
 from deepspeed_muon.checkpoint.sources import StateSource, file_digest
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.logs import logger
+from deepspeed_muon.logs import logger, warn
 from deepspeed_muon.routing.rules import Route
 
 __all__ = ["UniversalSource", "convert_to_universal", "is_ours"]
@@ -64,7 +67,11 @@ def convert_to_universal(
         raise CheckpointError(f"{out}: already holds something; name a new folder")
     # A folder of its own: another conversion to the same place must not write into this one's files.
     partial = out.with_name(f".{out.name}.{secrets.token_hex(6)}.tmp")
+    held: int | None = None
     try:
+        _remove_abandoned(out)
+        partial.mkdir(parents=True)
+        held = lock(partial)
         files = _write_parameters(saved, partial / "zero")
         torch.save({"param_groups": saved.groups}, partial / "zero" / "optimizer_state.pt")
         for name in _MODEL_FILES:
@@ -81,7 +88,20 @@ def convert_to_universal(
         if isinstance(error, OSError):
             raise CheckpointError(f"{out}: {error}") from error
         raise
+    finally:
+        if held is not None:
+            unlock(held)
     return saved.lossy
+
+
+def _remove_abandoned(out: Path) -> None:
+    """Remove what killed conversions into ``out`` left: a living one holds the lock of its folder."""
+    for left in out.parent.glob(f".{glob.escape(out.name)}.{'[0-9a-f]' * 12}.tmp"):
+        with contextlib.suppress(OSError):
+            held = lock(left)
+            if held is not None:
+                shutil.rmtree(left, ignore_errors=True)
+                unlock(held)
 
 
 def _write_parameters(saved: DeepSpeedFiles, folder: Path) -> dict[str, str]:
@@ -204,19 +224,11 @@ class UniversalSource(StateSource):
             shape = tuple(self._tensor(name, "fp32").shape)
             if torch.Size(shape).numel() == torch.Size(routes[name].shape).numel():
                 shape = routes[name].shape  # from stage 3 DeepSpeed writes flat tensors
-            self.parameters[name] = _parameter(
-                place,
-                name,
-                {
-                    "shape": shape,
-                    "algorithm": "muon" if algorithm == "muon" else "adamw",
-                    "step": step,
-                    "group": 0,
-                    "tensors": {key: f"zero/{name}/{key}.pt" for key in ("fp32", *(keys if step else ()))},
-                },
-            )
+            tensors = {key: f"zero/{name}/{key}.pt" for key in ("fp32", *(keys if step else ()))}
+            entry = {"shape": shape, "algorithm": algorithm, "step": step, "group": 0, "tensors": tensors}
+            self.parameters[name] = _parameter(place, name, entry)
         if self._from_adam:
-            logger.warning(
+            warn(
                 "deepspeed_muon: %s was saved by AdamW: its exp_avg becomes the momentum of %d matrices, their "
                 "exp_avg_sq is dropped",
                 self._folder,
