@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ import torch.distributed as dist
 from deepspeed_muon.checkpoint.commit import FolderWriter, UnsettledError, make_folder
 from deepspeed_muon.checkpoint.host import require_all_ranks
 from deepspeed_muon.checkpoint.index import CheckpointIndex, FileRecord, ParameterRecord, described
-from deepspeed_muon.checkpoint.live import LiveState, collect, hyperparameters
-from deepspeed_muon.checkpoint.plan import SavePlan, Stage, write_shards
+from deepspeed_muon.checkpoint.live import LiveState, collect
+from deepspeed_muon.checkpoint.plan import SavePlan, log_stage, write_shards
+from deepspeed_muon.checkpoint.sealed import json_settings
 from deepspeed_muon.checkpoint.settings import read_progress
 from deepspeed_muon.checkpoint.shards import DEFAULT_SHARD_BYTES, files_of, remove_shards, shard_name
 from deepspeed_muon.errors import CheckpointError, MuonError, RankMissingError
@@ -27,7 +28,7 @@ from deepspeed_muon.plan.rows import ROW_STATE_KEY
 from deepspeed_muon.transport.agreement import RankFacts, agree, group_rank_scope
 from deepspeed_muon.transport.members import everyone, is_first_rank
 
-__all__ = ["Stage", "consolidate"]
+__all__ = ["consolidate"]
 
 
 def consolidate(
@@ -35,7 +36,6 @@ def consolidate(
     out_dir: str | os.PathLike[str],
     *,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
-    on_stage: Callable[[Stage], None] | None = None,
 ) -> Path:
     """Write the whole optimizer state of ``engine`` as one safetensors set with a JSON index.
 
@@ -48,7 +48,6 @@ def consolidate(
         engine: A ``DeepSpeedEngine`` with our optimizer.
         out_dir: The folder; made if needed.
         shard_bytes: Intended size of a file. Bounds the memory too.
-        on_stage: Called on this rank at every point of the save, for tests.
 
     Returns:
         The folder.
@@ -62,22 +61,16 @@ def consolidate(
     with _rank_lost(f"{folder}: what it held before is untouched"):
         state, plan, writer = _prepare(engine, folder, shard_bytes)
     try:
-        _save(state, plan, folder, writer, on_stage or (lambda stage: None))
+        _save(state, plan, folder, writer)
     finally:
         if writer is not None:
             writer.close()
     return folder
 
 
-def _save(
-    state: LiveState,
-    plan: SavePlan,
-    folder: Path,
-    writer: FolderWriter | None,
-    reached: Callable[[Stage], None],
-) -> None:
+def _save(state: LiveState, plan: SavePlan, folder: Path, writer: FolderWriter | None) -> None:
     """Write shards and index in the order of :mod:`deepspeed_muon.checkpoint.commit`."""
-    reached("start")
+    log_stage(folder, "start")
     files: dict[str, FileRecord] = {}
     untouched = f"{folder}: what it held before is untouched"
     with _rank_lost(untouched):
@@ -85,7 +78,7 @@ def _save(
         first = _first_shard(state, len(plan.shards))
         names = [shard_name(save_id, first + number) for number in range(len(plan.shards))]
         try:
-            error = write_shards(plan, folder, names, files, reached)
+            error = write_shards(plan, folder, names, files)
         except BaseException:
             remove_shards(folder, files)
             raise
@@ -99,7 +92,7 @@ def _save(
             # Every rank hears that one of them has no shards: nobody writes the index.
             remove_shards(folder, files)
             raise
-        reached("shards written")
+        log_stage(folder, "shards written")
         own = (files, _records(plan, names) if state.rank == 0 else {})
         shares = list(everyone().gather(own, what="gathering of the index").values())
     try:
@@ -113,10 +106,10 @@ def _save(
     except CheckpointError:
         remove_shards(folder, files)
         raise
-    reached("index written")
+    log_stage(folder, "index written")
     if writer is not None and index is not None:
         writer.clear(index)
-    reached("done")
+    log_stage(folder, "done")
 
 
 def _commit(
@@ -241,7 +234,7 @@ def _index(state: LiveState, shares: Sequence[_Share]) -> CheckpointIndex:
     return CheckpointIndex.made_now(
         source={"writer": "engine", "zero_stage": state.host.zero_stage, "world_size": state.world_size},
         optimizer=state.optimizer.config.model_dump(mode="json"),
-        groups=hyperparameters(state.optimizer),
+        groups=[json_settings(group) for group in state.optimizer.param_groups],
         progress=read_progress(state.host),
         files=dict(sorted(files.items())),
         parameters=parameters,

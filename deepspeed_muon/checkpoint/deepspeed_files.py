@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from deepspeed_muon.checkpoint.conversion import repeat_in_run, route_saved
 from deepspeed_muon.checkpoint.index import STATE_KEYS, Count
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, RecordedParameter, read_record
-from deepspeed_muon.checkpoint.sealed import check_tensor, is_json, refusing
+from deepspeed_muon.checkpoint.sealed import check_tensor, json_settings, refusing
 from deepspeed_muon.checkpoint.tag_folder import TagFolder
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.plan.layout import Fragment, flat_fragments, sharded_fragments
@@ -83,10 +84,7 @@ class DeepSpeedFiles(TagFolder):
             self._describe()
 
     def _describe(self) -> None:
-        self.groups = [
-            {str(key): value for key, value in group.items() if key != "params" and is_json(value)}
-            for group in self._inner[0]["param_groups"]
-        ]
+        self.groups = [json_settings(group) for group in self._inner[0]["param_groups"]]
         record = self._inner[0].get(RECORD_KEY)
         self.optimizer: dict[str, Any] = {}
         if record is not None:
@@ -283,10 +281,12 @@ class DeepSpeedFiles(TagFolder):
 
     def _partition(self, parameter: SavedParameter, key: str, rank: int) -> Tensor:
         saved = self._saved(parameter, key, rank)
-        path = self._files[rank if rank < len(self._files) else 0]
-        check_tensor(saved, f"{path}: {key} of parameter {parameter.name}")
+        check_tensor(saved, f"{self._file_of(rank)}: {key} of parameter {parameter.name}")
         flat: Tensor = saved.detach().reshape(-1)
         return flat
+
+    def _file_of(self, rank: int) -> Path:
+        return self._files[rank if rank < len(self._files) else 0]
 
     def _saved(self, parameter: SavedParameter, key: str, rank: int) -> Any:
         if key != "fp32":
@@ -305,7 +305,7 @@ class DeepSpeedFiles(TagFolder):
                 numel, held = math.prod(parameter.shape_of(key)), 0
                 for fragment in parameter.fragments_of(key):
                     held += fragment.numel
-                    path = self._files[fragment.rank if fragment.rank < len(self._files) else 0]
+                    path = self._file_of(fragment.rank)
                     try:
                         size = self._partition(parameter, key, fragment.rank).numel()
                     except (KeyError, IndexError) as error:

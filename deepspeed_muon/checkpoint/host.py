@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.optimizer import Muon
 
-__all__ = ["SOME_RANKS", "Host", "host_of", "optimizer_of", "require_all_ranks"]
+__all__ = ["SOME_RANKS", "Host", "optimizer_of", "require_all_ranks"]
 
 SOME_RANKS = (
     "the ranks of a save agree over the default process group, whose other ranks would not come, as in DeepSpeed's own "
@@ -76,21 +76,8 @@ def optimizer_of(engine: Any) -> Muon:
     return optimizer
 
 
-def host_of(engine: Any) -> Host:
-    """Return what checkpoints need of an engine; see :func:`optimizer_of` for the errors."""
-    host: Host = optimizer_of(engine).host
-    return host
-
-
 def require_all_ranks(engine: Any) -> None:
-    """Raise, without waiting for anybody, if an engine does not span all ranks of the program.
-
-    Args:
-        engine: A ``DeepSpeedEngine`` whose checkpoint shall be written or read.
-
-    Raises:
-        CheckpointError: On every rank of the engine.
-    """
+    """Raise on every rank, without waiting for others, if an engine does not have all ranks of the program."""
     members = getattr(getattr(engine, "basic_optimizer", None), "members", None)
     if members is not None and not members.are_everyone:
         raise CheckpointError(f"this engine has some of the program's ranks only: {SOME_RANKS}")

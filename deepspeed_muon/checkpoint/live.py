@@ -13,7 +13,6 @@ from torch import Tensor
 
 from deepspeed_muon.checkpoint.host import Host, optimizer_of
 from deepspeed_muon.checkpoint.index import STATE_KEYS, InFragments
-from deepspeed_muon.checkpoint.sealed import is_json
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.layout import Fragment, MatrixLayout, ParameterLayout
@@ -21,7 +20,7 @@ from deepspeed_muon.plan.rows import ROW_STATE_KEY
 from deepspeed_muon.routing.rules import Route
 from deepspeed_muon.step.step_set import BoundPartition
 
-__all__ = ["LiveParameter", "LiveState", "collect", "hyperparameters"]
+__all__ = ["LiveParameter", "LiveState", "collect"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,16 +175,3 @@ def _in_order(fragments: Sequence[Fragment]) -> tuple[Fragment, ...]:
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:
     return [] if group is None else dist.get_process_group_ranks(group)
-
-
-def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of every param group as JSON can hold them."""
-    groups = []
-    for group in optimizer.param_groups:
-        settings = {}
-        for key, value in group.items():
-            value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-            if key != "params" and is_json(value):
-                settings[str(key)] = value
-        groups.append(settings)
-    return groups

@@ -7,7 +7,7 @@ all-to-all, and appends it. So memory is bounded by the pieces, not by the model
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
@@ -22,12 +22,13 @@ from deepspeed_muon.checkpoint.index import FileRecord
 from deepspeed_muon.checkpoint.live import LiveParameter, LiveState
 from deepspeed_muon.checkpoint.shards import ITEM_BYTES, PlannedTensor, ShardFile, fsync_folder, pack
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.logs import logger
 from deepspeed_muon.transport.waiting import phase
 
-__all__ = ["Piece", "Transfer", "SavePlan", "Stage", "write_shards"]
+__all__ = ["Piece", "Transfer", "SavePlan", "Stage", "log_stage", "write_shards"]
 
 Stage = Literal["start", "shards", "piece", "shards written", "index written", "done"]
-"""Points of a save at which ``on_stage`` is called, in this order; ``piece`` once a round."""
+"""Points of a save that the log names at level DEBUG, in this order; ``piece`` once a round."""
 
 # The largest piece that a rank receives at once, which bounds the buffers beside the shard itself.
 _PIECE_BYTES = 4 << 20
@@ -145,17 +146,18 @@ def _balanced(sizes: Sequence[int], world_size: int) -> list[int]:
     return writers
 
 
+def log_stage(folder: Path, stage: Stage) -> None:
+    """Say in the log how far a save has come."""
+    logger.debug("deepspeed_muon: save to %s: %s", folder, stage)
+
+
 def write_shards(
-    plan: SavePlan,
-    folder: Path,
-    names: Sequence[str],
-    files: dict[str, FileRecord],
-    reached: Callable[[Stage], None],
+    plan: SavePlan, folder: Path, names: Sequence[str], files: dict[str, FileRecord]
 ) -> Exception | None:
-    """Write this rank's files. Its failure is returned: the other ranks still need its fragments."""
+    """Write this rank's files. A failure is returned, not raised: the other ranks still need its fragments."""
     state = plan.state
     buffers = _Buffers(plan.piece_numel, state.device)
-    reached("shards")
+    log_stage(folder, "shards")
     with _Writer(plan, folder, names, files) as writer:
         for number, pieces in enumerate(plan.rounds()):
             own = pieces[state.rank]
@@ -163,7 +165,7 @@ def write_shards(
             writer.wait_for(number - 2)
             _exchange(plan, pieces, content, buffers)
             writer.append(own, content)
-            reached("piece")
+            log_stage(folder, "piece")
     if writer.error is None and files:
         try:
             fsync_folder(folder)

@@ -28,6 +28,7 @@ __all__ = [
     "VERSION",
     "check_tensor",
     "is_json",
+    "json_settings",
     "load_pickle",
     "open_regular",
     "parse_sealed",
@@ -176,6 +177,16 @@ def is_json(value: Any) -> bool:
     except (TypeError, ValueError, RecursionError):
         return False
     return _has_text_keys(value)
+
+
+def json_settings(group: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the settings of a param group that JSON can hold; a tensor of one element becomes its number."""
+    plain = {
+        str(key): value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        for key, value in group.items()
+        if key != "params"
+    }
+    return {key: value for key, value in plain.items() if is_json(value)}
 
 
 def _has_text_keys(value: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from deepspeed_muon.checkpoint.host import Host, host_of, optimizer_of
+from deepspeed_muon.checkpoint.host import Host, optimizer_of
 from deepspeed_muon.checkpoint.index import COUNTERS, Progress
 from deepspeed_muon.checkpoint.live import LiveState
 from deepspeed_muon.checkpoint.sealed import is_json
@@ -162,7 +162,7 @@ def check_progress(engine: Any, progress: Progress, where: str, *, scheduler: bo
     """
     if progress.loss_scale is not None:
         check_loss_scale(progress.loss_scale, where)
-    own = host_of(engine).scheduler
+    own = optimizer_of(engine).host.scheduler
     if scheduler and own is not None and progress.lr_scheduler is not None:
         _check_schedule(engine, own, progress, where)
 
@@ -283,7 +283,8 @@ class Before:
         Args:
             engine: A ``DeepSpeedEngine`` with our optimizer.
         """
-        self._optimizer, self._host = optimizer_of(engine), host_of(engine)
+        self._optimizer = optimizer_of(engine)
+        self._host: Host = self._optimizer.host
         self._counters = self._host.counters()
         self._scheduler = self._host.scheduler
         self._attributes = dict(getattr(self._scheduler, "__dict__", {}))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deepspeed_muon.checkpoint.index import COUNTERS, SCALE_KEYS, Progress
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
-from deepspeed_muon.checkpoint.sealed import is_json, load_pickle, read_regular, refusing
+from deepspeed_muon.checkpoint.sealed import is_json, json_settings, load_pickle, read_regular, refusing
 from deepspeed_muon.errors import CheckpointError
 
 __all__ = ["TagFolder"]
@@ -178,13 +178,11 @@ class TagFolder:
 
     def _read_progress(self) -> Progress:
         schedule = self._model.get("lr_scheduler")
-        scaler = self._ranks[0].get("loss_scaler") if self._ranks else None
-        dynamic = bool(self._ranks and self._ranks[0].get("dynamic_loss_scale"))
+        wrapper = self._ranks[0] if self._ranks else self._model["optimizer"] or {}
         scale = None
-        if scaler is not None and dynamic:
-            scale = {key: getattr(scaler, key) for key in SCALE_KEYS if hasattr(scaler, key)}
-        elif not self._ranks and (self._model["optimizer"] or {}).get("dynamic_loss_scale"):
-            saved = self._model["optimizer"]
+        if wrapper.get("dynamic_loss_scale"):
+            # At stage 0 the wrapper keeps the values itself, at the others in an object.
+            saved = vars(wrapper["loss_scaler"]) if wrapper.get("loss_scaler") else wrapper
             scale = {key: saved[key] for key in SCALE_KEYS if key in saved}
         return Progress(
             **{key: int(self._model.get(key, 0)) for key in COUNTERS},
@@ -209,37 +207,17 @@ def _tag_folder(folder: Path) -> Path:
 def _refuse_mixed_ranks(
     files: Sequence[Path], inner: Sequence[Mapping[str, Any]], wrappers: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Raise if the optimizer files of the ranks are not of one save.
-
-    Args:
-        files: One of every rank; only named.
-        inner: What each holds of the optimizer inside ZeRO's wrapper.
-        wrappers: What each holds of the wrapper; empty at stage 0.
-
-    Raises:
-        CheckpointError: Naming two files and the first fact in which they differ.
-    """
-    all_facts = []
+    """Raise if the optimizer files of the ranks are not of one save; ``wrappers`` is empty at stage 0."""
+    expected: dict[str, Any] | None = None
     for number, path in enumerate(files):
-        try:
-            all_facts.append(_facts(inner[number], wrappers[number] if wrappers else {}))
-        except (AttributeError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{path}: not the state of an optimizer: {error}") from error
-    for path, facts in zip(files[1:], all_facts[1:], strict=True):
-        _compare(files[0], all_facts[0], path, facts)
+        with refusing(f"{path}: not the state of an optimizer"):
+            facts = _facts(inner[number], wrappers[number] if wrappers else {})
+        expected = facts if expected is None else expected
+        _compare(files[0], expected, path, facts)
 
 
 def _refuse_mixed_models(models: Mapping[Path, Any], file: Path, inner: Mapping[str, Any]) -> None:
-    """Raise if the model's files are not of the save of the optimizer's.
-
-    Args:
-        models: The model's files; the first one's progress is what the others must have.
-        file: An optimizer file; only named.
-        inner: What it holds of the optimizer; our own says which step of the engine it is of.
-
-    Raises:
-        CheckpointError: Naming two files and the first fact in which they differ.
-    """
+    """Raise if the model's files are of different saves, or an optimizer file with our record is of another one."""
     progress = {
         path: {key: model.get(key) for key in _PROGRESS_KEYS if isinstance(model, Mapping)}
         for path, model in models.items()
@@ -261,10 +239,8 @@ def _facts(inner: Mapping[str, Any], wrapper: Mapping[str, Any]) -> dict[str, An
         if "step" in state
     }
     for index, group in enumerate(inner["param_groups"]):
-        for key, value in group.items():
-            value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-            if is_json(value):
-                facts[f"{key} of param group {index}"] = value
+        comparable = {**json_settings(group), "params": group["params"]}
+        facts |= {f"{key} of param group {index}": value for key, value in comparable.items()}
     scaler = wrapper.get("loss_scaler")
     facts |= {f"{key} of the loss scale": getattr(scaler, key, None) for key in SCALE_KEYS}
     facts |= {key: wrapper.get(key) for key in ("zero_stage", "partition_count", "ds_version")}
