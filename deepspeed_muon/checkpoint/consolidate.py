@@ -20,7 +20,7 @@ from deepspeed_muon.checkpoint.host import require_all_ranks
 from deepspeed_muon.checkpoint.index import CheckpointIndex, FileRecord, ParameterRecord, described
 from deepspeed_muon.checkpoint.live import LiveState, collect
 from deepspeed_muon.checkpoint.plan import SavePlan, log_stage, write_shards
-from deepspeed_muon.checkpoint.sealed import json_settings
+from deepspeed_muon.checkpoint.sealed import json_settings, refusing
 from deepspeed_muon.checkpoint.settings import read_progress
 from deepspeed_muon.checkpoint.shards import DEFAULT_SHARD_BYTES, files_of, remove_shards, shard_name
 from deepspeed_muon.errors import CheckpointError, MuonError, RankMissingError
@@ -170,7 +170,8 @@ def _prepare(engine: Any, folder: Path, shard_bytes: int) -> tuple[LiveState, Sa
             raise CheckpointError(f"shard_bytes must be positive, got {shard_bytes}")
         state = collect(engine)
         plan = SavePlan(state, shard_bytes)
-        make_folder(folder)
+        with refusing(f"{folder}: cannot be made"):
+            make_folder(folder)
         if is_first_rank():
             writer = FolderWriter(folder)
         compared = {
@@ -180,8 +181,6 @@ def _prepare(engine: Any, folder: Path, shard_bytes: int) -> tuple[LiveState, Sa
             "plan of the save": plan.digest(),
         }
         facts = RankFacts(compared, scope=group_rank_scope(state.group))
-    except OSError as caught:
-        error = CheckpointError(f"{folder}: cannot be made: {caught}")
     except Exception as caught:
         error = caught
     try:

@@ -194,24 +194,21 @@ class DeepSpeedFiles(TagFolder):
             for position, (name, shape) in enumerate(group.items()):
                 shape = tuple(int(n) for n in shape)
                 numel = math.prod(shape)
-                room = size - offset if self.stage == 3 else size * self.world_size - offset
-                if (
-                    min(shape, default=0) < 0
-                    or (-(-numel // self.world_size) if self.stage == 3 else numel) > room
-                ):
+                # Stage 3 divides every parameter, the others the partition: it has ``held`` elements of the parameter.
+                held = -(-numel // self.world_size) if self.stage == 3 else numel
+                room = size if self.stage == 3 else size * self.world_size
+                if min(shape, default=0) < 0 or held > room - offset:
                     raise CheckpointError(
                         f"{self.model_file}: parameter {name} of shape {list(shape)} is larger than "
                         f"what is left of its partition"
                     )
-                if self.stage == 3:
-                    shard = -(-numel // self.world_size)
-                    fragments = sharded_fragments(offset, numel, shard) if numel else ()
-                    offset += shard
-                else:
-                    fragments = flat_fragments(offset, numel, size) if numel else ()
-                    offset += numel + (int(paddings[number][position]) if paddings else 0)
-                if numel:
-                    members.append((name, shape, fragments))
+                if numel and self.stage == 3:
+                    members.append((name, shape, sharded_fragments(offset, numel, held)))
+                elif numel:
+                    members.append((name, shape, flat_fragments(offset, numel, size)))
+                offset += held
+                if self.stage != 3 and paddings:
+                    offset += int(paddings[number][position])
             partitions.append(members)
         return partitions
 

@@ -269,15 +269,13 @@ class CheckpointIndex(_Record):
 
     @model_validator(mode="after")
     def _consistent(self) -> CheckpointIndex:
+        used = dict.fromkeys(self.files, 0)
         for name, record in self.parameters.items():
             if record.group >= len(self.groups):
                 raise ValueError(f"parameter {name}: param group {record.group} does not exist")
             for key, file in record.tensors.items():
                 if file not in self.files:
                     raise ValueError(f"parameter {name}: {key} is in {file!r}, which is not among the files")
-        used: dict[str, int] = dict.fromkeys(self.files, 0)
-        for record in self.parameters.values():
-            for key, file in record.tensors.items():
                 used[file] += 4 * math.prod(record.shape_of(key))
         for file, size in used.items():
             if size > self.files[file].bytes:

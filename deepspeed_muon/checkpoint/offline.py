@@ -68,10 +68,8 @@ def consolidate_files(
     """
     saved = DeepSpeedFiles(folder, trust=trust, include=include, exclude=exclude)
     out = Path(out_dir)
-    try:
+    with refusing(f"{out}: cannot be made"):
         make_folder(out)
-    except OSError as error:
-        raise CheckpointError(f"{out}: cannot be made: {error}") from error
     with FolderWriter(out) as writer:
         index = _replace_set(saved, out, shard_bytes, writer)
         writer.clear(index)

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.index import FileRecord
-from deepspeed_muon.checkpoint.live import LiveParameter, LiveState
+from deepspeed_muon.checkpoint.live import LiveState
 from deepspeed_muon.checkpoint.shards import ITEM_BYTES, PlannedTensor, ShardFile, fsync_folder, pack
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import logger
@@ -82,9 +82,9 @@ class SavePlan:
         self.state = state
         self._number = {p.route.name: number for number, p in enumerate(state.parameters)}
         tensors = [
-            PlannedTensor(parameter.route.name, key, parameter.shape_of(key))
-            for parameter in state.parameters
-            for key in state.keys(parameter)
+            PlannedTensor(p.route.name, key, p.shape_of(key))
+            for p in state.parameters
+            for key in state.keys(p)
         ]
         total = sum(tensor.numel for tensor in tensors) * ITEM_BYTES
         # Small models too are written by all ranks.
@@ -92,19 +92,17 @@ class SavePlan:
         self.shards = pack(tensors, target)
         self.sizes = sizes = [sum(tensor.numel for tensor in shard) for shard in self.shards]
         self.writers = _balanced(sizes, state.world_size)
-        self.piece_numel = piece = (
-            max(1 << 10, min(_PIECE_BYTES, shard_bytes // (2 * state.world_size))) // ITEM_BYTES
-        )
+        piece_bytes = max(1 << 10, min(_PIECE_BYTES, shard_bytes // (2 * state.world_size)))
+        self.piece_numel = piece = piece_bytes // ITEM_BYTES
         self._pieces: list[list[Piece]] = [[] for _ in range(state.world_size)]
         for shard, (size, writer) in enumerate(zip(sizes, self.writers, strict=True)):
             self._pieces[writer].extend(
                 Piece(shard, start, min(start + piece, size)) for start in range(0, size, piece)
             )
 
-    def rounds(self) -> Iterator[list[Piece | None]]:
+    def rounds(self) -> Iterator[tuple[Piece | None, ...]]:
         """Yield the piece of every rank, or ``None`` for ranks that are done."""
-        for number in range(max(map(len, self._pieces))):
-            yield [pieces[number] if number < len(pieces) else None for pieces in self._pieces]
+        return zip_longest(*self._pieces)
 
     def transfers(self, writer: int, piece: Piece) -> Iterator[Transfer]:
         """Yield everything that ``piece`` consists of, in an order that all ranks share."""
@@ -278,7 +276,5 @@ def _parts(buffer: Tensor, transfers: Sequence[Transfer]) -> Sequence[Tensor]:
 
 
 def _source(state: LiveState, transfer: Transfer) -> Tensor:
-    parameter: LiveParameter = state.parameters[transfer.parameter]
-    return state.tensor(parameter.partition, transfer.key).narrow(
-        0, transfer.partition_offset, transfer.numel
-    )
+    flat = state.tensor(state.parameters[transfer.parameter].partition, transfer.key)
+    return flat.narrow(0, transfer.partition_offset, transfer.numel)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.index import ParameterRecord, Progress, load_index, tensor_name
@@ -134,19 +134,14 @@ class ConsolidatedSource(StateSource):
         """Return a range of a tensor; see :class:`StateSource`."""
         record = self.parameters[parameter]
         file = record.tensors[key]
-        try:
-            handle = self._handle(file)
+        with refusing(f"{self._folder / file}: {parameter} ({key})"):
             entry = tensor_name(key, parameter)
-            return flat_slice(handle, entry, record.shape_of(key), start, numel)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self._folder / file}: {parameter} ({key}): {error}") from error
+            return flat_slice(self._handle(file), entry, record.shape_of(key), start, numel)
 
     def _handle(self, name: str) -> Any:
         if name not in self._open:
-            try:
+            with refusing(str(self._folder / name)):
                 self._open[name] = safe_open(self._folder / name, framework="pt", device="cpu").__enter__()
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{self._folder / name}: {error}") from error
         return self._open[name]
 
     def close(self) -> None:

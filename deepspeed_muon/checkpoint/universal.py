@@ -261,11 +261,7 @@ class UniversalSource(StateSource):
         """Raise unless a file is what the record says; return whether all of its numbers are finite."""
         path = self._path(name, key)
         expected = self._sha.get(name, {}).get(key)
-        try:
-            damaged = expected is not None and file_digest(path) != expected
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror or error}; parameter {name}") from error
-        if damaged:
+        if expected is not None and file_digest(path) != expected:
             raise CheckpointError(f"{path}: its checksum is not that of the record; parameter {name}")
         tensor = self._tensor(name, key)
         shape = self.parameters[name].shape_of(key)
