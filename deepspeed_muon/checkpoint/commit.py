@@ -19,6 +19,7 @@ import contextlib
 import errno
 import fcntl
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from deepspeed_muon.checkpoint.index import INDEX_NAME, CheckpointIndex, load_index
@@ -26,7 +27,15 @@ from deepspeed_muon.checkpoint.shards import fsync_folder, remove_shards, remove
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import logger
 
-__all__ = ["LOCK_NAME", "FolderWriter", "UnsettledError", "lock", "make_folder", "unlock"]
+__all__ = [
+    "LOCK_NAME",
+    "FolderWriter",
+    "UnsettledError",
+    "lock",
+    "make_folder",
+    "removed_on_failure",
+    "unlock",
+]
 
 LOCK_NAME = ".muon_save.lock"
 
@@ -36,6 +45,26 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 
 class UnsettledError(CheckpointError):
     """A save failed when the index that is in place names its shards, or may name them: they must stay."""
+
+
+@contextlib.contextmanager
+def removed_on_failure(
+    folder: Path, files: Iterable[str], failure: type[BaseException] = CheckpointError
+) -> Iterator[None]:
+    """Remove the shards of this save if it fails while no index can name them.
+
+    Args:
+        folder: Where they are.
+        files: Their names; may grow meanwhile.
+        failure: The errors after which no index names them. An :class:`UnsettledError` is never one.
+    """
+    try:
+        yield
+    except UnsettledError:
+        raise
+    except failure:
+        remove_shards(folder, files)
+        raise
 
 
 class FolderWriter:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from deepspeed_muon.checkpoint.commit import FolderWriter, UnsettledError, make_folder
+from deepspeed_muon.checkpoint.commit import FolderWriter, UnsettledError, make_folder, removed_on_failure
 from deepspeed_muon.checkpoint.host import require_all_ranks
 from deepspeed_muon.checkpoint.index import CheckpointIndex, FileRecord, ParameterRecord, described
 from deepspeed_muon.checkpoint.live import LiveState, collect
@@ -77,35 +77,21 @@ def _save(state: LiveState, plan: SavePlan, folder: Path, writer: FolderWriter |
         save_id = str(next(iter(everyone().gather(secrets.token_hex(6), what="naming of a save").values())))
         first = _first_shard(state, len(plan.shards))
         names = [shard_name(save_id, first + number) for number in range(len(plan.shards))]
-        try:
+        with removed_on_failure(folder, files, BaseException):
             error = write_shards(plan, folder, names, files)
-        except BaseException:
-            remove_shards(folder, files)
-            raise
     if error is not None:
         remove_shards(folder, files)
     # From here on the others may hear that this rank's shards are there, and the first one may write the index.
     with _rank_lost(_UNKNOWN.format(folder=folder) if writer is None else untouched, UnsettledError):
-        try:
+        # If one rank has no shards, every rank raises this error: nobody writes the index.
+        with removed_on_failure(folder, files):
             agree(RankFacts({}), error=error, kind=CheckpointError)
-        except CheckpointError:
-            # Every rank hears that one of them has no shards: nobody writes the index.
-            remove_shards(folder, files)
-            raise
         log_stage(folder, "shards written")
         own = (files, _records(plan, names) if state.rank == 0 else {})
         shares = list(everyone().gather(own, what="gathering of the index").values())
-    try:
-        index = None
-        failure: CheckpointError | None = None
-        if writer is not None:
-            index, failure = _commit(writer, state, shares, save_id)
+    with removed_on_failure(folder, files):
+        index, failure = (None, None) if writer is None else _commit(writer, state, shares, save_id)
         _announce(folder, failure)
-    except UnsettledError:
-        raise
-    except CheckpointError:
-        remove_shards(folder, files)
-        raise
     log_stage(folder, "index written")
     if writer is not None and index is not None:
         writer.clear(index)

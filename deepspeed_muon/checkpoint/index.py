@@ -13,7 +13,7 @@ import platform
 import re
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -46,9 +46,9 @@ __all__ = [
     "ParameterKind",
     "ParameterRecord",
     "Progress",
+    "checked",
     "described",
     "load_index",
-    "readable",
     "tensor_name",
 ]
 
@@ -65,6 +65,8 @@ SCALE_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 # Beyond any model there is, and small enough that sizes in bytes fit into 64 bits.
 _MAX_NUMEL = 1 << 50
+
+_Model = TypeVar("_Model", bound=BaseModel)
 
 Dimension = Annotated[int, Field(ge=1, le=_MAX_NUMEL, strict=True)]
 Count = Annotated[int, Field(ge=0, le=1 << 62, strict=True)]
@@ -314,14 +316,27 @@ def load_index(folder: str | os.PathLike[str]) -> CheckpointIndex:
         raise CheckpointError(
             f"{folder}: no {INDEX_NAME}: not a consolidated checkpoint, or its save did not finish"
         ) from None
+    return checked(CheckpointIndex, content, f"{path}: refused:\n")
+
+
+def checked(model: type[_Model], content: Any, refusal: str) -> _Model:
+    """Return content as an object of a pydantic model.
+
+    Args:
+        model: The model.
+        content: What was read.
+        refusal: What the error says before one line for each of the first faults.
+
+    Raises:
+        CheckpointError: If the content does not fit.
+    """
     try:
-        return CheckpointIndex.model_validate(content)
+        return model.model_validate(content)
     except ValidationError as error:
-        raise CheckpointError(f"{path}: refused:\n{readable(error)}") from error
+        raise CheckpointError(refusal + _readable(error)) from error
 
 
-def readable(error: ValidationError) -> str:
-    """Return pydantic's report, one line for each of the first faults."""
+def _readable(error: ValidationError) -> str:
     lines = []
     for item in error.errors()[:10]:
         where = ".".join(map(str, item["loc"]))

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
-from deepspeed_muon.checkpoint.index import Count, InFragments, ParameterKind, described, readable
+from deepspeed_muon.checkpoint.index import Count, InFragments, ParameterKind, checked, described
 from deepspeed_muon.checkpoint.live import LiveState, collect
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
@@ -146,10 +146,7 @@ def read_record(content: Any, where: str) -> LayoutRecord:
             f"{where}: was saved without a record of its layout ({content['missing']}): load it with "
             f"engine.load_checkpoint, at the same ZeRO stage and number of ranks"
         )
-    try:
-        return LayoutRecord.model_validate(content)
-    except ValidationError as error:
-        raise CheckpointError(f"{where}: layout record refused:\n{readable(error)}") from error
+    return checked(LayoutRecord, content, f"{where}: layout record refused:\n")
 
 
 def add_record_to_state_dict(engine: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_muon.checkpoint.commit import FolderWriter, UnsettledError, make_folder
+from deepspeed_muon.checkpoint.commit import FolderWriter, make_folder, removed_on_failure
 from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
 from deepspeed_muon.checkpoint.index import CheckpointIndex, FileRecord, ParameterRecord, described
 from deepspeed_muon.checkpoint.sealed import refusing
@@ -24,7 +24,6 @@ from deepspeed_muon.checkpoint.shards import (
     files_of,
     fsync_folder,
     pack,
-    remove_shards,
     shard_name,
 )
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource, nonfinite_text
@@ -86,24 +85,17 @@ def _replace_set(saved: DeepSpeedFiles, out: Path, shard_bytes: int, writer: Fol
     save_id = secrets.token_hex(6)
     files: dict[str, FileRecord] = {}
     shards = pack(tensors, shard_bytes)
-    try:
-        for number, shard in enumerate(shards):
-            name = shard_name(save_id, number)
-            files[name] = _write_shard(saved, out / name, shard)
-        fsync_folder(out)
-        index = _index(saved, files, files_of(shards, list(files)))
-    except BaseException as error:
-        remove_shards(out, files)
-        if isinstance(error, OSError):
+    with removed_on_failure(out, files, BaseException):
+        try:
+            for number, shard in enumerate(shards):
+                name = shard_name(save_id, number)
+                files[name] = _write_shard(saved, out / name, shard)
+            fsync_folder(out)
+        except OSError as error:
             raise CheckpointError(f"{out}: {error}; what it held before is untouched") from error
-        raise
-    try:
+        index = _index(saved, files, files_of(shards, list(files)))
+    with removed_on_failure(out, files):
         writer.commit(index, save_id)
-    except UnsettledError:
-        raise
-    except CheckpointError:
-        remove_shards(out, files)
-        raise
     return index
 
 

@@ -20,7 +20,10 @@ from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
 from deepspeed_muon.checkpoint.sealed import is_json, json_settings, load_pickle, read_regular, refusing
 from deepspeed_muon.errors import CheckpointError
 
-__all__ = ["TagFolder"]
+__all__ = ["MODEL_FILES", "TagFolder", "model_file_in"]
+
+MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+"""What the file with the model of the first rank may be called: at stages 0 to 2, and at stage 3."""
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _PROGRESS_KEYS = (*COUNTERS, "dp_world_size")
@@ -52,7 +55,12 @@ class TagFolder:
             self.folder = _tag_folder(Path(folder))
         with refusing(f"{self.folder}: not as DeepSpeed writes it"):
             self._refuse_unsupported()
-            self.model_file = self._model_file()
+            model_file = model_file_in(self.folder)
+            if model_file is None:
+                raise CheckpointError(
+                    f"{self.folder}: no model_states file: not the folder of a tag of DeepSpeed"
+                )
+            self.model_file = model_file
             self._model = load_pickle(self.model_file, trust=trust)
             if not isinstance(self._model, dict):
                 raise CheckpointError(f"{self.model_file}: not a checkpoint of DeepSpeed")
@@ -73,12 +81,6 @@ class TagFolder:
         parallel = next(iter(sorted(self.folder.glob("*mp_rank_01*"))), None)
         if parallel is not None:
             raise CheckpointError(f"{parallel}: model-parallel checkpoints cannot be read")
-
-    def _model_file(self) -> Path:
-        for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
-            if (self.folder / name).is_file():
-                return self.folder / name
-        raise CheckpointError(f"{self.folder}: no model_states file: not the folder of a tag of DeepSpeed")
 
     def _read_ranks(self) -> list[dict[str, Any]]:
         files: dict[int, Path] = {}
@@ -190,6 +192,11 @@ class TagFolder:
             lr_scheduler_class=None,
             loss_scale=scale,
         )
+
+
+def model_file_in(folder: Path) -> Path | None:
+    """Return the file that holds the model of the first rank."""
+    return next((folder / name for name in MODEL_FILES if (folder / name).is_file()), None)
 
 
 def _tag_folder(folder: Path) -> Path:

@@ -20,17 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.commit import lock, unlock
 from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
-from deepspeed_muon.checkpoint.index import STATE_KEYS, ParameterRecord, described, readable
+from deepspeed_muon.checkpoint.index import STATE_KEYS, ParameterRecord, checked, described
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
 from deepspeed_muon.checkpoint.sealed import check_tensor, load_pickle, read_sealed, refusing, sealed_json
 from deepspeed_muon.checkpoint.settings import check_loss_scale
 from deepspeed_muon.checkpoint.shards import fsync_folder, write_aside
 from deepspeed_muon.checkpoint.sources import StateSource, file_digest
+from deepspeed_muon.checkpoint.tag_folder import MODEL_FILES, model_file_in
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import logger, warn
 from deepspeed_muon.routing.rules import Route
@@ -39,7 +39,6 @@ __all__ = ["UniversalSource", "convert_to_universal", "is_ours"]
 
 RECORD_NAME = "muon_universal.json"
 FORMAT = "deepspeed_muon.universal"
-_MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 
 
 def convert_to_universal(
@@ -74,7 +73,7 @@ def convert_to_universal(
         held = lock(partial)
         files = _write_parameters(saved, partial / "zero")
         torch.save({"param_groups": saved.groups}, partial / "zero" / "optimizer_state.pt")
-        for name in _MODEL_FILES:
+        for name in MODEL_FILES:
             _link(saved.model_file, partial / name)
         write_aside(partial / RECORD_NAME, sealed_json(_record(saved, files)))
         _sync_all(partial)
@@ -236,11 +235,11 @@ class UniversalSource(StateSource):
             )
 
     def _global_step(self) -> int:
-        for name in _MODEL_FILES:
-            if (self._folder / name).is_file():
-                state = load_pickle(self._folder / name)
-                return int(state["global_steps"]) - int(state["skipped_steps"])
-        raise CheckpointError(f"{self._folder}: says nowhere how many steps were taken")
+        file = model_file_in(self._folder)
+        if file is None:
+            raise CheckpointError(f"{self._folder}: says nowhere how many steps were taken")
+        state = load_pickle(file)
+        return int(state["global_steps"]) - int(state["skipped_steps"])
 
     def digest(self) -> str:
         """Return a checksum of what was found."""
@@ -290,10 +289,7 @@ class UniversalSource(StateSource):
 
 
 def _parameter(path: Path, name: str, entry: Mapping[str, Any]) -> ParameterRecord:
-    try:
-        return ParameterRecord.model_validate(entry)
-    except ValidationError as error:
-        raise CheckpointError(f"{path}: refused: parameter {name}: {readable(error)}") from error
+    return checked(ParameterRecord, entry, f"{path}: refused: parameter {name}: ")
 
 
 def _digest_of(value: Any) -> str:
