@@ -1,4 +1,4 @@
-"""What checkpoints need of the engine around the optimizer, and who implements it: ``engine/checkpointing.py``."""
+"""What checkpoints need of the engine around the optimizer. ``engine/checkpointing.py`` implements it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A record of who holds what, inside every optimizer state that DeepSpeed saves.
+"""A record of which rank holds which fragment, inside every optimizer state that DeepSpeed saves.
 
-DeepSpeed's own files do not say which parameter lies where when gradients are dealt round-robin or groups are split,
-and at stage 0 they have no names. The record consists of numbers, strings, lists and dicts, so it loads with
+DeepSpeed's own files do not say where a parameter lies when gradients are dealt round-robin or groups are split, and
+at stage 0 they have no names. The record consists of numbers, strings, lists and dicts, so that torch loads it with
 ``weights_only``.
 """
 
@@ -129,14 +129,10 @@ def _require_cover(
 
 
 def read_record(content: Any, where: str) -> LayoutRecord:
-    """Check the record of a saved state.
-
-    Args:
-        content: What the file holds under :data:`RECORD_KEY`.
-        where: The file, for the message.
+    """Check what the file ``where`` holds under :data:`RECORD_KEY`.
 
     Raises:
-        CheckpointError: If it is none, or describes what cannot be.
+        CheckpointError: If it is no record, or describes what cannot be.
     """
     if not isinstance(content, Mapping) or content.get("version") != RECORD_VERSION:
         version = content.get("version") if isinstance(content, Mapping) else content
@@ -150,11 +146,7 @@ def read_record(content: Any, where: str) -> LayoutRecord:
 
 
 def add_record_to_state_dict(engine: Any) -> None:
-    """Let the optimizer of ``engine`` add the record whenever its state is saved.
-
-    Args:
-        engine: A ``DeepSpeedEngine`` whose optimizer is ours and bound.
-    """
+    """Let the optimizer of ``engine``, which must be ours, add the record to every state dict that it returns."""
     engine.basic_optimizer.register_state_dict_post_hook(_RecordHook(engine))
 
 

@@ -1,7 +1,7 @@
-"""Which file of a consolidated checkpoint holds what, which rank writes it, in which pieces, and how they get there.
+"""Which file of a consolidated checkpoint holds what, which rank writes it, and how the elements come to that rank.
 
-The files are written in rounds: in each, every rank receives one piece of the file that it writes, through one
-all-to-all, and appends it. So memory is bounded by the pieces, not by the model or its largest tensor.
+The ranks write in rounds. In each round one all-to-all brings every rank one piece of the file that it writes, and the
+rank appends it. So the pieces bound the memory, whatever the size of the model and of its largest tensor.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Elements that travel, or are copied, from one partition into one piece."""
+    """A run of elements that is sent or copied from the partition of rank ``source`` into a piece."""
 
     source: int
     parameter: int
@@ -73,12 +73,7 @@ class SavePlan:
     """
 
     def __init__(self, state: LiveState, shard_bytes: int) -> None:
-        """Make the plan; nothing is sent.
-
-        Args:
-            state: What there is to save.
-            shard_bytes: Intended size of a file; bounds the pieces too.
-        """
+        """Make the plan from metadata; ``shard_bytes``, the intended size of a file, bounds the pieces too."""
         self.state = state
         self._number = {p.route.name: number for number, p in enumerate(state.parameters)}
         tensors = [
@@ -173,7 +168,7 @@ def write_shards(
 
 
 class _Buffers:
-    """Memory that all rounds share: the pages of fresh memory cost more than what is copied into them."""
+    """Memory that all rounds share: to allocate it in each round would cost more than the copies."""
 
     def __init__(self, piece_numel: int, device: torch.device) -> None:
         self.content = [torch.empty(piece_numel, dtype=torch.float32) for _ in range(2)]

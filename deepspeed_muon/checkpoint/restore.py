@@ -1,6 +1,6 @@
 """Load full parameters and state into a running engine, whatever its ZeRO stage and number of ranks.
 
-Everything that can be wrong is checked first, by all ranks together, and only then is anything changed.
+All ranks first check together everything that can be wrong. Only then do they change anything.
 """
 
 from __future__ import annotations
@@ -94,11 +94,7 @@ def restore(
 
 
 def find_consolidated(folder: Path) -> Path:
-    """Return the folder with the index: ``folder`` itself, or inside a DeepSpeed checkpoint.
-
-    Raises:
-        CheckpointError: If there is none.
-    """
+    """Return the folder with the index: ``folder`` itself, or one inside of a DeepSpeed checkpoint."""
     with refusing(f"{str(folder)!r}"):
         candidates = [folder, folder / CONSOLIDATED_FOLDER]
         if _exists(folder) and not folder.is_dir():
@@ -257,11 +253,7 @@ class _Plan:
 
     @classmethod
     def of(cls, state: LiveState, source: StateSource, *, hyperparameters: bool, state_too: bool) -> _Plan:
-        """Compare the checkpoint with the engine and say what goes where; the engine is not changed.
-
-        Raises:
-            CheckpointError: If it is not one of this model, or its settings cannot be used.
-        """
+        """Compare the checkpoint with the engine, which is not changed, and plan what goes where."""
         _compare(state, source, state_too)
         plan = cls(state, [], {}, _steps(state, source) if state_too else {}, {})
         if state_too:
@@ -300,12 +292,9 @@ class _Plan:
 
 @torch.no_grad()
 def _fill(plan: _Plan, source: StateSource) -> None:
-    """Write the source into this rank's partitions. All checks are done; what fails here is the disk.
+    """Write the source into this rank's partitions. Must be called by all ranks.
 
-    Must be called by all ranks.
-
-    Raises:
-        CheckpointError: On every rank, if one of them could not read what it had verified.
+    All checks are done, so that only the disk can fail; every rank raises then.
     """
     state = plan.state
     error: Exception | None = None

@@ -1,7 +1,7 @@
-"""Untrusted files: opened only where they are regular, pickles of tensors only, JSON with a checksum over all it says.
+"""Reading untrusted files: regular files only, pickles that hold tensors only, JSON with a checksum of its content.
 
-The checksum is that of the content in a canonical form, so white space and the order of keys do not matter. It finds
-damage; it does not say who wrote the file.
+The checksum is computed from a canonical form, so white space and the order of keys do not matter. It reveals damage;
+it does not prove who wrote the file.
 """
 
 from __future__ import annotations
@@ -61,13 +61,9 @@ _OPEN_FLAGS = (
 
 @contextlib.contextmanager
 def refusing(where: str) -> Iterator[None]:
-    """Turn whatever goes wrong with content of unknown origin into an error that says where.
+    """Turn every exception but this package's own into a CheckpointError that begins with ``where``.
 
-    Args:
-        where: The file or folder, for the message.
-
-    Raises:
-        CheckpointError: In place of any exception that is not one of this package's own.
+    It surrounds whatever reads content of unknown origin, which can make libraries raise anything.
     """
     try:
         yield
@@ -94,13 +90,10 @@ def regular_size(path: Path) -> int:
 
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading if it is a regular file itself: no link, pipe or device.
-
-    Args:
-        path: The file.
+    """Open a file for reading.
 
     Raises:
-        CheckpointError: If it is something else; nothing waits for whoever would write into a pipe.
+        CheckpointError: If it is no regular file itself, but a link, a pipe or a device.
         OSError: If it cannot be opened.
     """
     regular_size(path)
@@ -112,14 +105,10 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_regular(path: Path, limit: int = _MAX_BYTES) -> bytes:
-    """Return the content of a small regular file.
-
-    Args:
-        path: The file.
-        limit: Bytes that it may have.
+    """Return the content of a regular file.
 
     Raises:
-        CheckpointError: If it is no regular file, or larger.
+        CheckpointError: If it is no regular file, or larger than ``limit`` bytes.
         OSError: If it cannot be opened.
     """
     with open_regular(path) as file:
@@ -154,14 +143,9 @@ def load_pickle(path: Path, *, trust: bool = False) -> Any:
 
 
 def check_tensor(tensor: Any, where: str) -> None:
-    """Raise unless a tensor of a file holds as many real numbers as it says.
+    """Raise unless what was unpickled is a dense tensor that holds as many real numbers as its shape says.
 
-    Args:
-        tensor: What was unpickled.
-        where: File and parameter, for the message.
-
-    Raises:
-        CheckpointError: If it is no dense tensor of real numbers, or repeats a few of them to look large.
+    Strides of zero could make a few numbers look like a large tensor.
     """
     dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
     if not dense or not tensor.is_floating_point():
@@ -190,7 +174,7 @@ def json_settings(group: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _has_text_keys(value: Any) -> bool:
-    """Return whether all keys are text: JSON turns a number into text, and torch's MultiStepLR then finds none."""
+    """Return whether all keys are text: JSON would turn a number into text, and torch's MultiStepLR not find it."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _has_text_keys(entry) for key, entry in value.items())
     return not isinstance(value, (list, tuple)) or all(map(_has_text_keys, value))

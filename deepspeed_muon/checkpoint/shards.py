@@ -67,12 +67,7 @@ class PlannedTensor:
 
 
 def pack(tensors: Sequence[PlannedTensor], shard_bytes: int) -> list[list[PlannedTensor]]:
-    """Divide tensors into files, in order; a file is larger than ``shard_bytes`` only when one tensor is.
-
-    Args:
-        tensors: In the order in which they shall lie.
-        shard_bytes: Intended size of a file.
-    """
+    """Divide tensors into files, in order; a file is larger than ``shard_bytes`` only where a single tensor is."""
     shards: list[list[PlannedTensor]] = []
     size = 0
     for tensor in tensors:
@@ -86,22 +81,17 @@ def pack(tensors: Sequence[PlannedTensor], shard_bytes: int) -> list[list[Planne
 
 
 def shard_name(save_id: str, number: int) -> str:
-    """Return the file name of a shard; ``save_id`` keeps it apart from the shards of every other save."""
+    """Return the file name of a shard; because of ``save_id`` no other save has a file of that name."""
     name = f"muon-{save_id}-{number:05d}.safetensors"
     assert SHARD_PATTERN.fullmatch(name), name
     return name
 
 
 class ShardFile:
-    """One safetensors file, written under another name, synced and renamed by :meth:`finish`."""
+    """One safetensors file that is written under a temporary name; :meth:`finish` syncs and renames it."""
 
     def __init__(self, path: Path, tensors: Sequence[PlannedTensor]) -> None:
-        """Open the file aside and write the header.
-
-        Args:
-            path: Where it will be.
-            tensors: What it will hold, in order.
-        """
+        """Open the file under its temporary name and write the header for ``tensors``, in their order."""
         self._path = path
         self._aside = aside(path)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -180,7 +170,7 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def write_aside(path: Path, content: bytes) -> None:
-    """Write a small file so that it is there whole or not at all, also after a power failure or with two writers."""
+    """Replace a small file: readers find the old or the new one, also after a power failure or with two writers."""
     temporary = aside(path.with_name(f"{path.name}.{secrets.token_hex(6)}"))
     write_synced(temporary, content)
     try:
@@ -202,12 +192,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def files_of(shards: Sequence[Sequence[PlannedTensor]], names: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Return the file of every tensor, by parameter and key.
-
-    Args:
-        shards: The tensors of every file.
-        names: The names of the files.
-    """
+    """Return the name of every tensor's file, by parameter and key."""
     found: dict[str, dict[str, str]] = {}
     for shard, name in zip(shards, names, strict=True):
         for tensor in shard:

@@ -1,4 +1,4 @@
-"""Where a restore reads from: the interface, and consolidated checkpoints."""
+"""What a restore reads from: the interface, and its implementation for consolidated checkpoints."""
 
 from __future__ import annotations
 
@@ -66,14 +66,7 @@ class ConsolidatedSource(StateSource):
     """A folder written by :func:`deepspeed_muon.checkpoint.consolidate`. Nothing is unpickled."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Read and check the index.
-
-        Args:
-            folder: The folder.
-
-        Raises:
-            CheckpointError: If there is no valid index.
-        """
+        """Read and check the index; raises a CheckpointError if there is none, or it is not valid."""
         self._folder = Path(folder)
         self.where = str(folder)
         self.index = load_index(folder)
@@ -152,15 +145,7 @@ class ConsolidatedSource(StateSource):
 
 
 def flat_slice(handle: Any, entry: str, shape: Sequence[int], start: int, numel: int) -> Tensor:
-    """Read a range of a tensor in row-major order; whole rows of it are read.
-
-    Args:
-        handle: An open safetensors file.
-        entry: Name of the tensor.
-        shape: Its shape.
-        start: First element.
-        numel: Number of elements.
-    """
+    """Return ``numel`` elements of a tensor in row-major order; only the rows that hold them are read."""
     if not shape:
         whole: Tensor = handle.get_tensor(entry)
         return whole.reshape(-1)

@@ -1,8 +1,8 @@
-"""The files of one tag of ``engine.save_checkpoint``: which there are, what they hold, whether they are of one save.
+"""The files of one tag of ``engine.save_checkpoint``: which there are, what they hold, whether one save wrote them.
 
-Every rank writes a file of its own, and a folder can be put together from several saves. What the files of one save
-have in common is compared: the steps of the optimizer, settings of param groups, loss scale, layout, and the progress
-that the model's files tell.
+Every rank writes a file of its own, so somebody can mix the files of several saves in one folder. The reader compares
+what the files of one save have in common: the optimizer's steps, the settings of the param groups, the loss scale,
+the layout, and the counters in the model's files.
 """
 
 from __future__ import annotations
@@ -41,15 +41,7 @@ class TagFolder:
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, trust: bool) -> None:
-        """Find the files and map them.
-
-        Args:
-            folder: The tag's folder, or the folder with ``latest``.
-            trust: See :func:`~deepspeed_muon.checkpoint.sealed.load_pickle`.
-
-        Raises:
-            CheckpointError: Naming the file.
-        """
+        """Find the files and map them; see :class:`~deepspeed_muon.checkpoint.deepspeed_files.DeepSpeedFiles`."""
         self._trust = trust
         with refusing(f"{str(folder)!r}"):
             self.folder = _tag_folder(Path(folder))
@@ -255,7 +247,7 @@ def _facts(inner: Mapping[str, Any], wrapper: Mapping[str, Any]) -> dict[str, An
 
 
 def _compare(first: Path, expected: Mapping[str, Any], other: Path, found: Mapping[str, Any]) -> None:
-    """Raise if two files of one checkpoint differ in what they must have in common."""
+    """Raise if two files of one checkpoint differ in a fact that they share."""
     for key in (*expected, *(key for key in found if key not in expected)):
         mine, theirs = expected.get(key), found.get(key)
         if mine != theirs:
