@@ -126,17 +126,8 @@ class DeepSpeedFiles(TagFolder):
             if entry.replicated or self.stage == 0:
                 fragments, rows = fragments[:1], rows[:1]
             keys = (*STATE_KEYS[entry.algorithm], *((ROW_STATE_KEY,) if rows else ())) if step else ()
-            found.append(
-                SavedParameter.model_validate(
-                    {
-                        **dict(entry),
-                        "fragments": fragments,
-                        "rows": rows,
-                        "step": step,
-                        "saved_as": {key: key for key in keys},
-                    }
-                )
-            )
+            own = {"fragments": fragments, "rows": rows, "step": step, "saved_as": {key: key for key in keys}}
+            found.append(SavedParameter.model_validate({**dict(entry), **own}))
         return found
 
     def _without_record(self) -> list[SavedParameter]:
@@ -162,20 +153,19 @@ class DeepSpeedFiles(TagFolder):
                         whole_from[rank] = wholes.get(rank, 0)
                         wholes[rank] = whole_from[rank] + math.prod(shape)
                 saved_as = {k: "exp_avg" if k == "momentum_buffer" and not momentum else k for k in keys}
-                found.append(
-                    SavedParameter(
-                        name=name,
-                        shape=shape,
-                        algorithm="muon" if muon else "adamw",
-                        step=self._step(partition),
-                        group=group_of.get(partition, 0),
-                        partition=partition,
-                        replicated=False,
-                        fragments=fragments,
-                        saved_as=saved_as,
-                        whole_from=whole_from,
-                    )
+                saved = SavedParameter(
+                    name=name,
+                    shape=shape,
+                    algorithm="muon" if muon else "adamw",
+                    step=self._step(partition),
+                    group=group_of.get(partition, 0),
+                    partition=partition,
+                    replicated=False,
+                    fragments=fragments,
+                    saved_as=saved_as,
+                    whole_from=whole_from,
                 )
+                found.append(saved)
         self._say_what_is_lossy(found)
         return found
 

@@ -22,41 +22,32 @@ class Host(Protocol):
     @property
     def zero_stage(self) -> int:
         """The ZeRO stage."""
-        ...
 
     @property
     def is_divided(self) -> bool:
         """Whether the model is one stage of a pipeline, so that other ranks have parameters that this one has not."""
-        ...
 
     @property
     def scheduler(self) -> Any:
         """The learning-rate scheduler, or ``None``."""
-        ...
 
     def counters(self) -> dict[str, int]:
         """Return ``global_steps``, ``global_samples`` and ``skipped_steps``."""
-        ...
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
         """Set the counters that :meth:`counters` returns."""
-        ...
 
     def param_group_numbers(self) -> list[int]:
         """Return the number of the param group of every partition, in the order of the partitions."""
-        ...
 
     def loss_scale(self) -> dict[str, float] | None:
         """Return what the dynamic loss scale needs to continue, or ``None`` where there is none."""
-        ...
 
     def set_loss_scale(self, state: Mapping[str, float]) -> None:
         """Continue with a loss scale from :meth:`loss_scale`; nothing happens where there is no dynamic one."""
-        ...
 
     def refresh_weights(self) -> None:
         """Round the fp32 masters into the weights of the forward pass. Must be called by all ranks."""
-        ...
 
 
 def optimizer_of(engine: Any) -> Muon:

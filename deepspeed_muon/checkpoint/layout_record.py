@@ -35,6 +35,10 @@ def _fragment(value: Any) -> Fragment:
     return Fragment(*value)
 
 
+def _numbers(fragments: Iterable[Fragment]) -> list[list[int]]:
+    return [[f.rank, f.matrix_offset, f.partition_offset, f.numel] for f in fragments]
+
+
 _Fragments = tuple[Annotated[Fragment, PlainValidator(_fragment)], ...]
 
 
@@ -192,10 +196,8 @@ def _record(state: LiveState) -> Mapping[str, Any]:
                 "partition": parameter.partition.index,
                 "group": parameter.group,
                 "replicated": parameter.replicated,
-                **{
-                    key: [[f.rank, f.matrix_offset, f.partition_offset, f.numel] for f in held]
-                    for key, held in (("fragments", parameter.fragments), ("rows", parameter.rows))
-                },
+                "fragments": _numbers(parameter.fragments),
+                "rows": _numbers(parameter.rows),
             }
             for parameter in parameters
         ],

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.index import FileRecord
-from deepspeed_muon.checkpoint.live import LiveState
+from deepspeed_muon.checkpoint.live import LiveParameter, LiveState
 from deepspeed_muon.checkpoint.shards import ITEM_BYTES, PlannedTensor, ShardFile, fsync_folder, pack
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import logger
@@ -54,7 +54,7 @@ class Transfer:
     """A run of elements that is sent or copied from the partition of rank ``source`` into a piece."""
 
     source: int
-    parameter: int
+    parameter: LiveParameter
     key: str
     partition_offset: int
     piece_offset: int
@@ -75,7 +75,7 @@ class SavePlan:
     def __init__(self, state: LiveState, shard_bytes: int) -> None:
         """Make the plan from metadata; ``shard_bytes``, the intended size of a file, bounds the pieces too."""
         self.state = state
-        self._number = {p.route.name: number for number, p in enumerate(state.parameters)}
+        self._by_name = state.by_name
         tensors = [
             PlannedTensor(p.route.name, key, p.shape_of(key))
             for p in state.parameters
@@ -105,16 +105,15 @@ class SavePlan:
         for tensor in self.shards[piece.shard]:
             begin, end = max(piece.start - offset, 0), min(piece.stop - offset, tensor.numel)
             if begin < end:
-                number = self._number[tensor.parameter]
-                parameter = self.state.parameters[number]
+                parameter = self._by_name[tensor.parameter]
                 base = offset - piece.start
                 if parameter.replicated:
                     start = parameter.fragments_of(tensor.key)[0].partition_offset + begin
-                    yield Transfer(writer, number, tensor.key, start, base + begin, end - begin)
+                    yield Transfer(writer, parameter, tensor.key, start, base + begin, end - begin)
                 else:
                     for f in parameter.fragments_within(tensor.key, begin, end):
                         where = base + f.matrix_offset
-                        yield Transfer(f.rank, number, tensor.key, f.partition_offset, where, f.numel)
+                        yield Transfer(f.rank, parameter, tensor.key, f.partition_offset, where, f.numel)
             offset += tensor.numel
             if offset >= piece.stop:
                 return
@@ -271,5 +270,5 @@ def _parts(buffer: Tensor, transfers: Sequence[Transfer]) -> Sequence[Tensor]:
 
 
 def _source(state: LiveState, transfer: Transfer) -> Tensor:
-    flat = state.tensor(state.parameters[transfer.parameter].partition, transfer.key)
+    flat = state.tensor(transfer.parameter.partition, transfer.key)
     return flat.narrow(0, transfer.partition_offset, transfer.numel)

@@ -88,13 +88,11 @@ def group_settings(state: LiveState, source: StateSource) -> dict[int, dict[str,
             and source.groups[origin].get("algorithm", group["algorithm"]) == group["algorithm"]
         ]
         found[number] = {}
-        keys = {key for entry in settings for key in entry} & group.keys()
+        keys = group.keys() & (set.intersection(*map(set, settings)) if settings else set())
         if group["algorithm"] == "muon":
             keys.discard("betas")  # schedulers read Muon's momentum under this name; it is not AdamW's betas
         for key in sorted(keys):
-            values = [entry[key] for entry in settings if key in entry]
-            if len(values) < len(settings):
-                continue
+            values = [entry[key] for entry in settings]
             if any(value != values[0] for value in values):
                 warn(
                     "deepspeed_muon: param group %d joins parameters that had %s = %s; the configuration's value stays",
@@ -102,8 +100,8 @@ def group_settings(state: LiveState, source: StateSource) -> dict[int, dict[str,
                     key,
                     values,
                 )
-                continue
-            found[number][key] = values[0]
+            else:
+                found[number][key] = values[0]
     return found
 
 
