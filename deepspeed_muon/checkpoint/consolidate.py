@@ -1,7 +1,7 @@
-"""Write one safetensors set from a running engine, by all ranks in parallel.
+"""Write the state of a running engine as one safetensors set, by all ranks in parallel.
 
-How the tensors get into the files is told in :mod:`deepspeed_muon.checkpoint.plan`, how the new set takes the place of
-the one before in :mod:`deepspeed_muon.checkpoint.commit`.
+:mod:`deepspeed_muon.checkpoint.plan` says how the tensors get into the files, and
+:mod:`deepspeed_muon.checkpoint.commit` how the new set replaces the one before.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _save(state: LiveState, plan: SavePlan, folder: Path, writer: FolderWriter |
             error = write_shards(plan, folder, names, files)
     if error is not None:
         remove_shards(folder, files)
-    # From here on the others may hear that this rank's shards are there, and the first one may write the index.
+    # From here on the other ranks may know that this rank's shards are there, and rank 0 may write the index.
     with _rank_lost(_UNKNOWN.format(folder=folder) if writer is None else untouched, UnsettledError):
         # If one rank has no shards, every rank raises this error: nobody writes the index.
         with removed_on_failure(folder, files):

@@ -1,7 +1,7 @@
-"""Read a checkpoint that DeepSpeed saved, without an engine: ours, DeepSpeed's own Muon's, or AdamW's; stages 0 to 3.
+"""Read without an engine what DeepSpeed saved of our optimizer, its own Muon or AdamW, at stages 0 to 3.
 
-The files are pickles. They are read with torch's restricted unpickler (``weights_only``) and a short list of
-DeepSpeed's own classes, memory-mapped, so that only what is copied is read.
+The files are pickles. torch's restricted unpickler (``weights_only``) reads them, with a short list of DeepSpeed's own
+classes allowed. They are mapped into memory, so that the disk reads only what is copied.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class DeepSpeedFiles(TagFolder):
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
     ) -> None:
-        """Find the files, map them and work out where every parameter lies.
+        """Find the files, map them into memory and work out where every parameter lies.
 
         Args:
             folder: The tag's folder, or the folder with ``latest``.
@@ -184,19 +184,19 @@ class DeepSpeedFiles(TagFolder):
             for position, (name, shape) in enumerate(group.items()):
                 shape = tuple(int(n) for n in shape)
                 numel = math.prod(shape)
-                # Stage 3 divides every parameter, the others the partition: it has ``held`` elements of the parameter.
-                held = -(-numel // self.world_size) if self.stage == 3 else numel
+                # What the parameter takes: at stage 3 of every rank's partition, below of all partitions together.
+                taken = -(-numel // self.world_size) if self.stage == 3 else numel
                 room = size if self.stage == 3 else size * self.world_size
-                if min(shape, default=0) < 0 or held > room - offset:
+                if min(shape, default=0) < 0 or taken > room - offset:
                     raise CheckpointError(
                         f"{self.model_file}: parameter {name} of shape {list(shape)} is larger than "
                         f"what is left of its partition"
                     )
                 if numel and self.stage == 3:
-                    members.append((name, shape, sharded_fragments(offset, numel, held)))
+                    members.append((name, shape, sharded_fragments(offset, numel, taken)))
                 elif numel:
                     members.append((name, shape, flat_fragments(offset, numel, size)))
-                offset += held
+                offset += taken
                 if self.stage != 3 and paddings:
                     offset += int(paddings[number][position])
             partitions.append(members)
@@ -223,7 +223,7 @@ class DeepSpeedFiles(TagFolder):
     def _muon_names(self, partitions: Sequence[Sequence[Any]]) -> set[str]:
         """Route an AdamW checkpoint by names and shapes, as a run with our optimizer would."""
         if self.kind != "AdamW":
-            return set()  # DeepSpeed's Muon: what has moments is AdamW's
+            return set()  # DeepSpeed's Muon: its matrices have a momentum_buffer, and all else is AdamW's
         shapes = {name: shape for members in partitions for name, shape, _ in members}
         routes = route_saved(shapes, self._aliases(), include=self._include, exclude=self._exclude)
         return {name for name, route in routes.items() if route.algorithm == "muon"}

@@ -1,8 +1,8 @@
-"""The JSON index of a consolidated checkpoint: what it must say, and the refusal of anything else.
+"""The JSON index of a consolidated checkpoint: what it must say; anything else is refused.
 
-A consolidated checkpoint is a folder with ``muon_index.json`` and the safetensors files that it names. The index is
-written last, so that a folder without one holds no checkpoint. It is untrusted input: names of files stay inside the
-folder, and sizes are compared with the files before anything is allocated.
+A consolidated checkpoint is a folder with ``muon_index.json`` and the safetensors files that the index names. A save
+writes the index last, so a folder without one holds no checkpoint. The index is untrusted: a name of a file cannot
+lead out of the folder, and sizes are compared with the files before memory is allocated.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 SCALE_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """What a dynamic loss scale carries from step to step."""
 
-# Beyond any model there is, and small enough that sizes in bytes fit into 64 bits.
+# More than any model has, and small enough that sizes in bytes fit into 64 bits.
 _MAX_NUMEL = 1 << 50
 
 _Model = TypeVar("_Model", bound=BaseModel)

@@ -25,7 +25,7 @@ __all__ = ["LiveParameter", "LiveState", "collect"]
 
 @dataclass(frozen=True, slots=True)
 class LiveParameter(InFragments):
-    """One parameter of a running engine. Fragments are those of every rank, in the order of the parameter's elements.
+    """One parameter of a running engine, with the fragments of all ranks in the order of its elements.
 
     Attributes:
         route: Name, true shape and algorithm.
@@ -118,7 +118,7 @@ class LiveState:
 
 
 def collect(engine: Any) -> LiveState:
-    """Describe what this rank knows of the engine's state; nothing is copied or sent.
+    """Describe the engine's state as this rank knows it, without copying or sending anything.
 
     Args:
         engine: A ``DeepSpeedEngine`` whose optimizer is ours.

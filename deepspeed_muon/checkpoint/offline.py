@@ -1,4 +1,4 @@
-"""From DeepSpeed's saved files to a consolidated set, and from that to torch's optimizers; one process, no engine."""
+"""Convert DeepSpeed's saved files to a consolidated set, and that to torch's optimizers, in one process, no engine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def consolidate_files(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
 ) -> CheckpointIndex:
-    """Write a checkpoint that DeepSpeed saved as one safetensors set; memory is bounded by one tensor.
+    """Convert a checkpoint that DeepSpeed saved to one safetensors set, with one tensor in memory at a time.
 
     Args:
         folder: A tag's folder, or the folder with ``latest``: ours, DeepSpeed's own Muon's, or AdamW's.

@@ -233,7 +233,7 @@ def _differences(parameter: LiveParameter, record: ParameterRecord, state_too: b
 
 @dataclass(slots=True)
 class _Plan:
-    """What will be written, with everything that can fail done before: checked, looked up, allocated.
+    """What a restore will write. Everything that can fail is done: checked, looked up, allocated.
 
     Attributes:
         state: What the engine holds.

@@ -1,8 +1,8 @@
 """DeepSpeed's universal checkpoints: written from our files, and loaded through our own layouts.
 
 DeepSpeed's converter and its loader of stage 3 know Adam's keys only, and its stages 1 and 2 read parameters from
-places that are wrong under round-robin gradients. So our checkpoints are converted here, into the same folders and
-files, and a wrapper around our optimizer loads any universal checkpoint with the layouts that its steps use.
+wrong places under round-robin gradients. So this module converts our checkpoints, into the same folders and files, and
+reads any universal checkpoint, so that a restore can fill the layouts that the steps use.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ FORMAT = "deepspeed_muon.universal"
 def convert_to_universal(
     input_folder: str | os.PathLike[str], output_folder: str | os.PathLike[str], **reading: Any
 ) -> list[str]:
-    """Write a tag's folder of DeepSpeed's as a universal checkpoint.
+    """Convert the folder of a tag that DeepSpeed saved to a universal checkpoint.
 
-    It consists of ``zero/<parameter>/<state>.pt``, the model states under the names that every stage looks for, and a
+    This consists of ``zero/<parameter>/<state>.pt``, the model states under the names that every stage looks for, and a
     record with checksums.
 
     Args:
@@ -64,7 +64,7 @@ def convert_to_universal(
     out = Path(os.path.abspath(output_folder))
     if out.exists() and any(out.iterdir()):
         raise CheckpointError(f"{out}: already holds something; name a new folder")
-    # A folder of its own: another conversion to the same place must not write into this one's files.
+    # No other conversion to the same place writes into a folder of this name.
     partial = out.with_name(f".{out.name}.{secrets.token_hex(6)}.tmp")
     held: int | None = None
     try:
@@ -308,7 +308,9 @@ def is_ours(folder: str | os.PathLike[str]) -> bool:
         try:
             with zipfile.ZipFile(path) as archive:
                 pickles = [archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl")]
-        except Exception as error:  # whatever a damaged file makes of the reader: the next file may tell
+        except (
+            Exception
+        ) as error:  # a damaged file can make the reader raise anything; the next file may tell
             logger.debug("deepspeed_muon: %s cannot be read: %s", path, error)
             continue
         return any(RECORD_KEY.encode() in content for content in pickles)
