@@ -9,8 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
 from deepspeed_muon.checkpoint.index import INDEX_NAME, CheckpointIndex, load_index
+from deepspeed_muon.checkpoint.offline import consolidate_files, export_to_torch, verify_folder
 from deepspeed_muon.checkpoint.shards import DEFAULT_SHARD_BYTES
+from deepspeed_muon.checkpoint.universal import convert_to_universal
 from deepspeed_muon.errors import CheckpointError
 
 __all__ = ["add_subcommands"]
@@ -27,32 +30,45 @@ def add_subcommands(subparsers: Any) -> None:
     parser = subparsers.add_parser("checkpoint", help="consolidate, inspect, verify and convert checkpoints")
     commands = parser.add_subparsers(dest="checkpoint_command", required=True)
 
-    command = commands.add_parser("consolidate", help="DeepSpeed's saved files -> one safetensors set")
-    command.add_argument("dir", help="a tag's folder of save_checkpoint, or the folder with 'latest'")
-    command.add_argument("out", help="folder to write")
-    _add_reading(command)
-    command.set_defaults(run=_consolidate)
+    reading = argparse.ArgumentParser(add_help=False)
+    reading.add_argument(
+        "--trust-pickles",
+        action="store_true",
+        help="unpickle anything in DeepSpeed's files: can run any code",
+    )
+    reading.add_argument("--include", action="append", default=[], help="from AdamW: names that go to Muon")
+    reading.add_argument("--exclude", action="append", default=[], help="from AdamW: names that stay AdamW's")
+    writing = argparse.ArgumentParser(add_help=False, parents=[reading])
+    writing.add_argument("--shard-bytes", type=int, default=DEFAULT_SHARD_BYTES, help="size of a file")
 
     command = commands.add_parser(
-        "convert", help="from DeepSpeed's own Muon or AdamW, or to torch.optim.Muon's state_dict"
+        "consolidate", parents=[writing], help="DeepSpeed's saved files -> one safetensors set"
+    )
+    command.add_argument("dir", help="a tag's folder of save_checkpoint, or the folder with 'latest'")
+    command.add_argument("out", help="folder to write")
+    command.set_defaults(run=_convert, to="consolidated")
+
+    command = commands.add_parser(
+        "convert",
+        parents=[writing],
+        help="from DeepSpeed's own Muon or AdamW, or to torch.optim.Muon's state_dict",
     )
     command.add_argument("dir", help="DeepSpeed's files; for --to torch a consolidated set")
     command.add_argument("out", help="folder to write")
     command.add_argument("--to", choices=("consolidated", "torch"), default="consolidated")
-    _add_reading(command)
     command.set_defaults(run=_convert)
 
-    command = commands.add_parser("universal", help="DeepSpeed's saved files -> universal checkpoint")
-    # DeepSpeed's ds_to_universal calls them so.
+    command = commands.add_parser(
+        "universal", parents=[reading], help="DeepSpeed's saved files -> universal checkpoint"
+    )
+    # The names of the arguments are those of DeepSpeed's ds_to_universal.
     command.add_argument("--input_folder", required=True, help="a tag's folder of save_checkpoint")
     command.add_argument("--output_folder", required=True, help="folder to write; must not exist yet")
-    _add_reading(command, shards=False)
     command.set_defaults(run=_universal)
 
-    command = commands.add_parser("inspect", help="print what a directory holds")
+    command = commands.add_parser("inspect", parents=[reading], help="print what a directory holds")
     command.add_argument("dir")
     command.add_argument("--json", action="store_true", help="the index itself")
-    _add_reading(command, shards=False)
     command.set_defaults(run=_inspect)
 
     command = commands.add_parser(
@@ -65,67 +81,34 @@ def add_subcommands(subparsers: Any) -> None:
     command.set_defaults(run=_verify)
 
 
-def _add_reading(parser: argparse.ArgumentParser, *, shards: bool = True) -> None:
-    if shards:
-        parser.add_argument("--shard-bytes", type=int, default=DEFAULT_SHARD_BYTES, help="size of a file")
-    parser.add_argument(
-        "--trust-pickles",
-        action="store_true",
-        help="unpickle anything in DeepSpeed's files: can run any code",
-    )
-    parser.add_argument("--include", action="append", default=[], help="from AdamW: names that go to Muon")
-    parser.add_argument("--exclude", action="append", default=[], help="from AdamW: names that stay AdamW's")
-
-
 def _reading(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "trust": arguments.trust_pickles,
-        "include": arguments.include,
-        "exclude": arguments.exclude,
-    }
-
-
-def _consolidate(arguments: argparse.Namespace) -> int:
-    from deepspeed_muon.checkpoint.offline import consolidate_files
-
-    index = consolidate_files(
-        arguments.dir, arguments.out, shard_bytes=arguments.shard_bytes, **_reading(arguments)
-    )
-    print(f"{arguments.out}: {len(index.parameters)} parameters in {len(index.files)} files")
-    _print_lossy(index.lossy)
-    return 0
+    return {"trust": arguments.trust_pickles, "include": arguments.include, "exclude": arguments.exclude}
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    from deepspeed_muon.checkpoint.offline import export_to_torch
-
-    if arguments.to == "consolidated":
-        return _consolidate(arguments)
-    lossy = export_to_torch(arguments.dir, arguments.out)
-    print(f"{arguments.out}: muon.pt, adamw.pt, weights.pt")
-    _print_lossy(lossy)
-    return 0
+    if arguments.to == "torch":
+        lossy = export_to_torch(arguments.dir, arguments.out)
+        print(f"{arguments.out}: muon.pt, adamw.pt, weights.pt")
+    else:
+        index = consolidate_files(
+            arguments.dir, arguments.out, shard_bytes=arguments.shard_bytes, **_reading(arguments)
+        )
+        lossy = index.lossy
+        print(f"{arguments.out}: {len(index.parameters)} parameters in {len(index.files)} files")
+    return _print_lossy(lossy)
 
 
 def _universal(arguments: argparse.Namespace) -> int:
-    from deepspeed_muon.checkpoint.universal import convert_to_universal
-
     lossy = convert_to_universal(arguments.input_folder, arguments.output_folder, **_reading(arguments))
     print(f"{arguments.output_folder}: universal checkpoint; set load_universal_checkpoint to load it")
-    _print_lossy(lossy)
-    return 0
+    return _print_lossy(lossy)
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
-
     if (Path(arguments.dir) / INDEX_NAME).is_file():
         index = load_index(arguments.dir)
-        if arguments.json:
-            print(index.model_dump_json(indent=1))
-        else:
-            print("\n".join(_described(index)))
-        return 0
+        print(index.model_dump_json(indent=1) if arguments.json else _described(index))
+        return 0 if arguments.json else _print_lossy(index.lossy)
     saved = DeepSpeedFiles(arguments.dir, **_reading(arguments))
     rows = {name: _row(parameter, parameter.keys) for name, parameter in saved.parameters.items()}
     if arguments.json:
@@ -135,11 +118,10 @@ def _inspect(arguments: argparse.Namespace) -> int:
     print(f"optimizer {saved.kind}, ZeRO stage {saved.stage}, {saved.world_size} ranks")
     print(f"global_steps {saved.progress.global_steps}")
     print("\n".join(_table(rows)))
-    _print_lossy(saved.lossy)
-    return 0
+    return _print_lossy(saved.lossy)
 
 
-def _described(index: CheckpointIndex) -> list[str]:
+def _described(index: CheckpointIndex) -> str:
     source = ", ".join(f"{key} {value}" for key, value in index.source.items())
     versions = ", ".join(f"{key} {value}" for key, value in index.versions.items())
     size = sum(record.bytes for record in index.files.values())
@@ -152,7 +134,7 @@ def _described(index: CheckpointIndex) -> list[str]:
         f"global_steps {index.progress.global_steps}",
         *_table(rows),
     ]
-    return lines + [f"lossy: {line}" for line in index.lossy]
+    return "\n".join(lines)
 
 
 def _row(parameter: Any, tensors: Iterable[str]) -> dict[str, Any]:
@@ -173,8 +155,6 @@ def _table(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from deepspeed_muon.checkpoint.offline import verify_folder
-
     try:
         index = verify_folder(arguments.dir, allow_nonfinite=arguments.allow_nonfinite)
     except CheckpointError as error:
@@ -188,6 +168,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print_lossy(lossy: Sequence[str]) -> None:
+def _print_lossy(lossy: Sequence[str]) -> int:
     for line in lossy:
         print(f"lossy: {line}")
+    return 0

@@ -19,27 +19,52 @@ import contextlib
 import errno
 import fcntl
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from deepspeed_muon.checkpoint.index import INDEX_NAME, CheckpointIndex, load_index
-from deepspeed_muon.checkpoint.shards import (
-    fsync_folder,
-    remove_shards,
-    remove_stale,
-    write_synced,
-)
+from deepspeed_muon.checkpoint.shards import fsync_folder, remove_shards, remove_stale, write_synced
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import logger
 
-__all__ = ["LOCK_NAME", "FolderWriter", "UnsettledError", "make_folder"]
+__all__ = [
+    "LOCK_NAME",
+    "FolderWriter",
+    "UnsettledError",
+    "lock",
+    "make_folder",
+    "removed_on_failure",
+    "unlock",
+]
 
 LOCK_NAME = ".muon_save.lock"
 
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+# NFS answers EBADF for a folder, which cannot be opened for writing.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 
 
 class UnsettledError(CheckpointError):
     """A save failed when the index that is in place names its shards, or may name them: they must stay."""
+
+
+@contextlib.contextmanager
+def removed_on_failure(
+    folder: Path, files: Iterable[str], failure: type[BaseException] = CheckpointError
+) -> Iterator[None]:
+    """Remove the shards of this save if it fails while no index can name them.
+
+    Args:
+        folder: Where they are.
+        files: Their names; may grow meanwhile.
+        failure: The errors after which no index names them. An :class:`UnsettledError` is never one.
+    """
+    try:
+        yield
+    except UnsettledError:
+        raise
+    except failure:
+        remove_shards(folder, files)
+        raise
 
 
 class FolderWriter:
@@ -56,35 +81,21 @@ class FolderWriter:
         """
         self._folder = folder
         self._replaced: list[str] = []
-        self._descriptor: int | None = None
-        self._locked = False
         path = folder / LOCK_NAME
         try:
-            while not self._locked:
-                self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-                try:
-                    fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError as error:
-                    if error.errno not in _NO_LOCKS:
-                        raise
-                    logger.warning(
-                        "deepspeed_muon: %s is on a file system without locks: never run two saves into it at once. "
-                        "What killed saves left there is not removed",
-                        folder,
-                    )
-                    return
-                # The save before this one may have removed the file between the two calls.
-                self._locked = _is_same(self._descriptor, path)
-                if not self._locked:
-                    os.close(self._descriptor)
+            self._lock = lock(path, os.O_RDWR | os.O_CREAT)
         except BlockingIOError:
-            self._close()
             raise CheckpointError(
                 f"{folder}: another save is writing into this folder; wait for it, or name another folder"
             ) from None
         except OSError as error:
-            self._close()
             raise CheckpointError(f"{path}: {error}") from error
+        if self._lock is None:
+            logger.warning(
+                "deepspeed_muon: %s is on a file system without locks: never run two saves into it at once. What "
+                "killed saves left there is not removed",
+                folder,
+            )
 
     def __enter__(self) -> FolderWriter:
         return self
@@ -107,7 +118,7 @@ class FolderWriter:
         # Its name has the save's id, as the shards' have: two saves never write to one file.
         aside = path.with_name(f".{INDEX_NAME}.{save_id}.tmp")
         content = index.to_bytes()
-        if not self._locked:
+        if self._lock is None:
             with contextlib.suppress(CheckpointError):
                 self._replaced = list(load_index(self._folder).files)
         try:
@@ -131,34 +142,55 @@ class FolderWriter:
 
     def clear(self, index: CheckpointIndex) -> None:
         """Remove what the committed ``index`` does not name. What cannot be removed stays, with a warning."""
-        if self._locked:
+        if self._lock is not None:
             remove_stale(self._folder, index.files)
         else:
             remove_shards(self._folder, set(self._replaced) - set(index.files))
 
     def close(self) -> None:
         """Let other saves in; may be called twice."""
-        if self._locked:
+        if self._lock is not None:
             with contextlib.suppress(OSError):
                 (self._folder / LOCK_NAME).unlink()
-            assert self._descriptor is not None
-            with contextlib.suppress(OSError):
-                # A forked child may have the descriptor too.
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-        self._close()
-
-    def _close(self) -> None:
-        if self._descriptor is not None:
-            with contextlib.suppress(OSError):
-                os.close(self._descriptor)
-        self._descriptor, self._locked = None, False
+            unlock(self._lock)
+            self._lock = None
 
 
-def _is_same(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False
+def lock(path: Path, flags: int = os.O_RDONLY) -> int | None:
+    """Lock a file or folder without waiting, and return the descriptor for :func:`unlock`.
+
+    The lock ends with the process. On a file system without locks nothing is locked, and ``None`` is returned.
+
+    Args:
+        path: What to lock.
+        flags: How to open it.
+
+    Raises:
+        BlockingIOError: If another process has it.
+        OSError: If it cannot be opened.
+    """
+    while True:
+        descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Whoever had the lock may have removed the file between the two calls.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                    return descriptor
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno not in _NO_LOCKS:
+                raise
+            return None
+        os.close(descriptor)
+
+
+def unlock(descriptor: int) -> None:
+    """End a lock of :func:`lock`."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may have the descriptor too
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
 
 
 def _what_is_there(path: Path, content: bytes) -> str:

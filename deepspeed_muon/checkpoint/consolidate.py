@@ -1,7 +1,7 @@
-"""Write one safetensors set from a running engine, by all ranks in parallel.
+"""Write the state of a running engine as one safetensors set, by all ranks in parallel.
 
-How the tensors get into the files is told in :mod:`deepspeed_muon.checkpoint.plan`, how the new set takes the place of
-the one before in :mod:`deepspeed_muon.checkpoint.commit`.
+:mod:`deepspeed_muon.checkpoint.plan` says how the tensors get into the files, and
+:mod:`deepspeed_muon.checkpoint.commit` how the new set replaces the one before.
 """
 
 from __future__ import annotations
@@ -9,38 +9,26 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from deepspeed_muon.checkpoint.commit import FolderWriter, UnsettledError, make_folder
+from deepspeed_muon.checkpoint.commit import FolderWriter, UnsettledError, make_folder, removed_on_failure
 from deepspeed_muon.checkpoint.host import require_all_ranks
-from deepspeed_muon.checkpoint.index import (
-    CheckpointIndex,
-    FileRecord,
-    ParameterRecord,
-    described,
-)
-from deepspeed_muon.checkpoint.live import (
-    LiveState,
-    collect,
-    hyperparameters,
-)
-from deepspeed_muon.checkpoint.plan import SavePlan, Stage, write_shards
+from deepspeed_muon.checkpoint.index import CheckpointIndex, FileRecord, ParameterRecord, described
+from deepspeed_muon.checkpoint.live import LiveState, collect
+from deepspeed_muon.checkpoint.plan import SavePlan, log_stage, write_shards
+from deepspeed_muon.checkpoint.sealed import json_settings, refusing
 from deepspeed_muon.checkpoint.settings import read_progress
-from deepspeed_muon.checkpoint.shards import (
-    DEFAULT_SHARD_BYTES,
-    remove_shards,
-    shard_name,
-)
+from deepspeed_muon.checkpoint.shards import DEFAULT_SHARD_BYTES, files_of, remove_shards, shard_name
 from deepspeed_muon.errors import CheckpointError, MuonError, RankMissingError
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
 from deepspeed_muon.transport.agreement import RankFacts, agree, group_rank_scope
 from deepspeed_muon.transport.members import everyone, is_first_rank
 
-__all__ = ["Stage", "consolidate"]
+__all__ = ["consolidate"]
 
 
 def consolidate(
@@ -48,7 +36,6 @@ def consolidate(
     out_dir: str | os.PathLike[str],
     *,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
-    on_stage: Callable[[Stage], None] | None = None,
 ) -> Path:
     """Write the whole optimizer state of ``engine`` as one safetensors set with a JSON index.
 
@@ -61,7 +48,6 @@ def consolidate(
         engine: A ``DeepSpeedEngine`` with our optimizer.
         out_dir: The folder; made if needed.
         shard_bytes: Intended size of a file. Bounds the memory too.
-        on_stage: Called on this rank at every point of the save, for tests.
 
     Returns:
         The folder.
@@ -75,61 +61,41 @@ def consolidate(
     with _rank_lost(f"{folder}: what it held before is untouched"):
         state, plan, writer = _prepare(engine, folder, shard_bytes)
     try:
-        _save(state, plan, folder, writer, on_stage or (lambda stage: None))
+        _save(state, plan, folder, writer)
     finally:
         if writer is not None:
             writer.close()
     return folder
 
 
-def _save(
-    state: LiveState,
-    plan: SavePlan,
-    folder: Path,
-    writer: FolderWriter | None,
-    reached: Callable[[Stage], None],
-) -> None:
+def _save(state: LiveState, plan: SavePlan, folder: Path, writer: FolderWriter | None) -> None:
     """Write shards and index in the order of :mod:`deepspeed_muon.checkpoint.commit`."""
-    reached("start")
+    log_stage(folder, "start")
     files: dict[str, FileRecord] = {}
     untouched = f"{folder}: what it held before is untouched"
     with _rank_lost(untouched):
         save_id = str(next(iter(everyone().gather(secrets.token_hex(6), what="naming of a save").values())))
         first = _first_shard(state, len(plan.shards))
         names = [shard_name(save_id, first + number) for number in range(len(plan.shards))]
-        try:
-            error = write_shards(plan, folder, names, files, reached)
-        except BaseException:
-            remove_shards(folder, files)
-            raise
+        with removed_on_failure(folder, files, BaseException):
+            error = write_shards(plan, folder, names, files)
     if error is not None:
         remove_shards(folder, files)
-    # From here on the others may hear that this rank's shards are there, and the first one may write the index.
+    # From here on the other ranks may know that this rank's shards are there, and rank 0 may write the index.
     with _rank_lost(_UNKNOWN.format(folder=folder) if writer is None else untouched, UnsettledError):
-        try:
+        # If one rank has no shards, every rank raises this error: nobody writes the index.
+        with removed_on_failure(folder, files):
             agree(RankFacts({}), error=error, kind=CheckpointError)
-        except CheckpointError:
-            # Every rank hears that one of them has no shards: nobody writes the index.
-            remove_shards(folder, files)
-            raise
-        reached("shards written")
+        log_stage(folder, "shards written")
         own = (files, _records(plan, names) if state.rank == 0 else {})
         shares = list(everyone().gather(own, what="gathering of the index").values())
-    try:
-        index = None
-        failure: CheckpointError | None = None
-        if writer is not None:
-            index, failure = _commit(writer, state, shares, save_id)
+    with removed_on_failure(folder, files):
+        index, failure = (None, None) if writer is None else _commit(writer, state, shares, save_id)
         _announce(folder, failure)
-    except UnsettledError:
-        raise
-    except CheckpointError:
-        remove_shards(folder, files)
-        raise
-    reached("index written")
+    log_stage(folder, "index written")
     if writer is not None and index is not None:
         writer.clear(index)
-    reached("done")
+    log_stage(folder, "done")
 
 
 def _commit(
@@ -151,11 +117,8 @@ def _announce(folder: Path, failure: CheckpointError | None) -> None:
     said = [(failure is not None, isinstance(failure, UnsettledError), str(failure))]
     if dist.is_initialized() and dist.get_world_size() > 1:
         committed = "the new set is complete and in place, but not every rank may know"
-        left = (
-            f"{folder}: {committed}"
-            if is_first_rank() and failure is None
-            else _UNKNOWN.format(folder=folder)
-        )
+        knows = is_first_rank() and failure is None
+        left = f"{folder}: {committed}" if knows else _UNKNOWN.format(folder=folder)
         try:
             with _rank_lost(left, UnsettledError):
                 dist.broadcast_object_list(said, src=0)
@@ -193,7 +156,8 @@ def _prepare(engine: Any, folder: Path, shard_bytes: int) -> tuple[LiveState, Sa
             raise CheckpointError(f"shard_bytes must be positive, got {shard_bytes}")
         state = collect(engine)
         plan = SavePlan(state, shard_bytes)
-        make_folder(folder)
+        with refusing(f"{folder}: cannot be made"):
+            make_folder(folder)
         if is_first_rank():
             writer = FolderWriter(folder)
         compared = {
@@ -203,8 +167,6 @@ def _prepare(engine: Any, folder: Path, shard_bytes: int) -> tuple[LiveState, Sa
             "plan of the save": plan.digest(),
         }
         facts = RankFacts(compared, scope=group_rank_scope(state.group))
-    except OSError as caught:
-        error = CheckpointError(f"{folder}: cannot be made: {caught}")
     except Exception as caught:
         error = caught
     try:
@@ -235,11 +197,7 @@ def _first_shard(state: LiveState, count: int) -> int:
 
 def _records(plan: SavePlan, names: Sequence[str]) -> dict[str, ParameterRecord]:
     """Return the record of every parameter of this rank's group."""
-    state = plan.state
-    where: dict[str, dict[str, str]] = {}
-    for number, shard in enumerate(plan.shards):
-        for tensor in shard:
-            where.setdefault(tensor.parameter, {})[tensor.key] = names[number]
+    state, where = plan.state, files_of(plan.shards, names)
     return {
         parameter.route.name: ParameterRecord(
             **described(parameter.route),
@@ -256,19 +214,12 @@ _Share = tuple[dict[str, FileRecord], dict[str, ParameterRecord]]
 
 
 def _index(state: LiveState, shares: Sequence[_Share]) -> CheckpointIndex:
-    files: dict[str, FileRecord] = {}
-    parameters: dict[str, ParameterRecord] = {}
-    for own_files, own_parameters in shares:
-        files.update(own_files)
-        parameters.update(own_parameters)
+    files = {name: record for own, _ in shares for name, record in own.items()}
+    parameters = {name: record for _, own in shares for name, record in own.items()}
     return CheckpointIndex.made_now(
-        source={
-            "writer": "engine",
-            "zero_stage": state.host.zero_stage,
-            "world_size": state.world_size,
-        },
+        source={"writer": "engine", "zero_stage": state.host.zero_stage, "world_size": state.world_size},
         optimizer=state.optimizer.config.model_dump(mode="json"),
-        groups=hyperparameters(state.optimizer),
+        groups=[json_settings(group) for group in state.optimizer.param_groups],
         progress=read_progress(state.host),
         files=dict(sorted(files.items())),
         parameters=parameters,

@@ -1,7 +1,7 @@
-"""Where the parameters of another optimizer's checkpoint go, and what the run that continues it must say.
+"""Which parameters of another optimizer's checkpoint go to Muon, and what the run that continues it must set.
 
-Training routes by names, shapes and the types of modules. Files have no modules, so filters of convolutions are
-recognised by their shapes and biases. Every guess is reported in words.
+Training routes parameters by names, shapes and types of modules. Files know no modules, so shapes and biases must
+tell which parameters are filters of convolutions. The conversion reports every guess in words.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from deepspeed_muon.routing.rules import route_parameters
 
 __all__ = ["convolution_kind", "repeat_in_run", "route_saved"]
 
-# A longer one is more likely to be the input of stacked matrices.
+# The longest kernel. A longer last dimension is more likely the input width of stacked matrices.
 _MAX_KERNEL = 64
 
 
 def convolution_kind(name: str, shape: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> str | None:
-    """Say of which kind of convolution a parameter seems to be the filters; ``None`` if of none.
+    """Guess the kind of convolution whose filters a parameter is; ``None`` if it seems to be no filters.
 
     Args:
         name: Dotted name.
@@ -75,7 +75,7 @@ def route_saved(
         kind = kinds[route.name]
         # Where the caller's patterns name a parameter, they decide.
         if route.rule == "hidden" and route.kind == "convolution" and kind != "convolution":
-            # One input may be that of a plain convolution, too.
+            # A plain convolution can have a single input channel, too.
             rule: Rule = "unsure" if kind == "grouped convolution" else "shape"
             route = Route(route.name, route.shape, "adamw", f"filters of a {kind}", rule=rule)
         elif route.rule == "hidden" and route.kind == "experts" and "experts" not in route.name.split("."):
@@ -107,7 +107,7 @@ def repeat_in_run(
     """
     routes = route_saved(shapes, aliases, include=include, exclude=exclude)
     wanted = [name for name, kind in algorithms.items() if kind == "muon" != routes[name].algorithm]
-    # Training routes what the files leave open by its modules, perhaps to Muon.
+    # The files leave these open; training, which sees the modules, may route them to Muon.
     doubtful = {name for name, route in routes.items() if route.rule == "unsure"}
     unwanted = [
         name

@@ -1,24 +1,25 @@
-"""Read a checkpoint that DeepSpeed saved, without an engine: ours, DeepSpeed's own Muon's, or AdamW's; stages 0 to 3.
+"""Read without an engine what DeepSpeed saved of our optimizer, its own Muon or AdamW, at stages 0 to 3.
 
-The files are pickles. They are read with torch's restricted unpickler (``weights_only``) and a short list of
-DeepSpeed's own classes, memory-mapped, so that only what is copied is read.
+The files are pickles. torch's restricted unpickler (``weights_only``) reads them, with a short list of DeepSpeed's own
+classes allowed. They are mapped into memory, so that the disk reads only what is copied.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.conversion import repeat_in_run, route_saved
-from deepspeed_muon.checkpoint.index import STATE_KEYS
-from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, read_record
-from deepspeed_muon.checkpoint.sealed import check_tensor, is_json, refusing
+from deepspeed_muon.checkpoint.index import STATE_KEYS, Count
+from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, RecordedParameter, read_record
+from deepspeed_muon.checkpoint.sealed import check_tensor, json_settings, refusing
 from deepspeed_muon.checkpoint.tag_folder import TagFolder
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.plan.layout import Fragment, flat_fragments, sharded_fragments
@@ -26,61 +27,24 @@ from deepspeed_muon.plan.rows import ROW_STATE_KEY
 
 __all__ = ["DeepSpeedFiles", "SavedParameter"]
 
-# What a parameter of our own files takes over from its layout record.
-_RECORDED = ("name", "shape", "algorithm", "group", "partition", "heads", "grid", "transposed")
 
-
-@dataclass(frozen=True, slots=True)
-class SavedParameter:
-    """One parameter of a DeepSpeed checkpoint.
+class SavedParameter(RecordedParameter):
+    """One parameter of a DeepSpeed checkpoint, each of its elements in one fragment only.
 
     Attributes:
-        name: Dotted name.
-        shape: True shape.
-        algorithm: Whose state it shall be.
         step: Optimizer steps taken.
-        group: Number of its param group.
-        partition: Index of the flat partition in every rank's file.
-        fragments: Where the parameter lies in the ranks' partitions.
         saved_as: Key of our state to the key under which the file has it.
-        whole_from: At DeepSpeed's Muon, where the rank's momentum of the whole matrix starts, by rank.
-        heads: As in :class:`~deepspeed_muon.checkpoint.index.ParameterKind`.
-        grid: As there.
-        transposed: As there.
-        rows: Where NorMuon's row moments lie; empty where there are none.
+        whole_from: With DeepSpeed's Muon, by rank: where the momentum of the whole matrix starts in its buffer.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    algorithm: str
-    step: int
-    group: int
-    partition: int
-    fragments: tuple[Fragment, ...]
-    saved_as: Mapping[str, str]
-    whole_from: Mapping[int, int] = field(default_factory=dict)
-    heads: int = 1
-    grid: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    transposed: bool = False
-    rows: tuple[Fragment, ...] = ()
+    step: Count
+    saved_as: dict[str, str]
+    whole_from: dict[int, int] = Field(default_factory=dict)
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Tensors of the parameter: ``fp32`` and its state."""
         return ("fp32", *self.saved_as)
-
-    @property
-    def row_count(self) -> int:
-        """How many row moments there are."""
-        return sum(fragment.numel for fragment in self.rows)
-
-    def fragments_of(self, key: str) -> tuple[Fragment, ...]:
-        """Return where the master or an entry of the state lies."""
-        return self.rows if key == ROW_STATE_KEY else self.fragments
-
-    def shape_of(self, key: str) -> tuple[int, ...]:
-        """Return the shape of the whole master or of an entry of the state."""
-        return (self.row_count,) if key == ROW_STATE_KEY else self.shape
 
 
 class DeepSpeedFiles(TagFolder):
@@ -102,7 +66,7 @@ class DeepSpeedFiles(TagFolder):
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
     ) -> None:
-        """Find the files, map them and work out where every parameter lies.
+        """Find the files, map them into memory and work out where every parameter lies.
 
         Args:
             folder: The tag's folder, or the folder with ``latest``.
@@ -120,10 +84,7 @@ class DeepSpeedFiles(TagFolder):
             self._describe()
 
     def _describe(self) -> None:
-        self.groups = [
-            {str(key): value for key, value in group.items() if key != "params" and is_json(value)}
-            for group in self._inner[0]["param_groups"]
-        ]
+        self.groups = [json_settings(group) for group in self._inner[0]["param_groups"]]
         record = self._inner[0].get(RECORD_KEY)
         self.optimizer: dict[str, Any] = {}
         if record is not None:
@@ -159,21 +120,14 @@ class DeepSpeedFiles(TagFolder):
                     f"{self._files[0]}: parameter {entry.name}: there is no parameter number {entry.partition}"
                 )
             step = self._step(entry.partition)
-            fragments, rows = entry.fragments_of("fragments"), entry.fragments_of("rows")
+            fragments, rows = entry.fragments, entry.rows
             if not step or ROW_STATE_KEY not in self._state(entry.partition):
                 rows = ()
             if entry.replicated or self.stage == 0:
                 fragments, rows = fragments[:1], rows[:1]
             keys = (*STATE_KEYS[entry.algorithm], *((ROW_STATE_KEY,) if rows else ())) if step else ()
-            found.append(
-                SavedParameter(
-                    **{key: getattr(entry, key) for key in _RECORDED},
-                    step=step,
-                    fragments=fragments,
-                    saved_as={key: key for key in keys},
-                    rows=rows,
-                )
-            )
+            own = {"fragments": fragments, "rows": rows, "step": step, "saved_as": {key: key for key in keys}}
+            found.append(SavedParameter.model_validate({**dict(entry), **own}))
         return found
 
     def _without_record(self) -> list[SavedParameter]:
@@ -199,19 +153,19 @@ class DeepSpeedFiles(TagFolder):
                         whole_from[rank] = wholes.get(rank, 0)
                         wholes[rank] = whole_from[rank] + math.prod(shape)
                 saved_as = {k: "exp_avg" if k == "momentum_buffer" and not momentum else k for k in keys}
-                found.append(
-                    SavedParameter(
-                        name=name,
-                        shape=shape,
-                        algorithm="muon" if muon else "adamw",
-                        step=self._step(partition),
-                        group=group_of.get(partition, 0),
-                        partition=partition,
-                        fragments=fragments,
-                        saved_as=saved_as,
-                        whole_from=whole_from,
-                    )
+                saved = SavedParameter(
+                    name=name,
+                    shape=shape,
+                    algorithm="muon" if muon else "adamw",
+                    step=self._step(partition),
+                    group=group_of.get(partition, 0),
+                    partition=partition,
+                    replicated=False,
+                    fragments=fragments,
+                    saved_as=saved_as,
+                    whole_from=whole_from,
                 )
+                found.append(saved)
         self._say_what_is_lossy(found)
         return found
 
@@ -230,24 +184,21 @@ class DeepSpeedFiles(TagFolder):
             for position, (name, shape) in enumerate(group.items()):
                 shape = tuple(int(n) for n in shape)
                 numel = math.prod(shape)
-                room = size - offset if self.stage == 3 else size * self.world_size - offset
-                if (
-                    min(shape, default=0) < 0
-                    or (-(-numel // self.world_size) if self.stage == 3 else numel) > room
-                ):
+                # What the parameter takes: at stage 3 of every rank's partition, below of all partitions together.
+                taken = -(-numel // self.world_size) if self.stage == 3 else numel
+                room = size if self.stage == 3 else size * self.world_size
+                if min(shape, default=0) < 0 or taken > room - offset:
                     raise CheckpointError(
                         f"{self.model_file}: parameter {name} of shape {list(shape)} is larger than "
                         f"what is left of its partition"
                     )
-                if self.stage == 3:
-                    shard = -(-numel // self.world_size)
-                    fragments = sharded_fragments(offset, numel, shard) if numel else ()
-                    offset += shard
-                else:
-                    fragments = flat_fragments(offset, numel, size) if numel else ()
-                    offset += numel + (int(paddings[number][position]) if paddings else 0)
-                if numel:
-                    members.append((name, shape, fragments))
+                if numel and self.stage == 3:
+                    members.append((name, shape, sharded_fragments(offset, numel, taken)))
+                elif numel:
+                    members.append((name, shape, flat_fragments(offset, numel, size)))
+                offset += taken
+                if self.stage != 3 and paddings:
+                    offset += int(paddings[number][position])
             partitions.append(members)
         return partitions
 
@@ -272,7 +223,7 @@ class DeepSpeedFiles(TagFolder):
     def _muon_names(self, partitions: Sequence[Sequence[Any]]) -> set[str]:
         """Route an AdamW checkpoint by names and shapes, as a run with our optimizer would."""
         if self.kind != "AdamW":
-            return set()  # DeepSpeed's Muon: what has moments is AdamW's
+            return set()  # DeepSpeed's Muon: its matrices have a momentum_buffer, and all else is AdamW's
         shapes = {name: shape for members in partitions for name, shape, _ in members}
         routes = route_saved(shapes, self._aliases(), include=self._include, exclude=self._exclude)
         return {name for name, route in routes.items() if route.algorithm == "muon"}
@@ -317,10 +268,12 @@ class DeepSpeedFiles(TagFolder):
 
     def _partition(self, parameter: SavedParameter, key: str, rank: int) -> Tensor:
         saved = self._saved(parameter, key, rank)
-        path = self._files[rank if rank < len(self._files) else 0]
-        check_tensor(saved, f"{path}: {key} of parameter {parameter.name}")
+        check_tensor(saved, f"{self._file_of(rank)}: {key} of parameter {parameter.name}")
         flat: Tensor = saved.detach().reshape(-1)
         return flat
+
+    def _file_of(self, rank: int) -> Path:
+        return self._files[rank if rank < len(self._files) else 0]
 
     def _saved(self, parameter: SavedParameter, key: str, rank: int) -> Any:
         if key != "fp32":
@@ -339,7 +292,7 @@ class DeepSpeedFiles(TagFolder):
                 numel, held = math.prod(parameter.shape_of(key)), 0
                 for fragment in parameter.fragments_of(key):
                     held += fragment.numel
-                    path = self._files[fragment.rank if fragment.rank < len(self._files) else 0]
+                    path = self._file_of(fragment.rank)
                     try:
                         size = self._partition(parameter, key, fragment.rank).numel()
                     except (KeyError, IndexError) as error:

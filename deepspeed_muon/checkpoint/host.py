@@ -1,4 +1,4 @@
-"""What checkpoints need of the engine around the optimizer, and who implements it: ``engine/checkpointing.py``."""
+"""What checkpoints need of the engine around the optimizer. ``engine/checkpointing.py`` implements it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.optimizer import Muon
 
-__all__ = ["SOME_RANKS", "Host", "host_of", "optimizer_of", "require_all_ranks"]
+__all__ = ["SOME_RANKS", "Host", "optimizer_of", "require_all_ranks"]
 
 SOME_RANKS = (
     "the ranks of a save agree over the default process group, whose other ranks would not come, as in DeepSpeed's own "
@@ -22,41 +22,32 @@ class Host(Protocol):
     @property
     def zero_stage(self) -> int:
         """The ZeRO stage."""
-        ...
 
     @property
     def is_divided(self) -> bool:
         """Whether the model is one stage of a pipeline, so that other ranks have parameters that this one has not."""
-        ...
 
     @property
     def scheduler(self) -> Any:
         """The learning-rate scheduler, or ``None``."""
-        ...
 
     def counters(self) -> dict[str, int]:
         """Return ``global_steps``, ``global_samples`` and ``skipped_steps``."""
-        ...
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
         """Set the counters that :meth:`counters` returns."""
-        ...
 
     def param_group_numbers(self) -> list[int]:
         """Return the number of the param group of every partition, in the order of the partitions."""
-        ...
 
     def loss_scale(self) -> dict[str, float] | None:
         """Return what the dynamic loss scale needs to continue, or ``None`` where there is none."""
-        ...
 
     def set_loss_scale(self, state: Mapping[str, float]) -> None:
         """Continue with a loss scale from :meth:`loss_scale`; nothing happens where there is no dynamic one."""
-        ...
 
     def refresh_weights(self) -> None:
         """Round the fp32 masters into the weights of the forward pass. Must be called by all ranks."""
-        ...
 
 
 def optimizer_of(engine: Any) -> Muon:
@@ -76,21 +67,8 @@ def optimizer_of(engine: Any) -> Muon:
     return optimizer
 
 
-def host_of(engine: Any) -> Host:
-    """Return what checkpoints need of an engine; see :func:`optimizer_of` for the errors."""
-    host: Host = optimizer_of(engine).host
-    return host
-
-
 def require_all_ranks(engine: Any) -> None:
-    """Raise, without waiting for anybody, if an engine does not span all ranks of the program.
-
-    Args:
-        engine: A ``DeepSpeedEngine`` whose checkpoint shall be written or read.
-
-    Raises:
-        CheckpointError: On every rank of the engine.
-    """
+    """Raise on every rank, without waiting for others, if an engine does not have all ranks of the program."""
     members = getattr(getattr(engine, "basic_optimizer", None), "members", None)
     if members is not None and not members.are_everyone:
         raise CheckpointError(f"this engine has some of the program's ranks only: {SOME_RANKS}")

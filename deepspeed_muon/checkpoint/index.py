@@ -1,8 +1,8 @@
-"""The JSON index of a consolidated checkpoint: what it must say, and the refusal of anything else.
+"""The JSON index of a consolidated checkpoint: what it must say; anything else is refused.
 
-A consolidated checkpoint is a folder with ``muon_index.json`` and the safetensors files that it names. The index is
-written last, so that a folder without one holds no checkpoint. It is untrusted input: names of files stay inside the
-folder, and sizes are compared with the files before anything is allocated.
+A consolidated checkpoint is a folder with ``muon_index.json`` and the safetensors files that the index names. A save
+writes the index last, so a folder without one holds no checkpoint. The index is untrusted: a name of a file cannot
+lead out of the folder, and sizes are compared with the files before memory is allocated.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import platform
 import re
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -28,6 +28,7 @@ from pydantic import (
 
 from deepspeed_muon.checkpoint.sealed import UNSEALED_VERSION, VERSION, read_sealed, sealed_json
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.plan.layout import Fragment
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
 
 __all__ = [
@@ -40,14 +41,14 @@ __all__ = [
     "VERSION",
     "CheckpointIndex",
     "Count",
-    "Dimension",
     "FileRecord",
+    "InFragments",
     "ParameterKind",
     "ParameterRecord",
     "Progress",
+    "checked",
     "described",
     "load_index",
-    "readable",
     "tensor_name",
 ]
 
@@ -62,8 +63,10 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 SCALE_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """What a dynamic loss scale carries from step to step."""
 
-# Beyond any model there is, and small enough that sizes in bytes fit into 64 bits.
+# More than any model has, and small enough that sizes in bytes fit into 64 bits.
 _MAX_NUMEL = 1 << 50
+
+_Model = TypeVar("_Model", bound=BaseModel)
 
 Dimension = Annotated[int, Field(ge=1, le=_MAX_NUMEL, strict=True)]
 Count = Annotated[int, Field(ge=0, le=1 << 62, strict=True)]
@@ -126,6 +129,33 @@ def described(kind: Any) -> dict[str, Any]:
         "grid": None if kind.grid is None else [list(sizes) for sizes in kind.grid],
         "transposed": kind.transposed,
     }
+
+
+class InFragments:
+    """A parameter whose elements, and NorMuon's row moments, lie in fragments.
+
+    Attributes:
+        shape: True shape of the parameter.
+        fragments: Where the master and the entries of the state lie, except for the row moments.
+        rows: Where the row moments lie; empty where there are none.
+    """
+
+    shape: tuple[int, ...]
+    fragments: tuple[Fragment, ...]
+    rows: tuple[Fragment, ...]
+
+    @property
+    def row_count(self) -> int:
+        """How many row moments there are."""
+        return max((row.matrix_offset + row.numel for row in self.rows), default=0)
+
+    def fragments_of(self, key: str) -> tuple[Fragment, ...]:
+        """Return where the master (``fp32``) or an entry of the state lies."""
+        return self.rows if key == ROW_STATE_KEY else self.fragments
+
+    def shape_of(self, key: str) -> tuple[int, ...]:
+        """Return the shape of the whole master or of an entry of the state."""
+        return (self.row_count,) if key == ROW_STATE_KEY else self.shape
 
 
 class ParameterRecord(ParameterKind):
@@ -241,15 +271,13 @@ class CheckpointIndex(_Record):
 
     @model_validator(mode="after")
     def _consistent(self) -> CheckpointIndex:
+        used = dict.fromkeys(self.files, 0)
         for name, record in self.parameters.items():
             if record.group >= len(self.groups):
                 raise ValueError(f"parameter {name}: param group {record.group} does not exist")
             for key, file in record.tensors.items():
                 if file not in self.files:
                     raise ValueError(f"parameter {name}: {key} is in {file!r}, which is not among the files")
-        used: dict[str, int] = dict.fromkeys(self.files, 0)
-        for record in self.parameters.values():
-            for key, file in record.tensors.items():
                 used[file] += 4 * math.prod(record.shape_of(key))
         for file, size in used.items():
             if size > self.files[file].bytes:
@@ -288,14 +316,27 @@ def load_index(folder: str | os.PathLike[str]) -> CheckpointIndex:
         raise CheckpointError(
             f"{folder}: no {INDEX_NAME}: not a consolidated checkpoint, or its save did not finish"
         ) from None
+    return checked(CheckpointIndex, content, f"{path}: refused:\n")
+
+
+def checked(model: type[_Model], content: Any, refusal: str) -> _Model:
+    """Return content as an object of a pydantic model.
+
+    Args:
+        model: The model.
+        content: What was read.
+        refusal: What the error says before one line for each of the first faults.
+
+    Raises:
+        CheckpointError: If the content does not fit.
+    """
     try:
-        return CheckpointIndex.model_validate(content)
+        return model.model_validate(content)
     except ValidationError as error:
-        raise CheckpointError(f"{path}: refused:\n{readable(error)}") from error
+        raise CheckpointError(refusal + _readable(error)) from error
 
 
-def readable(error: ValidationError) -> str:
-    """Return pydantic's report, one line for each of the first faults."""
+def _readable(error: ValidationError) -> str:
     lines = []
     for item in error.errors()[:10]:
         where = ".".join(map(str, item["loc"]))

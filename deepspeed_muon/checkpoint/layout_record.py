@@ -1,21 +1,20 @@
-"""A record of who holds what, inside every optimizer state that DeepSpeed saves.
+"""A record of which rank holds which fragment, inside every optimizer state that DeepSpeed saves.
 
-DeepSpeed's own files do not say which parameter lies where when gradients are dealt round-robin or groups are split,
-and at stage 0 they have no names. The record consists of numbers, strings, lists and dicts, so it loads with
+DeepSpeed's own files do not say where a parameter lies when gradients are dealt round-robin or groups are split, and
+at stage 0 they have no names. The record consists of numbers, strings, lists and dicts, so that torch loads it with
 ``weights_only``.
 """
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
-from deepspeed_muon.checkpoint.index import Count, ParameterKind, described, readable
+from deepspeed_muon.checkpoint.index import Count, InFragments, ParameterKind, checked, described
 from deepspeed_muon.checkpoint.live import LiveState, collect
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
@@ -26,29 +25,37 @@ __all__ = ["RECORD_KEY", "LayoutRecord", "RecordedParameter", "add_record_to_sta
 RECORD_KEY = "deepspeed_muon_layout"
 RECORD_VERSION = 1
 
-_Numbers = tuple[Count, Count, Count, Annotated[int, Field(ge=1, strict=True)]]
+
+def _fragment(value: Any) -> Fragment:
+    """Return a fragment, which the file has as rank, offset in the parameter, offset in the partition, length."""
+    if isinstance(value, Fragment):
+        return value
+    if not isinstance(value, (list, tuple)) or [type(number) for number in value] != [int] * 4:
+        raise ValueError(f"{value!r} is not four whole numbers")
+    return Fragment(*value)
 
 
-class RecordedParameter(ParameterKind):
-    """One parameter of the record, in the words of :class:`~deepspeed_muon.checkpoint.live.LiveParameter`.
+def _numbers(fragments: Iterable[Fragment]) -> list[list[int]]:
+    return [[f.rank, f.matrix_offset, f.partition_offset, f.numel] for f in fragments]
+
+
+_Fragments = tuple[Annotated[Fragment, PlainValidator(_fragment)], ...]
+
+
+class RecordedParameter(ParameterKind, InFragments):
+    """One parameter of the record.
 
     Attributes:
         name: Dotted name.
-        partition: Index of the flat partition.
+        partition: Index of the flat partition in every rank's file.
         replicated: Whether every rank holds all of it.
-        fragments: Rank, offset in the parameter, offset in the partition and length of every fragment.
-        rows: The same for NorMuon's row moments.
     """
 
     name: str
     partition: Count
     replicated: Annotated[bool, Field(strict=True)]
-    fragments: tuple[_Numbers, ...]
-    rows: tuple[_Numbers, ...] = ()
-
-    def fragments_of(self, key: Literal["fragments", "rows"]) -> tuple[Fragment, ...]:
-        """Return the fragments of the parameter, or those of its row moments."""
-        return tuple(Fragment(*numbers) for numbers in getattr(self, key))
+    fragments: _Fragments
+    rows: _Fragments = ()
 
 
 class LayoutRecord(BaseModel):
@@ -82,17 +89,17 @@ class LayoutRecord(BaseModel):
             if entry.replicated and len(entry.fragments) != self.world_size:
                 raise ValueError(f"{where}not on each of {self.world_size} ranks")
             copies = range(self.world_size) if entry.replicated else (None,)
-            _require_cover(f"{where}its fragments", entry.fragments, math.prod(entry.shape), copies)
+            _require_cover(f"{where}its fragments", entry.fragments, entry.numel, copies)
             if entry.rows:
-                count = max(start + numel for _, start, _, numel in entry.rows)
-                if entry.algorithm != "muon" or count > math.prod(entry.shape):
-                    raise ValueError(f"{where}{count} row moments do not fit")
-                _require_cover(f"{where}its row moments", entry.rows, count, copies)
+                if entry.algorithm != "muon" or entry.row_count > entry.numel:
+                    raise ValueError(f"{where}{entry.row_count} row moments do not fit")
+                _require_cover(f"{where}its row moments", entry.rows, entry.row_count, copies)
             for kind, held in (("fragments", entry.fragments), ("rows", entry.rows)):
-                for rank, _, start, numel in held:
-                    if rank >= self.world_size:
-                        raise ValueError(f"{where}rank {rank} is none of {self.world_size}")
-                    taken.setdefault((kind, entry.partition, rank), []).append((start, numel, entry.name))
+                for f in held:
+                    if f.rank >= self.world_size:
+                        raise ValueError(f"{where}rank {f.rank} is none of {self.world_size}")
+                    places = taken.setdefault((kind, entry.partition, f.rank), [])
+                    places.append((f.partition_offset, f.numel, entry.name))
         for (_, partition, rank), places in taken.items():
             end, last = 0, ""
             for start, numel, name in sorted(places):
@@ -103,15 +110,15 @@ class LayoutRecord(BaseModel):
 
 
 def _require_cover(
-    what: str, fragments: Iterable[tuple[int, int, int, int]], numel: int, copies: Iterable[int | None]
+    what: str, fragments: Iterable[Fragment], numel: int, copies: Iterable[int | None]
 ) -> None:
     """Raise unless the fragments hold each of ``numel`` elements once, or once on each of the ranks ``copies``."""
     found: dict[int | None, list[tuple[int, int]]] = {copy: [] for copy in copies}
-    for rank, start, _, length in fragments:
-        copy = None if None in found else rank
+    for fragment in fragments:
+        copy = None if None in found else fragment.rank
         if copy not in found:
-            raise ValueError(f"{what} name rank {rank}, which does not exist")
-        found[copy].append((start, length))
+            raise ValueError(f"{what} name rank {fragment.rank}, which does not exist")
+        found[copy].append((fragment.matrix_offset, fragment.numel))
     for copy, pieces in found.items():
         end = 0
         for start, length in sorted(pieces):
@@ -126,14 +133,10 @@ def _require_cover(
 
 
 def read_record(content: Any, where: str) -> LayoutRecord:
-    """Check the record of a saved state.
-
-    Args:
-        content: What the file holds under :data:`RECORD_KEY`.
-        where: The file, for the message.
+    """Check what the file ``where`` holds under :data:`RECORD_KEY`.
 
     Raises:
-        CheckpointError: If it is none, or describes what cannot be.
+        CheckpointError: If it is no record, or describes what cannot be.
     """
     if not isinstance(content, Mapping) or content.get("version") != RECORD_VERSION:
         version = content.get("version") if isinstance(content, Mapping) else content
@@ -143,42 +146,39 @@ def read_record(content: Any, where: str) -> LayoutRecord:
             f"{where}: was saved without a record of its layout ({content['missing']}): load it with "
             f"engine.load_checkpoint, at the same ZeRO stage and number of ranks"
         )
-    try:
-        return LayoutRecord.model_validate(content)
-    except ValidationError as error:
-        raise CheckpointError(f"{where}: layout record refused:\n{readable(error)}") from error
+    return checked(LayoutRecord, content, f"{where}: layout record refused:\n")
 
 
 def add_record_to_state_dict(engine: Any) -> None:
-    """Let the optimizer of ``engine`` add the record whenever its state is saved.
+    """Let the optimizer of ``engine``, which must be ours, add the record to every state dict that it returns."""
+    engine.basic_optimizer.register_state_dict_post_hook(_RecordHook(engine))
 
-    Args:
-        engine: A ``DeepSpeedEngine`` whose optimizer is ours and bound.
-    """
-    reference = weakref.ref(engine)
-    warned = False
 
-    def add(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        nonlocal warned
-        owner = reference()
-        if owner is None:
+class _RecordHook:
+    """Adds the record to a state dict. It refers to the engine weakly: the optimizer must not keep it alive."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = weakref.ref(engine)
+        self._warned = False
+
+    def __call__(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        engine = self._engine()
+        if engine is None:
             return
         try:
-            state_dict[RECORD_KEY] = _record(collect(owner))
+            state_dict[RECORD_KEY] = _record(collect(engine))
         except CheckpointError as error:
-            # DeepSpeed's own resume works without the record. A reader is told why there is none: without a word it
-            # would take the state for another optimizer's.
+            # DeepSpeed's own resume works without the record. A reader must learn why there is none, or it would take
+            # the state for that of another optimizer.
             state_dict[RECORD_KEY] = {"version": RECORD_VERSION, "missing": str(error)}
-            if not warned:
+            if not self._warned:
                 warn(
                     "deepspeed_muon: the saved optimizer state has no record of its layout: %s. engine.load_checkpoint "
                     "resumes it at the same ZeRO stage and number of ranks; 'checkpoint consolidate' and 'universal' "
                     "cannot read it",
                     error,
                 )
-            warned = True
-
-    engine.basic_optimizer.register_state_dict_post_hook(add)
+            self._warned = True
 
 
 def _record(state: LiveState) -> Mapping[str, Any]:
@@ -196,10 +196,8 @@ def _record(state: LiveState) -> Mapping[str, Any]:
                 "partition": parameter.partition.index,
                 "group": parameter.group,
                 "replicated": parameter.replicated,
-                **{
-                    key: [[f.rank, f.matrix_offset, f.partition_offset, f.numel] for f in held]
-                    for key, held in (("fragments", parameter.fragments), ("rows", parameter.rows))
-                },
+                "fragments": _numbers(parameter.fragments),
+                "rows": _numbers(parameter.rows),
             }
             for parameter in parameters
         ],

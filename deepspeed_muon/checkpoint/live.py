@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.host import Host, optimizer_of
-from deepspeed_muon.checkpoint.index import STATE_KEYS
-from deepspeed_muon.checkpoint.sealed import is_json
+from deepspeed_muon.checkpoint.index import STATE_KEYS, InFragments
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.layout import Fragment, MatrixLayout, ParameterLayout
@@ -21,43 +20,27 @@ from deepspeed_muon.plan.rows import ROW_STATE_KEY
 from deepspeed_muon.routing.rules import Route
 from deepspeed_muon.step.step_set import BoundPartition
 
-__all__ = ["LiveParameter", "LiveState", "collect", "hyperparameters"]
+__all__ = ["LiveParameter", "LiveState", "collect"]
 
 
 @dataclass(frozen=True, slots=True)
-class LiveParameter:
-    """One parameter of a running engine.
+class LiveParameter(InFragments):
+    """One parameter of a running engine, with the fragments of all ranks in the order of its elements.
 
     Attributes:
         route: Name, true shape and algorithm.
-        numel: Elements.
-        fragments: Those of every rank, ordered by where they start in the parameter.
         replicated: Whether every rank holds all of it.
         partition: The partition that holds this rank's fragments.
         group: Number of its param group.
-        rows: Where NorMuon's row moments lie, ordered alike; empty without NorMuon.
     """
 
     route: Route
-    numel: int
+    shape: tuple[int, ...]
     fragments: tuple[Fragment, ...]
+    rows: tuple[Fragment, ...]
     replicated: bool
     partition: BoundPartition
     group: int
-    rows: tuple[Fragment, ...] = ()
-
-    @property
-    def row_count(self) -> int:
-        """How many row moments there are."""
-        return max((row.matrix_offset + row.numel for row in self.rows), default=0)
-
-    def fragments_of(self, key: str) -> tuple[Fragment, ...]:
-        """Return where the master or an entry of the state lies."""
-        return self.rows if key == ROW_STATE_KEY else self.fragments
-
-    def shape_of(self, key: str) -> tuple[int, ...]:
-        """Return the shape of the whole master or of an entry of the state."""
-        return (self.row_count,) if key == ROW_STATE_KEY else self.route.shape
 
     def fragments_within(self, key: str, start: int, stop: int) -> Iterator[Fragment]:
         """Yield the fragments of ``[start, stop)`` of a parameter that is divided, cut to that interval."""
@@ -135,7 +118,7 @@ class LiveState:
 
 
 def collect(engine: Any) -> LiveState:
-    """Describe what this rank knows of the engine's state; nothing is copied or sent.
+    """Describe the engine's state as this rank knows it, without copying or sending anything.
 
     Args:
         engine: A ``DeepSpeedEngine`` whose optimizer is ours.
@@ -152,15 +135,15 @@ def collect(engine: Any) -> LiveState:
         routes[route.name] = route
     groups = host.param_group_numbers()
     parameters = []
-    sets = [runner.step_set for runner in optimizer.runners]
-    for runner, step_set in zip(optimizer.runners, sets, strict=True):
+    for runner in optimizer.runners:
+        step_set = runner.step_set
         rows = {layout.name: layout.fragments for layout in runner.row_layouts}
         if step_set.tensor_group is not None:
             raise CheckpointError(
                 "this project's checkpoints do not know tensor parallelism yet: use engine.save_checkpoint and "
                 "load_checkpoint with the same number of ranks and the same tensor-parallel size"
             )
-        if _ranks(step_set.group) != _ranks(sets[0].group):
+        if _ranks(step_set.group) != _ranks(optimizer.runners[0].step_set.group):
             raise CheckpointError("param groups of different data-parallel groups cannot be consolidated yet")
         partitions = {partition.index: partition for partition in step_set.partitions}
         layouts: tuple[MatrixLayout | ParameterLayout, ...] = (*step_set.matrices, *step_set.others)
@@ -169,40 +152,26 @@ def collect(engine: Any) -> LiveState:
             parameters.append(
                 LiveParameter(
                     routes[layout.name],
-                    layout.numel,
-                    tuple(sorted(layout.fragments, key=lambda f: f.matrix_offset)),
+                    routes[layout.name].shape,
+                    _in_order(layout.fragments),
+                    _in_order(rows.get(layout.name, ())),
                     held == layout.numel * step_set.world_size and step_set.world_size > 1,
                     partitions[layout.partition],
                     groups[layout.partition],
-                    tuple(sorted(rows.get(layout.name, ()), key=lambda f: f.matrix_offset)),
                 )
             )
     if not parameters:
         raise CheckpointError("the engine's optimizer holds no parameters")
     first = optimizer.runners[0]
+    ranks = first.step_set
     return LiveState(
-        optimizer,
-        host,
-        tuple(parameters),
-        sets[0].group,
-        sets[0].rank,
-        sets[0].world_size,
-        first.context.device,
+        optimizer, host, tuple(parameters), ranks.group, ranks.rank, ranks.world_size, first.context.device
     )
+
+
+def _in_order(fragments: Sequence[Fragment]) -> tuple[Fragment, ...]:
+    return tuple(sorted(fragments, key=lambda fragment: fragment.matrix_offset))
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:
     return [] if group is None else dist.get_process_group_ranks(group)
-
-
-def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of every param group as JSON can hold them."""
-    groups = []
-    for group in optimizer.param_groups:
-        settings = {}
-        for key, value in group.items():
-            value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-            if key != "params" and is_json(value):
-                settings[str(key)] = value
-        groups.append(settings)
-    return groups

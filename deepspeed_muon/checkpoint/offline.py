@@ -1,4 +1,4 @@
-"""From DeepSpeed's saved files to a consolidated set, and from that to torch's optimizers; one process, no engine."""
+"""Convert DeepSpeed's saved files to a consolidated set, and that to torch's optimizers, in one process, no engine."""
 
 from __future__ import annotations
 
@@ -11,14 +11,9 @@ from typing import Any
 
 import torch
 
-from deepspeed_muon.checkpoint.commit import FolderWriter, UnsettledError, make_folder
+from deepspeed_muon.checkpoint.commit import FolderWriter, make_folder, removed_on_failure
 from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
-from deepspeed_muon.checkpoint.index import (
-    CheckpointIndex,
-    FileRecord,
-    ParameterRecord,
-    described,
-)
+from deepspeed_muon.checkpoint.index import CheckpointIndex, FileRecord, ParameterRecord, described
 from deepspeed_muon.checkpoint.sealed import refusing
 from deepspeed_muon.checkpoint.settings import check_loss_scale, checked_settings
 from deepspeed_muon.checkpoint.shards import (
@@ -26,16 +21,22 @@ from deepspeed_muon.checkpoint.shards import (
     PlannedTensor,
     ShardFile,
     aside,
+    files_of,
     fsync_folder,
     pack,
-    remove_shards,
     shard_name,
 )
-from deepspeed_muon.checkpoint.sources import ConsolidatedSource
+from deepspeed_muon.checkpoint.sources import ConsolidatedSource, nonfinite_text
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
 
 __all__ = ["consolidate_files", "export_to_torch", "verify_folder"]
+
+# Settings of torch's optimizers that ours have too. Our eps is that of AdamW in every group.
+_TAKEN_OVER = {
+    "muon": ("lr", "weight_decay", "momentum", "nesterov", "adjust_lr_fn"),
+    "adamw": ("lr", "weight_decay", "betas", "eps"),
+}
 
 
 def consolidate_files(
@@ -47,7 +48,7 @@ def consolidate_files(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
 ) -> CheckpointIndex:
-    """Write a checkpoint that DeepSpeed saved as one safetensors set; memory is bounded by one tensor.
+    """Convert a checkpoint that DeepSpeed saved to one safetensors set, with one tensor in memory at a time.
 
     Args:
         folder: A tag's folder, or the folder with ``latest``: ours, DeepSpeed's own Muon's, or AdamW's.
@@ -66,10 +67,8 @@ def consolidate_files(
     """
     saved = DeepSpeedFiles(folder, trust=trust, include=include, exclude=exclude)
     out = Path(out_dir)
-    try:
+    with refusing(f"{out}: cannot be made"):
         make_folder(out)
-    except OSError as error:
-        raise CheckpointError(f"{out}: cannot be made: {error}") from error
     with FolderWriter(out) as writer:
         index = _replace_set(saved, out, shard_bytes, writer)
         writer.clear(index)
@@ -85,27 +84,18 @@ def _replace_set(saved: DeepSpeedFiles, out: Path, shard_bytes: int, writer: Fol
     ]
     save_id = secrets.token_hex(6)
     files: dict[str, FileRecord] = {}
-    where: dict[str, dict[str, str]] = {name: {} for name in saved.parameters}
-    try:
-        for number, shard in enumerate(pack(tensors, shard_bytes)):
-            name = shard_name(save_id, number)
-            files[name] = _write_shard(saved, out / name, shard)
-            for tensor in shard:
-                where[tensor.parameter][tensor.key] = name
-        fsync_folder(out)
-        index = _index(saved, files, where)
-    except BaseException as error:
-        remove_shards(out, files)
-        if isinstance(error, OSError):
+    shards = pack(tensors, shard_bytes)
+    with removed_on_failure(out, files, BaseException):
+        try:
+            for number, shard in enumerate(shards):
+                name = shard_name(save_id, number)
+                files[name] = _write_shard(saved, out / name, shard)
+            fsync_folder(out)
+        except OSError as error:
             raise CheckpointError(f"{out}: {error}; what it held before is untouched") from error
-        raise
-    try:
+        index = _index(saved, files, files_of(shards, list(files)))
+    with removed_on_failure(out, files):
         writer.commit(index, save_id)
-    except UnsettledError:
-        raise
-    except CheckpointError:
-        remove_shards(out, files)
-        raise
     return index
 
 
@@ -170,8 +160,7 @@ def verify_folder(folder: str | os.PathLike[str], *, allow_nonfinite: bool = Fal
             check_loss_scale(index.progress.loss_scale, where)
     if nonfinite and not allow_nonfinite:
         raise CheckpointError(
-            f"{where}: complete, but {len(nonfinite)} tensors hold an infinity or NaN: {', '.join(nonfinite)}: the run "
-            f"had diverged when it was saved. restore refuses it unless allow_nonfinite is set"
+            f"{where}: complete, but {nonfinite_text(nonfinite)}. restore refuses it unless allow_nonfinite is set"
         )
     return index
 
@@ -253,37 +242,25 @@ def _torch_settings(
     index: CheckpointIndex, algorithm: str, names: Sequence[str], lossy: list[str]
 ) -> dict[str, Any]:
     """Return the settings of torch's single param group; what it cannot say is added to ``lossy``."""
-    defaults: dict[str, Any]
+    kind = torch.optim.Muon if algorithm == "muon" else torch.optim.AdamW
+    defaults: dict[str, Any] = dict(kind([torch.nn.Parameter(torch.zeros(2, 2))]).param_groups[0])
+    defaults.pop("params")
     if algorithm == "muon":
-        probe = torch.nn.Parameter(torch.zeros(2, 2))
-        defaults = dict(torch.optim.Muon([probe]).param_groups[0])
         lossy.append(
             "torch.optim.Muon has its own Newton-Schulz settings: coefficients, steps and eps are its defaults"
         )
-    else:
-        defaults = dict(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).param_groups[0])
-    defaults.pop("params")
     groups = [index.groups[number] for number in sorted({index.parameters[name].group for name in names})]
-    for key in defaults.keys() & {
-        "lr",
-        "weight_decay",
-        "momentum",
-        "nesterov",
-        "betas",
-        "eps",
-        "adjust_lr_fn",
-    }:
-        if algorithm == "muon" and key == "eps":
-            continue  # ours is AdamW's in every group
+    for key in _TAKEN_OVER[algorithm]:
         values = [group[key] for group in groups if key in group]
         if any(value != values[0] for value in values):
             lossy.append(f"{algorithm}: param groups have {key} {values}; the first is taken for all")
         if values:
             defaults[key] = tuple(values[0]) if isinstance(values[0], list) else values[0]
-    if any(index.parameters[name].heads > 1 for name in names):
+    records = [index.parameters[name] for name in names]
+    if any(record.heads > 1 for record in records):
         lossy.append("torch.optim.Muon does not orthogonalise heads, experts or parts separately")
-    if any(index.parameters[name].rows for name in names):
+    if any(record.rows for record in records):
         lossy.append("torch.optim.Muon has no NorMuon: the row moments are dropped")
-    if any(index.parameters[name].transposed for name in names):
+    if any(record.transposed for record in records):
         lossy.append("torch.optim.Muon takes the scale of a transposed weight from its stored shape")
     return defaults

@@ -1,15 +1,16 @@
-"""Which file of a consolidated checkpoint holds what, which rank writes it, in which pieces, and how they get there.
+"""Which file of a consolidated checkpoint holds what, which rank writes it, and how the elements come to that rank.
 
-The files are written in rounds: in each, every rank receives one piece of the file that it writes, through one
-all-to-all, and appends it. So memory is bounded by the pieces, not by the model or its largest tensor.
+The ranks write in rounds. In each round one all-to-all brings every rank one piece of the file that it writes, and the
+rank appends it. So the pieces bound the memory, whatever the size of the model and of its largest tensor.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Literal
 
@@ -21,12 +22,13 @@ from deepspeed_muon.checkpoint.index import FileRecord
 from deepspeed_muon.checkpoint.live import LiveParameter, LiveState
 from deepspeed_muon.checkpoint.shards import ITEM_BYTES, PlannedTensor, ShardFile, fsync_folder, pack
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.logs import logger
 from deepspeed_muon.transport.waiting import phase
 
-__all__ = ["Piece", "Transfer", "SavePlan", "Stage", "write_shards"]
+__all__ = ["Piece", "Transfer", "SavePlan", "Stage", "log_stage", "write_shards"]
 
 Stage = Literal["start", "shards", "piece", "shards written", "index written", "done"]
-"""Points of a save at which ``on_stage`` is called, in this order; ``piece`` once a round."""
+"""Points of a save that the log names at level DEBUG, in this order; ``piece`` once a round."""
 
 # The largest piece that a rank receives at once, which bounds the buffers beside the shard itself.
 _PIECE_BYTES = 4 << 20
@@ -49,10 +51,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Elements that travel, or are copied, from one partition into one piece."""
+    """A run of elements that is sent or copied from the partition of rank ``source`` into a piece."""
 
     source: int
-    parameter: int
+    parameter: LiveParameter
     key: str
     partition_offset: int
     piece_offset: int
@@ -71,18 +73,13 @@ class SavePlan:
     """
 
     def __init__(self, state: LiveState, shard_bytes: int) -> None:
-        """Make the plan; nothing is sent.
-
-        Args:
-            state: What there is to save.
-            shard_bytes: Intended size of a file; bounds the pieces too.
-        """
+        """Make the plan from metadata; ``shard_bytes``, the intended size of a file, bounds the pieces too."""
         self.state = state
-        self._number = {p.route.name: number for number, p in enumerate(state.parameters)}
+        self._by_name = state.by_name
         tensors = [
-            PlannedTensor(parameter.route.name, key, parameter.shape_of(key))
-            for parameter in state.parameters
-            for key in state.keys(parameter)
+            PlannedTensor(p.route.name, key, p.shape_of(key))
+            for p in state.parameters
+            for key in state.keys(p)
         ]
         total = sum(tensor.numel for tensor in tensors) * ITEM_BYTES
         # Small models too are written by all ranks.
@@ -90,19 +87,17 @@ class SavePlan:
         self.shards = pack(tensors, target)
         self.sizes = sizes = [sum(tensor.numel for tensor in shard) for shard in self.shards]
         self.writers = _balanced(sizes, state.world_size)
-        self.piece_numel = piece = (
-            max(1 << 10, min(_PIECE_BYTES, shard_bytes // (2 * state.world_size))) // ITEM_BYTES
-        )
+        piece_bytes = max(1 << 10, min(_PIECE_BYTES, shard_bytes // (2 * state.world_size)))
+        self.piece_numel = piece = piece_bytes // ITEM_BYTES
         self._pieces: list[list[Piece]] = [[] for _ in range(state.world_size)]
         for shard, (size, writer) in enumerate(zip(sizes, self.writers, strict=True)):
             self._pieces[writer].extend(
                 Piece(shard, start, min(start + piece, size)) for start in range(0, size, piece)
             )
 
-    def rounds(self) -> Iterator[list[Piece | None]]:
+    def rounds(self) -> Iterator[tuple[Piece | None, ...]]:
         """Yield the piece of every rank, or ``None`` for ranks that are done."""
-        for number in range(max(map(len, self._pieces))):
-            yield [pieces[number] if number < len(pieces) else None for pieces in self._pieces]
+        return zip_longest(*self._pieces)
 
     def transfers(self, writer: int, piece: Piece) -> Iterator[Transfer]:
         """Yield everything that ``piece`` consists of, in an order that all ranks share."""
@@ -110,32 +105,25 @@ class SavePlan:
         for tensor in self.shards[piece.shard]:
             begin, end = max(piece.start - offset, 0), min(piece.stop - offset, tensor.numel)
             if begin < end:
-                number = self._number[tensor.parameter]
-                parameter = self.state.parameters[number]
+                parameter = self._by_name[tensor.parameter]
                 base = offset - piece.start
                 if parameter.replicated:
                     start = parameter.fragments_of(tensor.key)[0].partition_offset + begin
-                    yield Transfer(writer, number, tensor.key, start, base + begin, end - begin)
+                    yield Transfer(writer, parameter, tensor.key, start, base + begin, end - begin)
                 else:
                     for f in parameter.fragments_within(tensor.key, begin, end):
                         where = base + f.matrix_offset
-                        yield Transfer(f.rank, number, tensor.key, f.partition_offset, where, f.numel)
+                        yield Transfer(f.rank, parameter, tensor.key, f.partition_offset, where, f.numel)
             offset += tensor.numel
             if offset >= piece.stop:
                 return
 
     def digest(self) -> str:
         """Return a text that is equal where plans are."""
+        state = self.state
         records = [
-            (
-                p.route.name,
-                p.route.shape,
-                p.route.algorithm,
-                self.state.step(p.partition),
-                p.fragments,
-                self.state.keys(p),
-            )
-            for p in self.state.parameters
+            (p.route.name, p.shape, p.route.algorithm, state.step(p.partition), p.fragments, state.keys(p))
+            for p in state.parameters
         ]
         return hashlib.sha256(repr((records, self.writers)).encode()).hexdigest()
 
@@ -150,17 +138,18 @@ def _balanced(sizes: Sequence[int], world_size: int) -> list[int]:
     return writers
 
 
+def log_stage(folder: Path, stage: Stage) -> None:
+    """Say in the log how far a save has come."""
+    logger.debug("deepspeed_muon: save to %s: %s", folder, stage)
+
+
 def write_shards(
-    plan: SavePlan,
-    folder: Path,
-    names: Sequence[str],
-    files: dict[str, FileRecord],
-    reached: Callable[[Stage], None],
+    plan: SavePlan, folder: Path, names: Sequence[str], files: dict[str, FileRecord]
 ) -> Exception | None:
-    """Write this rank's files. Its failure is returned: the other ranks still need its fragments."""
+    """Write this rank's files. A failure is returned, not raised: the other ranks still need its fragments."""
     state = plan.state
     buffers = _Buffers(plan.piece_numel, state.device)
-    reached("shards")
+    log_stage(folder, "shards")
     with _Writer(plan, folder, names, files) as writer:
         for number, pieces in enumerate(plan.rounds()):
             own = pieces[state.rank]
@@ -168,7 +157,7 @@ def write_shards(
             writer.wait_for(number - 2)
             _exchange(plan, pieces, content, buffers)
             writer.append(own, content)
-            reached("piece")
+            log_stage(folder, "piece")
     if writer.error is None and files:
         try:
             fsync_folder(folder)
@@ -178,7 +167,7 @@ def write_shards(
 
 
 class _Buffers:
-    """Memory that all rounds share: the pages of fresh memory cost more than what is copied into them."""
+    """Memory that all rounds share: to allocate it in each round would cost more than the copies."""
 
     def __init__(self, piece_numel: int, device: torch.device) -> None:
         self.content = [torch.empty(piece_numel, dtype=torch.float32) for _ in range(2)]
@@ -250,42 +239,36 @@ def _exchange(plan: SavePlan, pieces: Sequence[Piece | None], content: Tensor, b
     state = plan.state
     sent: list[list[Transfer]] = [[] for _ in pieces]
     received: list[list[Transfer]] = [[] for _ in pieces]
-    local: list[Transfer] = []
     traffic = False
     for writer, piece in enumerate(pieces):
-        if piece is None:
-            continue
-        for transfer in plan.transfers(writer, piece):
+        for transfer in plan.transfers(writer, piece) if piece else ():
             traffic = traffic or transfer.source != writer
             if transfer.source == writer == state.rank:
-                local.append(transfer)
+                content.narrow(0, transfer.piece_offset, transfer.numel).copy_(_source(state, transfer))
             elif transfer.source == state.rank:
                 sent[writer].append(transfer)
             elif writer == state.rank:
                 received[transfer.source].append(transfer)
-    for transfer in local:
-        content.narrow(0, transfer.piece_offset, transfer.numel).copy_(_source(state, transfer))
-    if traffic:
-        out_splits = [sum(transfer.numel for transfer in transfers) for transfers in sent]
-        in_splits = [sum(transfer.numel for transfer in transfers) for transfers in received]
-        outgoing = buffers.get("outgoing", sum(out_splits))
-        offset = 0
-        for transfer in (transfer for transfers in sent for transfer in transfers):
-            outgoing.narrow(0, offset, transfer.numel).copy_(_source(state, transfer))
-            offset += transfer.numel
-        incoming = buffers.get("incoming", sum(in_splits))
-        with phase("exchange of a checkpoint's pieces", state.group):
-            dist.all_to_all_single(incoming, outgoing, in_splits, out_splits, group=state.group)
-        offset = 0
-        for transfer in (transfer for transfers in received for transfer in transfers):
-            content.narrow(0, transfer.piece_offset, transfer.numel).copy_(
-                incoming.narrow(0, offset, transfer.numel)
-            )
-            offset += transfer.numel
+    if not traffic:
+        return
+    out_splits = [sum(transfer.numel for transfer in transfers) for transfers in sent]
+    in_splits = [sum(transfer.numel for transfer in transfers) for transfers in received]
+    outgoing = buffers.get("outgoing", sum(out_splits))
+    leaving = list(chain.from_iterable(sent))
+    for transfer, part in zip(leaving, _parts(outgoing, leaving), strict=True):
+        part.copy_(_source(state, transfer))
+    incoming = buffers.get("incoming", sum(in_splits))
+    with phase("exchange of a checkpoint's pieces", state.group):
+        dist.all_to_all_single(incoming, outgoing, in_splits, out_splits, group=state.group)
+    arrived = list(chain.from_iterable(received))
+    for transfer, part in zip(arrived, _parts(incoming, arrived), strict=True):
+        content.narrow(0, transfer.piece_offset, transfer.numel).copy_(part)
+
+
+def _parts(buffer: Tensor, transfers: Sequence[Transfer]) -> Sequence[Tensor]:
+    return buffer.split_with_sizes([transfer.numel for transfer in transfers])
 
 
 def _source(state: LiveState, transfer: Transfer) -> Tensor:
-    parameter: LiveParameter = state.parameters[transfer.parameter]
-    return state.tensor(parameter.partition, transfer.key).narrow(
-        0, transfer.partition_offset, transfer.numel
-    )
+    flat = state.tensor(transfer.parameter.partition, transfer.key)
+    return flat.narrow(0, transfer.partition_offset, transfer.numel)

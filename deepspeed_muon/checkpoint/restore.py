@@ -1,6 +1,6 @@
 """Load full parameters and state into a running engine, whatever its ZeRO stage and number of ranks.
 
-Everything that can be wrong is checked first, by all ranks together, and only then is anything changed.
+All ranks first check together everything that can be wrong. Only then do they change anything.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deepspeed_muon.checkpoint.index import INDEX_NAME, STATE_KEYS, ParameterRec
 from deepspeed_muon.checkpoint.live import LiveParameter, LiveState, collect
 from deepspeed_muon.checkpoint.sealed import read_regular, refusing
 from deepspeed_muon.checkpoint.settings import check_progress, group_settings, write_progress
-from deepspeed_muon.checkpoint.sources import ConsolidatedSource, StateSource
+from deepspeed_muon.checkpoint.sources import ConsolidatedSource, StateSource, nonfinite_text
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
@@ -94,11 +94,7 @@ def restore(
 
 
 def find_consolidated(folder: Path) -> Path:
-    """Return the folder with the index: ``folder`` itself, or inside a DeepSpeed checkpoint.
-
-    Raises:
-        CheckpointError: If there is none.
-    """
+    """Return the folder with the index: ``folder`` itself, or one inside of a DeepSpeed checkpoint."""
     with refusing(f"{str(folder)!r}"):
         candidates = [folder, folder / CONSOLIDATED_FOLDER]
         if _exists(folder) and not folder.is_dir():
@@ -186,11 +182,7 @@ def _judge(nonfinite: list[str], source: StateSource, allowed: bool) -> None:
     """Refuse a state with infinities or NaN on every rank, or say what is restored."""
     if not nonfinite:
         return
-    more = f" and {len(nonfinite) - 10} more" if len(nonfinite) > 10 else ""
-    text = (
-        f"{source.where}: {len(nonfinite)} tensors hold an infinity or NaN: {', '.join(nonfinite[:10])}{more}: the run "
-        f"had diverged when it was saved"
-    )
+    text = f"{source.where}: {nonfinite_text(nonfinite)}"
     if not allowed:
         raise CheckpointError(
             f"{text}. Restore an earlier checkpoint; or, to look into this one, consolidate it and call "
@@ -203,10 +195,9 @@ def _compare(state: LiveState, source: StateSource, state_too: bool) -> None:
     """Raise if the checkpoint is not one of this model, with every parameter that differs."""
     live, saved = state.by_name, source.parameters
     problems = []
-    missing = [name for name in live if name not in saved]
     # A stage of a pipeline has a part of the model; what the other stages have is no fault.
     extra = [] if state.host.is_divided else [name for name in saved if name not in live]
-    for name in missing:
+    for name in live.keys() - saved.keys():
         twin = next((other for other in extra if saved[other].shape == live[name].route.shape), None)
         hint = f" (renamed? it has {twin} of the same shape)" if twin else ""
         problems.append(f"parameter {name} is not in the checkpoint{hint}")
@@ -242,7 +233,7 @@ def _differences(parameter: LiveParameter, record: ParameterRecord, state_too: b
 
 @dataclass(slots=True)
 class _Plan:
-    """What will be written, with everything that can fail done before: checked, looked up, allocated.
+    """What a restore will write. Everything that can fail is done: checked, looked up, allocated.
 
     Attributes:
         state: What the engine holds.
@@ -262,11 +253,7 @@ class _Plan:
 
     @classmethod
     def of(cls, state: LiveState, source: StateSource, *, hyperparameters: bool, state_too: bool) -> _Plan:
-        """Compare the checkpoint with the engine and say what goes where; the engine is not changed.
-
-        Raises:
-            CheckpointError: If it is not one of this model, or its settings cannot be used.
-        """
+        """Compare the checkpoint with the engine, which is not changed, and plan what goes where."""
         _compare(state, source, state_too)
         plan = cls(state, [], {}, _steps(state, source) if state_too else {}, {})
         if state_too:
@@ -305,12 +292,9 @@ class _Plan:
 
 @torch.no_grad()
 def _fill(plan: _Plan, source: StateSource) -> None:
-    """Write the source into this rank's partitions. All checks are done; what fails here is the disk.
+    """Write the source into this rank's partitions. Must be called by all ranks.
 
-    Must be called by all ranks.
-
-    Raises:
-        CheckpointError: On every rank, if one of them could not read what it had verified.
+    All checks are done, so that only the disk can fail; every rank raises then.
     """
     state = plan.state
     error: Exception | None = None
@@ -332,9 +316,8 @@ def _fill(plan: _Plan, source: StateSource) -> None:
             f"anew: {caught}"
         )
     agree(RankFacts({}), error=error, kind=CheckpointError)
-    for partition in {
-        parameter.partition.index: parameter.partition for parameter in state.parameters
-    }.values():
+    partitions = {parameter.partition.index: parameter.partition for parameter in state.parameters}
+    for partition in partitions.values():
         steps = plan.steps.get(partition.index)
         if steps == 0:
             state.optimizer.state[partition.tensor].clear()
@@ -362,13 +345,9 @@ def _steps(state: LiveState, source: StateSource) -> dict[int, int]:
 
 def _say_what_happens_to_rows(state: LiveState, source: StateSource) -> None:
     """Warn where NorMuon's row moments start from zero or are dropped, because the saved run had another variant."""
-    without, dropped = [], []
-    for parameter in state.parameters:
-        record = source.parameters[parameter.route.name]
-        if parameter.rows and record.step and not record.rows:
-            without.append(parameter.route.name)
-        elif record.rows and not parameter.rows:
-            dropped.append(parameter.route.name)
+    pairs = [(parameter, source.parameters[parameter.route.name]) for parameter in state.parameters]
+    without = [live.route.name for live, saved in pairs if live.rows and saved.step and not saved.rows]
+    dropped = [live.route.name for live, saved in pairs if saved.rows and not live.rows]
     if without:
         warn(
             "deepspeed_muon: %s holds no row moments of NorMuon for %d matrices (%s, ...); they start from zero",

@@ -1,7 +1,7 @@
-"""Untrusted files: opened only where they are regular, pickles of tensors only, JSON with a checksum over all it says.
+"""Reading untrusted files: regular files only, pickles that hold tensors only, JSON with a checksum of its content.
 
-The checksum is that of the content in a canonical form, so white space and the order of keys do not matter. It finds
-damage; it does not say who wrote the file.
+The checksum is computed from a canonical form, so white space and the order of keys do not matter. It reveals damage;
+it does not prove who wrote the file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pkgutil
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NoReturn
+from typing import Any, BinaryIO, Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ __all__ = [
     "VERSION",
     "check_tensor",
     "is_json",
+    "json_settings",
     "load_pickle",
     "open_regular",
     "parse_sealed",
@@ -60,13 +61,9 @@ _OPEN_FLAGS = (
 
 @contextlib.contextmanager
 def refusing(where: str) -> Iterator[None]:
-    """Turn whatever goes wrong with content of unknown origin into an error that says where.
+    """Turn every exception but this package's own into a CheckpointError that begins with ``where``.
 
-    Args:
-        where: The file or folder, for the message.
-
-    Raises:
-        CheckpointError: In place of any exception that is not one of this package's own.
+    It surrounds whatever reads content of unknown origin, which can make libraries raise anything.
     """
     try:
         yield
@@ -93,41 +90,31 @@ def regular_size(path: Path) -> int:
 
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading if it is a regular file itself: no link, pipe or device.
-
-    Args:
-        path: The file.
+    """Open a file for reading.
 
     Raises:
-        CheckpointError: If it is something else; nothing waits for whoever would write into a pipe.
+        CheckpointError: If it is no regular file itself, but a link, a pipe or a device.
         OSError: If it cannot be opened.
     """
     regular_size(path)
     descriptor = os.open(path, _OPEN_FLAGS)
-    with os.fdopen(descriptor, "rb", buffering=0) as file:
+    with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise CheckpointError(f"{path}: not a regular file")
         yield file
 
 
 def read_regular(path: Path, limit: int = _MAX_BYTES) -> bytes:
-    """Return the content of a small regular file.
-
-    Args:
-        path: The file.
-        limit: Bytes that it may have.
+    """Return the content of a regular file.
 
     Raises:
-        CheckpointError: If it is no regular file, or larger.
+        CheckpointError: If it is no regular file, or larger than ``limit`` bytes.
         OSError: If it cannot be opened.
     """
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > limit:
             raise CheckpointError(f"{path}: larger than such a file can be")
-        pieces = []
-        while piece := file.read(limit):
-            pieces.append(piece)
-        return b"".join(pieces)
+        return file.read()
 
 
 def load_pickle(path: Path, *, trust: bool = False) -> Any:
@@ -141,34 +128,24 @@ def load_pickle(path: Path, *, trust: bool = False) -> Any:
         CheckpointError: Naming the file and, where one is to blame, the class that is not allowed.
     """
     allowed = [pkgutil.resolve_name(name) for name in _ALLOWED_CLASSES]
-    try:
+    with refusing(str(path)):
         # DeepSpeed's files may be links. Reading a pipe would wait for whoever writes into it.
-        if not stat.S_ISREG(os.stat(path).st_mode):
+        if not path.is_file() and path.exists():
             raise CheckpointError(f"{path}: not a regular file")
-        with torch.serialization.safe_globals(allowed):
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=not trust)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file") from None
-    except CheckpointError:
-        raise
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path}: holds more than tensors and numbers, or is damaged: {str(error).splitlines()[0]}. If you trust "
-            f"whoever wrote it, pass --trust-pickles"
-        ) from error
-    except Exception as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+        try:
+            with torch.serialization.safe_globals(allowed):
+                return torch.load(path, map_location="cpu", mmap=True, weights_only=not trust)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"{path}: holds more than tensors and numbers, or is damaged: {str(error).splitlines()[0]}. If you "
+                f"trust whoever wrote it, pass --trust-pickles"
+            ) from error
 
 
 def check_tensor(tensor: Any, where: str) -> None:
-    """Raise unless a tensor of a file holds as many real numbers as it says.
+    """Raise unless what was unpickled is a dense tensor that holds as many real numbers as its shape says.
 
-    Args:
-        tensor: What was unpickled.
-        where: File and parameter, for the message.
-
-    Raises:
-        CheckpointError: If it is no dense tensor of real numbers, or repeats a few of them to look large.
+    Strides of zero could make a few numbers look like a large tensor.
     """
     dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
     if not dense or not tensor.is_floating_point():
@@ -186,8 +163,18 @@ def is_json(value: Any) -> bool:
     return _has_text_keys(value)
 
 
+def json_settings(group: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the settings of a param group that JSON can hold; a tensor of one element becomes its number."""
+    plain = {
+        str(key): value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        for key, value in group.items()
+        if key != "params"
+    }
+    return {key: value for key, value in plain.items() if is_json(value)}
+
+
 def _has_text_keys(value: Any) -> bool:
-    """Return whether all keys are text: JSON turns a number into text, and torch's MultiStepLR then finds none."""
+    """Return whether all keys are text: JSON would turn a number into text, and torch's MultiStepLR not find it."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _has_text_keys(entry) for key, entry in value.items())
     return not isinstance(value, (list, tuple)) or all(map(_has_text_keys, value))
@@ -224,9 +211,8 @@ def read_sealed(path: Path, form: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"
-        ) from error
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{path}: cannot be read: {reason}") from error
     return parse_sealed(text, str(path), form)
 
 
@@ -246,10 +232,7 @@ def parse_sealed(text: bytes, path: str, form: str) -> dict[str, Any]:
     """
     try:
         content = json.loads(
-            text,
-            object_pairs_hook=_without_duplicates,
-            parse_constant=_refuse_constant,
-            parse_float=_finite,
+            text, object_pairs_hook=_without_duplicates, parse_constant=_finite, parse_float=_finite
         )
         _require_text(content)
     except (ValueError, RecursionError) as error:
@@ -290,12 +273,9 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not a number of JSON")
-
-
 def _finite(text: str) -> float:
+    """Return a number; raise for ``NaN`` and ``Infinity``, which JSON does not have, and for 1e999."""
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text} is too large for a number")
+        raise ValueError(f"{text} is not a finite number")
     return value

@@ -1,6 +1,7 @@
 """What a checkpoint says about the run: settings of groups, counters, loss scale, schedule; checked before use.
 
-The settings pass the checks of ``optimizer.params``. A schedule is tried on the scheduler itself, which is put back.
+Settings must pass the checks of ``optimizer.params``. A schedule is loaded into the scheduler on trial, and the
+scheduler's own state is put back.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from deepspeed_muon.checkpoint.host import Host, host_of, optimizer_of
+from deepspeed_muon.checkpoint.host import Host, optimizer_of
 from deepspeed_muon.checkpoint.index import COUNTERS, Progress
 from deepspeed_muon.checkpoint.live import LiveState
 from deepspeed_muon.checkpoint.sealed import is_json
@@ -49,12 +50,8 @@ _COUNTERS = ("last_epoch", "_step_count", "last_batch_iteration")
 def checked_settings(groups: Sequence[Mapping[str, Any]], where: str) -> list[dict[str, Any]]:
     """Return what a run takes over from every saved param group, checked as ``optimizer.params`` would be.
 
-    Args:
-        groups: The param groups of a checkpoint.
-        where: The checkpoint, for the message.
-
     Raises:
-        CheckpointError: Naming every group and key that cannot be used.
+        CheckpointError: Naming the checkpoint ``where`` and every group and key that cannot be used.
     """
     checked: list[dict[str, Any]] = []
     problems: list[str] = []
@@ -75,7 +72,7 @@ def checked_settings(groups: Sequence[Mapping[str, Any]], where: str) -> list[di
 
 
 def group_settings(state: LiveState, source: StateSource) -> dict[int, dict[str, Any]]:
-    """Return for every param group the settings that its parameters had, where they had the same."""
+    """Return, by number of the param group, the settings on which the checkpoint agrees for all its parameters."""
     groups = checked_settings(source.groups, source.where)
     saved: dict[int, set[int]] = {}
     for parameter in state.parameters:
@@ -91,13 +88,11 @@ def group_settings(state: LiveState, source: StateSource) -> dict[int, dict[str,
             and source.groups[origin].get("algorithm", group["algorithm"]) == group["algorithm"]
         ]
         found[number] = {}
-        keys = {key for entry in settings for key in entry} & group.keys()
+        keys = group.keys() & (set.intersection(*map(set, settings)) if settings else set())
         if group["algorithm"] == "muon":
-            keys.discard("betas")  # there it is the schedulers' name of momentum, and AdamW's is not it
+            keys.discard("betas")  # schedulers read Muon's momentum under this name; it is not AdamW's betas
         for key in sorted(keys):
-            values = [entry[key] for entry in settings if key in entry]
-            if len(values) < len(settings):
-                continue
+            values = [entry[key] for entry in settings]
             if any(value != values[0] for value in values):
                 warn(
                     "deepspeed_muon: param group %d joins parameters that had %s = %s; the configuration's value stays",
@@ -105,8 +100,8 @@ def group_settings(state: LiveState, source: StateSource) -> dict[int, dict[str,
                     key,
                     values,
                 )
-                continue
-            found[number][key] = values[0]
+            else:
+                found[number][key] = values[0]
     return found
 
 
@@ -124,14 +119,10 @@ def _checked(key: str, value: Any) -> Any:
 
 
 def check_loss_scale(scale: Any, where: str) -> None:
-    """Raise unless a dynamic loss scale can go on from ``scale``.
-
-    Args:
-        scale: Values of :data:`~deepspeed_muon.checkpoint.index.SCALE_KEYS`.
-        where: The checkpoint, for the message.
+    """Raise unless a dynamic loss scale can continue with ``scale``, the values of ``index.SCALE_KEYS``.
 
     Raises:
-        CheckpointError: Naming the key.
+        CheckpointError: Naming the checkpoint ``where`` and the key.
     """
     lowest = {"cur_iter": 0, "last_overflow_iter": -1, "cur_hysteresis": 0}
     if not isinstance(scale, Mapping):
@@ -162,7 +153,7 @@ def check_progress(engine: Any, progress: Progress, where: str, *, scheduler: bo
     """
     if progress.loss_scale is not None:
         check_loss_scale(progress.loss_scale, where)
-    own = host_of(engine).scheduler
+    own = optimizer_of(engine).host.scheduler
     if scheduler and own is not None and progress.lr_scheduler is not None:
         _check_schedule(engine, own, progress, where)
 
@@ -249,7 +240,7 @@ def _check_schedule(engine: Any, own: Any, progress: Progress, where: str) -> No
 
 
 def _problem(live: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
-    """Say which value cannot take the place of the live one: another kind, another length, a count below -1."""
+    """Say which saved value cannot replace the live one: another kind, another length, a count below -1."""
     for key in sorted(live.keys() & saved.keys()):
         mine, other = live[key], saved[key]
         if mine is None or other is None:
@@ -275,15 +266,12 @@ def _kind(value: Any) -> str:
 
 
 class Before:
-    """The counters, schedule and settings of an engine at one moment."""
+    """The counters, the schedule and the param groups' settings of an engine, as they were before a load."""
 
     def __init__(self, engine: Any) -> None:
-        """Keep them.
-
-        Args:
-            engine: A ``DeepSpeedEngine`` with our optimizer.
-        """
-        self._optimizer, self._host = optimizer_of(engine), host_of(engine)
+        """Copy them."""
+        self._optimizer = optimizer_of(engine)
+        self._host: Host = self._optimizer.host
         self._counters = self._host.counters()
         self._scheduler = self._host.scheduler
         self._attributes = dict(getattr(self._scheduler, "__dict__", {}))
@@ -296,7 +284,7 @@ class Before:
         ]
 
     def put_back(self) -> None:
-        """Make them what they were."""
+        """Set them to what they were."""
         self._host.set_counters(self._counters)
         if hasattr(self._scheduler, "__dict__"):
             self._scheduler.__dict__.clear()

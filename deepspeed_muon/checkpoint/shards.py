@@ -28,6 +28,7 @@ __all__ = [
     "PlannedTensor",
     "ShardFile",
     "aside",
+    "files_of",
     "fsync_folder",
     "pack",
     "remove_shards",
@@ -37,7 +38,8 @@ __all__ = [
     "write_synced",
 ]
 
-_INDEX_ASIDE = re.compile(rf"\.{re.escape(INDEX_NAME)}(\.[0-9a-f]{{12}})?\.tmp")
+# What killed saves leave of shards and of the index.
+_LEFTOVER = re.compile(rf"\.({SHARD_PATTERN.pattern}|{re.escape(INDEX_NAME)}(\.[0-9a-f]{{12}})?)\.tmp")
 
 DEFAULT_SHARD_BYTES = 2 << 30
 ITEM_BYTES = 4
@@ -65,12 +67,7 @@ class PlannedTensor:
 
 
 def pack(tensors: Sequence[PlannedTensor], shard_bytes: int) -> list[list[PlannedTensor]]:
-    """Divide tensors into files, in order; a file is larger than ``shard_bytes`` only when one tensor is.
-
-    Args:
-        tensors: In the order in which they shall lie.
-        shard_bytes: Intended size of a file.
-    """
+    """Divide tensors into files, in order; a file is larger than ``shard_bytes`` only where a single tensor is."""
     shards: list[list[PlannedTensor]] = []
     size = 0
     for tensor in tensors:
@@ -84,22 +81,17 @@ def pack(tensors: Sequence[PlannedTensor], shard_bytes: int) -> list[list[Planne
 
 
 def shard_name(save_id: str, number: int) -> str:
-    """Return the file name of a shard; ``save_id`` keeps it apart from the shards of every other save."""
+    """Return the file name of a shard; because of ``save_id`` no other save has a file of that name."""
     name = f"muon-{save_id}-{number:05d}.safetensors"
     assert SHARD_PATTERN.fullmatch(name), name
     return name
 
 
 class ShardFile:
-    """One safetensors file, written under another name, synced and renamed by :meth:`finish`."""
+    """One safetensors file that is written under a temporary name; :meth:`finish` syncs and renames it."""
 
     def __init__(self, path: Path, tensors: Sequence[PlannedTensor]) -> None:
-        """Open the file aside and write the header.
-
-        Args:
-            path: Where it will be.
-            tensors: What it will hold, in order.
-        """
+        """Open the file under its temporary name and write the header for ``tensors``, in their order."""
         self._path = path
         self._aside = aside(path)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -117,7 +109,7 @@ class ShardFile:
         self._expected = 8 + len(text) + offset
         self._written = 0
         self._sha = hashlib.sha256()
-        self._file = open(self._aside, "wb", buffering=0)  # noqa: SIM115 - closed by finish() or discard()
+        self._file = open(self._aside, "wb")  # noqa: SIM115 - closed by finish() or discard()
         try:
             self._put(len(text).to_bytes(8, "little") + text)
         except OSError:
@@ -135,14 +127,12 @@ class ShardFile:
 
     def _put(self, data: bytes | memoryview) -> None:
         self._sha.update(data)
-        view = memoryview(data)
-        while len(view):
-            view = view[self._file.write(view) :]
-        self._written += len(data)
+        self._written += self._file.write(data)
 
     def finish(self) -> FileRecord:
         """Sync the file, give it its name and return its record. The folder, which holds the name, is not synced."""
         assert self._written == self._expected, (self._written, self._expected)
+        self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         os.replace(self._aside, self._path)
@@ -169,10 +159,9 @@ def write_synced(path: Path, content: bytes) -> None:
         OSError: If it cannot be written.
     """
     try:
-        with open(path, "wb", buffering=0) as file:
-            view = memoryview(content)
-            while len(view):
-                view = view[file.write(view) :]
+        with open(path, "wb") as file:
+            file.write(content)
+            file.flush()
             os.fsync(file.fileno())
     except OSError:
         with contextlib.suppress(OSError):
@@ -181,7 +170,7 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def write_aside(path: Path, content: bytes) -> None:
-    """Write a small file so that it is there whole or not at all, also after a power failure or with two writers."""
+    """Replace a small file: readers find the old or the new one, also after a power failure or with two writers."""
     temporary = aside(path.with_name(f"{path.name}.{secrets.token_hex(6)}"))
     write_synced(temporary, content)
     try:
@@ -200,6 +189,15 @@ def fsync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def files_of(shards: Sequence[Sequence[PlannedTensor]], names: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Return the name of every tensor's file, by parameter and key."""
+    found: dict[str, dict[str, str]] = {}
+    for shard, name in zip(shards, names, strict=True):
+        for tensor in shard:
+            found.setdefault(tensor.parameter, {})[tensor.key] = name
+    return found
 
 
 def remove_shards(folder: Path, names: Iterable[str]) -> None:
@@ -227,12 +225,8 @@ def remove_stale(folder: Path, keep: Iterable[str]) -> None:
     except OSError as error:
         _warn_of_leftovers(folder, [error])
         return
-    stale = []
-    for name in names:
-        shard = name.removeprefix(".").removesuffix(".tmp")
-        if (SHARD_PATTERN.fullmatch(shard) and name not in kept) or _INDEX_ASIDE.fullmatch(name):
-            stale.append(name)
-    remove_shards(folder, stale)
+    ours = (name for name in names if _LEFTOVER.fullmatch(name) or SHARD_PATTERN.fullmatch(name))
+    remove_shards(folder, [name for name in ours if name not in kept])
 
 
 def _warn_of_leftovers(folder: Path, errors: list[OSError]) -> None:

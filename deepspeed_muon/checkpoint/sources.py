@@ -1,4 +1,4 @@
-"""Where a restore reads from: the interface, and consolidated checkpoints."""
+"""What a restore reads from: the interface, and its implementation for consolidated checkpoints."""
 
 from __future__ import annotations
 
@@ -11,20 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.index import (
-    CheckpointIndex,
-    ParameterRecord,
-    Progress,
-    load_index,
-    tensor_name,
-)
+from deepspeed_muon.checkpoint.index import ParameterRecord, Progress, load_index, tensor_name
 from deepspeed_muon.checkpoint.sealed import open_regular, refusing, regular_size
 from deepspeed_muon.errors import CheckpointError
 
-__all__ = ["ConsolidatedSource", "StateSource", "file_digest", "flat_slice"]
+__all__ = ["ConsolidatedSource", "StateSource", "file_digest", "flat_slice", "listed", "nonfinite_text"]
 
 _READ_BYTES = 16 << 20
 _SCAN_NUMEL = 4 << 20
@@ -72,17 +66,10 @@ class ConsolidatedSource(StateSource):
     """A folder written by :func:`deepspeed_muon.checkpoint.consolidate`. Nothing is unpickled."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Read and check the index.
-
-        Args:
-            folder: The folder.
-
-        Raises:
-            CheckpointError: If there is no valid index.
-        """
+        """Read and check the index; raises a CheckpointError if there is none, or it is not valid."""
         self._folder = Path(folder)
         self.where = str(folder)
-        self.index: CheckpointIndex = load_index(folder)
+        self.index = load_index(folder)
         self.parameters, self.groups = self.index.parameters, self.index.groups
         self.progress = self.index.progress
         self._open: dict[str, Any] = {}
@@ -106,8 +93,7 @@ class ConsolidatedSource(StateSource):
 
     def _verify_file(self, name: str, tensors: Sequence[tuple[str, str]]) -> list[str]:
         path, record = self._folder / name, self.index.files[name]
-        affected = ", ".join(f"{parameter} ({key})" for parameter, key in tensors[:3])
-        affected += f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
+        affected = listed([f"{parameter} ({key})" for parameter, key in tensors], 3)
         try:
             size = regular_size(path)
             if size != record.bytes:
@@ -141,19 +127,14 @@ class ConsolidatedSource(StateSource):
         """Return a range of a tensor; see :class:`StateSource`."""
         record = self.parameters[parameter]
         file = record.tensors[key]
-        try:
-            handle = self._handle(file)
+        with refusing(f"{self._folder / file}: {parameter} ({key})"):
             entry = tensor_name(key, parameter)
-            return flat_slice(handle, entry, record.shape_of(key), start, numel)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self._folder / file}: {parameter} ({key}): {error}") from error
+            return flat_slice(self._handle(file), entry, record.shape_of(key), start, numel)
 
     def _handle(self, name: str) -> Any:
         if name not in self._open:
-            try:
+            with refusing(str(self._folder / name)):
                 self._open[name] = safe_open(self._folder / name, framework="pt", device="cpu").__enter__()
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{self._folder / name}: {error}") from error
         return self._open[name]
 
     def close(self) -> None:
@@ -164,21 +145,11 @@ class ConsolidatedSource(StateSource):
 
 
 def flat_slice(handle: Any, entry: str, shape: Sequence[int], start: int, numel: int) -> Tensor:
-    """Read a range of a tensor in row-major order; whole rows of it are read.
-
-    Args:
-        handle: An open safetensors file.
-        entry: Name of the tensor.
-        shape: Its shape.
-        start: First element.
-        numel: Number of elements.
-    """
+    """Return ``numel`` elements of a tensor in row-major order; only the rows that hold them are read."""
     if not shape:
         whole: Tensor = handle.get_tensor(entry)
         return whole.reshape(-1)
-    row = 1
-    for size in shape[1:]:
-        row *= size
+    row = math.prod(shape[1:])
     first, last = start // row, -(-(start + numel) // row)
     rows: Tensor = handle.get_slice(entry)[first:last]
     return rows.reshape(-1).narrow(0, start - first * row, numel)
@@ -191,6 +162,16 @@ def _is_finite(handle: Any, entry: str, shape: Sequence[int]) -> bool:
     piece = handle.get_slice(entry)
     step = max(1, _SCAN_NUMEL // math.prod(shape[1:]))
     return all(bool(torch.isfinite(piece[row : row + step]).all()) for row in range(0, shape[0], step))
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """Return the first ``most`` names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def nonfinite_text(names: Sequence[str]) -> str:
+    """Say which tensors hold an infinity or NaN, and what that means."""
+    return f"{len(names)} tensors hold an infinity or NaN: {listed(names, 10)}: the run had diverged when it was saved"
 
 
 def file_digest(path: Path) -> str:

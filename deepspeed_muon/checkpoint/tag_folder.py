@@ -1,8 +1,8 @@
-"""The files of one tag of ``engine.save_checkpoint``: which there are, what they hold, whether they are of one save.
+"""The files of one tag of ``engine.save_checkpoint``: which there are, what they hold, whether one save wrote them.
 
-Every rank writes a file of its own, and a folder can be put together from several saves. What the files of one save
-have in common is compared: the steps of the optimizer, settings of param groups, loss scale, layout, and the progress
-that the model's files tell.
+Every rank writes a file of its own, so somebody can mix the files of several saves in one folder. The reader compares
+what the files of one save have in common: the optimizer's steps, the settings of the param groups, the loss scale,
+the layout, and the counters in the model's files.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from torch import Tensor
 
 from deepspeed_muon.checkpoint.index import COUNTERS, SCALE_KEYS, Progress
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
-from deepspeed_muon.checkpoint.sealed import is_json, load_pickle, read_regular, refusing
+from deepspeed_muon.checkpoint.sealed import is_json, json_settings, load_pickle, read_regular, refusing
 from deepspeed_muon.errors import CheckpointError
 
-__all__ = ["TagFolder"]
+__all__ = ["MODEL_FILES", "TagFolder", "model_file_in"]
+
+MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+"""What the file with the model of the first rank may be called: at stages 0 to 2, and at stage 3."""
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _PROGRESS_KEYS = (*COUNTERS, "dp_world_size")
@@ -38,21 +41,18 @@ class TagFolder:
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, trust: bool) -> None:
-        """Find the files and map them.
-
-        Args:
-            folder: The tag's folder, or the folder with ``latest``.
-            trust: See :func:`~deepspeed_muon.checkpoint.sealed.load_pickle`.
-
-        Raises:
-            CheckpointError: Naming the file.
-        """
+        """Find the files and map them; see :class:`~deepspeed_muon.checkpoint.deepspeed_files.DeepSpeedFiles`."""
         self._trust = trust
         with refusing(f"{str(folder)!r}"):
             self.folder = _tag_folder(Path(folder))
         with refusing(f"{self.folder}: not as DeepSpeed writes it"):
             self._refuse_unsupported()
-            self.model_file = self._model_file()
+            model_file = model_file_in(self.folder)
+            if model_file is None:
+                raise CheckpointError(
+                    f"{self.folder}: no model_states file: not the folder of a tag of DeepSpeed"
+                )
+            self.model_file = model_file
             self._model = load_pickle(self.model_file, trust=trust)
             if not isinstance(self._model, dict):
                 raise CheckpointError(f"{self.model_file}: not a checkpoint of DeepSpeed")
@@ -73,12 +73,6 @@ class TagFolder:
         parallel = next(iter(sorted(self.folder.glob("*mp_rank_01*"))), None)
         if parallel is not None:
             raise CheckpointError(f"{parallel}: model-parallel checkpoints cannot be read")
-
-    def _model_file(self) -> Path:
-        for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
-            if (self.folder / name).is_file():
-                return self.folder / name
-        raise CheckpointError(f"{self.folder}: no model_states file: not the folder of a tag of DeepSpeed")
 
     def _read_ranks(self) -> list[dict[str, Any]]:
         files: dict[int, Path] = {}
@@ -178,13 +172,11 @@ class TagFolder:
 
     def _read_progress(self) -> Progress:
         schedule = self._model.get("lr_scheduler")
-        scaler = self._ranks[0].get("loss_scaler") if self._ranks else None
-        dynamic = bool(self._ranks and self._ranks[0].get("dynamic_loss_scale"))
+        wrapper = self._ranks[0] if self._ranks else self._model["optimizer"] or {}
         scale = None
-        if scaler is not None and dynamic:
-            scale = {key: getattr(scaler, key) for key in SCALE_KEYS if hasattr(scaler, key)}
-        elif not self._ranks and (self._model["optimizer"] or {}).get("dynamic_loss_scale"):
-            saved = self._model["optimizer"]
+        if wrapper.get("dynamic_loss_scale"):
+            # At stage 0 the wrapper keeps the values itself, at the others in an object.
+            saved = vars(wrapper["loss_scaler"]) if wrapper.get("loss_scaler") else wrapper
             scale = {key: saved[key] for key in SCALE_KEYS if key in saved}
         return Progress(
             **{key: int(self._model.get(key, 0)) for key in COUNTERS},
@@ -192,6 +184,11 @@ class TagFolder:
             lr_scheduler_class=None,
             loss_scale=scale,
         )
+
+
+def model_file_in(folder: Path) -> Path | None:
+    """Return the file that holds the model of the first rank."""
+    return next((folder / name for name in MODEL_FILES if (folder / name).is_file()), None)
 
 
 def _tag_folder(folder: Path) -> Path:
@@ -209,37 +206,17 @@ def _tag_folder(folder: Path) -> Path:
 def _refuse_mixed_ranks(
     files: Sequence[Path], inner: Sequence[Mapping[str, Any]], wrappers: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Raise if the optimizer files of the ranks are not of one save.
-
-    Args:
-        files: One of every rank; only named.
-        inner: What each holds of the optimizer inside ZeRO's wrapper.
-        wrappers: What each holds of the wrapper; empty at stage 0.
-
-    Raises:
-        CheckpointError: Naming two files and the first fact in which they differ.
-    """
-    all_facts = []
+    """Raise if the optimizer files of the ranks are not of one save; ``wrappers`` is empty at stage 0."""
+    expected: dict[str, Any] | None = None
     for number, path in enumerate(files):
-        try:
-            all_facts.append(_facts(inner[number], wrappers[number] if wrappers else {}))
-        except (AttributeError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{path}: not the state of an optimizer: {error}") from error
-    for path, facts in zip(files[1:], all_facts[1:], strict=True):
-        _compare(files[0], all_facts[0], path, facts)
+        with refusing(f"{path}: not the state of an optimizer"):
+            facts = _facts(inner[number], wrappers[number] if wrappers else {})
+        expected = facts if expected is None else expected
+        _compare(files[0], expected, path, facts)
 
 
 def _refuse_mixed_models(models: Mapping[Path, Any], file: Path, inner: Mapping[str, Any]) -> None:
-    """Raise if the model's files are not of the save of the optimizer's.
-
-    Args:
-        models: The model's files; the first one's progress is what the others must have.
-        file: An optimizer file; only named.
-        inner: What it holds of the optimizer; our own says which step of the engine it is of.
-
-    Raises:
-        CheckpointError: Naming two files and the first fact in which they differ.
-    """
+    """Raise if the model's files are of different saves, or an optimizer file with our record is of another one."""
     progress = {
         path: {key: model.get(key) for key in _PROGRESS_KEYS if isinstance(model, Mapping)}
         for path, model in models.items()
@@ -261,10 +238,8 @@ def _facts(inner: Mapping[str, Any], wrapper: Mapping[str, Any]) -> dict[str, An
         if "step" in state
     }
     for index, group in enumerate(inner["param_groups"]):
-        for key, value in group.items():
-            value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-            if is_json(value):
-                facts[f"{key} of param group {index}"] = value
+        comparable = {**json_settings(group), "params": group["params"]}
+        facts |= {f"{key} of param group {index}": value for key, value in comparable.items()}
     scaler = wrapper.get("loss_scaler")
     facts |= {f"{key} of the loss scale": getattr(scaler, key, None) for key in SCALE_KEYS}
     facts |= {key: wrapper.get(key) for key in ("zero_stage", "partition_count", "ds_version")}
@@ -272,7 +247,7 @@ def _facts(inner: Mapping[str, Any], wrapper: Mapping[str, Any]) -> dict[str, An
 
 
 def _compare(first: Path, expected: Mapping[str, Any], other: Path, found: Mapping[str, Any]) -> None:
-    """Raise if two files of one checkpoint differ in what they must have in common."""
+    """Raise if two files of one checkpoint differ in a fact that they share."""
     for key in (*expected, *(key for key in found if key not in expected)):
         mine, theirs = expected.get(key), found.get(key)
         if mine != theirs:

@@ -1,12 +1,14 @@
 """DeepSpeed's universal checkpoints: written from our files, and loaded through our own layouts.
 
 DeepSpeed's converter and its loader of stage 3 know Adam's keys only, and its stages 1 and 2 read parameters from
-places that are wrong under round-robin gradients. So our checkpoints are converted here, into the same folders and
-files, and a wrapper around our optimizer loads any universal checkpoint with the layouts that its steps use.
+wrong places under round-robin gradients. So this module converts our checkpoints, into the same folders and files, and
+reads any universal checkpoint, so that a restore can fill the layouts that the steps use.
 """
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -18,33 +20,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
+from deepspeed_muon.checkpoint.commit import lock, unlock
 from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
-from deepspeed_muon.checkpoint.index import STATE_KEYS, ParameterRecord, described, readable
+from deepspeed_muon.checkpoint.index import STATE_KEYS, ParameterRecord, checked, described
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
 from deepspeed_muon.checkpoint.sealed import check_tensor, load_pickle, read_sealed, refusing, sealed_json
 from deepspeed_muon.checkpoint.settings import check_loss_scale
 from deepspeed_muon.checkpoint.shards import fsync_folder, write_aside
 from deepspeed_muon.checkpoint.sources import StateSource, file_digest
+from deepspeed_muon.checkpoint.tag_folder import MODEL_FILES, model_file_in
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.logs import logger
+from deepspeed_muon.logs import logger, warn
 from deepspeed_muon.routing.rules import Route
 
 __all__ = ["UniversalSource", "convert_to_universal", "is_ours"]
 
 RECORD_NAME = "muon_universal.json"
 FORMAT = "deepspeed_muon.universal"
-_MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 
 
 def convert_to_universal(
     input_folder: str | os.PathLike[str], output_folder: str | os.PathLike[str], **reading: Any
 ) -> list[str]:
-    """Write a tag's folder of DeepSpeed's as a universal checkpoint.
+    """Convert the folder of a tag that DeepSpeed saved to a universal checkpoint.
 
-    It consists of ``zero/<parameter>/<state>.pt``, the model states under the names that every stage looks for, and a
+    This consists of ``zero/<parameter>/<state>.pt``, the model states under the names that every stage looks for, and a
     record with checksums.
 
     Args:
@@ -62,12 +64,16 @@ def convert_to_universal(
     out = Path(os.path.abspath(output_folder))
     if out.exists() and any(out.iterdir()):
         raise CheckpointError(f"{out}: already holds something; name a new folder")
-    # A folder of its own: another conversion to the same place must not write into this one's files.
+    # No other conversion to the same place writes into a folder of this name.
     partial = out.with_name(f".{out.name}.{secrets.token_hex(6)}.tmp")
+    held: int | None = None
     try:
+        _remove_abandoned(out)
+        partial.mkdir(parents=True)
+        held = lock(partial)
         files = _write_parameters(saved, partial / "zero")
         torch.save({"param_groups": saved.groups}, partial / "zero" / "optimizer_state.pt")
-        for name in _MODEL_FILES:
+        for name in MODEL_FILES:
             _link(saved.model_file, partial / name)
         write_aside(partial / RECORD_NAME, sealed_json(_record(saved, files)))
         _sync_all(partial)
@@ -81,7 +87,20 @@ def convert_to_universal(
         if isinstance(error, OSError):
             raise CheckpointError(f"{out}: {error}") from error
         raise
+    finally:
+        if held is not None:
+            unlock(held)
     return saved.lossy
+
+
+def _remove_abandoned(out: Path) -> None:
+    """Remove what killed conversions into ``out`` left: a living one holds the lock of its folder."""
+    for left in out.parent.glob(f".{glob.escape(out.name)}.{'[0-9a-f]' * 12}.tmp"):
+        with contextlib.suppress(OSError):
+            held = lock(left)
+            if held is not None:
+                shutil.rmtree(left, ignore_errors=True)
+                unlock(held)
 
 
 def _write_parameters(saved: DeepSpeedFiles, folder: Path) -> dict[str, str]:
@@ -204,19 +223,11 @@ class UniversalSource(StateSource):
             shape = tuple(self._tensor(name, "fp32").shape)
             if torch.Size(shape).numel() == torch.Size(routes[name].shape).numel():
                 shape = routes[name].shape  # from stage 3 DeepSpeed writes flat tensors
-            self.parameters[name] = _parameter(
-                place,
-                name,
-                {
-                    "shape": shape,
-                    "algorithm": "muon" if algorithm == "muon" else "adamw",
-                    "step": step,
-                    "group": 0,
-                    "tensors": {key: f"zero/{name}/{key}.pt" for key in ("fp32", *(keys if step else ()))},
-                },
-            )
+            tensors = {key: f"zero/{name}/{key}.pt" for key in ("fp32", *(keys if step else ()))}
+            entry = {"shape": shape, "algorithm": algorithm, "step": step, "group": 0, "tensors": tensors}
+            self.parameters[name] = _parameter(place, name, entry)
         if self._from_adam:
-            logger.warning(
+            warn(
                 "deepspeed_muon: %s was saved by AdamW: its exp_avg becomes the momentum of %d matrices, their "
                 "exp_avg_sq is dropped",
                 self._folder,
@@ -224,11 +235,11 @@ class UniversalSource(StateSource):
             )
 
     def _global_step(self) -> int:
-        for name in _MODEL_FILES:
-            if (self._folder / name).is_file():
-                state = load_pickle(self._folder / name)
-                return int(state["global_steps"]) - int(state["skipped_steps"])
-        raise CheckpointError(f"{self._folder}: says nowhere how many steps were taken")
+        file = model_file_in(self._folder)
+        if file is None:
+            raise CheckpointError(f"{self._folder}: says nowhere how many steps were taken")
+        state = load_pickle(file)
+        return int(state["global_steps"]) - int(state["skipped_steps"])
 
     def digest(self) -> str:
         """Return a checksum of what was found."""
@@ -249,11 +260,7 @@ class UniversalSource(StateSource):
         """Raise unless a file is what the record says; return whether all of its numbers are finite."""
         path = self._path(name, key)
         expected = self._sha.get(name, {}).get(key)
-        try:
-            damaged = expected is not None and file_digest(path) != expected
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror or error}; parameter {name}") from error
-        if damaged:
+        if expected is not None and file_digest(path) != expected:
             raise CheckpointError(f"{path}: its checksum is not that of the record; parameter {name}")
         tensor = self._tensor(name, key)
         shape = self.parameters[name].shape_of(key)
@@ -282,10 +289,7 @@ class UniversalSource(StateSource):
 
 
 def _parameter(path: Path, name: str, entry: Mapping[str, Any]) -> ParameterRecord:
-    try:
-        return ParameterRecord.model_validate(entry)
-    except ValidationError as error:
-        raise CheckpointError(f"{path}: refused: parameter {name}: {readable(error)}") from error
+    return checked(ParameterRecord, entry, f"{path}: refused: parameter {name}: ")
 
 
 def _digest_of(value: Any) -> str:
@@ -304,7 +308,9 @@ def is_ours(folder: str | os.PathLike[str]) -> bool:
         try:
             with zipfile.ZipFile(path) as archive:
                 pickles = [archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl")]
-        except Exception as error:  # whatever a damaged file makes of the reader: the next file may tell
+        except (
+            Exception
+        ) as error:  # a damaged file can make the reader raise anything; the next file may tell
             logger.debug("deepspeed_muon: %s cannot be read: %s", path, error)
             continue
         return any(RECORD_KEY.encode() in content for content in pickles)

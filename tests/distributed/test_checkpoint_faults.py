@@ -15,11 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deepspeed_muon.checkpoint import consolidate, load_index, restore
-from deepspeed_muon.checkpoint.consolidate import Stage
 from deepspeed_muon.checkpoint.sources import file_digest
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
-from tests.support.checkpoints import INDEX, MICROS, edit, engine_for, load, report, save
+from tests.support.checkpoints import INDEX, MICROS, at_every_stage, edit, engine_for, load, report, save
 from tests.support.harness import RanksFailed, run_ranks
 
 
@@ -172,11 +171,12 @@ def killed_at(rank: int, world_size: int, *, folder: str, stage: str, zero_stage
     for step in range(3):
         training.run_step(engine, step, rank, world_size, MICROS // world_size)
 
-    def on_stage(reached: Stage) -> None:
+    def act(reached: str) -> None:
         if reached == stage and rank == world_size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    consolidate(engine, folder, shard_bytes=4000, on_stage=on_stage)
+    with at_every_stage(act):
+        consolidate(engine, folder, shard_bytes=4000)
 
 
 KILLS = ["start", "shards", "piece", "shards written", "index written", "done"]

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 from deepspeed_muon.checkpoint import consolidate
-from deepspeed_muon.checkpoint.consolidate import Stage
 from deepspeed_muon.checkpoint.offline import consolidate_files, verify_folder
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
-from tests.support.checkpoints import MICROS, engine_for
+from tests.support.checkpoints import MICROS, at_every_stage, engine_for
 
 
 def save_during_a_save(rank: int, world_size: int, *, folder: str, stage: str, locks: bool) -> str:
@@ -30,7 +29,7 @@ def save_during_a_save(rank: int, world_size: int, *, folder: str, stage: str, l
             engine.save_checkpoint(f"{folder}-saved")
     message = ""
 
-    def on_stage(reached: Stage) -> None:
+    def act(reached: str) -> None:
         nonlocal message
         if reached == stage and rank == 0:
             try:
@@ -46,7 +45,8 @@ def save_during_a_save(rank: int, world_size: int, *, folder: str, stage: str, l
     try:
         if not locks:
             fcntl.flock = no_locks
-        consolidate(engine, folder, shard_bytes=4000, on_stage=on_stage)
+        with at_every_stage(act):
+            consolidate(engine, folder, shard_bytes=4000)
     finally:
         fcntl.flock = original
     engine.destroy()

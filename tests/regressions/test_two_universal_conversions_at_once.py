@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from deepspeed_muon.checkpoint import universal
+from deepspeed_muon.checkpoint.commit import lock, unlock
 from deepspeed_muon.errors import CheckpointError
 
 
@@ -42,3 +43,24 @@ def test_the_second_to_finish_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     source = universal.UniversalSource(out, {})
     assert source.verify(0, 1) == [] and set(source.parameters) == {"weight", "bias"}
     assert sorted(path.name for path in out.parent.iterdir()) == ["latest_universal", "universal"]
+
+
+def test_what_a_killed_conversion_left_is_removed(tmp_path: Path) -> None:
+    """Only folders of conversions to the same place, and only those whose lock no living process holds."""
+    saved_by_adamw(tmp_path / "step1")
+    out = tmp_path / "out" / "universal"
+    left, living, other = (
+        out.parent / name
+        for name in (
+            ".universal.0123456789ab.tmp",
+            ".universal.aaaaaaaaaaaa.tmp",
+            ".universal2.0123456789ab.tmp",
+        )
+    )
+    for folder in (left, living, other):
+        (folder / "zero").mkdir(parents=True)
+    held = lock(living)
+    assert held is not None
+    universal.convert_to_universal(tmp_path / "step1", out)
+    unlock(held)
+    assert not left.exists() and living.exists() and other.exists() and (out / "zero").is_dir()

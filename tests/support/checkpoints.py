@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 import deepspeed_muon
 from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.checkpoint.sealed import sealed_json
+from deepspeed_muon.logs import logger
 from tests.support import training
 from tests.support.models import MATRICES, batch
 
@@ -31,6 +34,25 @@ NEXT_LOSS = 1e-7
 
 
 NEXT_LOSS_HALF = 1e-3
+
+
+@contextlib.contextmanager
+def at_every_stage(act: Callable[[str], None]) -> Iterator[None]:
+    """Call ``act`` with the stage of the save whenever the log names one."""
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.msg.startswith("deepspeed_muon: save to") and isinstance(record.args, tuple):
+                act(str(record.args[1]))
+
+    listener, level = Listener(), logger.level
+    logger.addHandler(listener)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        logger.removeHandler(listener)
+        logger.setLevel(level)
 
 
 def report(engine: Any) -> dict[str, Any]:
