@@ -13,6 +13,14 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return []
+
+
 @dataclass(frozen=True)
 class Collective:
     """One call at a process group: what it was, over which ranks, and a digest of each tensor that went in."""
@@ -58,8 +66,8 @@ class _ProcessGroupCalls(TorchDispatchMode):
             receives = name == "broadcast_" and dist.get_rank(groups[0]) != args[2]
             written = values[:1] if receives or name in _OUT_FIRST else []
             tensors = tuple(
-                _description(tensor, known=all(tensor is not out for out in _tensors(written)))
-                for tensor in _tensors(values)
+                _description(tensor, known=all(tensor is not out for out in tensors_in(written)))
+                for tensor in tensors_in(values)
             )
             self.calls.append(Collective(str(func), ranks, tensors))
         return func(*args, **(kwargs or {}))

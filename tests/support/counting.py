@@ -16,6 +16,7 @@ import deepspeed_muon
 from deepspeed_muon.forecast.live import planned_parameters
 from deepspeed_muon.forecast.predict import PlanSettings, exchange_of, zero_bytes
 from tests.support import training
+from tests.support.collectives import tensors_in
 
 # Collectives of at most so many bytes are flags, norms and loss scales, not parameters or gradients.
 SMALL = 64
@@ -32,14 +33,6 @@ class Counts:
     def zero(self) -> float:
         """Bytes of all of DeepSpeed's collectives; the optimizer's own exchange does not go through its backend."""
         return sum(self.sent.values())
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []
 
 
 # Which argument a ring divides among the ranks, and how often it goes round.
@@ -65,7 +58,7 @@ def counted() -> Iterator[Counts]:
     def wrap(name: str, original: Any, argument: int, rounds: int) -> Any:
         def collective(*args: Any, **kwargs: Any) -> Any:
             values = [*args, *kwargs.values()]
-            size = sum(t.numel() * t.element_size() for t in _tensors(values[argument]))
+            size = sum(t.numel() * t.element_size() for t in tensors_in(values[argument]))
             ranks = dist.get_world_size(kwargs.get("group"))
             if size > SMALL:
                 counts.sent[name] = counts.sent.get(name, 0.0) + rounds * size * (ranks - 1) / ranks
