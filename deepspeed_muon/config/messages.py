@@ -42,14 +42,15 @@ _BOUNDS = {
 }
 
 
-def unknown_key_message(key: str, known: Any, where: str) -> str:
+def unknown_key_message(key: str, known: Any, where: str = "") -> str:
     """Return the text of an unknown-key error in the section ``where``, with a similar known key if there is one."""
+    where = f"{where}: " if where else ""
     if key in TORCH_OPTIONS:
-        return f"{where}: {key!r} is an option of torch's optimizers that this one does not have; {TORCH_OPTIONS[key]}"
+        return f"{where}{key!r} is an option of torch's optimizers that this one does not have; {TORCH_OPTIONS[key]}"
     names = sorted(str(name) for name in known)
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(names)}"
-    return f"{where}: unknown key {key!r}; {hint}"
+    return f"{where}unknown key {key!r}; {hint}"
 
 
 def readable(error: ValidationError, params: Mapping[str, Any], where: str) -> str:

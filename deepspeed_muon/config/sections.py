@@ -29,7 +29,7 @@ class _Section(BaseModel):
         value = cls._long_form(value)
         for key in value if isinstance(value, Mapping) else ():
             if key not in cls.model_fields:
-                raise ValueError(unknown_key_message(str(key), cls.model_fields, "of its keys"))
+                raise ValueError(unknown_key_message(str(key), cls.model_fields))
         return value
 
 

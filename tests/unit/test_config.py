@@ -74,7 +74,7 @@ def test_precedence_of_rates() -> None:
         ({"nonfinite_grad": "ignore"}, "optimizer.params.nonfinite_grad"),
         (
             {"health": {"evry": 3}},
-            "optimizer.params.health: of its keys: unknown key 'evry'; did you mean 'every'?",
+            "optimizer.params.health: unknown key 'evry'; did you mean 'every'?",
         ),
         ({"health": {"every": -1}}, "optimizer.params.health.every"),
         ({"health": {"matrices": 0}}, "optimizer.params.health.matrices"),
