@@ -74,7 +74,7 @@ def test_half_precision_and_offload(ranks: Any) -> None:
     )
     for name in MATRICES["wide"]:
         a, b = one["params"][name], several["params"][name]
-        # Five steps of 0.02; the polynomial of a singular value differs by up to 0.3 in bf16 (REFERENCES.md).
+        # Five steps of 0.02; the polynomial of a singular value differs by up to 0.3 in bf16.
         assert float((a - b).norm() / (5 * 0.02 * min(a.shape) ** 0.5)) <= 0.3, name
 
 

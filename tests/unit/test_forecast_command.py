@@ -94,7 +94,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert muon == {"tensors": 224, "elements": 32 * (4 * 4096**2 + 3 * 4096 * 11008)}
     assert data["owners"]["max_over_mean"] <= 1.05
     assert len(data["owners"]["of"]) == 224 and set(data["owners"]["of"].values()) == set(range(16))
-    # DESIGN.md's bound: 2 directions of N/W (W-1)/W elements, two bytes each.
+    # The bound of docs/how_it_works.md: 2 directions of N/W (W-1)/W elements, two bytes each.
     bound = 2 * 2 * muon["elements"] / 16 * 15 / 16
     assert data["sent_bytes_per_rank"]["mean"] == pytest.approx(bound, rel=1e-3)
     step = data["step"]

@@ -15,7 +15,7 @@ from deepspeed_muon.math.newton_schulz import restart_steps
 from deepspeed_muon.math.reference import reference_orthogonalize
 from deepspeed_muon.ops import library, reference
 
-# Relative to the same polynomial in float64: issue 3's bounds, argued in tests/unit/test_math.py.
+# Relative to the same polynomial in float64; the bounds are argued in tests/unit/test_math.py.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-2, torch.bfloat16: 3e-1}
 METHODS = [
     base + variant
