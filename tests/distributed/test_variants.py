@@ -174,7 +174,7 @@ def test_bytes_sent_are_the_planned_ones(ranks: Any, stage: int, world: int, wir
     if stage == 0:
         assert total == size * elements * (world - 1), "every owner sends the update to all other ranks"
     elif stage == 3:
-        # As docs/how_it_works.md says, at most 2 directions * N/W * (W-1)/W elements a rank; padding makes a shard uneven by < W.
+        # docs/how_it_works.md: at most 2 N/W (W-1)/W elements a rank; padding makes a shard uneven by < W.
         assert total <= size * 2 * elements * (world - 1) / world + size * 2 * world * len(MATRICES["toy"])
     else:
         assert total <= size * 2 * straddling_elements(results[0]["layout"])
