@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 
 import pytest
@@ -14,6 +15,8 @@ import pytest
 # Before anything imports DeepSpeed: on a machine with a GPU it would pick that one for the CPU tests too.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The ninja of this environment, as in every rank: another version finds all commands changed and builds anew.
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
 
 DEFAULT_TIMEOUT = 300.0
 """Seconds for one test with its fixtures' calls; ``@pytest.mark.time_limit(seconds)`` sets another."""

@@ -38,6 +38,7 @@ HOOKS = {
     ("running.py", "configure_lr_scheduler"),
     ("running.py", "save_checkpoint"),
     ("running.py", "take_model_step"),
+    ("supported.py", "_setting"),
     ("supported.py", "expert_parallel"),
 }
 
