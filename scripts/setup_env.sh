@@ -13,6 +13,9 @@ folder=$1
 deepspeed_version=$2
 cd "$(dirname "$0")/.."
 
+# Archives and copies that know no links lose this one, by which Python finds deepspeed_muon.ops.
+[ -d deepspeed_muon/ops ] || ln -sfn ../ops deepspeed_muon/ops
+
 if [ ! -x "$folder/bin/python" ]; then
     "${PYTHON:-python3}" -m venv "$folder"
 fi
