@@ -1,0 +1,120 @@
+"""This checkout beside an earlier commit: ``benchmarks/optimizer_step.py`` of both, in turn, in one run.
+
+``python benchmarks/beside.py 169e416 --out benchmarks/results/beside-NAME --model 5M --ranks 2 --stages 1 3`` unpacks
+the commit into a temporary folder and runs the benchmark of each side with all other arguments, ``--rounds``
+times: before, after, after, before, and so on. Two versions of a package cannot share a process, so a round compares
+two runs. What else the machine does changes from run to run; AdamW runs in both and takes most of that out:
+
+    after / before = (ours / AdamW, after) / (ours / AdamW, before)
+
+The table shows its median over the rounds with the quartiles, and that of our own times without AdamW.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks.optimizer_step import machine
+from benchmarks.step_report import cells, ratio
+
+PEER = "DeepSpeed AdamW"
+SIDES = ("before", "after")
+Rounds = list[dict[str, list[dict[str, Any]]]]
+
+
+def unpack(commit: str, folder: Path) -> Path:
+    """Write the files of a commit into a folder; return it."""
+    archive = subprocess.run(
+        ["git", "-C", str(REPOSITORY), "archive", commit], check=True, capture_output=True
+    )
+    subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
+    operators = folder / "deepspeed_muon" / "ops"
+    if not operators.exists():
+        operators.symlink_to("../ops")
+    return folder
+
+
+def run_side(tree: Path, options: list[str], out: Path) -> list[dict[str, Any]]:
+    """Run the benchmark of a checkout; return its rows."""
+    environment = os.environ | {"PYTHONPATH": str(tree)}
+    environment.setdefault("TORCH_EXTENSIONS_DIR", str(REPOSITORY / ".cache" / "torch_extensions" / "ds0.19.8"))
+    command = [sys.executable, "benchmarks/optimizer_step.py", "--no-memory", "--accumulation", "1"]
+    subprocess.run(
+        [*command, "--optimizers", "ours", PEER, "--out", str(out), *options],
+        cwd=tree,
+        env=environment,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    return list(json.loads(out.with_suffix(".json").read_text())["rows"])
+
+
+def table(rounds: Rounds) -> list[str]:
+    """Return a Markdown table: one line a cell."""
+    lines = [
+        "| model | stage | ranks | ours / AdamW before | after | after / before | quartiles | "
+        "ours alone: after / before | quartiles |",
+        "|" + "---|" * 9,
+    ]
+    both = [{side: cells(each[side]) for side in SIDES} for each in rounds]
+    for key in both[0]["before"]:
+        relative = {
+            side: [ratio(each[side][key]["ours"], each[side][key][PEER], "total_s") for each in both]
+            for side in SIDES
+        }
+        alone = {
+            side: [statistics.median(each[side][key]["ours"]["total_s"]) for each in both] for side in SIDES
+        }
+        model, stage, ranks, _ = key
+        medians = [f"{statistics.median(relative[side]):.3f}" for side in SIDES]
+        cells_ = [model, stage, ranks, *medians, *_change(relative), *_change(alone)]
+        lines.append("| " + " | ".join(map(str, cells_)) + " |")
+    return lines
+
+
+def _change(sides: dict[str, list[Any]]) -> tuple[str, str]:
+    changes = [after / before for before, after in zip(sides["before"], sides["after"], strict=True)]
+    low, middle, high = statistics.quantiles(changes, n=4) if len(changes) > 1 else changes * 3
+    return f"{middle:.3f}", f"{low:.3f} to {high:.3f}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("commit", help="the commit to compare with")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--out", required=True, help="path without ending for .json and .md")
+    arguments, options = parser.parse_known_args()
+    out, rounds = Path(arguments.out).resolve(), []
+    with tempfile.TemporaryDirectory(prefix="muon-beside-") as temporary:
+        (Path(temporary) / "before").mkdir()
+        trees = {"before": unpack(arguments.commit, Path(temporary) / "before"), "after": REPOSITORY}
+        for number in range(arguments.rounds):
+            order = SIDES if number % 2 == 0 else SIDES[::-1]
+            result = Path(temporary) / f"round{number}"
+            rounds.append(
+                {side: run_side(trees[side], options, Path(f"{result}-{side}")) for side in order}
+            )
+            head = {"machine": machine(), "commit": arguments.commit, "options": options}
+            out.with_suffix(".json").write_text(json.dumps({**head, "rounds": rounds}, indent=1) + "\n")
+            described = ", ".join(f"{name}: {value}" for name, value in head["machine"].items())
+            text = [f"# After beside before ({arguments.commit})", "", f"{described}. {number + 1} rounds.", ""]
+            out.with_suffix(".md").write_text("\n".join([*text, *table(rounds)]) + "\n")
+    print(out.with_suffix(".md").read_text())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
