@@ -33,7 +33,7 @@ from deepspeed_muon.step.bound import BoundSteps, flat_gradients
 from deepspeed_muon.step.layout_reader import read_whole
 from deepspeed_muon.step.runner import PendingUpdates, StepResources, StepRunner
 from deepspeed_muon.step.step_set import StepSet
-from deepspeed_muon.transport.agreement import RankFacts, group_rank_scope
+from deepspeed_muon.transport.agreement import RankFacts
 from deepspeed_muon.transport.buffers import ExchangeBuffers
 from deepspeed_muon.transport.context import StepStats
 from deepspeed_muon.transport.members import Members
@@ -225,12 +225,11 @@ class Muon(RoutedOptimizer):
         plans = self._bound.facts()
         facts, scopes = dict(plans.facts), dict(plans.scopes)
         if self.qk_clip is not None:
-            facts["attention layers of qk_clip"] = self.qk_clip.description()
-            shared = {group_rank_scope(runner.step_set.group) for runner in self._bound.runners}
-            scopes["attention layers of qk_clip"] = "; ".join(sorted(shared))
+            for scope in plans.scopes.values():
+                fact = f"attention layers of qk_clip on ranks {scope.name}"
+                facts[fact], scopes[fact] = self.qk_clip.description(), scope
         # All ranks enter the exchange of a sampled step, also those that share no parameter.
         facts["optimizer.params.health"] = self.config.health.model_dump_json()
-        scopes["optimizer.params.health"] = "all ranks"
         return RankFacts(facts, scopes=scopes)
 
     @torch.no_grad()

@@ -25,7 +25,7 @@ from deepspeed_muon.checkpoint.settings import read_progress
 from deepspeed_muon.checkpoint.shards import DEFAULT_SHARD_BYTES, files_of, remove_shards, shard_name
 from deepspeed_muon.errors import CheckpointError, MuonError, RankMissingError
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
-from deepspeed_muon.transport.agreement import RankFacts, agree, group_rank_scope
+from deepspeed_muon.transport.agreement import RankFacts, Scope, agree
 from deepspeed_muon.transport.members import everyone, is_first_rank
 
 __all__ = ["consolidate"]
@@ -166,7 +166,7 @@ def _prepare(engine: Any, folder: Path, shard_bytes: int) -> tuple[LiveState, Sa
             "optimizer steps": _described_steps(state),
             "plan of the save": plan.digest(),
         }
-        facts = RankFacts(compared, scope=group_rank_scope(state.group))
+        facts = RankFacts(compared, scope=Scope.of(state.group))
     except Exception as caught:
         error = caught
     try:
@@ -190,7 +190,7 @@ def _first_shard(state: LiveState, count: int) -> int:
     """Return the number of this group's first file; groups that hold different parameters count on."""
     if not dist.is_initialized() or dist.get_world_size() == state.world_size:
         return 0
-    own = group_rank_scope(state.group)
+    own = Scope.of(state.group).name
     per_group = dict(everyone().gather((own, count), what="numbering of shards").values())
     return sum(number for scope, number in per_group.items() if scope < own)
 

@@ -6,9 +6,10 @@ classes allowed. They are mapped into memory, so that the disk reads only what i
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, RecordedParamete
 from deepspeed_muon.checkpoint.sealed import check_tensor, json_settings, refusing
 from deepspeed_muon.checkpoint.tag_folder import TagFolder
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.plan.layout import Fragment, flat_fragments, sharded_fragments
+from deepspeed_muon.plan.layout import Fragment, Spread, flat_spread, fragments_of, sharded_spread
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
 
 __all__ = ["DeepSpeedFiles", "SavedParameter"]
@@ -89,7 +90,7 @@ class DeepSpeedFiles(TagFolder):
         self.optimizer: dict[str, Any] = {}
         if record is not None:
             self.kind = "deepspeed_muon"
-            found = self._from_record(record)
+            found = self._from_record()
         else:
             has_muon = any("momentum_buffer" in s for s in self._inner[0]["state"].values())
             self.kind = "DeepSpeed's Muon" if has_muon else "AdamW"
@@ -101,8 +102,8 @@ class DeepSpeedFiles(TagFolder):
             raise CheckpointError(f"{self.model_file}: two parameters are called {twice}")
         self._check_lengths()
 
-    def _from_record(self, content: Any) -> list[SavedParameter]:
-        record = read_record(content, str(self._files[0]))
+    def _from_record(self) -> list[SavedParameter]:
+        record = read_record([inner.get(RECORD_KEY) for inner in self._inner], str(self._files[0]))
         if self.stage and record.world_size != self.world_size:
             raise CheckpointError(
                 f"{self._files[0]}: its layout record is of {record.world_size} ranks, there are {self.world_size}"
@@ -120,14 +121,11 @@ class DeepSpeedFiles(TagFolder):
                     f"{self._files[0]}: parameter {entry.name}: there is no parameter number {entry.partition}"
                 )
             step = self._step(entry.partition)
-            fragments, rows = entry.fragments, entry.rows
-            if not step or ROW_STATE_KEY not in self._state(entry.partition):
-                rows = ()
-            if entry.replicated or self.stage == 0:
-                fragments, rows = fragments[:1], rows[:1]
+            rows = ROW_STATE_KEY in self._state(entry.partition) and step and entry.rows
             keys = (*STATE_KEYS[entry.algorithm], *((ROW_STATE_KEY,) if rows else ())) if step else ()
-            own = {"fragments": fragments, "rows": rows, "step": step, "saved_as": {key: key for key in keys}}
+            own = {"rows": rows or 0, "step": step, "saved_as": {key: key for key in keys}}
             found.append(SavedParameter.model_validate({**dict(entry), **own}))
+            found[-1]._row_places = entry.row_places if rows else None
         return found
 
     def _without_record(self) -> list[SavedParameter]:
@@ -142,14 +140,14 @@ class DeepSpeedFiles(TagFolder):
         to_muon = self._muon_names(partitions)
         for partition, members in enumerate(partitions):
             wholes: dict[int, int] = {}
-            for name, shape, fragments in members:
+            for name, shape, spread in members:
                 state = self._state(partition)
                 momentum = "momentum_buffer" in state
                 muon = momentum or name in to_muon
                 keys = STATE_KEYS["muon" if muon else "adamw"] if state else ()
                 whole_from = {}
                 if momentum and self._keeps_whole_matrices(partition, members):
-                    for rank in sorted({fragment.rank for fragment in fragments}):
+                    for rank in spread.ranks:
                         whole_from[rank] = wholes.get(rank, 0)
                         wholes[rank] = whole_from[rank] + math.prod(shape)
                 saved_as = {k: "exp_avg" if k == "momentum_buffer" and not momentum else k for k in keys}
@@ -160,8 +158,7 @@ class DeepSpeedFiles(TagFolder):
                     step=self._step(partition),
                     group=group_of.get(partition, 0),
                     partition=partition,
-                    replicated=False,
-                    fragments=fragments,
+                    spread=spread,
                     saved_as=saved_as,
                     whole_from=whole_from,
                 )
@@ -169,8 +166,8 @@ class DeepSpeedFiles(TagFolder):
         self._say_what_is_lossy(found)
         return found
 
-    def _members(self) -> list[list[tuple[str, tuple[int, ...], tuple[Fragment, ...]]]]:
-        """Return name, shape and fragments of the parameters of every partition."""
+    def _members(self) -> list[list[tuple[str, tuple[int, ...], Spread]]]:
+        """Return name, shape and place of the parameters of every partition."""
         if self.stage == 0:
             return self._members_of_stage0()
         shapes = self._model.get("param_shapes")
@@ -193,16 +190,16 @@ class DeepSpeedFiles(TagFolder):
                         f"what is left of its partition"
                     )
                 if numel and self.stage == 3:
-                    members.append((name, shape, sharded_fragments(offset, numel, taken)))
+                    members.append((name, shape, sharded_spread(offset, numel, taken)))
                 elif numel:
-                    members.append((name, shape, flat_fragments(offset, numel, size)))
+                    members.append((name, shape, flat_spread(offset, numel, size)))
                 offset += taken
                 if self.stage != 3 and paddings:
                     offset += int(paddings[number][position])
             partitions.append(members)
         return partitions
 
-    def _members_of_stage0(self) -> list[list[tuple[str, tuple[int, ...], tuple[Fragment, ...]]]]:
+    def _members_of_stage0(self) -> list[list[tuple[str, tuple[int, ...], Spread]]]:
         """Match parameters by order, which is right for ``model.parameters()`` and checked by shape."""
         left_out = set(self._model.get("buffer_names") or ())
         left_out.update(name for names in self._aliases().values() for name in names)
@@ -218,7 +215,9 @@ class DeepSpeedFiles(TagFolder):
                 f"{self.model_file}: a checkpoint of stage 0 without names, whose parameters cannot be matched to the "
                 f"model's by order; load it into an engine and save it at stage 1"
             )
-        return [[(name, shape, (Fragment(0, 0, 0, math.prod(shape)),))] for name, shape in named]
+        return [
+            [(name, shape, sharded_spread(0, math.prod(shape), math.prod(shape)))] for name, shape in named
+        ]
 
     def _muon_names(self, partitions: Sequence[Sequence[Any]]) -> set[str]:
         """Route an AdamW checkpoint by names and shapes, as a run with our optimizer would."""
@@ -233,9 +232,7 @@ class DeepSpeedFiles(TagFolder):
         if self.stage not in (1, 2):
             return False
         for rank in range(self.world_size):
-            touching = sum(
-                math.prod(shape) for _, shape, fragments in members if any(f.rank == rank for f in fragments)
-            )
+            touching = sum(math.prod(shape) for _, shape, spread in members if rank in spread.ranks)
             buffer = self._state(partition, rank).get("momentum_buffer")
             if touching and (buffer is None or buffer.numel() != touching):
                 return False
@@ -290,7 +287,7 @@ class DeepSpeedFiles(TagFolder):
         for parameter in self.parameters.values():
             for key in parameter.keys:
                 numel, held = math.prod(parameter.shape_of(key)), 0
-                for fragment in parameter.fragments_of(key):
+                for fragment in self._fragments(parameter, key):
                     held += fragment.numel
                     path = self._file_of(fragment.rank)
                     try:
@@ -307,6 +304,12 @@ class DeepSpeedFiles(TagFolder):
                         f"{parameter.name}"
                     )
 
+    def _fragments(self, parameter: SavedParameter, key: str) -> Iterator[Fragment]:
+        """Yield fragments that hold each element of a tensor once."""
+        places = parameter.places_of(key)
+        one_copy = places.replicated or self.stage == 0
+        return itertools.islice(fragments_of(places), 1 if one_copy else None)
+
     @staticmethod
     def _start(parameter: SavedParameter, key: str, fragment: Fragment) -> int:
         if key == "momentum_buffer" and parameter.whole_from:
@@ -322,7 +325,7 @@ class DeepSpeedFiles(TagFolder):
         """
         parameter = self.parameters[name]
         full = torch.empty(math.prod(parameter.shape_of(key)), dtype=torch.float32)
-        for fragment in parameter.fragments_of(key):
+        for fragment in self._fragments(parameter, key):
             source = self._partition(parameter, key, fragment.rank)
             start = self._start(parameter, key, fragment)
             full.narrow(0, fragment.matrix_offset, fragment.numel).copy_(

@@ -28,8 +28,8 @@ from pydantic import (
 
 from deepspeed_muon.checkpoint.sealed import UNSEALED_VERSION, VERSION, read_sealed, sealed_json
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.plan.layout import Fragment
-from deepspeed_muon.plan.rows import ROW_STATE_KEY
+from deepspeed_muon.plan.layout import Places, Spread
+from deepspeed_muon.plan.rows import ROW_STATE_KEY, RowPlaces
 
 __all__ = [
     "COUNTERS",
@@ -42,7 +42,7 @@ __all__ = [
     "CheckpointIndex",
     "Count",
     "FileRecord",
-    "InFragments",
+    "InPartitions",
     "ParameterKind",
     "ParameterRecord",
     "Progress",
@@ -131,27 +131,27 @@ def described(kind: Any) -> dict[str, Any]:
     }
 
 
-class InFragments:
-    """A parameter whose elements, and NorMuon's row moments, lie in fragments.
+class InPartitions:
+    """A parameter whose elements, and NorMuon's row moments, lie in flat partitions.
 
     Attributes:
         shape: True shape of the parameter.
-        fragments: Where the master and the entries of the state lie, except for the row moments.
-        rows: Where the row moments lie; empty where there are none.
+        spread: Where the master and the entries of the state lie, except for the row moments.
+        row_places: Where the row moments lie; ``None`` where there are none.
     """
 
     shape: tuple[int, ...]
-    fragments: tuple[Fragment, ...]
-    rows: tuple[Fragment, ...]
+    spread: Spread
+    row_places: RowPlaces | None
 
     @property
     def row_count(self) -> int:
         """How many row moments there are."""
-        return max((row.matrix_offset + row.numel for row in self.rows), default=0)
+        return 0 if self.row_places is None else self.row_places.numel
 
-    def fragments_of(self, key: str) -> tuple[Fragment, ...]:
+    def places_of(self, key: str) -> Places:
         """Return where the master (``fp32``) or an entry of the state lies."""
-        return self.rows if key == ROW_STATE_KEY else self.fragments
+        return self.row_places if key == ROW_STATE_KEY and self.row_places is not None else self.spread
 
     def shape_of(self, key: str) -> tuple[int, ...]:
         """Return the shape of the whole master or of an entry of the state."""

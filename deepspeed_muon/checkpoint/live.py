@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.host import Host, optimizer_of
-from deepspeed_muon.checkpoint.index import STATE_KEYS, InFragments
+from deepspeed_muon.checkpoint.index import STATE_KEYS, InPartitions
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.plan.layout import Fragment, MatrixLayout, ParameterLayout
-from deepspeed_muon.plan.rows import ROW_STATE_KEY
+from deepspeed_muon.plan.layout import Fragment, MatrixLayout, ParameterLayout, Spread
+from deepspeed_muon.plan.rows import ROW_STATE_KEY, RowPlaces
 from deepspeed_muon.routing.rules import Route
 from deepspeed_muon.step.step_set import BoundPartition
 
@@ -24,36 +22,21 @@ __all__ = ["LiveParameter", "LiveState", "collect"]
 
 
 @dataclass(frozen=True, slots=True)
-class LiveParameter(InFragments):
-    """One parameter of a running engine, with the fragments of all ranks in the order of its elements.
+class LiveParameter(InPartitions):
+    """One parameter of a running engine, and where it lies.
 
     Attributes:
         route: Name, true shape and algorithm.
-        replicated: Whether every rank holds all of it.
         partition: The partition that holds this rank's fragments.
         group: Number of its param group.
     """
 
     route: Route
     shape: tuple[int, ...]
-    fragments: tuple[Fragment, ...]
-    rows: tuple[Fragment, ...]
-    replicated: bool
+    spread: Spread
+    row_places: RowPlaces | None
     partition: BoundPartition
     group: int
-
-    def fragments_within(self, key: str, start: int, stop: int) -> Iterator[Fragment]:
-        """Yield the fragments of ``[start, stop)`` of a parameter that is divided, cut to that interval."""
-        fragments = self.fragments_of(key)
-        first = bisect.bisect_right(fragments, start, key=lambda f: f.matrix_offset) - 1
-        for fragment in fragments[max(first, 0) :]:
-            if fragment.matrix_offset >= stop:
-                return
-            begin = max(start, fragment.matrix_offset)
-            end = min(stop, fragment.matrix_offset + fragment.numel)
-            if begin < end:
-                shift = begin - fragment.matrix_offset
-                yield Fragment(fragment.rank, begin, fragment.partition_offset + shift, end - begin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +66,9 @@ class LiveState:
         """The parameters by name."""
         return {parameter.route.name: parameter for parameter in self.parameters}
 
-    def own_fragments(self, parameter: LiveParameter, key: str) -> list[Fragment]:
-        """Return this rank's fragments of the master or of an entry of the state."""
-        return [fragment for fragment in parameter.fragments_of(key) if fragment.rank == self.rank]
+    def own_fragment(self, parameter: LiveParameter, key: str) -> Fragment | None:
+        """Return this rank's fragment of the master or of an entry of the state."""
+        return parameter.places_of(key).on(self.rank)
 
     def step(self, partition: BoundPartition) -> int:
         """Return the optimizer steps that a partition has taken."""
@@ -113,7 +96,7 @@ class LiveState:
         if not self.step(parameter.partition):
             return ("fp32",)
         own = self.optimizer.state[parameter.partition.tensor]
-        rows = (ROW_STATE_KEY,) if parameter.rows and ROW_STATE_KEY in own else ()
+        rows = (ROW_STATE_KEY,) if parameter.row_places and ROW_STATE_KEY in own else ()
         return ("fp32", *STATE_KEYS[parameter.route.algorithm], *rows)
 
 
@@ -137,7 +120,7 @@ def collect(engine: Any) -> LiveState:
     parameters = []
     for runner in optimizer.runners:
         step_set = runner.step_set
-        rows = {layout.name: layout.fragments for layout in runner.row_layouts}
+        rows = {places.matrix.name: places for places in runner.row_places}
         if step_set.tensor_group is not None:
             raise CheckpointError(
                 "this project's checkpoints do not know tensor parallelism yet: use engine.save_checkpoint and "
@@ -148,14 +131,12 @@ def collect(engine: Any) -> LiveState:
         partitions = {partition.index: partition for partition in step_set.partitions}
         layouts: tuple[MatrixLayout | ParameterLayout, ...] = (*step_set.matrices, *step_set.others)
         for layout in layouts:
-            held = sum(fragment.numel for fragment in layout.fragments)
             parameters.append(
                 LiveParameter(
                     routes[layout.name],
                     routes[layout.name].shape,
-                    _in_order(layout.fragments),
-                    _in_order(rows.get(layout.name, ())),
-                    held == layout.numel * step_set.world_size and step_set.world_size > 1,
+                    layout.spread,
+                    rows.get(layout.name),
                     partitions[layout.partition],
                     groups[layout.partition],
                 )
@@ -167,10 +148,6 @@ def collect(engine: Any) -> LiveState:
     return LiveState(
         optimizer, host, tuple(parameters), ranks.group, ranks.rank, ranks.world_size, first.context.device
     )
-
-
-def _in_order(fragments: Sequence[Fragment]) -> tuple[Fragment, ...]:
-    return tuple(sorted(fragments, key=lambda fragment: fragment.matrix_offset))
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:

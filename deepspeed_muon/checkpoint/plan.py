@@ -23,6 +23,7 @@ from deepspeed_muon.checkpoint.live import LiveParameter, LiveState
 from deepspeed_muon.checkpoint.shards import ITEM_BYTES, PlannedTensor, ShardFile, fsync_folder, pack
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import logger
+from deepspeed_muon.plan.layout import runs_within
 from deepspeed_muon.transport.waiting import phase
 
 __all__ = ["Piece", "Transfer", "SavePlan", "Stage", "log_stage", "write_shards"]
@@ -51,12 +52,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A run of elements that is sent or copied from the partition of rank ``source`` into a piece."""
+    """A run of elements, from ``start`` of a tensor on, that goes from the partition of a rank into a piece."""
 
     source: int
     parameter: LiveParameter
     key: str
-    partition_offset: int
+    start: int
     piece_offset: int
     numel: int
 
@@ -106,14 +107,10 @@ class SavePlan:
             begin, end = max(piece.start - offset, 0), min(piece.stop - offset, tensor.numel)
             if begin < end:
                 parameter = self._by_name[tensor.parameter]
-                base = offset - piece.start
-                if parameter.replicated:
-                    start = parameter.fragments_of(tensor.key)[0].partition_offset + begin
-                    yield Transfer(writer, parameter, tensor.key, start, base + begin, end - begin)
-                else:
-                    for f in parameter.fragments_within(tensor.key, begin, end):
-                        where = base + f.matrix_offset
-                        yield Transfer(f.rank, parameter, tensor.key, f.partition_offset, where, f.numel)
+                places, base = parameter.places_of(tensor.key), offset - piece.start
+                runs = [(writer, begin, end)] if places.replicated else runs_within(places, begin, end)
+                for source, start, stop in runs:
+                    yield Transfer(source, parameter, tensor.key, start, base + start, stop - start)
             offset += tensor.numel
             if offset >= piece.stop:
                 return
@@ -122,7 +119,7 @@ class SavePlan:
         """Return a text that is equal where plans are."""
         state = self.state
         records = [
-            (p.route.name, p.shape, p.route.algorithm, state.step(p.partition), p.fragments, state.keys(p))
+            (p.route.name, p.shape, p.route.algorithm, state.step(p.partition), p.spread, state.keys(p))
             for p in state.parameters
         ]
         return hashlib.sha256(repr((records, self.writers)).encode()).hexdigest()
@@ -271,4 +268,6 @@ def _parts(buffer: Tensor, transfers: Sequence[Transfer]) -> Sequence[Tensor]:
 
 def _source(state: LiveState, transfer: Transfer) -> Tensor:
     flat = state.tensor(transfer.parameter.partition, transfer.key)
-    return flat.narrow(0, transfer.partition_offset, transfer.numel)
+    own = state.own_fragment(transfer.parameter, transfer.key)
+    assert own is not None
+    return flat.narrow(0, own.partition_offset + transfer.start - own.matrix_offset, transfer.numel)

@@ -223,7 +223,7 @@ def _differences(parameter: LiveParameter, record: ParameterRecord, state_too: b
             f"{record.algorithm} ({file}); set include / exclude in optimizer.params as the saved run did, or "
             f"convert it again with --include / --exclude"
         ]
-    if state_too and record.rows and parameter.rows and record.rows != parameter.row_count:
+    if state_too and record.rows and parameter.row_places and record.rows != parameter.row_count:
         return [
             f"parameter {route.name} has {parameter.row_count} row moments of NorMuon, in the checkpoint {record.rows} "
             f"({record.tensors[ROW_STATE_KEY]}): it was divided into other blocks"
@@ -259,16 +259,16 @@ class _Plan:
         if state_too:
             _say_what_happens_to_rows(state, source)
         for parameter in state.parameters:
-            rows = (ROW_STATE_KEY,) if parameter.rows else ()
+            rows = (ROW_STATE_KEY,) if parameter.row_places else ()
             stateful = state_too and plan.steps[parameter.partition.index] > 0
             for key in ("fp32", *((*STATE_KEYS[parameter.route.algorithm], *rows) if stateful else ())):
                 target = plan._target(parameter, key)
-                for fragment in state.own_fragments(parameter, key):
-                    if fragment.partition_offset + fragment.numel > target.numel():
-                        raise CheckpointError(
-                            f"parameter {parameter.route.name}: this rank's {key} is not in memory (it has "
-                            f"{target.numel()} elements): checkpoints do not know NVMe offload"
-                        )
+                own = state.own_fragment(parameter, key)
+                if own is not None and own.partition_offset + own.numel > target.numel():
+                    raise CheckpointError(
+                        f"parameter {parameter.route.name}: this rank's {key} is not in memory (it has "
+                        f"{target.numel()} elements): checkpoints do not know NVMe offload"
+                    )
                 plan.writes.append((parameter, key, target))
         if hyperparameters:
             plan.settings = group_settings(state, source)
@@ -282,8 +282,9 @@ class _Plan:
         place = (partition.index, key)
         if place not in self.made:
             if key == ROW_STATE_KEY:
-                sharing = (other for other in self.state.parameters if other.partition is partition)
-                numel = sum(f.numel for other in sharing for f in self.state.own_fragments(other, key))
+                sharing = [other for other in self.state.parameters if other.partition is partition]
+                kept = (self.state.own_fragment(other, key) for other in sharing if other.row_places)
+                numel = sum(own.numel for own in kept if own is not None)
                 self.made[place] = torch.zeros(numel, dtype=torch.float32, device=partition.tensor.device)
             else:
                 self.made[place] = self.state.optimizer.state_policy.make(key, partition.tensor)
@@ -302,12 +303,12 @@ def _fill(plan: _Plan, source: StateSource) -> None:
         for parameter, key, target in plan.writes:
             name = parameter.route.name
             saved = key in source.parameters[name].tensors
-            for fragment in state.own_fragments(parameter, key):
-                destination = target.narrow(0, fragment.partition_offset, fragment.numel)
-                if saved:
-                    destination.copy_(source.read(name, key, fragment.matrix_offset, fragment.numel))
-                else:
-                    destination.zero_()
+            own = state.own_fragment(parameter, key)
+            if own is not None and saved:
+                content = source.read(name, key, own.matrix_offset, own.numel)
+                target.narrow(0, own.partition_offset, own.numel).copy_(content)
+            elif own is not None:
+                target.narrow(0, own.partition_offset, own.numel).zero_()
             if (parameter.partition.index, key) not in plan.made:
                 state.keep(parameter.partition, key, target)
     except Exception as caught:
@@ -346,8 +347,8 @@ def _steps(state: LiveState, source: StateSource) -> dict[int, int]:
 def _say_what_happens_to_rows(state: LiveState, source: StateSource) -> None:
     """Warn where NorMuon's row moments start from zero or are dropped, because the saved run had another variant."""
     pairs = [(parameter, source.parameters[parameter.route.name]) for parameter in state.parameters]
-    without = [live.route.name for live, saved in pairs if live.rows and saved.step and not saved.rows]
-    dropped = [live.route.name for live, saved in pairs if saved.rows and not live.rows]
+    without = [live.route.name for live, saved in pairs if live.row_places and saved.step and not saved.rows]
+    dropped = [live.route.name for live, saved in pairs if saved.rows and not live.row_places]
     if without:
         warn(
             "deepspeed_muon: %s holds no row moments of NorMuon for %d matrices (%s, ...); they start from zero",

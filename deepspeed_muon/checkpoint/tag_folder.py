@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.index import COUNTERS, SCALE_KEYS, Progress
-from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
+from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, common_part
 from deepspeed_muon.checkpoint.sealed import is_json, json_settings, load_pickle, read_regular, refusing
 from deepspeed_muon.errors import CheckpointError
 
@@ -243,7 +243,7 @@ def _facts(inner: Mapping[str, Any], wrapper: Mapping[str, Any]) -> dict[str, An
     scaler = wrapper.get("loss_scaler")
     facts |= {f"{key} of the loss scale": getattr(scaler, key, None) for key in SCALE_KEYS}
     facts |= {key: wrapper.get(key) for key in ("zero_stage", "partition_count", "ds_version")}
-    return {**facts, "layout": inner.get(RECORD_KEY)}
+    return {**facts, "layout": common_part(inner.get(RECORD_KEY))}
 
 
 def _compare(first: Path, expected: Mapping[str, Any], other: Path, found: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import log_dist
 from torch import nn
@@ -241,7 +242,7 @@ def _bind(engine: Any, optimizer: Muon) -> None:
     agree(facts, error=error, kind=PlanMismatchError, members=members)
     optimizer.open_share_groups()
     if is_divided(engine.module):
-        _check_all_stages(optimizer)
+        _check_all_stages(optimizer, engine.seq_data_parallel_group)
     if wrapper is not optimizer:
         optimizer.step_ends_outside = True
     elif engine.gradient_clipping() <= 0.0:
@@ -254,9 +255,11 @@ def _bind(engine: Any, optimizer: Muon) -> None:
     logger.debug("deepspeed_muon routes:\n%s", format_routes(optimizer.routes))
 
 
-def _check_all_stages(optimizer: Muon) -> None:
+def _check_all_stages(optimizer: Muon, data_parallel: dist.ProcessGroup) -> None:
     """Check the routes of all stages of a pipeline together; every rank comes to the same result."""
-    stages = optimizer.members.gather(optimizer.routes, what="comparison of the stages' routes").values()
+    # The ranks of a data-parallel group have the same routes.
+    one_of_each = Members(tuple(group for group in optimizer.members.groups if group is not data_parallel))
+    stages = one_of_each.gather(optimizer.routes, what="comparison of the stages' routes").values()
     whole = {route.name: route for routes in stages for route in routes}
     check_routes(list(whole.values()), list(whole), optimizer.config)
     warn_without_muon(list(whole.values()))

@@ -27,7 +27,7 @@ from deepspeed_muon.engine.ranks import holders
 from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group, with_tensor_parallel
 from deepspeed_muon.errors import BindingError, UnsupportedConfigError
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.plan.layout import flat_fragments, sharded_fragments
+from deepspeed_muon.plan.layout import flat_spread, sharded_spread
 from deepspeed_muon.routing.rules import Route, true_shape
 from deepspeed_muon.step.layout_reader import LayoutReader, read_whole
 from deepspeed_muon.step.step_set import StepSet
@@ -140,7 +140,7 @@ def _add_flat(
                 f"parameter of shape {true_shape(param)} does not lie in the flat buffer of its param group {index}; "
                 f"its data was replaced after deepspeed.initialize"
             )
-        reader.add_parameter(param, flat_fragments(offset, numel, partition_numel))
+        reader.add_parameter(param, flat_spread(offset, numel, partition_numel))
 
 
 def _read_stage3(engine: Any, wrapper: Any, routes: Mapping[int, Route]) -> list[StepSet]:
@@ -155,7 +155,8 @@ def _read_stage3(engine: Any, wrapper: Any, routes: Mapping[int, Route]) -> list
         offset = 0
         for param in params:
             shard_numel = param.partition_numel()
-            reader.add_parameter(param, sharded_fragments(offset, param.ds_numel, shard_numel))
+            if param.ds_numel:
+                reader.add_parameter(param, sharded_spread(offset, param.ds_numel, shard_numel))
             offset += shard_numel
         elsewhere = wrapper.offload_optimizer or wrapper.fp16_partitioned_groups_flat[index] is None
         refresh = functools.partial(_refresh_stage3, weakref.ref(wrapper), index)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.optimizer import Muon
+from deepspeed_muon.plan.layout import MatrixLayout, fragments_of
 
 __all__ = ["ORDER_KEY", "has_flat_groups", "load_state_dict", "order_parameters", "record_order"]
 
@@ -57,10 +58,10 @@ def record_order(engine: Any, optimizer: Muon) -> None:
     """Let every saved state of a bound optimizer hold its order and a digest of its layout, where the order matters."""
     if not has_flat_groups(engine):
         return
-    digest, order = _digest(_rows(optimizer)), optimizer.config.order
+    rule, order = _digest(_rules(optimizer)), optimizer.config.order
 
     def add(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        state_dict[ORDER_KEY] = {"order": order, "digest": digest}
+        state_dict[ORDER_KEY] = {"order": order, "rule": rule}
 
     optimizer.register_state_dict_post_hook(add)
 
@@ -69,52 +70,67 @@ def load_state_dict(
     original: Callable[..., Any], wrapper: Any, state_dict_list: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Load a saved state, unless it has another layout."""
-    optimizer: Muon = wrapper.optimizer
-    digest = _digest(_rows(optimizer))
+    rule = _digest(_rules(wrapper.optimizer))
     # Universal checkpoints come without such a list. Their state is found by name.
     for saved in state_dict_list if isinstance(state_dict_list, (list, tuple)) else ():
-        _compare(saved, digest, optimizer.config.order)
+        _compare(saved, wrapper.optimizer, rule)
     return original(state_dict_list, *args, **kwargs)
 
 
-def _rows(optimizer: Muon) -> list[Any]:
-    """Return name, partition and fragments of every Muon matrix, sorted by name: equal rows are equal layouts."""
+def _rules(optimizer: Muon) -> list[Any]:
+    """Return name, partition and rule of every Muon matrix, sorted by name: equal rows are equal layouts."""
+    return sorted([m.name, m.partition, m.spread.numbers()] for m in _matrices(optimizer))
+
+
+def _with_fragments(optimizer: Muon) -> list[Any]:
+    """Return the same with all fragments, as releases before 0.3 compared them."""
     return sorted(
-        [matrix.name, matrix.partition, [[f.rank, f.partition_offset, f.numel] for f in matrix.fragments]]
-        for runner in optimizer.runners
-        for matrix in runner.step_set.matrices
+        [m.name, m.partition, [[f.rank, f.partition_offset, f.numel] for f in fragments_of(m.spread)]]
+        for m in _matrices(optimizer)
     )
+
+
+def _matrices(optimizer: Muon) -> Iterator[MatrixLayout]:
+    return (matrix for runner in optimizer.runners for matrix in runner.step_set.matrices)
 
 
 def _digest(rows: list[Any]) -> str:
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
-def _compare(saved: Any, digest: str, order: str) -> None:
+def _compare(saved: Any, optimizer: Muon, rule: str) -> None:
     """Raise if a rank's saved state has another layout. States of other optimizers have none on record."""
     if not isinstance(saved, dict):
         return
     inner: dict[str, Any] = next((saved[key] for key in _INNER_KEYS if isinstance(saved.get(key), dict)), {})
-    found, stored = _saved_layout(inner)
-    if found is None or found == digest:
+    if _is_same(inner, optimizer, rule):
         return
+    stored = (
+        inner[ORDER_KEY]["order"]
+        if ORDER_KEY in inner
+        else inner[RECORD_KEY]["optimizer"].get("order", "given")
+    )
     raise CheckpointError(
-        f"the checkpoint's flat partitions hold the matrices in another order (optimizer.params.order was {stored!r}) "
-        f"than this engine's ({order!r}). Set optimizer.params.order to {stored!r} to resume it, or convert it with "
-        f"'python -m deepspeed_muon checkpoint consolidate' and start with restore_from"
+        f"the checkpoint's flat partitions hold the matrices in another order (optimizer.params.order was "
+        f"{str(stored)!r}) than this engine's ({optimizer.config.order!r}). Set optimizer.params.order to "
+        f"{str(stored)!r} to resume it, or convert it with 'python -m deepspeed_muon checkpoint consolidate' and start "
+        f"with restore_from"
     )
 
 
-def _saved_layout(inner: dict[str, Any]) -> tuple[str | None, str]:
-    """Return the digest of a saved layout, ``None`` if there is none, and the order that made it."""
-    if ORDER_KEY in inner:
-        return str(inner[ORDER_KEY]["digest"]), str(inner[ORDER_KEY]["order"])
+def _is_same(inner: dict[str, Any], optimizer: Muon, rule: str) -> bool:
+    """Return whether a saved state has the layout of this optimizer, or does not say."""
+    order = inner.get(ORDER_KEY, {})
+    if "rule" in order:
+        return bool(order["rule"] == rule)
+    if "digest" in order:
+        return bool(order["digest"] == _digest(_with_fragments(optimizer)))
     record = inner.get(RECORD_KEY)
-    if record is None:
-        return None, "given"
+    if record is None or record.get("version") != 1:
+        return True
     rows = sorted(
         [entry["name"], entry["partition"], [[f[0], f[2], f[3]] for f in entry["fragments"]]]
         for entry in record["parameters"]
         if entry["algorithm"] == "muon"
     )
-    return _digest(rows), str(record["optimizer"].get("order", "given"))
+    return rows == _with_fragments(optimizer)

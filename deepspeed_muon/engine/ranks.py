@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepspeed_muon.routing.param_groups import expert_group_name
 from deepspeed_muon.routing.rules import true_shape
-from deepspeed_muon.transport.agreement import RankFacts, group_rank_scope
+from deepspeed_muon.transport.agreement import RankFacts, Scope
 from deepspeed_muon.transport.members import Members
 
 __all__ = ["data_parallel_scope", "has_experts", "holders", "members_of", "model_facts"]
@@ -55,17 +55,22 @@ def has_experts(engine: Any) -> bool:
     return bool(getattr(engine, "has_moe_layers", False))
 
 
-def data_parallel_scope(engine: Any) -> str:
-    """Return a text that is equal on the ranks that train the same parameters, and on no others."""
-    return group_rank_scope(getattr(engine, "seq_data_parallel_group", None))
+def data_parallel_scope(engine: Any) -> Scope | None:
+    """Return the ranks that train the same parameters; ``None`` for all ranks of the engine."""
+    group = getattr(engine, "seq_data_parallel_group", None)
+    return None if group is None else Scope.of(group)
 
 
 def model_facts(engine: Any) -> RankFacts:
     """Return dtype and shape of every parameter, to be equal on the ranks between which DeepSpeed broadcasts it."""
     data_parallel = engine.seq_data_parallel_group
     facts, scopes = {}, {}
+    known = {data_parallel: Scope.of(data_parallel)}
     for name, param in engine.module.named_parameters():
         fact = f"parameter {name}"
         facts[fact] = f"{str(param.dtype).removeprefix('torch.')} {list(true_shape(param))}"
-        scopes[fact] = group_rank_scope(holders(param, data_parallel))
-    return RankFacts(facts, scope=group_rank_scope(data_parallel), scopes=scopes)
+        group = holders(param, data_parallel)
+        if group not in known:
+            known[group] = Scope.of(group)
+        scopes[fact] = known[group]
+    return RankFacts(facts, scopes=scopes)

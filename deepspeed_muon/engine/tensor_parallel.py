@@ -183,8 +183,7 @@ def _describe(step_set: StepSet, cuts: _Cuts) -> list[_Matrix]:
                 matrix.name,
                 "parts of it (heads, a split, experts) are asked for, and only a shard of it is here",
             )
-        places = [[f.rank, f.matrix_offset, f.partition_offset, f.numel] for f in matrix.fragments]
-        plan = f"{matrix.rows} x {matrix.cols}, {places}"
+        plan = f"{matrix.rows} x {matrix.cols}, {matrix.spread.numbers()}"
         content = _content(matrix, tensors[matrix.partition], step_set.rank) if dim is None else ""
         described.append(_Matrix(matrix.name, (matrix.rows, matrix.cols), dim, logical_numel, plan, content))
     return described
@@ -194,10 +193,10 @@ def _content(matrix: MatrixLayout, tensor: Tensor, rank: int) -> str:
     """Return a hash of what this rank holds of a matrix; empty where it is not in memory (NVMe)."""
     digest = hashlib.sha256()
     flat = tensor.detach().reshape(-1)
-    for fragment in matrix.fragments:
-        if fragment.rank == rank and fragment.partition_offset + fragment.numel <= flat.numel():
-            values = flat.narrow(0, fragment.partition_offset, fragment.numel).contiguous().view(torch.uint8)
-            digest.update(values.cpu().numpy().tobytes())
+    fragment = matrix.spread.on(rank)
+    if fragment is not None and fragment.partition_offset + fragment.numel <= flat.numel():
+        values = flat.narrow(0, fragment.partition_offset, fragment.numel).contiguous().view(torch.uint8)
+        digest.update(values.cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -19,6 +19,7 @@ from deepspeed_muon.forecast.predict import (
     zero_bytes,
 )
 from deepspeed_muon.plan.exchange import ExchangePlan, chunk_limit
+from deepspeed_muon.plan.layout import fragments_of
 
 __all__ = ["Forecast", "forecast", "live_report", "report"]
 
@@ -258,7 +259,7 @@ def live_report(
         rows: list[dict[str, Any]] = []
         for matrix, owner, cost in zip(plan.matrices, plan.owners, costs, strict=True):
             flops[owner] += cost
-            elsewhere = [fragment for fragment in matrix.fragments if fragment.rank != owner]
+            elsewhere = [fragment for fragment in fragments_of(matrix.spread) if fragment.rank != owner]
             for fragment in elsewhere:
                 if not matrix.replicated:
                     sent[fragment.rank] += fragment.numel

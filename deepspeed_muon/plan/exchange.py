@@ -4,20 +4,31 @@ Gather brings every fragment of a matrix to its owner; scatter brings the update
 fragments. A fragment that already lies on its owner never enters a buffer. Matrices travel in chunks of bounded size,
 which bounds the buffers. A chunk in which nothing moves has no all-to-all on any rank.
 
-In a send buffer the segments are ordered by peer, then by matrix, then by matrix offset. Both sides derive that order
-from the same layouts, so no header travels.
+A rank plans only for the fragments that it holds and the matrices that it owns. In a buffer the fragments are ordered
+by peer, then by matrix. Both sides derive that order from the same layouts, so no header travels. Peers that send equal
+fragments make one :class:`Segment`: a plan has about as many segments as matrices, however many ranks there are.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from deepspeed_muon.plan.layout import Fragment, MatrixLayout
+import numpy as np
 
-__all__ = ["Chunk", "ExchangePlan", "Segment", "build_exchange_plan", "chunk_limit"]
+from deepspeed_muon.plan.layout import Ints, MatrixLayout, Places
+
+__all__ = [
+    "BufferPlan",
+    "Chunk",
+    "ExchangePlan",
+    "Segment",
+    "build_chunk",
+    "build_exchange_plan",
+    "chunk_limit",
+]
 
 # Several chunks can overlap, and small ones need little memory. Chunks below this number of elements a rank (512 KiB in
 # bf16, some ten microseconds at 50 GB/s) are bound by latency.
@@ -27,50 +38,71 @@ _LEAST_NUMEL_PER_RANK = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One fragment's place in a communication buffer.
+    """Equal fragments of one matrix on consecutive ranks, in a communication buffer.
 
     Attributes:
         matrix: Index of the matrix in the plan.
-        fragment: The fragment, with its offset in the *holder's* partition.
-        buffer_offset: Where it starts in the buffer of this rank.
+        matrix_offset: Where the first fragment starts in the matrix; the others follow.
+        numel: Elements of each fragment.
+        buffer_offset: Where the first one starts in the buffer of this rank.
+        count: The number of fragments.
+        stride: Elements of the buffer from the start of a fragment to that of the next one.
+        copies: Whether all fragments are the same elements of the matrix (a replicated one).
     """
 
     matrix: int
-    fragment: Fragment
+    matrix_offset: int
+    numel: int
     buffer_offset: int
+    count: int = 1
+    stride: int = 0
+    copies: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BufferPlan:
+    """What lies where in one of a rank's two buffers of a chunk.
+
+    Attributes:
+        segments: The fragments, by matrix.
+        peers: The ranks with which this rank exchanges elements of the buffer, ascending.
+        counts: Elements for each of ``peers``.
+        numel: Elements of the buffer.
+    """
+
+    segments: tuple[Segment, ...]
+    peers: Ints
+    counts: Ints
+    numel: int
+
+    def splits(self, world_size: int) -> list[int]:
+        """Return the elements for every rank, as an all-to-all wants them."""
+        every = np.zeros(world_size, dtype=np.int64)
+        every[self.peers] = self.counts
+        counts: list[int] = every.tolist()
+        return counts
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Matrices that travel together, as one rank sees them.
 
-    Of a replicated matrix only the update travels; otherwise scatter is the reverse of gather.
+    Gather sends what is in the held buffer, and it arrives in the owned buffers; scatter is the reverse. Of replicated
+    matrices only the update travels.
 
     Attributes:
         matrices: Indices of the matrices in this chunk, ascending.
         owned: Those that this rank owns.
-        outgoing: Fragments that this rank sends in gather.
-        incoming: Fragments that this rank receives in gather.
-        gather_send_splits: Elements that this rank sends to each rank in gather.
-        gather_recv_splits: Elements that it receives from each rank in gather.
-        scatter_send_splits: Elements that it sends to each rank in scatter.
-        scatter_recv_splits: Elements that it receives from each rank in scatter.
-        updates_out: Fragments of updates that this rank sends in scatter.
-        updates_in: Fragments of updates that it receives in scatter.
+        held_buffer: Fragments that this rank holds of other ranks' matrices.
+        owned_buffer: Fragments that other ranks hold of this rank's matrices.
         gathers: Whether any rank sends anything in gather.
         scatters: Whether any rank sends anything in scatter.
     """
 
     matrices: tuple[int, ...]
     owned: tuple[int, ...]
-    outgoing: tuple[Segment, ...]
-    incoming: tuple[Segment, ...]
-    gather_send_splits: tuple[int, ...]
-    gather_recv_splits: tuple[int, ...]
-    scatter_send_splits: tuple[int, ...]
-    scatter_recv_splits: tuple[int, ...]
-    updates_out: tuple[Segment, ...]
-    updates_in: tuple[Segment, ...]
+    held_buffer: BufferPlan
+    owned_buffer: BufferPlan
     gathers: bool
     scatters: bool
 
@@ -81,7 +113,7 @@ class Chunk:
     @property
     def sent_elements(self) -> int:
         """Elements that this rank sends to others in both all-to-alls."""
-        return sum(self.gather_send_splits) + sum(self.scatter_send_splits)
+        return self.held_buffer.numel * self.gathers + self.owned_buffer.numel * self.scatters
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +141,16 @@ class ExchangePlan:
 
     def digest(self) -> str:
         """Return a hash of :meth:`description`, which must be equal on all ranks."""
-        return hashlib.sha256(json.dumps(self.description(), sort_keys=True).encode()).hexdigest()
+        found = hashlib.sha256()
+        for row in self.description():
+            found.update(json.dumps(row).encode())
+        return found.hexdigest()
 
-    def description(self) -> list[list[object]]:
-        """Return what all ranks must agree on, owners, chunks and layouts, as plain data: one row per matrix."""
+    def description(self) -> Iterator[list[object]]:
+        """Yield what all ranks must agree on, owners, chunks and layouts, as plain data: one row per matrix."""
         chunk_of = {index: number for number, chunk in enumerate(self.chunks) for index in chunk.matrices}
-        return [
-            [
+        for index, matrix in enumerate(self.matrices):
+            yield [
                 matrix.name,
                 matrix.rows,
                 matrix.cols,
@@ -125,10 +160,8 @@ class ExchangePlan:
                 self.owners[index],
                 list(matrix.sharers),
                 chunk_of[index],
-                [[f.rank, f.matrix_offset, f.partition_offset, f.numel] for f in matrix.fragments],
+                matrix.spread.numbers(),
             ]
-            for index, matrix in enumerate(self.matrices)
-        ]
 
 
 def build_exchange_plan(
@@ -149,15 +182,16 @@ def build_exchange_plan(
         chunk_numel: Elements that one rank owns in a chunk at most, which bounds what it receives at once. A larger
             matrix travels without others of its owner. Chunks are smaller where this bound would make only a few.
     """
+    spreads = [matrix.spread for matrix in matrices]
     chunks = [
-        _build_chunk(matrices, owners, indices, rank, world_size)
+        build_chunk(spreads, owners, indices, rank)
         for indices in _cut(matrices, owners, chunk_numel, world_size)
     ]
     return ExchangePlan(rank, world_size, tuple(matrices), tuple(owners), tuple(chunks))
 
 
-def _moves(matrix: MatrixLayout, owner: int) -> bool:
-    return any(fragment.rank != owner for fragment in matrix.fragments)
+def _moves(places: Places, owner: int) -> bool:
+    return places.ranks != range(owner, owner + 1)
 
 
 def _cut(
@@ -179,7 +213,7 @@ def _cut(
         if matrix.sharers:
             shared.append(index)
         else:
-            kinds.setdefault((_moves(matrix, owners[index]), matrix.replicated), []).append(index)
+            kinds.setdefault((_moves(matrix.spread, owners[index]), matrix.replicated), []).append(index)
     chunks = _cut_shared(matrices, shared, bound)
     for (moving, replicated), members in sorted(kinds.items()):
         together = moving and replicated
@@ -266,66 +300,79 @@ def _fill(items: Sequence[tuple[int, int, int]], limit: int, *, copies: int) -> 
     return chunks
 
 
-def _build_chunk(
-    matrices: Sequence[MatrixLayout],
-    owners: Sequence[int],
-    indices: Sequence[int],
-    rank: int,
-    world_size: int,
-) -> Chunk:
-    moving = [i for i in indices if _moves(matrices[i], owners[i])]
-    # The owner of a replicated matrix has the whole gradient already.
-    gathered = [i for i in moving if not matrices[i].replicated]
+def build_chunk(places: Sequence[Places], owners: Sequence[int], indices: Sequence[int], rank: int) -> Chunk:
+    """Plan one chunk for one rank.
 
-    def owner_elsewhere(index: int, fragment: Fragment) -> int | None:
-        return owners[index] if fragment.rank == rank != owners[index] else None
-
-    def holder_elsewhere(index: int, fragment: Fragment) -> int | None:
-        return fragment.rank if owners[index] == rank != fragment.rank else None
-
-    held = _segments(matrices, gathered, owner_elsewhere, world_size)
-    needed = _segments(matrices, gathered, holder_elsewhere, world_size)
-    updates_in = _segments(matrices, moving, owner_elsewhere, world_size)
-    updates_out = _segments(matrices, moving, holder_elsewhere, world_size)
+    Args:
+        places: Where each matrix of the plan lies.
+        owners: The owner of each matrix.
+        indices: The matrices of the chunk, ascending; all replicated, or none.
+        rank: The rank.
+    """
+    moving = [index for index in indices if _moves(places[index], owners[index])]
+    owned = tuple(index for index in indices if owners[index] == rank)
     return Chunk(
-        matrices=tuple(indices),
-        owned=tuple(i for i in indices if owners[i] == rank),
-        outgoing=held[0],
-        incoming=needed[0],
-        gather_send_splits=held[1],
-        gather_recv_splits=needed[1],
-        scatter_send_splits=updates_out[1],
-        scatter_recv_splits=updates_in[1],
-        updates_out=updates_out[0],
-        updates_in=updates_in[0],
-        gathers=bool(gathered),
+        tuple(indices),
+        owned,
+        _held_buffer(places, owners, moving, rank),
+        _owned_buffer(places, [index for index in moving if owners[index] == rank], rank),
+        # The owner of a replicated matrix has the whole gradient already.
+        gathers=bool(moving) and not places[moving[0]].replicated,
         scatters=bool(moving),
     )
 
 
-def _segments(
-    matrices: Sequence[MatrixLayout],
-    indices: Sequence[int],
-    peer_of: Callable[[int, Fragment], int | None],
-    world_size: int,
-) -> tuple[tuple[Segment, ...], tuple[int, ...]]:
-    """Lay out a buffer by peer, matrix and offset, and count the elements of each peer.
-
-    ``peer_of`` maps a fragment to its peer, or to ``None`` if it does not belong into the buffer.
-    """
-    by_peer: list[list[tuple[int, Fragment]]] = [[] for _ in range(world_size)]
-    for index in indices:
-        for fragment in sorted(matrices[index].fragments, key=lambda f: (f.matrix_offset, f.rank)):
-            peer = peer_of(index, fragment)
-            if peer is not None:
-                by_peer[peer].append((index, fragment))
+def _held_buffer(
+    places: Sequence[Places], owners: Sequence[int], indices: Sequence[int], rank: int
+) -> BufferPlan:
+    """Lay out the fragments that a rank holds of other ranks' matrices, by owner."""
     segments: list[Segment] = []
-    splits: list[int] = []
+    counts: dict[int, int] = {}
     offset = 0
-    for entries in by_peer:
-        start = offset
-        for index, fragment in entries:
-            segments.append(Segment(index, fragment, offset))
+    for index in sorted(indices, key=lambda index: owners[index]):
+        fragment = places[index].on(rank) if owners[index] != rank else None
+        if fragment is not None:
+            segments.append(Segment(index, fragment.matrix_offset, fragment.numel, offset))
+            counts[owners[index]] = counts.get(owners[index], 0) + fragment.numel
             offset += fragment.numel
-        splits.append(offset - start)
-    return tuple(segments), tuple(splits)
+    return BufferPlan(tuple(segments), _ints(counts), _ints(counts.values()), offset)
+
+
+def _owned_buffer(places: Sequence[Places], indices: Sequence[int], rank: int) -> BufferPlan:
+    """Lay out the fragments that other ranks hold of a rank's own matrices, by holder."""
+    if not indices:
+        return BufferPlan((), _ints(()), _ints(()), 0)
+    first = min(places[index].ranks.start for index in indices)
+    ranks = np.arange(first, max(places[index].ranks.stop for index in indices) + 1)
+    held = np.array([_held(places[index], ranks, rank) for index in indices])
+    total = held.sum(axis=0)
+    offsets = np.cumsum(total) - total
+    inside = np.cumsum(held, axis=0) - held
+    segments: list[Segment] = []
+    for index, lengths, before in zip(indices, held, inside, strict=True):
+        copies = places[index].replicated
+        starts = np.zeros_like(lengths) if copies else places[index].starts(ranks[:-1])
+        # Peers make one segment where their fragments are equal and lie equally in what they send.
+        alike = np.stack((lengths, total, before))
+        begins = np.flatnonzero(np.append(True, (alike[:, 1:] != alike[:, :-1]).any(axis=0)))
+        ends = np.append(begins[1:], len(lengths))
+        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+            if lengths[begin]:
+                numel, at = int(lengths[begin]), int(offsets[begin] + before[begin])
+                where = (int(starts[begin]), numel, at, end - begin, int(total[begin]))
+                segments.append(Segment(index, *where, copies))
+    peers = np.flatnonzero(total)
+    return BufferPlan(tuple(segments), ranks[peers], total[peers], int(total.sum()))
+
+
+def _held(places: Places, ranks: Ints, owner: int) -> Ints:
+    """Return the elements that each of consecutive ranks but the owner holds; the last of ``ranks`` only ends them."""
+    if places.replicated:
+        held = np.where(ranks[:-1] < places.ranks.stop, places.numel, 0)
+    else:
+        held = np.diff(places.starts(ranks))
+    return np.where(ranks[:-1] == owner, 0, held)
+
+
+def _ints(numbers: Iterable[int]) -> Ints:
+    return np.fromiter(numbers, dtype=np.int64)

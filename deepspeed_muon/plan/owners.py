@@ -61,14 +61,12 @@ def grid_blocks(row_blocks: Sequence[int], col_blocks: Sequence[int]) -> tuple[t
 
 def holders_in_layouts(matrices: Sequence[MatrixLayout], world_size: int) -> list[Holders]:
     """Return the holders of each matrix, for :func:`assign_owners`."""
+    everywhere = _everywhere(world_size)
     found: list[Holders] = []
     for matrix in matrices:
-        amounts: Counter[int] = Counter()
-        for fragment in matrix.fragments:
-            amounts[fragment.rank] += fragment.numel
-        anywhere = matrix.replicated or len(amounts) >= _everywhere(world_size)
-        ranks = sorted(amounts)
-        found.append(None if anywhere else (ranks, [float(amounts[rank]) for rank in ranks]))
+        ranks = matrix.spread.ranks
+        anywhere = matrix.replicated or len(ranks) >= everywhere
+        found.append(None if anywhere else (ranks, [float(matrix.spread.held_by(rank)) for rank in ranks]))
     return found
 
 

@@ -12,10 +12,13 @@ rank 1: ``Fragment(0, 0, 0, 2)`` and ``Fragment(1, 2, 0, 2)``, counted in rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from deepspeed_muon.plan.layout import Fragment, MatrixLayout
+import numpy as np
 
-__all__ = ["ROW_STATE_KEY", "row_count", "row_layouts"]
+from deepspeed_muon.plan.layout import Fragment, Ints, MatrixLayout
+
+__all__ = ["ROW_STATE_KEY", "RowPlaces", "row_count", "row_places"]
 
 ROW_STATE_KEY = "row_second_moment"
 """NorMuon's entry of the optimizer state: one fp32 number for each row that this rank keeps."""
@@ -27,46 +30,110 @@ def row_count(matrix: MatrixLayout) -> int:
     return matrix.cols * len(rows) if matrix.transposed else matrix.rows * len(cols)
 
 
-def row_layouts(matrices: Sequence[MatrixLayout]) -> tuple[MatrixLayout, ...]:
-    """Return, for each matrix, the layout of one number per output, as a matrix with a single column.
+@dataclass(frozen=True, slots=True)
+class RowPlaces:
+    """Where the row moments of one matrix lie: :class:`~deepspeed_muon.plan.layout.Places`, counted in rows.
+
+    Attributes:
+        matrix: The matrix.
+        number: Its number among the matrices of its partition.
+        neighbours: The matrices of its partition.
+    """
+
+    matrix: MatrixLayout
+    number: int
+    neighbours: _Neighbours
+
+    @property
+    def numel(self) -> int:
+        """The number of rows."""
+        return row_count(self.matrix)
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank keeps all of them."""
+        return self.matrix.replicated
+
+    @property
+    def ranks(self) -> range:
+        """The ranks from the one with the first row to the one with the last; not all of them need keep rows."""
+        spread = self.matrix.spread
+        return spread.ranks if spread.replicated else range(spread.first, self.rank_at(self.numel - 1) + 1)
+
+    def rank_at(self, element: int) -> int:
+        """Return the rank that keeps a row: the one that holds its first element. Not for replicated matrices."""
+        matrix = self.matrix
+        rows, cols = matrix.grid
+        if matrix.transposed:
+            stripe, col = divmod(element, matrix.cols)
+            return matrix.spread.rank_at(sum(rows[:stripe]) * matrix.cols + col)
+        row, number = divmod(element, len(cols))
+        return matrix.spread.rank_at(row * matrix.cols + sum(cols[:number]))
+
+    def starts(self, ranks: Ints) -> Ints:
+        """Return the first row that each of ``ranks`` or a later one keeps; not for replicated matrices."""
+        return _begin_before(self.matrix, self.matrix.spread.starts(ranks))
+
+    def on(self, rank: int) -> Fragment | None:
+        """Return the rows that a rank keeps and where, ``None`` if it keeps none."""
+        rows = _rows_on(self.matrix, rank)
+        if not rows:
+            return None
+        return Fragment(rank, rows.start, self.neighbours.offsets(rank)[self.number], len(rows))
+
+
+@dataclass(slots=True)
+class _Neighbours:
+    """The matrices of one partition; offsets are kept for the rank that was asked for last."""
+
+    matrices: list[MatrixLayout] = field(default_factory=list)
+    _known: tuple[int, list[int]] = (-1, [])
+
+    def offsets(self, rank: int) -> list[int]:
+        """Return where a rank keeps the rows of each matrix: in the order of its fragments in the partition."""
+        if self._known[0] != rank:
+            held = [matrix.spread.on(rank) for matrix in self.matrices]
+            offsets, offset = [0] * len(held), 0
+            places = [(each.partition_offset, number) for number, each in enumerate(held) if each is not None]
+            for _, number in sorted(places):
+                offsets[number] = offset
+                offset += len(_rows_on(self.matrices[number], rank))
+            self._known = rank, offsets
+        return self._known[1]
+
+
+def row_places(matrices: Sequence[MatrixLayout]) -> tuple[RowPlaces, ...]:
+    """Return where the row moments of each matrix lie.
 
     A stack and the runs of blocks that it is cut into keep the same numbers in the same places.
 
     Args:
         matrices: All of Muon's matrices in one or more partitions, as stacks or as runs of blocks.
     """
-    placed: list[tuple[int, int, int, int, int, int]] = []
-    for index, matrix in enumerate(matrices):
-        for fragment in matrix.fragments:
-            first = _begin_before(matrix, fragment.matrix_offset)
-            count = _begin_before(matrix, fragment.matrix_offset + fragment.numel) - first
-            if count:
-                where = (matrix.partition, fragment.rank, fragment.partition_offset)
-                placed.append((*where, index, first, count))
-    filled: dict[tuple[int, int], int] = {}
-    found: list[list[Fragment]] = [[] for _ in matrices]
-    for partition, rank, _, index, first, count in sorted(placed):
-        offset = filled.get((partition, rank), 0)
-        filled[partition, rank] = offset + count
-        found[index].append(Fragment(rank, first, offset, count))
-    return tuple(
-        MatrixLayout(
-            matrix.name,
-            row_count(matrix),
-            1,
-            matrix.partition,
-            tuple(sorted(fragments, key=lambda f: (f.rank, f.matrix_offset))),
-            matrix.replicated,
-        )
-        for matrix, fragments in zip(matrices, found, strict=True)
-    )
+    partitions: dict[int, _Neighbours] = {}
+    found = []
+    for matrix in matrices:
+        neighbours = partitions.setdefault(matrix.partition, _Neighbours())
+        found.append(RowPlaces(matrix, len(neighbours.matrices), neighbours))
+        neighbours.matrices.append(matrix)
+    return tuple(found)
 
 
-def _begin_before(matrix: MatrixLayout, offset: int) -> int:
-    """Return how many rows of blocks (columns, if transposed) begin before the element at ``offset``."""
+def _rows_on(matrix: MatrixLayout, rank: int) -> range:
+    """Return the rows whose first element lies on a rank."""
+    fragment = matrix.spread.on(rank)
+    if fragment is None:
+        return range(0)
+    ends = np.array([fragment.matrix_offset, fragment.matrix_offset + fragment.numel])
+    return range(*_begin_before(matrix, ends).tolist())
+
+
+def _begin_before(matrix: MatrixLayout, offsets: Ints) -> Ints:
+    """Return how many rows of blocks (columns, if transposed) begin before each of the elements at ``offsets``."""
+    row_blocks, col_blocks = matrix.grid
     if matrix.transposed:
-        starts = {block.row * matrix.cols for block in matrix.blocks()}
-        return sum(min(max(offset - start, 0), matrix.cols) for start in starts)
-    starts = {block.col for block in matrix.blocks()}
-    rows, rest = divmod(offset, matrix.cols)
-    return rows * len(starts) + sum(start < rest for start in starts)
+        first = np.cumsum([0, *row_blocks[:-1]]) * matrix.cols
+        begun: Ints = np.clip(offsets - first[:, None], 0, matrix.cols).sum(axis=0)
+        return begun
+    rows, rest = np.divmod(offsets, matrix.cols)
+    return rows * len(col_blocks) + np.searchsorted(np.cumsum([0, *col_blocks[:-1]]), rest)

@@ -293,6 +293,6 @@ def cut_for_sharers(matrix: MatrixLayout, sharers: Sequence[int]) -> list[Matrix
         return [matrix]
     sizes = even_sizes(matrix.rows, len(sharers))
     return [
-        replace(matrix, rows=rows, fragments=held, shards=TensorShards(0, sizes), sharers=tuple(sharers))
-        for rows, held in zip(sizes, cut_rows(matrix, sizes), strict=True)
+        replace(matrix, rows=rows, spread=spread, shards=TensorShards(0, sizes), sharers=tuple(sharers))
+        for rows, spread in zip(sizes, cut_rows(matrix, sizes), strict=True)
     ]

@@ -8,12 +8,11 @@ travel together.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from deepspeed_muon.plan.layout import Fragment, MatrixLayout
+from deepspeed_muon.plan.layout import MatrixLayout, Spread
 
 __all__ = ["block_runs", "cut_rows", "cut_stack", "travelling_cost"]
 
@@ -35,14 +34,14 @@ def travelling_cost(costs: Sequence[float], load: Sequence[float]) -> float:
 
 
 def block_runs(
-    blocks: int, numel: int, starts: Sequence[int] | None, *, cost: float, limit: float
+    blocks: int, numel: int, rank_at: Callable[[int], int] | None, *, cost: float, limit: float
 ) -> list[BlockRun]:
     """Divide a stack of equal blocks into runs that get one owner each: first block and number of blocks.
 
     Args:
         blocks: Blocks in the stack.
         numel: Elements of a block.
-        starts: The first element of each holder, ascending from zero; ``None`` if every rank holds the stack.
+        rank_at: Returns the rank that holds an element; ``None`` if every rank holds the stack.
         cost: Operations of orthogonalising a block.
         limit: Operations of a run of several blocks that do not lie whole on one rank.
     """
@@ -51,9 +50,9 @@ def block_runs(
     before: int | None = None
     for block in range(blocks):
         holder = None
-        if starts is not None:
-            first = bisect_right(starts, block * numel)
-            holder = first if first == bisect_right(starts, (block + 1) * numel - 1) else None
+        if rank_at is not None:
+            first = rank_at(block * numel)
+            holder = first if first == rank_at((block + 1) * numel - 1) else None
         if runs and holder == before and (holder is not None or runs[-1][1] < most):
             runs[-1] = (runs[-1][0], runs[-1][1] + 1)
         else:
@@ -71,38 +70,27 @@ def cut_stack(matrix: MatrixLayout, *, cost: float, limit: float) -> list[Matrix
         limit: As for :func:`block_runs`.
     """
     count = matrix.equal_blocks or 1
-    if count == 1 or matrix.shards is not None or matrix.whole_on() is not None:
+    if count == 1 or matrix.shards is not None or matrix.spread.whole_on is not None:
         return [matrix]
     rows, cols = matrix.block_shape
-    starts = None if matrix.replicated else sorted(fragment.matrix_offset for fragment in matrix.fragments)
-    runs = block_runs(count, rows * cols, starts, cost=cost / count, limit=limit)
+    rank_at = None if matrix.replicated else matrix.spread.rank_at
+    runs = block_runs(count, rows * cols, rank_at, cost=cost / count, limit=limit)
     if len(runs) == 1:
         return [matrix]
-    fragments = cut_rows(matrix, [number * rows for _, number in runs])
+    spreads = cut_rows(matrix, [number * rows for _, number in runs])
     return [
         replace(
             matrix,
             rows=number * rows,
-            fragments=held,
+            spread=spread,
             row_blocks=(rows,) * number if number > 1 else (),
             first_row=first * rows,
         )
-        for (first, number), held in zip(runs, fragments, strict=True)
+        for (first, number), spread in zip(runs, spreads, strict=True)
     ]
 
 
-def cut_rows(matrix: MatrixLayout, sizes: Sequence[int]) -> list[tuple[Fragment, ...]]:
-    """Cut a matrix into ``sizes`` rows each and return the fragments of each part, with offsets inside the part."""
-    found: list[list[Fragment]] = [[] for _ in sizes]
-    ends = [rows * matrix.cols for rows in accumulate(sizes)]
-    for fragment in matrix.fragments:
-        begin, stop = fragment.matrix_offset, fragment.matrix_offset + fragment.numel
-        number = bisect_right(ends, begin)
-        while begin < stop:
-            until = min(stop, ends[number])
-            start = ends[number] - sizes[number] * matrix.cols
-            inside = fragment.partition_offset + begin - fragment.matrix_offset
-            found[number].append(Fragment(fragment.rank, begin - start, inside, until - begin))
-            begin = until
-            number += 1
-    return [tuple(fragments) for fragments in found]
+def cut_rows(matrix: MatrixLayout, sizes: Sequence[int]) -> list[Spread]:
+    """Cut a matrix into ``sizes`` rows each; return where each part lies."""
+    ends = list(accumulate(rows * matrix.cols for rows in sizes))
+    return [matrix.spread.part(start, stop) for start, stop in zip([0, *ends[:-1]], ends, strict=True)]

@@ -98,8 +98,8 @@ class QkClip:
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         for number, step_set in enumerate(step_sets):
             layouts = [each for each in step_set.layouts if each.name in wanted]
-            parameters = {each.name: (each.partition, each.fragments) for each in layouts}
-            self._runs[number] = head_runs(self.layers, parameters, rank=step_set.rank)
+            parameters = {each.name: (each.partition, each.spread.on(step_set.rank)) for each in layouts}
+            self._runs[number] = head_runs(self.layers, parameters)
             if parameters:
                 group = step_set.group
                 groups[() if group is None else tuple(dist.get_process_group_ranks(group))] = group
@@ -228,30 +228,28 @@ class HeadRun:
 
 
 def head_runs(
-    layers: Sequence[AttentionHeads], parameters: Mapping[str, tuple[int, Sequence[Fragment]]], *, rank: int
+    layers: Sequence[AttentionHeads], parameters: Mapping[str, tuple[int, Fragment | None]]
 ) -> tuple[HeadRun, ...]:
     """Return every run of this rank's partitions that belongs to a head.
 
     Args:
         layers: The attention layers.
-        parameters: Name of each parameter to its partition and the fragments of all ranks.
-        rank: This rank.
+        parameters: Name of each parameter to its partition and this rank's fragment.
     """
     runs = []
     for number, layer in enumerate(layers):
         for block in layer.rows:
-            if block.parameter not in parameters:
+            partition, fragment = parameters.get(block.parameter, (0, None))
+            if fragment is None:
                 continue
-            partition, fragments = parameters[block.parameter]
             group = layer.heads // block.heads
             for head in range(block.heads):
                 begin = (block.start + head * block.stride) * block.row_numel
                 end = begin + block.rows * block.row_numel
-                for fragment in fragments:
-                    low = max(begin, fragment.matrix_offset)
-                    high = min(end, fragment.matrix_offset + fragment.numel)
-                    if fragment.rank == rank and low < high:
-                        offset = fragment.partition_offset + low - fragment.matrix_offset
-                        heads = (head * group, (head + 1) * group)
-                        runs.append(HeadRun(number, *heads, block.role, partition, offset, high - low))
+                low = max(begin, fragment.matrix_offset)
+                high = min(end, fragment.matrix_offset + fragment.numel)
+                if low < high:
+                    offset = fragment.partition_offset + low - fragment.matrix_offset
+                    heads = (head * group, (head + 1) * group)
+                    runs.append(HeadRun(number, *heads, block.role, partition, offset, high - low))
     return tuple(runs)

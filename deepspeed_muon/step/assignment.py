@@ -130,7 +130,7 @@ def _most(step_set: StepSet, config: MuonConfig, device: torch.device, can_open_
 def _shareable(matrix: MatrixLayout) -> Shareable | None:
     if len(matrix.grid[0]) * len(matrix.grid[1]) > 1:
         return None
-    return Shareable(matrix.rows, matrix.cols, stays=matrix.whole_on() is not None)
+    return Shareable(matrix.rows, matrix.cols, stays=matrix.spread.whole_on is not None)
 
 
 def _ranks_of_this_node() -> int | None:

@@ -13,7 +13,7 @@ from deepspeed_muon.errors import BindingError
 from deepspeed_muon.step.assignment import may_share
 from deepspeed_muon.step.runner import StepResources, StepRunner
 from deepspeed_muon.step.step_set import StepSet
-from deepspeed_muon.transport.agreement import RankFacts, group_rank_scope
+from deepspeed_muon.transport.agreement import RankFacts, Scope
 
 __all__ = ["BoundSteps", "flat_gradients"]
 
@@ -39,11 +39,11 @@ class BoundSteps:
         """
         self._config = config
         self._resources = resources
-        loads: dict[str, list[float]] = {}
+        loads: dict[Scope, list[float]] = {}
         self.runners: list[StepRunner] = []
         follows = False
         for number, step_set in enumerate(step_sets):
-            load = loads.setdefault(group_rank_scope(step_set.group), [0.0] * step_set.world_size)
+            load = loads.setdefault(Scope.of(step_set.group), [0.0] * step_set.world_size)
             possible = step_set.refresh is not None and may_stay_pending and bool(step_set.matrices)
             self.runners.append(
                 StepRunner(
@@ -115,11 +115,13 @@ class BoundSteps:
     def facts(self) -> RankFacts:
         """Return what the ranks compare of their plans."""
         facts: dict[str, str] = {}
-        scopes: dict[str, str] = {}
-        shared = [group_rank_scope(runner.step_set.group) for runner in self.runners]
+        scopes: dict[str, Scope] = {}
+        shared = [Scope.of(runner.step_set.group) for runner in self.runners]
         for number, (runner, ranks) in enumerate(zip(self.runners, shared, strict=True)):
             own = {
-                f"step sets of ranks {ranks}": str([n for n, each in enumerate(shared) if each == ranks]),
+                f"step sets of ranks {ranks.name}": str(
+                    [n for n, each in enumerate(shared) if each == ranks]
+                ),
                 f"plan of step set {number}": runner.plan.digest(),
                 # In the order of the flags, which the ranks match by position.
                 f"parameters of step set {number}": ", ".join(
@@ -130,10 +132,10 @@ class BoundSteps:
             scopes.update(dict.fromkeys(own, ranks))
             if runner.step_set.wider_group is not None:
                 # The wider group exchanges flags once for each of these sets, in order.
-                wider = group_rank_scope(runner.step_set.wider_group)
+                wider = Scope.of(runner.step_set.wider_group)
                 together = [n for n, each in enumerate(self.runners) if _skips_with(each.step_set, wider)]
-                facts[f"step sets that ranks {wider} skip together"] = str(together)
-                scopes[f"step sets that ranks {wider} skip together"] = wider
+                facts[f"step sets that ranks {wider.name} skip together"] = str(together)
+                scopes[f"step sets that ranks {wider.name} skip together"] = wider
             if runner.step_set.tensor_group is not None:
                 # Tensor-parallel ranks call collectives in the order of the plan, and compute by the settings.
                 across = {
@@ -143,13 +145,13 @@ class BoundSteps:
                     f"optimizer.params for step set {number}": self._config.digest(),
                 }
                 facts.update(across)
-                scopes.update(dict.fromkeys(across, group_rank_scope(runner.step_set.tensor_group)))
+                scopes.update(dict.fromkeys(across, Scope.of(runner.step_set.tensor_group)))
         return RankFacts(facts, scopes=scopes)
 
 
-def _skips_with(step_set: StepSet, ranks: str) -> bool:
-    """Return whether a set skips its steps together with ``ranks``, as :func:`group_rank_scope` writes them."""
-    return step_set.wider_group is not None and group_rank_scope(step_set.wider_group) == ranks
+def _skips_with(step_set: StepSet, ranks: Scope) -> bool:
+    """Return whether a set skips its steps together with ``ranks``."""
+    return step_set.wider_group is not None and Scope.of(step_set.wider_group) == ranks
 
 
 def flat_gradients(runner: StepRunner, scale: Tensor | None) -> Mapping[int, Tensor]:

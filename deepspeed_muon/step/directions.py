@@ -10,10 +10,10 @@ from torch import Tensor
 
 from deepspeed_muon.monitoring.results import Finish
 from deepspeed_muon.plan.exchange import Chunk, ExchangePlan, Segment
-from deepspeed_muon.step.momentum import LocalDirections, held_by
+from deepspeed_muon.step.momentum import LocalDirections
 from deepspeed_muon.step.update_rule import UpdateTable
 from deepspeed_muon.transport.context import StepContext
-from deepspeed_muon.transport.exchange import cut
+from deepspeed_muon.transport.exchange import cut, part_of
 from deepspeed_muon.transport.row_moments import RowMoments
 
 __all__ = ["ChunkDirections", "Step", "together"]
@@ -38,30 +38,28 @@ class ChunkDirections:
         self._local = step.directions
         self._received = received
         self._incoming: dict[int, list[Segment]] = {}
-        for segment in chunk.incoming:
+        for segment in chunk.owned_buffer.segments if chunk.gathers else ():
             self._incoming.setdefault(segment.matrix, []).append(segment)
 
     def stacked(self, indices: Sequence[int]) -> Tensor:
         """Return ``(matrices, rows, cols)``. Matrices that lie whole on this rank are used in place."""
         first = self._matrices[indices[0]]
         shape = (len(indices), first.rows, first.cols)
-        fragments = [held_by(self._matrices[index], self._context.rank) for index in indices]
+        own = [self._local.get(index) for index in indices]
         if all(index not in self._incoming for index in indices):
-            whole = together([self._local.get(i, own[0]) for i, own in zip(indices, fragments, strict=True)])
+            whole = together([direction for _, direction in filter(None, own)])
             if whole is not None:
                 return whole.to(self._context.device).view(shape)
         full = torch.empty(
             len(indices) * first.numel, dtype=self._context.wire_dtype, device=self._context.device
         )
-        for index, own, matrix in zip(indices, fragments, full.split(first.numel), strict=True):
-            for fragment in own:
-                matrix.narrow(0, fragment.matrix_offset, fragment.numel).copy_(
-                    self._local.get(index, fragment)
-                )
+        for index, local, matrix in zip(indices, own, full.split(first.numel), strict=True):
+            if local is not None:
+                fragment, direction = local
+                matrix.narrow(0, fragment.matrix_offset, fragment.numel).copy_(direction)
             for segment in self._incoming.get(index, ()):
                 assert self._received is not None
-                fragment = segment.fragment
-                matrix.narrow(0, fragment.matrix_offset, fragment.numel).copy_(cut(self._received, segment))
+                part_of(matrix, segment).copy_(cut(self._received, segment))
         return full.view(shape)
 
 

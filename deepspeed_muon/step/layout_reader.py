@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.errors import BindingError
-from deepspeed_muon.plan.layout import Fragment, MatrixLayout, ParameterLayout, replicated_fragments
+from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout, Spread, replicated_spread
 from deepspeed_muon.routing.rules import Route, true_shape
 from deepspeed_muon.step.step_set import BoundPartition, NativeAdam, Refresh, StepSet
 
@@ -63,12 +63,8 @@ class LayoutReader:
         if params and self._model_dtype is None:
             self._model_dtype = params[0].dtype
 
-    def add_parameter(
-        self, param: Tensor, fragments: tuple[Fragment, ...], *, replicated: bool = False
-    ) -> None:
+    def add_parameter(self, param: Tensor, spread: Spread) -> None:
         """Add one parameter of the partition begun last."""
-        if not fragments:
-            return
         partition = self._partitions[-1]
         route = self._route(param)
         if partition.muon:
@@ -79,16 +75,14 @@ class LayoutReader:
                     rows,
                     cols,
                     partition.index,
-                    fragments,
-                    replicated=replicated,
+                    spread,
                     row_blocks=route.row_blocks,
                     col_blocks=route.col_blocks,
                     transposed=route.transposed,
                 )
             )
         else:
-            numel = torch.Size(route.shape).numel()
-            self._others.append(ParameterLayout(route.name, numel, partition.index, fragments))
+            self._others.append(ParameterLayout(route.name, partition.index, spread))
 
     def step_set(self, refresh: Refresh | None = None) -> StepSet:
         """Return what was collected; for ``refresh`` see :class:`StepSet`."""
@@ -136,7 +130,5 @@ def read_whole(
     for index, (model, master) in zip(numbers or range(len(pairs)), pairs, strict=True):
         reader.add_partition(index, master, [model])
         if model.numel():
-            reader.add_parameter(
-                model, replicated_fragments(0, model.numel(), reader.world_size), replicated=True
-            )
+            reader.add_parameter(model, replicated_spread(0, model.numel(), reader.world_size))
     return reader.step_set()

@@ -11,7 +11,7 @@ from torch import Tensor
 from deepspeed_muon.plan.layout import Fragment, MatrixLayout
 from deepspeed_muon.transport.context import StepContext
 
-__all__ = ["LocalDirections", "MomentumSource", "held_by"]
+__all__ = ["LocalDirections", "MomentumSource"]
 
 _ALIGNMENT = 32
 
@@ -36,19 +36,23 @@ class MomentumSource:
 
 
 class LocalDirections:
-    """The directions of this rank's fragments in the chunks that are under way; ``sources`` are by partition index."""
+    """The directions of this rank's fragments in the chunks that are under way.
+
+    ``held`` has this rank's fragment of each of ``matrices``, ``sources`` are by partition index.
+    """
 
     def __init__(
         self,
         matrices: Sequence[MatrixLayout],
+        held: Sequence[Fragment | None],
         sources: Mapping[int, MomentumSource],
         context: StepContext,
     ) -> None:
         self._matrices = matrices
+        self._held = held
         self._sources = sources
-        self._rank = context.rank
         self._wire_dtype = context.wire_dtype
-        self._made: dict[int, dict[int, Tensor]] = {}
+        self._made: dict[int, Tensor] = {}
 
     def prepare(self, indices: Sequence[int]) -> None:
         """Update the momentum of these matrices' local fragments and make their directions.
@@ -57,9 +61,7 @@ class LocalDirections:
         small matrices that lie whole here and run in one batch need no copy if their sizes are such multiples. Each
         matrix may be prepared once in a step.
         """
-        local = [
-            (index, fragment) for index in indices for fragment in held_by(self._matrices[index], self._rank)
-        ]
+        local = [(index, fragment) for index in indices if (fragment := self._held[index]) is not None]
         sizes: dict[torch.device, int] = {}
         for index, fragment in local:
             device = self._source_of(index).momentum_buffer.device
@@ -68,7 +70,6 @@ class LocalDirections:
             device: torch.empty(numel, dtype=self._wire_dtype, device=device)
             for device, numel in sizes.items()
         }
-        self._made.update({index: {} for index in indices})
         for index, fragment in local:
             source = self._source_of(index)
             buf = source.momentum_buffer.narrow(0, fragment.partition_offset, fragment.numel)
@@ -81,24 +82,20 @@ class LocalDirections:
                 else grad.narrow(0, fragment.partition_offset, fragment.numel)
             )
             source.pack(buf, grad, out, source.momentum, source.nesterov)
-            self._made[index][fragment.matrix_offset] = out
+            self._made[index] = out
 
     def _source_of(self, index: int) -> MomentumSource:
         return self._sources[self._matrices[index].partition]
 
-    def get(self, index: int, fragment: Fragment) -> Tensor:
-        """Return the direction of a local fragment of a prepared matrix, one-dimensional, on the partition's device."""
-        return self._made[index][fragment.matrix_offset]
+    def get(self, index: int) -> tuple[Fragment, Tensor] | None:
+        """Return this rank's fragment of a prepared matrix and its direction, flat, on the partition's device."""
+        fragment = self._held[index]
+        return None if fragment is None else (fragment, self._made[index])
 
     def release(self, indices: Sequence[int]) -> None:
         """Forget the directions of these matrices."""
         for index in indices:
-            del self._made[index]
-
-
-def held_by(matrix: MatrixLayout, rank: int) -> list[Fragment]:
-    """Return the fragments of a matrix that a rank holds."""
-    return [fragment for fragment in matrix.fragments if fragment.rank == rank]
+            self._made.pop(index, None)
 
 
 def _aligned(numel: int) -> int:

@@ -15,13 +15,12 @@ from deepspeed_muon.monitoring.check import ResultCheck
 from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.ops import matrix_norms
 from deepspeed_muon.plan.exchange import Chunk, ExchangePlan, Segment, build_exchange_plan
-from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.rows import row_layouts
+from deepspeed_muon.plan.rows import RowPlaces, row_places
 from deepspeed_muon.step.adam import AdamUpdates
 from deepspeed_muon.step.assignment import Assignment, assign
 from deepspeed_muon.step.directions import ChunkDirections, Step
 from deepspeed_muon.step.gradients import GradientInspection, GradientReport
-from deepspeed_muon.step.momentum import LocalDirections, MomentumSource, held_by
+from deepspeed_muon.step.momentum import LocalDirections, MomentumSource
 from deepspeed_muon.step.placements import CutOverGroup, Orthogonalize, Placement, WholeAtOwner
 from deepspeed_muon.step.state import State, StatePolicy, passes_for, row_moments_of, state_of
 from deepspeed_muon.step.step_set import Refresh, StepSet
@@ -29,7 +28,7 @@ from deepspeed_muon.step.tensor_parallel import OverTensorGroup, refuse_with_ten
 from deepspeed_muon.step.update_rule import BlockScales, UpdateTable
 from deepspeed_muon.transport.buffers import ExchangeBuffers
 from deepspeed_muon.transport.context import StepContext, StepStats
-from deepspeed_muon.transport.exchange import ChunkExchange, Travel, cut
+from deepspeed_muon.transport.exchange import ChunkExchange, Travel, cut, part_of
 from deepspeed_muon.transport.row_moments import RowMoments
 from deepspeed_muon.transport.share_groups import ShareGroups, global_ranks
 
@@ -122,7 +121,7 @@ class StepRunner:
             resources.stats,
         )
         self.assignment, self.plan = _planned(step_set, config, resources, load)
-        self._local = [held_by(matrix, step_set.rank) for matrix in self.plan.matrices]
+        self._held = [matrix.spread.on(step_set.rank) for matrix in self.plan.matrices]
         self._scales = BlockScales(self.plan.matrices)
         self._exchange = ChunkExchange(
             self.plan,
@@ -172,13 +171,13 @@ class StepRunner:
     @property
     def wire_bytes_per_step(self) -> int:
         """Bytes that this rank sends to data-parallel ranks in a step in which every matrix has a gradient."""
-        rows = 0 if self._row_moments is None else self._row_moments.plan.sent_elements
+        rows = 0 if self._row_moments is None else self._row_moments.sent_elements
         return self.plan.sent_elements * self.context.wire_dtype.itemsize + rows * torch.float32.itemsize
 
     @property
-    def row_layouts(self) -> tuple[MatrixLayout, ...]:
-        """Where NorMuon's row moments lie, one layout for each matrix of the set; empty without NorMuon."""
-        return () if self._row_moments is None else row_layouts(self.step_set.matrices)
+    def row_places(self) -> tuple[RowPlaces, ...]:
+        """Where NorMuon's row moments lie, for each matrix of the set; empty without NorMuon."""
+        return () if self._row_moments is None else row_places(self.step_set.matrices)
 
     def groups_that_share(self) -> set[tuple[int, ...]]:
         """Return the groups, as global ranks, in which this rank shares matrices."""
@@ -297,7 +296,7 @@ class StepRunner:
         rows = self._row_moments if any(active) else None
         step = Step(
             active,
-            LocalDirections(self.plan.matrices, sources, self.context),
+            LocalDirections(self.plan.matrices, self._held, sources, self.context),
             UpdateTable(self.plan.matrices, self._scales, groups, self._passes, flat),
             rows,
         )
@@ -316,11 +315,11 @@ class StepRunner:
         """Update the momentum of a chunk's matrices and put the directions that travel into the send buffer."""
         step.directions.prepare(self._in_batches(travel.chunk, step.active))
         if travel.chunk.gathers:
-            for segment in travel.chunk.outgoing:
+            for segment in travel.chunk.held_buffer.segments:
                 # The buffer keeps old data for a matrix without a gradient: nobody reads it.
-                if step.active[segment.matrix]:
-                    direction = step.directions.get(segment.matrix, segment.fragment)
-                    cut(travel.held, segment).copy_(direction, non_blocking=True)
+                local = step.directions.get(segment.matrix) if step.active[segment.matrix] else None
+                if local is not None:
+                    cut(travel.held, segment).copy_(local[1], non_blocking=True)
 
     def _wait_for_gather(self, travel: Travel) -> None:
         with self._check.recorder.span("gather"):
@@ -332,20 +331,19 @@ class StepRunner:
         There the updates overwrite the directions that the gather brought.
         """
         outgoing: dict[int, list[Segment]] = {}
-        for segment in chunk.updates_out:
+        for segment in chunk.owned_buffer.segments:
             outgoing.setdefault(segment.matrix, []).append(segment)
         owned = [index for index in chunk.owned if step.active[index]]
         shared = bool(owned) and bool(self.plan.matrices[owned[0]].sharers)
         placement: Placement = self._shared if shared else self._placement
         directions = ChunkDirections(self.plan, self.context, step, chunk, buffer)
         for index, update in placement.updates(owned, directions):
-            for fragment in self._local[index]:
-                part = update.narrow(0, fragment.matrix_offset, fragment.numel)
-                step.table.apply(index, fragment, part)
+            own = self._held[index]
+            if own is not None:
+                step.table.apply(index, own, update.narrow(0, own.matrix_offset, own.numel))
             for segment in outgoing.get(index, ()):
                 assert buffer is not None
-                fragment = segment.fragment
-                cut(buffer, segment).copy_(update.narrow(0, fragment.matrix_offset, fragment.numel))
+                cut(buffer, segment).copy_(part_of(update, segment))
         step.directions.release(chunk.active(step.active))
 
     def _update_in_place(self, chunks: Sequence[Chunk], step: Step) -> None:
@@ -365,12 +363,12 @@ class StepRunner:
         """Wait for the scatter of a chunk and apply its updates; call ``refresh`` for every fragment that changed."""
         with self._check.recorder.span("scatter"):
             self._exchange.wait("scatter", travel)
-        for segment in travel.chunk.updates_in:
-            if active[segment.matrix]:
-                fragment = segment.fragment
-                table.apply(segment.matrix, fragment, cut(travel.held, segment))
+        for segment in travel.chunk.held_buffer.segments:
+            own = self._held[segment.matrix]
+            if own is not None and active[segment.matrix]:
+                table.apply(segment.matrix, own, cut(travel.held, segment).view(-1))
                 if refresh is not None:
-                    refresh(fragment.partition_offset, fragment.numel)
+                    refresh(own.partition_offset, own.numel)
 
     def _in_batches(self, chunk: Chunk, active: Sequence[bool]) -> list[int]:
         """Return the active matrices of a chunk: first those that this rank owns, in the order of its batches."""

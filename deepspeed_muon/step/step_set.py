@@ -76,9 +76,9 @@ class StepSet:
         position = {partition.index: number for number, partition in enumerate(self.partitions)}
         local: list[list[tuple[int, Fragment]]] = [[] for _ in self.partitions]
         for number, layout in enumerate(self.layouts):
-            for fragment in layout.fragments:
-                if fragment.rank == self.rank:
-                    local[position[layout.partition]].append((number, fragment))
+            fragment = layout.spread.on(self.rank)
+            if fragment is not None:
+                local[position[layout.partition]].append((number, fragment))
         return local
 
     @property

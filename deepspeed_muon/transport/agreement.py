@@ -1,7 +1,7 @@
 """How ranks agree: on settings and plans at start, on zero and non-finite gradients in every step.
 
 A rank that fails must still take part in the collective, or the others would wait for it. So failures travel as data
-and every rank raises.
+and every rank raises. What is equal on all ranks costs one all-reduce of a few numbers, however many ranks there are.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from deepspeed_muon.errors import CheckpointError, MuonError, PlanMismatchError,
 from deepspeed_muon.transport.members import Members, everyone
 from deepspeed_muon.transport.waiting import phase
 
-__all__ = ["RankFacts", "agree", "gather_flags", "gradient_flags", "group_rank_scope"]
+__all__ = ["RankFacts", "Scope", "agree", "gather_flags", "gradient_flags"]
 
 # An error lists at most this number of differences: models of two sizes differ in every parameter.
 _LINES = 20
+# Sums of this many numbers below the prime tell whether ranks differ; 2^14 ranks and more do not overflow 64 bits.
+_LANES = 8
+_PRIME = (1 << 31) - 1
 
 _COMPARED: dict[type[MuonError], str] = {
     PlanMismatchError: "comparison of plans",
@@ -30,31 +33,52 @@ _COMPARED: dict[type[MuonError], str] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Scope:
+    """Ranks that compare a fact with each other, as one of them sees it.
+
+    Attributes:
+        name: Equal on these ranks, and another one for other ranks.
+        position: Number of this rank among them.
+        size: How many they are.
+    """
+
+    name: str
+    position: int
+    size: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> Scope:
+        """Return the scope of a process group that this rank is in; ``None`` for a single process."""
+        if group is None:
+            return cls("single", 0, 1)
+        ranks = dist.get_process_group_ranks(group)
+        shown = ",".join(map(str, ranks))
+        if len(ranks) > 64:
+            digest = hashlib.sha256(shown.encode()).hexdigest()[:8]
+            shown = f"{ranks[0]}...{ranks[-1]} ({len(ranks)} ranks, {digest})"
+        return cls(shown, dist.get_rank(group), len(ranks))
+
+
+@dataclass(frozen=True, slots=True)
 class RankFacts:
     """What the ranks compare before they move anything, from one rank.
 
     Attributes:
         facts: Name of each setting to a text that must be equal on all ranks of its scope.
-        scope: Ranks with equal scope are compared with each other (a data-parallel group).
-        failure: The error text of a rank that could not get this far.
+        scope: Where facts are compared that have no scope of their own; ``None`` for all ranks that take part.
         scopes: The scopes of facts that have another one than ``scope``.
     """
 
     facts: dict[str, str]
-    scope: str = "world"
-    failure: str | None = None
-    scopes: dict[str, str] = field(default_factory=dict)
+    scope: Scope | None = None
+    scopes: dict[str, Scope] = field(default_factory=dict)
 
-    def scope_of(self, fact: str) -> str:
-        """Return the scope in which a fact is compared."""
-        return self.scopes.get(fact, self.scope)
-
-    def digests(self) -> dict[str, str]:
-        """Return a digest of the facts of each scope."""
-        sums = {scope: hashlib.sha256() for scope in (self.scope, *self.scopes.values())}
-        for name, value in sorted(self.facts.items()):
-            sums[self.scope_of(name)].update(repr((name, value)).encode())
-        return {scope: each.hexdigest() for scope, each in sums.items()}
+    def by_scope(self, everyone: Scope) -> dict[Scope, list[tuple[str, str]]]:
+        """Return the facts of each scope, sorted by name; ``everyone`` are the ranks that take part."""
+        found: dict[Scope, list[tuple[str, str]]] = {}
+        for item in sorted(self.facts.items()):
+            found.setdefault(self.scopes.get(item[0], self.scope or everyone), []).append(item)
+        return found
 
 
 def agree(
@@ -66,8 +90,8 @@ def agree(
 ) -> None:
     """Compare this rank's facts with those of the other ranks and raise on every rank if they differ.
 
-    Must be called by all ``members``; in a single process it only raises ``error``. Digests travel first, the facts
-    only if the digests differ.
+    Must be called by all ``members``; in a single process it only raises ``error``. Checksums travel first, the facts
+    only if those differ.
 
     Args:
         own_facts: The facts of this rank.
@@ -80,47 +104,78 @@ def agree(
             the ranks, the setting and both values.
     """
     members = everyone() if members is None else members
-    if error is not None:
-        own_facts = RankFacts({}, failure=f"{type(error).__name__}: {error}")
     if not members.groups:
         if error is not None:
             raise error
         return
     what = _COMPARED.get(kind, "comparison of settings")
-    summaries = members.gather((own_facts.failure, own_facts.digests()), what=what)
-    if error is not None:
-        raise error
-    failures = [f"rank {rank}: {text}" for rank, (text, _) in summaries.items() if text is not None]
-    if failures:
-        raise kind("another rank could not start, so this one stops too:\n" + "\n".join(failures))
-    known: dict[str, str] = {}
-    # Every rank sees the same digests, so all of them take part in the second collective or none does.
-    if all(known.setdefault(*item) == item[1] for _, own in summaries.values() for item in own.items()):
+    all_ranks = Scope("all ranks", members.position, members.size)
+    facts = {} if error is not None else own_facts.by_scope(all_ranks)
+    failed, *sums = members.sum([int(error is not None), *_lanes(facts)], what=what)
+    # Every rank sees the same sums, so all of them take part in the second collective or none does.
+    if failed:
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        failures = members.gather(text, what=what)
+        if error is not None:
+            raise error
+        lines = [f"rank {rank}: {text}" for rank, text in failures.items() if text is not None]
+        raise kind("another rank could not start, so this one stops too:\n" + "\n".join(lines))
+    if not any(number % _PRIME for number in sums):
         return
-    differences = _differences(members.gather(own_facts, what=what))
-    if differences:
-        more = [f"... and {len(differences) - _LINES} more"] if len(differences) > _LINES else []
-        raise kind("the ranks do not agree:\n" + "\n".join(differences[:_LINES] + more))
+    differences = _differences(members.gather({s.name: dict(each) for s, each in facts.items()}, what=what))
+    if not differences:
+        groups = members.gather([(scope.name, scope.size) for scope in facts], what=what)
+        differences = [f"the groups of rank {rank}: {own}" for rank, own in groups.items()]
+    more = [f"... and {len(differences) - _LINES} more"] if len(differences) > _LINES else []
+    raise kind("the ranks do not agree:\n" + "\n".join(differences[:_LINES] + more))
 
 
-def _differences(facts_of: Mapping[int, RankFacts]) -> list[str]:
+def _lanes(facts: Mapping[Scope, Sequence[tuple[str, str]]]) -> list[int]:
+    """Return numbers whose sums over all ranks are multiples of the prime if the facts of every scope are equal.
+
+    Rank ``i`` of a scope of ``n`` adds ``(w(i) - w(i + 1 mod n)) h``, where ``h`` is a checksum of its facts and ``w``
+    a fixed pseudo-random function: with equal ``h`` the differences cancel around the circle. If some ``h`` differ, all
+    eight sums are multiples of the prime with a probability of 2^-248.
+    """
+    lanes = [0] * _LANES
+    for scope, items in facts.items():
+        if scope.size == 1:
+            continue
+        checksum = _numbers(repr(items))
+        own = _numbers(f"{scope.name}/{scope.position}")
+        following = _numbers(f"{scope.name}/{(scope.position + 1) % scope.size}")
+        for lane in range(_LANES):
+            lanes[lane] += (own[lane] - following[lane]) * checksum[lane]
+    return [lane % _PRIME for lane in lanes]
+
+
+def _numbers(text: str) -> list[int]:
+    """Return pseudo-random numbers below the prime, one a lane."""
+    digest = hashlib.sha512(text.encode()).digest()
+    return [int.from_bytes(digest[8 * lane :][:8], "little") % _PRIME for lane in range(_LANES)]
+
+
+def _differences(facts_of: Mapping[int, Mapping[str, Mapping[str, str]]]) -> list[str]:
     """Describe every fact on which the ranks of a scope differ: each value with the ranks that have it.
 
     Every rank looks at all scopes, because all ranks must raise: the others would wait for those that do.
+
+    Args:
+        facts_of: By rank, name of the scope and name of the fact.
     """
+    names = {(fact, scope) for own in facts_of.values() for scope, facts in own.items() for fact in facts}
     lines = []
-    for name in sorted({name for own in facts_of.values() for name in own.facts}):
-        by_scope: dict[str, dict[str, list[int]]] = {}
+    for fact, scope in sorted(names):
+        holders: dict[str, list[int]] = {}
         for rank, own in facts_of.items():
-            holders = by_scope.setdefault(own.scope_of(name), {})
-            holders.setdefault(own.facts.get(name, "<absent>"), []).append(rank)
-        for holders in by_scope.values():
-            if len(holders) > 1:
-                shown = _where_they_differ(list(holders))
-                values = "; ".join(
-                    f"ranks {held}: {text}" for text, held in zip(shown, holders.values(), strict=True)
-                )
-                lines.append(f"{name}: {values}")
+            if scope in own:
+                holders.setdefault(own[scope].get(fact, "<absent>"), []).append(rank)
+        if len(holders) > 1:
+            shown = _where_they_differ(list(holders))
+            values = "; ".join(
+                f"ranks {held}: {text}" for text, held in zip(shown, holders.values(), strict=True)
+            )
+            lines.append(f"{fact}: {values}")
     return lines
 
 
@@ -135,11 +190,6 @@ def _where_they_differ(texts: Sequence[str], limit: int = 400) -> list[str]:
         + (f"... ({len(text)} characters)" if len(text) > start + limit else "")
         for text in texts
     ]
-
-
-def group_rank_scope(group: dist.ProcessGroup | None) -> str:
-    """Return a text that is equal on the ranks of a process group and differs between groups."""
-    return "world" if group is None else ",".join(map(str, dist.get_process_group_ranks(group)))
 
 
 def gather_flags(flags: Tensor, *, group: dist.ProcessGroup | None) -> Tensor:

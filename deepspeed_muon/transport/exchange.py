@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_muon.plan.exchange import Chunk, ExchangePlan, Segment
+from deepspeed_muon.plan.exchange import BufferPlan, Chunk, ExchangePlan, Segment
 from deepspeed_muon.transport.buffers import ExchangeBuffers
 from deepspeed_muon.transport.context import StepContext
 from deepspeed_muon.transport.waiting import phase
 
-__all__ = ["ChunkExchange", "Travel", "cut", "exchange_bytes"]
+__all__ = ["ChunkExchange", "Travel", "cut", "exchange_bytes", "part_of"]
 
 # Slots with overlap: one chunk arrives, one is orthogonalised, one returns.
 _SLOTS = 3
@@ -77,8 +77,8 @@ class ChunkExchange:
         # Step sets with pending updates between them must have the same number of slots.
         self.slots = most if leaves_pending or follows_pending else max(1, min(most, len(moving)))
         for slot in range(most if follows_pending and moving else min(most, len(moving))):
-            held = max(sum(chunk.scatter_recv_splits) for chunk in moving)
-            owned = max(sum(chunk.scatter_send_splits) for chunk in moving)
+            held = max(chunk.held_buffer.numel for chunk in moving)
+            owned = max(chunk.owned_buffer.numel for chunk in moving)
             buffers.reserve(f"held {slot}", held * context.wire_dtype.itemsize)
             buffers.reserve(f"owned {slot}", owned * context.wire_dtype.itemsize)
 
@@ -89,8 +89,8 @@ class ChunkExchange:
         return Travel(
             chunk,
             self._number_of[id(chunk)],
-            held=self._buffers.take(f"held {slot}", sum(chunk.scatter_recv_splits), dtype),
-            owned=self._buffers.take(f"owned {slot}", sum(chunk.scatter_send_splits), dtype),
+            held=self._buffers.take(f"held {slot}", chunk.held_buffer.numel, dtype),
+            owned=self._buffers.take(f"owned {slot}", chunk.owned_buffer.numel, dtype),
         )
 
     def gather(self, travel: Travel) -> None:
@@ -99,16 +99,14 @@ class ChunkExchange:
         if chunk.gathers:
             with self._phase("gather", travel):
                 travel.work = self._all_to_all(
-                    travel.owned, travel.held, chunk.gather_recv_splits, chunk.gather_send_splits
+                    travel.owned, travel.held, chunk.owned_buffer, chunk.held_buffer
                 )
 
     def scatter(self, travel: Travel) -> None:
         """Start to send what is in ``owned`` to the holders. Must be called by all ranks of the group."""
         chunk = travel.chunk
         with self._phase("scatter", travel):
-            travel.work = self._all_to_all(
-                travel.held, travel.owned, chunk.scatter_recv_splits, chunk.scatter_send_splits
-            )
+            travel.work = self._all_to_all(travel.held, travel.owned, chunk.held_buffer, chunk.owned_buffer)
 
     def wait(self, what: Literal["gather", "scatter"], travel: Travel) -> None:
         """Wait for the all-to-all of a chunk; on a GPU the current stream waits, not the process."""
@@ -123,10 +121,13 @@ class ChunkExchange:
         )
 
     def _all_to_all(
-        self, out: Tensor, send: Tensor, out_splits: Sequence[int], send_splits: Sequence[int]
+        self, out: Tensor, send: Tensor, received: BufferPlan, sent: BufferPlan
     ) -> dist.Work | None:
-        work = exchange_bytes(out, send, out_splits, send_splits, group=self._context.group)
-        self._context.stats.count_exchange(sum(send_splits) * send.element_size())
+        ranks = self._context.world_size
+        work = exchange_bytes(
+            out, send, received.splits(ranks), sent.splits(ranks), group=self._context.group
+        )
+        self._context.stats.count_exchange(sent.numel * send.element_size())
         if self._overlap:
             return work
         work.wait()
@@ -165,5 +166,12 @@ def exchange_bytes(
 
 
 def cut(buffer: Tensor, segment: Segment) -> Tensor:
-    """Return a segment's part of a buffer."""
-    return buffer.narrow(0, segment.buffer_offset, segment.fragment.numel)
+    """Return a segment's part of a buffer, ``(fragments, elements)``."""
+    start = buffer.storage_offset() + segment.buffer_offset
+    return buffer.as_strided((segment.count, segment.numel), (segment.stride, 1), start)
+
+
+def part_of(matrix: Tensor, segment: Segment) -> Tensor:
+    """Return the elements of a flat matrix that a segment stands for, ``(fragments, elements)``; copies once."""
+    parts = 1 if segment.copies else segment.count
+    return matrix.narrow(0, segment.matrix_offset, parts * segment.numel).view(parts, segment.numel)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from deepspeed_muon.errors import RankDisagreementError
@@ -62,6 +63,31 @@ class Members:
     def are_everyone(self) -> bool:
         """Whether they are all ranks of the default process group."""
         return not self.groups or self.size == dist.get_world_size()
+
+    @property
+    def position(self) -> int:
+        """The number of this rank among them, from 0 to ``size - 1``; not its global rank."""
+        found, stride = 0, 1
+        for group in self.groups:
+            found += stride * dist.get_rank(group)
+            stride *= dist.get_world_size(group)
+        return found
+
+    def sum(self, numbers: Sequence[int], *, what: str) -> list[int]:
+        """Return the sums over all ranks, which must fit into 64 bits. Must be called by all of them.
+
+        Args:
+            numbers: Of this rank.
+            what: The purpose, for the error if a rank does not come.
+        """
+        sums: list[int] = list(numbers)
+        for group in self.groups:
+            on_gpu = "nccl" in dist.get_backend(group)
+            total = torch.tensor(sums, dtype=torch.int64, device="cuda" if on_gpu else "cpu")
+            with phase(what, group):
+                dist.all_reduce(total, group=group)
+            sums = total.tolist()
+        return sums
 
     def gather(self, item: Any, *, what: str) -> dict[int, Any]:
         """Return the item of every rank, by global rank. Must be called by all of them.

@@ -6,17 +6,17 @@ that begin on another rank than its owner.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.math.normuon import normalize_rows
-from deepspeed_muon.plan.exchange import Chunk, ExchangePlan, Segment, build_exchange_plan
-from deepspeed_muon.plan.rows import row_layouts
+from deepspeed_muon.plan.exchange import BufferPlan, ExchangePlan, build_chunk
+from deepspeed_muon.plan.rows import row_places
 from deepspeed_muon.transport.context import StepContext
-from deepspeed_muon.transport.exchange import cut
+from deepspeed_muon.transport.exchange import cut, part_of
 from deepspeed_muon.transport.waiting import phase
 
 __all__ = ["RowMoments"]
@@ -31,23 +31,24 @@ class RowMoments:
 
     def __init__(self, plan: ExchangePlan, context: StepContext) -> None:
         self._matrices = plan.matrices
-        layouts = row_layouts(plan.matrices)
-        self.plan = build_exchange_plan(
-            layouts,
-            plan.owners,
-            rank=plan.rank,
-            world_size=plan.world_size,
-            chunk_numel=sum(layout.numel for layout in layouts) + 1,
-        )
+        places = row_places(plan.matrices)
+        self._held = [each.on(plan.rank) for each in places]
+        self._chunk = build_chunk(places, plan.owners, range(len(places)), plan.rank)
+        self._counts = [each.numel for each in places]
         self._context = context
         self._whole: dict[int, Tensor] = {}
         self._before: dict[tuple[int, int], Tensor] = {}
         self._beta2: Sequence[float] = ()
 
+    @property
+    def sent_elements(self) -> int:
+        """Elements that this rank sends to other ranks per step."""
+        return self._chunk.sent_elements
+
     def numel(self, partition: int) -> int:
         """Return how many row moments of a partition this rank keeps."""
-        layouts = (layout for layout in self.plan.matrices if layout.partition == partition)
-        return sum(layout.held_by(self.plan.rank) for layout in layouts)
+        held = zip(self._matrices, self._held, strict=True)
+        return sum(own.numel for matrix, own in held if own is not None and matrix.partition == partition)
 
     def gather(self, kept: Mapping[int, Tensor], *, beta2: Sequence[float]) -> None:
         """Bring the moments of every matrix to its owner.
@@ -58,22 +59,18 @@ class RowMoments:
             kept: Partition index to the moments that this rank keeps, one-dimensional fp32.
             beta2: Decay of the moments in this step, for each matrix of the plan.
         """
-        self._whole, self._before, self._beta2 = {}, {}, beta2
-        for chunk in self.plan.chunks:
-            received = None
-            if chunk.gathers:
-                send = self._buffer(sum(chunk.gather_send_splits))
-                for segment in chunk.outgoing:
-                    cut(send, segment).copy_(self._kept(kept, segment))
-                received = self._buffer(sum(chunk.gather_recv_splits))
-                self._all_to_all(received, send, chunk.gather_recv_splits, chunk.gather_send_splits)
-            for index in chunk.owned:
-                self._whole[index] = self._buffer(self.plan.matrices[index].rows)
-            for segment in self._own(chunk):
-                self._rows(segment).copy_(self._kept(kept, segment))
-            for segment in chunk.incoming:
-                assert received is not None
-                self._rows(segment).copy_(cut(received, segment))
+        chunk, self._before, self._beta2 = self._chunk, {}, beta2
+        self._whole = {index: self._buffer(self._counts[index]) for index in chunk.owned}
+        for mine, own in self._own(kept):
+            mine.copy_(own)
+        if chunk.gathers:
+            send = self._buffer(chunk.held_buffer.numel)
+            for segment in chunk.held_buffer.segments:
+                cut(send, segment).copy_(self._kept(kept, segment.matrix))
+            received = self._buffer(chunk.owned_buffer.numel)
+            self._all_to_all(received, send, chunk.owned_buffer, chunk.held_buffer)
+            for segment in chunk.owned_buffer.segments:
+                part_of(self._whole[segment.matrix], segment).copy_(cut(received, segment))
 
     def normalize(self, blocks: Sequence[tuple[int, int]], updates: Tensor) -> Tensor:
         """Normalise the rows of owned matrices and advance their moments.
@@ -123,43 +120,36 @@ class RowMoments:
         Args:
             kept: As for :meth:`gather`. The tensors are mutated.
         """
-        for chunk in self.plan.chunks:
-            for segment in self._own(chunk):
-                self._kept(kept, segment).copy_(self._rows(segment))
-            if not chunk.scatters:
-                continue
-            send = self._buffer(sum(chunk.scatter_send_splits))
-            for segment in chunk.updates_out:
-                cut(send, segment).copy_(self._rows(segment))
-            received = self._buffer(sum(chunk.scatter_recv_splits))
-            self._all_to_all(received, send, chunk.scatter_recv_splits, chunk.scatter_send_splits)
-            for segment in chunk.updates_in:
-                self._kept(kept, segment).copy_(cut(received, segment))
+        chunk = self._chunk
+        for mine, own in self._own(kept):
+            own.copy_(mine)
+        if chunk.scatters:
+            send = self._buffer(chunk.owned_buffer.numel)
+            for segment in chunk.owned_buffer.segments:
+                cut(send, segment).copy_(part_of(self._whole[segment.matrix], segment))
+            received = self._buffer(chunk.held_buffer.numel)
+            self._all_to_all(received, send, chunk.held_buffer, chunk.owned_buffer)
+            for segment in chunk.held_buffer.segments:
+                self._kept(kept, segment.matrix).copy_(cut(received, segment).view(-1))
         self._whole, self._before = {}, {}
 
-    def _own(self, chunk: Chunk) -> list[Segment]:
-        """Return the fragments that this rank keeps of its own matrices."""
-        return [
-            Segment(index, fragment, 0)
-            for index in chunk.owned
-            for fragment in self.plan.matrices[index].fragments
-            if fragment.rank == self.plan.rank
-        ]
+    def _own(self, kept: Mapping[int, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the rows that this rank keeps of each owned matrix: in the whole, and where it keeps them."""
+        for index in self._chunk.owned:
+            own = self._held[index]
+            if own is not None:
+                yield self._whole[index].narrow(0, own.matrix_offset, own.numel), self._kept(kept, index)
 
-    def _kept(self, kept: Mapping[int, Tensor], segment: Segment) -> Tensor:
-        partition = kept[self.plan.matrices[segment.matrix].partition]
-        return partition.narrow(0, segment.fragment.partition_offset, segment.fragment.numel)
-
-    def _rows(self, segment: Segment) -> Tensor:
-        return self._whole[segment.matrix].narrow(0, segment.fragment.matrix_offset, segment.fragment.numel)
+    def _kept(self, kept: Mapping[int, Tensor], index: int) -> Tensor:
+        own = self._held[index]
+        assert own is not None
+        return kept[self._matrices[index].partition].narrow(0, own.partition_offset, own.numel)
 
     def _buffer(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=torch.float32, device=self._context.device)
 
-    def _all_to_all(
-        self, out: Tensor, send: Tensor, out_splits: Sequence[int], send_splits: Sequence[int]
-    ) -> None:
-        group = self._context.group
+    def _all_to_all(self, out: Tensor, send: Tensor, received: BufferPlan, sent: BufferPlan) -> None:
+        group, ranks = self._context.group, self._context.world_size
         with phase("exchange of row moments", group):
-            dist.all_to_all_single(out, send, list(out_splits), list(send_splits), group=group)
-        self._context.stats.count_exchange(sum(send_splits) * send.element_size())
+            dist.all_to_all_single(out, send, received.splits(ranks), sent.splits(ranks), group=group)
+        self._context.stats.count_exchange(sent.numel * send.element_size())

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import deepspeed_muon
-from deepspeed_muon.engine.ordering import ORDER_KEY
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
+from tests.support.layout_records import write_version_1
 from tests.support.models import build
 from tests.support.reference import relative
 
@@ -97,11 +97,7 @@ def save_and_load(
     engine.destroy()
 
     if old and rank == 0:
-        for file in Path(folder, "t").glob("*optim_states.pt"):
-            content = torch.load(file, weights_only=False)
-            state = content["optimizer_state_dict"]
-            del (state.get("base_optimizer_state") or state["optimizer_state_dict"])[ORDER_KEY]
-            torch.save(content, file)
+        write_version_1(Path(folder))
     torch.distributed.barrier()
     engine = make(stage, "given", precision=precision)
     refused = ""

@@ -22,7 +22,7 @@ from deepspeed_muon.monitoring.check import ResultCheck
 from deepspeed_muon.monitoring.measure import band_of, norm_bounds
 from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.monitoring.results import Result, Together
-from deepspeed_muon.plan.layout import Fragment, MatrixLayout, TensorShards
+from deepspeed_muon.plan.layout import MatrixLayout, TensorShards, sharded_spread
 from deepspeed_muon.step import placements
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
 from tests.support import tensor_parallel
@@ -130,7 +130,11 @@ def settle_parts(rank: int, world_size: int, *, dim: int) -> dict[str, Any]:
     sizes = (5, length - 5)
     parts = wholes.split(sizes, dim=1 + dim)[rank].contiguous()
     layout = MatrixLayout(
-        "w", *parts.shape[1:], 0, (Fragment(0, 0, 0, parts[0].numel()),), shards=TensorShards(dim, sizes)
+        "w",
+        *parts.shape[1:],
+        0,
+        sharded_spread(0, parts[0].numel(), parts[0].numel()),
+        shards=TensorShards(dim, sizes),
     )
     settings = NsSettings(resolve_schedule("quintic"))
     check = ResultCheck(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
+from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, _digest
 from deepspeed_muon.checkpoint.offline import consolidate_files, verify_folder
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import logger
 from tests.support import training
+from tests.support.layout_records import as_version_1, files_of, inner_state, whole_record
 
 
 def save(rank: int, world_size: int, *, folder: str, stage: int) -> None:
@@ -35,35 +37,51 @@ def saved(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Pat
     return folders
 
 
-def files_of(folder: Path) -> list[Path]:
-    return sorted(folder.glob("t/*optim_states.pt")) or [folder / "t" / "mp_rank_00_model_states.pt"]
-
-
-def inner_state(content: Any) -> Any:
-    if "optimizer_state_dict" in content:
-        content = content["optimizer_state_dict"]
-        return content["base_optimizer_state"]
-    return content["optimizer"]
-
-
 def changed(folder: Path, target: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
-    """Copy a checkpoint, with the layout record of every rank changed alike."""
+    """Copy a checkpoint with a changed record, whose checksum is right."""
     (target / "t").mkdir(parents=True)
-    edited = files_of(folder)
+    record, edited = whole_record(folder), files_of(folder)
+    change(record)
     for path in (folder / "t").iterdir():
         if path not in edited:
             os.link(path, target / "t" / path.name)
             continue
         content = copy.deepcopy(torch.load(path, weights_only=False))
-        change(inner_state(content)[RECORD_KEY])
+        part = dict(record)
+        if record["version"] != 1 and isinstance(record["parameters"], list):
+            part["digest"] = _digest(record["parameters"])
+            part["parameters"] = record["parameters"][edited.index(path) :: len(edited)]
+        inner_state(content)[RECORD_KEY] = part
         torch.save(content, target / "t" / path.name)
     (target / "latest").write_text("t")
     return target
 
 
 def matrix(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter that lies on one rank, or in one run at stage 0."""
-    return next(entry for entry in record["parameters"] if len(entry["shape"]) == 2 and entry["fragments"])
+    """Return a matrix that lies on one rank, or on every one at stage 0."""
+    return next(entry for entry in record["parameters"] if len(entry["shape"]) == 2)
+
+
+def changing(key: str, value: Any, *, version: int = 2) -> Callable[[dict[str, Any]], None]:
+    """Set a key of the record or of a matrix in it."""
+
+    def change(record: dict[str, Any]) -> None:
+        if version == 1:
+            as_version_1(record)
+        place = record if key in ("parameters", "world_size", "optimizer", "version") else matrix(record)
+        place[key] = value(place[key]) if callable(value) else value
+
+    change.__name__ = f"{version}-{key}={getattr(value, '__name__', str(value)[:20])}"
+    return change
+
+
+def in_version_1(change: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
+    def changed_too(record: dict[str, Any]) -> None:
+        as_version_1(record)
+        change(record)
+
+    changed_too.__name__ = f"1-{change.__name__}"
+    return changed_too
 
 
 def huge(record: dict[str, Any]) -> None:
@@ -71,86 +89,118 @@ def huge(record: dict[str, Any]) -> None:
 
 
 def huge_everywhere(record: dict[str, Any]) -> None:
-    entry = matrix(record)
-    entry.update(shape=[1 << 31], fragments=[[0, 0, 0, 1 << 31]], replicated=False)
+    matrix(record).update(shape=[1 << 31], spread=[1 << 31, 0, 1 << 31, 0, 1, 0, 0])
 
 
 def repeated(record: dict[str, Any]) -> None:
     """Make a large parameter of a small run that is read again and again."""
-    entry = matrix(record)
-    entry.update(shape=[1 << 10], replicated=False)
-    entry["fragments"] = [[0, 4 * i, 0, 4] for i in range(1 << 8)]
-
-
-def missing(record: dict[str, Any]) -> None:
-    entry = matrix(record)
-    entry["fragments"] = entry["fragments"][1:]
+    matrix(record).update(shape=[1 << 10], spread=[1 << 10, 0, 4, 0, 4, 0, 0])
 
 
 def shortened(record: dict[str, Any]) -> None:
-    matrix(record)["fragments"][0][3] -= 1
+    matrix(record)["spread"][0] -= 1
+    matrix(record)["spread"][2] -= 1
 
 
 def twice(record: dict[str, Any]) -> None:
     record["parameters"][1]["name"] = record["parameters"][0]["name"]
 
 
-def doubled(record: dict[str, Any]) -> None:
-    entry = matrix(record)
-    entry["fragments"] = [*entry["fragments"], entry["fragments"][0]]
-
-
 def overlapping(record: dict[str, Any]) -> None:
     first, second = (entry for entry in record["parameters"][:2])
     second["partition"] = first["partition"]
-    second["fragments"] = [[f[0], f[1], 0, f[3]] for f in second["fragments"]]
-    first["fragments"] = [[f[0], f[1], 0, f[3]] for f in first["fragments"]]
+    for entry in (first, second):
+        numel = math.prod(entry["shape"])
+        entry["spread"] = [numel, 0, numel, 0, 1, 0, 0]
 
 
-def foreign_rank(record: dict[str, Any]) -> None:
-    matrix(record)["fragments"][0][0] = 7
+def overlapping_in_the_middle(record: dict[str, Any]) -> None:
+    """Two parameters of one element on each of three ranks, apart on the first and the last."""
+    record["world_size"] = 3
+    for entry, spread in zip(
+        record["parameters"][:2], ([3, 0, 1, 0, 1, 5, 0], [2, 0, 1, 1, 1, 5, 0]), strict=True
+    ):
+        entry.update(shape=[spread[0]], partition=0, spread=spread)
 
 
-def replaced(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    def change(record: dict[str, Any]) -> None:
-        place = record if key in ("parameters", "world_size", "optimizer", "version") else matrix(record)
-        place[key] = value
-
-    change.__name__ = f"{key}={str(value)[:20]}"
-    return change
+def rows_of_another_shape(record: dict[str, Any]) -> None:
+    matrix(record)["rows"] = 5
 
 
-CHANGES = [
+def old_repeated(record: dict[str, Any]) -> None:
+    matrix(record).update(
+        shape=[1 << 10], replicated=False, fragments=[[0, 4 * i, 0, 4] for i in range(1 << 8)]
+    )
+
+
+def old_overlapping(record: dict[str, Any]) -> None:
+    first, second = (entry for entry in record["parameters"][:2])
+    second["partition"] = first["partition"]
+    for entry in (first, second):
+        entry["fragments"] = [[f[0], f[1], 0, f[3]] for f in entry["fragments"]]
+
+
+def minus_one(fragments: list[list[int]]) -> list[list[int]]:
+    return [[*fragments[0][:3], fragments[0][3] - 1], *fragments[1:]]
+
+
+def last_twice(fragments: list[list[int]]) -> list[list[int]]:
+    return [*fragments, fragments[0]]
+
+
+def without_first(fragments: list[list[int]]) -> list[list[int]]:
+    return fragments[1:]
+
+
+def on_rank_7(fragments: list[list[int]]) -> list[list[int]]:
+    return [[7, *fragments[0][1:]], *fragments[1:]]
+
+
+GENERAL = [
     huge,
+    twice,
+    changing("parameters", None),
+    changing("parameters", []),
+    changing("parameters", [1]),
+    changing("world_size", 1 << 40),
+    changing("version", "1"),
+    changing("optimizer", 3),
+    changing("partition", -1),
+    changing("partition", 99),
+    changing("group", 99),
+    changing("algorithm", "sgd"),
+    changing("shape", [-4, -3]),
+    changing("shape", [2.5, 3]),
+    changing("heads", 1 << 60),
+    changing("name", 3),
+]
+RULES = [
     huge_everywhere,
     repeated,
-    missing,
     shortened,
-    twice,
-    doubled,
     overlapping,
-    foreign_rank,
-    replaced("parameters", None),
-    replaced("parameters", []),
-    replaced("parameters", [1]),
-    replaced("world_size", 1 << 40),
-    replaced("version", "1"),
-    replaced("optimizer", 3),
-    replaced("fragments", "abc"),
-    replaced("fragments", [[0, 0]]),
-    replaced("partition", -1),
-    replaced("partition", 99),
-    replaced("group", 99),
-    replaced("algorithm", "sgd"),
-    replaced("shape", [-4, -3]),
-    replaced("shape", [2.5, 3]),
-    replaced("heads", 1 << 60),
-    replaced("name", 3),
-    replaced("replicated", "no"),
+    overlapping_in_the_middle,
+    rows_of_another_shape,
+    changing("spread", "abc"),
+    changing("spread", [1, 2]),
+    changing("spread", [12, 7, 12, 0, 1, 0, 0]),
+    changing("rows", -1),
+]
+FRAGMENTS = [
+    in_version_1(old_repeated),
+    in_version_1(old_overlapping),
+    changing("fragments", minus_one, version=1),
+    changing("fragments", last_twice, version=1),
+    changing("fragments", without_first, version=1),
+    changing("fragments", on_rank_7, version=1),
+    changing("fragments", "abc", version=1),
+    changing("fragments", [[0, 0]], version=1),
+    changing("replicated", "no", version=1),
+    changing("world_size", 1 << 40, version=1),
 ]
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", [*GENERAL, *RULES, *FRAGMENTS], ids=lambda change: change.__name__)
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 2])
 def test_a_record_that_cannot_be(saved: Any, tmp_path: Path, stage: int, change: Any) -> None:
     folder = changed(saved[stage], tmp_path / "in", change)
@@ -160,25 +210,49 @@ def test_a_record_that_cannot_be(saved: Any, tmp_path: Path, stage: int, change:
     assert not list(tmp_path.glob("out/*"))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("change", map(in_version_1, GENERAL), ids=lambda change: change.__name__)
+def test_an_old_record_that_cannot_be(saved: Any, tmp_path: Path, change: Any) -> None:
+    test_a_record_that_cannot_be(saved, tmp_path, 2, change)
+
+
 @pytest.mark.parametrize("stage", [0, 2])
 def test_the_record_as_it_was_saved(saved: Any, tmp_path: Path, stage: int) -> None:
-    """Whole, and as older releases wrote it: without the keys that came later."""
+    """Whole, and as older releases wrote it, without the keys that came later: the same set comes of it."""
 
     def older(record: dict[str, Any]) -> None:
+        as_version_1(record)
         for entry in record["parameters"]:
-            del entry["grid"], entry["transposed"], entry["rows"]
+            del entry["grid"], entry["transposed"]
 
+    written = []
     for number, change in enumerate((lambda record: None, older)):
         folder = changed(saved[stage], tmp_path / f"in{number}", change)
         consolidate_files(folder, tmp_path / f"out{number}")
-        verify_folder(tmp_path / f"out{number}")
+        written.append(verify_folder(tmp_path / f"out{number}"))
+    assert [file.sha256 for file in written[0].files.values()] == [
+        f.sha256 for f in written[1].files.values()
+    ]
+
+
+@pytest.mark.parametrize("change", ["part of another save", "part left out"])
+def test_parts_of_a_record_that_do_not_belong_together(saved: Any, tmp_path: Path, change: str) -> None:
+    folder = changed(saved[2], tmp_path / "in", lambda record: None)
+    path = files_of(folder)[1]
+    content = torch.load(path, weights_only=False)
+    part = inner_state(content)[RECORD_KEY]
+    part["parameters"] = part["parameters"][1:] if change == "part left out" else part["parameters"]
+    part["parameters"][0]["group"] += change == "part of another save"
+    torch.save(content, path)
+    with pytest.raises(CheckpointError, match="are not those that were saved"):
+        consolidate_files(folder, tmp_path / "out")
 
 
 def test_ranks_whose_records_differ(saved: Any, tmp_path: Path) -> None:
     folder = changed(saved[2], tmp_path / "in", lambda record: None)
     path = files_of(folder)[1]
     content = torch.load(path, weights_only=False)
-    inner_state(content)[RECORD_KEY]["parameters"].reverse()
+    inner_state(content)[RECORD_KEY]["digest"] = "0"
     torch.save(content, path)
     with pytest.raises(
         CheckpointError, match=f"{path.name} are of different checkpoints: layout is another one"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from deepspeed_muon.plan.layout import (
     MatrixLayout,
-    flat_fragments,
-    replicated_fragments,
-    sharded_fragments,
+    flat_spread,
+    replicated_spread,
+    sharded_spread,
 )
 
 
@@ -15,9 +15,7 @@ def flat_layouts(dims: list[tuple[int, int]], world: int) -> list[MatrixLayout]:
     per_rank = -(-total // world)
     layouts, offset = [], 0
     for number, (rows, cols) in enumerate(dims):
-        layouts.append(
-            MatrixLayout(f"m{number}", rows, cols, 0, flat_fragments(offset, rows * cols, per_rank))
-        )
+        layouts.append(MatrixLayout(f"m{number}", rows, cols, 0, flat_spread(offset, rows * cols, per_rank)))
         offset += rows * cols
     return layouts
 
@@ -26,17 +24,14 @@ def sharded_layouts(dims: list[tuple[int, int]], world: int) -> list[MatrixLayou
     layouts, offset = [], 0
     for number, (rows, cols) in enumerate(dims):
         shard = -(-rows * cols // world)
-        layouts.append(
-            MatrixLayout(f"m{number}", rows, cols, 0, sharded_fragments(offset, rows * cols, shard))
-        )
+        layouts.append(MatrixLayout(f"m{number}", rows, cols, 0, sharded_spread(offset, rows * cols, shard)))
         offset += shard
     return layouts
 
 
 def replicated_layouts(dims: list[tuple[int, int]], world: int) -> list[MatrixLayout]:
     return [
-        MatrixLayout(f"m{i}", r, c, i, replicated_fragments(0, r * c, world), replicated=True)
-        for i, (r, c) in enumerate(dims)
+        MatrixLayout(f"m{i}", r, c, i, replicated_spread(0, r * c, world)) for i, (r, c) in enumerate(dims)
     ]
 
 

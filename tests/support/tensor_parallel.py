@@ -195,10 +195,10 @@ def _assembled(engine: Any, key: str | None, group: Any) -> dict[str, Tensor]:
                 if tensor is None:
                     continue
             flat, count = torch.zeros(2, layout.numel, dtype=torch.float64)
-            for f in layout.fragments:
-                if f.rank == step_set.rank:
-                    flat[f.matrix_offset :][: f.numel] = tensor.reshape(-1)[f.partition_offset :][: f.numel]
-                    count[f.matrix_offset :][: f.numel] = 1
+            f = layout.spread.on(step_set.rank)
+            if f is not None:
+                flat[f.matrix_offset :][: f.numel] = tensor.reshape(-1)[f.partition_offset :][: f.numel]
+                count[f.matrix_offset :][: f.numel] = 1
             for part in (flat, count):
                 dist.all_reduce(part, group=step_set.group)
             local = (flat / count).view(shapes[layout.name])

@@ -109,16 +109,13 @@ def _assemble(engine: Any, read: Any) -> dict[str, Tensor]:
             if tensor is None:
                 continue
             flat = torch.zeros(layout.numel, dtype=torch.float64)
-            for fragment in layout.fragments:
-                if fragment.rank == runner.step_set.rank:
-                    source = tensor.reshape(-1).narrow(0, fragment.partition_offset, fragment.numel)
-                    flat.narrow(0, fragment.matrix_offset, fragment.numel).copy_(source)
+            fragment = layout.spread.on(runner.step_set.rank)
+            if fragment is not None:
+                source = tensor.reshape(-1).narrow(0, fragment.partition_offset, fragment.numel)
+                flat.narrow(0, fragment.matrix_offset, fragment.numel).copy_(source)
             if runner.step_set.world_size > 1:
                 dist.all_reduce(flat, group=runner.step_set.group)
-            if (
-                layout.fragments[0].numel == layout.numel
-                and len(layout.fragments) == runner.step_set.world_size > 1
-            ):
+            if layout.spread.replicated:
                 flat /= runner.step_set.world_size
             full[layout.name] = flat.view(shapes[layout.name])
     return full
@@ -207,17 +204,17 @@ def full_rows(engine: Any) -> dict[str, Tensor]:
     full = {}
     for runner in optimizer.runners:
         tensors = {p.index: optimizer.state[p.tensor].get(ROW_STATE_KEY) for p in runner.step_set.partitions}
-        for layout in runner.row_layouts:
-            kept = tensors[layout.partition]
+        for places in runner.row_places:
+            kept = tensors[places.matrix.partition]
             if kept is None:
                 continue
-            whole = torch.zeros(layout.rows, dtype=torch.float64)
-            for run in layout.fragments:
-                if run.rank == runner.step_set.rank and not (layout.replicated and run.rank):
-                    whole[run.matrix_offset :][: run.numel] = kept[run.partition_offset :][: run.numel]
+            whole = torch.zeros(places.numel, dtype=torch.float64)
+            run = places.on(runner.step_set.rank)
+            if run is not None and not (places.replicated and run.rank):
+                whole[run.matrix_offset :][: run.numel] = kept[run.partition_offset :][: run.numel]
             if runner.step_set.world_size > 1:
                 dist.all_reduce(whole, group=runner.step_set.group)
-            full[layout.name] = whole
+            full[places.matrix.name] = whole
     return full
 
 

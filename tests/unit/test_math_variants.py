@@ -13,8 +13,14 @@ from deepspeed_muon.math.normuon import normalize_rows
 from deepspeed_muon.math.reference import reference_orthogonalize
 from deepspeed_muon.math.reference_variants import reference_decayed_step, reference_normalize_rows
 from deepspeed_muon.math.weight_decay import cautious_apply_
-from deepspeed_muon.plan.layout import MatrixLayout, flat_fragments, replicated_fragments, sharded_fragments
-from deepspeed_muon.plan.rows import row_layouts
+from deepspeed_muon.plan.layout import (
+    MatrixLayout,
+    flat_spread,
+    fragments_of,
+    replicated_spread,
+    sharded_spread,
+)
+from deepspeed_muon.plan.rows import RowPlaces, row_places
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -69,19 +75,19 @@ def test_cautious_apply_matches_the_reference() -> None:
     torch.testing.assert_close(param.double(), expected, rtol=1e-6, atol=1e-6)
 
 
-def covered(layouts: tuple[MatrixLayout, ...], rank: int) -> list[tuple[int, int]]:
+def covered(layouts: tuple[RowPlaces, ...], rank: int) -> list[tuple[int, int]]:
     """Return the compact places that a rank keeps, with the rows."""
-    runs = [(f.partition_offset, f.numel) for m in layouts for f in m.fragments if f.rank == rank]
+    runs = [(f.partition_offset, f.numel) for each in layouts if (f := each.on(rank))]
     return sorted(runs)
 
 
 def test_rows_belong_to_the_rank_of_their_first_element() -> None:
-    first = MatrixLayout("a", 4, 3, 0, flat_fragments(2, 12, 9))
-    second = MatrixLayout("b", 2, 5, 0, flat_fragments(14, 10, 9))
-    layouts = row_layouts((first, second))
+    first = MatrixLayout("a", 4, 3, 0, flat_spread(2, 12, 9))
+    second = MatrixLayout("b", 2, 5, 0, flat_spread(14, 10, 9))
+    layouts = row_places((first, second))
     # Ranks hold 9 elements each: "a" lies at 2..13, its rows begin at 2, 5, 8, 11; "b" at 14..23, at 14 and 19.
-    assert [(f.rank, f.matrix_offset, f.numel) for f in layouts[0].fragments] == [(0, 0, 3), (1, 3, 1)]
-    assert [(f.rank, f.matrix_offset, f.numel) for f in layouts[1].fragments] == [(1, 0, 1), (2, 1, 1)]
+    assert [(f.rank, f.matrix_offset, f.numel) for f in fragments_of(layouts[0])] == [(0, 0, 3), (1, 3, 1)]
+    assert [(f.rank, f.matrix_offset, f.numel) for f in fragments_of(layouts[1])] == [(1, 0, 1), (2, 1, 1)]
     for rank in range(3):
         ends = 0
         for offset, numel in covered(layouts, rank):
@@ -90,14 +96,14 @@ def test_rows_belong_to_the_rank_of_their_first_element() -> None:
 
 
 def test_rows_of_thin_and_replicated_matrices() -> None:
-    tall = MatrixLayout("tall", 7, 1, 0, sharded_fragments(0, 7, 2))
-    wide = MatrixLayout("wide", 1, 7, 0, sharded_fragments(2, 7, 2))
-    layouts = row_layouts((tall, wide))
-    assert [f.numel for f in layouts[0].fragments] == [2, 2, 2, 1]
-    assert [(f.rank, f.partition_offset) for f in layouts[1].fragments] == [(0, 2)]
-    whole = MatrixLayout("whole", 4, 3, 1, replicated_fragments(0, 12, 2), replicated=True)
-    (layout,) = row_layouts((whole,))
-    assert layout.replicated and [f.numel for f in layout.fragments] == [4, 4]
+    tall = MatrixLayout("tall", 7, 1, 0, sharded_spread(0, 7, 2))
+    wide = MatrixLayout("wide", 1, 7, 0, sharded_spread(2, 7, 2))
+    layouts = row_places((tall, wide))
+    assert [f.numel for f in fragments_of(layouts[0])] == [2, 2, 2, 1]
+    assert [(f.rank, f.partition_offset) for f in fragments_of(layouts[1])] == [(0, 2)]
+    whole = MatrixLayout("whole", 4, 3, 1, replicated_spread(0, 12, 2))
+    (layout,) = row_places((whole,))
+    assert layout.replicated and [f.numel for f in fragments_of(layout)] == [4, 4]
 
 
 def test_modes_that_contradict_each_other_are_errors() -> None:
@@ -133,15 +139,23 @@ def test_a_group_of_the_caller_may_set_its_own() -> None:
 
 def test_rows_of_blocks_and_of_transposed_matrices() -> None:
     """Each row of each block has a number; of a matrix stored input x output, each column."""
-    grid = MatrixLayout("g", 3, 10, 0, flat_fragments(0, 30, 12), col_blocks=(4, 6), row_blocks=(1, 2))
-    (layout,) = row_layouts((grid,))
+    grid = MatrixLayout("g", 3, 10, 0, flat_spread(0, 30, 12), col_blocks=(4, 6), row_blocks=(1, 2))
+    (layout,) = row_places((grid,))
     # Rows of blocks begin at 0, 4 | 10, 14 | 20, 24; ranks hold 12, 12 and 6 elements.
-    assert [(f.rank, f.matrix_offset, f.numel) for f in layout.fragments] == [(0, 0, 3), (1, 3, 2), (2, 5, 1)]
-    flipped = MatrixLayout("t", 4, 5, 0, flat_fragments(0, 20, 7), row_blocks=(2, 2), transposed=True)
-    (layout,) = row_layouts((flipped,))
+    assert [(f.rank, f.matrix_offset, f.numel) for f in fragments_of(layout)] == [
+        (0, 0, 3),
+        (1, 3, 2),
+        (2, 5, 1),
+    ]
+    flipped = MatrixLayout("t", 4, 5, 0, flat_spread(0, 20, 7), row_blocks=(2, 2), transposed=True)
+    (layout,) = row_places((flipped,))
     # Columns of blocks begin at 0 to 4 and 10 to 14; ranks hold 7, 7 and 6 elements.
-    assert layout.rows == 10
-    assert [(f.rank, f.matrix_offset, f.numel) for f in layout.fragments] == [(0, 0, 5), (1, 5, 4), (2, 9, 1)]
+    assert layout.numel == 10
+    assert [(f.rank, f.matrix_offset, f.numel) for f in fragments_of(layout)] == [
+        (0, 0, 5),
+        (1, 5, 4),
+        (2, 9, 1),
+    ]
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -11,11 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_muon.math.flops import orthogonalize_flops
-from deepspeed_muon.plan.exchange import ExchangePlan, build_exchange_plan
+from deepspeed_muon.plan.exchange import BufferPlan, ExchangePlan, build_exchange_plan
 from deepspeed_muon.plan.holdings import flat_holdings, sharded_holdings
 from deepspeed_muon.plan.layout import (
     Fragment,
     MatrixLayout,
+    Spread,
+    fragments_of,
+    sharded_spread,
+    spread_of,
 )
 from deepspeed_muon.plan.owners import assign_owners, holders_in_layouts, matrix_flops
 from deepspeed_muon.plan.stacks import block_runs, cut_stack
@@ -37,6 +41,20 @@ def plans(layouts: list[MatrixLayout], world: int, chunk: int = 1 << 20) -> list
     ]
 
 
+def elements(buffer: BufferPlan, peer: int, world: int) -> list[tuple[int, int]]:
+    """Return matrix and number in it of all elements that a buffer has for a peer, in their order."""
+    splits = buffer.splits(world)
+    content = [(-1, -1)] * buffer.numel
+    for s in buffer.segments:
+        for number in range(s.count):
+            for i in range(s.numel):
+                at = s.buffer_offset + number * s.stride + i
+                assert content[at] == (-1, -1)
+                content[at] = s.matrix, s.matrix_offset + (0 if s.copies else number * s.numel) + i
+    assert (-1, -1) not in content and sum(splits) == buffer.numel
+    return content[sum(splits[:peer]) :][: splits[peer]]
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     dims=shapes,
@@ -55,21 +73,11 @@ def test_what_one_rank_sends_another_receives_in_the_same_order(
         assert len({(c.gathers, c.scatters, c.matrices) for c in chunks}) == 1
         for a in range(world):
             for b in range(world):
-                assert chunks[a].gather_send_splits[b] == chunks[b].gather_recv_splits[a]
-                assert chunks[a].scatter_send_splits[b] == chunks[b].scatter_recv_splits[a]
-                for out, into in (("outgoing", "incoming"), ("updates_out", "updates_in")):
-                    holder, owner = (a, b) if out == "outgoing" else (b, a)
-                    sent = [
-                        (s.matrix, s.fragment)
-                        for s in getattr(chunks[a], out)
-                        if s.fragment.rank == holder and per_rank[a].owners[s.matrix] == owner
-                    ]
-                    got = [
-                        (s.matrix, s.fragment)
-                        for s in getattr(chunks[b], into)
-                        if s.fragment.rank == holder and per_rank[b].owners[s.matrix] == owner
-                    ]
-                    assert sent == got
+                held, owned = (
+                    elements(chunks[a].held_buffer, b, world),
+                    elements(chunks[b].owned_buffer, a, world),
+                )
+                assert held == owned
 
 
 @settings(max_examples=100, deadline=None)
@@ -81,19 +89,24 @@ def test_every_owner_gets_every_element_once_and_every_holder_its_update(
     per_rank = plans(layouts, world)
     for index, matrix in enumerate(layouts):
         owner = per_rank[0].owners[index]
-        own = [f for f in matrix.fragments if f.rank == owner]
-        incoming = [s.fragment for c in per_rank[owner].chunks for s in c.incoming if s.matrix == index]
-        covered = sorted((f.matrix_offset, f.numel) for f in own + incoming)
-        assert sum(numel for _, numel in covered) == matrix.numel
+        arrives = [
+            element
+            for chunk in per_rank[owner].chunks
+            for peer in range(world)
+            for element in elements(chunk.owned_buffer, peer, world)
+            if element[0] == index
+        ]
+        own = matrix.spread.on(owner)
+        held = range(own.matrix_offset, own.matrix_offset + own.numel) if own else range(0)
+        if matrix.replicated:
+            assert len(held) == matrix.numel and len(arrives) == (world - 1) * matrix.numel
+        else:
+            assert sorted([i for _, i in arrives] + list(held)) == list(range(matrix.numel))
         for rank in range(world):
-            held = sorted((f.matrix_offset, f.numel) for f in matrix.fragments if f.rank == rank)
-            returned = sorted(
-                (s.fragment.matrix_offset, s.fragment.numel)
-                for c in per_rank[rank].chunks
-                for s in c.updates_in
-                if s.matrix == index
-            )
-            assert returned == ([] if rank == owner else held)
+            mine = [s for c in per_rank[rank].chunks for s in c.held_buffer.segments if s.matrix == index]
+            found = [(s.matrix_offset, s.numel) for s in mine]
+            place = matrix.spread.on(rank)
+            assert found == ([] if rank == owner or not place else [(place.matrix_offset, place.numel)])
         assert sum(index in c.owned for plan in per_rank for c in plan.chunks) == 1
 
 
@@ -103,13 +116,13 @@ def test_a_matrix_on_one_rank_never_moves(dims: list[tuple[int, int]], world: in
     layouts = flat_layouts(dims, world)
     per_rank = plans(layouts, world)
     sent = sum(plan.sent_elements for plan in per_rank)
-    straddling = [m for m in layouts if m.whole_on() is None]
+    straddling = [m for m in layouts if m.spread.whole_on is None]
     assert sent <= 2 * sum(m.numel for m in straddling)
     owners = per_rank[0].owners
-    assert sent == 2 * sum(m.numel - m.held_by(o) for m, o in zip(layouts, owners, strict=True))
+    assert sent == 2 * sum(m.numel - m.spread.held_by(o) for m, o in zip(layouts, owners, strict=True))
     for index, matrix in enumerate(layouts):
-        if matrix.whole_on() is not None:
-            assert owners[index] == matrix.whole_on()
+        if matrix.spread.whole_on is not None:
+            assert owners[index] == matrix.spread.whole_on
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
@@ -155,16 +168,18 @@ def test_load_of_other_partitions_counts() -> None:
 
 
 def test_incomplete_layouts_are_refused() -> None:
-    with pytest.raises(ValueError, match="do not cover"):
-        MatrixLayout("m", 2, 2, 0, (Fragment(0, 0, 0, 3),))
-    with pytest.raises(ValueError, match="do not cover"):
-        MatrixLayout("m", 2, 2, 0, (Fragment(0, 0, 0, 3), Fragment(1, 2, 0, 2)))
+    with pytest.raises(ValueError, match="do not lie in the 3"):
+        MatrixLayout("m", 2, 2, 0, sharded_spread(0, 3, 3))
+    with pytest.raises(ValueError, match="no rule gives"):
+        spread_of([Fragment(0, 0, 0, 3), Fragment(1, 2, 0, 2)])
+    with pytest.raises(ValueError, match="not a spread"):
+        Spread(4, 0, 2, 0, 0, 0)
     with pytest.raises(ValueError, match="not a fragment"):
         Fragment(0, 0, 0, 0)
 
 
 def test_blocks_add_up() -> None:
-    whole = (Fragment(0, 0, 0, 96),)
+    whole = sharded_spread(0, 96, 96)
     heads = MatrixLayout("q", 12, 8, 0, whole, row_blocks=(4, 4, 4))
     assert heads.block_shape == (4, 8) and heads.equal_blocks == 3
     grouped = MatrixLayout("qkv", 12, 8, 0, whole, row_blocks=(8, 2, 2))
@@ -202,8 +217,8 @@ def test_chunks_are_bounded_and_many_enough_to_overlap(kind: str) -> None:
                     for index in chunk.matrices:
                         parts[plan.owners[index]] += plan.matrices[index].numel
                     assert max(parts) <= max(asked, largest)
-                    assert sum(chunk.gather_recv_splits) <= parts[plan.rank]
-                    assert sum(chunk.gather_send_splits) <= max(parts)
+                    assert chunk.owned_buffer.numel <= parts[plan.rank]
+                    assert chunk.held_buffer.numel <= max(parts)
                 if kind == "sharded":
                     assert len(plan.chunks) >= 8
 
@@ -216,16 +231,21 @@ def test_copies_of_replicated_updates_are_bounded(owners: list[int]) -> None:
     for rank in range(world):
         plan = build_exchange_plan(layouts, owners, rank=rank, world_size=world, chunk_numel=limit)
         for chunk in plan.chunks:
-            assert sum(chunk.scatter_send_splits) <= limit or len(chunk.owned) == 1
-            assert sum(chunk.scatter_recv_splits) <= limit
+            assert chunk.owned_buffer.numel <= limit or len(chunk.owned) == 1
+            assert chunk.held_buffer.numel <= limit
     assert sorted(i for chunk in plan.chunks for i in chunk.matrices) == list(range(8))
 
 
 def test_stacks_are_cut_where_blocks_lie_whole() -> None:
     """Six blocks of ten elements over ranks of 25: two whole on each end, the third and fourth cross a cut."""
-    assert block_runs(6, 10, [0, 25, 50], cost=1.0, limit=0.5) == [(0, 2), (2, 1), (3, 2), (5, 1)]
+    assert block_runs(6, 10, lambda element: element // 25, cost=1.0, limit=0.5) == [
+        (0, 2),
+        (2, 1),
+        (3, 2),
+        (5, 1),
+    ]
     # Blocks that all cross go together up to the limit; where every rank has all, only the limit counts.
-    assert block_runs(4, 10, list(range(0, 40, 5)), cost=1.0, limit=2.9) == [(0, 2), (2, 2)]
+    assert block_runs(4, 10, lambda element: element // 5, cost=1.0, limit=2.9) == [(0, 2), (2, 2)]
     assert block_runs(5, 10, None, cost=1.0, limit=2.0) == [(0, 2), (2, 2), (4, 1)]
 
 
@@ -251,15 +271,17 @@ def test_runs_of_blocks_are_the_stack(
     found = sorted(
         (f.rank, f.partition_offset + i, part.first_row * cols + f.matrix_offset + i)
         for part in parts
-        for f in part.fragments
+        for f in fragments_of(part.spread)
         for i in range(f.numel)
     )
     assert found == sorted(
-        (f.rank, f.partition_offset + i, f.matrix_offset + i) for f in whole.fragments for i in range(f.numel)
+        (f.rank, f.partition_offset + i, f.matrix_offset + i)
+        for f in fragments_of(whole.spread)
+        for i in range(f.numel)
     )
     # A run that lies whole somewhere never moves; one that does not is small, or one block.
     for part in parts if len(parts) > 1 else []:
-        assert part.whole_on() is not None or len(part.blocks()) <= max(1, limit)
+        assert part.spread.whole_on is not None or len(part.blocks()) <= max(1, limit)
     # The planner's closed forms say the same.
     if kind != "replicated":
         offsets = np.array([before]), np.array([whole.numel])
@@ -274,7 +296,7 @@ def test_runs_of_blocks_are_the_stack(
         closed = held.ranges(np.zeros(len(parts), dtype=np.int64), begins, ends)
         for number, part in enumerate(parts):
             ranks, amounts = closed.holders(number)
-            expected = {rank: part.held_by(rank) for rank in range(world) if part.held_by(rank)}
+            expected = {rank: part.spread.held_by(rank) for rank in range(world) if part.spread.held_by(rank)}
             assert dict(zip(ranks.tolist(), amounts.tolist(), strict=True)) == expected
             starts = closed.starts(number).tolist()
-            assert starts == sorted(fragment.matrix_offset for fragment in part.fragments)
+            assert starts == sorted(fragment.matrix_offset for fragment in fragments_of(part.spread))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from deepspeed_muon.plan.balance import Job, assign_jobs
 from deepspeed_muon.plan.holdings import flat_holdings, sharded_holdings
-from deepspeed_muon.plan.layout import MatrixLayout, flat_fragments, sharded_fragments
+from deepspeed_muon.plan.layout import MatrixLayout, flat_spread, sharded_spread
 from deepspeed_muon.plan.owners import (
     assign_owners,
     holders_in_holdings,
@@ -71,7 +71,7 @@ def test_ten_thousand_matrices_on_a_thousand_ranks_take_less_than_two_seconds() 
     shapes = [(768, 2048), (2048, 768), (2048, 4096), (512, 2048), (2048, 2048)]
     chosen = [generator.choice(shapes) for _ in range(10_000)]
     numels = np.array([r * c for r, c in chosen], dtype=np.int64)
-    costs = [matrix_flops(MatrixLayout("m", r, c, 0, flat_fragments(0, r * c, r * c))) for r, c in chosen]
+    costs = [matrix_flops(MatrixLayout("m", r, c, 0, flat_spread(0, r * c, r * c))) for r, c in chosen]
     nodes = (np.arange(1024) // 8).tolist()
     offsets = np.cumsum(numels) - numels
     partition = -(-int(numels.sum()) // 1024)
@@ -103,19 +103,19 @@ def test_the_closed_form_says_what_the_fragments_say(
     offsets = np.cumsum(numels) - numels
     partition = -(-int(numels.sum()) // world)
     if flat:
-        fragments = [flat_fragments(int(o), int(n), partition) for o, n in zip(offsets, numels, strict=True)]
+        spreads = [flat_spread(int(o), int(n), partition) for o, n in zip(offsets, numels, strict=True)]
         holdings = flat_holdings(offsets, numels, partition_numel=partition, ranks=world)
     else:
-        fragments = [sharded_fragments(0, int(n), -(-int(n) // world)) for n in numels]
+        spreads = [sharded_spread(0, int(n), -(-int(n) // world)) for n in numels]
         holdings = sharded_holdings(numels, ranks=world)
     layouts = [
-        MatrixLayout(str(i), r, c, 0, f) for i, ((r, c), f) in enumerate(zip(dims, fragments, strict=True))
+        MatrixLayout(str(i), r, c, 0, f) for i, ((r, c), f) in enumerate(zip(dims, spreads, strict=True))
     ]
-    per_rank = [sum(layout.held_by(rank) for layout in layouts) for rank in range(world)]
+    per_rank = [sum(layout.spread.held_by(rank) for layout in layouts) for rank in range(world)]
     assert holdings.per_rank().tolist() == per_rank
     for index, layout in enumerate(layouts):
         held = holdings.held(np.full(world, index), np.arange(world)).tolist()
-        assert held == [layout.held_by(rank) for rank in range(world)]
+        assert held == [layout.spread.held_by(rank) for rank in range(world)]
     loads: tuple[list[float], list[float]] = ([0.0] * world, [0.0] * world)
     costs = [matrix_flops(layout) for layout in layouts]
     closed = assign_owners(costs, holders_in_holdings(holdings), load=loads[0])
@@ -125,9 +125,8 @@ def test_the_closed_form_says_what_the_fragments_say(
 
 def test_the_node_that_holds_most_of_a_matrix_owns_it() -> None:
     # Ranks 0, 1 are one node, 2 and 3 the other: the node of 0 and 1 holds six of ten rows, no rank most of them.
-    fragments = flat_fragments(2, 40, 12)
-    layout = MatrixLayout("m", 10, 4, 0, fragments)
-    assert [layout.held_by(rank) for rank in range(4)] == [10, 12, 12, 6]
+    layout = MatrixLayout("m", 10, 4, 0, flat_spread(2, 40, 12))
+    assert [layout.spread.held_by(rank) for rank in range(4)] == [10, 12, 12, 6]
     costs, holders = [matrix_flops(layout)], holders_in_layouts([layout], 64)
     assert assign_owners(costs, holders, load=[0.0] * 64, nodes=[0, 0, 1, 1] + [2] * 60)[0] in (0, 1)
     assert assign_owners(costs, holders, load=[0.0] * 64, nodes=[1, 0, 0, 0] + [2] * 60)[0] in (1, 2)

@@ -13,7 +13,7 @@ from deepspeed_muon.forecast.predict import PlannedParameter, PlanSettings, exch
 from deepspeed_muon.math.flops import orthogonalize_flops
 from deepspeed_muon.plan.exchange import build_exchange_plan
 from deepspeed_muon.plan.hardware import GPUS
-from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.layout import MatrixLayout, fragments_of
 from deepspeed_muon.plan.sharing import Shareable, SharingRule, Speeds, choose_sharers, cut_for_sharers
 from tests.support.layouts import MAKERS
 
@@ -100,7 +100,7 @@ def test_shared_rows_travel_like_matrices_and_together(
         assert sum(part.rows for part in parts) == matrix.rows
         assert all(part.logical_shape == (matrix.rows, matrix.cols) for part in parts)
         assert all(part.scale_shape == matrix.scale_shape for part in parts)
-        held = sum(part.held_by(rank) for part in parts for rank in range(world))
+        held = sum(part.spread.held_by(rank) for part in parts for rank in range(world))
         assert held == matrix.numel * (world if matrix.replicated else 1)
         matrices += parts
         owners += sorted(ranks)
@@ -120,8 +120,8 @@ def test_shared_rows_travel_like_matrices_and_together(
         cut = [plan.chunks[number] for plan in plans]
         for a in range(world):
             for b in range(world):
-                assert cut[a].gather_send_splits[b] == cut[b].gather_recv_splits[a]
-                assert cut[a].scatter_send_splits[b] == cut[b].scatter_recv_splits[a]
+                held, owned = cut[a].held_buffer.splits(world), cut[b].owned_buffer.splits(world)
+                assert held[b] == owned[a]
             owned = sum(matrices[i].numel for i in cut[a].owned)
             assert owned <= chunk or len(cut[a].owned) == 1
 
@@ -140,7 +140,7 @@ def test_the_plan_counts_what_the_layouts_say(stage: int) -> None:
         ranks = exchange.shared.get(index, (exchange.owners[index],))
         parts = cut_for_sharers(layout, ranks)
         for part, rank in zip(parts, ranks, strict=True):
-            for fragment in part.fragments:
+            for fragment in fragments_of(part.spread):
                 if fragment.rank != rank:
                     gather[fragment.rank] += 0 if part.replicated else fragment.numel
                     scatter[rank] += fragment.numel

@@ -11,7 +11,7 @@ from torch import nn
 
 from deepspeed_muon import ConfigError, Muon, MuonConfig, QkRecorder
 from deepspeed_muon.math.reference_qk_clip import reference_clip, reference_max_logits
-from deepspeed_muon.plan.layout import flat_fragments
+from deepspeed_muon.plan.layout import flat_spread
 from deepspeed_muon.qk_clip import logits as qk_clip
 from deepspeed_muon.qk_clip.clip import head_runs
 from deepspeed_muon.qk_clip.logits import clip_factor, logit_bounds, max_logits
@@ -64,12 +64,12 @@ def test_factors() -> None:
 def test_rows_of_heads_in_partitions() -> None:
     """Two heads of 2 rows of 3 elements, from row 1 on, every 3 rows, over ranks that hold 8 elements each."""
     layer = AttentionHeads("a", 4, (HeadRows("w", "key", 2, 2, 3, 1, 3),))
-    fragments = flat_fragments(2, 24, 8)
+    spread = flat_spread(2, 24, 8)
     marked = torch.zeros(24, dtype=torch.int)
     for rank in range(4):
-        for run in head_runs([layer], {"w": (7, fragments)}, rank=rank):
-            assert run.partition == 7
-            fragment = next(f for f in fragments if f.rank == rank)
+        fragment = spread.on(rank)
+        for run in head_runs([layer], {"w": (7, fragment)}):
+            assert run.partition == 7 and fragment is not None
             begin = fragment.matrix_offset + run.offset - fragment.partition_offset
             marked[begin : begin + run.numel] = run.stop // 2
     expected = torch.tensor([0, 1, 1, 0, 2, 2, 0, 0]).repeat_interleave(3)

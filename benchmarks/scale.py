@@ -1,0 +1,289 @@
+"""What one rank of many costs at the start: time, memory, messages, and its part of a checkpoint's record.
+
+``python benchmarks/scale.py --out benchmarks/results/scale-NAME`` makes one rank of 64, 1,024 and 16,384, of models
+with 723, 5,000 and 44,000 parameters, at stages 1 and 3. Each cell runs in a process of its own. The code is the real
+one: routing, the order of the matrices, the readers of ZeRO's wrappers, owners, exchange plans, the comparison of the
+plans, the record. Not real are ZeRO's wrapper, an object with the attributes that the reader reads, whose flat buffers
+are mapped but never touched; and the other ranks, for whom this program answers that they have the same facts.
+
+Time is processor time. Memory is the growth of the resident set, and what Python and numpy hold at the end of it.
+Messages are what the rank sends and receives: an all-reduce counts twice its size, a gather the items of all ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import io
+import json
+import mmap
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.optimizer_step import machine
+
+LIMITS = {"bind_s": 5.0, "memory_mb": 64.0, "record_kb": 64.0, "messages_kb": 64.0}
+NORESERVE = 0x4000  # of Linux; Python names it from 3.13 on
+Shapes = list[tuple[str, tuple[int, ...]]]
+
+
+def dense(
+    layers: int, width: int, keys: int, hidden: int, words: int
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "embed_tokens.weight", (words, width)
+    for number in range(layers):
+        layer = f"layers.{number}."
+        for name, rows in (("q", width), ("k", keys), ("v", keys), ("o", width)):
+            yield f"{layer}self_attn.{name}_proj.weight", (rows, width)
+        yield f"{layer}mlp.gate_proj.weight", (hidden, width)
+        yield f"{layer}mlp.up_proj.weight", (hidden, width)
+        yield f"{layer}mlp.down_proj.weight", (width, hidden)
+        yield f"{layer}input_layernorm.weight", (width,)
+        yield f"{layer}post_attention_layernorm.weight", (width,)
+    yield "norm.weight", (width,)
+    yield "lm_head.weight", (words, width)
+
+
+def experts(
+    layers: int, width: int, hidden: int, count: int, words: int
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name, shape in dense(layers, width, width // 8, hidden, words):
+        if ".mlp.gate_proj" not in name:
+            yield name, shape
+            continue
+        prefix = name.removesuffix("gate_proj.weight")
+        yield name, shape
+        for expert in range(count):
+            for part in ("gate", "up"):
+                yield f"{prefix}experts.{expert}.{part}_proj.weight", (hidden, width)
+            yield f"{prefix}experts.{expert}.down_proj.weight", (width, hidden)
+
+
+MODELS: dict[int, Shapes] = {
+    723: list(dense(80, 8192, 1024, 28672, 128256)),
+    5000: list(experts(26, 4096, 1408, 62, 128256))[:5000],
+    44000: list(experts(61, 7168, 2048, 240, 129280))[:44000],
+}
+
+
+def mapped(numel: int, dtype: torch.dtype) -> Tensor:
+    """Return a tensor whose memory exists only where it is touched."""
+    size = max(numel, 1) * dtype.itemsize
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
+    return torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=dtype, count=numel)
+
+
+def mapped_all(shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
+    numels = [torch.Size(shape).numel() for _, shape in shapes]
+    for (name, shape), part in zip(shapes, mapped(sum(numels), torch.bfloat16).split(numels), strict=True):
+        yield name, part.view(shape)
+
+
+class OtherRanks:
+    """Answers for all other ranks and counts what this rank sends and receives."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        dist.all_reduce = self.all_reduce  # type: ignore[assignment]
+        dist.all_gather_object = self.all_gather_object  # type: ignore[assignment]
+
+    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+        self.bytes += 2 * tensor.numel() * tensor.element_size()
+        if op == dist.ReduceOp.SUM and tensor.dtype == torch.int64:
+            tensor.zero_()  # checksums of equal facts cancel
+
+    def all_gather_object(self, parts: list[Any], item: Any, group: Any = None) -> None:
+        self.bytes += len(parts) * len(json.dumps(item, default=repr))
+        parts[:] = [item] * len(parts)
+
+
+def stage1_wrapper(optimizer: Any, world: int, rank: int) -> Any:
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    wrapper = object.__new__(DeepSpeedZeroOptimizer)
+    groups = [group["params"] for group in optimizer.param_groups]
+    flats, masters = [], []
+    for params in groups:
+        numel = sum(param.numel() for param in params)
+        partition = -(-numel // (2 * world)) * 2
+        flat, offset = mapped(partition * world, torch.bfloat16), 0
+        for param in params:
+            param.data = flat.narrow(0, offset, param.numel()).view(param.shape)
+            offset += param.numel()
+        flats.append(flat)
+        masters.append(mapped(partition, torch.float32))
+    wrapper.bit16_groups, wrapper.bit16_groups_flat = groups, flats
+    wrapper.real_dp_process_group = [dist.group.WORLD] * len(groups)
+    wrapper.single_partition_of_fp32_groups = masters
+    wrapper.cpu_offload = False
+    return wrapper
+
+
+def stage3_wrapper(optimizer: Any, world: int, rank: int) -> Any:
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    wrapper = object.__new__(DeepSpeedZeroOptimizer_Stage3)
+    groups = [group["params"] for group in optimizer.param_groups]
+    masters = []
+    for params in groups:
+        total = 0
+        for param in params:
+            shard = -(-param.numel() // world)
+            param.ds_shape, param.ds_numel = param.shape, param.numel()
+            param.partition_numel = lambda shard=shard: shard
+            total += shard
+        masters.append(mapped(total, torch.float32))
+    wrapper.fp16_groups = groups
+    wrapper.dp_process_group = dist.group.WORLD
+    wrapper._get_sub_group_process_group = lambda index: dist.group.WORLD
+    wrapper.fp32_partitioned_groups_flat = wrapper.fp16_partitioned_groups_flat = masters
+    wrapper.offload_optimizer = False
+    return wrapper
+
+
+def resident_mb() -> float:
+    text = Path("/proc/self/statm").read_text().split()
+    return int(text[1]) * mmap.PAGESIZE / 1e6
+
+
+def measure(parameters: int, stage: int, world: int, rank: int, trace: bool) -> dict[str, float]:
+    """Make one rank; return its figures."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    import deepspeed_muon
+    from deepspeed_muon.checkpoint.layout_record import _record
+    from deepspeed_muon.checkpoint.live import collect
+    from deepspeed_muon.engine.layouts import read_step_sets
+    from deepspeed_muon.transport.agreement import agree
+    from deepspeed_muon.transport.members import Members
+
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    others = OtherRanks()
+    named = [(name, torch.nn.Parameter(tensor)) for name, tensor in mapped_all(MODELS[parameters])]
+    found: dict[str, float] = {"tensors": len(named)}
+    start = time.process_time()
+    optimizer = deepspeed_muon.Muon(named, muon_lr=0.02)
+    found["route_s"] = time.process_time() - start
+    start = time.process_time()
+    if stage == 1:
+        optimizer.order_parameters([world] * len(optimizer.param_groups), device=torch.device("cpu"))
+    found["order_s"] = time.process_time() - start
+    wrapper = (stage1_wrapper if stage == 1 else stage3_wrapper)(optimizer, world, rank)
+    wrapper.optimizer = optimizer
+    engine = SimpleNamespace(
+        optimizer=wrapper, basic_optimizer=optimizer, mpu=None, seq_data_parallel_group=dist.group.WORLD
+    )
+    gc.collect()
+    before = resident_mb()
+    if trace:
+        tracemalloc.start()
+    start = time.process_time()
+    step_sets = read_step_sets(engine, optimizer, optimizer.route_table())
+    optimizer.bind(step_sets, device=torch.device("cpu"), members=Members.of([None]))
+    agree(optimizer.plan_facts(), members=optimizer.members)
+    found["bind_s"] = time.process_time() - start
+    gc.collect()
+    if trace:
+        found["python_mb"] = tracemalloc.get_traced_memory()[0] / 1e6
+        tracemalloc.stop()
+    found["memory_mb"] = resident_mb() - before
+    found["messages_kb"] = others.bytes / 1e3
+    groups = range(len(optimizer.param_groups))
+    optimizer.host = SimpleNamespace(
+        param_group_numbers=lambda: list(groups), counters=lambda: {"global_steps": 0}
+    )
+    start = time.process_time()
+    content = io.BytesIO()
+    torch.save(_record(collect(engine)), content)
+    found["record_kb"], found["record_s"] = len(content.getvalue()) / 1e3, time.process_time() - start
+    runners = optimizer.runners
+    found["owned"] = sum(len(chunk.owned) for runner in runners for chunk in runner.plan.chunks)
+    found["chunks"] = sum(len(runner.plan.chunks) for runner in runners)
+    return found
+
+
+def table(report: dict[str, Any]) -> str:
+    columns = [
+        "route_s",
+        "order_s",
+        "bind_s",
+        "memory_mb",
+        "python_mb",
+        "record_kb",
+        "record_s",
+        "messages_kb",
+    ]
+    lines = [
+        "# One rank of many",
+        "",
+        ", ".join(f"{key}: {value}" for key, value in report["machine"].items()) + ".",
+        f"Limits: {', '.join(f'{key} {value:g}' for key, value in LIMITS.items())}.",
+        "",
+        "| parameters | stage | ranks | " + " | ".join(columns) + " | owned | chunks |",
+        "|" + "---|" * (len(columns) + 5),
+    ]
+    for row in report["rows"]:
+        found = row["found"]
+        values = [f"{found[column]:.2f}" for column in columns]
+        ends = [f"{found['owned']:g}", f"{found['chunks']:g}"]
+        lines.append(
+            "| "
+            + " | ".join([str(row["parameters"]), str(row["stage"]), str(row["world"]), *values, *ends])
+            + " |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def run_cell(*cell: int, trace: bool) -> dict[str, float]:
+    command = [sys.executable, __file__, "--cell", *map(str, cell), *(["--trace"] if trace else [])]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=None)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parameters", nargs="+", type=int, choices=MODELS, default=list(MODELS))
+    parser.add_argument("--stages", nargs="+", type=int, choices=(1, 3), default=[1, 3])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[64, 1024, 16384])
+    parser.add_argument("--out", help="path without ending for .json and .md")
+    parser.add_argument("--cell", nargs=3, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--trace", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.cell:
+        parameters, stage, world = arguments.cell
+        print(json.dumps(measure(parameters, stage, world, 5 * world // 8, arguments.trace)))
+        return 0
+    report: dict[str, Any] = {"machine": machine(), "limits": LIMITS, "rows": []}
+    for parameters in arguments.parameters:
+        for stage in arguments.stages:
+            for world in arguments.ranks:
+                cell = (parameters, stage, world)
+                # Tracing takes time of its own, so times and the resident set come from a run without.
+                found = run_cell(*cell, trace=False)
+                found["python_mb"] = run_cell(*cell, trace=True)["python_mb"]
+                report["rows"].append(
+                    {"parameters": parameters, "stage": stage, "world": world, "found": found}
+                )
+                print(table(report).splitlines()[-1], flush=True)
+    if arguments.out:
+        Path(f"{arguments.out}.json").write_text(json.dumps(report, indent=1) + "\n")
+        Path(f"{arguments.out}.md").write_text(table(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
