@@ -22,12 +22,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.optimizer_step import machine
 from benchmarks.step_report import cells, ratio
 
+REPOSITORY = Path(__file__).resolve().parents[1]
 PEER = "DeepSpeed AdamW"
 SIDES = ("before", "after")
 Rounds = list[dict[str, list[dict[str, Any]]]]
