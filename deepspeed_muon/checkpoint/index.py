@@ -13,7 +13,7 @@ import platform
 import re
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -140,9 +140,10 @@ class InPartitions:
         row_places: Where the row moments lie; ``None`` where there are none.
     """
 
-    shape: tuple[int, ...]
-    spread: Spread
-    row_places: RowPlaces | None
+    if TYPE_CHECKING:  # no fields where a pydantic model inherits this
+        shape: tuple[int, ...]
+        spread: Spread
+        row_places: RowPlaces | None
 
     @property
     def row_count(self) -> int:

@@ -229,6 +229,8 @@ def _from_fragments(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return a record of version 1 with rules in place of its lists of fragments."""
     entries = []
     for entry in content["parameters"]:
+        if not isinstance(entry["replicated"], bool):
+            raise ValueError(f"replicated is {entry['replicated']!r}")
         spread = spread_of([Fragment(*f) for f in entry["fragments"]], replicated=entry["replicated"])
         rows = max((row[1] + row[3] for row in entry.get("rows", ())), default=0)
         kept = _without(entry, "fragments", "replicated", "rows")

@@ -211,7 +211,7 @@ def test_a_record_that_cannot_be(saved: Any, tmp_path: Path, stage: int, change:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("change", map(in_version_1, GENERAL), ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", list(map(in_version_1, GENERAL)), ids=lambda change: change.__name__)
 def test_an_old_record_that_cannot_be(saved: Any, tmp_path: Path, change: Any) -> None:
     test_a_record_that_cannot_be(saved, tmp_path, 2, change)
 
