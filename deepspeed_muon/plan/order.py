@@ -34,6 +34,9 @@ OrderName = Literal["balanced", "given"]
 _FLAT_ALIGNMENT = 2
 # The load counts as even if the busiest rank has at most this times the mean.
 _EVEN = 1.05
+# With more ranks the search takes longer than it saves: a partition holds few matrices, and most of them cross a cut in
+# every order.
+_MOST_RANKS = 2048
 # One order is tried for each of these weights; it multiplies the cost of a moved element.
 _WEIGHTS = (0.0, 0.1, 0.3, 1.0, 10.0, 100.0)
 # At each cut, the number of shapes whose counts may differ from their share, and by how much.
@@ -93,7 +96,7 @@ def balanced_order(
         world_size: Ranks of the data-parallel group.
     """
     given = list(range(len(numels)))
-    if world_size == 1 or len(given) < 2:
+    if not 1 < world_size <= _MOST_RANKS or len(given) < 2:
         return given
     best, quality = given, order_quality(numels, costs, world_size)
     limit = quality.moved
