@@ -9,6 +9,7 @@ A collective counts the bytes that each rank of a ring sends: ``n (W-1)/W`` for 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -209,8 +210,8 @@ def _assign(
         found = [(0, parameter.stack)]
         if parameter.stack > 1 and settings.tensor_parallel == 1 and not whole[index]:
             size = parameter.numel // parameter.stack
-            starts = None if holdings.replicated else holdings.starts(index).tolist()
-            found = block_runs(parameter.stack, size, starts, cost=cost / parameter.stack, limit=limit)
+            rank_at = None if holdings.replicated else functools.partial(holdings.rank_at, index)
+            found = block_runs(parameter.stack, size, rank_at, cost=cost / parameter.stack, limit=limit)
         runs += [(index, first, count) for first, count in found]
     sizes = np.array([parameter.numel // parameter.stack for parameter in muon], dtype=np.int64)
     index, first, count = np.array(runs, dtype=np.int64).T

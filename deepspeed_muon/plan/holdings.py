@@ -72,10 +72,10 @@ class Holdings:
         ranks = np.arange(start, stop, dtype=np.int64)
         return ranks, self.held(np.full(len(ranks), matrix), ranks)
 
-    def starts(self, matrix: int) -> Ints:
-        """Return the first element of each of the :meth:`holders` of one matrix; not for tensor parallelism."""
-        number = np.arange(self.last[matrix] - self.first[matrix] + 1, dtype=np.int64)
-        return np.where(number > 0, self.head[matrix] + (number - 1) * self.body[matrix], 0)
+    def rank_at(self, matrix: int, element: int) -> int:
+        """Return the data-parallel rank that holds an element of a matrix."""
+        behind = element - int(self.head[matrix])
+        return int(self.first[matrix]) + (0 if behind < 0 else 1 + behind // int(self.body[matrix]))
 
     def ranges(self, matrices: Ints, starts: Ints, stops: Ints) -> Holdings:
         """Return the holdings of parts: part ``i`` is ``matrices[i]`` from ``starts[i]`` to ``stops[i]``."""

@@ -169,7 +169,7 @@ def train(
         "skipped": engine.skipped_steps,
         # Elements of each matrix, and how many of them travel in both directions together.
         "layout": [
-            [matrix.numel, 2 * (matrix.numel - matrix.held_by(owner))]
+            [matrix.numel, 2 * (matrix.numel - matrix.spread.held_by(owner))]
             for runner in optimizer.runners
             for matrix, owner in zip(runner.plan.matrices, runner.plan.owners, strict=True)
         ],

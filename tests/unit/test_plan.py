@@ -298,5 +298,7 @@ def test_runs_of_blocks_are_the_stack(
             ranks, amounts = closed.holders(number)
             expected = {rank: part.spread.held_by(rank) for rank in range(world) if part.spread.held_by(rank)}
             assert dict(zip(ranks.tolist(), amounts.tolist(), strict=True)) == expected
-            starts = closed.starts(number).tolist()
-            assert starts == sorted(fragment.matrix_offset for fragment in fragments_of(part.spread))
+            found = [closed.rank_at(number, element) for element in range(part.numel)]
+            assert found == [part.spread.rank_at(element) for element in range(part.numel)]
+            held_by = [f.rank for f in fragments_of(part.spread) for _ in range(f.numel)]
+            assert found == held_by
