@@ -138,10 +138,11 @@ class AdamUpdates:
 
     def __init__(self, step_set: StepSet, config: MuonConfig, policy: StatePolicy) -> None:
         self.kernel = _choose_adam(step_set, config, policy)
-        self._step_set = step_set
         self._policy = policy
         self._decoupled = config.adam_w_mode
-        self._local = step_set.local_fragments()
+        # Those of Muon's matrices are not kept: there can be very many.
+        pairs = zip(step_set.partitions, step_set.local_fragments(), strict=True)
+        self._local = [(partition, local) for partition, local in pairs if not partition.muon]
 
     def run(
         self,
@@ -161,9 +162,7 @@ class AdamUpdates:
             flat: Partition index to this rank's flat weights; mutated.
         """
         batches: dict[AdamStep, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {}
-        for partition, local in zip(self._step_set.partitions, self._local, strict=True):
-            if partition.muon:
-                continue
+        for partition, local in self._local:
             own = state_of(partition, state, self._policy)
             group = groups[partition.index]
             settings = AdamStep(
