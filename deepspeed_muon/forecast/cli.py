@@ -106,7 +106,7 @@ def _plot(model: str, parameters: Sequence[PlannedParameter], settings: PlanSett
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    worlds = [1 << power for power in range(_LARGEST_WORLD.bit_length())]
+    worlds = [1 << power for power in range(0, _LARGEST_WORLD.bit_length(), 2)]
     worlds = [world for world in worlds if world % settings.tensor_parallel == 0]
     found = [forecast(parameters, replace(settings, world_size=world)) for world in worlds]
     figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.5))

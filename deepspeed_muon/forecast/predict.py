@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
@@ -176,19 +177,23 @@ def exchange_of(parameters: Sequence[PlannedParameter], settings: PlanSettings) 
     shared: dict[int, tuple[int, ...]] = {}
     moving: set[int] = set()
     for members in _step_sets(muon, settings):
-        numbers, begins, ends, ranks = [], [], [], []
+        numbers: list[int] = []
+        begins: list[int] = []
+        ends: list[int] = []
+        ranks: list[int] = []
         holdings = _holdings([muon[number].numel for number in members], settings)
         for index, begin, end, sharers in _assign([muon[n] for n in members], holdings, load, settings):
             owners.setdefault(members[index], sharers[0])
+            cuts = [end]
             if len(sharers) > 1:
                 shared[members[index]] = sharers
-            cols = muon[members[index]].blocks[0][2] if len(sharers) > 1 else 1
-            for rows, rank in zip(even_sizes((end - begin) // cols, len(sharers)), sharers, strict=True):
-                numbers.append(index)
-                begins.append(begin)
-                begin += rows * cols
-                ends.append(begin)
-                ranks.append(rank)
+                cols = muon[members[index]].blocks[0][2]
+                sizes = even_sizes((end - begin) // cols, len(sharers))
+                cuts = [begin + rows * cols for rows in accumulate(sizes)]
+            numbers += [index] * len(cuts)
+            begins += [begin, *cuts[:-1]]
+            ends += cuts
+            ranks += sharers
         parts = holdings.ranges(*(np.array(each, dtype=np.int64) for each in (numbers, begins, ends)))
         np.add.at(owned, ranks, parts.numel)
         sent, returned, travels = parts.traffic(ranks)
@@ -205,6 +210,7 @@ def _assign(
     costs = [parameter_flops(parameter, settings) for parameter in muon]
     limit = travelling_cost(costs, load)
     whole = holdings.whole.tolist()
+    alone = [sum(blocks for blocks, _, _ in parameter.blocks) == 1 for parameter in muon]
     runs: list[tuple[int, int, int]] = []
     for index, (parameter, cost) in enumerate(zip(muon, costs, strict=True)):
         found = [(0, parameter.stack)]
@@ -220,12 +226,7 @@ def _assign(
     nodes = [rank // max(1, settings.gpus_per_node) for rank in range(settings.world_size)]
     ranks = assign_ranks(
         [costs[i] / muon[i].stack * blocks for i, _, blocks in runs],
-        [
-            Shareable(*muon[i].blocks[0][1:], stays=whole[i])
-            if sum(blocks for blocks, _, _ in muon[i].blocks) == 1
-            else None
-            for i, _, _ in runs
-        ],
+        [Shareable(*muon[i].blocks[0][1:], stays=whole[i]) if alone[i] else None for i, _, _ in runs],
         holders_in_holdings(holdings.ranges(index, begins, ends)),
         load=load,
         rule=settings.sharing_rule,

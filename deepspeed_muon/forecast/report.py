@@ -153,9 +153,12 @@ def _buffers(
     muon = sum(p.numel for p in parameters if p.muon) / settings.tensor_parallel
     partition = muon / (settings.data_parallel if settings.stage else 1)
     block = max((rows * cols for p in parameters for _, rows, cols in p.blocks), default=0)
+    # Of one chunk, but for those that are written into the send buffer: at stage 3 all except a rank's own share.
+    local = min(partition, float(max(settings.chunk_numel, largest)))
+    if settings.stage == 3 and exchange.moving:
+        local = chunk / settings.data_parallel
     return {
-        # Of one chunk.
-        "directions": settings.wire_bytes * min(partition, float(max(settings.chunk_numel, largest))),
+        "directions": settings.wire_bytes * local,
         # What three chunks send and receive: one arrives, one is orthogonalised, one returns.
         "exchange_buffers": 3 * 2.0 * settings.wire_bytes * chunk,
         # The matrix, its product and two Gram-sized matrices, which are no larger.

@@ -71,18 +71,36 @@ class LocalDirections:
             for device, numel in sizes.items()
         }
         for index, fragment in local:
-            source = self._source_of(index)
-            buf = source.momentum_buffer.narrow(0, fragment.partition_offset, fragment.numel)
-            place, free[buf.device] = free[buf.device].tensor_split([_aligned(fragment.numel)])
-            out = place.narrow(0, 0, fragment.numel)
-            grad = source.grad
-            grad = (
-                torch.zeros_like(buf)
-                if grad is None
-                else grad.narrow(0, fragment.partition_offset, fragment.numel)
-            )
-            source.pack(buf, grad, out, source.momentum, source.nesterov)
-            self._made[index] = out
+            device = self._source_of(index).momentum_buffer.device
+            place, free[device] = free[device].tensor_split([_aligned(fragment.numel)])
+            self._made[index] = place.narrow(0, 0, fragment.numel)
+            self._make(index, fragment, self._made[index])
+
+    def write(self, index: int, out: Tensor) -> None:
+        """Update the momentum of a matrix's local fragment and write its direction to ``out``, flat, on any device.
+
+        Instead of :meth:`prepare`, for a fragment that this rank does not need itself.
+        """
+        fragment = self._held[index]
+        assert fragment is not None
+        device = self._source_of(index).momentum_buffer.device
+        if out.device == device:
+            self._make(index, fragment, out)
+        else:
+            made = torch.empty(fragment.numel, dtype=out.dtype, device=device)
+            self._make(index, fragment, made)
+            out.copy_(made, non_blocking=True)
+
+    def _make(self, index: int, fragment: Fragment, out: Tensor) -> None:
+        source = self._source_of(index)
+        buf = source.momentum_buffer.narrow(0, fragment.partition_offset, fragment.numel)
+        grad = source.grad
+        grad = (
+            torch.zeros_like(buf)
+            if grad is None
+            else grad.narrow(0, fragment.partition_offset, fragment.numel)
+        )
+        source.pack(buf, grad, out, source.momentum, source.nesterov)
 
     def _source_of(self, index: int) -> MomentumSource:
         return self._sources[self._matrices[index].partition]

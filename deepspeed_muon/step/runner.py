@@ -313,13 +313,12 @@ class StepRunner:
 
     def _pack(self, travel: Travel, step: Step) -> None:
         """Update the momentum of a chunk's matrices and put the directions that travel into the send buffer."""
-        step.directions.prepare(self._in_batches(travel.chunk, step.active))
-        if travel.chunk.gathers:
-            for segment in travel.chunk.held_buffer.segments:
-                # The buffer keeps old data for a matrix without a gradient: nobody reads it.
-                local = step.directions.get(segment.matrix) if step.active[segment.matrix] else None
-                if local is not None:
-                    cut(travel.held, segment).copy_(local[1], non_blocking=True)
+        # The momentum of a replicated matrix is updated on every rank, and its direction travels nowhere.
+        step.directions.prepare(self._in_batches(travel.chunk, step.active, others=not travel.chunk.gathers))
+        for segment in travel.chunk.held_buffer.segments if travel.chunk.gathers else ():
+            # The buffer keeps old data for a matrix without a gradient: nobody reads it.
+            if step.active[segment.matrix]:
+                step.directions.write(segment.matrix, cut(travel.held, segment).view(-1))
 
     def _wait_for_gather(self, travel: Travel) -> None:
         with self._check.recorder.span("gather"):
@@ -349,7 +348,7 @@ class StepRunner:
     def _update_in_place(self, chunks: Sequence[Chunk], step: Step) -> None:
         """Update the matrices of chunks in which nothing moves."""
         for chunk in chunks:
-            step.directions.prepare(self._in_batches(chunk, step.active))
+            step.directions.prepare(self._in_batches(chunk, step.active, others=True))
             self._orthogonalize(chunk, None, step)
 
     def apply_arrived(
@@ -370,11 +369,11 @@ class StepRunner:
                 if refresh is not None:
                     refresh(own.partition_offset, own.numel)
 
-    def _in_batches(self, chunk: Chunk, active: Sequence[bool]) -> list[int]:
-        """Return the active matrices of a chunk: first those that this rank owns, in the order of its batches."""
+    def _in_batches(self, chunk: Chunk, active: Sequence[bool], *, others: bool) -> list[int]:
+        """Return the active matrices that this rank owns in the order of its batches, and then ``others`` or not."""
         owned = [index for index in chunk.owned if active[index]]
-        others = [index for index in chunk.active(active) if self.plan.owners[index] != self.plan.rank]
-        return [index for batch in self._whole.batches(owned) for index in batch] + others
+        rest = (index for index in chunk.active(active) if self.plan.owners[index] != self.plan.rank)
+        return [index for batch in self._whole.batches(owned) for index in batch] + [*rest] * others
 
 
 def _planned(
