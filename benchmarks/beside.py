@@ -48,7 +48,9 @@ def unpack(commit: str, folder: Path) -> Path:
 def run_side(tree: Path, options: list[str], out: Path) -> list[dict[str, Any]]:
     """Run the benchmark of a checkout; return its rows."""
     environment = os.environ | {"PYTHONPATH": str(tree)}
-    environment.setdefault("TORCH_EXTENSIONS_DIR", str(REPOSITORY / ".cache" / "torch_extensions" / "ds0.19.8"))
+    environment.setdefault(
+        "TORCH_EXTENSIONS_DIR", str(REPOSITORY / ".cache" / "torch_extensions" / "ds0.19.8")
+    )
     command = [sys.executable, "benchmarks/optimizer_step.py", "--no-memory", "--accumulation", "1"]
     subprocess.run(
         [*command, "--optimizers", "ours", PEER, "--out", str(out), *options],
@@ -104,13 +106,16 @@ def main() -> int:
         for number in range(arguments.rounds):
             order = SIDES if number % 2 == 0 else SIDES[::-1]
             result = Path(temporary) / f"round{number}"
-            rounds.append(
-                {side: run_side(trees[side], options, Path(f"{result}-{side}")) for side in order}
-            )
+            rounds.append({side: run_side(trees[side], options, Path(f"{result}-{side}")) for side in order})
             head = {"machine": machine(), "commit": arguments.commit, "options": options}
             out.with_suffix(".json").write_text(json.dumps({**head, "rounds": rounds}, indent=1) + "\n")
             described = ", ".join(f"{name}: {value}" for name, value in head["machine"].items())
-            text = [f"# After beside before ({arguments.commit})", "", f"{described}. {number + 1} rounds.", ""]
+            text = [
+                f"# After beside before ({arguments.commit})",
+                "",
+                f"{described}. {number + 1} rounds.",
+                "",
+            ]
             out.with_suffix(".md").write_text("\n".join([*text, *table(rounds)]) + "\n")
     print(out.with_suffix(".md").read_text())
     return 0
