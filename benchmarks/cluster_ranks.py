@@ -120,6 +120,7 @@ def measure(
     samples: dict[str, list[Any]] = {name: [] for name in optimizers}
     for rate in rates:
         _set_rate(rank, ends, rate)
+        print(f"stage {stage}, {rate} bits a second, {time.strftime('%H:%M:%S')}", flush=True)
         found = _turns(runners, repeats, cell_seconds)
         for name in optimizers:
             samples[name].append(found[name])
@@ -144,6 +145,7 @@ def _turns(runners: dict[str, Runner], repeats: int, cell_seconds: float) -> dic
         turn = repeat % len(names)
         for name in names[turn:] + names[:turn]:
             own = torch.tensor(runners[name].step()[0], dtype=torch.float64)
+            print(f"turn {repeat} of {name}: {sum(own[:3].tolist()):.3f} s", flush=True)
             everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
             dist.all_gather(everyone, own)
             found[name].append([each.tolist() for each in everyone])
