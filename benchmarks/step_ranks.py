@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.sent_bytes import SentBytes
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -108,90 +110,6 @@ class TorchMuon(torch.optim.Optimizer):
             )
         for half in self.halves:
             half.step()
-
-
-class SentBytes:
-    """Counts what the collectives of this process send, at the one place that all callers pass: the process group.
-
-    Every collective counts as the bytes that one rank sends in a bandwidth-optimal algorithm, whatever the backend
-    really runs (gloo has no reduce-scatter of its own): all-reduce ``2 n (W-1)/W``, reduce-scatter, reduce and
-    broadcast ``n (W-1)/W``, all-gather ``n_own (W-1)``, all-to-all its splits, a message ``n``.
-    """
-
-    def __init__(self) -> None:
-        self.total = 0
-        self._originals: dict[str, Any] = {}
-
-    def install(self) -> None:
-        group_class = dist.ProcessGroup
-        for name, size in self._sizes().items():
-            # From the dictionary: looked up on the class, it would not bind to a group once it is put back.
-            original = group_class.__dict__.get(name)
-            if original is None:
-                continue
-            self._originals[name] = original
-            original = getattr(group_class, name)
-
-            def counted(
-                group: Any, *args: Any, _original: Any = original, _size: Any = size, **kw: Any
-            ) -> Any:
-                self.total += int(_size(group, args))
-                return _original(group, *args, **kw)
-
-            setattr(group_class, name, counted)
-
-    def remove(self) -> None:
-        for name, original in self._originals.items():
-            setattr(dist.ProcessGroup, name, original)
-        self._originals.clear()
-
-    @staticmethod
-    def _sizes() -> dict[str, Callable[[Any, tuple[Any, ...]], float]]:
-        def rest(group: Any) -> float:
-            return (group.size() - 1) / group.size()
-
-        def gather(group: Any, args: tuple[Any, ...]) -> float:
-            return _bytes(args[1]) * (group.size() - 1)
-
-        def scatter(group: Any, args: tuple[Any, ...]) -> float:
-            return _bytes(args[1]) * rest(group)
-
-        def once(group: Any, args: tuple[Any, ...]) -> float:
-            return _bytes(args[0]) * rest(group)
-
-        def twice(group: Any, args: tuple[Any, ...]) -> float:
-            return 2 * once(group, args)
-
-        def to_all(group: Any, args: tuple[Any, ...]) -> float:
-            send, splits = args[1], args[3]
-            if not splits:
-                return _bytes(send) * rest(group)
-            row = send.numel() // max(1, send.shape[0]) * send.element_size()
-            return row * (sum(splits) - splits[group.rank()])
-
-        def lists_to_all(group: Any, args: tuple[Any, ...]) -> float:
-            return sum(_bytes(t) for peer, t in enumerate(args[1]) if peer != group.rank())
-
-        names = {"allreduce": twice, "allreduce_coalesced": twice, "broadcast": once, "reduce": once}
-        for name in ("allgather", "allgather_coalesced", "_allgather_base", "all_gather_single"):
-            names[name] = gather
-        for name in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"):
-            names[name] = gather
-        for name in ("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"):
-            names[name] = scatter
-        for name in ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"):
-            names[name] = scatter
-        for name in ("alltoall_base", "all_to_all_single"):
-            names[name] = to_all
-        names["alltoall"] = lists_to_all
-        names["send"] = lambda group, args: _bytes(args[0])
-        return names
-
-
-def _bytes(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    return sum(_bytes(each) for each in value)
 
 
 def count_matrices() -> tuple[dict[str, int], Callable[[], None]]:

@@ -13,7 +13,8 @@ from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.forecast.live import planned_parameters
 from deepspeed_muon.forecast.model_shapes import PRESETS, load_model
-from deepspeed_muon.forecast.predict import PlannedParameter, PlanSettings
+from deepspeed_muon.forecast.network import Network, network_seconds
+from deepspeed_muon.forecast.predict import PlannedParameter, PlanSettings, exchange_of
 from deepspeed_muon.forecast.report import forecast, report
 from deepspeed_muon.forecast.text import LABELS, render
 from deepspeed_muon.plan.hardware import GPUS
@@ -39,6 +40,17 @@ def add_subcommand(subparsers: Any) -> None:
     parser.add_argument("--gpu", choices=sorted(GPUS), default="h100", help="kind of GPU (h100)")
     parser.add_argument("--params", default="{}", help="optimizer.params as JSON, or a DeepSpeed config file")
     parser.add_argument("--efficiency", type=float, default=0.5, help="part of peak TFLOP/s reached (0.5)")
+    parser.add_argument(
+        "--network-gbit", type=float, metavar="RATE", help="the rate of a node's link: adds times on the wire"
+    )
+    parser.add_argument(
+        "--compute-ms",
+        nargs="+",
+        default=[],
+        metavar="NAME=MS",
+        help=f"with --network-gbit: the time of a step on a fast network, measured, by name ({', '.join(LABELS)}); "
+        "adds the predicted time of the whole step",
+    )
     parser.add_argument("--separate-experts", action="store_true", help="experts as single parameters")
     parser.add_argument("--routes", action="store_true", help="one row for each parameter")
     parser.add_argument("--owners", action="store_true", help="the owner of every matrix (with --json)")
@@ -56,6 +68,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     data = report(
         arguments.model, routes, parameters, settings, each_route=arguments.routes, owners=arguments.owners
     )
+    data["network"] = _network(arguments, parameters, settings)
     print(json.dumps(data, indent=1) if arguments.json else render(data))
     if arguments.plot:
         _plot(arguments.model, parameters, settings, Path(arguments.plot))
@@ -95,6 +108,31 @@ def _settings(arguments: argparse.Namespace, config: MuonConfig) -> PlanSettings
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def _network(
+    arguments: argparse.Namespace, parameters: Sequence[PlannedParameter], settings: PlanSettings
+) -> dict[str, Any] | None:
+    """Return the times on a network of the given rate, ``None`` if no rate is given."""
+    compute: dict[str, float] = {}
+    for text in arguments.compute_ms:
+        name, _, value = text.partition("=")
+        try:
+            compute[name] = float(value) / 1e3
+        except ValueError:
+            name = ""
+        if name not in LABELS:
+            raise ConfigError(f"--compute-ms {text!r}: expected NAME=MS with a name of {', '.join(LABELS)}")
+    if arguments.network_gbit is None:
+        if compute:
+            raise ConfigError("--compute-ms needs --network-gbit")
+        return None
+    try:
+        network = Network(arguments.network_gbit * 1e9)
+    except ValueError as error:
+        raise ConfigError(f"--network-gbit: {error}") from error
+    seconds = network_seconds(parameters, settings, network, exchange_of(parameters, settings), compute)
+    return {"bits_per_second": network.rate, "payload": network.payload, "seconds": seconds}
 
 
 def _plot(model: str, parameters: Sequence[PlannedParameter], settings: PlanSettings, path: Path) -> None:

@@ -52,6 +52,7 @@ def render(data: Mapping[str, Any]) -> str:
     for part in data["step"]["muon"]["memory"]:
         label = "memory" if part == "total" else f"  {part.replace('_', ' ')}"
         lines.append(_row(f"  {label}, GB", [_cell(s["memory"].get(part), 1e9) for s in steps]))
+    lines += _network(data.get("network"))
     lines += ["", *_assumptions(chosen)]
     return "\n".join(lines + [f"note: {line}" for line in data["advice"]])
 
@@ -65,6 +66,22 @@ def _assumptions(chosen: Mapping[str, Any]) -> list[str]:
         f"({gpu['source']})",
         "buffers are upper bounds; activations are not counted; ZeRO's collectives are no part of the step's time",
     ]
+
+
+def _network(network: Mapping[str, Any] | None) -> list[str]:
+    """Return the times on a network of a given rate."""
+    if network is None:
+        return []
+    seconds = network["seconds"]
+    parts = {part: None for each in seconds.values() for part in each}
+    lines = [
+        "",
+        _row(f"at {network['bits_per_second'] / 1e9:g} Gbit/s a node", [LABELS[name] for name in seconds]),
+    ]
+    for part in parts:
+        label = f"  {part.replace('_', ' ').replace('zero', 'ZeRO')}, ms"
+        lines.append(_row(label, [_cell(each.get(part), 1e-3) for each in seconds.values()]))
+    return lines
 
 
 def _row(label: str, cells: Sequence[str]) -> str:

@@ -122,6 +122,19 @@ class _Rank:
     log: Path
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one rank runs when it is not to run beside this process, as on a host of ``benchmarks/network.py``.
+
+    Attributes:
+        prefix: What to put before the rank's command. It must become the rank: same process, same open files.
+        env: The rank's own variables, ``MASTER_ADDR`` and ``MASTER_PORT`` among them: rank 0 holds the store.
+    """
+
+    prefix: Sequence[str]
+    env: Mapping[str, str]
+
+
 class RankPool:
     """W rank processes that stay alive and run one call after the other.
 
@@ -132,13 +145,22 @@ class RankPool:
         world_size: Number of ranks.
         env: Environment variables for the ranks, on top of this process's own.
         shm_all_reduce: Leave DeepSpeed's shared-memory all-reduce op on.
+        places: Where each rank runs; by default all beside this process.
     """
 
     def __init__(
-        self, world_size: int, *, env: Mapping[str, str] | None = None, shm_all_reduce: bool = False
+        self,
+        world_size: int,
+        *,
+        env: Mapping[str, str] | None = None,
+        shm_all_reduce: bool = False,
+        places: Sequence[Place] = (),
     ) -> None:
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, got {world_size}")
+        if places and len(places) != world_size:
+            raise ValueError(f"{world_size} ranks have {len(places)} places")
+        self._places = tuple(places)
         self.world_size = world_size
         self._env = dict(env or {})
         self._shm_all_reduce = shm_all_reduce
@@ -229,10 +251,11 @@ class RankPool:
         extensions = warm()
         self._folder = Path(tempfile.mkdtemp(prefix="deepspeed_muon_ranks_"))
         self._tag = new_tag()
-        # This process holds the rendezvous store, as torchrun's agent does: the kernel picks the port, and nobody
-        # can take it between the choice and the use.
-        self._store = torch.distributed.TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False)
-        self._shm_prefixes.append(allreduce_buffer_prefix(ADDRESS, self._store.port))
+        if not self._places:
+            # This process holds the rendezvous store, as torchrun's agent does: the kernel picks the port, and nobody
+            # can take it between the choice and the use.
+            self._store = torch.distributed.TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False)
+            self._shm_prefixes.append(allreduce_buffer_prefix(ADDRESS, self._store.port))
         for index in range(self.world_size):
             self._ranks.append(self._spawn(index, extensions))
         self._shm_prefixes += [f"torch_{pid}_" for pid in self.pids]
@@ -240,7 +263,8 @@ class RankPool:
         self._await_replies(f"start of {self.world_size} ranks", START_TIMEOUT)
 
     def _spawn(self, index: int, extensions: Path) -> _Rank:
-        assert self._folder is not None and self._store is not None
+        assert self._folder is not None
+        place = self._places[index] if self._places else None
         environment = {
             **base_environment(extensions),
             TAG_VARIABLE: self._tag,
@@ -248,9 +272,7 @@ class RankPool:
             "LOCAL_RANK": str(index),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_SIZE": str(self.world_size),
-            "MASTER_ADDR": ADDRESS,
-            "MASTER_PORT": str(self._store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            **(self._rendezvous() if place is None else place.env),
             **self._env,
         }
         log = self._folder / f"rank{index}.log"
@@ -258,6 +280,7 @@ class RankPool:
         with ours, theirs, open(log, "ab") as output:
             process = subprocess.Popen(
                 [
+                    *(() if place is None else place.prefix),
                     sys.executable,
                     "-m",
                     "tests.support.rank_worker",
@@ -274,6 +297,14 @@ class RankPool:
                 start_new_session=True,
             )
             return _Rank(process, Connection(ours.detach()), log)
+
+    def _rendezvous(self) -> dict[str, str]:
+        assert self._store is not None
+        return {
+            "MASTER_ADDR": ADDRESS,
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
 
     @staticmethod
     def _send(rank: _Rank, message: dict[str, str]) -> None:

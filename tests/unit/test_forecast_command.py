@@ -160,10 +160,36 @@ def test_checkpoint_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert json.loads(capsys.readouterr().out)["algorithms"]["muon"] == {"tensors": 1, "elements": 24}
 
 
+def test_a_network_of_a_known_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["plan", "llama-7b", "--world-size", "16", "--gpus-per-node", "8", "--network-gbit", "100"]
+    times = ["--compute-ms", "muon=900", "adamw=880"]
+    assert main([*common, *times, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    seconds = data["network"]["seconds"]
+    byte = 8 / (100e9 * 1448 / 1514)
+    # Gradients and weights once each in a ring of 16, which passes each of the two links once.
+    zero = (2 + (6.74e9 > 1e9)) * data["elements"] * 2 * 15 / 16
+    assert seconds["adamw"]["zero_collectives"] == pytest.approx(zero * byte)
+    # Eight ranks of a node send 8 of 15 parts of their directions to the other node, and as much of their updates.
+    exchange = data["sent_bytes_per_rank"]["max"] * 8 * 8 / 15
+    assert seconds["muon"]["exchange"] == pytest.approx(exchange * byte, rel=0.02)
+    assert seconds["muon"]["whole_step"] == pytest.approx(
+        0.9 + seconds["muon"]["exchange"] + seconds["muon"]["zero_collectives"]
+    )
+    assert "whole_step" not in seconds["deepspeed_muon_builtin"]
+    assert main([*common, *times]) == 0
+    assert "at 100 Gbit/s a node" in capsys.readouterr().out
+    assert main([*common[:4], "--gpus-per-node", "16", "--network-gbit", "100", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["network"]["seconds"]["muon"]["exchange"] == 0, "one node"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["no-such-model"], "neither a preset"),
+        (["llama-7b", "--network-gbit", "0"], "must be above 0"),
+        (["llama-7b", "--network-gbit", "1", "--compute-ms", "sgd=3"], "expected NAME=MS"),
+        (["llama-7b", "--compute-ms", "muon=3"], "needs --network-gbit"),
         (["llama-7b", "--world-size", "6", "--tensor-parallel", "4"], "tensor-parallel groups of 4"),
         (["llama-7b", "--params", '{"ns_step": 3}'], "did you mean 'ns_steps'"),
         (["llama-7b", "--params", "{"], "not JSON"),

@@ -1,0 +1,216 @@
+"""Table and picture of ``benchmarks/cluster.py``."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+class Steps:
+    """The figures of one row: one optimizer at one rate, over all steps and ranks."""
+
+    def __init__(self, row: Row) -> None:
+        self.row = row
+        self._at = {name: number for number, name in enumerate(row["fields"])}
+
+    def of(self, *names: str, over: Callable[[Sequence[float]], float] = max) -> list[float]:
+        """Return for each step the sum of some fields, by default of the rank with most."""
+        return [
+            over([sum(own[self._at[name]] for name in names) for own in step]) for step in self.row["samples"]
+        ]
+
+    @property
+    def whole(self) -> list[float]:
+        """Seconds of forward, backward and step."""
+        return self.of("forward_s", "backward_s", "step_s")
+
+    @property
+    def exposed(self) -> list[float]:
+        """Exposed wait of the mean rank, no more than the cores were idle."""
+        idle = self.of("idle_s")
+        return [
+            max(0.0, min(pair))
+            for pair in zip(self.of("exposed_s", over=statistics.fmean), idle, strict=True)
+        ]
+
+    @property
+    def idle(self) -> float:
+        """The part of the time in which a core had nothing to do, over all cores."""
+        return sum(self.of("idle_s")) / (self.row["cores"] * sum(self.whole))
+
+    @property
+    def counted_bytes(self) -> int:
+        """Bytes that the rank that sends most handed to collectives, in their best algorithms."""
+        return max(sum(sum(phase["bytes"].values()) for phase in phases) for phases in self.row["counts"])
+
+    @property
+    def link_bytes(self) -> float:
+        """Bytes that the kernel sent on the link that sent most."""
+        return statistics.median(self.of("sent_bytes"))
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """Collectives of a step by kind."""
+        found: dict[str, int] = {}
+        for phase in self.row["counts"][0]:
+            for kind, count in phase["calls"].items():
+                found[kind] = found.get(kind, 0) + count
+        return found
+
+
+def rate_text(rate: float | None) -> str:
+    if rate is None:
+        return "unlimited"
+    return f"{rate / 1e9:g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:g} Mbit/s"
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return median, first and third quartile."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return middle, low, high
+
+
+def table(report: dict[str, Any]) -> str:
+    """Return all rows as Markdown."""
+    machine = report["machine"]
+    lines = [
+        "# A step on a network of a limited rate",
+        "",
+        f"{machine['name']}, {machine['cores']} cores, torch {machine['torch']}, DeepSpeed {machine['deepspeed']}; "
+        f"bf16 models, one thread a rank, {report['tokens']} tokens a micro-batch. "
+        f"Last command: `{report['command']}`.",
+        "",
+        "Times are medians (quartiles) of the slowest rank. Whole: forward, backward and step. Sent: by the kernel's "
+        "count on the busiest link, and as counted at the process group. Collectives: of a step, AR all-reduce, AG "
+        "all-gather, RS reduce-scatter, AA all-to-all, BC broadcast. Exposed wait: of the mean rank. Cores idle: of "
+        "all cores.",
+        "",
+        "| model | stage | hosts | rate | optimizer | whole, ms | ours / it | predicted, ms | error | step, ms "
+        "| exposed wait, ms | of whole | cores idle | sent, MB | counted, MB | collectives |",
+        "|" + "---|" * 16,
+    ]
+    ours = {_cell(row): Steps(row) for row in report["rows"] if row["optimizer"] == "ours"}
+    lines += [_line(row, ours.get(_cell(row))) for row in report["rows"]]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(row: Row) -> tuple[Any, ...]:
+    return tuple(row[key] for key in ("model", "stage", "hosts", "ranks_per_host", "rate"))
+
+
+def _line(row: Row, ours: Steps | None) -> str:
+    steps = Steps(row)
+    whole = quartiles(steps.whole)
+    against = predicted = error = ""
+    if ours is not None and row["optimizer"] != "ours" and len(ours.whole) == len(steps.whole):
+        pairs = zip(ours.whole, steps.whole, strict=True)
+        against = f"{statistics.median(a / b for a, b in pairs):.2f}"
+    if row.get("predicted_s"):
+        predicted = f"{row['predicted_s'] * 1e3:.0f}"
+        error = f"{row['predicted_s'] / whole[0] - 1:+.0%}"
+    exposed = statistics.median(steps.exposed)
+    hosts = row["hosts"] if row["ranks_per_host"] == 1 else f"{row['hosts']} x {row['ranks_per_host']}"
+    cells = [
+        row["model"],
+        row["stage"],
+        hosts,
+        rate_text(row["rate"]),
+        row["optimizer"],
+        _milliseconds(whole),
+        against,
+        predicted,
+        error,
+        _milliseconds(quartiles(steps.of("step_s"))),
+        f"{exposed * 1e3:.0f}",
+        f"{exposed / whole[0]:.0%}",
+        f"{steps.idle:.0%}",
+        f"{steps.link_bytes / 1e6:.2f}",
+        f"{steps.counted_bytes / 1e6:.2f}",
+        _calls(steps.calls),
+    ]
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _milliseconds(values: tuple[float, float, float]) -> str:
+    middle, low, high = (f"{value * 1e3:.0f}" for value in values)
+    return f"{middle} ({low}-{high})"
+
+
+_SHORT = {
+    "all-reduce": "AR",
+    "all-gather": "AG",
+    "reduce-scatter": "RS",
+    "all-to-all": "AA",
+    "broadcast": "BC",
+    "reduce": "R",
+    "send": "S",
+}
+
+
+def _calls(calls: dict[str, int]) -> str:
+    shown = [f"{calls[kind]} {short}" for kind, short in _SHORT.items() if calls.get(kind)]
+    return f"{sum(calls.get(kind, 0) for kind in _SHORT)}: {', '.join(shown)}"
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Draw the time of a step over the rate, a panel for each stage and number of hosts."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = sorted({(row["stage"], row["hosts"]) for row in rows})
+    stages, hosts = (sorted({panel[at] for panel in panels}) for at in (0, 1))
+    rates = sorted({row["rate"] or float("inf") for row in rows})
+    figure, axes = plt.subplots(
+        len(hosts),
+        len(stages),
+        figsize=(4.5 * len(stages), 3.4 * len(hosts)),
+        squeeze=False,
+        sharex=True,
+        layout="constrained",
+    )
+    for stage, host in panels:
+        axis = axes[hosts.index(host)][stages.index(stage)]
+        mine = [row for row in rows if (row["stage"], row["hosts"]) == (stage, host)]
+        for name in dict.fromkeys(row["optimizer"] for row in mine):
+            own = sorted(
+                (row for row in mine if row["optimizer"] == name), key=lambda row: row["rate"] or float("inf")
+            )
+            places = [rates.index(row["rate"] or float("inf")) for row in own]
+            spread = [quartiles(Steps(row).whole) for row in own]
+            (line,) = axis.plot(places, [each[0] for each in spread], marker="o", label=name)
+            axis.fill_between(
+                places,
+                [each[1] for each in spread],
+                [each[2] for each in spread],
+                alpha=0.2,
+                color=line.get_color(),
+            )
+            known = [
+                (at, row["predicted_s"])
+                for at, row in zip(places, own, strict=True)
+                if row.get("predicted_s")
+            ]
+            axis.plot(
+                [at for at, _ in known],
+                [seconds for _, seconds in known],
+                "x",
+                color=line.get_color(),
+                markersize=8,
+            )
+        axis.set(title=f"stage {stage}, {host} hosts", yscale="log")
+        axis.set_xticks(
+            range(len(rates)), [rate_text(None if rate == float("inf") else rate) for rate in rates]
+        )
+        axis.grid(alpha=0.3, which="both")
+        axis.set_ylabel("forward, backward and step, s")
+    axes[0][0].legend(fontsize="small", title="x: predicted", title_fontsize="small")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
