@@ -126,7 +126,7 @@ def count_a_step(
     names = [parameter.name for parameter in parameters if parameter.muon]
     # NorMuon's row moments travel on top of what the planner counts.
     moments = [runner._row_moments for runner in optimizer.runners if runner._row_moments is not None]
-    rows = 4 * sum(each.plan.sent_elements for each in moments)
+    rows = 4 * sum(each.sent_elements for each in moments)
     result = {
         "flops": (inside.flops, float(exchange.flops[rank])),
         "exchange": (
