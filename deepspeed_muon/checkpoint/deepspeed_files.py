@@ -23,8 +23,8 @@ from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, RecordedParamete
 from deepspeed_muon.checkpoint.sealed import check_tensor, json_settings, refusing
 from deepspeed_muon.checkpoint.tag_folder import TagFolder
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.plan.layout import Fragment, Spread, flat_spread, fragments_of, sharded_spread
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
+from deepspeed_muon.plan.spread import Fragment, Spread, flat_spread, fragments_of, sharded_spread
 
 __all__ = ["DeepSpeedFiles", "SavedParameter"]
 

@@ -28,8 +28,8 @@ from pydantic import (
 
 from deepspeed_muon.checkpoint.sealed import UNSEALED_VERSION, VERSION, read_sealed, sealed_json
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.plan.layout import Places, Spread
 from deepspeed_muon.plan.rows import ROW_STATE_KEY, RowPlaces
+from deepspeed_muon.plan.spread import Places, Spread
 
 __all__ = [
     "COUNTERS",

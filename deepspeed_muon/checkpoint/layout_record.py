@@ -2,7 +2,7 @@
 
 DeepSpeed's own files do not say where a parameter lies when gradients are dealt round-robin or groups are split, and
 at stage 0 they have no names. The record gives the rule of each parameter, a
-:class:`~deepspeed_muon.plan.layout.Spread`, so its size does not grow with the number of ranks. The ranks divide the
+:class:`~deepspeed_muon.plan.spread.Spread`, so its size does not grow with the number of ranks. The ranks divide the
 parameters: each describes some in its own file. The record consists of numbers, strings, lists and dicts, so that torch
 loads it with ``weights_only``.
 """
@@ -25,8 +25,9 @@ from deepspeed_muon.checkpoint.live import LiveState, collect
 from deepspeed_muon.checkpoint.sealed import refusing
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
-from deepspeed_muon.plan.layout import Fragment, MatrixLayout, Places, Spread, spread_of
+from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.rows import RowPlaces, row_places
+from deepspeed_muon.plan.spread import Fragment, Places, Spread, spread_of
 
 __all__ = [
     "RECORD_KEY",

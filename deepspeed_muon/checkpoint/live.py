@@ -13,8 +13,9 @@ from deepspeed_muon.checkpoint.host import Host, optimizer_of
 from deepspeed_muon.checkpoint.index import STATE_KEYS, InPartitions
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.plan.layout import Fragment, MatrixLayout, ParameterLayout, Spread
+from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
 from deepspeed_muon.plan.rows import ROW_STATE_KEY, RowPlaces
+from deepspeed_muon.plan.spread import Fragment, Spread
 from deepspeed_muon.routing.rules import Route
 from deepspeed_muon.step.step_set import BoundPartition
 

@@ -23,7 +23,7 @@ from deepspeed_muon.checkpoint.live import LiveParameter, LiveState
 from deepspeed_muon.checkpoint.shards import ITEM_BYTES, PlannedTensor, ShardFile, fsync_folder, pack
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import logger
-from deepspeed_muon.plan.layout import runs_within
+from deepspeed_muon.plan.spread import runs_within
 from deepspeed_muon.transport.waiting import phase
 
 __all__ = ["Piece", "Transfer", "SavePlan", "Stage", "log_stage", "write_shards"]

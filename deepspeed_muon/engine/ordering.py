@@ -19,7 +19,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.plan.layout import MatrixLayout, fragments_of
+from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.spread import fragments_of
 
 __all__ = ["ORDER_KEY", "has_flat_groups", "load_state_dict", "order_parameters", "record_order"]
 

@@ -19,7 +19,7 @@ from deepspeed_muon.forecast.predict import (
     zero_bytes,
 )
 from deepspeed_muon.plan.exchange import ExchangePlan, chunk_limit
-from deepspeed_muon.plan.layout import fragments_of
+from deepspeed_muon.plan.spread import fragments_of
 
 __all__ = ["Forecast", "forecast", "live_report", "report"]
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deepspeed_muon.plan.layout import Ints, MatrixLayout, Places
+from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.spread import Ints, Places
 
 __all__ = [
     "BufferPlan",

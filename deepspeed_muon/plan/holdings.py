@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_muon.plan.spread import Ints
+
 __all__ = ["Holdings", "flat_holdings", "sharded_holdings"]
 
-Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from deepspeed_muon.plan.layout import Fragment, Ints, MatrixLayout
+from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.spread import Fragment, Ints
 
 __all__ = ["ROW_STATE_KEY", "RowPlaces", "row_count", "row_places"]
 
@@ -32,7 +33,7 @@ def row_count(matrix: MatrixLayout) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RowPlaces:
-    """Where the row moments of one matrix lie: :class:`~deepspeed_muon.plan.layout.Places`, counted in rows.
+    """Where the row moments of one matrix lie: :class:`~deepspeed_muon.plan.spread.Places`, counted in rows.
 
     Attributes:
         matrix: The matrix.

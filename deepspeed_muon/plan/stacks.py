@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from deepspeed_muon.plan.layout import MatrixLayout, Spread
+from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.spread import Spread
 
 __all__ = ["block_runs", "cut_rows", "cut_stack", "travelling_cost"]
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from deepspeed_muon.config import QkClipConfig
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.logs import warn
-from deepspeed_muon.plan.layout import Fragment
+from deepspeed_muon.plan.spread import Fragment
 from deepspeed_muon.qk_clip import hugging_face
 from deepspeed_muon.qk_clip.logits import HeadRole, clip_factor
 from deepspeed_muon.qk_clip.recorder import AttentionHeads, QkRecorder, find_recorders

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepspeed_muon.plan.layout import Fragment, MatrixLayout
+from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.spread import Fragment
 from deepspeed_muon.transport.context import StepContext
 
 __all__ = ["LocalDirections", "MomentumSource"]

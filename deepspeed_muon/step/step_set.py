@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_muon.plan.layout import Fragment, MatrixLayout, ParameterLayout
+from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
+from deepspeed_muon.plan.spread import Fragment
 
 __all__ = ["BoundPartition", "NativeAdam", "Refresh", "StepSet"]
 

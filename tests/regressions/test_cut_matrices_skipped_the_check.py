@@ -22,7 +22,8 @@ from deepspeed_muon.monitoring.check import ResultCheck
 from deepspeed_muon.monitoring.measure import band_of, norm_bounds
 from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.monitoring.results import Result, Together
-from deepspeed_muon.plan.layout import MatrixLayout, TensorShards, sharded_spread
+from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
+from deepspeed_muon.plan.spread import sharded_spread
 from deepspeed_muon.step import placements
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
 from tests.support import tensor_parallel

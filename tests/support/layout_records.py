@@ -11,7 +11,7 @@ import torch
 
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
 from deepspeed_muon.engine.ordering import ORDER_KEY
-from deepspeed_muon.plan.layout import Spread, fragments_of
+from deepspeed_muon.plan.spread import Spread, fragments_of
 
 
 def files_of(folder: Path) -> list[Path]:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from deepspeed_muon.plan.layout import (
-    MatrixLayout,
-    flat_spread,
-    replicated_spread,
-    sharded_spread,
-)
+from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.spread import flat_spread, replicated_spread, sharded_spread
 
 
 def flat_layouts(dims: list[tuple[int, int]], world: int) -> list[MatrixLayout]:

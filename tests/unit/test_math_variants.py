@@ -13,14 +13,9 @@ from deepspeed_muon.math.normuon import normalize_rows
 from deepspeed_muon.math.reference import reference_orthogonalize
 from deepspeed_muon.math.reference_variants import reference_decayed_step, reference_normalize_rows
 from deepspeed_muon.math.weight_decay import cautious_apply_
-from deepspeed_muon.plan.layout import (
-    MatrixLayout,
-    flat_spread,
-    fragments_of,
-    replicated_spread,
-    sharded_spread,
-)
+from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.rows import RowPlaces, row_places
+from deepspeed_muon.plan.spread import flat_spread, fragments_of, replicated_spread, sharded_spread
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

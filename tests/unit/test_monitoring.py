@@ -31,7 +31,8 @@ from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.monitoring.results import Result
 from deepspeed_muon.monitoring.summary import RankReport, monitor_events, summarize
 from deepspeed_muon.ops.reference import frobenius_norms
-from deepspeed_muon.plan.layout import MatrixLayout, sharded_spread
+from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.spread import sharded_spread
 from tests.support.models import batch, build
 
 QUINTIC = resolve_schedule("quintic")

@@ -13,15 +13,9 @@ from hypothesis import strategies as st
 from deepspeed_muon.math.flops import orthogonalize_flops
 from deepspeed_muon.plan.exchange import BufferPlan, ExchangePlan, build_exchange_plan
 from deepspeed_muon.plan.holdings import flat_holdings, sharded_holdings
-from deepspeed_muon.plan.layout import (
-    Fragment,
-    MatrixLayout,
-    Spread,
-    fragments_of,
-    sharded_spread,
-    spread_of,
-)
+from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.owners import assign_owners, holders_in_layouts, matrix_flops
+from deepspeed_muon.plan.spread import Fragment, Spread, fragments_of, sharded_spread, spread_of
 from deepspeed_muon.plan.stacks import block_runs, cut_stack
 from tests.support.layouts import MAKERS, flat_layouts, replicated_layouts, sharded_layouts
 

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from deepspeed_muon.plan.balance import Job, assign_jobs
 from deepspeed_muon.plan.holdings import flat_holdings, sharded_holdings
-from deepspeed_muon.plan.layout import MatrixLayout, flat_spread, sharded_spread
+from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.owners import (
     assign_owners,
     holders_in_holdings,
     holders_in_layouts,
     matrix_flops,
 )
+from deepspeed_muon.plan.spread import flat_spread, sharded_spread
 
 LIMIT = 1.05
 

@@ -13,8 +13,9 @@ from deepspeed_muon.forecast.predict import PlannedParameter, PlanSettings, exch
 from deepspeed_muon.math.flops import orthogonalize_flops
 from deepspeed_muon.plan.exchange import build_exchange_plan
 from deepspeed_muon.plan.hardware import GPUS
-from deepspeed_muon.plan.layout import MatrixLayout, fragments_of
+from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.sharing import Shareable, SharingRule, Speeds, choose_sharers, cut_for_sharers
+from deepspeed_muon.plan.spread import fragments_of
 from tests.support.layouts import MAKERS
 
 FREELY = SharingRule(8, 5, "gram", torch.float16, None)

@@ -11,7 +11,7 @@ from torch import nn
 
 from deepspeed_muon import ConfigError, Muon, MuonConfig, QkRecorder
 from deepspeed_muon.math.reference_qk_clip import reference_clip, reference_max_logits
-from deepspeed_muon.plan.layout import flat_spread
+from deepspeed_muon.plan.spread import flat_spread
 from deepspeed_muon.qk_clip import logits as qk_clip
 from deepspeed_muon.qk_clip.clip import head_runs
 from deepspeed_muon.qk_clip.logits import clip_factor, logit_bounds, max_logits

@@ -8,7 +8,8 @@ import torch
 
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings
-from deepspeed_muon.plan.layout import MatrixLayout, sharded_spread
+from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.spread import sharded_spread
 from deepspeed_muon.step.directions import together
 from deepspeed_muon.step.momentum import LocalDirections, MomentumSource
 from deepspeed_muon.transport.context import StepContext, StepStats

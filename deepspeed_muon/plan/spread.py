@@ -1,0 +1,251 @@
+"""Where matrices lie in flat partitions, as rules.
+
+Every ZeRO stage, sub-group, padding rule and offload device spreads a parameter over consecutive ranks, one fragment on
+each. A :class:`Spread` says how in a few numbers, however many ranks there are, so that plan and transport exist once.
+All offsets and sizes are in elements, never in bytes.
+
+Example: a flat buffer has ten elements on each of two ranks. A 4 x 3 matrix that starts at its element 5 is
+``flat_spread(5, 12, 10)``: ``Fragment(rank=0, matrix_offset=0, partition_offset=5, numel=5)`` and
+``Fragment(rank=1, matrix_offset=5, partition_offset=0, numel=7)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "Fragment",
+    "Ints",
+    "Places",
+    "Spread",
+    "flat_spread",
+    "fragments_of",
+    "replicated_spread",
+    "runs_within",
+    "sharded_spread",
+    "spread_of",
+]
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """A contiguous run of one matrix inside one rank's partition.
+
+    Attributes:
+        rank: Rank inside the data-parallel group.
+        matrix_offset: Where the run starts in the row-major matrix.
+        partition_offset: Where it starts in that rank's flat partition.
+        numel: Its length.
+    """
+
+    rank: int
+    matrix_offset: int
+    partition_offset: int
+    numel: int
+
+    def __post_init__(self) -> None:
+        if self.rank < 0 or self.matrix_offset < 0 or self.partition_offset < 0 or self.numel < 1:
+            raise ValueError(f"not a fragment: {self}")
+
+
+class Places(Protocol):
+    """Where the elements of something lie: at most one fragment on each of some consecutive ranks."""
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+
+    @property
+    def replicated(self) -> bool:
+        """Whether each of the ranks holds all of it."""
+
+    @property
+    def ranks(self) -> range:
+        """The ranks that may hold a fragment."""
+
+    def on(self, rank: int) -> Fragment | None:
+        """Return the fragment of a rank, ``None`` if it holds none."""
+
+    def rank_at(self, element: int) -> int:
+        """Return the rank that holds an element. Not for what is replicated."""
+
+    def starts(self, ranks: Ints) -> Ints:
+        """Return the first element that lies on each of ``ranks`` or on a later one. Not for what is replicated.
+
+        So the fragment of rank ``r`` ends where that of ``r + 1`` starts.
+        """
+
+
+def fragments_of(places: Places) -> Iterator[Fragment]:
+    """Yield the fragments of all ranks, one after the other."""
+    return (fragment for fragment in map(places.on, places.ranks) if fragment is not None)
+
+
+def runs_within(places: Places, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Yield rank, start and stop of each run of the elements ``[start, stop)`` that one rank holds, in their order."""
+    while start < stop:
+        rank = places.rank_at(start)
+        end = min(stop, int(places.starts(np.array([rank + 1]))[0]))
+        yield rank, start, end
+        start = end
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The rule by which the elements of one parameter, or of a run of its rows, are spread over ranks.
+
+    Attributes:
+        numel: Elements.
+        first: First rank that holds some.
+        head: Elements on the first rank.
+        head_offset: Where they start in its partition.
+        body: Elements on each further rank; the last one has what is left.
+        body_offset: Where they start in the partitions of the further ranks.
+        copies: If not 0, the ranks 0 to ``copies - 1`` hold all elements each (ZeRO stage 0).
+    """
+
+    numel: int
+    first: int
+    head: int
+    head_offset: int
+    body: int
+    body_offset: int
+    copies: int = 0
+
+    def __post_init__(self) -> None:
+        if self.numel < 1 or not 0 < self.head <= self.numel or (self.head < self.numel and self.body < 1):
+            raise ValueError(f"not a spread: {self}")
+        if min(self.first, self.head_offset, self.body_offset, self.copies) < 0:
+            raise ValueError(f"not a spread: {self}")
+        if self.copies and (self.first or self.head < self.numel):
+            raise ValueError(f"copies are not whole: {self}")
+
+    @property
+    def replicated(self) -> bool:
+        """Whether each of the ranks holds all elements."""
+        return self.copies > 0
+
+    @property
+    def ranks(self) -> range:
+        """The ranks that hold elements."""
+        if self.copies:
+            return range(self.copies)
+        further = self.numel - self.head
+        return range(self.first, self.first + 1 + (-(-further // self.body) if further else 0))
+
+    @property
+    def whole_on(self) -> int | None:
+        """The only rank that holds elements, or ``None`` if several do."""
+        return self.ranks[0] if len(self.ranks) == 1 else None
+
+    def rank_at(self, element: int) -> int:
+        """Return the rank that holds an element; not for replicated spreads."""
+        return self.first if element < self.head else self.first + 1 + (element - self.head) // self.body
+
+    def starts(self, ranks: Ints) -> Ints:
+        """Return the first element that lies on each of ``ranks`` or on a later one; not for replicated spreads."""
+        behind = ranks - self.first
+        start = np.where(behind > 0, self.head + (behind - 1) * self.body, 0)
+        return np.minimum(start, self.numel)
+
+    def on(self, rank: int) -> Fragment | None:
+        """Return the fragment of a rank, ``None`` if it holds none."""
+        if self.copies:
+            return Fragment(rank, 0, self.head_offset, self.numel) if rank < self.copies else None
+        if rank == self.first:
+            return Fragment(rank, 0, self.head_offset, self.head)
+        start = self.head + (rank - self.first - 1) * self.body
+        if rank < self.first or start >= self.numel:
+            return None
+        return Fragment(rank, start, self.body_offset, min(self.body, self.numel - start))
+
+    def held_by(self, rank: int) -> int:
+        """Return how many elements a rank holds."""
+        fragment = self.on(rank)
+        return 0 if fragment is None else fragment.numel
+
+    def part(self, start: int, stop: int) -> Spread:
+        """Return the spread of the elements from ``start`` up to ``stop``, counted from ``start``."""
+        if self.copies:
+            offset = self.head_offset + start
+            return Spread(stop - start, 0, stop - start, offset, self.body, offset, self.copies)
+        rank = self.rank_at(start)
+        fragment = self.on(rank)
+        if fragment is None:
+            raise ValueError(f"element {start} is none of {self.numel}")
+        inside = start - fragment.matrix_offset
+        head = min(fragment.numel - inside, stop - start)
+        return Spread(
+            stop - start, rank, head, fragment.partition_offset + inside, self.body, self.body_offset
+        )
+
+    def numbers(self) -> list[int]:
+        """Return the rule as plain numbers, from which ``Spread(*numbers)`` makes it again."""
+        return [
+            self.numel,
+            self.first,
+            self.head,
+            self.head_offset,
+            self.body,
+            self.body_offset,
+            self.copies,
+        ]
+
+
+def flat_spread(offset: int, numel: int, partition_numel: int) -> Spread:
+    """Return the spread of a parameter in a flat buffer with equal partitions (stages 1, 2, ``BF16_Optimizer``).
+
+    Args:
+        offset: Where the parameter starts in the flat buffer of all ranks.
+        numel: Elements of the parameter.
+        partition_numel: Elements of a partition.
+    """
+    first, inside = divmod(offset, partition_numel)
+    return Spread(numel, first, min(numel, partition_numel - inside), inside, partition_numel, 0)
+
+
+def sharded_spread(partition_offset: int, numel: int, shard_numel: int) -> Spread:
+    """Return the spread of a parameter of which every rank holds a shard (ZeRO stage 3).
+
+    Args:
+        partition_offset: Where the shard lies in every rank's flat partition.
+        numel: Elements of the parameter, without padding.
+        shard_numel: Elements that each rank reserves for it; the last ranks may hold padding only.
+    """
+    return Spread(numel, 0, min(numel, shard_numel), partition_offset, shard_numel, partition_offset)
+
+
+def replicated_spread(partition_offset: int, numel: int, world_size: int) -> Spread:
+    """Return the spread of a parameter that every rank holds whole (stage 0)."""
+    return Spread(numel, 0, numel, partition_offset, numel, partition_offset, world_size)
+
+
+def spread_of(fragments: Sequence[Fragment], *, replicated: bool = False) -> Spread:
+    """Return the rule of a list of fragments, as files of older releases have them.
+
+    Args:
+        fragments: Of all ranks, in the order of the elements; copies in the order of the ranks.
+        replicated: Whether each of them is a copy.
+
+    Raises:
+        ValueError: If no rule gives these fragments.
+    """
+    if not fragments:
+        raise ValueError("no fragments")
+    head, *further = fragments
+    if replicated:
+        spread = replicated_spread(head.partition_offset, head.numel, len(fragments))
+    else:
+        body, offset = (further[0].numel, further[0].partition_offset) if further else (head.numel, 0)
+        total = sum(fragment.numel for fragment in fragments)
+        spread = Spread(total, head.rank, head.numel, head.partition_offset, body, offset)
+    if list(fragments_of(spread)) != list(fragments):
+        raise ValueError(f"no rule gives the fragments {list(fragments)[:8]}")
+    return spread
