@@ -20,8 +20,9 @@ import torch
 from deepspeed_muon.math.flops import orthogonalize_flops
 from deepspeed_muon.math.newton_schulz import NsMethod
 from deepspeed_muon.plan.balance import Job, assign_jobs
-from deepspeed_muon.plan.holdings import Floats, Holdings, Ints
+from deepspeed_muon.plan.holdings import Floats, Holdings
 from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.spread import Ints
 
 __all__ = [
     "FLOPS_PER_MOVED_ELEMENT",
