@@ -40,6 +40,8 @@ __all__ = [
 
 RECORD_KEY = "deepspeed_muon_layout"
 RECORD_VERSION = 2
+# More blocks than any matrix has: a damaged number must not take memory.
+_MOST_BLOCKS = 1 << 20
 # Until version 1 every rank's file held the fragments of all parameters on all ranks.
 _WITH_FRAGMENTS = 1
 
@@ -147,6 +149,8 @@ def _require_fit(entry: RecordedParameter, world_size: int) -> None:
         raise ValueError(f"{where}ranks {entry.spread.ranks} are not those of {world_size}")
     if entry.rows and (entry.algorithm != "muon" or entry.rows > entry.numel):
         raise ValueError(f"{where}{entry.rows} row moments do not fit")
+    if entry.rows and entry.heads > min(entry.rows, _MOST_BLOCKS):
+        raise ValueError(f"{where}{entry.heads} blocks do not fit {entry.rows} row moments")
 
 
 def _refuse_overlaps(partition: int, members: Sequence[tuple[str, Places]]) -> None:
