@@ -121,7 +121,7 @@ def _network(
             compute[name] = float(value) / 1e3
         except ValueError:
             name = ""
-        if name not in LABELS:
+        if name not in LABELS or not compute[name] >= 0:
             raise ConfigError(f"--compute-ms {text!r}: expected NAME=MS with a name of {', '.join(LABELS)}")
     if arguments.network_gbit is None:
         if compute:

@@ -25,7 +25,7 @@ class Network:
     reduce_scatter: bool = True
 
     def __post_init__(self) -> None:
-        if self.rate <= 0:
+        if not self.rate > 0:  # a NaN too
             raise ValueError(f"a rate of {self.rate:g} bits a second: it must be above 0")
 
     def seconds(self, nbytes: float) -> float:
