@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.optimizer_step import machine
 from benchmarks.step_report import cells, ratio
+from tests.support.native_ops import extensions_dir
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PEER = "DeepSpeed AdamW"
@@ -47,10 +48,7 @@ def unpack(commit: str, folder: Path) -> Path:
 
 def run_side(tree: Path, options: list[str], out: Path) -> list[dict[str, Any]]:
     """Run the benchmark of a checkout; return its rows."""
-    environment = os.environ | {"PYTHONPATH": str(tree)}
-    environment.setdefault(
-        "TORCH_EXTENSIONS_DIR", str(REPOSITORY / ".cache" / "torch_extensions" / "ds0.19.8")
-    )
+    environment = os.environ | {"PYTHONPATH": str(tree), "TORCH_EXTENSIONS_DIR": str(extensions_dir())}
     command = [sys.executable, "benchmarks/optimizer_step.py", "--no-memory", "--accumulation", "1"]
     subprocess.run(
         [*command, "--optimizers", "ours", PEER, "--out", str(out), *options],

@@ -195,6 +195,17 @@ class Muon(RoutedOptimizer):
         if self.qk_clip is not None:
             self.qk_clip.bind(step_sets, device=device)
 
+    @property
+    def bound(self) -> BoundSteps:
+        """The bound step sets.
+
+        Raises:
+            BindingError: Before :meth:`bind`.
+        """
+        if self._bound is None:
+            raise BindingError("the optimizer is not bound to an engine yet")
+        return self._bound
+
     def process_groups(self) -> list[dist.ProcessGroup]:
         """Return the process groups that the bound step sets communicate in."""
         return [] if self._bound is None else self._bound.process_groups()

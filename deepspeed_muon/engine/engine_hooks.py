@@ -21,7 +21,15 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Literal
 
-from deepspeed_muon.engine import checkpointing, idle, loss_scale, offload, ordering, stage0
+from deepspeed_muon.engine import (
+    checkpointing,
+    gradient_flags,
+    idle,
+    loss_scale,
+    offload,
+    ordering,
+    stage0,
+)
 from deepspeed_muon.engine.memory import Memory, memory_of
 
 __all__ = ["ENGINE_HOOKS", "STEP_DUTIES", "EngineHook", "StepDuty", "hook_engine"]
@@ -86,6 +94,9 @@ STEP_DUTIES = (
     StepDuty(loss_scale.report_skipped_step, _is_wrapped),
     # Gradients outlive the step in buffers: a parameter that gets none would be updated with its last one.
     StepDuty(idle.only_gradients_of_the_step, idle.keeps_gradients),
+    # The ranks would exchange flags once for each group, besides ZeRO's overflow check. After the row above: the
+    # gradients must be complete.
+    StepDuty(gradient_flags.exchange_first, gradient_flags.holds_gradients),
     # ZeRO updates the scale first and unscales by the new one.
     StepDuty(loss_scale.grow_after_step, loss_scale.scale_may_grow),
 )
@@ -104,6 +115,8 @@ ENGINE_HOOKS = (
     EngineHook("wrapper", "step", _step, _is_wrapped),
     # ZeRO would let the loss scale grow before the step as well; a duty lets it grow afterwards.
     EngineHook("wrapper", "_update_scale", loss_scale.shrink_scale, loss_scale.scale_may_grow),
+    # ZeRO would read all gradients twice more and send a message, to learn what the flags say.
+    EngineHook("wrapper", "has_overflow", gradient_flags.has_overflow, gradient_flags.holds_gradients),
     # ZeRO 3 adds the first gradient of a parameter to that of the last step if it comes in a later micro-step.
     EngineHook("wrapper", "partition_grads", idle.partition_grads, idle.divides_gradients),
     # ZeRO 3 would add to gradients that the program has thrown away.

@@ -11,6 +11,7 @@ from torch import Tensor
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import BindingError
 from deepspeed_muon.step.assignment import may_share
+from deepspeed_muon.step.gradients import Flat, GradientInspection
 from deepspeed_muon.step.runner import StepResources, StepRunner
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.transport.agreement import RankFacts, Scope
@@ -111,6 +112,36 @@ class BoundSteps:
                 )
             current.append((runner, {p.index: group_of[id(p.tensor)] for p in partitions}))
         return current
+
+    def exchange_flags(self, grads: Mapping[int, Flat]) -> None:
+        """Let the ranks tell each other the gradient flags of all step sets, one message for each process group.
+
+        Must be called by all ranks of the engine, before the calls of ``step()`` that update the sets.
+
+        Args:
+            grads: Partition index to this rank's gradient; a missing one counts as zero.
+        """
+        together: dict[tuple[dist.ProcessGroup | None, ...], list[StepRunner]] = {}
+        for runner in self.runners:
+            together.setdefault(tuple(runner.inspection.groups), []).append(runner)
+        for runners in together.values():
+            # Kept until the step reports them: ZeRO may skip this one by itself.
+            failed = [runner.failed_names() for runner in runners]
+            GradientInspection.exchange([runner.inspection for runner in runners], grads, failed)
+
+    def found_nonfinite(self, group: dist.ProcessGroup) -> bool | None:
+        """Return whether any gradient is not finite, ``None`` if the ranks of ``group`` were not told of all.
+
+        They are after :meth:`exchange_flags`, if all step sets belong to ``group``.
+        """
+        if any(not r.inspection.is_known or r.step_set.group is not group for r in self.runners):
+            return None
+        return any(runner.inspection.found_nonfinite for runner in self.runners)
+
+    def forget_flags(self) -> None:
+        """Forget what :meth:`exchange_flags` told, at the end of a step."""
+        for runner in self.runners:
+            runner.inspection.forget()
 
     def facts(self) -> RankFacts:
         """Return what the ranks compare of their plans."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.transport.agreement import gather_flags, gradient_flags
 
-__all__ = ["GradientInspection", "GradientReport"]
+__all__ = ["Flat", "GradientInspection", "GradientReport"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,13 @@ class GradientReport:
     failed: tuple[str, ...]
 
 
+class Flat(Protocol):
+    """A rank's gradient of one partition, of which runs can be read."""
+
+    def narrow(self, dim: int, start: int, length: int, /) -> Tensor:
+        """Return elements from ``start`` on; ``dim`` is 0."""
+
+
 class GradientInspection:
     """Finds out, together with the group, which parameters have a gradient and whether all are finite."""
 
@@ -36,25 +44,66 @@ class GradientInspection:
         self._step_set = step_set
         self._device = device
         self._local = step_set.local_fragments()
+        self._rows: list[list[int]] | None = None
         # Over both groups: a shard without a gradient must take part if other shards of its matrix have one.
-        self._groups = [step_set.group] if step_set.world_size > 1 else []
+        self.groups = [step_set.group] if step_set.world_size > 1 else []
         if step_set.tensor_group is not None:
-            self._groups.append(step_set.tensor_group)
+            self.groups.append(step_set.tensor_group)
 
-    def report(self, grads: Mapping[int, Tensor], failed_last: Collection[str]) -> GradientReport:
+    @property
+    def is_known(self) -> bool:
+        """Whether :meth:`exchange` has told the flags of this step."""
+        return self._rows is not None
+
+    def forget(self) -> None:
+        """Forget the flags, at the end of a step."""
+        self._rows = None
+
+    @staticmethod
+    def exchange(
+        inspections: Sequence[GradientInspection],
+        grads: Mapping[int, Flat],
+        failed_last: Sequence[Collection[str]],
+    ) -> None:
+        """Let the ranks tell each other their flags of several step sets of the same groups, in one message.
+
+        Must be called by all ranks of the groups.
+
+        Args:
+            inspections: Of the step sets. They keep the flags until :meth:`forget`.
+            grads: Partition index to its gradient; a missing one counts as zero.
+            failed_last: For each set, names of the matrices that this rank left out in the previous step.
+        """
+        first = inspections[0]
+        pairs = zip(inspections, failed_last, strict=True)
+        own = [each._own_flags(grads, failed) for each, failed in pairs]
+        rows = [row for each in own for row in each]
+        if first.groups and rows:
+            sent = torch.tensor(rows, dtype=torch.uint8, device=first._device)
+            for group in first.groups:
+                sent = gather_flags(sent, group=group)
+            rows = sent.tolist()
+        start = 0
+        for each, mine in zip(inspections, own, strict=True):
+            each._rows = rows[start : start + len(mine)]
+            start += len(mine)
+
+    @property
+    def found_nonfinite(self) -> bool:
+        """Whether some gradient is not finite on any rank, after :meth:`exchange`."""
+        return any(row[1] for row in self._rows or ())
+
+    def report(self, grads: Mapping[int, Flat], failed_last: Collection[str]) -> GradientReport:
         """Return what all ranks know. Must be called by all ranks of the group.
 
         Args:
             grads: Partition index to its gradient, flat and contiguous; a missing one counts as zero.
             failed_last: Names of the matrices that this rank left out in the previous step.
         """
+        if self._rows is None:
+            self.exchange([self], grads, [failed_last])
+        rows, self._rows = self._rows or [], None
         names = [layout.name for layout in self._step_set.layouts]
-        rows = self._own_flags(grads, failed_last)
-        if self._groups:
-            sent = torch.tensor(rows, dtype=torch.uint8, device=self._device)
-            for group in self._groups:
-                sent = gather_flags(sent, group=group)
-            rows = sent.tolist()
         nonfinite = tuple(name for name, row in zip(names, rows, strict=True) if row[1])
         failed = tuple(name for name, row in zip(names, rows, strict=True) if row[2])
         if self._step_set.wider_group is not None:
@@ -64,7 +113,7 @@ class GradientInspection:
             failed = failed or ("a matrix of other ranks",) * others[1]
         return GradientReport(tuple(bool(row[0]) for row in rows), nonfinite, failed)
 
-    def _own_flags(self, grads: Mapping[int, Tensor], failed_last: Collection[str]) -> list[list[int]]:
+    def _own_flags(self, grads: Mapping[int, Flat], failed_last: Collection[str]) -> list[list[int]]:
         """Return three flags for each parameter: gradient not zero, gradient not finite, left out last."""
         flags = [[0, 0, int(layout.name in failed_last)] for layout in self._step_set.layouts]
         numbers: list[int] = []

@@ -138,7 +138,7 @@ class StepRunner:
             for partition in step_set.partitions
             if partition.muon
         }
-        self._inspection = GradientInspection(step_set, resources.device)
+        self.inspection = GradientInspection(step_set, resources.device)
         self._adam = AdamUpdates(step_set, config, resources.policy)
         self.adam = self._adam.kernel
 
@@ -192,12 +192,17 @@ class StepRunner:
         Args:
             grads: Partition index to its gradient, flat and contiguous; a missing one counts as zero.
         """
-        return self._inspection.report(grads, self.take_failed())
+        return self.inspection.report(grads, self.take_failed())
 
     def take_failed(self) -> list[str]:
         """Return the names of the matrices whose update this rank left out, and forget them."""
-        failed = {self.assignment.origin[index] for index in self._check.failed_last}
+        names = self.failed_names()
         self._check.failed_last.clear()
+        return names
+
+    def failed_names(self) -> list[str]:
+        """Return the names of the matrices whose update this rank left out."""
+        failed = {self.assignment.origin[index] for index in self._check.failed_last}
         return [self.step_set.matrices[number].name for number in sorted(failed)]
 
     @contextlib.contextmanager

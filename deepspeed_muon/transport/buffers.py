@@ -13,10 +13,13 @@ class ExchangeBuffers:
 
     Every step set reserves at start what it needs. The first use of a name allocates the largest size that was reserved
     for it; so does the first use after :meth:`release`.
+
+    Attributes:
+        device: Where they lie.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._needed: dict[str, int] = {}
         self._memory: dict[str, Tensor] = {}
 
@@ -28,7 +31,7 @@ class ExchangeBuffers:
         """Return the first ``numel`` elements of the buffer ``name``; they keep what they held before."""
         memory = self._memory.get(name)
         if memory is None:
-            memory = torch.empty(self._needed[name], dtype=torch.uint8, device=self._device)
+            memory = torch.empty(self._needed[name], dtype=torch.uint8, device=self.device)
             self._memory[name] = memory
         return memory.narrow(0, 0, numel * dtype.itemsize).view(dtype)
 

@@ -82,8 +82,9 @@ class Members:
         """
         sums: list[int] = list(numbers)
         for group in self.groups:
-            on_gpu = "nccl" in dist.get_backend(group)
-            total = torch.tensor(sums, dtype=torch.int64, device="cuda" if on_gpu else "cpu")
+            # Where torch puts the objects that it gathers: a GPU where the group reaches no other memory.
+            device = dist.distributed_c10d._get_object_coll_device(group)
+            total = torch.tensor(sums, dtype=torch.int64, device=device)
             with phase(what, group):
                 dist.all_reduce(total, group=group)
             sums = total.tolist()

@@ -179,9 +179,12 @@ def across_calls(
         order.append("call")
         calls.append(0)
         chosen = len(optimizer.runners) - 1 if lose == "others" else lose_at(optimizer)
-        if lose and len(calls) == 2 * len(optimizer.runners) + chosen + 1 and rank == 0:
+        if lose and len(calls) == 2 * len(optimizer.runners) + chosen + 1:
+            # As in an engine that exchanges flags in each call: ZeRO has looked at the gradients before.
+            optimizer.bound.forget_flags()
             held = [param for group in optimizer.param_groups for param in group["params"]]
-            held[0].grad.view(-1)[0] = float("inf")
+            if rank == 0:
+                held[0].grad.view(-1)[0] = float("inf")
         return inner(*args)
 
     optimizer.step = step
