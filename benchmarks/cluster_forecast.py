@@ -53,6 +53,7 @@ def _predicted(row: Row, unlimited: float) -> float:
         ns_dtype=config.ns_settings(torch.device("cpu")).dtype,
         wire_bytes=config.resolved_wire_dtype(torch.bfloat16).itemsize,
         chunk_numel=config.exchange_chunk_numel,
+        overlap=config.exchange_overlap,
         order=config.order,
         share_matrices=False,
     )

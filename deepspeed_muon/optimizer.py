@@ -29,7 +29,7 @@ from deepspeed_muon.ops import Orthogonalizer, select
 from deepspeed_muon.qk_clip.clip import QkClip
 from deepspeed_muon.routed_optimizer import RoutedOptimizer
 from deepspeed_muon.routing.param_groups import ParamsInput, build_groups
-from deepspeed_muon.step.bound import BoundSteps, flat_gradients
+from deepspeed_muon.step.bound import BoundSteps, flat_gradients, overlaps
 from deepspeed_muon.step.layout_reader import read_whole
 from deepspeed_muon.step.runner import PendingUpdates, StepResources, StepRunner
 from deepspeed_muon.step.step_set import StepSet
@@ -186,9 +186,10 @@ class Muon(RoutedOptimizer):
             self.exchange_buffers,
             ShareGroups(self.members),
             self.state_policy,
+            overlap=overlaps(step_sets, self.config, device),
         )
         # QK-clip works on the updated weights, at the end of each call.
-        may_stay_pending = self.config.exchange_overlap and self.qk_clip is None
+        may_stay_pending = resources.overlap and self.qk_clip is None
         self._bound = BoundSteps(step_sets, self.config, resources, may_stay_pending=may_stay_pending)
         for group in self.param_groups:  # hidden from DeepSpeed's wrappers until they are made
             group.setdefault("use_muon", group["algorithm"] == "muon")

@@ -194,10 +194,11 @@ class MuonConfig(BaseModel):
         description="Elements that one rank owns in a chunk at most, which bounds the buffers "
         "([performance.md](performance.md)).",
     )
-    exchange_overlap: v.Flag = Field(
-        default=True,
+    exchange_overlap: v.FlagOrAuto = Field(
+        default="auto",
         description="Exchange one chunk while another is orthogonalised; the result is the same without, to the last "
-        "bit, in a third of the buffers.",
+        "bit, in a third of the buffers; `auto`: where the step then needs at most 5 % more memory than AdamW's "
+        "([performance.md](performance.md)).",
     )
     order: OrderName = Field(
         default="balanced",

@@ -55,6 +55,15 @@ def _flag(value: Any) -> bool:
     raise ValueError("must be true or false")
 
 
+def _flag_or_auto(value: Any) -> Any:
+    if isinstance(value, str) and value == "auto":
+        return value
+    try:
+        return _flag(value)
+    except ValueError:
+        raise ValueError("must be true, false or 'auto'") from None
+
+
 def pair(value: Any) -> Any:
     """Raise for a text and for anything else that is neither a pair nor a number; pydantic checks the rest."""
     return _number(value) if isinstance(value, (str, bool)) or not hasattr(value, "__len__") else value
@@ -68,6 +77,7 @@ def empty_for_none(value: Any) -> Any:
 Number = Annotated[float, BeforeValidator(_number)]
 Whole = Annotated[int, BeforeValidator(_number)]
 Flag = Annotated[bool, BeforeValidator(_flag)]
+FlagOrAuto = Annotated[Literal["auto"] | bool, BeforeValidator(_flag_or_auto)]
 Rate = Annotated[Number, Field(ge=0, le=MAX_RATE)]
 Fraction = Annotated[Number, Field(ge=0, lt=1)]
 # AdamW divides by the root of the second moment. With a decay of 0 the update is only the gradient's sign, or blows up.

@@ -102,6 +102,7 @@ def _settings(arguments: argparse.Namespace, config: MuonConfig) -> PlanSettings
             ns_dtype=config.ns_settings(torch.device("cuda")).dtype,
             wire_bytes=config.resolved_wire_dtype(torch.bfloat16).itemsize,
             chunk_numel=config.exchange_chunk_numel,
+            overlap=config.exchange_overlap,
             order=config.order,
             share_matrices=config.share_matrices if config.variant == "muon" else False,
             efficiency=arguments.efficiency,

@@ -78,6 +78,7 @@ class PlanSettings:
         wire_bytes: Bytes of an element of the exchange.
         model_bytes: Bytes of an element of the forward pass's weights, and of its gradient.
         chunk_numel: ``exchange_chunk_numel``.
+        overlap: ``exchange_overlap``.
         order: Order of the matrices in the flat buffers of stages 1 and 2.
         share_matrices: ``auto`` shares a matrix where that pays; with a number so many ranks share wherever possible.
         efficiency: Part of the GPU's tensor operations that the iteration reaches.
@@ -95,6 +96,7 @@ class PlanSettings:
     wire_bytes: int = 2
     model_bytes: int = 2
     chunk_numel: int = 1 << 26
+    overlap: Literal["auto"] | bool = "auto"
     order: OrderName = "balanced"
     share_matrices: Literal["auto", False] | int = "auto"
     efficiency: float = 0.5

@@ -18,7 +18,8 @@ from deepspeed_muon.forecast.predict import (
     peer_flops,
     zero_bytes,
 )
-from deepspeed_muon.plan.exchange import ExchangePlan, chunk_limit
+from deepspeed_muon.plan.exchange import ExchangePlan
+from deepspeed_muon.plan.memory import StepMemory, largest_chunk
 from deepspeed_muon.plan.spread import fragments_of
 
 __all__ = ["Forecast", "forecast", "live_report", "report"]
@@ -144,26 +145,40 @@ def _buffers(
     parameters: Sequence[PlannedParameter], settings: PlanSettings, exchange: Exchange
 ) -> dict[str, float]:
     """Return upper bounds of the bytes that Muon's step needs besides, from the chunk size and the largest matrix."""
-    owned = exchange.owned_elements
     largest = max((p.numel // p.stack for p in parameters if p.muon), default=0)
-    chunk = 0.0
-    if exchange.moving:
-        limit = chunk_limit(int(owned.max()), settings.chunk_numel)
-        chunk = min(float(owned.max()), float(max(limit, largest)))
-    muon = sum(p.numel for p in parameters if p.muon) / settings.tensor_parallel
-    partition = muon / (settings.data_parallel if settings.stage else 1)
-    block = max((rows * cols for p in parameters for _, rows, cols in p.blocks), default=0)
+    share = settings.tensor_parallel * (settings.data_parallel if settings.stage else 1)
+    partition = sum(p.numel for p in parameters if p.muon) / share
+    needed = _step_memory(parameters, settings, float(exchange.owned_elements.max()) * bool(exchange.moving))
+    overlap = overlaps(parameters, settings)
     # Of one chunk, but for those that are written into the send buffer: at stage 3 all except a rank's own share.
     local = min(partition, float(max(settings.chunk_numel, largest)))
     if settings.stage == 3 and exchange.moving:
-        local = chunk / settings.data_parallel
+        local = needed.chunk / settings.data_parallel
     return {
         "directions": settings.wire_bytes * local,
-        # What three chunks send and receive: one arrives, one is orthogonalised, one returns.
-        "exchange_buffers": 3 * 2.0 * settings.wire_bytes * chunk,
-        # The matrix, its product and two Gram-sized matrices, which are no larger.
-        "iteration": 4.0 * settings.ns_dtype.itemsize * block,
+        "exchange_buffers": float(needed.exchange_bytes(overlap=overlap)),
+        "iteration": float(needed.iteration_bytes(overlap=overlap)),
     }
+
+
+def overlaps(parameters: Sequence[PlannedParameter], settings: PlanSettings) -> bool:
+    """Return whether chunks travel while others are orthogonalised, decided as the running optimizer does."""
+    if settings.overlap != "auto":
+        return settings.overlap
+    share = settings.tensor_parallel * (settings.data_parallel if settings.stage else 1)
+    muon = sum(p.numel for p in parameters if p.muon)
+    others = sum(p.numel for p in parameters) - muon
+    needed = _step_memory(parameters, settings, muon / settings.world_size)
+    return needed.overlap_fits(muon=muon / share, others=others / share)
+
+
+def _step_memory(parameters: Sequence[PlannedParameter], settings: PlanSettings, owned: float) -> StepMemory:
+    """Return what a step needs on a rank that owns so many elements which travel."""
+    muon = [p for p in parameters if p.muon]
+    sizes = (p.numel // p.stack // settings.tensor_parallel for p in muon)
+    chunk = largest_chunk(owned, sizes, settings.chunk_numel) if owned else 0
+    blocks = {(rows, cols) for p in muon for _, rows, cols in p.blocks}
+    return StepMemory(chunk, tuple(blocks), settings.wire_bytes, settings.ns_dtype.itemsize)
 
 
 def _route_rows(routes: Sequence[Any], *, each: bool = False) -> list[dict[str, Any]]:
@@ -222,7 +237,7 @@ def report(
         "model": model,
         "elements": sum(entry["elements"] for entry in totals.values()),
         "algorithms": totals,
-        "settings": _settings(settings),
+        "settings": _settings(settings, overlap=overlaps(parameters, settings)),
         "routes": _route_rows(routes, each=each_route),
         "owners": {
             "matrices": len(muon),
@@ -283,7 +298,7 @@ def live_report(
     return {"routes": _route_rows(routes, each=True), "step_sets": sets}
 
 
-def _settings(settings: PlanSettings) -> dict[str, Any]:
+def _settings(settings: PlanSettings, *, overlap: bool) -> dict[str, Any]:
     gpu = settings.gpu
     return {
         "world_size": settings.world_size,
@@ -297,6 +312,7 @@ def _settings(settings: PlanSettings) -> dict[str, Any]:
         "wire_bytes": settings.wire_bytes,
         "model_bytes": settings.model_bytes,
         "exchange_chunk_numel": settings.chunk_numel,
+        "overlap": overlap,
         "assumed_efficiency": settings.efficiency,
         "assumed_link_efficiency": settings.link_efficiency,
     }

@@ -64,6 +64,9 @@ def _assumptions(chosen: Mapping[str, Any]) -> list[str]:
         f"{chosen['assumed_link_efficiency']:.0%} of {gpu['memory_bandwidth'] / 1e12:.2f} TB/s memory, "
         f"{gpu['node_bandwidth'] / 1e9:.0f} GB/s in a node, {gpu['network_bandwidth'] / 1e9:.0f} GB/s between nodes "
         f"({gpu['source']})",
+        "chunks travel while others are orthogonalised (exchange_overlap)"
+        if chosen["overlap"]
+        else "every exchange is waited for: exchange_overlap is false, or its buffers would take too much memory",
         "buffers are upper bounds; activations are not counted; ZeRO's collectives are no part of the step's time",
     ]
 

@@ -109,11 +109,9 @@ def orthogonalize(x: Tensor, *, settings: NsSettings) -> Tensor:
     wide = x.mT if rows > cols else x
     short, long = wide.shape[-2:]
     batch = wide.reshape(-1, short, long) if x.ndim != 3 else wide
-    batch = _normalized(batch, settings)
-    if runs_gram(short, long, settings.method):
-        result = _gram(batch, settings)
-    else:
-        result = _standard(batch, settings)
+    iterate = _gram if runs_gram(short, long, settings.method) else _standard
+    # No name for the normalised matrices: the iteration frees them when it has better ones.
+    result = iterate(_normalized(batch, settings), settings)
     result = result.reshape(*x.shape[:-2], short, long) if x.ndim != 3 else result
     return result.mT if rows > cols else result
 
@@ -132,16 +130,14 @@ def _gram_matrix(x: Tensor) -> Tensor:
 
 def _standard(x: Tensor, settings: NsSettings, gram_of: GramOf = _gram_matrix) -> Tensor:
     """Iterate on ``x`` (batch, m, n) with m <= n. One matrix runs as mm: bmm of one is slower on CPUs."""
-    if x.shape[0] == 1:
-        matrix = x[0]
-        for a, b, c in settings.coefficients:
-            gram = gram_of(matrix)
-            matrix = torch.addmm(matrix, torch.addmm(gram, gram, gram, beta=b, alpha=c), matrix, beta=a)
-        return matrix.unsqueeze(0)
+    single = x.shape[0] == 1
+    if single:
+        x = x[0]
+    multiply_add = torch.addmm if single else torch.baddbmm
     for a, b, c in settings.coefficients:
         gram = gram_of(x)
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x
+        x = multiply_add(x, multiply_add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.unsqueeze(0) if single else x
 
 
 def iterate_columns(x: Tensor, *, settings: NsSettings, gram_of: GramOf) -> Tensor:
@@ -192,14 +188,19 @@ def _gram(x: Tensor, settings: NsSettings, gram_of: GramOf = _gram_matrix) -> Te
             q.diagonal(dim1=-2, dim2=-1).add_(a)
         else:
             q = multiply_add(q, z, q, beta=a)
+        # What is not needed goes at once: never more than four Gram-sized matrices, and one beside two of X.
         if done == steps:
+            del r, z
             break
         if done in restarts:
+            del r, z
             x = q @ x
             r, q = gram_of(x), None
         else:
             rz = multiply_add(r, z, r, beta=a)
+            del r
             r = multiply_add(rz, z, rz, beta=a)
+            del z, rz
     assert q is not None
     result = q @ x
     return result.unsqueeze(0) if single else result

@@ -30,12 +30,10 @@ from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.monitoring.results import Member, R, Result, Together, Window
 from deepspeed_muon.ops.reference import frobenius_norms
 from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.memory import WINDOW_NUMEL
 from deepspeed_muon.transport.waiting import phase
 
 __all__ = ["ResultCheck"]
-
-# Elements of the results in a window. On an accelerator the norms of one window are read while the next window runs.
-_WINDOW_NUMEL = 1 << 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +105,7 @@ class ResultCheck:
             if result.together is not None:
                 group = result.together.group
                 apart.setdefault(group, []).append(result)
-                if sum(map(self._share_of, apart[group])) >= _WINDOW_NUMEL:
+                if sum(map(self._share_of, apart[group])) >= WINDOW_NUMEL:
                     yield from self._settle_together(apart.pop(group))
                 continue
             if window == 0:
@@ -314,7 +312,7 @@ class ResultCheck:
 
 
 def _window_numel(device: torch.device) -> int:
-    return 0 if device.type == "cpu" else _WINDOW_NUMEL
+    return 0 if device.type == "cpu" else WINDOW_NUMEL
 
 
 def _all_of(own: Tensor, together: Together | None) -> list[list[Any]]:

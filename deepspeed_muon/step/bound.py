@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import BindingError
+from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.memory import StepMemory, largest_chunk
 from deepspeed_muon.step.assignment import may_share
 from deepspeed_muon.step.gradients import Flat, GradientInspection
 from deepspeed_muon.step.runner import StepResources, StepRunner
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.transport.agreement import RankFacts, Scope
 
-__all__ = ["BoundSteps", "flat_gradients"]
+__all__ = ["BoundSteps", "flat_gradients", "overlaps"]
 
 
 class BoundSteps:
@@ -154,6 +158,8 @@ class BoundSteps:
                     [n for n, each in enumerate(shared) if each == ranks]
                 ),
                 f"plan of step set {number}": runner.plan.digest(),
+                # It decides about the order of the all-to-alls.
+                f"overlap in step set {number}": str(self._resources.overlap),
                 # In the order of the flags, which the ranks match by position.
                 f"parameters of step set {number}": ", ".join(
                     f"{layout.name} ({layout.numel})" for layout in runner.step_set.layouts
@@ -171,13 +177,51 @@ class BoundSteps:
                 # Tensor-parallel ranks call collectives in the order of the plan, and compute by the settings.
                 across = {
                     f"owners and chunks of step set {number}": str(
-                        (runner.plan.owners, [chunk.matrices for chunk in runner.plan.chunks])
+                        (
+                            runner.plan.owners,
+                            [chunk.matrices for chunk in runner.plan.chunks],
+                            self._resources.overlap,
+                        )
                     ),
                     f"optimizer.params for step set {number}": self._config.digest(),
                 }
                 facts.update(across)
                 scopes.update(dict.fromkeys(across, Scope.of(runner.step_set.tensor_group)))
         return RankFacts(facts, scopes=scopes)
+
+
+def overlaps(step_sets: Sequence[StepSet], config: MuonConfig, device: torch.device) -> bool:
+    """Return whether chunks travel while others are orthogonalised: the same on all ranks of a group.
+
+    Args:
+        step_sets: All that an optimizer updates.
+        config: Its settings.
+        device: Where the iteration runs.
+    """
+    if config.exchange_overlap != "auto":
+        return config.exchange_overlap
+    muon = others = 0.0
+    chunks = [0]
+    blocks: set[tuple[int, int]] = set()
+    for each in step_sets:
+        share = [1 if layout.spread.replicated else each.world_size for layout in each.layouts]
+        numels = [layout.numel / ranks for layout, ranks in zip(each.layouts, share, strict=True)]
+        muon += math.fsum(numels[: len(each.matrices)])
+        others += math.fsum(numels[len(each.matrices) :])
+        owned = sum(matrix.numel for matrix in each.matrices) / each.world_size
+        sizes = (matrix.numel // (matrix.equal_blocks or 1) for matrix in each.matrices)
+        chunks.append(largest_chunk(owned, sizes, config.exchange_chunk_numel))
+        blocks.update(map(_largest_block, each.matrices))
+    wire = max((config.resolved_wire_dtype(each.model_dtype).itemsize for each in step_sets), default=0)
+    needed = StepMemory(max(chunks), tuple(blocks), wire, config.ns_settings(device).dtype.itemsize)
+    return needed.overlap_fits(muon=muon, others=others)
+
+
+def _largest_block(matrix: MatrixLayout) -> tuple[int, int]:
+    if matrix.is_cut:
+        return matrix.logical_shape
+    rows, cols = matrix.grid
+    return max(rows), max(cols)
 
 
 def _skips_with(step_set: StepSet, ranks: Scope) -> bool:

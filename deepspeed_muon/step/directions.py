@@ -12,6 +12,7 @@ from deepspeed_muon.monitoring.results import Finish
 from deepspeed_muon.plan.exchange import Chunk, ExchangePlan, Segment
 from deepspeed_muon.step.momentum import LocalDirections
 from deepspeed_muon.step.update_rule import UpdateTable
+from deepspeed_muon.transport.buffers import aligned
 from deepspeed_muon.transport.context import StepContext
 from deepspeed_muon.transport.exchange import cut, part_of
 from deepspeed_muon.transport.row_moments import RowMoments
@@ -29,14 +30,25 @@ class ChunkDirections:
         step: Step,
         chunk: Chunk,
         received: Tensor | None,
+        idle: Tensor | None = None,
     ) -> None:
-        """Sort the fragments that the gather brought by matrix; ``received`` is ``None`` if nothing moves."""
+        """Sort the fragments that the gather brought by matrix.
+
+        Args:
+            plan: This rank's view of the exchange.
+            context: Of the step set.
+            step: Shared by the chunks.
+            chunk: What travels.
+            received: What the gather brought; ``None`` if nothing moves.
+            idle: Flat memory in which the matrices are put together, as far as it goes.
+        """
         self.rules = step.table.rules
         self.finish: Finish | None = step.rows
         self._matrices = plan.matrices
         self._context = context
         self._local = step.directions
         self._received = received
+        self._idle = idle
         self._incoming: dict[int, list[Segment]] = {}
         for segment in chunk.owned_buffer.segments if chunk.gathers else ():
             self._incoming.setdefault(segment.matrix, []).append(segment)
@@ -50,9 +62,7 @@ class ChunkDirections:
             whole = together([direction for _, direction in filter(None, own)])
             if whole is not None:
                 return whole.to(self._context.device).view(shape)
-        full = torch.empty(
-            len(indices) * first.numel, dtype=self._context.wire_dtype, device=self._context.device
-        )
+        full = self._empty(len(indices) * first.numel)
         for index, local, matrix in zip(indices, own, full.split(first.numel), strict=True):
             if local is not None:
                 fragment, direction = local
@@ -61,6 +71,13 @@ class ChunkDirections:
                 assert self._received is not None
                 part_of(matrix, segment).copy_(cut(self._received, segment))
         return full.view(shape)
+
+    def _empty(self, numel: int) -> Tensor:
+        """Return flat memory in the wire dtype that nobody else uses before the chunk is done."""
+        if self._idle is None or self._idle.numel() < aligned(numel):
+            return torch.empty(numel, dtype=self._context.wire_dtype, device=self._context.device)
+        place, self._idle = self._idle.tensor_split([aligned(numel)])
+        return place.narrow(0, 0, numel)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.spread import Fragment
+from deepspeed_muon.transport.buffers import aligned
 from deepspeed_muon.transport.context import StepContext
 
 __all__ = ["LocalDirections", "MomentumSource"]
-
-_ALIGNMENT = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +65,14 @@ class LocalDirections:
         sizes: dict[torch.device, int] = {}
         for index, fragment in local:
             device = self._source_of(index).momentum_buffer.device
-            sizes[device] = sizes.get(device, 0) + _aligned(fragment.numel)
+            sizes[device] = sizes.get(device, 0) + aligned(fragment.numel)
         free = {
             device: torch.empty(numel, dtype=self._wire_dtype, device=device)
             for device, numel in sizes.items()
         }
         for index, fragment in local:
             device = self._source_of(index).momentum_buffer.device
-            place, free[device] = free[device].tensor_split([_aligned(fragment.numel)])
+            place, free[device] = free[device].tensor_split([aligned(fragment.numel)])
             self._made[index] = place.narrow(0, 0, fragment.numel)
             self._make(index, fragment, self._made[index])
 
@@ -115,7 +114,3 @@ class LocalDirections:
         """Forget the directions of these matrices."""
         for index in indices:
             self._made.pop(index, None)
-
-
-def _aligned(numel: int) -> int:
-    return -(-numel // _ALIGNMENT) * _ALIGNMENT

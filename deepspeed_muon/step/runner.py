@@ -47,6 +47,7 @@ class StepResources:
         buffers: Memory of the exchange.
         share_groups: Process groups of ranks that share matrices.
         policy: Dtype of the state.
+        overlap: Whether chunks travel while others are orthogonalised.
     """
 
     device: torch.device
@@ -56,6 +57,7 @@ class StepResources:
     buffers: ExchangeBuffers
     share_groups: ShareGroups
     policy: StatePolicy
+    overlap: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ class StepRunner:
         self.step_set = step_set
         self._leaves_pending = leaves_pending
         self._policy = resources.policy
-        self._overlap = config.exchange_overlap
+        self._overlap = resources.overlap
         self.context = context = StepContext(
             number,
             step_set.group,
@@ -265,7 +267,8 @@ class StepRunner:
                     self._update_in_place(staying[:half], step)
                 if 0 <= turn < len(moving):
                     self._wait_for_gather(travels[turn])
-                    self._orthogonalize(travels[turn].chunk, travels[turn].owned, step)
+                    travel = travels[turn]
+                    self._orthogonalize(travel.chunk, travel.owned, step, idle=travel.idle)
                     self._exchange.scatter(travels[turn])
                 if turn == len(moving) - 1:
                     self._update_in_place(staying[half:], step)
@@ -329,10 +332,12 @@ class StepRunner:
         with self._check.recorder.span("gather"):
             self._exchange.wait("gather", travel)
 
-    def _orthogonalize(self, chunk: Chunk, buffer: Tensor | None, step: Step) -> None:
+    def _orthogonalize(
+        self, chunk: Chunk, buffer: Tensor | None, step: Step, *, idle: Tensor | None = None
+    ) -> None:
         """Orthogonalise the owned matrices of a chunk; apply what stays, and put what travels into ``buffer``.
 
-        There the updates overwrite the directions that the gather brought.
+        There the updates overwrite the directions that the gather brought. The matrices lie in ``idle`` meanwhile.
         """
         outgoing: dict[int, list[Segment]] = {}
         for segment in chunk.owned_buffer.segments:
@@ -340,7 +345,7 @@ class StepRunner:
         owned = [index for index in chunk.owned if step.active[index]]
         shared = bool(owned) and bool(self.plan.matrices[owned[0]].sharers)
         placement: Placement = self._shared if shared else self._placement
-        directions = ChunkDirections(self.plan, self.context, step, chunk, buffer)
+        directions = ChunkDirections(self.plan, self.context, step, chunk, buffer, idle)
         for index, update in placement.updates(owned, directions):
             own = self._held[index]
             if own is not None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["ExchangeBuffers"]
+__all__ = ["ExchangeBuffers", "aligned"]
+
+_ALIGNMENT = 32
 
 
 class ExchangeBuffers:
@@ -48,3 +50,8 @@ class ExchangeBuffers:
     def reserved_bytes(self) -> int:
         """Bytes of all buffers together, once each of them was used."""
         return sum(self._needed.values())
+
+
+def aligned(numel: int) -> int:
+    """Return the next multiple of 32 elements, at which a tensor in a shared piece of memory may start."""
+    return -(-numel // _ALIGNMENT) * _ALIGNMENT

@@ -12,14 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.plan.exchange import BufferPlan, Chunk, ExchangePlan, Segment
-from deepspeed_muon.transport.buffers import ExchangeBuffers
+from deepspeed_muon.plan.memory import SLOTS
+from deepspeed_muon.transport.buffers import ExchangeBuffers, aligned
 from deepspeed_muon.transport.context import StepContext
 from deepspeed_muon.transport.waiting import phase
 
 __all__ = ["ChunkExchange", "Travel", "cut", "exchange_bytes", "part_of"]
-
-# Slots with overlap: one chunk arrives, one is orthogonalised, one returns.
-_SLOTS = 3
 
 
 @dataclass(slots=True)
@@ -31,6 +29,8 @@ class Travel:
         number: Its number in the plan.
         held: Fragments that this rank holds of other ranks' matrices: directions leave from here, updates arrive here.
         owned: Fragments that other ranks hold of this rank's matrices: directions arrive here, updates leave from here.
+        idle: Without overlap, what was sent from before the matrices are orthogonalised: room for them. It is the
+            memory of ``held``.
         work: The all-to-all that is under way.
     """
 
@@ -38,6 +38,7 @@ class Travel:
     number: int
     held: Tensor
     owned: Tensor
+    idle: Tensor | None
     work: dist.Work | None = field(default=None)
 
 
@@ -69,15 +70,16 @@ class ChunkExchange:
             follows_pending: Whether updates of the previous set may still be in flight when this one begins.
         """
         self._context = context
+        self._plan = plan
         self._buffers = buffers
         self._overlap = overlap
         self._number_of = {id(chunk): number for number, chunk in enumerate(plan.chunks)}
         moving = [chunk for chunk in plan.chunks if chunk.scatters]
-        most = _SLOTS if overlap else 1
+        most = SLOTS if overlap else 1
         # Step sets with pending updates between them must have the same number of slots.
         self.slots = most if leaves_pending or follows_pending else max(1, min(most, len(moving)))
         for slot in range(most if follows_pending and moving else min(most, len(moving))):
-            held = max(chunk.held_buffer.numel for chunk in moving)
+            held = max(max(chunk.held_buffer.numel, self._idle_numel(chunk)) for chunk in moving)
             owned = max(chunk.owned_buffer.numel for chunk in moving)
             buffers.reserve(f"held {slot}", held * context.wire_dtype.itemsize)
             buffers.reserve(f"owned {slot}", owned * context.wire_dtype.itemsize)
@@ -86,12 +88,20 @@ class ChunkExchange:
         """Give a chunk its slot; the buffers keep what they held before."""
         slot %= self.slots
         dtype = self._context.wire_dtype
+        room = self._idle_numel(chunk)
         return Travel(
             chunk,
             self._number_of[id(chunk)],
             held=self._buffers.take(f"held {slot}", chunk.held_buffer.numel, dtype),
             owned=self._buffers.take(f"owned {slot}", chunk.owned_buffer.numel, dtype),
+            idle=self._buffers.take(f"held {slot}", room, dtype) if room else None,
         )
+
+    def _idle_numel(self, chunk: Chunk) -> int:
+        """Return the elements of a chunk's own matrices if they may lie in ``held`` after the gather, else 0."""
+        if self._overlap or not chunk.gathers:
+            return 0
+        return sum(aligned(self._plan.matrices[index].numel) for index in chunk.owned)
 
     def gather(self, travel: Travel) -> None:
         """Start to send what is in ``held`` to the owners. Must be called by all ranks of the group."""

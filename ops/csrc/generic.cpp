@@ -37,7 +37,10 @@ at::Tensor orthogonalize_generic(
   const at::ScalarType wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const at::Tensor norm = at::linalg_vector_norm(x, 2, at::IntArrayRef({-2, -1}), true, wide).clamp_min_(eps);
   // The cast writes the short side first, so that turning a tall matrix costs no pass of its own.
-  at::Tensor w = (tall ? x.mT() : x).to(wide).div(norm).to(dtype).contiguous();
+  const at::Tensor turned = tall ? x.mT() : x;
+  at::Tensor w = at::empty(turned.sizes(), x.options().dtype(dtype));
+  // In one pass: no copy in the wide dtype on a GPU.
+  at::div_out(w, turned, norm);
   const int64_t steps = static_cast<int64_t>(coefficients.size() / 3);
   if (!gram) {
     for (int64_t index = 0; index < steps; ++index) {
@@ -63,6 +66,7 @@ at::Tensor orthogonalize_generic(
       }
       if (!stop) {
         const at::Tensor rz = sym(z, r, r, 1.0, a, 0.0);
+        r.reset();  // never more than four Gram-sized matrices
         r = sym(z, rz, rz, 1.0, a, 0.0);
       }
     }
@@ -70,11 +74,13 @@ at::Tensor orthogonalize_generic(
       break;
     }
     if (stop) {
+      r.reset();
       w = at::bmm(q, w);
       r = sym(w, w, std::nullopt, 1.0, 0.0, 0.0);
       q = at::Tensor();
     }
   }
+  r.reset();
   return oriented(q, w, tall);
 }
 

@@ -21,7 +21,7 @@ from tests.support import training
 
 RATES = ("lr", "muon_lr", "adam_lr", "weight_decay", "muon_weight_decay", "adam_weight_decay")
 NUMBERS = (*RATES, "momentum", "eps", "ns_eps", "beta2", "ns_steps", "min_muon_params", "ranks_per_node")
-FLAGS = ("nesterov", "per_head_muon", "torch_adam", "adam_w_mode", "exchange_overlap", "consolidate_on_save")
+FLAGS = ("nesterov", "per_head_muon", "torch_adam", "adam_w_mode", "consolidate_on_save")
 
 SENSELESS: list[tuple[dict[str, Any], str]] = [
     *(({key: 1e30}, f"{key}: must be at most") for key in (*RATES, "eps", "ns_eps")),
@@ -33,6 +33,8 @@ SENSELESS: list[tuple[dict[str, Any], str]] = [
     *(({key: "x"}, f"{key}: must be a number (got 'x')") for key in NUMBERS),
     *(({key: "no"}, f"{key}: must be true or false (got 'no')") for key in FLAGS),
     ({"nesterov": 2}, "nesterov: must be true or false (got 2)"),
+    ({"exchange_overlap": "no"}, "exchange_overlap: must be true, false or 'auto' (got 'no')"),
+    ({"exchange_overlap": 2}, "exchange_overlap: must be true, false or 'auto' (got 2)"),
     ({"lr": Decimal("0.1")}, "lr: must be a number"),
     ({"lr": torch.tensor([0.1, 0.2])}, "lr: must be a number"),
     ({"eps": 1e-46}, "eps: must be at least 1e-30"),
