@@ -34,6 +34,7 @@ from deepspeed_muon.math.scaling import AdjustLrName
 from deepspeed_muon.math.weight_decay import WeightDecayMode
 from deepspeed_muon.ops import NsBackend
 from deepspeed_muon.plan.order import OrderName
+from deepspeed_muon.plan.wire import CODED, PLAIN, WireFormat
 
 __all__ = ["GROUP_KEYS", "RATE_KEYS", "MuonConfig"]
 
@@ -152,7 +153,9 @@ class MuonConfig(BaseModel):
     )
     wire_dtype: v.WireDtypeName = Field(
         default="auto",
-        description="Dtype in which fragments travel between ranks; `auto`: bf16 for bf16 and fp16 models, else fp32.",
+        description="Dtype in which fragments travel between ranks; `auto`: bf16 for bf16 and fp16 models, else fp32; "
+        "`int8`: one byte and a scale for 256 elements, half of bf16's bytes, with a loss that `health` reports "
+        "([performance.md](performance.md)).",
     )
     split: Annotated[
         dict[str, Literal["qkv", "gate_up"] | v.Sizes | v.Fractions], BeforeValidator(v.empty_for_none)
@@ -303,10 +306,18 @@ class MuonConfig(BaseModel):
         return NsSettings(coefficients=coefficients, method=self.ns_method, dtype=dtype, eps=self.ns_eps)
 
     def resolved_wire_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which fragments travel: under ``auto`` bf16 for a half-precision model, else fp32."""
-        if self.wire_dtype != "auto":
+        """Return the dtype of directions and updates.
+
+        Under ``auto`` and ``int8`` it is bf16 for a half-precision model, else fp32.
+        """
+        if self.wire_dtype in DTYPES:
             return DTYPES[self.wire_dtype]
         return torch.bfloat16 if model_dtype in (torch.bfloat16, torch.float16) else torch.float32
+
+    @property
+    def wire_format(self) -> WireFormat:
+        """The room that directions and updates take when they travel."""
+        return CODED if self.wire_dtype == "int8" else PLAIN
 
     def muon_defaults(self) -> dict[str, Any]:
         """Return the settings that Muon reads, before the caller's own param group overrides them."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from pydantic import BeforeValidator, Field
 
-WireDtypeName = Literal["auto", "fp32", "bf16", "fp16"]
+WireDtypeName = Literal["auto", "fp32", "bf16", "fp16", "int8"]
 MomentumDtypeName = Literal["fp32", "bf16"]
 TensorParallelMode = Literal["gather", "distributed"]
 

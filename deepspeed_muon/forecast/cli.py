@@ -90,6 +90,7 @@ def _config(text: str) -> MuonConfig:
 def _settings(arguments: argparse.Namespace, config: MuonConfig) -> PlanSettings:
     import torch
 
+    width = config.resolved_wire_dtype(torch.bfloat16).itemsize
     try:
         return PlanSettings(
             world_size=arguments.world_size,
@@ -100,7 +101,8 @@ def _settings(arguments: argparse.Namespace, config: MuonConfig) -> PlanSettings
             steps=len(config.coefficients()),
             method=config.ns_method,
             ns_dtype=config.ns_settings(torch.device("cuda")).dtype,
-            wire_bytes=config.resolved_wire_dtype(torch.bfloat16).itemsize,
+            wire_bytes=config.wire_format.bytes_per_element(width),
+            direction_bytes=width,
             chunk_numel=config.exchange_chunk_numel,
             overlap=config.exchange_overlap,
             order=config.order,

@@ -41,10 +41,11 @@ def plan_report(engine: Any) -> dict[str, Any]:
     """
     optimizer = muon_optimizer(engine)
     dtypes = {runner.step_set.model_dtype for runner in optimizer.runners}
-    wire = max((optimizer.config.resolved_wire_dtype(dtype).itemsize for dtype in dtypes), default=0)
+    config = optimizer.config
+    width = max((config.resolved_wire_dtype(dtype).itemsize for dtype in dtypes), default=0)
     return live_report(
         optimizer.routes,
         [runner.plan for runner in optimizer.runners],
-        wire_bytes=wire,
+        wire_bytes=config.wire_format.bytes_per_element(width),
         work=[runner.assignment.work for runner in optimizer.runners],
     )

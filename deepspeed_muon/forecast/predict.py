@@ -76,6 +76,7 @@ class PlanSettings:
         method: ``gram`` or ``standard``.
         ns_dtype: Dtype of the iteration.
         wire_bytes: Bytes of an element of the exchange.
+        direction_bytes: Bytes of an element of the directions that do not travel.
         model_bytes: Bytes of an element of the forward pass's weights, and of its gradient.
         chunk_numel: ``exchange_chunk_numel``.
         overlap: ``exchange_overlap``.
@@ -93,7 +94,8 @@ class PlanSettings:
     steps: int = 5
     method: NsMethod = "gram"
     ns_dtype: torch.dtype = torch.float16
-    wire_bytes: int = 2
+    wire_bytes: float = 2
+    direction_bytes: int = 2
     model_bytes: int = 2
     chunk_numel: int = 1 << 26
     overlap: Literal["auto"] | bool = "auto"

@@ -155,7 +155,7 @@ def _buffers(
     if settings.stage == 3 and exchange.moving:
         local = needed.chunk / settings.data_parallel
     return {
-        "directions": settings.wire_bytes * local,
+        "directions": settings.direction_bytes * local,
         "exchange_buffers": float(needed.exchange_bytes(overlap=overlap)),
         "iteration": float(needed.iteration_bytes(overlap=overlap)),
     }
@@ -178,7 +178,13 @@ def _step_memory(parameters: Sequence[PlannedParameter], settings: PlanSettings,
     sizes = (p.numel // p.stack // settings.tensor_parallel for p in muon)
     chunk = largest_chunk(owned, sizes, settings.chunk_numel) if owned else 0
     blocks = {(rows, cols) for p in muon for _, rows, cols in p.blocks}
-    return StepMemory(chunk, tuple(blocks), settings.wire_bytes, settings.ns_dtype.itemsize)
+    return StepMemory(
+        chunk,
+        tuple(blocks),
+        settings.wire_bytes,
+        settings.direction_bytes,
+        settings.ns_dtype.itemsize,
+    )
 
 
 def _route_rows(routes: Sequence[Any], *, each: bool = False) -> list[dict[str, Any]]:
@@ -260,7 +266,7 @@ def live_report(
     routes: Sequence[Any],
     plans: Sequence[ExchangePlan],
     *,
-    wire_bytes: int,
+    wire_bytes: float,
     work: Sequence[Sequence[float]],
 ) -> dict[str, Any]:
     """Return the plan of a bound optimizer as plain data.

@@ -12,17 +12,26 @@ import torch
 
 from deepspeed_muon.monitoring.measure import MatrixHealth, Sums, combine
 
-__all__ = ["LocalSample", "SpanName", "StepRecorder"]
+__all__ = ["LocalSample", "SpanName", "StepRecorder", "Travelling"]
 
 SpanName = Literal["step", "gather", "newton_schulz", "scatter", "sampling"]
+Travelling = Literal["direction", "update"]
 
 
 @dataclass(slots=True)
 class LocalSample:
-    """What this rank measured in one sampled step: its sampled matrices by name, and the time of each part."""
+    """What this rank measured in one sampled step.
+
+    Attributes:
+        matrices: Its sampled matrices by name.
+        seconds: The time of each part.
+        losses: On a wire that loses, of the directions and of the updates that this rank sent: the squared elements of
+            what was lost, and of all.
+    """
 
     matrices: dict[str, MatrixHealth] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    losses: dict[Travelling, tuple[float, float]] = field(default_factory=dict)
 
 
 class StepRecorder:
@@ -96,6 +105,14 @@ class StepRecorder:
     def keep(self, name: str, part: Sums) -> None:
         """Keep the sums over some blocks of a matrix."""
         self._parts.setdefault(name, []).append(part)
+
+    def keep_loss(self, what: Travelling, sent: torch.Tensor, received: torch.Tensor) -> None:
+        """Keep what the wire loses of some values that this rank sends in a sampled step."""
+        assert self._sample is not None
+        lost, whole = self._sample.losses.get(what, (0.0, 0.0))
+        sent = sent.double()
+        error = float((received.double() - sent).square().sum())
+        self._sample.losses[what] = (lost + error, whole + float(sent.square().sum()))
 
     def span(self, name: SpanName) -> AbstractContextManager[None]:
         """Return a context whose duration counts for one part of the step; it costs nothing without a sample."""

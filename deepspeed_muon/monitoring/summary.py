@@ -6,13 +6,14 @@ skipped the step take part too, with empty reports.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from deepspeed_muon.monitoring.measure import MatrixHealth
-from deepspeed_muon.monitoring.recorder import LocalSample, StepRecorder
+from deepspeed_muon.monitoring.recorder import LocalSample, StepRecorder, Travelling
 from deepspeed_muon.transport.members import Members
 
 __all__ = ["HealthLog", "RankReport", "monitor_events", "summarize"]
@@ -32,12 +33,14 @@ class RankReport:
         seconds: Time of each part of the inner step.
         redone: Matrices redone in fp32 since the start.
         failed: Matrices left without an update since the start.
+        losses: What the wire lost; see :class:`~deepspeed_muon.monitoring.recorder.LocalSample`.
     """
 
     matrices: dict[str, MatrixHealth]
     seconds: dict[str, float]
     redone: int
     failed: int
+    losses: dict[Travelling, tuple[float, float]] = field(default_factory=dict)
 
 
 class HealthLog:
@@ -71,7 +74,8 @@ class HealthLog:
             self._summary = {"step": number, **summarize(list(reports.values()))}
 
     def _report(self, sample: LocalSample) -> RankReport:
-        return RankReport(sample.matrices, sample.seconds, self._recorder.redone, self._recorder.failed)
+        counters = self._recorder.redone, self._recorder.failed
+        return RankReport(sample.matrices, sample.seconds, *counters, sample.losses)
 
 
 def summarize(reports: Sequence[RankReport]) -> dict[str, Any]:
@@ -80,6 +84,7 @@ def summarize(reports: Sequence[RankReport]) -> dict[str, Any]:
     Returns:
         ``redone`` and ``failed``; the means of the sampled matrices and the largest ``sigma_max``; ``time_<part>``,
         the mean over ranks of each part's share of the inner step; ``seconds``, the inner step of the slowest rank;
+        ``wire_error_direction`` and ``wire_error_update``, what the wire changes of all that travels, relative to it;
         and ``matrices`` with the numbers of each. Keys without a measurement are left out.
     """
     matrices: dict[str, dict[str, float]] = {}
@@ -103,6 +108,10 @@ def summarize(reports: Sequence[RankReport]) -> dict[str, Any]:
             shares = [report.seconds.get(part, 0.0) / total for report, total in running]
             summary[f"time_{part}"] = sum(shares) / len(shares)
         summary["seconds"] = max(totals)
+    for what in ("direction", "update"):
+        losses = [report.losses[what] for report in reports if what in report.losses]
+        if lost := math.fsum(each[0] for each in losses):
+            summary[f"wire_error_{what}"] = math.sqrt(lost / math.fsum(each[1] for each in losses))
     return {**summary, "matrices": matrices}
 
 

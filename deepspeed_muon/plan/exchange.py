@@ -20,6 +20,7 @@ import numpy as np
 
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.spread import Ints, Places
+from deepspeed_muon.plan.wire import PLAIN, WireFormat
 
 __all__ = [
     "BufferPlan",
@@ -47,7 +48,8 @@ class Segment:
         numel: Elements of each fragment.
         buffer_offset: Where the first one starts in the buffer of this rank.
         count: The number of fragments.
-        stride: Elements of the buffer from the start of a fragment to that of the next one.
+        stride: Units of the buffer from the start of a fragment to that of the next one.
+        units: Room of each fragment in the buffer; see :class:`~deepspeed_muon.plan.wire.WireFormat`.
         copies: Whether all fragments are the same elements of the matrix (a replicated one).
     """
 
@@ -55,6 +57,7 @@ class Segment:
     matrix_offset: int
     numel: int
     buffer_offset: int
+    units: int
     count: int = 1
     stride: int = 0
     copies: bool = False
@@ -67,8 +70,8 @@ class BufferPlan:
     Attributes:
         segments: The fragments, by matrix.
         peers: The ranks with which this rank exchanges elements of the buffer, ascending.
-        counts: Elements for each of ``peers``.
-        numel: Elements of the buffer.
+        counts: Units for each of ``peers``.
+        numel: Units of the buffer.
     """
 
     segments: tuple[Segment, ...]
@@ -77,7 +80,7 @@ class BufferPlan:
     numel: int
 
     def splits(self, world_size: int) -> list[int]:
-        """Return the elements for every rank, as an all-to-all wants them."""
+        """Return the units for every rank, as an all-to-all wants them."""
         every = np.zeros(world_size, dtype=np.int64)
         every[self.peers] = self.counts
         counts: list[int] = every.tolist()
@@ -113,7 +116,7 @@ class Chunk:
 
     @property
     def sent_elements(self) -> int:
-        """Elements that this rank sends to others in both all-to-alls."""
+        """Units that this rank sends to others in both all-to-alls."""
         return self.held_buffer.numel * self.gathers + self.owned_buffer.numel * self.scatters
 
 
@@ -137,7 +140,7 @@ class ExchangePlan:
 
     @property
     def sent_elements(self) -> int:
-        """Elements that this rank sends to other ranks per step."""
+        """Units that this rank sends to other ranks per step: elements, or bytes on a coded wire."""
         return sum(chunk.sent_elements for chunk in self.chunks)
 
     def digest(self) -> str:
@@ -172,6 +175,7 @@ def build_exchange_plan(
     rank: int,
     world_size: int,
     chunk_numel: int,
+    wire: WireFormat = PLAIN,
 ) -> ExchangePlan:
     """Make the plan of one rank.
 
@@ -182,10 +186,11 @@ def build_exchange_plan(
         world_size: Ranks of the group.
         chunk_numel: Elements that one rank owns in a chunk at most, which bounds what it receives at once. A larger
             matrix travels without others of its owner. Chunks are smaller where this bound would make only a few.
+        wire: The room that a fragment takes in a buffer.
     """
     spreads = [matrix.spread for matrix in matrices]
     chunks = [
-        build_chunk(spreads, owners, indices, rank)
+        build_chunk(spreads, owners, indices, rank, wire)
         for indices in _cut(matrices, owners, chunk_numel, world_size)
     ]
     return ExchangePlan(rank, world_size, tuple(matrices), tuple(owners), tuple(chunks))
@@ -301,7 +306,13 @@ def _fill(items: Sequence[tuple[int, int, int]], limit: int, *, copies: int) -> 
     return chunks
 
 
-def build_chunk(places: Sequence[Places], owners: Sequence[int], indices: Sequence[int], rank: int) -> Chunk:
+def build_chunk(
+    places: Sequence[Places],
+    owners: Sequence[int],
+    indices: Sequence[int],
+    rank: int,
+    wire: WireFormat = PLAIN,
+) -> Chunk:
     """Plan one chunk for one rank.
 
     Args:
@@ -309,14 +320,15 @@ def build_chunk(places: Sequence[Places], owners: Sequence[int], indices: Sequen
         owners: The owner of each matrix.
         indices: The matrices of the chunk, ascending; all replicated, or none.
         rank: The rank.
+        wire: The room that a fragment takes in a buffer.
     """
     moving = [index for index in indices if _moves(places[index], owners[index])]
     owned = tuple(index for index in indices if owners[index] == rank)
     return Chunk(
         tuple(indices),
         owned,
-        _held_buffer(places, owners, moving, rank),
-        _owned_buffer(places, [index for index in moving if owners[index] == rank], rank),
+        _held_buffer(places, owners, moving, rank, wire),
+        _owned_buffer(places, [index for index in moving if owners[index] == rank], rank, wire),
         # The owner of a replicated matrix has the whole gradient already.
         gathers=bool(moving) and not places[moving[0]].replicated,
         scatters=bool(moving),
@@ -324,7 +336,7 @@ def build_chunk(places: Sequence[Places], owners: Sequence[int], indices: Sequen
 
 
 def _held_buffer(
-    places: Sequence[Places], owners: Sequence[int], indices: Sequence[int], rank: int
+    places: Sequence[Places], owners: Sequence[int], indices: Sequence[int], rank: int, wire: WireFormat
 ) -> BufferPlan:
     """Lay out the fragments that a rank holds of other ranks' matrices, by owner."""
     segments: list[Segment] = []
@@ -333,22 +345,26 @@ def _held_buffer(
     for index in sorted(indices, key=lambda index: owners[index]):
         fragment = places[index].on(rank) if owners[index] != rank else None
         if fragment is not None:
-            segments.append(Segment(index, fragment.matrix_offset, fragment.numel, offset))
-            counts[owners[index]] = counts.get(owners[index], 0) + fragment.numel
-            offset += fragment.numel
+            units = wire.units(fragment.numel)
+            segments.append(Segment(index, fragment.matrix_offset, fragment.numel, offset, units))
+            counts[owners[index]] = counts.get(owners[index], 0) + units
+            offset += units
     return BufferPlan(tuple(segments), _ints(counts), _ints(counts.values()), offset)
 
 
-def _owned_buffer(places: Sequence[Places], indices: Sequence[int], rank: int) -> BufferPlan:
+def _owned_buffer(
+    places: Sequence[Places], indices: Sequence[int], rank: int, wire: WireFormat
+) -> BufferPlan:
     """Lay out the fragments that other ranks hold of a rank's own matrices, by holder."""
     if not indices:
         return BufferPlan((), _ints(()), _ints(()), 0)
     first = min(places[index].ranks.start for index in indices)
     ranks = np.arange(first, max(places[index].ranks.stop for index in indices) + 1)
     held = np.array([_held(places[index], ranks, rank) for index in indices])
-    total = held.sum(axis=0)
+    room = wire.units(held)
+    total = room.sum(axis=0)
     offsets = np.cumsum(total) - total
-    inside = np.cumsum(held, axis=0) - held
+    inside = np.cumsum(room, axis=0) - room
     segments: list[Segment] = []
     for index, lengths, before in zip(indices, held, inside, strict=True):
         copies = places[index].replicated
@@ -360,7 +376,7 @@ def _owned_buffer(places: Sequence[Places], indices: Sequence[int], rank: int) -
         for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
             if lengths[begin]:
                 numel, at = int(lengths[begin]), int(offsets[begin] + before[begin])
-                where = (int(starts[begin]), numel, at, end - begin, int(total[begin]))
+                where = (int(starts[begin]), numel, at, wire.units(numel), end - begin, int(total[begin]))
                 segments.append(Segment(index, *where, copies))
     peers = np.flatnonzero(total)
     return BufferPlan(tuple(segments), ranks[peers], total[peers], int(total.sum()))

@@ -36,17 +36,19 @@ class StepMemory:
         chunk: Elements that an owner has in the largest chunk.
         blocks: Rows and columns of all kinds of blocks.
         wire_bytes: Bytes of an element of the exchange.
+        direction_bytes: Bytes of an element of the directions that do not travel.
         ns_bytes: Bytes of an element of the iteration.
     """
 
     chunk: int
     blocks: tuple[tuple[int, int], ...]
-    wire_bytes: int
+    wire_bytes: float
+    direction_bytes: int
     ns_bytes: int
 
     def exchange_bytes(self, *, overlap: bool) -> int:
         """Return the bytes of what the chunks in the buffers send and receive."""
-        return 2 * (SLOTS if overlap else 1) * self.wire_bytes * self.chunk
+        return int(2 * (SLOTS if overlap else 1) * self.wire_bytes * self.chunk)
 
     def iteration_bytes(self, *, overlap: bool) -> int:
         """Return the bytes of the iteration, and of the directions and results that wait for their check.
@@ -57,7 +59,7 @@ class StepMemory:
         largest = max((rows * cols for rows, cols in self.blocks), default=0)
         waiting = min(self.chunk, largest + 2 * WINDOW_NUMEL)
         results = self.ns_bytes * max(0, waiting - largest)
-        return self.ns_bytes * products + results + overlap * self.wire_bytes * waiting
+        return self.ns_bytes * products + results + overlap * self.direction_bytes * waiting
 
     def overlap_fits(self, *, muon: float, others: float) -> bool:
         """Return whether a rank with overlap needs at most a twentieth more than with AdamW, or little at all.

@@ -212,8 +212,14 @@ def overlaps(step_sets: Sequence[StepSet], config: MuonConfig, device: torch.dev
         sizes = (matrix.numel // (matrix.equal_blocks or 1) for matrix in each.matrices)
         chunks.append(largest_chunk(owned, sizes, config.exchange_chunk_numel))
         blocks.update(map(_largest_block, each.matrices))
-    wire = max((config.resolved_wire_dtype(each.model_dtype).itemsize for each in step_sets), default=0)
-    needed = StepMemory(max(chunks), tuple(blocks), wire, config.ns_settings(device).dtype.itemsize)
+    width = max((config.resolved_wire_dtype(each.model_dtype).itemsize for each in step_sets), default=0)
+    needed = StepMemory(
+        max(chunks),
+        tuple(blocks),
+        wire_bytes=config.wire_format.bytes_per_element(width),
+        direction_bytes=width,
+        ns_bytes=config.ns_settings(device).dtype.itemsize,
+    )
     return needed.overlap_fits(muon=muon, others=others)
 
 

@@ -69,7 +69,8 @@ class ChunkDirections:
                 matrix.narrow(0, fragment.matrix_offset, fragment.numel).copy_(direction)
             for segment in self._incoming.get(index, ()):
                 assert self._received is not None
-                part_of(matrix, segment).copy_(cut(self._received, segment))
+                read = self._context.wire.read(cut(self._received, segment), segment.numel)
+                part_of(matrix, segment).copy_(read)
         return full.view(shape)
 
     def _empty(self, numel: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.monitoring.check import ResultCheck
-from deepspeed_muon.monitoring.recorder import StepRecorder
+from deepspeed_muon.monitoring.recorder import StepRecorder, Travelling
 from deepspeed_muon.ops import matrix_norms
 from deepspeed_muon.plan.exchange import Chunk, ExchangePlan, Segment, build_exchange_plan
 from deepspeed_muon.plan.rows import RowPlaces, row_places
@@ -31,6 +31,7 @@ from deepspeed_muon.transport.context import StepContext, StepStats
 from deepspeed_muon.transport.exchange import ChunkExchange, Travel, cut, part_of
 from deepspeed_muon.transport.row_moments import RowMoments
 from deepspeed_muon.transport.share_groups import ShareGroups, global_ranks
+from deepspeed_muon.transport.wire import wire_for
 
 __all__ = ["PendingUpdates", "StepResources", "StepRunner"]
 
@@ -112,13 +113,15 @@ class StepRunner:
         self._leaves_pending = leaves_pending
         self._policy = resources.policy
         self._overlap = resources.overlap
+        dtype = config.resolved_wire_dtype(step_set.model_dtype)
         self.context = context = StepContext(
             number,
             step_set.group,
             step_set.rank,
             step_set.world_size,
             resources.device,
-            config.resolved_wire_dtype(step_set.model_dtype),
+            dtype,
+            wire_for(config.wire_format, dtype),
             config.ns_settings(resources.device),
             resources.stats,
         )
@@ -174,7 +177,7 @@ class StepRunner:
     def wire_bytes_per_step(self) -> int:
         """Bytes that this rank sends to data-parallel ranks in a step in which every matrix has a gradient."""
         rows = 0 if self._row_moments is None else self._row_moments.sent_elements
-        return self.plan.sent_elements * self.context.wire_dtype.itemsize + rows * torch.float32.itemsize
+        return self.plan.sent_elements * self.context.wire.dtype.itemsize + rows * torch.float32.itemsize
 
     @property
     def row_places(self) -> tuple[RowPlaces, ...]:
@@ -326,7 +329,13 @@ class StepRunner:
         for segment in travel.chunk.held_buffer.segments if travel.chunk.gathers else ():
             # The buffer keeps old data for a matrix without a gradient: nobody reads it.
             if step.active[segment.matrix]:
-                step.directions.write(segment.matrix, cut(travel.held, segment).view(-1))
+                place = cut(travel.held, segment)
+                if self.context.wire.exact:
+                    step.directions.write(segment.matrix, place.view(-1))
+                    continue
+                made = torch.empty(segment.numel, dtype=self.context.wire_dtype, device=self.context.device)
+                step.directions.write(segment.matrix, made)
+                self._write(place, made.unsqueeze(0), "direction")
 
     def _wait_for_gather(self, travel: Travel) -> None:
         with self._check.recorder.span("gather"):
@@ -347,13 +356,23 @@ class StepRunner:
         placement: Placement = self._shared if shared else self._placement
         directions = ChunkDirections(self.plan, self.context, step, chunk, buffer, idle)
         for index, update in placement.updates(owned, directions):
+            for segment in outgoing.get(index, ()):
+                assert buffer is not None
+                self._write(cut(buffer, segment), part_of(update, segment), "update")
+                if segment.copies:
+                    # All copies of a replicated matrix get the same numbers, also the owner's.
+                    update = self.context.wire.read(cut(buffer, segment)[:1], segment.numel).view(-1)
             own = self._held[index]
             if own is not None:
                 step.table.apply(index, own, update.narrow(0, own.matrix_offset, own.numel))
-            for segment in outgoing.get(index, ()):
-                assert buffer is not None
-                cut(buffer, segment).copy_(part_of(update, segment))
         step.directions.release(chunk.active(step.active))
+
+    def _write(self, place: Tensor, values: Tensor, what: Travelling) -> None:
+        """Write what travels to its place in a buffer; note in sampled steps what the wire loses."""
+        wire, recorder = self.context.wire, self._check.recorder
+        wire.write(place, values)
+        if recorder.sampling and not wire.exact:
+            recorder.keep_loss(what, values, wire.read(place[: len(values)], values.shape[1]))
 
     def _update_in_place(self, chunks: Sequence[Chunk], step: Step) -> None:
         """Update the matrices of chunks in which nothing moves."""
@@ -375,7 +394,8 @@ class StepRunner:
         for segment in travel.chunk.held_buffer.segments:
             own = self._held[segment.matrix]
             if own is not None and active[segment.matrix]:
-                table.apply(segment.matrix, own, cut(travel.held, segment).view(-1))
+                update = self.context.wire.read(cut(travel.held, segment), segment.numel)
+                table.apply(segment.matrix, own, update.view(-1))
                 if refresh is not None:
                     refresh(own.partition_offset, own.numel)
 
@@ -403,5 +423,6 @@ def _planned(
         rank=step_set.rank,
         world_size=step_set.world_size,
         chunk_numel=config.exchange_chunk_numel,
+        wire=config.wire_format,
     )
     return assignment, plan

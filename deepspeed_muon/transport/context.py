@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_muon.math.newton_schulz import NsSettings
+from deepspeed_muon.transport.wire import Wire
 
 __all__ = ["StepContext", "StepStats"]
 
@@ -48,6 +49,7 @@ class StepContext:
         world_size: The size of the group.
         device: Where the exchange and the iteration run; the partitions may be elsewhere (offload).
         wire_dtype: Dtype of directions and updates, also of those that do not travel.
+        wire: How they travel.
         ns_settings: The Newton-Schulz iteration.
         stats: Counters of the optimizer; mutated.
     """
@@ -58,6 +60,7 @@ class StepContext:
     world_size: int
     device: torch.device
     wire_dtype: torch.dtype
+    wire: Wire
     ns_settings: NsSettings
     stats: StepStats
 

@@ -79,22 +79,23 @@ class ChunkExchange:
         # Step sets with pending updates between them must have the same number of slots.
         self.slots = most if leaves_pending or follows_pending else max(1, min(most, len(moving)))
         for slot in range(most if follows_pending and moving else min(most, len(moving))):
-            held = max(max(chunk.held_buffer.numel, self._idle_numel(chunk)) for chunk in moving)
-            owned = max(chunk.owned_buffer.numel for chunk in moving)
-            buffers.reserve(f"held {slot}", held * context.wire_dtype.itemsize)
-            buffers.reserve(f"owned {slot}", owned * context.wire_dtype.itemsize)
+            room = max(self._idle_numel(chunk) for chunk in moving) * context.wire_dtype.itemsize
+            held = max(room, max(chunk.held_buffer.numel for chunk in moving) * context.wire.dtype.itemsize)
+            owned = max(chunk.owned_buffer.numel for chunk in moving) * context.wire.dtype.itemsize
+            buffers.reserve(f"held {slot}", held)
+            buffers.reserve(f"owned {slot}", owned)
 
     def open(self, chunk: Chunk, slot: int) -> Travel:
         """Give a chunk its slot; the buffers keep what they held before."""
         slot %= self.slots
-        dtype = self._context.wire_dtype
+        dtype = self._context.wire.dtype
         room = self._idle_numel(chunk)
         return Travel(
             chunk,
             self._number_of[id(chunk)],
             held=self._buffers.take(f"held {slot}", chunk.held_buffer.numel, dtype),
             owned=self._buffers.take(f"owned {slot}", chunk.owned_buffer.numel, dtype),
-            idle=self._buffers.take(f"held {slot}", room, dtype) if room else None,
+            idle=self._buffers.take(f"held {slot}", room, self._context.wire_dtype) if room else None,
         )
 
     def _idle_numel(self, chunk: Chunk) -> int:
@@ -176,9 +177,9 @@ def exchange_bytes(
 
 
 def cut(buffer: Tensor, segment: Segment) -> Tensor:
-    """Return a segment's part of a buffer, ``(fragments, elements)``."""
+    """Return a segment's part of a buffer, ``(fragments, units)``."""
     start = buffer.storage_offset() + segment.buffer_offset
-    return buffer.as_strided((segment.count, segment.numel), (segment.stride, 1), start)
+    return buffer.as_strided((segment.count, segment.units), (segment.stride, 1), start)
 
 
 def part_of(matrix: Tensor, segment: Segment) -> Tensor:

@@ -17,6 +17,7 @@ from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.owners import assign_owners, holders_in_layouts, matrix_flops
 from deepspeed_muon.plan.spread import Fragment, Spread, fragments_of, sharded_spread, spread_of
 from deepspeed_muon.plan.stacks import block_runs, cut_stack
+from deepspeed_muon.plan.wire import CODED, PLAIN, WireFormat
 from tests.support.layouts import MAKERS, flat_layouts, replicated_layouts, sharded_layouts
 
 shapes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=8)
@@ -27,24 +28,30 @@ def owners_of(layouts: list[MatrixLayout], load: list[float]) -> list[int]:
     return assign_owners(costs, holders_in_layouts(layouts, len(load)), load=load)
 
 
-def plans(layouts: list[MatrixLayout], world: int, chunk: int = 1 << 20) -> list[ExchangePlan]:
+def plans(
+    layouts: list[MatrixLayout], world: int, chunk: int = 1 << 20, wire: WireFormat = PLAIN
+) -> list[ExchangePlan]:
     owners = owners_of(layouts, [0.0] * world)
     return [
-        build_exchange_plan(layouts, owners, rank=r, world_size=world, chunk_numel=chunk)
+        build_exchange_plan(layouts, owners, rank=r, world_size=world, chunk_numel=chunk, wire=wire)
         for r in range(world)
     ]
 
 
 def elements(buffer: BufferPlan, peer: int, world: int) -> list[tuple[int, int]]:
-    """Return matrix and number in it of all elements that a buffer has for a peer, in their order."""
+    """Return matrix and number in it of all elements that a buffer has for a peer, in their order.
+
+    What else a coded fragment takes counts from -2 downwards.
+    """
     splits = buffer.splits(world)
     content = [(-1, -1)] * buffer.numel
     for s in buffer.segments:
         for number in range(s.count):
-            for i in range(s.numel):
+            for i in range(s.units):
                 at = s.buffer_offset + number * s.stride + i
                 assert content[at] == (-1, -1)
-                content[at] = s.matrix, s.matrix_offset + (0 if s.copies else number * s.numel) + i
+                element = s.matrix_offset + (0 if s.copies else number * s.numel) + i
+                content[at] = s.matrix, element if i < s.numel else s.numel - i - 2
     assert (-1, -1) not in content and sum(splits) == buffer.numel
     return content[sum(splits[:peer]) :][: splits[peer]]
 
@@ -55,11 +62,12 @@ def elements(buffer: BufferPlan, peer: int, world: int) -> list[tuple[int, int]]
     world=st.integers(1, 5),
     kind=st.sampled_from(sorted(MAKERS)),
     chunk=st.sampled_from([1, 30, 10_000]),
+    wire=st.sampled_from([PLAIN, CODED, WireFormat(5)]),
 )
 def test_what_one_rank_sends_another_receives_in_the_same_order(
-    dims: list[tuple[int, int]], world: int, kind: str, chunk: int
+    dims: list[tuple[int, int]], world: int, kind: str, chunk: int, wire: WireFormat
 ) -> None:
-    per_rank = plans(MAKERS[kind](dims, world), world, chunk)
+    per_rank = plans(MAKERS[kind](dims, world), world, chunk, wire)
     assert len({plan.digest() for plan in per_rank}) == 1
     assert len({len(plan.chunks) for plan in per_rank}) == 1
     for number in range(len(per_rank[0].chunks)):

@@ -46,7 +46,7 @@ def test_the_iteration_takes_what_the_plan_says(shape: tuple[int, int], steps: i
     with Peak(x) as peak:
         orthogonalize(x, settings=NsSettings(resolve_schedule("quintic", steps), method, torch.float32))
     # Without exchange and overlap only the iteration is left; the norms take a few bytes.
-    planned = StepMemory(0, (shape,), 4, 4).iteration_bytes(overlap=False)
+    planned = StepMemory(0, (shape,), 4, 4, 4).iteration_bytes(overlap=False)
     assert peak.most <= planned + 64
     if steps == 5 and shape[0] != shape[1]:
         assert peak.most >= planned / 2
@@ -81,8 +81,8 @@ def test_overlap_is_given_up_where_it_does_not_fit(capsys: pytest.CaptureFixture
 
 
 def test_small_buffers_always_fit() -> None:
-    small = StepMemory(1 << 20, ((1024, 1024),), 2, 2)
-    large = StepMemory(1 << 26, ((8192, 8192),), 2, 2)
+    small = StepMemory(1 << 20, ((1024, 1024),), 2, 2, 2)
+    large = StepMemory(1 << 26, ((8192, 8192),), 2, 2, 2)
     assert small.overlap_fits(muon=0.0, others=0.0)
     assert not large.overlap_fits(muon=1e8, others=0.0)
     assert large.overlap_fits(muon=1e9, others=0.0)

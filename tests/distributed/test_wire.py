@@ -1,0 +1,80 @@
+"""``wire_dtype: int8``: a quarter of fp32's bytes, nearly the same updates, the same weights on all ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import deepspeed_muon
+from tests.support import training
+from tests.support.models import build
+
+
+def distance(result: dict[str, Any], exact: dict[str, Any], kind: str = "toy") -> float:
+    """Return how far the weights of two runs are apart, relative to how far they have come."""
+    start = dict(build(kind).named_parameters())
+    apart = [(result["params"][name] - exact["params"][name]).square().sum() for name in start]
+    moved = [(exact["params"][name] - start[name].detach()).square().sum() for name in start]
+    return math.sqrt(float(sum(apart)) / float(sum(moved)))
+
+
+@pytest.mark.parametrize(
+    ("stage", "world", "params"),
+    [
+        (0, 2, {}),
+        (1, 2, {"order": "given"}),
+        (2, 3, {"order": "given"}),
+        (3, 2, {"variant": "normuon"}),
+        (3, 4, {}),
+        (3, 4, {"exchange_chunk_numel": 90}),
+    ],
+)
+def test_nearly_the_same_updates(ranks: Any, stage: int, world: int, params: dict[str, Any]) -> None:
+    coded, exact = (
+        ranks(world).run(training.train, stage=stage, steps=3, params={**params, "wire_dtype": name})
+        for name in ("int8", "fp32")
+    )
+    for result, expected in zip(coded, exact, strict=True):
+        assert 0 < distance(result, expected) < 0.02
+        assert result["bytes_sent"] == result["planned_bytes"]
+        for name, weights in coded[0]["params"].items():
+            assert torch.equal(result["params"][name], weights), name
+    bytes_sent, all_bytes = (sum(result["bytes_sent"] for result in each) for each in (coded, exact))
+    # Small fragments: a scale of four bytes for each of them.
+    assert 0.25 * all_bytes < bytes_sent < 0.4 * all_bytes
+
+
+@pytest.mark.parametrize(("stage", "world"), [(0, 2), (3, 3)])
+def test_overlap_changes_nothing(ranks: Any, stage: int, world: int) -> None:
+    plain, overlapped = (
+        ranks(world).run(
+            training.train,
+            stage=stage,
+            steps=2,
+            params={"wire_dtype": "int8", "exchange_chunk_numel": 90, "exchange_overlap": overlap},
+        )
+        for overlap in (False, True)
+    )
+    for a, b in zip(plain, overlapped, strict=True):
+        assert all(torch.equal(a["params"][name], b["params"][name]) for name in a["params"])
+
+
+def sampled(rank: int, world_size: int, *, wire: str) -> dict[str, Any]:
+    params = {"wire_dtype": wire, "health": {"every": 2}}
+    engine = training.make_engine(training.ds_config(3, params=params))
+    for step in range(2):
+        training.run_step(engine, step, rank, world_size, 1)
+    found = deepspeed_muon.health(engine)
+    engine.destroy()
+    return found
+
+
+def test_health_says_what_the_wire_changes(ranks: Any) -> None:
+    for found in ranks(2).run(sampled, wire="int8"):
+        assert 0.001 < found["wire_error_direction"] < 0.02
+        assert 0.001 < found["wire_error_update"] < 0.02
+    for found in ranks(2).run(sampled, wire="fp32"):
+        assert "wire_error_direction" not in found and "wire_error_update" not in found
