@@ -307,7 +307,7 @@ class Muon(RoutedOptimizer):
         for (runner, groups, grads), report in zip(current, reports, strict=not nonfinite):
             pending = runner.run(report, grads, groups, self.state, previous=pending)
             if self.qk_clip is not None:
-                with runner.flat_partitions() as flat:
+                with runner.step_set.flat_partitions() as flat:
                     self.qk_clip.apply(runner.context.number, flat)
         self._pending = pending
         if self.qk_clip is not None and not self.step_ends_outside:

@@ -11,13 +11,14 @@ import torch.distributed as dist
 
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import UnsupportedConfigError
+from deepspeed_muon.plan.exchange import ExchangePlan, build_exchange_plan
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.owners import holders_in_layouts, matrix_flops
 from deepspeed_muon.plan.sharing import Shareable, SharingRule, Speeds, assign_ranks, cut_for_sharers
 from deepspeed_muon.plan.stacks import cut_stack, travelling_cost
 from deepspeed_muon.step.step_set import StepSet
 
-__all__ = ["Assignment", "assign", "may_share"]
+__all__ = ["Assignment", "assign", "may_share", "planned"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,27 @@ def assign(
         tuple(index for _, _, index, _ in rows),
         tuple(cost for _, _, _, cost in rows),
     )
+
+
+def planned(
+    step_set: StepSet,
+    config: MuonConfig,
+    *,
+    device: torch.device,
+    load: list[float],
+    can_open_groups: bool,
+) -> tuple[Assignment, ExchangePlan]:
+    """Choose the owners and plan the exchange; the arguments are those of :func:`assign`."""
+    assignment = assign(step_set, config, device=device, load=load, can_open_groups=can_open_groups)
+    plan = build_exchange_plan(
+        assignment.matrices,
+        assignment.owners,
+        rank=step_set.rank,
+        world_size=step_set.world_size,
+        chunk_numel=config.exchange_chunk_numel,
+        wire=config.wire_format,
+    )
+    return assignment, plan
 
 
 def may_share(config: MuonConfig, device: torch.device) -> bool:

@@ -14,10 +14,10 @@ from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.monitoring.check import ResultCheck
 from deepspeed_muon.monitoring.recorder import StepRecorder, Travelling
 from deepspeed_muon.ops import matrix_norms
-from deepspeed_muon.plan.exchange import Chunk, ExchangePlan, Segment, build_exchange_plan
+from deepspeed_muon.plan.exchange import Chunk, Segment
 from deepspeed_muon.plan.rows import RowPlaces, row_places
 from deepspeed_muon.step.adam import AdamUpdates
-from deepspeed_muon.step.assignment import Assignment, assign
+from deepspeed_muon.step.assignment import planned
 from deepspeed_muon.step.directions import ChunkDirections, Step
 from deepspeed_muon.step.gradients import GradientInspection, GradientReport
 from deepspeed_muon.step.momentum import LocalDirections, MomentumSource
@@ -125,7 +125,13 @@ class StepRunner:
             config.ns_settings(resources.device),
             resources.stats,
         )
-        self.assignment, self.plan = _planned(step_set, config, resources, load)
+        self.assignment, self.plan = planned(
+            step_set,
+            config,
+            device=resources.device,
+            load=load,
+            can_open_groups=resources.share_groups.can_open,
+        )
         self._held = [matrix.spread.on(step_set.rank) for matrix in self.plan.matrices]
         self._scales = BlockScales(self.plan.matrices)
         self._exchange = ChunkExchange(
@@ -210,19 +216,6 @@ class StepRunner:
         failed = {self.assignment.origin[index] for index in self._check.failed_last}
         return [self.step_set.matrices[number].name for number in sorted(failed)]
 
-    @contextlib.contextmanager
-    def flat_partitions(self) -> Iterator[dict[int, Tensor]]:
-        """Yield each partition's tensor on this rank as a flat one in row-major order, by index, to be written to.
-
-        For ZeRO's partitions it is a view. A whole parameter that is not contiguous (``channels_last``, a transpose) is
-        copied, and the copy is written back at the end.
-        """
-        flat = {p.index: p.tensor.detach().contiguous().view(-1) for p in self.step_set.partitions}
-        yield flat
-        for partition in self.step_set.partitions:
-            if not partition.tensor.is_contiguous():
-                partition.tensor.detach().copy_(flat[partition.index].view(partition.tensor.shape))
-
     def run(
         self,
         report: GradientReport,
@@ -246,7 +239,7 @@ class StepRunner:
         Returns:
             The pending updates of this set, if it was made with ``leaves_pending``.
         """
-        with self.flat_partitions() as flat, self._begin(report, grads, groups, state, flat) as step:
+        with self.step_set.flat_partitions() as flat, self._begin(report, grads, groups, state, flat) as step:
             chunks = [chunk for chunk in self.plan.chunks if chunk.active(step.active)]
             moving = [chunk for chunk in chunks if chunk.scatters]
             staying = [chunk for chunk in chunks if not chunk.scatters]
@@ -404,25 +397,3 @@ class StepRunner:
         owned = [index for index in chunk.owned if active[index]]
         rest = (index for index in chunk.active(active) if self.plan.owners[index] != self.plan.rank)
         return [index for batch in self._whole.batches(owned) for index in batch] + [*rest] * others
-
-
-def _planned(
-    step_set: StepSet, config: MuonConfig, resources: StepResources, load: list[float]
-) -> tuple[Assignment, ExchangePlan]:
-    """Choose the owners and plan the exchange."""
-    assignment = assign(
-        step_set,
-        config,
-        device=resources.device,
-        load=load,
-        can_open_groups=resources.share_groups.can_open,
-    )
-    plan = build_exchange_plan(
-        assignment.matrices,
-        assignment.owners,
-        rank=step_set.rank,
-        world_size=step_set.world_size,
-        chunk_numel=config.exchange_chunk_numel,
-        wire=config.wire_format,
-    )
-    return assignment, plan

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +72,19 @@ class StepSet:
     tensor_group: dist.ProcessGroup | None = None
     native_adam: NativeAdam | None = None
     refresh: Refresh | None = None
+
+    @contextlib.contextmanager
+    def flat_partitions(self) -> Iterator[dict[int, Tensor]]:
+        """Yield each partition's tensor on this rank as a flat one in row-major order, by index, to be written to.
+
+        For ZeRO's partitions it is a view. A whole parameter that is not contiguous (``channels_last``, a transpose) is
+        copied, and the copy is written back at the end.
+        """
+        flat = {p.index: p.tensor.detach().contiguous().view(-1) for p in self.partitions}
+        yield flat
+        for partition in self.partitions:
+            if not partition.tensor.is_contiguous():
+                partition.tensor.detach().copy_(flat[partition.index].view(partition.tensor.shape))
 
     def local_fragments(self) -> list[list[tuple[int, Fragment]]]:
         """Return this rank's fragments in each partition, each with the index of its parameter in ``layouts``."""
