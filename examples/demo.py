@@ -56,7 +56,15 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def train(optimizer: str, rates: dict[str, float], steps: int, folder: Path, extensions: Path) -> float:
+def train(
+    optimizer: str,
+    rates: dict[str, float],
+    steps: int,
+    folder: Path,
+    extensions: Path,
+    *,
+    config: Path = CONFIG,
+) -> float:
     """Runs one training, its metrics in ``folder``; returns its seconds.
 
     Raises:
@@ -64,7 +72,7 @@ def train(optimizer: str, rates: dict[str, float], steps: int, folder: Path, ext
     """
     options = {**MODEL, **rates, "steps": steps, "optimizer": optimizer, "eval_every": max(1, steps // 10)}
     port = free_port()
-    options |= {"metrics_dir": folder.parent, "run_name": folder.name, "deepspeed_config": CONFIG}
+    options |= {"metrics_dir": folder.parent, "run_name": folder.name, "deepspeed_config": config}
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(RANKS)]
     command += ["--master_port", str(port), str(HERE / "train_gpt.py")]
     command += [word for key, value in options.items() for word in (f"--{key}", str(value))]

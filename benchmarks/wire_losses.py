@@ -1,0 +1,91 @@
+"""What a coarser wire does to the loss: the demo's model at ZeRO 3 with each ``wire_dtype``, equal tokens, some seeds.
+
+``python benchmarks/wire_losses.py --out benchmarks/results/wire_losses-NAME`` trains once for each wire and seed, in
+turn. A seed decides about weights and data, so the runs of a seed are compared with each other. Losses do not depend on
+what else the machine does. Ready-made runs in the JSON of ``--out`` are kept, so a long series can be run in pieces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "examples")]
+
+import demo  # noqa: E402  # the demo is a script beside train_gpt.py, not a package
+
+from benchmarks.optimizer_step import machine  # noqa: E402
+from tests.support.native_ops import extensions_dir  # noqa: E402
+
+Losses = dict[str, dict[str, float]]
+
+
+def loss(wire: str, seed: int, steps: int) -> float:
+    """Train once; return the last validation loss."""
+    config = json.loads((REPOSITORY / "ds_configs" / "zero3.json").read_text())
+    config["optimizer"]["params"]["wire_dtype"] = wire
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "config.json")
+        path.write_text(json.dumps(config))
+        rates = {**demo.RATES["Muon"], "seed": seed}
+        run = Path(folder, "run")
+        demo.train("Muon", rates, steps, run, extensions_dir(), config=path)
+        return demo.read_curve(run / "val_loss.csv")[-1][1]
+
+
+def table(losses: Losses, wires: list[str], steps: int) -> str:
+    """Return the losses of all seeds as Markdown, with each wire's distance from the first one."""
+    seeds = sorted({seed for found in losses.values() for seed in found}, key=int)
+    lines = [
+        "# Validation losses with a coarser wire",
+        "",
+        f"The demo's model, ZeRO 3, {demo.RANKS} ranks, {steps} steps, {machine()['name']}.",
+        "",
+        "| seed | " + " | ".join(wires) + " |",
+        "|" + "---|" * (len(wires) + 1),
+    ]
+    for seed in seeds:
+        lines.append(f"| {seed} | " + " | ".join(f"{losses[wire][seed]:.4f}" for wire in wires) + " |")
+    means = [statistics.fmean(losses[wire][seed] for seed in seeds) for wire in wires]
+    lines.append("| mean | " + " | ".join(f"{mean:.4f}" for mean in means) + " |")
+    first = wires[0]
+    spread = statistics.stdev(losses[first][seed] for seed in seeds) if len(seeds) > 1 else 0.0
+    lines += ["", f"Standard deviation over the seeds of {first}: {spread:.4f}."]
+    for wire in wires[1:]:
+        apart = [losses[wire][seed] - losses[first][seed] for seed in seeds]
+        error = statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else 0.0
+        lines.append(f"{wire} less {first}: {statistics.fmean(apart):+.4f}, standard error {error:.4f}.")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Train and write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--wires", nargs="+", default=["bf16", "int8"])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=demo.STEPS)
+    parser.add_argument("--out", type=Path, required=True, help="path without ending for .json and .md")
+    arguments = parser.parse_args()
+    data = arguments.out.with_name(arguments.out.name + ".json")
+    known = json.loads(data.read_text()) if data.exists() else {}
+    losses: Losses = known.get("losses", {}) if known.get("steps") == arguments.steps else {}
+    for seed in range(arguments.seeds):
+        for wire in arguments.wires:
+            of_wire = losses.setdefault(wire, {})
+            if str(seed) not in of_wire:
+                of_wire[str(seed)] = loss(wire, seed, arguments.steps)
+        data.write_text(json.dumps({"machine": machine(), "steps": arguments.steps, "losses": losses}))
+        text = table(losses, arguments.wires, arguments.steps)
+        arguments.out.with_name(arguments.out.name + ".md").write_text(text)
+        print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()
