@@ -79,6 +79,7 @@ import signal, time
 from benchmarks.cluster import _stop
 from benchmarks.network import HostNetwork
 signal.signal(signal.SIGTERM, _stop)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background
 with HostNetwork(2) as network:
     print(network.name, flush=True)
     time.sleep(60)

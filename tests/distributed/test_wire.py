@@ -38,7 +38,8 @@ def test_nearly_the_same_updates(ranks: Any, stage: int, world: int, params: dic
         for name in ("int8", "fp32")
     )
     for result, expected in zip(coded, exact, strict=True):
-        assert 0 < distance(result, expected) < 0.02
+        # 0.7 % of what travels, more in the directions of small singular values, over three steps.
+        assert 0 < distance(result, expected) < 0.05
         assert result["bytes_sent"] == result["planned_bytes"]
         for name, weights in coded[0]["params"].items():
             assert torch.equal(result["params"][name], weights), name
