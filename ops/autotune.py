@@ -6,14 +6,13 @@ read what an earlier one found.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import platform
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed_muon.errors import OpsUnavailableError
 from deepspeed_muon.logs import logger
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
 from deepspeed_muon.math.reference import reference_orthogonalize
 
 from .candidates import BATCH_NUMEL, Candidate, Problem
+from .locks import locked
 
 __all__ = ["TOLERANCE", "Choice", "Tuner", "cache_folder", "error_of", "hardware_name", "measure"]
 
@@ -89,12 +90,23 @@ class Tuner:
         self._choices: dict[str, Choice] = {}
 
     def choose(self, problem: Problem, candidates: Sequence[Candidate], device: torch.device) -> Candidate:
-        """Return the candidate for ``problem``; measure if no choice is known. The expected winner comes first."""
+        """Return the candidate for ``problem``; measure if no choice is known. The expected winner comes first.
+
+        Raises:
+            OpsUnavailableError: If every candidate gave a wrong result or failed.
+        """
         key = problem.key()
         if key not in self._choices:
             self._choices[key] = self._decide(key, problem, candidates, device)
-        name = self._choices[key].name
-        return next((each for each in candidates if each.name == name), candidates[0])
+        choice = self._choices[key]
+        chosen = next((each for each in candidates if each.name == choice.name), None)
+        if chosen is None:
+            told = "; ".join(f"{name}: {why}" for name, why in choice.rejected.items())
+            raise OpsUnavailableError(
+                f"nothing that ns_backend allows gives a right result for {key} ({told}). Use ns_backend 'auto' or "
+                f"'torch', and please report this"
+            )
+        return chosen
 
     def choice(self, problem: Problem) -> Choice | None:
         """Return the choice of this process for ``problem``, if there is one."""
@@ -112,7 +124,7 @@ class Tuner:
             return Choice(names[0], f"expected; {PROCESS_SECONDS:g} s of measuring were used up")
         started = time.perf_counter()
         try:
-            with self._turn() as mine:
+            with locked(self._folder / ".measuring", 3 * PROBLEM_SECONDS) as mine:
                 if known := self._remembered(key, names):
                     return known
                 if not mine:
@@ -121,30 +133,11 @@ class Tuner:
                 if choice.reason == "measured":
                     self._remember(key, choice)
                 return choice
+        except OSError:
+            # A home that cannot be written: measure in this process, remember nothing.
+            return measure(problem, candidates, device)
         finally:
             self._spent += time.perf_counter() - started
-
-    @contextmanager
-    def _turn(self) -> Iterator[bool]:
-        """Wait for other processes that measure; yield whether it is this one's turn."""
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            gate = open(self._folder / ".measuring", "w")  # noqa: SIM115  # closed below
-        except OSError:
-            yield True  # a home that cannot be written: measure in this process, remember nothing
-            return
-        with gate:
-            deadline = time.monotonic() + 3 * PROBLEM_SECONDS
-            mine = False
-            while not mine:
-                try:
-                    fcntl.flock(gate, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    mine = True
-                except OSError:
-                    if time.monotonic() > deadline:
-                        break
-                    time.sleep(0.01)
-            yield mine
 
     def _read(self) -> dict[str, Any]:
         try:

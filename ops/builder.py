@@ -6,10 +6,8 @@ process builds under a file lock, which the operating system releases if the pro
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,9 +17,10 @@ import torch
 from deepspeed.ops.op_builder.builder import OpBuilder
 
 from deepspeed_muon.errors import OpsUnavailableError
-from deepspeed_muon.logs import logger
+from deepspeed_muon.logs import logger, warn_on_each_machine
 
 from . import toolchain
+from .locks import locked
 from .toolchain import BuildSpec
 
 __all__ = ["MuonBuilder", "build_folder", "library_path", "ninja_folder", "prebuilt_path"]
@@ -115,11 +114,18 @@ class MuonBuilder(OpBuilder):  # type: ignore[misc]  # DeepSpeed has no annotati
         if not self.is_compatible():
             raise OpsUnavailableError(f"the native ops cannot be built here: {self.error_log}")
         spec = self.spec()
-        target = library_path(spec)
-        with _exclusive(target.parent):
-            if not target.exists():
-                _compile(spec, target, verbose)
-        _load_library(target)
+        try:
+            _build(spec, verbose)
+        except OpsUnavailableError as error:
+            if not spec.with_cuda:
+                raise
+            warn_on_each_machine(
+                "deepspeed_muon: the CUDA kernels cannot be built, so torch's run on the GPU, and the operators for "
+                "the CPU are built alone. Remove %s to try again.\n%s",
+                build_folder(spec),
+                error,
+            )
+            _build(toolchain.build_spec(torch_version=torch.__version__, with_cuda=False), verbose)
         return torch.ops.deepspeed_muon
 
     def builder(self) -> Any:
@@ -146,6 +152,24 @@ def prebuilt_path(spec: BuildSpec) -> Path:
     return PACKAGE / f"{toolchain.library_name(spec.portable_key)}.so"
 
 
+def _build(spec: BuildSpec, verbose: bool) -> None:
+    """Build a library unless it is there, and load it. A build that failed is not tried again."""
+    target = library_path(spec)
+    failed = target.parent / "failed.txt"
+    with _exclusive(target.parent):
+        if not target.exists():
+            if failed.exists():
+                raise OpsUnavailableError(failed.read_text())
+            try:
+                _compile(spec, target, verbose)
+            except OpsUnavailableError as error:
+                if spec.with_cuda:
+                    # Minutes in every process of every run, otherwise.
+                    failed.write_text(str(error))
+                raise
+    _load_library(target)
+
+
 _loaded: set[Path] = set()
 
 
@@ -168,28 +192,20 @@ def ninja_folder() -> str | None:
 
 @contextmanager
 def _exclusive(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock. The operating system releases that of a killed build, so it blocks nobody."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".building", "w") as gate:
-        deadline = time.monotonic() + WAIT_SECONDS
-        while True:
-            try:
-                fcntl.flock(gate, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise OpsUnavailableError(
-                        f"another process has been building the native ops in {folder} for {WAIT_SECONDS:g} s; "
-                        f"raise DS_MUON_BUILD_TIMEOUT (seconds), or build before the ranks start with "
-                        f"`python -m deepspeed_muon report --selftest`"
-                    ) from None
-                time.sleep(0.1)
+    """Hold the folder's lock, or raise after ``WAIT_SECONDS``."""
+    with locked(folder / ".building", WAIT_SECONDS) as mine:
+        if not mine:
+            raise OpsUnavailableError(
+                f"another process has been building the native ops in {folder} for {WAIT_SECONDS:g} s; raise "
+                f"DS_MUON_BUILD_TIMEOUT (seconds), or build before the ranks start with "
+                f"`python -m deepspeed_muon report --selftest`"
+            )
         yield
 
 
 def _compile(spec: BuildSpec, target: Path, verbose: bool) -> None:
     """Compile in a folder below the target's and move the library into place, so that nobody loads half a file."""
-    from torch.utils.cpp_extension import load
+    from torch.utils import cpp_extension
 
     work = target.parent / "build"
     work.mkdir(exist_ok=True)
@@ -200,7 +216,10 @@ def _compile(spec: BuildSpec, target: Path, verbose: bool) -> None:
     try:
         if ninja is not None and ninja not in path.split(os.pathsep):
             os.environ["PATH"] = f"{path}{os.pathsep}{ninja}"
-        load(
+        if spec.with_cuda and (nvcc := toolchain.find_nvcc()):
+            # torch takes the parent of the nvcc on PATH, which may be a script that calls another one.
+            cpp_extension.CUDA_HOME = toolchain.cuda_home(nvcc)
+        cpp_extension.load(
             name=toolchain.library_name(spec.key),
             sources=list(spec.sources),
             extra_cflags=list(spec.cxx_flags),

@@ -124,7 +124,7 @@ def has_kernel(operators: Any | None, device: str, name: str = "orthogonalize") 
     return all(has(f"deepspeed_muon::{each}", device.upper()) for each in needed)
 
 
-def candidates_for(problem: Problem, operators: Any | None) -> list[Candidate]:
+def candidates_for(problem: Problem, operators: Any | None, *, graphs: bool = True) -> list[Candidate]:
     """Return the ways to solve ``problem``, the expected winner first.
 
     The method ``standard`` fixes the order of the products; ``gram`` allows both, because it asks for the cheaper one.
@@ -132,6 +132,7 @@ def candidates_for(problem: Problem, operators: Any | None) -> list[Candidate]:
     Args:
         problem: What is to be computed.
         operators: ``torch.ops.deepspeed_muon``, or ``None`` for torch's code alone.
+        graphs: Whether CUDA graphs may be used.
     """
     methods = ["standard"]
     if problem.settings.method == "gram" and problem.ratio >= _GRAM_TRIED_FROM:
@@ -142,7 +143,7 @@ def candidates_for(problem: Problem, operators: Any | None) -> list[Candidate]:
             native += [_native(method + variant, operators) for method in methods]
     # torch's code runs nearly square matrices in the standard order even if it is asked for Gram.
     plain = native + [_torch(method) for method in methods if method == "standard" or problem.ratio >= 2.0]
-    if problem.device != "cuda" or problem.flops > _GRAPH_UP_TO:
+    if problem.device != "cuda" or not graphs or problem.flops > _GRAPH_UP_TO:
         return plain
     return plain + [Candidate(f"{each.name}+graph", Replayed(each.run), warm_calls=1) for each in plain]
 

@@ -15,6 +15,7 @@ from deepspeed_muon.math.newton_schulz import NsSettings
 from . import library, reference
 from .autotune import Choice, Tuner
 from .candidates import Candidate, Problem, candidates_for, has_kernel, problem_of
+from .gate import Verdict, cuda_verdict
 from .graphs import Replayed
 
 __all__ = ["FlatPasses", "NsBackend", "Orthogonalizer", "flat_passes", "matrix_norms", "select"]
@@ -77,7 +78,13 @@ class Orthogonalizer:
             available = {each.name: each for each in candidates_for(problem, None)}
             candidate = available.get(f"torch {method}", available["torch standard"])
             return candidate, Ran(problem, candidate.name, Choice(candidate.name, "ns_backend is torch"))
-        candidates = candidates_for(problem, self._operators)
+        trusted = _trusted(device)
+        if self.backend == "ops" and not trusted.ok:
+            raise OpsUnavailableError(
+                f"ns_backend is 'ops', but the self-test of this machine failed: {trusted.why}. Use ns_backend 'auto' "
+                f"or 'torch'"
+            )
+        candidates = candidates_for(problem, self._operators if trusted.ok else None, graphs=trusted.ok)
         if self.backend == "ops":
             candidates = [each for each in candidates if each.name.startswith("ops ")]
             if not candidates:
@@ -168,13 +175,18 @@ def flat_passes(backend: NsBackend, device: torch.device | str = "cpu") -> FlatP
     """
     operators = _operators(backend)
     kind = torch.device(device).type
+    missing = "the native library holds none"
     if has_kernel(operators, kind, "momentum_pack_") and has_kernel(operators, kind, "unpack_apply_"):
         assert operators is not None
-        return FlatPasses("ops", operators.momentum_pack_, operators.unpack_apply_)
+        # A library that was built ahead of time may hold code for other GPUs only.
+        missing = operators.flat_passes_missing() if kind == "cuda" else ""
+        missing = missing or _trusted(torch.device(device)).why
+        if not missing:
+            return FlatPasses("ops", operators.momentum_pack_, operators.unpack_apply_)
     if backend == "ops":
         raise OpsUnavailableError(
-            f"ns_backend is 'ops', but the native library holds no flat passes for {kind}; "
-            f"`python -m deepspeed_muon report` says why. Use ns_backend 'auto' or 'torch'"
+            f"ns_backend is 'ops', but there are no flat passes for {kind}: {missing}; "
+            f"`python -m deepspeed_muon report` says more. Use ns_backend 'auto' or 'torch'"
         )
     return FlatPasses("torch", reference.momentum_pack_, reference.unpack_apply_)
 
@@ -194,6 +206,13 @@ def matrix_norms(backend: NsBackend, device: torch.device | str = "cpu") -> Call
         native: Callable[[Tensor], Tensor] = operators.frobenius_norms.default
         return native
     return reference.frobenius_norms
+
+
+def _trusted(device: torch.device) -> Verdict:
+    """Return whether native code may run on a device. That for CPUs is tested in every run of this project's tests."""
+    if device.type != "cuda":
+        return Verdict(True)
+    return cuda_verdict(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def _operators(backend: str) -> Any | None:

@@ -28,6 +28,8 @@ _Shape = tuple[torch.device, torch.dtype, tuple[int, ...], bool, NsSettings]
 GRAPHS_KEPT = 32
 
 _pools: dict[torch.device, Any] = {}
+# One stream for all captures of a device: cuBLAS keeps a workspace for every stream that it has seen.
+_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 class Replayed:
@@ -93,7 +95,9 @@ def capture_cuda(run: Run, x: Tensor, settings: NsSettings) -> Replay:
         pool = _pools[x.device] = torch.cuda.graph_pool_handle()
     held = torch.empty_like(x)
     held.copy_(x)
-    stream = torch.cuda.Stream(x.device)
+    stream = _streams.get(x.device)
+    if stream is None:
+        stream = _streams[x.device] = torch.cuda.Stream(x.device)
     stream.wait_stream(torch.cuda.current_stream(x.device))
     graph = torch.cuda.CUDAGraph()
     # thread_local, because NCCL's watchdog thread queries events at any time: in a global capture that is an error.

@@ -15,6 +15,8 @@ from torch import Tensor
 from deepspeed_muon.errors import OpsUnavailableError
 from deepspeed_muon.logs import warn_on_each_machine
 
+from . import toolchain
+
 __all__ = ["NAMES", "load", "loaded", "try_load"]
 
 _guard = threading.Lock()
@@ -45,6 +47,11 @@ def load(*, verbose: bool = False) -> Any:
                 raise
             for name, fake in _FAKES.items():
                 torch.library.register_fake(f"deepspeed_muon::{name}", fake)
+            if torch.cuda.is_available() and (reason := toolchain.cuda_reason(torch)):
+                warn_on_each_machine(
+                    "deepspeed_muon: there is a GPU, but its own CUDA kernels are not built (%s); torch's run instead",
+                    reason,
+                )
         return _operators
 
 

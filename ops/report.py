@@ -11,15 +11,16 @@ import torch
 
 from deepspeed_muon.errors import OpsUnavailableError
 from deepspeed_muon.math.coefficients import resolve_schedule
-from deepspeed_muon.math.newton_schulz import restart_steps
+from deepspeed_muon.math.newton_schulz import NsSettings, restart_steps
 from deepspeed_muon.math.reference import reference_orthogonalize
 
 from . import library, reference, toolchain
 from .autotune import TOLERANCE, cache_folder, error_of, hardware_name
 from .builder import MuonBuilder, build_folder, ninja_folder, prebuilt_path
-from .candidates import has_kernel
+from .candidates import candidates_for, has_kernel, problem_of
+from .gate import known_verdict
 
-__all__ = ["collect", "render", "self_test"]
+__all__ = ["collect", "cuda_checks", "render", "self_test"]
 
 # What the operators compute in.
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -64,15 +65,24 @@ def self_test() -> list[dict[str, Any]]:
     Raises:
         OpsUnavailableError: If the library can be neither loaded nor built.
     """
-    operators = library.load()
-    devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-    checks = []
-    for device in devices:
-        checks += _test_orthogonalize(operators, device)
-        checks += _test_sym_gemm(operators, device)
-        checks += _test_norms(operators, device)
-        checks += _test_flat(operators, device)
-    return checks
+    checks = _test_operators(library.load(), "cpu")
+    return checks + cuda_checks() if torch.cuda.is_available() else checks
+
+
+def cuda_checks() -> list[dict[str, Any]]:
+    """Return the part of :func:`self_test` for the current GPU: the operators, if there are any, and graphs."""
+    operators = library.try_load()
+    checks = [] if operators is None else _test_operators(operators, "cuda")
+    return checks + _test_graphs(operators)
+
+
+def _test_operators(operators: Any, device: str) -> list[dict[str, Any]]:
+    return [
+        *_test_orthogonalize(operators, device),
+        *_test_sym_gemm(operators, device),
+        *_test_norms(operators, device),
+        *_test_flat(operators, device),
+    ]
 
 
 def render(found: dict[str, Any], checks: list[dict[str, Any]] | None = None) -> str:
@@ -91,6 +101,7 @@ def render(found: dict[str, Any], checks: list[dict[str, Any]] | None = None) ->
     lines += ["", "CUDA kernels"]
     for kernel in found["gpu"]["kernels"]:
         lines.append(f"  {kernel['name']:<24} {kernel['state']}")
+    lines += [f"  self-test before first use: {found['gpu']['self_test']}"]
     lines += ["", f"remembered choices: {found['choices']}"]
     if checks is not None:
         lines += ["", "self-test"]
@@ -153,7 +164,11 @@ def _gpu() -> dict[str, Any]:
         else:
             state = f"for {names[0]}"
         kernels.append({"name": name, "state": state})
-    return {"devices": names, "kernels": kernels, "sources": sources}
+    verdict = known_verdict(0) if names else None
+    tested = "not run yet" if names else "no GPU here"
+    if verdict is not None:
+        tested = "passed" if verdict.ok else f"failed, so torch's code runs: {verdict.why}"
+    return {"devices": names, "kernels": kernels, "sources": sources, "self_test": tested}
 
 
 def _test_orthogonalize(operators: Any, device: str) -> list[dict[str, Any]]:
@@ -231,6 +246,22 @@ def _test_flat(operators: Any, device: str) -> list[dict[str, Any]]:
             operators.unpack_apply_(param, update, 0.02, 0.99)
             reference.unpack_apply_(copy, update, 0.02, 0.99)
             checks.append(_check(f"unpack_apply_ {_short(dtype)}", device, _relative(param, copy), bound))
+    return checks
+
+
+def _test_graphs(operators: Any | None) -> list[dict[str, Any]]:
+    """Compare replayed graphs with plain calls, bit for bit."""
+    settings = NsSettings(resolve_schedule("quintic"), "gram", torch.float16)
+    inputs = [torch.randn(2, 256, 640, device="cuda") for _ in range(3)]
+    found = {each.name: each for each in candidates_for(problem_of(inputs[0], settings), operators)}
+    checks = []
+    for name in [name for name in found if name.endswith("+graph")]:
+        # The first call with a shape runs without a graph, the second records it.
+        equal = [
+            torch.equal(found[name].run(x, settings), found[name.removesuffix("+graph")].run(x, settings))
+            for x in inputs
+        ]
+        checks.append(_check(f"orthogonalize {name}", "cuda", 0.0 if all(equal) else float("inf"), 0.0))
     return checks
 
 

@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ __all__ = [
     "BuildSpec",
     "arch_flags",
     "build_spec",
+    "cuda_home",
     "cxx_compiler",
     "find_nvcc",
     "find_program",
@@ -78,6 +80,15 @@ def find_nvcc() -> str | None:
         if home and (found := shutil.which("nvcc", path=str(Path(home) / "bin"))):
             return found
     return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
+def cuda_home(nvcc: str) -> str:
+    """Return the folder of the CUDA toolkit that this compiler belongs to, also if ``nvcc`` only calls another one."""
+    told = subprocess.run(
+        [nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True, timeout=60, check=False
+    )
+    found = re.search(r"^#\$ TOP=(.+)$", told.stderr, flags=re.MULTILINE)
+    return os.path.realpath(found[1].strip()) if found else str(Path(nvcc).resolve().parents[1])
 
 
 def find_program(name: str) -> str | None:

@@ -181,6 +181,46 @@ def test_the_lock_dies_with_its_holder_and_waiting_ends(
         holder.wait()
 
 
+def test_a_failed_cuda_build_leaves_the_cpu_operators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The CPU's operators are built alone, and the failed build is not tried again before its folder is removed."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(builder.MuonBuilder, "is_compatible", lambda *_: True)
+    wide = toolchain.build_spec(torch_version=torch.__version__, with_cuda=True, capabilities=[(9, 0)])
+    monkeypatch.setattr(builder.MuonBuilder, "spec", lambda _: wide)
+    tried: list[bool] = []
+
+    def compile_(spec: toolchain.BuildSpec, target: Path, verbose: bool) -> None:
+        tried.append(spec.with_cuda)
+        if spec.with_cuda:
+            raise OpsUnavailableError("nvcc: no such file as cuda_runtime.h")
+        target.touch()
+
+    loaded: list[Path] = []
+    monkeypatch.setattr(builder, "_compile", compile_)
+    monkeypatch.setattr(builder, "_load_library", loaded.append)
+    narrow = toolchain.build_spec(torch_version=torch.__version__, with_cuda=False)
+    for expected in ([True, False], []):
+        tried.clear()
+        builder.MuonBuilder().jit_load()
+        assert tried == expected and loaded[-1] == builder.library_path(narrow)
+        assert "cuda_runtime.h" in caplog.text and str(builder.build_folder(wide)) in caplog.text
+        caplog.clear()
+
+
+def test_the_toolkit_of_a_script_that_calls_nvcc(tmp_path: Path) -> None:
+    real = toolchain.find_nvcc()
+    if real is None:
+        pytest.skip("needs nvcc")
+    script = tmp_path / "bin" / "nvcc"
+    script.parent.mkdir()
+    script.write_text(f'#!/bin/sh\nexec {real} "$@"\n')
+    script.chmod(0o755)
+    home = Path(toolchain.cuda_home(str(script)))
+    assert home != tmp_path and (home / "bin" / "nvcc").exists()
+
+
 def test_the_lock_is_free_after_use(tmp_path: Path) -> None:
     with builder._exclusive(tmp_path):
         pass

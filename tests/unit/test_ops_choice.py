@@ -214,3 +214,21 @@ def test_bad_calls_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert ops.flat_passes("auto", "meta").name == "torch"
     assert not caplog.records
+
+
+def test_nothing_right_is_an_error(tmp_path: Path) -> None:
+    """With ``ns_backend: ops`` the first candidate ran although all had failed."""
+
+    def fails(x: Tensor, settings: NsSettings) -> Tensor:
+        raise RuntimeError("no kernel image")
+
+    def wrong(x: Tensor, settings: NsSettings) -> Tensor:
+        return 2 * orthogonalize(x, settings=settings)
+
+    x = torch.randn(1, 32, 64)
+    settings = NsSettings(resolve_schedule("quintic"))
+    offered = [Candidate("ops gram", fails), Candidate("ops standard", wrong)]
+    with pytest.raises(
+        OpsUnavailableError, match=r"ops gram: failed: no kernel image; ops standard: relative error"
+    ):
+        Tuner(tmp_path).choose(problem_of(x, settings), offered, torch.device("cpu"))

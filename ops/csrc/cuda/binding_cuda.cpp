@@ -118,9 +118,18 @@ std::string sym_gemm_kernel() {
   return status == MUON_OK ? "sm80" : muon_status_name(status);
 }
 
+// Why the flat passes cannot run on the current device; empty if they can.
+std::string flat_passes_missing() {
+  const int status = muon_flat_passes_available();
+  return status == MUON_OK ? "" : muon_status_name(status);
+}
+
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(deepspeed_muon, m) { m.def("sym_gemm_kernel() -> str", &sym_gemm_kernel); }
+TORCH_LIBRARY_FRAGMENT(deepspeed_muon, m) {
+  m.def("sym_gemm_kernel() -> str", &sym_gemm_kernel);
+  m.def("flat_passes_missing() -> str", &flat_passes_missing);
+}
 
 TORCH_LIBRARY_IMPL(deepspeed_muon, CUDA, m) {
   m.impl("sym_gemm", &sym_gemm);

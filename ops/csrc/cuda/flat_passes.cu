@@ -9,8 +9,6 @@ namespace muon {
 namespace {
 
 constexpr int kThreads = 256;
-// Enough threads to fill a multiprocessor; more blocks than that only repeat the prologue.
-constexpr int kBlocksPerProcessor = 8;
 
 struct Vector {
   float value[kFlatVector];
@@ -133,15 +131,12 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Blocks for a pass, 0 where there is nothing to do; negative is a cudaError_t, negated.
-int flat_grid(const FlatSplit& split, int64_t n) {
+// Blocks for a pass over n > 0 elements: no more than the device holds at once, since more would only repeat the
+// prologue, and less than a second wave of them would leave most of the device idle.
+int flat_grid(const FlatSplit& split, int64_t n, int resident) {
   const int64_t items = split.vectors > split.singles(n) ? split.vectors : split.singles(n);
-  int processors = 0;
-  const int error = device_attribute(cudaDevAttrMultiProcessorCount, &processors);
-  if (error != cudaSuccess) return -error;
   const int64_t wanted = (items + kThreads - 1) / kThreads;
-  const int64_t limit = static_cast<int64_t>(processors) * kBlocksPerProcessor;
-  return static_cast<int>(wanted < limit ? wanted : limit);
+  return static_cast<int>(wanted < resident ? wanted : resident);
 }
 
 template <typename T>
@@ -149,9 +144,10 @@ int launch_momentum_pack(float* momentum, const float* grad, void* out, int64_t 
                          bool nesterov, cudaStream_t stream) {
   const FlatSplit split = flat_split(reinterpret_cast<uintptr_t>(momentum), reinterpret_cast<uintptr_t>(grad),
                                      reinterpret_cast<uintptr_t>(out), sizeof(T), n);
-  const int grid = flat_grid(split, n);
-  if (grid < 0) return -grid;
   const auto kernel = nesterov ? momentum_pack_kernel<T, true> : momentum_pack_kernel<T, false>;
+  const Prepared ready = prepare(kernel, kThreads, 0);
+  if (ready.status != MUON_OK) return ready.status;
+  const int grid = flat_grid(split, n, ready.blocks);
   kernel<<<grid, kThreads, 0, stream>>>(momentum, grad, static_cast<T*>(out), n, split, weights);
   return cudaGetLastError();
 }
@@ -160,8 +156,9 @@ template <typename T>
 int launch_unpack_apply(float* param, const void* update, int64_t n, float lr_scale, float decay, cudaStream_t stream) {
   const uintptr_t wide = reinterpret_cast<uintptr_t>(param);
   const FlatSplit split = flat_split(wide, wide, reinterpret_cast<uintptr_t>(update), sizeof(T), n);
-  const int grid = flat_grid(split, n);
-  if (grid < 0) return -grid;
+  const Prepared ready = prepare(unpack_apply_kernel<T>, kThreads, 0);
+  if (ready.status != MUON_OK) return ready.status;
+  const int grid = flat_grid(split, n, ready.blocks);
   unpack_apply_kernel<T><<<grid, kThreads, 0, stream>>>(param, static_cast<const T*>(update), n, split, lr_scale,
                                                         decay);
   return cudaGetLastError();
@@ -180,6 +177,10 @@ int check_flat(const float* wide, const void* narrow, int32_t dtype, int64_t n) 
 
 }  // namespace
 }  // namespace muon
+
+extern "C" int muon_flat_passes_available(void) {
+  return muon::prepare(muon::unpack_apply_kernel<float>, muon::kThreads, 0).status;
+}
 
 extern "C" int muon_momentum_pack(float* momentum, const float* grad, void* out, int32_t out_dtype, int64_t n,
                                   double decay, int32_t nesterov, muon_stream_t stream) {

@@ -56,6 +56,7 @@ int muon_sym_gemm_sm80(const MuonSymGemm* problem, muon_stream_t stream);  // mm
 // What the launchers would answer, without launching: MUON_OK or a negative code or a cudaError_t.
 int muon_sym_gemm_sm90_available(void);
 int muon_sym_gemm_sm80_available(void);
+int muon_flat_passes_available(void);
 
 // momentum <- lerp(momentum, grad, 1 - decay); out <- nesterov ? lerp(grad, momentum, decay) : momentum, rounded to
 // out_dtype. momentum and grad are float32, all three have n elements and none overlaps another. One pass.

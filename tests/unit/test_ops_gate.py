@@ -1,0 +1,133 @@
+"""Native CUDA code runs only after a self-test: what hangs, crashes or is wrong ends in a warning and torch's code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from deepspeed_muon.errors import OpsUnavailableError
+from deepspeed_muon.math.coefficients import resolve_schedule
+from deepspeed_muon.math.newton_schulz import NsSettings
+from deepspeed_muon.ops import candidates, dispatch, gate
+from deepspeed_muon.ops.candidates import Problem
+from tests.support.native_ops import REPOSITORY
+
+IDENTITY = ["a GPU", "13000", torch.__version__, "a key"]
+
+
+def command(code: str) -> list[str]:
+    return [sys.executable, "-c", textwrap.dedent(code)]
+
+
+PLANTED = {
+    "hangs": (
+        command("import time; print('sym_gemm', flush=True); time.sleep(600)"),
+        "did not end within 1 s",
+    ),
+    "crashes": (
+        command("import os; print('sym_gemm', flush=True); os.abort()"),
+        "ended by SIGABRT: sym_gemm",
+    ),
+    "is wrong": (
+        command("raise SystemExit('sym_gemm: error 0.5, bound 0.001')"),
+        "with 1: sym_gemm: error 0.5",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", list(PLANTED))
+def test_a_bad_kernel_is_kept_out(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
+    bad, why = PLANTED[how]
+    started = time.monotonic()
+    verdict = gate.decide(IDENTITY, bad, folder=tmp_path, seconds=1.0 if how == "hangs" else 60.0)
+    assert not verdict.ok and why in verdict.why
+    assert time.monotonic() - started < 30
+    (warning,) = caplog.records
+    assert why in warning.getMessage() and "runs it again" in warning.getMessage()
+    # The next process believes it and warns too, without running anything.
+    again = gate.decide(IDENTITY, command("raise SystemExit('not run')"), folder=tmp_path)
+    assert again == verdict and len(caplog.records) == 2
+    # Another driver is another machine.
+    other = gate.decide([*IDENTITY[:1], "13010", *IDENTITY[2:]], command("pass"), folder=tmp_path)
+    assert other.ok and len(caplog.records) == 2
+
+
+def test_what_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
+    code = f"""
+        import subprocess, sys, time
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
+        time.sleep(600)
+    """
+    assert not gate.decide(IDENTITY, command(code), folder=tmp_path, seconds=3.0).ok
+    child = Path("/proc", (tmp_path / "child").read_text())
+    for _ in range(100):
+        state = (child / "stat").read_text().split()[2] if child.exists() else "gone"
+        if state in ("gone", "Z"):
+            break
+        time.sleep(0.1)
+    assert state in ("gone", "Z")
+
+
+def test_processes_that_start_at_once_test_once(tmp_path: Path) -> None:
+    code = f"""
+        import sys
+        from pathlib import Path
+        from deepspeed_muon.ops import gate
+        count = "import time; time.sleep(1); open({str(tmp_path / "count")!r}, 'a').write('x')"
+        print(gate.decide(["same"], [sys.executable, "-c", count], folder=Path({str(tmp_path)!r})).ok)
+    """
+    started = [
+        subprocess.Popen(command(code), cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    assert [each.communicate(timeout=120)[0].strip() for each in started] == ["True", "True"]
+    assert (tmp_path / "count").read_text() == "x"
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert gate.decide(IDENTITY, command("pass"), folder=tmp_path / "file").ok
+
+
+def test_without_trust_only_torch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    operators = SimpleNamespace(sym_gemm_kernel=lambda: "sm90", flat_passes_missing=lambda: "")
+    operators.momentum_pack_ = operators.unpack_apply_ = None
+    for module in (candidates, dispatch):
+        monkeypatch.setattr(module, "has_kernel", lambda given, *_: given is not None)
+    monkeypatch.setattr(dispatch, "_operators", lambda _: operators)
+    settings = NsSettings(resolve_schedule("quintic"), "gram", torch.float16)
+    problem = Problem("cuda", torch.float32, 1, 512, 2048, 0, settings)
+    seen: list[list[str]] = []
+    tuner = SimpleNamespace(
+        choose=lambda _, offered, __: (seen.append([each.name for each in offered]), offered[0])[1],
+        choice=lambda _: None,
+    )
+    for ok in (True, False):
+        monkeypatch.setattr(dispatch, "_trusted", lambda _, ok=ok: gate.Verdict(ok, "" if ok else "it hangs"))
+        dispatch.Orthogonalizer("auto", operators, tuner)._choose(problem, torch.device("cuda"))  # type: ignore[arg-type]
+        assert dispatch.flat_passes("auto", "cuda").name == ("ops" if ok else "torch")
+    assert any(name.startswith("ops ") for name in seen[0]) and any(
+        name.endswith("+graph") for name in seen[0]
+    )
+    assert seen[1] == ["torch gram", "torch standard"]
+    with pytest.raises(OpsUnavailableError, match="it hangs"):
+        dispatch.Orthogonalizer("ops", operators)._choose(problem, torch.device("cuda"))
+    with pytest.raises(OpsUnavailableError, match="it hangs"):
+        dispatch.flat_passes("ops", "cuda")
+
+
+def test_a_library_for_other_gpus_has_no_flat_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    operators = SimpleNamespace(flat_passes_missing=lambda: "no code for this device")
+    monkeypatch.setattr(dispatch, "has_kernel", lambda *_: True)
+    monkeypatch.setattr(dispatch, "_operators", lambda _: operators)
+    monkeypatch.setattr(dispatch, "_trusted", lambda _: gate.Verdict(True))
+    assert dispatch.flat_passes("auto", "cuda").name == "torch"
+    with pytest.raises(OpsUnavailableError, match="no code for this device"):
+        dispatch.flat_passes("ops", "cuda")
