@@ -300,6 +300,7 @@ def main() -> None:
         choices=["iteration", "flat", "sym_gemm"],
         help="one part; the others of an earlier run on the same hardware are kept",
     )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the folder of the tables")
     parsed = parser.parse_args()
     device = torch.device(parsed.device)
     seconds = 1.0 if parsed.quick else 5.0
@@ -316,7 +317,7 @@ def main() -> None:
         "load average before": f"{os.getloadavg()[0]:.1f}",
     }
     found: dict[str, list[dict[str, Any]]] = {"iteration": [], "flat": []}
-    path = RESULTS / f"newton_schulz-{slug(name)}"
+    path = parsed.out / f"newton_schulz-{slug(name)}"
     if parsed.only and path.with_suffix(".json").exists():
         earlier = json.loads(path.with_suffix(".json").read_text())
         later = {f"{parsed.only} in a later run, load average before": about["load average before"]}

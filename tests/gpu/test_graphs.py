@@ -1,6 +1,6 @@
 """Orthogonalisation replayed as CUDA graphs, against the plain calls, bit for bit; skipped without a GPU."""
 
-# ruff: noqa: E402  # the imports below need DeepSpeed, which scripts/gpu_session.sh can do without
+# ruff: noqa: E402  # the imports below need DeepSpeed, which a machine with a GPU may lack
 from __future__ import annotations
 
 import pytest

@@ -80,7 +80,7 @@ def run_step(engine: Any, step: int, rank: int, world_size: int, accumulation: i
     """Run the micro-batches of one optimizer step and the step itself; return the mean loss of this rank."""
     total = 0.0
     for micro in range(accumulation):
-        tokens, targets = batch(step, micro * world_size + rank)
+        tokens, targets = (each.to(engine.device) for each in batch(step, micro * world_size + rank))
         loss = engine(tokens, targets)
         engine.backward(loss)
         engine.step()

@@ -1,0 +1,80 @@
+"""Real engines on one GPU, ZeRO 0 to 3, against the float64 reference.
+
+``DS_ACCELERATOR=cuda python -m tests.gpu.engine`` runs every case and tells how it went; the status says whether all
+were right. With ``DS_ACCELERATOR=cpu`` it is rehearsed on a CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from typing import Any
+
+import deepspeed
+import torch
+
+import deepspeed_muon
+from tests.support import training
+from tests.support.contract import HALF_TOLERANCE, STEPS, compare, reference
+from tests.support.reference import relative, worst
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((f"stage {stage} fp32", {"stage": stage}) for stage in (0, 1, 2, 3)),
+    *(
+        (f"stage {stage} {half}", {"stage": stage, "precision": half})
+        for stage in (1, 2, 3)
+        for half in ("bf16", "fp16")
+    ),
+    ("stage 2 fp32, offload", {"stage": 2, "zero": {"offload_optimizer": {"device": "cpu"}}}),
+    ("stage 3 bf16, native kernels", {"stage": 3, "precision": "bf16", "params": {"ns_backend": "ops"}}),
+    ("stage 3 bf16, NorMuon", {"stage": 3, "precision": "bf16", "params": {"variant": "normuon"}}),
+]
+
+
+def check(settings: dict[str, Any]) -> str:
+    """Train and compare; return what was found, or raise."""
+    precision = settings.get("precision", "fp32")
+    variant = settings.get("params", {}).get("variant", "muon")
+    if precision != "fp32":
+        # As in training: the iteration in the GPU's own dtype.
+        settings = {
+            **settings,
+            "params": {"ns_dtype": "auto", "wire_dtype": "auto", **settings.get("params", {})},
+        }
+    result = training.train(0, 1, steps=STEPS, **settings)
+    if precision == "fp32":
+        compare([result], "toy", 1, 0.0)
+        return "within the bounds of the CPU's tests"
+    start, end, _, _ = reference("toy", 1, 0.0, variant=variant)
+    error = worst([relative(result["params"][name], end[name], start[name]) for name in end])
+    assert error <= HALF_TOLERANCE[precision], f"{error:.3f} of the path, allowed {HALF_TOLERANCE[precision]}"
+    return f"{error:.3f} of the path, allowed {HALF_TOLERANCE[precision]}"
+
+
+def main() -> int:
+    """Run all cases; return the exit status."""
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+    }.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("MASTER_PORT", "29656")
+    on_gpu = os.environ.get("DS_ACCELERATOR") != "cpu"
+    if on_gpu:
+        torch.cuda.set_device(0)
+    deepspeed.init_distributed("nccl" if on_gpu else "gloo")
+    print(f"deepspeed_muon {deepspeed_muon.__version__}, deepspeed {deepspeed.__version__}")
+    wrong = 0
+    for name, settings in CASES:
+        try:
+            print(f"ok      {name}: {check(settings)}", flush=True)
+        except Exception:  # every case is worth its own line
+            wrong += 1
+            print(f"FAILED  {name}:\n{traceback.format_exc(limit=4)}", flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
