@@ -1,4 +1,4 @@
-"""scripts/gpu_session.py without a GPU: what fails or hangs ends its step only, and the programs of all steps are there."""
+"""scripts/gpu_session.py without a GPU: what fails or hangs ends its step only, and all programs are there."""
 
 from __future__ import annotations
 
