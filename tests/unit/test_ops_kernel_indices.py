@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from tests.support.kernel_emulator import SM80, SM90, Maps, Shape, build
+from tests.support.kernel_maps import SM80, SM90, Maps, Shape, build
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 

@@ -1,0 +1,84 @@
+// Stands for CUDA's header: the words of the language, and those calls of the runtime that the launchers make.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "machine.h"
+
+#define __global__
+#define __device__
+#define __host__
+#define __shared__
+#define __grid_constant__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __align__(bytes)
+#define CUDART_VERSION 13000
+
+#define threadIdx bench::thread_index
+#define blockIdx bench::block_index
+#define gridDim bench::grid_size
+
+struct uint4 {
+  uint32_t x, y, z, w;
+};
+struct float2 {
+  float x, y;
+};
+struct float4 {
+  float x, y, z, w;
+};
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+inline void __syncthreads() { bench::barrier_sync(0, 0); }
+[[noreturn]] inline void __trap() { bench::fail("trap"); }
+
+typedef struct CUstream_st* cudaStream_t;
+typedef int cudaError_t;
+enum { cudaSuccess = 0, cudaErrorInvalidDeviceFunction = 98, cudaErrorNoKernelImageForDevice = 209 };
+enum cudaDeviceAttr {
+  cudaDevAttrComputeCapabilityMajor,
+  cudaDevAttrComputeCapabilityMinor,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin,
+  cudaDevAttrMultiProcessorCount,
+};
+enum { cudaFuncAttributeMaxDynamicSharedMemorySize };
+struct cudaFuncAttributes {
+  int maxThreadsPerBlock;
+};
+
+extern "C" int bench_attribute(int attribute);
+
+inline const char* cudaGetErrorString(cudaError_t) { return "an error of the bench"; }
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = bench_attribute(attribute);
+  return cudaSuccess;
+}
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  attributes->maxThreadsPerBlock = 1024;
+  return cudaSuccess;
+}
+inline cudaError_t cudaFuncSetAttribute(const void*, int, int) { return cudaSuccess; }
+inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
+  *blocks = 1;
+  return cudaSuccess;
+}
+
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess, cudaDriverEntryPointSymbolNotFound };
+enum { cudaEnableDefault };
+void* bench_tensor_map_encoder();
+inline cudaError_t cudaGetDriverEntryPointByVersion(
+    const char*, void** function, unsigned, int, cudaDriverEntryPointQueryResult* result) {
+  *function = bench_tensor_map_encoder();
+  *result = cudaDriverEntryPointSuccess;
+  return cudaSuccess;
+}

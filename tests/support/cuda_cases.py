@@ -1,0 +1,133 @@
+"""What every CUDA kernel must do, against float64: on a GPU (``tests/gpu``) and on the bench (``tests/unit``) alike."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tests.support.cuda_library import OK, Kernels
+
+UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+"""Half of the distance between neighbours, relative: the one rounding of a result."""
+
+SCALARS = [(False, 1.0, 0.0, 0.0), (True, 2.0315, -4.775, 3.4445), (True, -1.0, 0.5, 0.0)]
+"""Whether there is a c; alpha, beta, and what is added to the diagonal."""
+
+
+class Inputs:
+    """Random tensors on a device, the same for the same seed."""
+
+    def __init__(self, device: str, seed: int = 0) -> None:
+        self.device = device
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return a normally distributed tensor."""
+        return torch.randn(*shape, generator=self._generator).to(self.device, dtype)
+
+
+def lower_mirrored(x: Tensor) -> Tensor:
+    """Return the symmetric matrices with the lower triangles of ``x``."""
+    return x.tril() + x.tril(-1).mT
+
+
+def check_product(
+    d: Tensor, a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, diag: float
+) -> None:
+    """Check a symmetric product: symmetric to the last bit, and near the exact one."""
+    assert torch.equal(d.view(torch.int16), d.mT.contiguous().view(torch.int16))
+    exact = alpha * a.double() @ b.double().mT
+    size = abs(alpha) * a.double().abs() @ b.double().abs().mT + abs(diag)
+    if c is not None:
+        exact, size = exact + beta * c.double(), size + abs(beta) * c.double().abs()
+    exact = lower_mirrored(exact + diag * torch.eye(a.shape[1], dtype=torch.float64, device=a.device))
+    # A tensor core adds 16 products to its sum at once: it shifts all of them to the largest one and truncates at a
+    # float32's last bit, or one before. That is at most 2^-22 of the terms' sizes for each such step; four more for the
+    # epilogue's three IEEE operations and the first sum.
+    slack = 2.0**-22 * (-(-a.shape[-1] // 16) + 4)
+    bound = UNIT[d.dtype] * exact.abs() + slack * lower_mirrored(size)
+    excess = ((d.double() - exact).abs() / bound).max()
+    assert float(excess) <= 1, f"{float(excess):.3g} times the bound"
+
+
+def sym_gemm(
+    kernels: Kernels, kernel: str, shape: tuple[int, int, int], dtype: torch.dtype, inputs: Inputs
+) -> None:
+    """Products with and without c, of inputs whose product is symmetric up to what is mirrored."""
+    batch, m, k = shape
+    a = inputs(batch, m, k, dtype=dtype)
+    b = a + 0.01 * inputs(batch, m, k, dtype=dtype)
+    c = lower_mirrored(inputs(batch, m, m, dtype=dtype))
+    for with_c, alpha, beta, diag in SCALARS:
+        added, d = c if with_c else None, torch.full_like(c, torch.nan)
+        assert kernels.sym_gemm(kernel, a, b, added, d, alpha=alpha, beta=beta, diag=diag) == OK
+        check_product(d, a, b, added, alpha, beta, diag)
+
+
+def nothing_outside_is_written(kernels: Kernels, kernel: str, inputs: Inputs) -> None:
+    """A product into the middle of a wider tensor, of operands that are views."""
+    wide = torch.full((3, 280, 296), 7.0, dtype=torch.float16, device=inputs.device)
+    a = inputs(3, 280, 400, dtype=torch.float16)[:, 8:272, 16:]
+    d = wide[:, 8:272, 16:280]
+    assert kernels.sym_gemm(kernel, a, a, None, d) == OK
+    check_product(d.contiguous(), a, a, None, 1.0, 0.0, 0.0)
+    d.fill_(7.0)
+    assert bool((wide == 7.0).all())
+
+
+def c_may_be_the_output(kernels: Kernels, kernel: str, inputs: Inputs) -> None:
+    """A product that is added to what is in the output."""
+    a = inputs(2, 648, 256, dtype=torch.bfloat16)
+    c = lower_mirrored(inputs(2, 648, 648, dtype=torch.bfloat16))
+    d = c.clone()
+    assert kernels.sym_gemm(kernel, a, a, d, d, alpha=0.5, beta=2.0) == OK
+    check_product(d, a, a, c, 0.5, 2.0, 0.0)
+
+
+def momentum_pack(
+    kernels: Kernels,
+    n: int,
+    offsets: tuple[int, int, int],
+    dtype: torch.dtype,
+    nesterov: bool,
+    inputs: Inputs,
+) -> None:
+    """The momentum pass on views that begin at ``offsets``; what lies around them stays."""
+    around = [inputs(n + 16), inputs(n + 16), inputs(n + 16, dtype=dtype)]
+    before = [each.clone() for each in around]
+    views = [each[offset : offset + n] for each, offset in zip(around, offsets, strict=True)]
+    momentum, grad = (view.double() for view in views[:2])
+    size = momentum.abs() + grad.abs()
+    momentum += 0.05 * (grad - momentum)
+    direction = grad + 0.95 * (momentum - grad) if nesterov else momentum
+    assert kernels.momentum_pack(*views, decay=0.95, nesterov=nesterov) == OK
+    _assert_close(views[0], momentum, torch.float32, size)
+    _assert_close(views[2], direction, dtype, size)
+    for each, old, offset in zip(around, before, offsets, strict=True):
+        assert torch.equal(each[:offset], old[:offset]) and torch.equal(each[offset + n :], old[offset + n :])
+
+
+def unpack_apply(
+    kernels: Kernels, n: int, offsets: tuple[int, int], dtype: torch.dtype, inputs: Inputs
+) -> None:
+    """The pass that applies updates, on views that begin at ``offsets``; what lies around them stays."""
+    around = [inputs(n + 16), inputs(n + 16, dtype=dtype)]
+    before = [each.clone() for each in around]
+    param, update = (each[offset : offset + n] for each, offset in zip(around, offsets, strict=True))
+    expected = 0.998 * param.double() - 0.02 * update.double()
+    size = param.double().abs() + update.double().abs()
+    assert kernels.unpack_apply(param, update, lr_scale=0.02, decay=0.998) == OK
+    _assert_close(param, expected, torch.float32, size)
+    assert torch.equal(around[1], before[1])
+    assert torch.equal(around[0][: offsets[0]], before[0][: offsets[0]])
+    assert torch.equal(around[0][offsets[0] + n :], before[0][offsets[0] + n :])
+
+
+def _assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, size: Tensor) -> None:
+    # In float32 at most four roundings, each of 2^-24 of a value that is at most the inputs' ``size``: of the weight
+    # (0.05, say), of a difference and of a fused multiply-add, and with Nesterov's blend of the last two again, where
+    # the first error enters with a factor below 1. So 2^-21 of the size is twice the bound. Then one rounding to dtype,
+    # which below the smallest normal number is half of the smallest subnormal one.
+    unit = UNIT.get(dtype, 0.0)
+    bound = unit * expected.abs().clamp(min=torch.finfo(dtype).smallest_normal) + (1 + unit) * 2.0**-21 * size
+    assert bool(((actual.double() - expected).abs() <= bound).all())

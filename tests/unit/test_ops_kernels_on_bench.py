@@ -1,0 +1,207 @@
+"""The real CUDA kernels, run on a CPU (``tests/support/cuda_bench``): right, and each planted defect is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import cuda_bench
+from tests.support import cuda_cases as cases
+from tests.support.cuda_bench import ANY_TIME, EARLY, LATE, Bench
+from tests.support.cuda_cases import UNIT, Inputs
+from tests.support.cuda_library import DEVICE, DTYPE, MISALIGNED, OK, SHAPE, gram, product_of
+from tests.support.reference import polar
+
+pytestmark = pytest.mark.skipif(cuda_bench.unavailable() is not None, reason=str(cuda_bench.unavailable()))
+
+# Fewer k than a stage, one tile, tiles that end in the middle, several tiles for a block, and many k.
+SHAPES = [(1, 8, 8), (1, 128, 64), (1, 136, 72), (2, 264, 200), (3, 512, 8), (1, 384, 1016)]
+MAJOR = {"sm80": 8, "sm90": 9}
+# Of the whole iteration, relative to the same polynomial in float64.
+BOUND = {torch.float16: 4e-2, torch.bfloat16: 3e-1}
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return cuda_bench.build(tmp_path_factory.mktemp("bench"))
+
+
+@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sym_gemm(bench: Bench, kernel: str, shape: tuple[int, int, int]) -> None:
+    # Pairwise: both dtypes, every way in which asynchronous work ends, one and several multiprocessors.
+    ways = [(torch.float16, ANY_TIME, 3), (torch.bfloat16, LATE, 1), (torch.float16, EARLY, 1)]
+    for seed, (dtype, mode, processors) in enumerate(ways):
+        bench.configure(processors=processors, major=MAJOR[kernel], mode=mode, seed=100 * seed + 1)
+        cases.sym_gemm(bench, kernel, shape, dtype, Inputs("cpu", seed))
+
+
+@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
+def test_views_and_what_is_around_them(bench: Bench, kernel: str) -> None:
+    bench.configure(major=MAJOR[kernel])
+    cases.nothing_outside_is_written(bench, kernel, Inputs("cpu"))
+
+
+@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
+def test_c_may_be_the_output(bench: Bench, kernel: str) -> None:
+    bench.configure(major=MAJOR[kernel], processors=2)
+    cases.c_may_be_the_output(bench, kernel, Inputs("cpu"))
+
+
+@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
+def test_what_is_refused(bench: Bench, kernel: str) -> None:
+    bench.configure(major=MAJOR[kernel])
+    inputs = Inputs("cpu")
+    d = torch.empty(1, 128, 128, dtype=torch.float16)
+    a = inputs(1, 128, 68, dtype=torch.float16)
+    assert bench.sym_gemm(kernel, a, a, None, d) == SHAPE
+    a = inputs(1, 128, 72, dtype=torch.float16)[:, :, 4:68]
+    assert bench.sym_gemm(kernel, a, a, None, d) == MISALIGNED
+    a = inputs(1, 128, 64)
+    assert bench.sym_gemm(kernel, a, a, None, d) == DTYPE
+    bench.configure(major=7)
+    assert bench.available(kernel) == DEVICE
+    bench.configure(major=10)
+    assert bench.available("sm90") == DEVICE and bench.available("sm80") == OK
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *UNIT], ids=str)
+@pytest.mark.parametrize("offsets", [(0, 0, 0), (4, 4, 4), (3, 7, 5), (3, 3, 3), (0, 0, 1)], ids=str)
+def test_momentum_pack(bench: Bench, offsets: tuple[int, int, int], dtype: torch.dtype) -> None:
+    for n in (1, 7, 8, 4099):
+        for nesterov in (True, False):
+            bench.configure(processors=1 + n % 3)
+            cases.momentum_pack(bench, n, offsets, dtype, nesterov, Inputs("cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *UNIT], ids=str)
+@pytest.mark.parametrize("offsets", [(0, 0), (4, 4), (3, 7), (3, 3), (0, 1)], ids=str)
+def test_unpack_apply(bench: Bench, offsets: tuple[int, int], dtype: torch.dtype) -> None:
+    for n in (1, 7, 8, 4099):
+        bench.configure(processors=1 + n % 3)
+        cases.unpack_apply(bench, n, offsets, dtype, Inputs("cpu"))
+
+
+def test_c_that_is_not_used_may_hold_anything(bench: Bench) -> None:
+    bench.configure()
+    a = Inputs("cpu")(1, 136, 64, dtype=torch.float16)
+    c = torch.full((1, 136, 136), torch.nan, dtype=torch.float16)
+    d = torch.empty_like(c)
+    assert bench.sym_gemm("sm90", a, a, c, d, beta=0.0) == OK
+    assert d.isfinite().all()
+
+
+def test_only_the_lower_triangle_of_c_is_read(bench: Bench) -> None:
+    bench.configure(major=8)
+    inputs = Inputs("cpu")
+    a = inputs(1, 264, 64, dtype=torch.bfloat16)
+    c = cases.lower_mirrored(inputs(1, 264, 264, dtype=torch.bfloat16))
+    first, second = torch.empty_like(c), torch.empty_like(c)
+    assert bench.sym_gemm("sm80", a, a, c, first, beta=1.5) == OK
+    assert bench.sym_gemm("sm80", a, a, c.tril() + 1000 * torch.ones_like(c).triu(1), second, beta=1.5) == OK
+    assert torch.equal(first.view(torch.int16), second.view(torch.int16))
+
+
+def spectrum(kind: str) -> torch.Tensor:
+    inputs = Inputs("cpu", 5)
+    x = inputs(136, 344)
+    if kind == "low-rank":
+        x = x[:, :34] @ inputs(34, 344)
+    if kind == "ill-conditioned":
+        u, _, v = torch.linalg.svd(x.double(), full_matrices=False)
+        x = ((u * torch.logspace(0, -6, 136, dtype=torch.float64)) @ v).float()
+    return x * {"tiny": 1e-12, "huge": 1e12}.get(kind, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "kind"),
+    [
+        ("sm90", torch.float16, "gaussian"),
+        ("sm80", torch.bfloat16, "gaussian"),
+        ("sm80", torch.float16, "low-rank"),
+        ("sm90", torch.bfloat16, "ill-conditioned"),
+        ("sm90", torch.float16, "tiny"),
+        ("sm80", torch.bfloat16, "huge"),
+    ],
+    ids=str,
+)
+def test_as_the_products_of_gram_newton_schulz(
+    bench: Bench, kernel: str, dtype: torch.dtype, kind: str
+) -> None:
+    bench.configure(major=MAJOR[kernel], processors=2)
+    x = spectrum(kind)
+    result = gram(x.unsqueeze(0), dtype, product_of(bench, kernel))[0].double()
+    expected = polar(x)
+    assert float((result - expected).norm() / expected.norm()) <= BOUND[dtype]
+    largest, right = (float(torch.linalg.matrix_norm(y, ord=2)) for y in (result, expected))
+    assert abs(largest / right - 1) <= 0.05
+
+
+# What would be wrong on a GPU now and then, and what stands for it in the source.
+DEFECTS = {
+    "consumers do not wait for each other": (
+        "sm90",
+        "if (number > 0) barrier_wait(barriers.issued(1 - consumer), static_cast<uint32_t>((number - 1) / 2) & 1u);",
+        "",
+    ),
+    "a stage is given back while its products run": ("sm90", "wgmma_wait<1>();", "wgmma_wait<2>();"),
+    "half of a stage's bytes are waited for": (
+        "sm90",
+        "barrier_arrive_expect(full, kRingStageBytes);",
+        "barrier_arrive_expect(full, kRingStageBytes / 2);",
+    ),
+    "no barrier before the next tile is staged": (
+        "sm90",
+        "named_barrier<kWarpgroup>(named);  // Before the next tile's c, or the next tile, overwrites it.",
+        "",
+    ),
+    "no barrier between staging and storing": (
+        "sm90",
+        "    named_barrier<kWarpgroup>(named);\n    store_tile",
+        "    store_tile",
+    ),
+    "no barrier after the copies of c": (
+        "sm90",
+        "      cp_async_wait<0>();\n      named_barrier<kWarpgroup>(named);\n",
+        "      cp_async_wait<0>();\n",
+    ),
+    "no barrier before the ring is staged over": (
+        "sm80",
+        "__syncthreads();  // The ring is free: the staged tile takes its place.",
+        "",
+    ),
+    "no barrier after a tile": (
+        "sm80",
+        "__syncthreads();  // Before the next tile's copies overwrite it.",
+        "",
+    ),
+    "a copy too few is waited for": (
+        "sm80",
+        "cp_async_wait<kStages - 2>();",
+        "cp_async_wait<kStages - 1>();",
+    ),
+    "the staged tile is not swizzled alike": ("sm90", "((chunk ^ staged_swizzle(row)) << 4)", "(chunk << 4)"),
+    "the descriptor's stride": ("sm90", "uint64_t{1024 >> 4} << 32", "uint64_t{512 >> 4} << 32"),
+    "the diagonal is not mirrored": (
+        "sm80",
+        "wanted = source != DiagonalSource::kStraight;",
+        "wanted = source == DiagonalSource::kBoth;",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(DEFECTS))
+def test_a_planted_defect_is_found(bench: Bench, tmp_path: Path, name: str) -> None:
+    kernel, old, new = DEFECTS[name]
+    broken = cuda_bench.build(tmp_path, {old: new}, beside=bench.folder)
+    for seed in range(12):
+        broken.configure(
+            processors=1, major=MAJOR[kernel], mode=(ANY_TIME, LATE, EARLY)[seed % 3], seed=1000 * seed + 1
+        )
+        try:
+            cases.sym_gemm(broken, kernel, (2, 264, 520), torch.float16, Inputs("cpu", seed))
+        except AssertionError:
+            return
+    pytest.fail(f"nobody noticed: {name}")
