@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import hashlib
 import os
 import subprocess
 import sys
@@ -68,6 +69,7 @@ def warm() -> Path:
     made_with = [f"{name}={metadata.version(name)}" for name in ("deepspeed", "torch")] + [
         sys.version,
         sys.prefix,
+        _sources(),
     ]
     state = "\n".join(made_with)
     with open(folder / ".warming", "w") as gate:
@@ -78,6 +80,13 @@ def warm() -> Path:
             _build(folder)
             marker.write_text(state)
     return folder
+
+
+def _sources() -> str:
+    """Return a digest of this project's own sources for the CPU."""
+    root = REPOSITORY / "ops"
+    files = [root / "toolchain.py", *(root / "csrc").glob("*.*"), *(root / "csrc" / "cpu").glob("*.*")]
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in sorted(files))).hexdigest()[:16]
 
 
 def _build(folder: Path) -> None:
