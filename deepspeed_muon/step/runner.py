@@ -349,12 +349,13 @@ class StepRunner:
         placement: Placement = self._shared if shared else self._placement
         directions = ChunkDirections(self.plan, self.context, step, chunk, buffer, idle)
         for index, update in placement.updates(owned, directions):
-            for segment in outgoing.get(index, ()):
+            segments = outgoing.get(index, [])
+            for segment in segments:
                 assert buffer is not None
                 self._write(cut(buffer, segment), part_of(update, segment), "update")
-                if segment.copies:
-                    # All copies of a replicated matrix get the same numbers, also the owner's.
-                    update = self.context.wire.read(cut(buffer, segment)[:1], segment.numel).view(-1)
+            if buffer is not None and segments and segments[0].copies:
+                # All copies of a replicated matrix get the same numbers, also the owner's.
+                update = self.context.wire.read(cut(buffer, segments[0])[:1], segments[0].numel).view(-1)
             own = self._held[index]
             if own is not None:
                 step.table.apply(index, own, update.narrow(0, own.matrix_offset, own.numel))

@@ -112,6 +112,7 @@ def test_launchers_agree(launcher, folder, whole):
     _assert_same_losses(found, whole("zero3.json"), rel=1e-6)
 
 
+@pytest.mark.full
 def test_zero_init_trains_the_same_model(folder, whole):
     # Weights are drawn in the same order and dtype whether or not they are partitioned at once: see above for
     # 1e-6.
@@ -136,6 +137,7 @@ def test_resume_continues_identically(config, folder, whole):
     assert list(resumed["Train_Samples_lr"].values()) == list(expected["Train_Samples_lr"].values())[3:]
 
 
+@pytest.mark.full
 def test_adamw_for_comparison(folder, whole):
     adamw = _train(folder, "--optimizer", "AdamW", "--lr", "0.003")
     muon = whole("zero1.json")
@@ -149,6 +151,7 @@ def test_adamw_for_comparison(folder, whole):
     assert adamw["train_loss"][6] != muon["train_loss"][6]
 
 
+@pytest.mark.full
 def test_accumulation_trains_on_the_same_batches(folder, whole):
     """Two micro-steps of 1 sequence a rank are one of 2: the global batch holds the same sequences."""
     config = json.loads((CONFIGS / "zero1.json").read_text())

@@ -152,7 +152,7 @@ def run_in_turn(ranks: Pools, *, pooled: int, fresh: int) -> None:
 
 
 def test_tests_in_a_row_leave_nothing_behind(ranks: Pools) -> None:
-    run_in_turn(ranks, pooled=30, fresh=4)
+    run_in_turn(ranks, pooled=30, fresh=2)
 
 
 @pytest.mark.full

@@ -24,7 +24,7 @@ def distance(result: dict[str, Any], exact: dict[str, Any], kind: str = "toy") -
 @pytest.mark.parametrize(
     ("stage", "world", "params"),
     [
-        (0, 2, {}),
+        (0, 4, {}),  # an owner in the middle sends to ranks on both sides
         (1, 2, {"order": "given"}),
         (2, 3, {"order": "given"}),
         (3, 2, {"variant": "normuon"}),
