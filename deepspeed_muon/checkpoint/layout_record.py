@@ -149,6 +149,8 @@ def _require_fit(entry: RecordedParameter, world_size: int) -> None:
         raise ValueError(f"{where}ranks {entry.spread.ranks} are not those of {world_size}")
     if entry.rows and (entry.algorithm != "muon" or entry.rows > entry.numel):
         raise ValueError(f"{where}{entry.rows} row moments do not fit")
+    if entry.heads > entry.numel:
+        raise ValueError(f"{where}{entry.heads} heads do not fit shape {list(entry.shape)}")
     if entry.rows and entry.heads > min(entry.rows, _MOST_BLOCKS):
         raise ValueError(f"{where}{entry.heads} blocks do not fit {entry.rows} row moments")
 

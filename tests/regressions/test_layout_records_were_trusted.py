@@ -172,6 +172,7 @@ GENERAL = [
     changing("shape", [-4, -3]),
     changing("shape", [2.5, 3]),
     changing("heads", 1 << 60),
+    changing("heads", 1 << 40),
     changing("name", 3),
 ]
 RULES = [
