@@ -101,7 +101,7 @@ def render(found: dict[str, Any], checks: list[dict[str, Any]] | None = None) ->
     lines += ["", "CUDA kernels"]
     for kernel in found["gpu"]["kernels"]:
         lines.append(f"  {kernel['name']:<24} {kernel['state']}")
-    lines += [f"  self-test before first use: {found['gpu']['self_test']}"]
+    lines += [f"  tested before the first use: {found['gpu']['self_test']}"]
     lines += ["", f"remembered choices: {found['choices']}"]
     if checks is not None:
         lines += ["", "self-test"]
