@@ -13,6 +13,7 @@ from deepspeed_muon.plan.spread import sharded_spread
 from deepspeed_muon.step.directions import together
 from deepspeed_muon.step.momentum import LocalDirections, MomentumSource
 from deepspeed_muon.transport.context import StepContext, StepStats
+from deepspeed_muon.transport.wire import Wire
 
 
 def made(rows: int, count: int, order: list[int]) -> tuple[LocalDirections, torch.Tensor]:
@@ -29,7 +30,8 @@ def made(rows: int, count: int, order: list[int]) -> tuple[LocalDirections, torc
 
     source = MomentumSource(torch.zeros_like(grad), grad, 0.9, True, pack)
     settings = NsSettings(resolve_schedule("quintic"))
-    context = StepContext(0, None, 0, 1, torch.device("cpu"), torch.float32, settings, StepStats())
+    wire = Wire(torch.float32)
+    context = StepContext(0, None, 0, 1, torch.device("cpu"), torch.float32, wire, settings, StepStats())
     held = [layout.spread.on(0) for layout in layouts]
     directions = LocalDirections(layouts, held, {0: source}, context)
     directions.prepare(order)
