@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -87,15 +88,13 @@ def decide(
     """
     folder = cache_folder() if folder is None else folder
     file = _file(folder, identity)
-    try:
-        # Whoever waits finds what the first one found.
-        with locked(folder / ".testing", seconds + 30):
-            verdict = _known(file, identity)
-            if verdict is None:
-                verdict = _tried(command, seconds)
+    # Whoever waits finds what the first one found.
+    with locked(folder / ".testing", seconds + 30):
+        verdict = _known(file, identity)
+        if verdict is None:
+            verdict = _tried(command, seconds)
+            with suppress(OSError):  # a home that cannot be written: the next process tests again
                 _keep(file, {"identity": list(identity), **asdict(verdict)})
-    except OSError:
-        verdict = _tried(command, seconds)  # a home that cannot be written: nothing is kept
     if not verdict.ok:
         warn_on_each_machine(
             "deepspeed_muon: the self-test of the native CUDA code failed on this machine, so torch's runs: %s\n"
@@ -123,14 +122,17 @@ def _keep(file: Path, found: dict[str, Any]) -> None:
 
 def _tried(command: Sequence[str], seconds: float) -> Verdict:
     """Run the self-test in a session of its own, so that it can be ended with all that it started."""
-    child = subprocess.Popen(
-        command,
-        env={**os.environ, _INSIDE: "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    try:
+        child = subprocess.Popen(
+            command,
+            env={**os.environ, _INSIDE: "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+    except OSError as error:
+        return Verdict(False, f"it did not start: {error}")
     try:
         output, _ = child.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:

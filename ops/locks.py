@@ -15,15 +15,19 @@ __all__ = ["locked"]
 def locked(file: Path, seconds: float) -> Iterator[bool]:
     """Hold a lock file; yield whether this process got it in time. The operating system releases that of a dead one.
 
+    In a folder that cannot be written processes have nothing to share: each goes on at once.
+
     Args:
         file: Made if it is missing, with its folder; it stays.
         seconds: How long to wait for others.
-
-    Raises:
-        OSError: If the file cannot be written.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("w") as gate:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        gate = file.open("w")
+    except OSError:
+        yield True
+        return
+    with gate:
         deadline = time.monotonic() + seconds
         mine = False
         while not mine:
