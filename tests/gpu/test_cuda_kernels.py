@@ -12,11 +12,8 @@ from torch import Tensor
 from tests.support import cuda_cases as cases
 from tests.support.cuda_cases import UNIT, Inputs, check_product, lower_mirrored
 from tests.support.cuda_library import (
-    DTYPE,
-    MISALIGNED,
     NOT_COMPILED,
     OK,
-    SHAPE,
     Kernels,
     build,
     find_nvcc,
@@ -94,13 +91,7 @@ def test_nothing_outside_of_the_output_is_written(kernels: Kernels, kernel: str)
 
 
 def test_what_is_refused(kernels: Kernels, kernel: str) -> None:
-    d = torch.empty(1, 128, 128, dtype=torch.float16, device="cuda")
-    a = random(1, 128, 68, dtype=torch.float16)
-    assert kernels.sym_gemm(kernel, a, a, None, d) == SHAPE
-    a = random(1, 128, 72, dtype=torch.float16)[:, :, 4:68]
-    assert kernels.sym_gemm(kernel, a, a, None, d) == MISALIGNED
-    a = random(1, 128, 64)
-    assert kernels.sym_gemm(kernel, a, a, None, d) == DTYPE
+    cases.what_is_refused(kernels, kernel, Inputs("cuda"))
     assert kernels.available("sm90") in (OK, NOT_COMPILED, -5)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.support.cuda_library import OK, Kernels
+from tests.support.cuda_library import DTYPE, MISALIGNED, OK, SHAPE, Kernels
 
 UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 """Half of the distance between neighbours, relative: the one rounding of a result."""
@@ -73,6 +73,17 @@ def nothing_outside_is_written(kernels: Kernels, kernel: str, inputs: Inputs) ->
     check_product(d.contiguous(), a, a, None, 1.0, 0.0, 0.0)
     d.fill_(7.0)
     assert bool((wide == 7.0).all())
+
+
+def what_is_refused(kernels: Kernels, kernel: str, inputs: Inputs) -> None:
+    """A shape, an address and a dtype that a kernel cannot take."""
+    d = torch.empty(1, 128, 128, dtype=torch.float16, device=inputs.device)
+    a = inputs(1, 128, 68, dtype=torch.float16)
+    assert kernels.sym_gemm(kernel, a, a, None, d) == SHAPE
+    a = inputs(1, 128, 72, dtype=torch.float16)[:, :, 4:68]
+    assert kernels.sym_gemm(kernel, a, a, None, d) == MISALIGNED
+    a = inputs(1, 128, 64)
+    assert kernels.sym_gemm(kernel, a, a, None, d) == DTYPE
 
 
 def c_may_be_the_output(kernels: Kernels, kernel: str, inputs: Inputs) -> None:

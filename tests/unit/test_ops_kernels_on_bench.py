@@ -11,7 +11,7 @@ from tests.support import cuda_bench
 from tests.support import cuda_cases as cases
 from tests.support.cuda_bench import ANY_TIME, EARLY, LATE, Bench
 from tests.support.cuda_cases import UNIT, Inputs
-from tests.support.cuda_library import DEVICE, DTYPE, MISALIGNED, OK, SHAPE, gram, product_of
+from tests.support.cuda_library import DEVICE, OK, gram, product_of
 from tests.support.reference import polar
 
 pytestmark = pytest.mark.skipif(cuda_bench.unavailable() is not None, reason=str(cuda_bench.unavailable()))
@@ -53,14 +53,7 @@ def test_c_may_be_the_output(bench: Bench, kernel: str) -> None:
 @pytest.mark.parametrize("kernel", ["sm80", "sm90"])
 def test_what_is_refused(bench: Bench, kernel: str) -> None:
     bench.configure(major=MAJOR[kernel])
-    inputs = Inputs("cpu")
-    d = torch.empty(1, 128, 128, dtype=torch.float16)
-    a = inputs(1, 128, 68, dtype=torch.float16)
-    assert bench.sym_gemm(kernel, a, a, None, d) == SHAPE
-    a = inputs(1, 128, 72, dtype=torch.float16)[:, :, 4:68]
-    assert bench.sym_gemm(kernel, a, a, None, d) == MISALIGNED
-    a = inputs(1, 128, 64)
-    assert bench.sym_gemm(kernel, a, a, None, d) == DTYPE
+    cases.what_is_refused(bench, kernel, Inputs("cpu"))
     bench.configure(major=7)
     assert bench.available(kernel) == DEVICE
     bench.configure(major=10)
