@@ -65,9 +65,7 @@ def forecast(
         ``muon``, ``deepspeed_muon_builtin`` and ``adamw``.
     """
     exchange = exchange or exchange_of(parameters, settings)
-    share = settings.tensor_parallel * (settings.data_parallel if settings.stage else 1)
-    muon = sum(p.numel for p in parameters if p.muon) / share
-    other = sum(p.numel for p in parameters) / share - muon
+    muon, other = _partition(parameters, settings)
     zero = zero_bytes(parameters, settings)
     peer = peer_bytes(parameters, settings) - zero
     work, peer_work = float(exchange.flops.max()), peer_flops(parameters, settings)
@@ -146,8 +144,7 @@ def _buffers(
 ) -> dict[str, float]:
     """Return upper bounds of the bytes that Muon's step needs besides, from the chunk size and the largest matrix."""
     largest = max((p.numel // p.stack for p in parameters if p.muon), default=0)
-    share = settings.tensor_parallel * (settings.data_parallel if settings.stage else 1)
-    partition = sum(p.numel for p in parameters if p.muon) / share
+    partition, _ = _partition(parameters, settings)
     needed = _step_memory(parameters, settings, float(exchange.owned_elements.max()) * bool(exchange.moving))
     overlap = overlaps(parameters, settings)
     # Of one chunk, but for those that are written into the send buffer: at stage 3 all except a rank's own share.
@@ -161,15 +158,20 @@ def _buffers(
     }
 
 
+def _partition(parameters: Sequence[PlannedParameter], settings: PlanSettings) -> tuple[float, float]:
+    """Return Muon's elements in a rank's partition, and all others in it."""
+    share = settings.tensor_parallel * (settings.data_parallel if settings.stage else 1)
+    muon = sum(p.numel for p in parameters if p.muon) / share
+    return muon, sum(p.numel for p in parameters) / share - muon
+
+
 def overlaps(parameters: Sequence[PlannedParameter], settings: PlanSettings) -> bool:
     """Return whether chunks travel while others are orthogonalised, decided as the running optimizer does."""
     if settings.overlap != "auto":
         return settings.overlap
-    share = settings.tensor_parallel * (settings.data_parallel if settings.stage else 1)
-    muon = sum(p.numel for p in parameters if p.muon)
-    others = sum(p.numel for p in parameters) - muon
-    needed = _step_memory(parameters, settings, muon / settings.world_size)
-    return needed.overlap_fits(muon=muon / share, others=others / share)
+    muon, others = _partition(parameters, settings)
+    owned = sum(p.numel for p in parameters if p.muon) / settings.world_size
+    return _step_memory(parameters, settings, owned).overlap_fits(muon=muon, others=others)
 
 
 def _step_memory(parameters: Sequence[PlannedParameter], settings: PlanSettings, owned: float) -> StepMemory:
