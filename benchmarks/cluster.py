@@ -67,7 +67,9 @@ def parse_arguments() -> argparse.Namespace:
         default=[None, 1e9, 200e6, 50e6],
         help="of every link, in each direction: unlimited 1gbit 200mbit 50mbit; unlimited is what predictions need",
     )
-    parser.add_argument("--optimizers", nargs="+", default=OPTIMIZERS)
+    parser.add_argument(
+        "--optimizers", nargs="+", default=OPTIMIZERS, help="of those of benchmarks/step_ranks.py"
+    )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument(
         "--cell-seconds",
@@ -161,11 +163,14 @@ def rows_of(reports: list[Any], arguments: argparse.Namespace, common: Row) -> I
 
 def merged(known: list[Row], rows: list[Row]) -> list[Row]:
     """Return the rows that are known with ``rows`` put in or over them, in order."""
+    from benchmarks.step_ranks import OPTIMIZERS as known_optimizers
 
     def key(row: Row) -> tuple[Any, ...]:
         rate = float("inf") if row["rate"] is None else row["rate"]
         where = (row["model"], row["stage"], row["hosts"], row["ranks_per_host"], -rate)
-        return (*where, OPTIMIZERS.index(row["optimizer"]))
+        return (*where, names.index(row["optimizer"]))
+
+    names = list(known_optimizers)
 
     found = {key(row): row for row in [*known, *rows]}
     return [found[each] for each in sorted(found)]

@@ -22,6 +22,7 @@ Row = dict[str, Any]
 _NAMES = {
     "ours": "muon",
     "ours, no overlap": "muon",
+    "ours, small chunks": "muon",
     "DeepSpeed Muon, standard": "deepspeed_muon_builtin",
     "DeepSpeed AdamW": "adamw",
 }
@@ -32,7 +33,7 @@ def add_predictions(rows: list[Row]) -> None:
     unlimited = {_place(row): row for row in rows if row["rate"] is None}
     for row in rows:
         known = unlimited.get(_place(row))
-        if row["rate"] is None or known is None:
+        if row["rate"] is None or known is None or row["optimizer"] not in _NAMES:
             continue
         seconds = statistics.median(Steps(known).whole)
         row["predicted_s"] = round(_predicted(row, seconds), 6)

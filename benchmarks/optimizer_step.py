@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.step_ranks import MODELS, OPTIMIZERS
+from benchmarks.step_ranks import MODELS, OPTIMIZERS, VARIANTS
 
 # So small that every tensor that matters is mapped by itself and given back when it is freed.
 _RETURN_MEMORY = {
@@ -51,7 +51,7 @@ def parse_arguments() -> argparse.Namespace:
         "--optimizers",
         nargs="+",
         choices=list(OPTIMIZERS),
-        default=[name for name in OPTIMIZERS if name != "ours, no overlap"],
+        default=[name for name in OPTIMIZERS if name not in VARIANTS],
     )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=128, help="tokens of a micro-batch of one sequence")

@@ -44,11 +44,20 @@ MODELS = {
 OPTIMIZERS = {
     "ours": "this project, its defaults",
     "ours, no overlap": "exchange_overlap false; only on request",
+    "ours, small chunks": "at most 65536 elements of a rank in a chunk; only on request",
+    "ours, one machine": "owners send updates to every rank as if all were on one machine; only on request",
     "DeepSpeed Muon, standard": "ns_method standard (bf16 where supported)",
     "DeepSpeed Muon, gram": "its default (fp16 where supported)",
     "DeepSpeed AdamW": "DeepSpeed's fused AdamW",
     "torch Muon": "torch.optim.Muon and AdamW, whole matrices on every rank, stage 0 only",
 }
+
+VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "ours, no overlap": lambda: {"exchange_overlap": False},
+    "ours, small chunks": lambda: {"exchange_chunk_numel": 1 << 16},
+    "ours, one machine": lambda: {"ranks_per_node": dist.get_world_size()},
+}
+"""Other settings of this project than its defaults."""
 
 
 class Layer(nn.Module):
@@ -166,8 +175,8 @@ def make_engine(optimizer: str, shape: Shape, stage: int, accumulation: int, dev
         config["zero_allow_untested_optimizer"] = True
     else:
         config["optimizer"] = {"type": "Muon", "params": {"lr": 0.0}}
-    if optimizer == "ours, no overlap":
-        config["optimizer"]["params"]["exchange_overlap"] = False
+    if optimizer in VARIANTS:
+        config["optimizer"]["params"].update(VARIANTS[optimizer]())
     if optimizer.startswith("DeepSpeed Muon"):
         config["optimizer"]["params"]["ns_method"] = optimizer.rpartition(" ")[2]
         if stage == 3:

@@ -37,7 +37,7 @@ from deepspeed_muon.transport.agreement import RankFacts
 from deepspeed_muon.transport.buffers import ExchangeBuffers
 from deepspeed_muon.transport.context import StepStats
 from deepspeed_muon.transport.members import Members
-from deepspeed_muon.transport.share_groups import ShareGroups
+from deepspeed_muon.transport.subgroups import Subgroups
 
 __all__ = ["Muon"]
 
@@ -157,7 +157,12 @@ class Muon(RoutedOptimizer):
         return [runner.adam.report() for runner in self.runners]
 
     def bind(
-        self, step_sets: Sequence[StepSet], *, device: torch.device, members: Members | None = None
+        self,
+        step_sets: Sequence[StepSet],
+        *,
+        device: torch.device,
+        members: Members | None = None,
+        ranks_per_node: int | None = None,
     ) -> None:
         """Tell the optimizer where ZeRO keeps its parameters and make the exchange plans; nothing is sent.
 
@@ -167,6 +172,7 @@ class Muon(RoutedOptimizer):
             step_sets: What each call of ``step()`` will update, from an adapter.
             device: Where the exchange and the iteration run.
             members: The ranks of the engine; without them it is this one alone.
+            ranks_per_node: What all ranks found, where the setting of this name is not set.
 
         Raises:
             ConfigError: If a setting does not fit the number of ranks.
@@ -174,7 +180,10 @@ class Muon(RoutedOptimizer):
         """
         if dist.is_available() and dist.is_initialized():
             self.config.check_world(dist.get_world_size())
-        self._orthogonalize = select(self.config.ns_backend)
+        config = self.config
+        if config.ranks_per_node is None and ranks_per_node:
+            config = config.model_copy(update={"ranks_per_node": ranks_per_node})
+        self._orthogonalize = select(config.ns_backend)
         self.members = members or Members()
         self.exchange_buffers = ExchangeBuffers(device)
         self.recorder.reset(device)
@@ -184,13 +193,13 @@ class Muon(RoutedOptimizer):
             self.stats,
             self.recorder,
             self.exchange_buffers,
-            ShareGroups(self.members),
+            Subgroups(self.members),
             self.state_policy,
-            overlap=overlaps(step_sets, self.config, device),
+            overlap=overlaps(step_sets, config, device),
         )
         # QK-clip works on the updated weights, at the end of each call.
         may_stay_pending = resources.overlap and self.qk_clip is None
-        self._bound = BoundSteps(step_sets, self.config, resources, may_stay_pending=may_stay_pending)
+        self._bound = BoundSteps(step_sets, config, resources, may_stay_pending=may_stay_pending)
         for group in self.param_groups:  # hidden from DeepSpeed's wrappers until they are made
             group.setdefault("use_muon", group["algorithm"] == "muon")
         if self.qk_clip is not None:
@@ -211,13 +220,13 @@ class Muon(RoutedOptimizer):
         """Return the process groups that the bound step sets communicate in."""
         return [] if self._bound is None else self._bound.process_groups()
 
-    def open_share_groups(self) -> None:
-        """Make the process groups of ranks that share matrices, after :meth:`bind` and once the plans were compared.
+    def open_subgroups(self) -> None:
+        """Make the process groups of ranks that share matrices or relay updates, once the plans were compared.
 
         Must be called by all ranks of the engine.
         """
         if self._bound is not None:
-            self._bound.open_share_groups()
+            self._bound.open_subgroups()
 
     def clip_attention_of(self, model: nn.Module) -> None:
         """Find the attention layers that ``qk_clip`` is about, before :meth:`bind`; nothing without that setting.

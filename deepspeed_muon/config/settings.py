@@ -211,8 +211,9 @@ class MuonConfig(BaseModel):
     ranks_per_node: v.Whole | None = Field(
         default=None,
         ge=1,
-        description="Ranks of one machine, numbered consecutively: a matrix then prefers an owner on the machine that "
-        "holds most of it; unset: all ranks count as equally far.",
+        description="Ranks of one machine, numbered consecutively: a matrix prefers an owner on the machine that holds "
+        "most of it, and at stage 0 an update crosses the link between two machines once; unset: what the launcher "
+        "says (`LOCAL_WORLD_SIZE`, `LOCAL_SIZE`), if it says the same everywhere.",
     )
     share_matrices: Literal["auto", False] | Annotated[v.Whole, Field(ge=2, strict=True)] = Field(
         default="auto",

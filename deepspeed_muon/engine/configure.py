@@ -41,7 +41,8 @@ from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.param_groups import build_groups
 from deepspeed_muon.routing.pipeline_module import is_divided
 from deepspeed_muon.routing.rules import check_routes, format_routes, summarize_routes, warn_without_muon
-from deepspeed_muon.transport.agreement import RankFacts, agree
+from deepspeed_muon.step.assignment import ranks_of_this_node
+from deepspeed_muon.transport.agreement import RankFacts, agree, common
 from deepspeed_muon.transport.members import Members
 
 __all__ = [
@@ -230,17 +231,21 @@ def _bind(engine: Any, optimizer: Muon) -> None:
     look_for_overflow(wrapper)
     error: Exception | None = None
     members = members_of(engine)
+    # All ranks have the same setting, so all of them take part in the sum or none does.
+    per_node = optimizer.config.ranks_per_node or common(
+        ranks_of_this_node(), members=members, what="comparison of ranks per machine"
+    )
     try:
         if optimizer.config.qk_clip is not None:
             refuse_with_qk_clip(engine)
             optimizer.clip_attention_of(engine.module)
         step_sets = read_step_sets(engine, optimizer, optimizer.route_table())
-        optimizer.bind(step_sets, device=_compute_device(), members=members)
+        optimizer.bind(step_sets, device=_compute_device(), members=members, ranks_per_node=per_node)
         facts = optimizer.plan_facts()
     except Exception as caught:
         error, facts = caught, RankFacts({})
     agree(facts, error=error, kind=PlanMismatchError, members=members)
-    optimizer.open_share_groups()
+    optimizer.open_subgroups()
     if is_divided(engine.module):
         _check_all_stages(optimizer, engine.seq_data_parallel_group)
     if wrapper is not optimizer:

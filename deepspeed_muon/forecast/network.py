@@ -65,7 +65,8 @@ def network_seconds(
         peer -= gradients * settings.model_bytes * (ranks - 1) / ranks
     # What one rank receives in one direction, it sends in the other.
     one_way = max(exchange.gather_elements.max(), exchange.scatter_elements.max()) * settings.wire_bytes
-    own = _leaving_the_node(settings) * float(one_way) * (2.0 if settings.stage else 1.0)
+    inside = min(settings.gpus_per_node, settings.world_size)
+    own = inside * exchange.leaving * float(one_way) * (2.0 if settings.stage else 1.0)
     # A ring passes every link once, however many ranks a node has.
     several_nodes = settings.world_size > settings.gpus_per_node
     found = {}
@@ -79,9 +80,3 @@ def network_seconds(
             seconds["whole_step"] = sum(seconds.values())
         found[name] = seconds
     return found
-
-
-def _leaving_the_node(settings: PlanSettings) -> float:
-    """Return how often a node's link carries what one of its ranks sends to all others."""
-    world, inside = settings.world_size, min(settings.gpus_per_node, settings.world_size)
-    return inside * (world - inside) / (world - 1) if world > 1 else 0.0

@@ -24,6 +24,7 @@ from deepspeed_muon.plan.hardware import GPUS, Gpu
 from deepspeed_muon.plan.holdings import Floats, Holdings, flat_holdings, sharded_holdings
 from deepspeed_muon.plan.order import OrderName, balanced_order, flat_partition_numel
 from deepspeed_muon.plan.owners import holders_in_holdings
+from deepspeed_muon.plan.relay import Machines
 from deepspeed_muon.plan.sharing import Shareable, SharingRule, Speeds, assign_ranks, even_sizes
 from deepspeed_muon.plan.stacks import block_runs, travelling_cost
 
@@ -32,9 +33,11 @@ __all__ = [
     "PlanSettings",
     "PlannedParameter",
     "exchange_of",
+    "machines_that_relay",
     "parameter_flops",
     "peer_bytes",
     "peer_flops",
+    "to_other_nodes",
     "zero_bytes",
 ]
 
@@ -139,6 +142,7 @@ class Exchange:
         gather_elements: Elements that each rank sends to owners.
         scatter_elements: Elements that each rank sends back as an owner.
         moving: The number of Muon parameters of which elements travel.
+        leaving: The part of what a rank sends that leaves its node, where that is the largest.
     """
 
     owners: tuple[int, ...]
@@ -148,6 +152,7 @@ class Exchange:
     gather_elements: Floats
     scatter_elements: Floats
     moving: int
+    leaving: float
 
     @property
     def balance(self) -> float:
@@ -204,7 +209,41 @@ def exchange_of(parameters: Sequence[PlannedParameter], settings: PlanSettings) 
         gather, scatter = gather + sent, scatter + returned
         moving.update(members[numbers[at]] for at in np.flatnonzero(travels))
     in_order = tuple(owners[number] for number in range(len(muon)))
-    return Exchange(in_order, shared, owned, np.asarray(load), gather, scatter, len(moving))
+    scatter, leaving = _relayed(scatter, settings)
+    return Exchange(in_order, shared, owned, np.asarray(load), gather, scatter, len(moving), leaving)
+
+
+def _relayed(scatter: Floats, settings: PlanSettings) -> tuple[Floats, float]:
+    """Return what each rank sends in scatter, and the largest part of that which leaves a node.
+
+    Args:
+        scatter: What each rank would send if owners sent to each rank themselves.
+        settings: Stage and ranks.
+    """
+    machines = machines_that_relay(settings)
+    if machines is None or not scatter.any():
+        return scatter, to_other_nodes(settings)
+    own = scatter.reshape(machines.count, machines.ranks) / (settings.world_size - 1)
+    across = own * (machines.count - 1)
+    sent = across + own.sum(axis=0) * (machines.ranks - 1)
+    return sent.reshape(-1), float(across.max() / sent.max())
+
+
+def machines_that_relay(settings: PlanSettings) -> Machines | None:
+    """Return the nodes among which updates are relayed, ``None`` where owners send them to each rank themselves."""
+    relays = settings.stage == 0 and settings.tensor_parallel == 1
+    return Machines.of(_nodes(settings)) if relays else None
+
+
+def to_other_nodes(settings: PlanSettings) -> float:
+    """Return the part that leaves the node of what a rank sends equally to all other ranks."""
+    world, inside = settings.world_size, min(settings.gpus_per_node, settings.world_size)
+    return (world - inside) / (world - 1) if world > 1 else 0.0
+
+
+def _nodes(settings: PlanSettings) -> list[int]:
+    """Return the node of every rank; ranks are numbered node by node."""
+    return [rank // max(1, settings.gpus_per_node) for rank in range(settings.world_size)]
 
 
 def _assign(
@@ -226,8 +265,7 @@ def _assign(
     sizes = np.array([parameter.numel // parameter.stack for parameter in muon], dtype=np.int64)
     index, first, count = np.array(runs, dtype=np.int64).T
     begins, ends = first * sizes[index], (first + count) * sizes[index]
-    # Ranks are numbered node by node.
-    nodes = [rank // max(1, settings.gpus_per_node) for rank in range(settings.world_size)]
+    nodes = _nodes(settings)
     ranks = assign_ranks(
         [costs[i] / muon[i].stack * blocks for i, _, blocks in runs],
         [Shareable(*muon[i].blocks[0][1:], stays=whole[i]) if alone[i] else None for i, _, _ in runs],

@@ -14,8 +14,10 @@ from deepspeed_muon.forecast.predict import (
     PlannedParameter,
     PlanSettings,
     exchange_of,
+    machines_that_relay,
     peer_bytes,
     peer_flops,
+    to_other_nodes,
     zero_bytes,
 )
 from deepspeed_muon.plan.exchange import ExchangePlan
@@ -81,7 +83,9 @@ def forecast(
     kept_by_adamw = {**kept, "optimizer_state": 8.0 * (muon + other)}
     kept["optimizer_state"] = 4.0 * muon + 8.0 * other
     seconds = _muon_seconds(settings, one_way if settings.stage else 0.0, work, one_way)
-    peer_seconds = _muon_seconds(settings, _link_seconds(settings, peer), peer_work, 0.0)
+    peer_seconds = _muon_seconds(
+        settings, _link_seconds(settings, peer, to_other_nodes(settings)), peer_work, 0.0
+    )
     memory = {**kept, **_buffers(parameters, settings, exchange)}
     return {
         "muon": Forecast(sent, zero, work, _total({**seconds, **flat}), _total(memory)),
@@ -109,14 +113,10 @@ def _compute_seconds(settings: PlanSettings, flops: float) -> float:
     return flops / (settings.gpu.flops * settings.efficiency)
 
 
-def _link_seconds(settings: PlanSettings, nbytes: float) -> float:
-    """Return the time of sending to peers that are spread over all ranks, most of them on other nodes."""
-    world = settings.world_size
-    if world == 1:
-        return 0.0
-    inside = min(1.0, (min(settings.gpus_per_node, world) - 1) / (world - 1))
-    node = inside * nbytes / settings.gpu.node_bandwidth
-    network = (1 - inside) * nbytes / settings.gpu.network_bandwidth
+def _link_seconds(settings: PlanSettings, nbytes: float, leaving: float) -> float:
+    """Return the time of sending so many bytes, of which the part ``leaving`` goes to other nodes."""
+    node = (1 - leaving) * nbytes / settings.gpu.node_bandwidth
+    network = leaving * nbytes / settings.gpu.network_bandwidth
     return max(node, network) / settings.link_efficiency
 
 
@@ -125,7 +125,10 @@ def _exchange_seconds(settings: PlanSettings, nbytes: float, exchange: Exchange)
         return 0.0
     # At stages 1 and 2 a rank exchanges with the neighbours that share its straddling matrices.
     peers = settings.world_size - 1 if settings.stage in (0, 3) else 2 * settings.tensor_parallel
-    return _link_seconds(settings, nbytes) + _MESSAGE_SECONDS * min(peers, settings.world_size - 1)
+    if (machines := machines_that_relay(settings)) is not None:
+        peers = machines.count + machines.ranks - 2
+    seconds = _link_seconds(settings, nbytes, exchange.leaving)
+    return seconds + _MESSAGE_SECONDS * min(peers, settings.world_size - 1)
 
 
 def _kept(parameters: Sequence[PlannedParameter], settings: PlanSettings) -> dict[str, float]:

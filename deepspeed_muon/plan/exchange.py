@@ -4,6 +4,8 @@ Gather brings every fragment of a matrix to its owner; scatter brings the update
 fragments. A fragment that already lies on its owner never enters a buffer. Matrices travel in chunks of bounded size,
 which bounds the buffers. A chunk in which nothing moves has no all-to-all on any rank.
 
+Updates of replicated matrices are relayed where there are several machines; see :mod:`deepspeed_muon.plan.relay`.
+
 A rank plans only for the fragments that it holds and the matrices that it owns. In a buffer the fragments are ordered
 by peer, then by matrix. Both sides derive that order from the same layouts, so no header travels. Peers that send equal
 fragments make one :class:`Segment`: a plan has about as many segments as matrices, however many ranks there are.
@@ -15,10 +17,13 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
+from deepspeed_muon.plan.chunks import cut_into_chunks, moves
 from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.relay import Machines, Relay
 from deepspeed_muon.plan.spread import Ints, Places
 from deepspeed_muon.plan.wire import PLAIN, WireFormat
 
@@ -29,13 +34,7 @@ __all__ = [
     "Segment",
     "build_chunk",
     "build_exchange_plan",
-    "chunk_limit",
 ]
-
-# Several chunks can overlap, and small ones need little memory. Chunks below this number of elements a rank (512 KiB in
-# bf16, some ten microseconds at 50 GB/s) are bound by latency.
-_CHUNKS = 8
-_LEAST_NUMEL_PER_RANK = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +100,8 @@ class Chunk:
         owned_buffer: Fragments that other ranks hold of this rank's matrices.
         gathers: Whether any rank sends anything in gather.
         scatters: Whether any rank sends anything in scatter.
+        relay: How scatter goes in two turns, across machines and inside them; ``None`` for one all-to-all. With it
+            ``peers`` and ``counts`` of the buffers mean nothing.
     """
 
     matrices: tuple[int, ...]
@@ -109,6 +110,7 @@ class Chunk:
     owned_buffer: BufferPlan
     gathers: bool
     scatters: bool
+    relay: Relay | None = None
 
     def active(self, flags: Sequence[bool]) -> list[int]:
         """Return the chunk's matrices whose flag is set; ``flags`` has one for each matrix of the plan."""
@@ -116,7 +118,9 @@ class Chunk:
 
     @property
     def sent_elements(self) -> int:
-        """Units that this rank sends to others in both all-to-alls."""
+        """Units that this rank sends to others in gather and scatter."""
+        if self.relay is not None:
+            return sum(self.relay.sent_units)
         return self.held_buffer.numel * self.gathers + self.owned_buffer.numel * self.scatters
 
 
@@ -130,6 +134,7 @@ class ExchangePlan:
         matrices: All matrices, equal on every rank.
         owners: The owner of each matrix, equal on every rank.
         chunks: What travels together, in order.
+        machines: Those among which updates of replicated matrices are relayed.
     """
 
     rank: int
@@ -137,15 +142,22 @@ class ExchangePlan:
     matrices: tuple[MatrixLayout, ...]
     owners: tuple[int, ...]
     chunks: tuple[Chunk, ...]
+    machines: Machines | None = None
 
     @property
     def sent_elements(self) -> int:
         """Units that this rank sends to other ranks per step: elements, or bytes on a coded wire."""
         return sum(chunk.sent_elements for chunk in self.chunks)
 
+    def subgroups(self) -> set[tuple[int, ...]]:
+        """Return the ranks of every subgroup in which this rank shares matrices or relays updates."""
+        sharing = {matrix.sharers for matrix in self.matrices if self.rank in matrix.sharers}
+        relays = (chunk.relay for chunk in self.chunks if chunk.relay is not None)
+        return sharing.union(*((relay.across, relay.inside) for relay in relays))
+
     def digest(self) -> str:
         """Return a hash of :meth:`description`, which must be equal on all ranks."""
-        found = hashlib.sha256()
+        found = hashlib.sha256(repr(self.machines).encode())
         for row in self.description():
             found.update(json.dumps(row).encode())
         return found.hexdigest()
@@ -176,6 +188,7 @@ def build_exchange_plan(
     world_size: int,
     chunk_numel: int,
     wire: WireFormat = PLAIN,
+    machines: Machines | None = None,
 ) -> ExchangePlan:
     """Make the plan of one rank.
 
@@ -187,123 +200,14 @@ def build_exchange_plan(
         chunk_numel: Elements that one rank owns in a chunk at most, which bounds what it receives at once. A larger
             matrix travels without others of its owner. Chunks are smaller where this bound would make only a few.
         wire: The room that a fragment takes in a buffer.
+        machines: Those among which updates of replicated matrices are relayed.
     """
     spreads = [matrix.spread for matrix in matrices]
     chunks = [
-        build_chunk(spreads, owners, indices, rank, wire)
-        for indices in _cut(matrices, owners, chunk_numel, world_size)
+        build_chunk(spreads, owners, indices, rank, wire, machines)
+        for indices in cut_into_chunks(matrices, owners, chunk_numel, world_size, machines)
     ]
-    return ExchangePlan(rank, world_size, tuple(matrices), tuple(owners), tuple(chunks))
-
-
-def _moves(places: Places, owner: int) -> bool:
-    return places.ranks != range(owner, owner + 1)
-
-
-def _cut(
-    matrices: Sequence[MatrixLayout], owners: Sequence[int], bound: int, world_size: int
-) -> list[list[int]]:
-    """Cut the matrices into chunks, those that never move first.
-
-    Every owner fills its own part of a chunk up to ``bound`` elements, largest matrices first, so that the parts of a
-    chunk cost about the same. A bound on whole chunks would let most ranks wait in a large model: a chunk would hold
-    few matrices, and few ranks would own any of them.
-
-    Replicated matrices have chunks of their own, because only their updates travel. Every rank receives each whole
-    update, so there the bound holds for all owners together. Shared matrices have chunks of their own too; all rows of
-    a matrix are in one chunk, because the sharers orthogonalise them at the same time.
-    """
-    kinds: dict[tuple[bool, bool], list[int]] = {}
-    shared: list[int] = []
-    for index, matrix in enumerate(matrices):
-        if matrix.sharers:
-            shared.append(index)
-        else:
-            kinds.setdefault((_moves(matrix.spread, owners[index]), matrix.replicated), []).append(index)
-    chunks = _cut_shared(matrices, shared, bound)
-    for (moving, replicated), members in sorted(kinds.items()):
-        together = moving and replicated
-        parts: dict[int, list[int]] = {}
-        for index in sorted(members, key=lambda i: (-matrices[i].numel, i)):
-            parts.setdefault(-1 if together else owners[index], []).append(index)
-        largest = max(sum(matrices[i].numel for i in part) for part in parts.values())
-        limit = chunk_limit(largest, bound, ranks=world_size if together else 1)
-        found: list[list[int]] = []
-        for part in parts.values():
-            items = [(i, matrices[i].numel, owners[i] if together else -1) for i in part]
-            for number, filled in enumerate(_fill(items, limit, copies=world_size - 1 if together else 0)):
-                found += [[]] if number == len(found) else []
-                found[number] += filled
-        chunks += [sorted(chunk) for chunk in found]
-    return chunks
-
-
-def _cut_shared(matrices: Sequence[MatrixLayout], shared: Sequence[int], bound: int) -> list[list[int]]:
-    """Cut shared matrices into chunks in which each rank has at most ``bound`` elements, or one matrix.
-
-    Args:
-        matrices: All matrices.
-        shared: Indices of the rows that sharers get; those of one matrix follow each other.
-        bound: As for :func:`_cut`.
-    """
-    chunks: list[list[int]] = []
-    place: dict[int, int] = {}
-    filled: dict[int, int] = {}
-    start = 0
-    while start < len(shared):
-        first = matrices[shared[start]]
-        together = shared[start : start + len(first.sharers)]
-        parts = dict(zip(first.sharers, (matrices[index].numel for index in together), strict=True))
-        if first.replicated:
-            # Every rank receives the whole update.
-            parts = {-1: sum(parts.values())}
-        at = max(
-            place.get(rank, 0) + _is_full(filled.get(rank, 0), numel, bound) for rank, numel in parts.items()
-        )
-        chunks += [[]] if at == len(chunks) else []
-        chunks[at] += together
-        for rank, numel in parts.items():
-            filled[rank] = numel + (filled[rank] if place.get(rank) == at else 0)
-            place[rank] = at
-        start += len(together)
-    return chunks
-
-
-def _is_full(filled: int, numel: int, bound: int) -> bool:
-    return filled > 0 and filled + numel > bound
-
-
-def chunk_limit(largest: int, bound: int, *, ranks: int = 1) -> int:
-    """Return how many elements an owner's part of a chunk has at most, unless it is a single matrix.
-
-    Args:
-        largest: Elements of the owner that owns most.
-        bound: What the configuration allows.
-        ranks: Ranks that share the bound.
-    """
-    return min(bound, max(-(-largest // _CHUNKS), _LEAST_NUMEL_PER_RANK * ranks))
-
-
-def _fill(items: Sequence[tuple[int, int, int]], limit: int, *, copies: int) -> list[list[int]]:
-    """Divide items, in order, into chunks of at most ``limit`` elements or one item.
-
-    Args:
-        items: Index, elements and owner of each.
-        limit: Elements of a chunk, and of what one owner sends of it.
-        copies: How many copies of its items an owner sends.
-    """
-    chunks: list[list[int]] = []
-    filled = 0
-    of_owner: dict[int, int] = {}
-    for index, numel, owner in items:
-        own = of_owner.get(owner, 0)
-        if not chunks or filled + numel > limit or (own and copies * (own + numel) > limit):
-            chunks.append([])
-            filled, of_owner, own = 0, {}, 0
-        chunks[-1].append(index)
-        filled += numel
-        of_owner[owner] = own + numel
-    return chunks
+    return ExchangePlan(rank, world_size, tuple(matrices), tuple(owners), tuple(chunks), machines)
 
 
 def build_chunk(
@@ -312,6 +216,7 @@ def build_chunk(
     indices: Sequence[int],
     rank: int,
     wire: WireFormat = PLAIN,
+    machines: Machines | None = None,
 ) -> Chunk:
     """Plan one chunk for one rank.
 
@@ -321,9 +226,12 @@ def build_chunk(
         indices: The matrices of the chunk, ascending; all replicated, or none.
         rank: The rank.
         wire: The room that a fragment takes in a buffer.
+        machines: Those among which updates of replicated matrices are relayed.
     """
-    moving = [index for index in indices if _moves(places[index], owners[index])]
+    moving = [index for index in indices if moves(places[index], owners[index])]
     owned = tuple(index for index in indices if owners[index] == rank)
+    if machines is not None and moving and places[moving[0]].replicated:
+        return _relayed_chunk(places, owners, indices, rank, wire, machines)
     return Chunk(
         tuple(indices),
         owned,
@@ -332,6 +240,48 @@ def build_chunk(
         # The owner of a replicated matrix has the whole gradient already.
         gathers=bool(moving) and not places[moving[0]].replicated,
         scatters=bool(moving),
+    )
+
+
+def _relayed_chunk(
+    places: Sequence[Places],
+    owners: Sequence[int],
+    indices: Sequence[int],
+    rank: int,
+    wire: WireFormat,
+    machines: Machines,
+) -> Chunk:
+    """Plan a chunk of replicated matrices: the held buffer is ordered by the owner's place on its machine first."""
+    across, inside = machines.across(rank), machines.inside(rank)
+    sizes: dict[int, int] = {}
+    for index in indices:
+        sizes[owners[index]] = sizes.get(owners[index], 0) + wire.units(places[index].numel)
+    senders = [machines.across(peer) for peer in inside]
+    parts = tuple(sum(sizes.get(owner, 0) for owner in part) for part in senders)
+    relay = Relay(across, inside, tuple(sizes.get(owner, 0) for owner in across), parts)
+    order = [owner for part in senders for owner in part]
+    at = dict(zip(order, accumulate((sizes.get(owner, 0) for owner in order), initial=0), strict=False))
+    own_start = at[rank]
+    held: list[Segment] = []
+    owned: list[Segment] = []
+    for index in sorted(indices, key=lambda index: owners[index]):
+        owner, numel = owners[index], places[index].numel
+        units = wire.units(numel)
+        if owner == rank:
+            where = (at[rank] - own_start, units, len(across), sizes[rank])
+            owned.append(Segment(index, 0, numel, *where, copies=True))
+        else:
+            held.append(Segment(index, 0, numel, at[owner], units))
+        at[owner] += units
+    nobody = _ints(())
+    return Chunk(
+        tuple(indices),
+        tuple(segment.matrix for segment in owned),
+        BufferPlan(tuple(held), nobody, nobody, sum(sizes.values())),
+        BufferPlan(tuple(owned), nobody, nobody, len(across) * sizes.get(rank, 0)),
+        gathers=False,
+        scatters=True,
+        relay=relay,
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from deepspeed_muon.plan.exchange import chunk_limit
+from deepspeed_muon.plan.chunks import chunk_limit
 
 __all__ = ["SLOTS", "WINDOW_NUMEL", "StepMemory", "largest_chunk"]
 

@@ -14,11 +14,12 @@ from deepspeed_muon.errors import UnsupportedConfigError
 from deepspeed_muon.plan.exchange import ExchangePlan, build_exchange_plan
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.owners import holders_in_layouts, matrix_flops
+from deepspeed_muon.plan.relay import Machines
 from deepspeed_muon.plan.sharing import Shareable, SharingRule, Speeds, assign_ranks, cut_for_sharers
 from deepspeed_muon.plan.stacks import cut_stack, travelling_cost
 from deepspeed_muon.step.step_set import StepSet
 
-__all__ = ["Assignment", "assign", "may_share", "planned"]
+__all__ = ["Assignment", "assign", "may_relay", "may_share", "planned", "ranks_of_this_node"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +78,8 @@ def assign(
         holders_in_layouts(matrices, step_set.world_size),
         load=load,
         rule=rule,
-        nodes=_nodes(step_set, config.ranks_per_node),
-        share_nodes=_nodes(step_set, config.ranks_per_node or _ranks_of_this_node())
-        or [0] * step_set.world_size,
+        nodes=_nodes(step_set, config),
+        share_nodes=_nodes(step_set, config) or [0] * step_set.world_size,
     )
     # The operations of sharers, without the time of their collectives.
     work = replace(rule, speeds=None)
@@ -113,6 +113,7 @@ def planned(
         world_size=step_set.world_size,
         chunk_numel=config.exchange_chunk_numel,
         wire=config.wire_format,
+        machines=Machines.of(_nodes(step_set, config)) if can_open_groups else None,
     )
     return assignment, plan
 
@@ -122,6 +123,12 @@ def may_share(config: MuonConfig, device: torch.device) -> bool:
     if config.share_matrices is False or not dist.is_initialized() or dist.get_world_size() == 1:
         return False
     return config.share_matrices != "auto" or device.type == "cuda"
+
+
+def may_relay(config: MuonConfig) -> bool:
+    """Return whether updates may be relayed between machines at all: the same on every rank."""
+    ranks = config.ranks_per_node or 1
+    return dist.is_initialized() and 1 < ranks < dist.get_world_size()
 
 
 def _most(step_set: StepSet, config: MuonConfig, device: torch.device, can_open_groups: bool) -> int:
@@ -155,17 +162,15 @@ def _shareable(matrix: MatrixLayout) -> Shareable | None:
     return Shareable(matrix.rows, matrix.cols, stays=matrix.spread.whole_on is not None)
 
 
-def _ranks_of_this_node() -> int | None:
-    """Return the number that the launcher gives, in torchrun's variable or DeepSpeed's."""
-    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name]) or None
-    return None
+def ranks_of_this_node() -> int:
+    """Return the number that the launcher gives, in torchrun's variable or DeepSpeed's; 0 without one."""
+    given = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"))
+    return next((int(number) for number in given if number.isdigit()), 0)
 
 
-def _nodes(step_set: StepSet, ranks_per_node: int | None) -> Sequence[int] | None:
-    """Return the machine of every rank of the set's group, numbered from zero."""
-    if ranks_per_node is None or step_set.group is None:
+def _nodes(step_set: StepSet, config: MuonConfig) -> Sequence[int] | None:
+    """Return the machine of every rank of the set's group, numbered from zero; ``None`` if that is not known."""
+    if config.ranks_per_node is None or step_set.group is None:
         return None
-    nodes = [rank // ranks_per_node for rank in dist.get_process_group_ranks(step_set.group)]
+    nodes = [rank // config.ranks_per_node for rank in dist.get_process_group_ranks(step_set.group)]
     return [node - min(nodes) for node in nodes]

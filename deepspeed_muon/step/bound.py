@@ -14,7 +14,7 @@ from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import BindingError
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.memory import StepMemory, largest_chunk
-from deepspeed_muon.step.assignment import may_share
+from deepspeed_muon.step.assignment import may_relay, may_share
 from deepspeed_muon.step.gradients import Flat, GradientInspection
 from deepspeed_muon.step.runner import StepResources, StepRunner
 from deepspeed_muon.step.step_set import StepSet
@@ -74,14 +74,15 @@ class BoundSteps:
         found = {group: None for each in sets for group in (each.wider_group, each.tensor_group, each.group)}
         return [group for group in found if group is not None]
 
-    def open_share_groups(self) -> None:
-        """Make the process groups of ranks that share matrices, after the ranks have compared their plans.
+    def open_subgroups(self) -> None:
+        """Make the process groups of ranks that share matrices or relay updates, after the ranks compared their plans.
 
         Must be called by all ranks of the engine.
         """
-        groups = self._resources.share_groups
-        if may_share(self._config, self._resources.device) and groups.can_open:
-            groups.open(ranks for runner in self.runners for ranks in runner.groups_that_share())
+        groups = self._resources.subgroups
+        possible = may_share(self._config, self._resources.device) or may_relay(self._config)
+        if possible and groups.can_open:
+            groups.open(ranks for runner in self.runners for ranks in runner.subgroups())
 
     def current(
         self, param_groups: Sequence[dict[str, Any]]

@@ -19,7 +19,7 @@ from deepspeed_muon.plan.layout import Block, MatrixLayout
 from deepspeed_muon.step.update_rule import UpdateRule
 from deepspeed_muon.transport.context import StepContext
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
-from deepspeed_muon.transport.share_groups import ShareGroups, global_ranks
+from deepspeed_muon.transport.subgroups import Subgroups, global_ranks
 from deepspeed_muon.transport.waiting import phase
 
 __all__ = ["CutOverGroup", "Directions", "Orthogonalize", "Placement", "Updates", "WholeAtOwner"]
@@ -190,14 +190,14 @@ class CutOverGroup:
         context: StepContext,
         check: ResultCheck,
         *,
-        share_groups: ShareGroups,
+        subgroups: Subgroups,
         tensor_group: dist.ProcessGroup | None,
     ) -> None:
         """Keep the arguments; ``tensor_group`` is the group of all matrices without sharers."""
         self._matrices = matrices
         self._context = context
         self._check = check
-        self._share_groups = share_groups
+        self._subgroups = subgroups
         self._tensor_group = tensor_group
 
     def updates(self, owned: Sequence[int], directions: Directions) -> Updates:
@@ -233,7 +233,7 @@ class CutOverGroup:
 
     def _group_of(self, matrix: MatrixLayout) -> dist.ProcessGroup:
         if matrix.sharers:
-            return self._share_groups.get(global_ranks(matrix, self._context.group))
+            return self._subgroups.get(global_ranks(matrix.sharers, self._context.group))
         assert self._tensor_group is not None
         return self._tensor_group
 

@@ -30,7 +30,7 @@ from deepspeed_muon.transport.buffers import ExchangeBuffers
 from deepspeed_muon.transport.context import StepContext, StepStats
 from deepspeed_muon.transport.exchange import ChunkExchange, Travel, cut, part_of
 from deepspeed_muon.transport.row_moments import RowMoments
-from deepspeed_muon.transport.share_groups import ShareGroups, global_ranks
+from deepspeed_muon.transport.subgroups import Subgroups, global_ranks
 from deepspeed_muon.transport.wire import wire_for
 
 __all__ = ["PendingUpdates", "StepResources", "StepRunner"]
@@ -46,7 +46,7 @@ class StepResources:
         stats: Counters.
         recorder: Samples and counters of the check.
         buffers: Memory of the exchange.
-        share_groups: Process groups of ranks that share matrices.
+        subgroups: Process groups of ranks that share matrices or relay updates.
         policy: Dtype of the state.
         overlap: Whether chunks travel while others are orthogonalised.
     """
@@ -56,7 +56,7 @@ class StepResources:
     stats: StepStats
     recorder: StepRecorder
     buffers: ExchangeBuffers
-    share_groups: ShareGroups
+    subgroups: Subgroups
     policy: StatePolicy
     overlap: bool
 
@@ -130,7 +130,7 @@ class StepRunner:
             config,
             device=resources.device,
             load=load,
-            can_open_groups=resources.share_groups.can_open,
+            can_open_groups=resources.subgroups.can_open,
         )
         self._held = [matrix.spread.on(step_set.rank) for matrix in self.plan.matrices]
         self._scales = BlockScales(self.plan.matrices)
@@ -138,6 +138,7 @@ class StepRunner:
             self.plan,
             context,
             resources.buffers,
+            resources.subgroups,
             overlap=self._overlap,
             leaves_pending=leaves_pending,
             follows_pending=follows_pending,
@@ -165,7 +166,7 @@ class StepRunner:
         )
         self._whole = WholeAtOwner(matrices, context, resources.orthogonalize, self._check)
         self._shared = CutOverGroup(
-            matrices, context, self._check, share_groups=resources.share_groups, tensor_group=tensor_group
+            matrices, context, self._check, subgroups=resources.subgroups, tensor_group=tensor_group
         )
         self._placement: Placement = self._whole
         if tensor_group is not None:
@@ -190,10 +191,9 @@ class StepRunner:
         """Where NorMuon's row moments lie, for each matrix of the set; empty without NorMuon."""
         return () if self._row_moments is None else row_places(self.step_set.matrices)
 
-    def groups_that_share(self) -> set[tuple[int, ...]]:
-        """Return the groups, as global ranks, in which this rank shares matrices."""
-        rank, group = self.step_set.rank, self.step_set.group
-        return {global_ranks(matrix, group) for matrix in self.plan.matrices if rank in matrix.sharers}
+    def subgroups(self) -> set[tuple[int, ...]]:
+        """Return the groups, as global ranks, in which this rank shares matrices or relays updates."""
+        return {global_ranks(ranks, self.step_set.group) for ranks in self.plan.subgroups()}
 
     def inspect_gradients(self, grads: Mapping[int, Tensor]) -> GradientReport:
         """Find out, together with the group, which parameters have a gradient and whether all are finite.

@@ -1,4 +1,7 @@
-"""The two all-to-alls of one chunk: fragments of directions to the owners, and fragments of updates back."""
+"""The messages of one chunk: fragments of directions to the owners, and fragments of updates back.
+
+Both are all-to-alls, but for updates that are relayed; see :mod:`deepspeed_muon.plan.relay`.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,10 @@ from torch import Tensor
 
 from deepspeed_muon.plan.exchange import BufferPlan, Chunk, ExchangePlan, Segment
 from deepspeed_muon.plan.memory import SLOTS
+from deepspeed_muon.plan.relay import Relay
 from deepspeed_muon.transport.buffers import ExchangeBuffers, aligned
 from deepspeed_muon.transport.context import StepContext
+from deepspeed_muon.transport.subgroups import Subgroups, global_ranks
 from deepspeed_muon.transport.waiting import phase
 
 __all__ = ["ChunkExchange", "Travel", "cut", "exchange_bytes", "part_of"]
@@ -53,6 +58,7 @@ class ChunkExchange:
         plan: ExchangePlan,
         context: StepContext,
         buffers: ExchangeBuffers,
+        subgroups: Subgroups,
         *,
         overlap: bool,
         leaves_pending: bool = False,
@@ -64,6 +70,7 @@ class ChunkExchange:
             plan: This rank's view of the exchange.
             context: Of the step set.
             buffers: Memory of the slots, shared with other step sets.
+            subgroups: Where the groups of relayed updates are, once they were made.
             overlap: Whether chunks travel while others are orthogonalised. Without it the rank waits for every
                 all-to-all at once, and needs a third of the memory.
             leaves_pending: Whether the last updates may still be in flight while the next set is updated.
@@ -72,6 +79,7 @@ class ChunkExchange:
         self._context = context
         self._plan = plan
         self._buffers = buffers
+        self._subgroups = subgroups
         self._overlap = overlap
         self._number_of = {id(chunk): number for number, chunk in enumerate(plan.chunks)}
         moving = [chunk for chunk in plan.chunks if chunk.scatters]
@@ -117,14 +125,49 @@ class ChunkExchange:
         """Start to send what is in ``owned`` to the holders. Must be called by all ranks of the group."""
         chunk = travel.chunk
         with self._phase("scatter", travel):
-            travel.work = self._all_to_all(travel.held, travel.owned, chunk.held_buffer, chunk.owned_buffer)
+            if chunk.relay is not None:
+                travel.work = self._relay_across(travel, chunk.relay)
+            else:
+                travel.work = self._all_to_all(
+                    travel.held, travel.owned, chunk.held_buffer, chunk.owned_buffer
+                )
 
     def wait(self, what: Literal["gather", "scatter"], travel: Travel) -> None:
-        """Wait for the all-to-all of a chunk; on a GPU the current stream waits, not the process."""
+        """Wait for the messages of a chunk; on a GPU the current stream waits, not the process.
+
+        Updates that are relayed take their second turn here, so all ranks of the group must call it for a scatter.
+        """
         with self._phase(what, travel):
             if travel.work is not None:
                 travel.work.wait()
                 travel.work = None
+            if what == "scatter" and travel.chunk.relay is not None:
+                self._relay_inside(travel, travel.chunk.relay)
+
+    def _relay_across(self, travel: Travel, relay: Relay) -> dist.Work | None:
+        """Start to exchange updates with the ranks that have this rank's place on other machines."""
+        arriving = travel.held.split(list(relay.parts))[relay.position]
+        send = [relay.own_units] * len(relay.across)
+        work = exchange_bytes(
+            arriving, travel.owned, relay.received, send, group=self._subgroup(relay.across)
+        )
+        return self._started(work, relay.sent_units[0] * travel.held.element_size())
+
+    def _relay_inside(self, travel: Travel, relay: Relay) -> None:
+        """Let every rank of this machine send what it received across machines to the others."""
+        group = self._subgroup(relay.inside)
+        sources = global_ranks(relay.inside, self._context.group)
+        started = [
+            dist.broadcast(part.view(torch.uint8), source, group=group, async_op=True)
+            for part, source in zip(travel.held.split(list(relay.parts)), sources, strict=True)
+            if part.numel()
+        ]
+        for work in started:
+            work.wait()
+        self._context.stats.count_exchange(relay.sent_units[1] * travel.held.element_size())
+
+    def _subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        return self._subgroups.get(global_ranks(ranks, self._context.group))
 
     def _phase(self, what: str, travel: Travel) -> AbstractContextManager[None]:
         return phase(
@@ -138,7 +181,11 @@ class ChunkExchange:
         work = exchange_bytes(
             out, send, received.splits(ranks), sent.splits(ranks), group=self._context.group
         )
-        self._context.stats.count_exchange(sent.numel * send.element_size())
+        return self._started(work, sent.numel * send.element_size())
+
+    def _started(self, work: dist.Work, nbytes: int) -> dist.Work | None:
+        """Count an all-to-all that was started; without overlap wait for it."""
+        self._context.stats.count_exchange(nbytes)
         if self._overlap:
             return work
         work.wait()

@@ -1,4 +1,4 @@
-"""The process groups of ranks that share matrices."""
+"""Process groups of some ranks of a data-parallel group: those that share matrices, and those that relay updates."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 
-from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.transport.members import Members
 from deepspeed_muon.transport.waiting import group_timeout, phase
 
-__all__ = ["ShareGroups", "global_ranks"]
+__all__ = ["Subgroups", "global_ranks"]
 
 
-class ShareGroups:
-    """Makes and keeps the process groups of ranks that share matrices; ``members`` are the ranks of the engine."""
+class Subgroups:
+    """Makes and keeps such process groups; ``members`` are the ranks of the engine."""
 
     def __init__(self, members: Members) -> None:
         self._members = members
@@ -34,10 +33,13 @@ class ShareGroups:
 
         Must be called by all ranks of the default process group.
         """
-        forming = "forming of groups that share matrices"
-        asked = self._members.gather(sorted({tuple(ranks) for ranks in wanted}), what=forming)
+        forming = "forming of groups that share matrices or relay updates"
+        own = sorted({tuple(ranks) for ranks in wanted})
+        if not any(self._members.sum([len(own)], what=forming)):
+            return
+        asked = self._members.gather(own, what=forming)
         with phase(forming, None):
-            for ranks in sorted({ranks for own in asked.values() for ranks in own}):
+            for ranks in sorted({ranks for each in asked.values() for ranks in each}):
                 group = dist.new_group(list(ranks), timeout=group_timeout())
                 if dist.get_rank() in ranks:
                     self._groups[ranks] = group
@@ -47,8 +49,8 @@ class ShareGroups:
         return self._groups[tuple(ranks)]
 
 
-def global_ranks(matrix: MatrixLayout, group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    """Return the global ranks that share a matrix, whose sharers are ranks of the data-parallel ``group``."""
+def global_ranks(ranks: Sequence[int], group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """Return the global ranks of ranks of the data-parallel ``group``; ``None`` is a single process."""
     if group is None:
-        return matrix.sharers
-    return tuple(dist.get_global_rank(group, rank) for rank in matrix.sharers)
+        return tuple(ranks)
+    return tuple(dist.get_global_rank(group, rank) for rank in ranks)
