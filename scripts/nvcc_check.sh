@@ -5,7 +5,8 @@
 #
 # Fails on warnings, on register spills, and where ptxas serialises wgmma or ignores setmaxnreg (C75xx): such a kernel
 # is right but slow, which nobody would notice without a GPU. sm_90a and sm_100a are the architecture-specific targets
-# of Hopper and Blackwell, with wgmma and tcgen05. The sources include no torch headers, so no interpreter is needed.
+# of Hopper and Blackwell, with wgmma and tcgen05. The sources include no torch headers. Then scripts/sass_check.py looks
+# at the machine code of the flat passes.
 set -euo pipefail
 
 verbose=0
@@ -59,3 +60,7 @@ compiled=$(find "$out" -name '*.o' | wc -l)
 wanted=$((${#sources[@]} * ${#architectures[@]}))
 echo "nvcc-check: $compiled of $wanted compiled cleanly"
 [ "$compiled" -eq "$wanted" ]
+
+python=.venv/bin/python
+[ -x "$python" ] || python=python3
+"$python" scripts/sass_check.py "$out"/flat_passes-*.o

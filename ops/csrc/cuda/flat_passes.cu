@@ -21,8 +21,12 @@ __device__ __forceinline__ Vector load_vector(const float* source) {
 }
 
 __device__ __forceinline__ void store_vector(float* target, const Vector& v) {
-  reinterpret_cast<float4*>(target)[0] = make_float4(v.value[0], v.value[1], v.value[2], v.value[3]);
-  reinterpret_cast<float4*>(target)[1] = make_float4(v.value[4], v.value[5], v.value[6], v.value[7]);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float* const four = v.value + 4 * half;
+    store_global_16(target + 4 * half, make_uint4(__float_as_uint(four[0]), __float_as_uint(four[1]),
+                                                  __float_as_uint(four[2]), __float_as_uint(four[3])));
+  }
 }
 
 template <typename T>
@@ -41,9 +45,9 @@ __device__ __forceinline__ Vector load_vector(const T* source) {
 
 template <typename T>
 __device__ __forceinline__ void store_vector(T* target, const Vector& v) {
-  *reinterpret_cast<uint4*>(target) =
-      make_uint4(Half2<T>::pack(v.value[0], v.value[1]), Half2<T>::pack(v.value[2], v.value[3]),
-                 Half2<T>::pack(v.value[4], v.value[5]), Half2<T>::pack(v.value[6], v.value[7]));
+  store_global_16(target,
+                  make_uint4(Half2<T>::pack(v.value[0], v.value[1]), Half2<T>::pack(v.value[2], v.value[3]),
+                             Half2<T>::pack(v.value[4], v.value[5]), Half2<T>::pack(v.value[6], v.value[7])));
 }
 
 __device__ __forceinline__ float to_float(float x) { return x; }

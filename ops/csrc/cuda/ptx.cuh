@@ -70,6 +70,15 @@ __device__ __forceinline__ void named_barrier(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(threads) : "memory");
 }
 
+// ---- global memory ----------------------------------------------------------------------------------------------
+
+// One 16-byte store, for memory that this kernel does not read again: without a "memory" clobber loads may pass it. The
+// compiler makes four stores of an assignment of a uint4 where it cannot tell that they are neighbours.
+__device__ __forceinline__ void store_global_16(void* target, uint4 value) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w));
+}
+
 // ---- the two element types --------------------------------------------------------------------------------------
 
 // Two floats rounded to nearest even and packed, the first in the low half; and back.

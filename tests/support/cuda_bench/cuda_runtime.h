@@ -34,6 +34,12 @@ struct float4 {
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
+inline uint32_t __float_as_uint(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+
 inline void __syncthreads() { bench::barrier_sync(0, 0); }
 [[noreturn]] inline void __trap() { bench::fail("trap"); }
 

@@ -1,0 +1,49 @@
+"""scripts/sass_check.py on listings as cuobjdump writes them: narrow stores are found, however a loop is unrolled."""
+
+from __future__ import annotations
+
+import runpy
+
+from tests.support.native_ops import REPOSITORY
+
+faults_in = runpy.run_path(str(REPOSITORY / "scripts" / "sass_check.py"))["faults_in"]
+
+# Kernel, third array, and 16-byte loads and stores of eight elements.
+KERNELS = [
+    ("momentum_pack_kernel", "f", 4, 4),
+    ("momentum_pack_kernel", "6__half", 4, 3),
+    ("momentum_pack_kernel", "13__nv_bfloat16", 4, 3),
+    ("unpack_apply_kernel", "f", 4, 2),
+    ("unpack_apply_kernel", "6__half", 3, 2),
+    ("unpack_apply_kernel", "13__nv_bfloat16", 3, 2),
+]
+
+
+def listing(rounds: int = 1, split: int = 0, leave_out: int = 0) -> str:
+    """Return a listing of all kernels, with ``split`` stores of each made of four and some kernels left out."""
+    lines = []
+    for kernel, dtype, loads, stores in KERNELS[leave_out:]:
+        lines.append(f"\t\tFunction : _ZN4muon47_GLOBAL__N__79de{len(kernel)}{kernel}I{dtype}EEvPfPKT_l")
+        lines += ["        /*0190*/      LDG.E.128.CONSTANT R12, desc[UR4][R16.64] ;"] * (loads * rounds)
+        lines += ["        /*03b0*/      STG.E.128 desc[UR4][R16.64+0x10], R12 ;"] * (stores * rounds - split)
+        lines += ["        /*0570*/ @P0  STG.E desc[UR4][R2.64+-0x8], R4 ;"] * (4 * split + 2)
+        lines += ["        /*0b60*/      LDG.E.U16.CONSTANT R6, desc[UR4][R6.64] ;"]
+    return "\n".join(lines)
+
+
+def test_16_byte_accesses_pass() -> None:
+    assert list(faults_in(listing())) == []
+    assert list(faults_in(listing(rounds=4))) == []
+
+
+def test_a_store_that_was_split_is_found() -> None:
+    for rounds in (1, 4):
+        found = list(faults_in(listing(rounds, split=1)))
+        assert len(found) == len(KERNELS)
+        assert found[1].startswith(
+            f"momentum_pack_kernel<6__half>: {4 * rounds} loads and {3 * rounds - 1} stores"
+        )
+
+
+def test_a_kernel_that_is_not_there_is_found() -> None:
+    assert list(faults_in(listing(leave_out=1))) == ["momentum_pack_kernel<f> is not in the listing"]
