@@ -6,6 +6,8 @@ the kernels, and so in rounding and time.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,11 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, restart_steps
+from deepspeed_muon.logs import logger
+from deepspeed_muon.math.newton_schulz import NsSettings, Products, orthogonalize, restart_steps
 
 from .graphs import Replayed
 
-__all__ = ["BATCH_NUMEL", "Candidate", "Problem", "candidates_for", "has_kernel", "problem_of"]
+__all__ = [
+    "BATCH_NUMEL",
+    "Candidate",
+    "Problem",
+    "candidates_for",
+    "has_kernel",
+    "problem_of",
+    "triton_products",
+]
 
 # Elements that a batch may stack: stacking copies them, and the iteration needs three times as much again.
 BATCH_NUMEL = 1 << 25
@@ -124,6 +135,19 @@ def has_kernel(operators: Any | None, device: str, name: str = "orthogonalize") 
     return all(has(f"deepspeed_muon::{each}", device.upper()) for each in needed)
 
 
+@functools.cache
+def triton_products() -> Products | None:
+    """Return Triton's symmetric products, ``None`` where it is not installed or cannot be imported."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    try:
+        from .triton_sym import PRODUCTS
+    except ImportError as error:
+        logger.warning("deepspeed_muon: Triton is installed, but not used: %s", error)
+        return None
+    return PRODUCTS
+
+
 def candidates_for(problem: Problem, operators: Any | None, *, graphs: bool = True) -> list[Candidate]:
     """Return the ways to solve ``problem``, the expected winner first.
 
@@ -132,7 +156,7 @@ def candidates_for(problem: Problem, operators: Any | None, *, graphs: bool = Tr
     Args:
         problem: What is to be computed.
         operators: ``torch.ops.deepspeed_muon``, or ``None`` for torch's code alone.
-        graphs: Whether CUDA graphs may be used.
+        graphs: Whether CUDA graphs and Triton may be used.
     """
     methods = ["standard"]
     if problem.settings.method == "gram" and problem.ratio >= _GRAM_TRIED_FROM:
@@ -142,7 +166,11 @@ def candidates_for(problem: Problem, operators: Any | None, *, graphs: bool = Tr
         for variant in _variants(problem, operators):
             native += [_native(method + variant, operators) for method in methods]
     # torch's code runs nearly square matrices in the standard order even if it is asked for Gram.
-    plain = native + [_torch(method) for method in methods if method == "standard" or problem.ratio >= 2.0]
+    in_torch = [method for method in methods if method == "standard" or problem.ratio >= 2.0]
+    plain = native + [_torch(method) for method in in_torch]
+    half = problem.settings.dtype in (torch.float16, torch.bfloat16)
+    if problem.device == "cuda" and graphs and half and triton_products() is not None:
+        plain[len(native) : len(native)] = [_torch(method, triton_products()) for method in in_torch]
     if problem.device != "cuda" or not graphs or problem.flops > _GRAPH_UP_TO:
         return plain
     return plain + [Candidate(f"{each.name}+graph", Replayed(each.run), warm_calls=1) for each in plain]
@@ -191,8 +219,10 @@ def _native(method: str, operators: Any) -> Candidate:
     return Candidate(f"ops {method}", run)
 
 
-def _torch(method: str) -> Candidate:
-    def run(x: Tensor, settings: NsSettings) -> Tensor:
-        return orthogonalize(x, settings=replace(settings, method=method))  # type: ignore[arg-type]
+def _torch(method: str, products: Products | None = None) -> Candidate:
+    """Return torch's code; with ``products``, those of Triton take the place of its symmetric ones."""
 
-    return Candidate(f"torch {method}", run)
+    def run(x: Tensor, settings: NsSettings) -> Tensor:
+        return orthogonalize(x, settings=replace(settings, method=method), products=products)  # type: ignore[arg-type]
+
+    return Candidate(f"{'torch' if products is None else 'triton'} {method}", run)

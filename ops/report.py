@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from deepspeed_muon.math.reference import reference_orthogonalize
 from . import library, reference, toolchain
 from .autotune import TOLERANCE, cache_folder, error_of, hardware_name
 from .builder import MuonBuilder, build_folder, ninja_folder, prebuilt_path
-from .candidates import candidates_for, has_kernel, problem_of
+from .candidates import candidates_for, has_kernel, problem_of, triton_products
 from .gate import known_verdict
 
 __all__ = ["collect", "cuda_checks", "render", "self_test"]
@@ -73,7 +74,7 @@ def cuda_checks() -> list[dict[str, Any]]:
     """Return the part of :func:`self_test` for the current GPU: the operators, if there are any, and graphs."""
     operators = library.try_load()
     checks = [] if operators is None else _test_operators(operators, "cuda")
-    return checks + _test_graphs(operators)
+    return checks + _test_triton() + _test_graphs(operators)
 
 
 def _test_operators(operators: Any, device: str) -> list[dict[str, Any]]:
@@ -203,18 +204,28 @@ def _test_orthogonalize(operators: Any, device: str) -> list[dict[str, Any]]:
 def _test_sym_gemm(operators: Any, device: str) -> list[dict[str, Any]]:
     if not has_kernel(operators, device, "sym_gemm"):
         return []
-    checks = []
-    for dtype in _DTYPES:
-        a = torch.randn(2, 264, 128, generator=torch.Generator().manual_seed(0)).to(device, dtype) / 16
-        c = reference.sym_gemm(a, a, None, 0.5, 0.0, 0.0)
-        result = operators.sym_gemm(a, a, c, 1.5, -0.5, 2.0)
-        error = error_of(result.double(), reference.sym_gemm(a, a, c, 1.5, -0.5, 2.0).double())
-        if not torch.equal(result, result.mT):
-            error = float("inf")
-        checks.append(
-            _check(f"sym_gemm {_short(dtype)}, bitwise symmetric", device, error, 2 * torch.finfo(dtype).eps)
-        )
-    return checks
+    return [_test_product("sym_gemm", operators.sym_gemm, device, dtype) for dtype in _DTYPES]
+
+
+def _test_triton() -> list[dict[str, Any]]:
+    if triton_products() is None:
+        return []
+    from .triton_sym import sym_gemm
+
+    half = (torch.float16, torch.bfloat16)
+    return [_test_product("sym_gemm in Triton", sym_gemm, "cuda", dtype) for dtype in half]
+
+
+def _test_product(
+    name: str, product: Callable[..., torch.Tensor], device: str, dtype: torch.dtype
+) -> dict[str, Any]:
+    a = torch.randn(2, 264, 128, generator=torch.Generator().manual_seed(0)).to(device, dtype) / 16
+    c = reference.sym_gemm(a, a, None, 0.5, 0.0, 0.0)
+    result = product(a, a, c, 1.5, -0.5, 2.0)
+    error = error_of(result.double(), reference.sym_gemm(a, a, c, 1.5, -0.5, 2.0).double())
+    if not torch.equal(result, result.mT):
+        error = float("inf")
+    return _check(f"{name} {_short(dtype)}, bitwise symmetric", device, error, 2 * torch.finfo(dtype).eps)
 
 
 def _test_norms(operators: Any, device: str) -> list[dict[str, Any]]:

@@ -27,6 +27,7 @@ __all__ = [
     "NsDtypeName",
     "NsMethod",
     "NsSettings",
+    "Products",
     "iterate_columns",
     "orthogonalize",
     "resolve_ns_dtype",
@@ -69,6 +70,20 @@ class NsSettings:
     eps: float = 1e-12
 
 
+@dataclass(frozen=True, slots=True)
+class Products:
+    """The products of the iteration whose result is symmetric, on single matrices and batches.
+
+    Attributes:
+        gram: Returns ``X X^T``.
+        multiply_add: Called like ``torch.addmm`` with symmetric matrices that commute: ``beta c + alpha a b``; ``None``
+            for torch's.
+    """
+
+    gram: GramOf
+    multiply_add: Callable[..., Tensor] | None = None
+
+
 def resolve_ns_dtype(name: NsDtypeName, device: torch.device) -> torch.dtype:
     """Return the dtype in which the iteration runs on ``device``.
 
@@ -84,7 +99,7 @@ def resolve_ns_dtype(name: NsDtypeName, device: torch.device) -> torch.dtype:
     return torch.float32
 
 
-def orthogonalize(x: Tensor, *, settings: NsSettings) -> Tensor:
+def orthogonalize(x: Tensor, *, settings: NsSettings, products: Products | None = None) -> Tensor:
     """Return the approximate polar factor of every matrix in a batch.
 
     The input is divided by its Frobenius norm in float32 *before* the cast to ``settings.dtype``: a cast first
@@ -93,6 +108,7 @@ def orthogonalize(x: Tensor, *, settings: NsSettings) -> Tensor:
     Args:
         x: ``(..., rows, cols)``, any floating dtype. Not mutated; views are read in place.
         settings: Decides about the result.
+        products: What computes symmetric products; torch by default.
 
     Returns:
         A new tensor of the same shape, in ``settings.dtype``. An all-zero matrix gives zero; a non-finite one gives
@@ -111,7 +127,7 @@ def orthogonalize(x: Tensor, *, settings: NsSettings) -> Tensor:
     batch = wide.reshape(-1, short, long) if x.ndim != 3 else wide
     iterate = _gram if runs_gram(short, long, settings.method) else _standard
     # No name for the normalised matrices: the iteration frees them when it has better ones.
-    result = iterate(_normalized(batch, settings), settings)
+    result = iterate(_normalized(batch, settings), settings, products or _PLAIN)
     result = result.reshape(*x.shape[:-2], short, long) if x.ndim != 3 else result
     return result.mT if rows > cols else result
 
@@ -128,15 +144,19 @@ def _gram_matrix(x: Tensor) -> Tensor:
     return x @ x.mT
 
 
-def _standard(x: Tensor, settings: NsSettings, gram_of: GramOf = _gram_matrix) -> Tensor:
+_PLAIN = Products(_gram_matrix)
+
+
+def _standard(x: Tensor, settings: NsSettings, products: Products) -> Tensor:
     """Iterate on ``x`` (batch, m, n) with m <= n. One matrix runs as mm: bmm of one is slower on CPUs."""
     single = x.shape[0] == 1
     if single:
         x = x[0]
     multiply_add = torch.addmm if single else torch.baddbmm
+    symmetric = products.multiply_add or multiply_add
     for a, b, c in settings.coefficients:
-        gram = gram_of(x)
-        x = multiply_add(x, multiply_add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        gram = products.gram(x)
+        x = multiply_add(x, symmetric(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.unsqueeze(0) if single else x
 
 
@@ -157,7 +177,7 @@ def iterate_columns(x: Tensor, *, settings: NsSettings, gram_of: GramOf) -> Tens
     Returns:
         The same columns of the approximate polar factor.
     """
-    return (_gram if settings.method == "gram" else _standard)(x, settings, gram_of)
+    return (_gram if settings.method == "gram" else _standard)(x, settings, Products(gram_of))
 
 
 def runs_gram(short: int, long: int, method: NsMethod) -> bool:
@@ -171,16 +191,16 @@ def restart_steps(steps: int, dtype: torch.dtype) -> frozenset[int]:
     return frozenset(range(first, steps, distance))
 
 
-def _gram(x: Tensor, settings: NsSettings, gram_of: GramOf = _gram_matrix) -> Tensor:
+def _gram(x: Tensor, settings: NsSettings, products: Products) -> Tensor:
     """Iterate on the Gram matrix of ``x`` (batch, m, n) with m <= n; ``X <- Q X`` at each restart and at the end."""
     steps = len(settings.coefficients)
     restarts = restart_steps(steps, settings.dtype)
     single = x.shape[0] == 1
     if single:
         x = x[0]
-    multiply_add = torch.addmm if single else torch.baddbmm
+    multiply_add = products.multiply_add or (torch.addmm if single else torch.baddbmm)
     q: Tensor | None = None
-    r = gram_of(x)
+    r = products.gram(x)
     for done, (a, b, c) in enumerate(settings.coefficients, start=1):
         z = multiply_add(r, r, r, beta=b, alpha=c)
         if q is None:
@@ -195,7 +215,7 @@ def _gram(x: Tensor, settings: NsSettings, gram_of: GramOf = _gram_matrix) -> Te
         if done in restarts:
             del r, z
             x = q @ x
-            r, q = gram_of(x), None
+            r, q = products.gram(x), None
         else:
             rz = multiply_add(r, z, r, beta=a)
             del r

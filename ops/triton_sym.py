@@ -1,0 +1,107 @@
+"""The symmetric product in Triton: for GPUs without nvcc, and for those that came after the CUDA sources.
+
+Triton is a part of every CUDA build of torch. A program of the kernel computes one tile of the lower triangle and
+writes it twice, so that the result is symmetric to the last bit; half of the products are never made.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepspeed_muon.math.newton_schulz import Products
+
+__all__ = ["PRODUCTS", "sym_gemm"]
+
+# Tiles of 128 need so many of them to fill the multiprocessors of a GPU; fewer are cut into tiles of 64.
+_TILES_FROM = 128
+_DEPTH = 64
+
+
+@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _sym_gemm(  # type: ignore[no-untyped-def]
+    a, b, c, out, m, k,
+    a_batch, a_row, a_col, b_batch, b_row, b_col, c_batch, c_row, c_col,
+    alpha, beta, diag,
+    HAS_C: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    tile, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    # Tiles of the lower triangle, row by row; the root is right to one, whatever its rounding.
+    row = ((tl.sqrt(8.0 * tile + 1.0) - 1.0) * 0.5).to(tl.int32)
+    row = tl.where(row * (row + 1) // 2 > tile, row - 1, row)
+    row = tl.where((row + 1) * (row + 2) // 2 <= tile, row + 1, row)
+    col = tile - row * (row + 1) // 2
+    rows = row * TILE + tl.arange(0, TILE)
+    cols = col * TILE + tl.arange(0, TILE)
+    inside_rows, inside_cols = rows < m, cols < m
+    # 64-bit offsets: a batch of matrices may have more than 2^31 elements.
+    wide_rows, wide_cols = rows.to(tl.int64), cols.to(tl.int64)
+    left = a + batch * a_batch + wide_rows[:, None] * a_row
+    right = b + batch * b_batch + wide_cols[None, :] * b_row
+    sums = tl.zeros((TILE, TILE), dtype=tl.float32)
+    for start in range(0, k, DEPTH):
+        depth = start + tl.arange(0, DEPTH)
+        x = tl.load(
+            left + depth[None, :] * a_col, mask=inside_rows[:, None] & (depth[None, :] < k), other=0.0
+        )
+        y = tl.load(
+            right + depth[:, None] * b_col, mask=inside_cols[None, :] & (depth[:, None] < k), other=0.0
+        )
+        sums = tl.dot(x, y, sums)
+    sums = sums * alpha
+    lower = rows[:, None] >= cols[None, :]
+    if HAS_C:
+        place = c + batch * c_batch + wide_rows[:, None] * c_row + wide_cols[None, :] * c_col
+        valid = inside_rows[:, None] & inside_cols[None, :] & lower
+        sums += beta * tl.load(place, mask=valid, other=0.0).to(tl.float32)
+    sums = tl.where(rows[:, None] == cols[None, :], sums + diag, sums)
+    value = sums.to(out.dtype.element_ty)
+    mirrored = tl.trans(value)
+    value = tl.where(lower, value, mirrored)  # differs only in tiles on the diagonal
+    target = out + batch * m * m
+    both = inside_rows[:, None] & inside_cols[None, :]
+    tl.store(target + wide_rows[:, None] * m + wide_cols[None, :], value, mask=both)
+    if row != col:
+        both = inside_cols[:, None] & inside_rows[None, :]
+        tl.store(target + wide_cols[:, None] * m + wide_rows[None, :], mirrored, mask=both)
+
+
+def sym_gemm(
+    a: Tensor, b: Tensor, c: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0, diag: float = 0.0
+) -> Tensor:
+    """Return ``alpha a b^T + beta c + diag I``; arguments as of :func:`deepspeed_muon.ops.reference.sym_gemm`.
+
+    The products are summed in fp32. Of ``c`` only the lower triangle is read.
+    """
+    if a.ndim == 2:
+        c = None if c is None else c.unsqueeze(0)
+        return sym_gemm(a.unsqueeze(0), b.unsqueeze(0), c, alpha, beta, diag).squeeze(0)
+    batch, m, k = a.shape
+    out = a.new_empty(batch, m, m)
+    if not out.numel():
+        return out
+    size = 128 if batch * _triangle(-(-m // 128)) >= _TILES_FROM else 64
+    third = a if c is None else c
+    _sym_gemm[(_triangle(-(-m // size)), batch)](
+        a, b, third, out, m, k, *a.stride(), *b.stride(), *third.stride(), alpha, beta, diag,
+        HAS_C=c is not None, TILE=size, DEPTH=_DEPTH, num_warps=8 if size == 128 else 4, num_stages=3,
+    )  # fmt: skip
+    return out
+
+
+def _triangle(side: int) -> int:
+    return side * (side + 1) // 2
+
+
+def _gram(x: Tensor) -> Tensor:
+    return sym_gemm(x, x)
+
+
+def _multiply_add(c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float = 1.0) -> Tensor:
+    # b is symmetric, so a b^T is a b.
+    return sym_gemm(a, b, c, alpha, beta)
+
+
+PRODUCTS = Products(_gram, _multiply_add)
+"""The products of the iteration whose result is symmetric."""

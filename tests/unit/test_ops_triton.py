@@ -1,0 +1,53 @@
+"""Triton's symmetric product in its interpreter, and which problems it is a candidate for. No GPU has run it yet."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from deepspeed_muon.math.coefficients import resolve_schedule
+from deepspeed_muon.math.newton_schulz import NsSettings, Products
+from deepspeed_muon.ops import candidates
+from deepspeed_muon.ops.candidates import Problem, candidates_for
+from tests.support.native_ops import REPOSITORY
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_products_and_iterations_in_the_interpreter() -> None:
+    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.support.triton_cases"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.stdout.strip().splitlines()[-1:] == ["all right"], run.stdout + run.stderr
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "graphs", "expected"),
+    [
+        ("cuda", torch.float16, True, ["triton gram", "triton standard"]),
+        ("cuda", torch.bfloat16, True, ["triton gram", "triton standard"]),
+        ("cuda", torch.float32, True, []),  # only its half formats run on tensor cores
+        ("cuda", torch.float16, False, []),  # the self-test of this machine failed
+        ("cpu", torch.bfloat16, True, []),
+    ],
+)
+def test_when_it_is_a_candidate(
+    monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, graphs: bool, expected: list[str]
+) -> None:
+    monkeypatch.setattr(candidates, "triton_products", lambda: Products(lambda x: x @ x.mT))
+    settings = NsSettings(resolve_schedule("quintic"), "gram", dtype)
+    problem = Problem(device, torch.bfloat16, 1, 4096, 11008, 0, settings)
+    names = [each.name for each in candidates_for(problem, None, graphs=graphs)]
+    assert [name for name in names if name.startswith("triton")] == expected
+    assert names[-2:] == ["torch gram", "torch standard"]
+    monkeypatch.setattr(candidates, "triton_products", lambda: None)
+    assert not any(each.name.startswith("triton") for each in candidates_for(problem, None, graphs=graphs))
