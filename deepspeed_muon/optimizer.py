@@ -7,7 +7,7 @@ parameters themselves are the partitions of a single process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -162,7 +162,7 @@ class Muon(RoutedOptimizer):
         *,
         device: torch.device,
         members: Members | None = None,
-        ranks_per_node: int | None = None,
+        found: Mapping[str, Any] | None = None,
     ) -> None:
         """Tell the optimizer where ZeRO keeps its parameters and make the exchange plans; nothing is sent.
 
@@ -172,7 +172,7 @@ class Muon(RoutedOptimizer):
             step_sets: What each call of ``step()`` will update, from an adapter.
             device: Where the exchange and the iteration run.
             members: The ranks of the engine; without them it is this one alone.
-            ranks_per_node: What all ranks found, where the setting of this name is not set.
+            found: What all ranks found out together, in place of settings that are left open.
 
         Raises:
             ConfigError: If a setting does not fit the number of ranks.
@@ -180,9 +180,7 @@ class Muon(RoutedOptimizer):
         """
         if dist.is_available() and dist.is_initialized():
             self.config.check_world(dist.get_world_size())
-        config = self.config
-        if config.ranks_per_node is None and ranks_per_node:
-            config = config.model_copy(update={"ranks_per_node": ranks_per_node})
+        config = self.config.model_copy(update=found)
         self._orthogonalize = select(config.ns_backend)
         self.members = members or Members()
         self.exchange_buffers = ExchangeBuffers(device)

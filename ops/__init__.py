@@ -5,7 +5,7 @@ once. Every operator has a readable torch counterpart in :mod:`deepspeed_muon.op
 """
 
 from .candidates import BATCH_NUMEL
-from .dispatch import FlatPasses, NsBackend, Orthogonalizer, flat_passes, matrix_norms, select
+from .dispatch import FlatPasses, NsBackend, Orthogonalizer, flat_passes, matrix_norms, select, trusted
 from .library import load, loaded, try_load
 from .widened import in_fp32, widened
 
@@ -20,6 +20,7 @@ __all__ = [
     "loaded",
     "matrix_norms",
     "select",
+    "trusted",
     "try_load",
     "widened",
 ]

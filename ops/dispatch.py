@@ -18,7 +18,7 @@ from .candidates import Candidate, Problem, candidates_for, has_kernel, problem_
 from .gate import Verdict, cuda_verdict
 from .graphs import Replayed
 
-__all__ = ["FlatPasses", "NsBackend", "Orthogonalizer", "flat_passes", "matrix_norms", "select"]
+__all__ = ["FlatPasses", "NsBackend", "Orthogonalizer", "flat_passes", "matrix_norms", "select", "trusted"]
 
 NsBackend = Literal["auto", "ops", "torch"]
 
@@ -78,13 +78,13 @@ class Orthogonalizer:
             available = {each.name: each for each in candidates_for(problem, None)}
             candidate = available.get(f"torch {method}", available["torch standard"])
             return candidate, Ran(problem, candidate.name, Choice(candidate.name, "ns_backend is torch"))
-        trusted = _trusted(device)
-        if self.backend == "ops" and not trusted.ok:
+        verdict = trusted(device)
+        if self.backend == "ops" and not verdict.ok:
             raise OpsUnavailableError(
-                f"ns_backend is 'ops', but the self-test of this machine failed: {trusted.why}. Use ns_backend 'auto' "
+                f"ns_backend is 'ops', but the self-test of this machine failed: {verdict.why}. Use ns_backend 'auto' "
                 f"or 'torch'"
             )
-        candidates = candidates_for(problem, self._operators if trusted.ok else None, graphs=trusted.ok)
+        candidates = candidates_for(problem, self._operators if verdict.ok else None, graphs=verdict.ok)
         if self.backend == "ops":
             candidates = [each for each in candidates if each.name.startswith("ops ")]
             if not candidates:
@@ -180,7 +180,7 @@ def flat_passes(backend: NsBackend, device: torch.device | str = "cpu") -> FlatP
         assert operators is not None
         # A library that was built ahead of time may hold code for other GPUs only.
         missing = operators.flat_passes_missing() if kind == "cuda" else ""
-        missing = missing or _trusted(torch.device(device)).why
+        missing = missing or trusted(torch.device(device)).why
         if not missing:
             return FlatPasses("ops", operators.momentum_pack_, operators.unpack_apply_)
     if backend == "ops":
@@ -208,7 +208,7 @@ def matrix_norms(backend: NsBackend, device: torch.device | str = "cpu") -> Call
     return reference.frobenius_norms
 
 
-def _trusted(device: torch.device) -> Verdict:
+def trusted(device: torch.device) -> Verdict:
     """Return whether native code may run on a device. That for CPUs is tested in every run of this project's tests."""
     if device.type != "cuda":
         return Verdict(True)

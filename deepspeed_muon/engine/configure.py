@@ -24,6 +24,7 @@ from deepspeed_muon.engine import stage0
 from deepspeed_muon.engine.accessors import muon_of
 from deepspeed_muon.engine.checkpointing import DeepSpeedHost
 from deepspeed_muon.engine.engine_hooks import hook_engine
+from deepspeed_muon.engine.found_settings import found_settings
 from deepspeed_muon.engine.layouts import read_step_sets
 from deepspeed_muon.engine.loss_scale import look_for_overflow, use_deepspeed_scaler
 from deepspeed_muon.engine.offload import Admission
@@ -41,8 +42,7 @@ from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.param_groups import build_groups
 from deepspeed_muon.routing.pipeline_module import is_divided
 from deepspeed_muon.routing.rules import check_routes, format_routes, summarize_routes, warn_without_muon
-from deepspeed_muon.step.assignment import ranks_of_this_node
-from deepspeed_muon.transport.agreement import RankFacts, agree, common
+from deepspeed_muon.transport.agreement import RankFacts, agree
 from deepspeed_muon.transport.members import Members
 
 __all__ = [
@@ -231,16 +231,13 @@ def _bind(engine: Any, optimizer: Muon) -> None:
     look_for_overflow(wrapper)
     error: Exception | None = None
     members = members_of(engine)
-    # All ranks have the same setting, so all of them take part in the sum or none does.
-    per_node = optimizer.config.ranks_per_node or common(
-        ranks_of_this_node(), members=members, what="comparison of ranks per machine"
-    )
+    found = found_settings(optimizer.config, device=_compute_device(), members=members)
     try:
         if optimizer.config.qk_clip is not None:
             refuse_with_qk_clip(engine)
             optimizer.clip_attention_of(engine.module)
         step_sets = read_step_sets(engine, optimizer, optimizer.route_table())
-        optimizer.bind(step_sets, device=_compute_device(), members=members, ranks_per_node=per_node)
+        optimizer.bind(step_sets, device=_compute_device(), members=members, found=found)
         facts = optimizer.plan_facts()
     except Exception as caught:
         error, facts = caught, RankFacts({})

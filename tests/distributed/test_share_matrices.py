@@ -9,7 +9,11 @@ import pytest
 import torch
 
 import deepspeed_muon
+from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.engine import found_settings
+from deepspeed_muon.ops.gate import Verdict
 from deepspeed_muon.step import placements
+from deepspeed_muon.transport.members import everyone
 from tests.support import training
 from tests.support.contract import compare
 from tests.support.counting import count_a_step
@@ -150,3 +154,28 @@ def test_refused(ranks: Any, params: dict[str, Any], said: list[str]) -> None:
         assert report["type"] in ("ConfigError", "UnsupportedConfigError"), report
         for words in said:
             assert words in report["message"]
+
+
+def found_with(rank: int, world_size: int, *, wrong: list[int]) -> tuple[dict[str, Any], int]:
+    """Let the ranks find their settings for a GPU, where the self-test failed on some; say what was logged."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("deepspeed_muon").addHandler(handler)
+    original = found_settings.trusted
+    found_settings.trusted = lambda _: Verdict(rank not in wrong, "it hangs" * (rank in wrong))
+    try:
+        config = MuonConfig.from_params({"ns_backend": "torch"})
+        found = found_settings.found_settings(config, device=torch.device("cuda"), members=everyone())
+    finally:
+        found_settings.trusted = original
+        logging.getLogger("deepspeed_muon").removeHandler(handler)
+    return found, sum("share no matrices" in message for message in messages)
+
+
+def test_nobody_shares_where_the_self_test_failed_on_one_rank(ranks: Any) -> None:
+    found = ranks(2).run(found_with, wrong=[1])
+    assert [settings.get("share_matrices") for settings, _ in found] == [False, False]
+    assert [said for _, said in found] == [1, 0]
+    found = ranks(2).run(found_with, wrong=[])
+    assert not any("share_matrices" in settings or said for settings, said in found)

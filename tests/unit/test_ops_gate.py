@@ -110,7 +110,7 @@ def test_without_trust_only_torch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         choice=lambda _: None,
     )
     for ok in (True, False):
-        monkeypatch.setattr(dispatch, "_trusted", lambda _, ok=ok: gate.Verdict(ok, "" if ok else "it hangs"))
+        monkeypatch.setattr(dispatch, "trusted", lambda _, ok=ok: gate.Verdict(ok, "" if ok else "it hangs"))
         dispatch.Orthogonalizer("auto", operators, tuner)._choose(problem, torch.device("cuda"))  # type: ignore[arg-type]
         assert dispatch.flat_passes("auto", "cuda").name == ("ops" if ok else "torch")
     assert any(name.startswith("ops ") for name in seen[0]) and any(
@@ -127,7 +127,7 @@ def test_a_library_for_other_gpus_has_no_flat_passes(monkeypatch: pytest.MonkeyP
     operators = SimpleNamespace(flat_passes_missing=lambda: "no code for this device")
     monkeypatch.setattr(dispatch, "has_kernel", lambda *_: True)
     monkeypatch.setattr(dispatch, "_operators", lambda _: operators)
-    monkeypatch.setattr(dispatch, "_trusted", lambda _: gate.Verdict(True))
+    monkeypatch.setattr(dispatch, "trusted", lambda _: gate.Verdict(True))
     assert dispatch.flat_passes("auto", "cuda").name == "torch"
     with pytest.raises(OpsUnavailableError, match="no code for this device"):
         dispatch.flat_passes("ops", "cuda")
