@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,17 +18,33 @@ from deepspeed_muon.ops.candidates import Problem, candidates_for
 from tests.support.native_ops import REPOSITORY
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_products_and_iterations_in_the_interpreter() -> None:
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+
+
+def run_alone(program: str, **environment: str) -> None:
+    """Run a program of tests/support that says at its end that all is right."""
     path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     run = subprocess.run(
-        [sys.executable, "-m", "tests.support.triton_cases"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
+        [sys.executable, "-m", f"tests.support.{program}"],
+        env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert run.stdout.strip().splitlines()[-1:] == ["all right"], run.stdout + run.stderr
+
+
+@needs_triton
+def test_products_and_iterations_in_the_interpreter() -> None:
+    run_alone("triton_cases", TRITON_INTERPRET="1")
+
+
+@needs_triton
+@pytest.mark.full
+def test_it_compiles_for_every_architecture(tmp_path: Path) -> None:
+    run_alone("triton_compiles", TRITON_CACHE_DIR=str(tmp_path))
 
 
 @pytest.mark.parametrize(
