@@ -19,7 +19,7 @@ def compiled_for(capability: int, tile: int, dtype: str) -> str:
     """Return the PTX; matrices are contiguous and aligned, as in the iteration."""
     pointers = ("a", "b", "c", "out")
     constants = {"HAS_C": True, "TILE": tile, "DEPTH": _DEPTH, "a_col": 1, "b_col": 1, "c_col": 1}
-    kinds = {name: f"*{dtype}" for name in pointers} | dict.fromkeys(("alpha", "beta", "diag"), "fp32")
+    kinds = dict.fromkeys(pointers, f"*{dtype}") | dict.fromkeys(("alpha", "beta", "diag"), "fp32")
     kinds |= dict.fromkeys(constants, "constexpr")
     signature = {name: kinds.get(name, "i32") for name in _sym_gemm.arg_names}
     aligned = [*pointers, *(name for name, kind in signature.items() if kind == "i32")]

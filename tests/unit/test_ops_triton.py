@@ -17,7 +17,6 @@ from deepspeed_muon.ops import candidates
 from deepspeed_muon.ops.candidates import Problem, candidates_for
 from tests.support.native_ops import REPOSITORY
 
-
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )
