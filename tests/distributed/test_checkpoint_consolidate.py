@@ -24,6 +24,7 @@ from tests.support.checkpoints import (
     with_compat,
 )
 from tests.support.models import MATRICES
+from tests.support.thinning import each_value
 
 # Every stage and every number of ranks on both sides; every setting that changes the layout on one of them.
 CORE = [
@@ -64,8 +65,12 @@ def test_whole_matrix(ranks: Any, tmp_path: Path, stage: int, size: int) -> None
             assert_equal(saved, loaded)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize(("stage", "to_stage"), [(3, 0), (0, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize(
+    ("stage", "to_stage", "precision"),
+    each_value(
+        (*way, precision) for way in [(3, 0), (0, 1), (1, 2), (2, 3)] for precision in ("bf16", "fp16")
+    ),
+)
 def test_half_precision(ranks: Any, tmp_path: Path, precision: str, stage: int, to_stage: int) -> None:
     """Masters are exact, and the weights of the forward pass are their rounding, on all ranks."""
     settings = {"precision": precision}

@@ -35,6 +35,7 @@ from tests.support.checkpoints import (
     with_compat,
 )
 from tests.support.models import MATRICES, build
+from tests.support.thinning import each_value
 
 
 def load_universal(
@@ -105,8 +106,12 @@ def test_whole_universal_matrix(ranks: Any, tmp_path: Path, stage: int, size: in
             assert_equal(saved, loaded[0])
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize(("stage", "to_stage"), [(0, 3), (1, 3), (3, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("stage", "to_stage", "precision"),
+    each_value(
+        (*way, precision) for way in [(0, 3), (1, 3), (3, 1), (2, 2)] for precision in ("bf16", "fp16")
+    ),
+)
 def test_universal_in_half_precision(
     ranks: Any, tmp_path: Path, precision: str, stage: int, to_stage: int
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.support import training
 from tests.support.contract import reference
 from tests.support.models import MATRICES, batch, build
 from tests.support.reference import relative
+from tests.support.thinning import each_value
 
 STEPS = 3
 
@@ -219,8 +221,7 @@ def resumed(
     return report
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "precision"), each_value(product([0, 1, 2, 3], ["fp32", "bf16", "fp16"])))
 def test_resume_is_bit_identical(ranks: Any, stage: int, precision: str, tmp_path: Path) -> None:
     zero = {"sub_group_size": 200} if stage == 3 else {}
     arguments = {"stage": stage, "precision": precision, "folder": str(tmp_path), "zero": zero}

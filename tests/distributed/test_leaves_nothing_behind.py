@@ -151,6 +151,7 @@ def run_in_turn(ranks: Pools, *, pooled: int, fresh: int) -> None:
     assert set(remaining) <= set(processes)
 
 
+@pytest.mark.full
 def test_tests_in_a_row_leave_nothing_behind(ranks: Pools) -> None:
     run_in_turn(ranks, pooled=30, fresh=2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tests.support import training
 from tests.support.contract import HALF_TOLERANCE, compare, reference
 from tests.support.models import MATRICES
 from tests.support.reference import relative
+from tests.support.thinning import each_value, pairwise
 
 # Each row changes one thing of stages 1, 2 or 3. The matrices of the toy model have 80 to 768 elements.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -62,8 +64,11 @@ def test_variant_matches_the_reference(ranks: Any, name: str, world: int) -> Non
     assert sum(result["orthogonalized"] for result in results) == len(MATRICES["toy"])
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("kind", "world"), [("wide", 3), ("wide", 4), ("single", 4), ("single", 2)])
+@pytest.mark.parametrize(
+    ("stage", "kind", "world"),
+    each_value(product([0, 1, 2, 3], ["wide"], [3, 4]))
+    + each_value(product([0, 1, 2, 3], ["single"], [2, 4])),
+)
 def test_awkward_shapes(ranks: Any, kind: str, stage: int, world: int) -> None:
     """Prime sizes, a matrix larger than all the rest, one matrix for four ranks, empty partitions."""
     results = ranks(world).run(training.train, stage=stage, kind=kind)
@@ -161,9 +166,9 @@ def build_start() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("stage", "world", "wire"), pairwise(product([0, 1, 2, 3], [2, 3, 4], ["fp32", "bf16"]))
+)
 def test_bytes_sent_are_the_planned_ones(ranks: Any, stage: int, world: int, wire: str) -> None:
     results = ranks(world).run(training.train, stage=stage, steps=1, params={"wire_dtype": wire})
     for result in results:
