@@ -11,10 +11,11 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from deepspeed_muon.errors import RankDisagreementError
 from deepspeed_muon.transport.waiting import phase
@@ -80,15 +81,56 @@ class Members:
             numbers: Of this rank.
             what: The purpose, for the error if a rank does not come.
         """
-        sums: list[int] = list(numbers)
+        sums: list[int] = self._reduced(torch.tensor(numbers, dtype=torch.int64), dist.ReduceOp.SUM, what)
+        return sums
+
+    def reduce(
+        self, numbers: Sequence[float], how: Literal["sum", "max", "min"], *, what: str
+    ) -> list[float]:
+        """Return the sums, largest or smallest numbers over all ranks. Must be called by all of them."""
+        operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[how]
+        found: list[float] = self._reduced(torch.tensor(numbers, dtype=torch.float64), operation, what)
+        return found
+
+    def _reduced(self, numbers: Tensor, operation: Any, what: str) -> list[Any]:
         for group in self.groups:
             # Where torch puts the objects that it gathers: a GPU where the group reaches no other memory.
-            device = dist.distributed_c10d._get_object_coll_device(group)
-            total = torch.tensor(sums, dtype=torch.int64, device=device)
+            numbers = numbers.to(dist.distributed_c10d._get_object_coll_device(group))
             with phase(what, group):
-                dist.all_reduce(total, group=group)
-            sums = total.tolist()
-        return sums
+                dist.all_reduce(numbers, op=operation, group=group)
+        return list(numbers.tolist())
+
+    def collect(self, items: Sequence[Any], *, most: int, what: str) -> list[tuple[int, Any]]:
+        """Return items of all ranks, in the order of the ranks, each with its rank. Must be called by all of them.
+
+        One rank after the other sends its items to all: the messages do not grow with the number of ranks.
+
+        Args:
+            items: Of this rank; anything that can be pickled.
+            most: The list ends at this length.
+            what: The purpose, for the error if a rank does not come.
+        """
+        own = [(dist.get_rank() if self.groups else 0, item) for item in items]
+        found: list[tuple[int, Any]] = []
+        waiting = bool(own)
+        while len(found) < most:
+            (first,) = self.reduce([self.position if waiting else self.size], "min", what=what)
+            if int(first) == self.size:
+                break
+            waiting = waiting and self.position != int(first)
+            found += self._sent_by(int(first), own, what)
+        return found[:most]
+
+    def _sent_by(self, position: int, item: Any, what: str) -> Any:
+        """Return the item of the rank at a position."""
+        for group in self.groups:
+            position, place = divmod(position, dist.get_world_size(group))
+            # Only the rank's own row has the item at first, and then every column has it.
+            held = [item]
+            with phase(what, group):
+                dist.broadcast_object_list(held, src=dist.get_global_rank(group, place), group=group)
+            item = held[0]
+        return item
 
     def gather(self, item: Any, *, what: str) -> dict[int, Any]:
         """Return the item of every rank, by global rank. Must be called by all of them.

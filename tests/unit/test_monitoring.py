@@ -33,6 +33,7 @@ from deepspeed_muon.monitoring.summary import RankReport, monitor_events, summar
 from deepspeed_muon.ops.reference import frobenius_norms
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.spread import sharded_spread
+from deepspeed_muon.transport.members import Members, everyone
 from tests.support.models import batch, build
 
 QUINTIC = resolve_schedule("quintic")
@@ -329,23 +330,29 @@ def test_sampling_changes_no_weight() -> None:
         assert torch.equal(first, second)
 
 
-def test_summary_over_ranks() -> None:
+def summary_of(rank: int, world_size: int) -> dict[str, object]:
     eye = torch.eye(4).unsqueeze(0)
     health = combine([measure(eye, eye, scale=1.0, band=band_of(QUINTIC))])
     timed = {"step": 4.0, "sampling": 2.0, "gather": 0.5, "newton_schulz": 1.0}
     reports = [
         RankReport({"a": health}, timed, 1, 0),
         RankReport({}, {}, 2, 3),
-        RankReport({"a": health}, timed, 0, 0),
+        RankReport({"a": health} | {f"b{n}": health for n in range(20)}, timed, 0, 0),
     ]
-    summary = summarize(reports)
+    return summarize(reports[rank], everyone())
+
+
+def test_summary_over_ranks(ranks: Any) -> None:
+    summary, *others = ranks(3).run(summary_of)
+    assert others == [summary, summary]
     assert (summary["redone"], summary["failed"]) == (3, 3)
     assert (summary["time_gather"], summary["time_newton_schulz"], summary["time_scatter"]) == (
         0.25,
         0.5,
         0.0,
     )
-    assert summary["seconds"] == 2.0 and set(summary["matrices"]) == {"a", "a (rank 2)"}
+    assert summary["seconds"] == 2.0 and len(summary["matrices"]) == 16
+    assert {"a", "a (rank 2)", "b0"} <= set(summary["matrices"])
     assert summary["stable_rank"] == pytest.approx(4.0) and summary["alignment"] == pytest.approx(1.0)
     assert ("Train/Muon/redone", 3.0, 77) in monitor_events({"step": 9, **summary}, 77)
-    assert summarize([RankReport({}, {}, 0, 0)]) == {"redone": 0, "failed": 0, "matrices": {}}
+    assert summarize(RankReport({}, {}, 0, 0), Members()) == {"redone": 0, "failed": 0, "matrices": {}}

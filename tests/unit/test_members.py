@@ -1,0 +1,42 @@
+"""What the ranks of an engine tell each other, also where rows and columns of a grid reach all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from deepspeed_muon.transport.members import Members, everyone
+
+ITEMS: list[list[str]] = [[], ["a"], ["b", "c"], ["d", "e"]]
+
+
+def told(rank: int, world_size: int, *, grid: bool, most: int) -> Any:
+    members = everyone()
+    if grid:
+        groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
+        members = Members.of([group for ranks, group in groups.items() if rank in ranks])
+    collected = members.collect(ITEMS[rank], most=most, what="test")
+    numbers = [members.reduce([float(rank), -0.5], how, what="test") for how in ("sum", "max", "min")]  # type: ignore[arg-type]
+    result = [members.position, collected, numbers, members.sum([1, rank], what="test")]
+    if grid:
+        for group in groups.values():
+            if dist.get_rank(group) >= 0:
+                dist.destroy_process_group(group)
+    return result
+
+
+@pytest.mark.parametrize("grid", [False, True])
+@pytest.mark.parametrize("most", [0, 2, 3, 16])
+def test_items_numbers_and_sums(ranks: Any, grid: bool, most: int) -> None:
+    items = [[1, "a"], [2, "b"], [2, "c"], [3, "d"], [3, "e"]]
+    numbers = [[6.0, -2.0], [3.0, -0.5], [0.0, -0.5]]
+    expected = [[rank, items[:most], numbers, [4, 6]] for rank in range(4)]
+    assert ranks(4).run(told, grid=grid, most=most) == expected
+
+
+def test_a_single_rank() -> None:
+    alone = Members()
+    assert alone.collect(["a", "b"], most=1, what="test") == [(0, "a")]
+    assert alone.reduce([2.0], "max", what="test") == [2.0] and alone.sum([3], what="test") == [3]
