@@ -22,7 +22,7 @@ Row = dict[str, Any]
 _NAMES = {
     "ours": "muon",
     "ours, no overlap": "muon",
-    "ours, small chunks": "muon",
+    "ours, network known": "muon",
     "DeepSpeed Muon, standard": "deepspeed_muon_builtin",
     "DeepSpeed AdamW": "adamw",
 }

@@ -1,4 +1,4 @@
-"""The settings that are objects: ``qk_clip``, ``health`` and ``restore_from``."""
+"""The settings that are objects: ``qk_clip``, ``health``, ``network`` and ``restore_from``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from deepspeed_muon.config import values as v
 from deepspeed_muon.config.messages import unknown_key_message
 
-__all__ = ["HealthConfig", "QkClipConfig", "RestoreConfig"]
+__all__ = ["HealthConfig", "NetworkConfig", "QkClipConfig", "RestoreConfig"]
 
 
 class _Section(BaseModel):
@@ -67,6 +67,15 @@ class HealthConfig(_Section):
         if not isinstance(value, (Mapping, cls)):
             raise ValueError("must be an object with every, matrices and check, or true or false")
         return value
+
+
+class NetworkConfig(_Section):
+    """The object under ``network``: what lies between the machines."""
+
+    gbit: v.Positive = Field(description="What one rank can send to other machines, in 10^9 bits a second.")
+    latency_us: v.Positive = Field(
+        default=30.0, description="Microseconds that an exchange takes besides, however little it sends."
+    )
 
 
 class RestoreConfig(_Section):

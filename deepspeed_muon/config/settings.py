@@ -20,7 +20,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from deepspeed_muon.config import values as v
 from deepspeed_muon.config.messages import readable, shown, unknown_key_message
-from deepspeed_muon.config.sections import HealthConfig, QkClipConfig, RestoreConfig
+from deepspeed_muon.config.sections import HealthConfig, NetworkConfig, QkClipConfig, RestoreConfig
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.coefficients import (
     Coefficients,
@@ -33,6 +33,7 @@ from deepspeed_muon.math.normuon import VariantName
 from deepspeed_muon.math.scaling import AdjustLrName
 from deepspeed_muon.math.weight_decay import WeightDecayMode
 from deepspeed_muon.ops import NsBackend
+from deepspeed_muon.plan.chunks import Link
 from deepspeed_muon.plan.order import OrderName
 from deepspeed_muon.plan.wire import CODED, PLAIN, WireFormat
 
@@ -203,6 +204,11 @@ class MuonConfig(BaseModel):
         "bit, in a third of the buffers; `auto`: where the step then needs at most 5 % more memory than AdamW's "
         "([performance.md](performance.md)).",
     )
+    network: NetworkConfig | None = Field(
+        default=None,
+        description='The network between the machines, if known: `{"gbit": 200, "latency_us": 30}`. There are then as '
+        "many chunks as cost least time on it, and not about eight ([performance.md](performance.md)).",
+    )
     order: OrderName = Field(
         default="balanced",
         description="How ZeRO 1 and 2 lay the matrices out: `balanced`, so that few cross a partition's end and all "
@@ -319,6 +325,13 @@ class MuonConfig(BaseModel):
     def wire_format(self) -> WireFormat:
         """The room that directions and updates take when they travel."""
         return CODED if self.wire_dtype == "int8" else PLAIN
+
+    def link(self, model_dtype: torch.dtype) -> Link | None:
+        """Return what the network costs, if that is known."""
+        if self.network is None:
+            return None
+        nbytes = self.wire_format.bytes_per_element(self.resolved_wire_dtype(model_dtype).itemsize)
+        return Link(8 * nbytes / (self.network.gbit * 1e9), self.network.latency_us / 1e6)
 
     def muon_defaults(self) -> dict[str, Any]:
         """Return the settings that Muon reads, before the caller's own param group overrides them."""

@@ -104,6 +104,7 @@ def _settings(arguments: argparse.Namespace, config: MuonConfig) -> PlanSettings
             wire_bytes=config.wire_format.bytes_per_element(width),
             direction_bytes=width,
             chunk_numel=config.exchange_chunk_numel,
+            link=config.link(torch.bfloat16),
             overlap=config.exchange_overlap,
             order=config.order,
             share_matrices=config.share_matrices if config.variant == "muon" else False,

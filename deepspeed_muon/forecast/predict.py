@@ -20,6 +20,7 @@ import torch
 
 from deepspeed_muon.math.flops import orthogonalize_flops
 from deepspeed_muon.math.newton_schulz import NsMethod
+from deepspeed_muon.plan.chunks import Link
 from deepspeed_muon.plan.hardware import GPUS, Gpu
 from deepspeed_muon.plan.holdings import Floats, Holdings, flat_holdings, sharded_holdings
 from deepspeed_muon.plan.order import OrderName, balanced_order, flat_partition_numel
@@ -82,6 +83,7 @@ class PlanSettings:
         direction_bytes: Bytes of an element of the directions that do not travel.
         model_bytes: Bytes of an element of the forward pass's weights, and of its gradient.
         chunk_numel: ``exchange_chunk_numel``.
+        link: What the network costs, if the setting ``network`` says it.
         overlap: ``exchange_overlap``.
         order: Order of the matrices in the flat buffers of stages 1 and 2.
         share_matrices: ``auto`` shares a matrix where that pays; with a number so many ranks share wherever possible.
@@ -101,6 +103,7 @@ class PlanSettings:
     direction_bytes: int = 2
     model_bytes: int = 2
     chunk_numel: int = 1 << 26
+    link: Link | None = None
     overlap: Literal["auto"] | bool = "auto"
     order: OrderName = "balanced"
     share_matrices: Literal["auto", False] | int = "auto"

@@ -181,7 +181,7 @@ def _step_memory(parameters: Sequence[PlannedParameter], settings: PlanSettings,
     """Return what a step needs on a rank that owns so many elements which travel."""
     muon = [p for p in parameters if p.muon]
     sizes = (p.numel // p.stack // settings.tensor_parallel for p in muon)
-    chunk = largest_chunk(owned, sizes, settings.chunk_numel) if owned else 0
+    chunk = largest_chunk(owned, sizes, settings.chunk_numel, settings.link) if owned else 0
     blocks = {(rows, cols) for p in muon for _, rows, cols in p.blocks}
     return StepMemory(
         chunk,

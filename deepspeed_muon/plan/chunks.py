@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.relay import Machines
 from deepspeed_muon.plan.spread import Places
 
-__all__ = ["chunk_limit", "cut_into_chunks", "moves"]
+__all__ = ["Link", "chunk_limit", "cut_into_chunks", "moves"]
 
 # Several chunks can overlap, and small ones need little memory. Chunks below this number of elements a rank (512 KiB in
 # bf16, some ten microseconds at 50 GB/s) are bound by latency.
 _CHUNKS = 8
 _LEAST_NUMEL_PER_RANK = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What the network costs, where that is known.
+
+    Attributes:
+        element_seconds: Time in which a rank sends one element of the exchange.
+        message_seconds: Time that a message takes besides.
+    """
+
+    element_seconds: float
+    message_seconds: float
+
+    def chunks(self, numel: int) -> int:
+        """Return the number of chunks that costs least time, of the elements that a rank sends in one direction.
+
+        Every chunk costs a message. The first chunk's way to the owners and the last one's way back hide behind
+        nothing: the fewer chunks, the longer they are.
+        """
+        return max(1, round(math.sqrt(numel * self.element_seconds / self.message_seconds)))
 
 
 def moves(places: Places, owner: int) -> bool:
@@ -27,6 +50,7 @@ def cut_into_chunks(
     bound: int,
     world_size: int,
     machines: Machines | None = None,
+    link: Link | None = None,
 ) -> list[list[int]]:
     """Cut the matrices into chunks, those that never move first.
 
@@ -44,6 +68,7 @@ def cut_into_chunks(
         bound: Elements that one rank owns in a chunk at most.
         world_size: Ranks of the group.
         machines: Those among which updates of replicated matrices are relayed.
+        link: What the network costs, if that is known.
     """
     copies = world_size - 1 if machines is None else machines.count
     kinds: dict[tuple[bool, bool], list[int]] = {}
@@ -60,7 +85,7 @@ def cut_into_chunks(
         for index in sorted(members, key=lambda i: (-matrices[i].numel, i)):
             parts.setdefault(-1 if together else owners[index], []).append(index)
         largest = max(sum(matrices[i].numel for i in part) for part in parts.values())
-        limit = chunk_limit(largest, bound, ranks=world_size if together else 1)
+        limit = chunk_limit(largest, bound, ranks=world_size if together else 1, link=link)
         found: list[list[int]] = []
         for part in parts.values():
             items = [(i, matrices[i].numel, owners[i] if together else -1) for i in part]
@@ -106,14 +131,17 @@ def _is_full(filled: int, numel: int, bound: int) -> bool:
     return filled > 0 and filled + numel > bound
 
 
-def chunk_limit(largest: int, bound: int, *, ranks: int = 1) -> int:
+def chunk_limit(largest: int, bound: int, *, ranks: int = 1, link: Link | None = None) -> int:
     """Return how many elements an owner's part of a chunk has at most, unless it is a single matrix.
 
     Args:
         largest: Elements of the owner that owns most.
         bound: What the configuration allows.
         ranks: Ranks that share the bound.
+        link: What the network costs, if that is known.
     """
+    if link is not None:
+        return min(bound, max(1, -(-largest // link.chunks(largest))))
     return min(bound, max(-(-largest // _CHUNKS), _LEAST_NUMEL_PER_RANK * ranks))
 
 

@@ -21,7 +21,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from deepspeed_muon.plan.chunks import cut_into_chunks, moves
+from deepspeed_muon.plan.chunks import Link, cut_into_chunks, moves
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.relay import Machines, Relay
 from deepspeed_muon.plan.spread import Ints, Places
@@ -189,6 +189,7 @@ def build_exchange_plan(
     chunk_numel: int,
     wire: WireFormat = PLAIN,
     machines: Machines | None = None,
+    link: Link | None = None,
 ) -> ExchangePlan:
     """Make the plan of one rank.
 
@@ -201,11 +202,12 @@ def build_exchange_plan(
             matrix travels without others of its owner. Chunks are smaller where this bound would make only a few.
         wire: The room that a fragment takes in a buffer.
         machines: Those among which updates of replicated matrices are relayed.
+        link: What the network costs, if that is known; then it decides how many chunks there are.
     """
     spreads = [matrix.spread for matrix in matrices]
     chunks = [
         build_chunk(spreads, owners, indices, rank, wire, machines)
-        for indices in cut_into_chunks(matrices, owners, chunk_numel, world_size, machines)
+        for indices in cut_into_chunks(matrices, owners, chunk_numel, world_size, machines, link)
     ]
     return ExchangePlan(rank, world_size, tuple(matrices), tuple(owners), tuple(chunks), machines)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from deepspeed_muon.plan.chunks import chunk_limit
+from deepspeed_muon.plan.chunks import Link, chunk_limit
 
 __all__ = ["SLOTS", "WINDOW_NUMEL", "StepMemory", "largest_chunk"]
 
@@ -73,16 +73,17 @@ class StepMemory:
         return buffers <= _ALWAYS_FITS or buffers + self.iteration_bytes(overlap=True) <= allowed
 
 
-def largest_chunk(owned: float, sizes: Iterable[int], bound: int) -> int:
+def largest_chunk(owned: float, sizes: Iterable[int], bound: int, link: Link | None = None) -> int:
     """Return the elements that an owner has in the largest chunk.
 
     Args:
         owned: Elements of all matrices that one rank owns.
         sizes: Elements of every matrix that may travel.
         bound: ``exchange_chunk_numel``.
+        link: What the network costs, if that is known.
     """
     largest = max(sizes, default=0)
-    return int(min(max(owned, largest), max(chunk_limit(int(owned), bound), largest)))
+    return int(min(max(owned, largest), max(chunk_limit(int(owned), bound, link=link), largest)))
 
 
 def _iteration_numel(rows: int, cols: int) -> int:

@@ -114,6 +114,7 @@ def planned(
         chunk_numel=config.exchange_chunk_numel,
         wire=config.wire_format,
         machines=Machines.of(_nodes(step_set, config)) if can_open_groups else None,
+        link=config.link(step_set.model_dtype),
     )
     return assignment, plan
 

@@ -211,7 +211,8 @@ def overlaps(step_sets: Sequence[StepSet], config: MuonConfig, device: torch.dev
         others += math.fsum(numels[len(each.matrices) :])
         owned = sum(matrix.numel for matrix in each.matrices) / each.world_size
         sizes = (matrix.numel // (matrix.equal_blocks or 1) for matrix in each.matrices)
-        chunks.append(largest_chunk(owned, sizes, config.exchange_chunk_numel))
+        link = config.link(each.model_dtype)
+        chunks.append(largest_chunk(owned, sizes, config.exchange_chunk_numel, link))
         blocks.update(map(_largest_block, each.matrices))
     width = max((config.resolved_wire_dtype(each.model_dtype).itemsize for each in step_sets), default=0)
     needed = StepMemory(

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_muon.math.flops import orthogonalize_flops
+from deepspeed_muon.plan.chunks import Link, chunk_limit
 from deepspeed_muon.plan.exchange import BufferPlan, ExchangePlan, build_exchange_plan
 from deepspeed_muon.plan.holdings import flat_holdings, sharded_holdings
 from deepspeed_muon.plan.layout import MatrixLayout
@@ -304,3 +305,24 @@ def test_runs_of_blocks_are_the_stack(
             assert found == [part.spread.rank_at(element) for element in range(part.numel)]
             held_by = [f.rank for f in fragments_of(part.spread) for _ in range(f.numel)]
             assert found == held_by
+
+
+@pytest.mark.parametrize(
+    ("numel", "gbit", "latency", "chunks"),
+    [
+        (100_000_000, 400.0, 3e-5, 12),  # 4 ms on InfiniBand
+        (1_250_000, 0.2, 5e-4, 14),  # 0.1 s on 200 Mbit/s
+        (1_250_000, 400.0, 3e-5, 1),  # 50 us: less than two messages
+        (0, 1.0, 1.0, 1),
+    ],
+)
+def test_as_many_chunks_as_cost_least(numel: int, gbit: float, latency: float, chunks: int) -> None:
+    link = Link(16 / (gbit * 1e9), latency)
+    assert link.chunks(numel) == chunks
+
+    def cost(count: int) -> float:
+        return count * latency + numel * link.element_seconds / count
+
+    assert all(cost(chunks) <= cost(other) for other in range(1, 40)) or chunks == 1
+    assert chunk_limit(numel, 1 << 40, link=link) == max(1, -(-numel // chunks))
+    assert chunk_limit(numel, 1000, link=link) <= 1000
