@@ -5,7 +5,7 @@ After ``import deepspeed_muon``, ``"optimizer": {"type": "Muon"}`` in a DeepSpee
 
 from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.config import MuonConfig
-from deepspeed_muon.engine.accessors import health, muon_optimizer, routes
+from deepspeed_muon.engine.accessors import health, is_active, muon_optimizer, routes
 from deepspeed_muon.engine.hooks import is_registered, register, unregister
 from deepspeed_muon.errors import (
     BindingError,
@@ -31,8 +31,7 @@ from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.qk_clip.recorder import QkRecorder
 from deepspeed_muon.routing.rules import Route
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
-
-__version__ = "0.2.0"
+from deepspeed_muon.version import __version__
 
 __all__ = [
     "BindingError",
@@ -59,6 +58,7 @@ __all__ = [
     "__version__",
     "consolidate",
     "health",
+    "is_active",
     "is_registered",
     "muon_optimizer",
     "orthogonalize",

@@ -1,15 +1,41 @@
-"""The package's one logger, ``deepspeed_muon``, and warnings that one rank logs for many."""
+"""The package's one logger, ``deepspeed_muon``, and what one rank says for many."""
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 
 import torch.distributed as dist
 
-__all__ = ["logger", "warn", "warn_on_each_machine"]
+__all__ = ["announce", "logger", "warn", "warn_on_each_machine"]
 
 logger = logging.getLogger("deepspeed_muon")
+
+
+def announce(text: str, *values: object, on_any_rank: bool = False) -> None:
+    """Say what every user should see, also where nobody asked for messages of the level INFO.
+
+    DeepSpeed's logger and most programs show warnings only. There the line goes to standard error. Only the first rank
+    says it, unless ``on_any_rank``.
+    """
+    if not on_any_rank and dist.is_initialized() and dist.get_rank():
+        return
+    if logger.isEnabledFor(logging.INFO) and _is_shown():
+        logger.info(text, *values)
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, text, values, None))
+
+
+def _is_shown() -> bool:
+    """Return whether any handler shows the level INFO."""
+    at: logging.Logger | None = logger
+    while at is not None:
+        if any(handler.level <= logging.INFO for handler in at.handlers):
+            return True
+        at = at.parent if at.propagate else None
+    return False
 
 
 def warn(text: str, *values: object, group: dist.ProcessGroup | None = None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from deepspeed.ops.op_builder.builder import OpBuilder
 
 from deepspeed_muon.errors import OpsUnavailableError
-from deepspeed_muon.logs import logger, warn_on_each_machine
+from deepspeed_muon.logs import announce, logger, warn_on_each_machine
 
 from . import toolchain
 from .locks import locked
@@ -160,8 +161,17 @@ def _build(spec: BuildSpec, verbose: bool) -> None:
         if not target.exists():
             if failed.exists():
                 raise OpsUnavailableError(failed.read_text())
+            announce(
+                "deepspeed_muon: building its native operators%s into %s, once for this torch and this machine; that "
+                "takes a minute or two (`python -m deepspeed_muon report --selftest` builds them ahead)",
+                " with CUDA" if spec.with_cuda else "",
+                target.parent,
+                on_any_rank=True,
+            )
+            started = time.monotonic()
             try:
                 _compile(spec, target, verbose)
+                announce("deepspeed_muon: built in %.0f s", time.monotonic() - started, on_any_rank=True)
             except OpsUnavailableError as error:
                 if spec.with_cuda:
                     # Minutes in every process of every run, otherwise.

@@ -8,13 +8,22 @@ from deepspeed_muon.errors import BindingError
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.rules import Route
 
-__all__ = ["health", "muon_of", "muon_optimizer", "routes"]
+__all__ = ["health", "is_active", "muon_of", "muon_optimizer", "routes"]
 
 
 def muon_of(engine: Any) -> Muon | None:
     """Return this project's optimizer inside an engine; ``None`` if there is another one, or none yet."""
     optimizer = getattr(engine, "basic_optimizer", None)
     return optimizer if isinstance(optimizer, Muon) else None
+
+
+def is_active(engine: Any) -> bool:
+    """Return whether this project's Muon trains an engine, and not DeepSpeed's own or another optimizer.
+
+    Args:
+        engine: A ``DeepSpeedEngine``.
+    """
+    return muon_of(engine) is not None
 
 
 def muon_optimizer(engine: Any) -> Muon:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import log_dist
 from torch import nn
 
 from deepspeed_muon.checkpoint.layout_record import add_record_to_state_dict
@@ -37,13 +36,15 @@ from deepspeed_muon.engine.supported import (
     refuse_with_qk_clip,
 )
 from deepspeed_muon.errors import PlanMismatchError
-from deepspeed_muon.logs import logger
+from deepspeed_muon.logs import announce, logger
+from deepspeed_muon.ops import loaded
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.param_groups import build_groups
 from deepspeed_muon.routing.pipeline_module import is_divided
 from deepspeed_muon.routing.rules import check_routes, format_routes, summarize_routes, warn_without_muon
 from deepspeed_muon.transport.agreement import RankFacts, agree
 from deepspeed_muon.transport.members import Members
+from deepspeed_muon.version import __version__
 
 __all__ = [
     "broadcast_model",
@@ -253,7 +254,12 @@ def _bind(engine: Any, optimizer: Muon) -> None:
     add_record_to_state_dict(engine)
     record_order(engine, optimizer)
     hook_engine(engine)
-    log_dist(f"deepspeed_muon: {summarize_routes(optimizer.routes)}", ranks=[0])
+    announce(
+        "deepspeed_muon %s: %s; kernels: %s; deepspeed_muon.routes(engine) says which and why",
+        __version__,
+        summarize_routes(optimizer.routes),
+        "native" if loaded() else "torch's",
+    )
     logger.debug("deepspeed_muon routes:\n%s", format_routes(optimizer.routes))
 
 

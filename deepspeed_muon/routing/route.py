@@ -107,9 +107,9 @@ def format_routes(routes: Sequence[Route]) -> str:
 def summarize_routes(routes: Sequence[Route]) -> str:
     """Return in one line how many tensors and elements went to each algorithm."""
     parts = []
-    for algorithm in ("muon", "adamw", "frozen"):
+    for algorithm, name in (("muon", "Muon for"), ("adamw", "AdamW for"), ("frozen", "frozen:")):
         chosen = [route for route in routes if route.algorithm == algorithm]
         if chosen:
             numel = sum(torch.Size(route.shape).numel() for route in chosen)
-            parts.append(f"{algorithm} {len(chosen)} tensors / {numel:,} elements")
-    return "; ".join(parts)
+            parts.append(f"{name} {len(chosen)} tensors ({numel:,} elements)")
+    return ", ".join(parts)
