@@ -1,4 +1,4 @@
-"""Builds the native operators ahead of their first use if asked to; everything else stands in pyproject.toml.
+"""Builds the native operators ahead of their first use if asked to, and installs the switch; see pyproject.toml.
 
 ``DS_BUILD_MUON=1 pip install --no-build-isolation .`` builds them. Without it nothing here may import torch, because
 pip runs this file in an environment that has none.
@@ -10,6 +10,21 @@ import sys
 from pathlib import Path
 
 from setuptools import setup
+from setuptools._distutils.command.install_data import install_data
+
+SWITCH = Path("deepspeed_muon", "switch")
+
+
+class InstallSwitch(install_data):
+    """Puts what ``DEEPSPEED_MUON=1`` needs beside the packages, also where they are installed as editable."""
+
+    def run(self):
+        """Copy the files of the switch to the folder of the packages."""
+        folder = self.get_finalized_command("install_lib").install_dir
+        self.mkpath(folder)
+        for name in ("deepspeed_muon.pth", "_deepspeed_muon_switch.py"):
+            target, _ = self.copy_file(str(SWITCH / name), folder)
+            self.outfiles.append(target)
 
 
 def native_operators():
@@ -30,8 +45,13 @@ def native_operators():
     extension = toolchain.setuptools_extension(toolchain.machine_spec(torch), "deepspeed_muon.ops", root)
     return {
         "ext_modules": [extension],
-        "cmdclass": {"build_ext": BuildExtension.with_options(no_python_abi_suffix=True)},
+        "build_ext": BuildExtension.with_options(no_python_abi_suffix=True),
     }
 
 
-setup(**native_operators())
+arguments = native_operators()
+commands = {"install_data": InstallSwitch}
+if "build_ext" in arguments:
+    commands["build_ext"] = arguments.pop("build_ext")
+# install_data runs only where there are data files.
+setup(**arguments, cmdclass=commands, data_files=[("", [])])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 from collections.abc import Callable
 from importlib import metadata
@@ -126,6 +127,8 @@ def _versions() -> dict[str, str | None]:
             versions[label] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[label] = None
+    installed = importlib.util.find_spec("_deepspeed_muon_switch") is not None
+    versions["DEEPSPEED_MUON=1"] = "switches this Muon on" if installed else None
     versions["MPI"] = _first_line(toolchain.find_program("mpirun"), "--version")
     return versions
 

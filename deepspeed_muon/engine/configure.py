@@ -6,10 +6,13 @@ plans. If one rank fails or differs, all of them raise, so that none waits for a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import os
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -254,6 +257,9 @@ def _bind(engine: Any, optimizer: Muon) -> None:
     add_record_to_state_dict(engine)
     record_order(engine, optimizer)
     hook_engine(engine)
+    if note := os.environ.get("DEEPSPEED_MUON_NOTE"):
+        with contextlib.suppress(OSError):
+            Path(note).touch()  # for deepspeed_muon.run
     announce(
         "deepspeed_muon %s: %s; kernels: %s; deepspeed_muon.routes(engine) says which and why",
         __version__,

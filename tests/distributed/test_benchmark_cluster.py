@@ -55,6 +55,7 @@ def exchange(rank: int, world_size: int, *, ends: list[list[str]], rate: float, 
 
 
 @needs_namespaces
+@pytest.mark.full
 def test_links_hold_their_rate_and_count_what_is_sent() -> None:
     nbytes = 2_000_000
     devices = os.listdir("/sys/class/net")

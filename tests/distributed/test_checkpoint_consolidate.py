@@ -41,7 +41,9 @@ CORE = [
 ]
 
 
-@pytest.mark.parametrize(("stage", "size", "zero", "to_stage", "to_size", "to_zero"), with_compat(CORE))
+@pytest.mark.parametrize(
+    ("stage", "size", "zero", "to_stage", "to_size", "to_zero"), each_value(with_compat(CORE))
+)
 def test_restored_exactly_at_another_topology(
     ranks: Any, tmp_path: Path, stage: int, size: int, zero: Any, to_stage: int, to_size: int, to_zero: Any
 ) -> None:

@@ -11,6 +11,7 @@ import torch
 from tests.support import training
 from tests.support.checkpoints import OFFLOAD, ROUND, STATES, engine_for, report
 from tests.support.models import MATRICES
+from tests.support.thinning import each_value
 
 SCALE = {"initial_scale_power": 33, "loss_scale_window": 2, "hysteresis": 1}
 """fp16 overflows at once and steps are skipped, then the scale grows again every two steps."""
@@ -59,7 +60,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("stage", "precision", "zero", "extra"), CASES)
+@pytest.mark.parametrize(("stage", "precision", "zero", "extra"), each_value(CASES))
 def test_resume_with_offload_loss_scale_and_schedule(
     ranks: Any, tmp_path: Path, stage: int, precision: str, zero: Any, extra: Any
 ) -> None:

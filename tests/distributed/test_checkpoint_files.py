@@ -72,7 +72,9 @@ CORE = [
 ]
 
 
-@pytest.mark.parametrize(("stage", "size", "zero", "to_stage", "to_size", "to_zero"), with_compat(CORE))
+@pytest.mark.parametrize(
+    ("stage", "size", "zero", "to_stage", "to_size", "to_zero"), each_value(with_compat(CORE))
+)
 def test_universal_and_offline_consolidation(
     ranks: Any, tmp_path: Path, stage: int, size: int, zero: Any, to_stage: int, to_size: int, to_zero: Any
 ) -> None:
@@ -237,7 +239,7 @@ def test_convert_from_deepspeeds_muon(ranks: Any, tmp_path: Path, stage: int, si
 
 
 @pytest.mark.skipif(not HAS_OWN_MUON, reason="DeepSpeed's own Muon of 0.19")
-@pytest.mark.parametrize(("stage", "zero"), [(1, {}), (2, {}), (2, ROUND), (2, OFFLOAD)])
+@pytest.mark.parametrize(("stage", "zero"), each_value([(1, {}), (2, ROUND), (2, OFFLOAD), (2, {})]))
 def test_convert_from_deepspeeds_muon_with_whole_matrices(
     ranks: Any, tmp_path: Path, stage: int, zero: Any
 ) -> None:

@@ -102,7 +102,7 @@ def _assert_same_losses(found: Metrics, expected: Metrics, *, rel: float) -> Non
             assert found[name][step] == pytest.approx(loss, rel=rel), (name, step)
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", "mpirun"])
+@pytest.mark.parametrize("launcher", ["deepspeed", pytest.param("mpirun", marks=pytest.mark.full)])
 def test_launchers_agree(launcher, folder, whole):
     found = _train(folder, config="zero3.json", launcher=launcher)
     # The launchers differ in nothing but how ranks find each other and which code adds up two tensors (gloo,

@@ -57,8 +57,12 @@ def client(rank: int, world_size: int, *, stage: int, how: str) -> Any:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("how", ["config", "instance-named", "instance-model", "instance-groups", "callable"])
+@pytest.mark.parametrize(
+    ("how", "stage"),
+    each_value(
+        product(["config", "instance-named", "instance-model", "instance-groups", "callable"], [0, 2, 3])
+    ),
+)
 def test_all_ways_of_passing_the_optimizer(ranks: Any, stage: int, how: str) -> None:
     result = ranks(2).run(client, stage=stage, how=how)[0]
     start, end, _, _ = reference("toy", 2, 0.5)

@@ -153,7 +153,7 @@ HALF_STATES = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_s
 @pytest.mark.parametrize(
     ("stage", "settings"),
     [
-        (1, {"params": {"momentum_dtype": "bf16"}}),
+        pytest.param(1, {"params": {"momentum_dtype": "bf16"}}, marks=pytest.mark.full),
         (2, {"params": {"momentum_dtype": "bf16"}, "zero": CPU, "precision": "bf16"}),
         (3, {"params": {"momentum_dtype": "bf16"}, "zero": {"sub_group_size": 200}}),
         (2, {"precision": "bf16", "zero": CPU, "extra": MASTERS}),

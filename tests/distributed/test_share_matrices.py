@@ -18,6 +18,7 @@ from tests.support import training
 from tests.support.contract import compare
 from tests.support.counting import count_a_step
 from tests.support.models import MATRICES
+from tests.support.thinning import each_value
 from tests.support.training import try_to_start
 
 CASES = [
@@ -49,7 +50,7 @@ def train_shared(rank: int, world_size: int, *, names: bool = False, **settings:
     return found
 
 
-@pytest.mark.parametrize(("stage", "world", "kind", "most", "count"), CASES)
+@pytest.mark.parametrize(("stage", "world", "kind", "most", "count"), each_value(CASES))
 def test_matches_the_reference(ranks: Any, stage: int, world: int, kind: str, most: int, count: int) -> None:
     """Square, tall and wide matrices (the short side of a wide one is cut anew), with chunks of one matrix."""
     params = {"share_matrices": most, "exchange_chunk_numel": 1000}

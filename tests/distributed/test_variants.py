@@ -54,9 +54,24 @@ OLD_DEEPSPEED_TOO = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.compat] if n in OLD_DEEPSPEED_TOO else []) for n in VARIANTS]
-)
+# Near to another row of the table, or to other tests.
+FULL = {
+    "stage1-round-robin",
+    "stage1-overlap",
+    "stage2-small-buckets",
+    "stage3-all-reduce",
+    "stage3-zero-init-sub-groups",
+    "stage1-offload",
+    "stage3-offload",
+    "stage2-gram-and-standard",
+}
+
+
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.compat] * (name in OLD_DEEPSPEED_TOO) + [pytest.mark.full] * (name in FULL)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in VARIANTS])
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_variant_matches_the_reference(ranks: Any, name: str, world: int) -> None:
     settings = {"accumulation": 2, "clipping": 0.5, **VARIANTS[name]}
@@ -91,9 +106,13 @@ def test_per_head_muon(ranks: Any, stage: int) -> None:
     compare(results, "heads", 3, 0.0)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize(
-    "stage", [0, pytest.param(1, marks=pytest.mark.compat), 2, pytest.param(3, marks=pytest.mark.compat)]
+    ("stage", "precision"),
+    each_value(
+        pytest.param(stage, precision, marks=[pytest.mark.compat] * (stage % 2))
+        for stage in range(4)
+        for precision in ("bf16", "fp16")
+    ),
 )
 def test_half_precision(ranks: Any, stage: int, precision: str) -> None:
     results = ranks(2).run(

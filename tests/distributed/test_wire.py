@@ -25,10 +25,10 @@ def distance(result: dict[str, Any], exact: dict[str, Any], kind: str = "toy") -
     ("stage", "world", "params"),
     [
         (0, 4, {}),  # an owner in the middle sends to ranks on both sides
-        (1, 2, {"order": "given"}),
+        pytest.param(1, 2, {"order": "given"}, marks=pytest.mark.full),
         (2, 3, {"order": "given"}),
         (3, 2, {"variant": "normuon"}),
-        (3, 4, {}),
+        pytest.param(3, 4, {}, marks=pytest.mark.full),
         (3, 4, {"exchange_chunk_numel": 90}),
     ],
 )

@@ -38,7 +38,7 @@ def moved_away(rank: int, world_size: int, *, stage: int, precision: str, move: 
     ("stage", "precision"),
     [
         pytest.param(1, "bf16", marks=pytest.mark.full),
-        (2, "bf16"),
+        pytest.param(2, "bf16", marks=pytest.mark.full),
         pytest.param(2, "fp32", marks=pytest.mark.full),
         pytest.param(3, "fp32", marks=pytest.mark.full),
         (3, "bf16"),

@@ -2,39 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import combinations
 from typing import Any
 
 import pytest
 
-__all__ = ["each_value", "pairwise"]
+__all__ = ["each_value", "pairwise", "triples"]
 
-_Part = tuple[tuple[int, Any], ...]
-
-
-def pairwise(cases: Iterable[Sequence[Any]]) -> list[Any]:
-    """Keep cases in which every pair of values that occurs is there; greedily, the first of equals."""
-    return _thinned([tuple(case) for case in cases], 2)
+_Part = tuple[tuple[int, str], ...]
 
 
-def each_value(cases: Iterable[Sequence[Any]]) -> list[Any]:
-    """Keep cases in which every value of every parameter is there."""
-    return _thinned([tuple(case) for case in cases], 1)
+def each_value(cases: Iterable[Any]) -> list[Any]:
+    """Keep cases in which every value of every parameter is there; greedily, the first of equals."""
+    return _thinned(cases, 1)
 
 
-def _thinned(cases: list[tuple[Any, ...]], size: int) -> list[Any]:
-    missing = {part for case in cases for part in _parts(case, size)}
+def pairwise(cases: Iterable[Any]) -> list[Any]:
+    """Keep cases in which every pair of values that occurs is there."""
+    return _thinned(cases, 2)
+
+
+def triples(cases: Iterable[Any]) -> list[Any]:
+    """Keep cases in which every three values that occur together are there."""
+    return _thinned(cases, 3)
+
+
+def _thinned(cases: Iterable[Any], size: int) -> list[Any]:
+    """Return the cases, tuples or ``pytest.param``, as the latter; their marks stay."""
+    params = [case if hasattr(case, "marks") else pytest.param(*case) for case in cases]
+    parts = [_parts(param.values, size) for param in params]
+    missing = set().union(*parts)
     kept = set()
     while missing:
-        best = max(range(len(cases)), key=lambda number: len(_parts(cases[number], size) & missing))
+        best = max(range(len(params)), key=lambda number: len(parts[number] & missing))
         kept.add(best)
-        missing -= _parts(cases[best], size)
+        missing -= parts[best]
     return [
-        pytest.param(*case, marks=[] if number in kept else [pytest.mark.full])
-        for number, case in enumerate(cases)
+        param if number in kept else pytest.param(*param.values, marks=[*param.marks, pytest.mark.full])
+        for number, param in enumerate(params)
     ]
 
 
 def _parts(case: tuple[Any, ...], size: int) -> set[_Part]:
-    return set(combinations(enumerate(case), size))
+    return set(combinations(((place, repr(value)) for place, value in enumerate(case)), size))

@@ -137,6 +137,7 @@ def test_advice(capsys: pytest.CaptureFixture[str], arguments: list[str], said: 
     assert said in advice and not_said not in advice
 
 
+@pytest.mark.full
 def test_a_trillion_parameters_on_sixteen_thousand_ranks_take_seconds(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

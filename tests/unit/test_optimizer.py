@@ -5,9 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +12,6 @@ from torch import nn
 
 import deepspeed_muon
 from deepspeed_muon import Muon
-from deepspeed_muon.run import split_arguments
 from tests.support.models import MATRICES, batch, build
 from tests.support.reference import Oracle, relative
 
@@ -139,27 +135,3 @@ def test_sparse_gradients_are_errors() -> None:
     model(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(deepspeed_muon.BindingError, match="sparse"):
         optimizer.step()
-
-
-def test_run_module(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys, deepspeed\n"
-        "from deepspeed.runtime.engine import DeepSpeedEngine\n"
-        "print(sys.argv[1:], hasattr(DeepSpeedEngine._configure_optimizer, '__wrapped__'), __name__)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "deepspeed_muon.run", "--local_rank=1", str(script), "--x", "3"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert "['--local_rank=1', '--x', '3'] True __main__" in done.stdout, done.stdout + done.stderr
-
-
-def test_run_arguments() -> None:
-    assert split_arguments(["a.py", "b"]) == ("a.py", ["b"])
-    assert split_arguments(["--local_rank", "2", "a.py"]) == ("a.py", ["--local_rank", "2"])
-    for bad in ([], ["--verbose", "a.py"]):
-        with pytest.raises(SystemExit, match="usage"):
-            split_arguments(bad)

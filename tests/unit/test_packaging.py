@@ -62,5 +62,30 @@ def test_a_wheel_holds_every_module_and_nothing_else(source: Path, wheel: Path) 
     for top, installed in (("deepspeed_muon", "deepspeed_muon"), ("ops", "deepspeed_muon/ops")):
         paths = (path for path in (source / top).rglob("*") if path.is_file())
         expected |= {f"{installed}/{path.relative_to(source / top)}" for path in paths}
+    # What DEEPSPEED_MUON=1 needs lies beside the packages.
+    expected |= {"deepspeed_muon.pth", "_deepspeed_muon_switch.py"}
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert packed == expected
+
+
+def test_an_environment_variable_switches_an_installed_wheel_on(wheel: Path, tmp_path: Path) -> None:
+    """In every process that inherits it; without it Python reads one line and imports nothing."""
+    command = ["python", "-m", "pip", "install", "-q", "--no-deps", "--target", str(tmp_path), str(wheel)]
+    run_command(command)
+    program = (
+        f"import os, site, sys; site.addsitedir({str(tmp_path)!r})\n"
+        f"print('before', '_deepspeed_muon_switch' in sys.modules, 'torch' in sys.modules)\n"
+        f"if len(sys.argv) > 1: os.execv(sys.executable, [sys.executable, '-c', sys.argv[1]])\n"
+        f"import deepspeed\n"
+        f"print('after', 'deepspeed_muon' in sys.modules and sys.modules['deepspeed_muon'].is_registered())\n"
+    )
+    # Not this repository's own copy.
+    clean = {"PYTHONPATH": str(tmp_path), "DEEPSPEED_MUON": ""}
+    for value, on in (("1", True), ("0", False), ("", False)):
+        for arguments in ([], [program]):  # the second one starts the first as a child
+            done = run_command(
+                ["python", "-c", program, *arguments],
+                env={**clean, "DEEPSPEED_MUON": value},
+                cwd=tmp_path,
+            )
+            assert f"before {on} False" in done.stdout and f"after {on}" in done.stdout, (value, done.stdout)

@@ -210,7 +210,7 @@ def test_environment_of_a_rank() -> None:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("on", [False, True])
+@pytest.mark.parametrize("on", [pytest.param(False, marks=pytest.mark.full), True])
 def test_shm_op_can_be_left_on_and_its_files_are_removed(on: bool) -> None:
     before = shm_files()
     assert run_ranks(shm_op_is_on, 2, shm_all_reduce=on) == [on, on]
