@@ -38,6 +38,11 @@ class Steps:
         ]
 
     @property
+    def exposed_step(self) -> float:
+        """The part of the mean rank's exposed wait inside ``engine.step()``, at the median."""
+        return max(0.0, statistics.median(self.of("exposed_step_s", over=statistics.fmean)))
+
+    @property
     def idle(self) -> float:
         """The part of the time in which a core had nothing to do, over all cores."""
         return sum(self.of("idle_s")) / (self.row["cores"] * sum(self.whole))
@@ -92,8 +97,8 @@ def table(report: dict[str, Any]) -> str:
         "all cores.",
         "",
         "| model | stage | hosts | rate | optimizer | whole, ms | ours / it | predicted, ms | error | step, ms "
-        "| exposed wait, ms | of whole | cores idle | sent, MB | counted, MB | collectives |",
-        "|" + "---|" * 16,
+        "| exposed wait, ms | of whole | in step, ms | cores idle | sent, MB | counted, MB | collectives |",
+        "|" + "---|" * 17,
     ]
     ours = {_cell(row): Steps(row) for row in report["rows"] if row["optimizer"] == "ours"}
     lines += [_line(row, ours.get(_cell(row))) for row in report["rows"]]
@@ -129,6 +134,7 @@ def _line(row: Row, ours: Steps | None) -> str:
         _milliseconds(quartiles(steps.of("step_s"))),
         f"{exposed * 1e3:.0f}",
         f"{exposed / whole[0]:.0%}",
+        f"{steps.exposed_step * 1e3:.0f}",
         f"{steps.idle:.0%}",
         f"{steps.link_bytes / 1e6:.2f}",
         f"{steps.counted_bytes / 1e6:.2f}",
