@@ -7,8 +7,9 @@
 Times are medians over repetitions in which all implementations take turns, so that what else runs on the machine
 meets all of them alike. Peers: the iteration of ``torch.optim.Muon``, one matrix at a time as that optimizer calls it;
 the two functions inside DeepSpeed, compiled as DeepSpeed compiles them, one matrix at a time as its optimizer calls
-them and, for batches, in one call. On a GPU: the standard bf16 iteration under ``torch.compile``, and DeepSpeed's
-default.
+them and, for batches, in one call. On a GPU besides: the standard bf16 iteration under ``torch.compile``; torch's code
+with cuBLAS, and with the symmetric products of Triton, and of quack where that is installed, all in our dtype; and
+``gram-newton-schulz`` where that is installed.
 
 Writes ``benchmarks/results/newton_schulz-<hardware>.json`` and ``.md``.
 """
@@ -16,6 +17,7 @@ Writes ``benchmarks/results/newton_schulz-<hardware>.json`` and ``.md``.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -37,14 +39,15 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 from deepspeed_muon import ops
 from deepspeed_muon.math.coefficients import resolve_schedule
-from deepspeed_muon.math.newton_schulz import NsSettings, resolve_ns_dtype
+from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, resolve_ns_dtype
 from deepspeed_muon.math.reference import reference_orthogonalize
 from deepspeed_muon.ops.autotune import Tuner, error_of, hardware_name
+from deepspeed_muon.ops.candidates import other_products
 
 STEPS = 5
 QUINTIC = (3.4445, -4.7750, 2.0315)
 CPU_SHAPES = [(256, 256), (512, 512), (768, 768), (768, 3072), (1024, 4096)]
-CUDA_SHAPES = [(m, round(m * ratio)) for m in (1024, 2048, 4096) for ratio in (1, 8 / 3, 4, 8)]
+CUDA_SHAPES = [(m, round(m * ratio)) for m in (1024, 2048, 4096, 8192) for ratio in (1, 8 / 3, 4)]
 RESULTS = Path(__file__).resolve().parent / "results"
 
 Run = Callable[[], object]
@@ -57,16 +60,31 @@ def peers(x: Tensor) -> dict[str, Run]:
     if x.device.type == "cuda":
         compiled = torch.compile(standard_bf16)
         found["compiled standard bf16"] = lambda: compiled(x)
-    else:
-        found["torch.optim.Muon"] = lambda: [
-            _zeropower_via_newtonschulz(one, QUINTIC, STEPS, 1e-7) for one in each
-        ]
-        found["DeepSpeed standard"] = lambda: [zeropower_via_newtonschulz5(one, STEPS) for one in each]
+        found |= libraries(x)
+    found["torch.optim.Muon"] = lambda: [
+        _zeropower_via_newtonschulz(one, QUINTIC, STEPS, 1e-7) for one in each
+    ]
+    found["DeepSpeed standard"] = lambda: [zeropower_via_newtonschulz5(one, STEPS) for one in each]
     found["DeepSpeed gram"] = lambda: [zeropower_via_gram_newtonschulz(one, STEPS) for one in each]
     if len(each) > 1:
         if x.device.type == "cpu":
             found["DeepSpeed standard, batched"] = lambda: zeropower_via_newtonschulz5(x, STEPS)
         found["DeepSpeed gram, batched"] = lambda: zeropower_via_gram_newtonschulz(x, STEPS)
+    return found
+
+
+def libraries(x: Tensor) -> dict[str, Run]:
+    """The same iteration with the products of each library on this GPU, and ``gram-newton-schulz``, in one call."""
+    settings = NsSettings(resolve_schedule("quintic", STEPS), "gram", resolve_ns_dtype("auto", x.device))
+    found: dict[str, Run] = {"cuBLAS": lambda: orthogonalize(x, settings=settings)}
+    for name, products in other_products().items():
+        found[name] = lambda products=products: orthogonalize(x, settings=settings, products=products)
+    if importlib.util.find_spec("gram_newton_schulz") is not None:
+        package = importlib.import_module("gram_newton_schulz")
+        theirs = package.GramNewtonSchulz(
+            ns_use_kernels=True, use_gram_newton_schulz=True, gram_newton_schulz_reset_iterations=[2]
+        )
+        found["gram-newton-schulz"] = lambda: theirs(x)
     return found
 
 

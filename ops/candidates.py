@@ -7,6 +7,7 @@ the kernels, and so in rounding and time.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,8 +27,8 @@ __all__ = [
     "Problem",
     "candidates_for",
     "has_kernel",
+    "other_products",
     "problem_of",
-    "triton_products",
 ]
 
 # Elements that a batch may stack: stacking copies them, and the iteration needs three times as much again.
@@ -136,16 +137,18 @@ def has_kernel(operators: Any | None, device: str, name: str = "orthogonalize") 
 
 
 @functools.cache
-def triton_products() -> Products | None:
-    """Return Triton's symmetric products, ``None`` where it is not installed or cannot be imported."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    try:
-        from .triton_sym import PRODUCTS
-    except ImportError as error:
-        logger.warning("deepspeed_muon: Triton is installed, but not used: %s", error)
-        return None
-    return PRODUCTS
+def other_products() -> dict[str, Products]:
+    """Return the symmetric products of Triton and of quack, by name, where they are installed and can be imported."""
+    found: dict[str, Products] = {}
+    for name in ("quack", "triton"):
+        if importlib.util.find_spec(name) is not None:
+            try:
+                found[name] = importlib.import_module(f"{__package__}.{name}_sym").PRODUCTS
+            except (
+                Exception
+            ) as error:  # whatever a library raises at its import, on a GPU that it does not know
+                logger.warning("deepspeed_muon: %s is installed, but not used: %s", name, error)
+    return found
 
 
 def candidates_for(problem: Problem, operators: Any | None, *, graphs: bool = True) -> list[Candidate]:
@@ -156,7 +159,7 @@ def candidates_for(problem: Problem, operators: Any | None, *, graphs: bool = Tr
     Args:
         problem: What is to be computed.
         operators: ``torch.ops.deepspeed_muon``, or ``None`` for torch's code alone.
-        graphs: Whether CUDA graphs and Triton may be used.
+        graphs: Whether CUDA graphs and other libraries may be used.
     """
     methods = ["standard"]
     if problem.settings.method == "gram" and problem.ratio >= _GRAM_TRIED_FROM:
@@ -169,8 +172,9 @@ def candidates_for(problem: Problem, operators: Any | None, *, graphs: bool = Tr
     in_torch = [method for method in methods if method == "standard" or problem.ratio >= 2.0]
     plain = native + [_torch(method) for method in in_torch]
     half = problem.settings.dtype in (torch.float16, torch.bfloat16)
-    if problem.device == "cuda" and graphs and half and triton_products() is not None:
-        plain[len(native) : len(native)] = [_torch(method, triton_products()) for method in in_torch]
+    if problem.device == "cuda" and graphs and half:
+        others = [_torch(method, name) for name in other_products() for method in in_torch]
+        plain[len(native) : len(native)] = others
     if problem.device != "cuda" or not graphs or problem.flops > _GRAPH_UP_TO:
         return plain
     return plain + [Candidate(f"{each.name}+graph", Replayed(each.run), warm_calls=1) for each in plain]
@@ -219,10 +223,11 @@ def _native(method: str, operators: Any) -> Candidate:
     return Candidate(f"ops {method}", run)
 
 
-def _torch(method: str, products: Products | None = None) -> Candidate:
-    """Return torch's code; with ``products``, those of Triton take the place of its symmetric ones."""
+def _torch(method: str, name: str = "torch") -> Candidate:
+    """Return torch's code, with the symmetric products of another library in place of its own if that is named."""
+    products = None if name == "torch" else other_products()[name]
 
     def run(x: Tensor, settings: NsSettings) -> Tensor:
         return orthogonalize(x, settings=replace(settings, method=method), products=products)  # type: ignore[arg-type]
 
-    return Candidate(f"{'torch' if products is None else 'triton'} {method}", run)
+    return Candidate(f"{name} {method}", run)

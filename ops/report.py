@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import subprocess
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from deepspeed_muon.math.reference import reference_orthogonalize
 from . import library, reference, toolchain
 from .autotune import TOLERANCE, cache_folder, error_of, hardware_name
 from .builder import MuonBuilder, build_folder, ninja_folder, prebuilt_path
-from .candidates import candidates_for, has_kernel, problem_of, triton_products
+from .candidates import candidates_for, has_kernel, other_products, problem_of
 from .gate import known_verdict
 
 __all__ = ["collect", "cuda_checks", "render", "self_test"]
@@ -75,7 +76,7 @@ def cuda_checks() -> list[dict[str, Any]]:
     """Return the part of :func:`self_test` for the current GPU: the operators, if there are any, and graphs."""
     operators = library.try_load()
     checks = [] if operators is None else _test_operators(operators, "cuda")
-    return checks + _test_triton() + _test_graphs(operators)
+    return checks + _test_other_products() + _test_graphs(operators)
 
 
 def _test_operators(operators: Any, device: str) -> list[dict[str, Any]]:
@@ -210,13 +211,13 @@ def _test_sym_gemm(operators: Any, device: str) -> list[dict[str, Any]]:
     return [_test_product("sym_gemm", operators.sym_gemm, device, dtype) for dtype in _DTYPES]
 
 
-def _test_triton() -> list[dict[str, Any]]:
-    if triton_products() is None:
-        return []
-    from .triton_sym import sym_gemm
-
-    half = (torch.float16, torch.bfloat16)
-    return [_test_product("sym_gemm in Triton", sym_gemm, "cuda", dtype) for dtype in half]
+def _test_other_products() -> list[dict[str, Any]]:
+    checks = []
+    for name in other_products():
+        product = importlib.import_module(f"{__package__}.{name}_sym").sym_gemm
+        for dtype in (torch.float16, torch.bfloat16):
+            checks.append(_test_product(f"sym_gemm of {name}", product, "cuda", dtype))
+    return checks
 
 
 def _test_product(
