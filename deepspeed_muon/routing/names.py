@@ -22,6 +22,22 @@ _TOP_LEVEL_HEAD_COMPONENTS = frozenset(
     {"output_layer", "output", "head", "classifier", "score", "logits", "predictions"}
 )
 _ROUTER_COMPONENTS = frozenset({"wg", "shared_expert_gate"})
+# Parameters that multiply nothing: tables that are added or looked up, learned inputs, the decay rates of Mamba.
+_NO_PRODUCT = frozenset(
+    {
+        "a_log",
+        "latents",
+        "mask_token",
+        "queries",
+        "query_tokens",
+        "register_tokens",
+        "rel_pos_h",
+        "rel_pos_w",
+        "relative_position_bias_table",
+    }
+)
+# Wrappers of peft, each followed by the name of an adapter: what lies in one belongs to the module around it.
+_WRAPPERS = frozenset({"modules_to_save", "lora_a", "lora_b"})
 
 
 def leaf_name(name: str) -> str:
@@ -37,7 +53,10 @@ def rule_by_name(name: str, expert_parents: frozenset[str]) -> tuple[Rule, str] 
         name: Dotted name.
         expert_parents: From :func:`parents_of_experts`, for the whole model.
     """
+    name = _looked_through(name)
     components = name.lower().split(".")
+    if components[-1] in _NO_PRODUCT:
+        return "no_product", f"not the weight of a product ({components[-1]})"
     holder = leaf_name(name)
     for component in components:
         if _names_an_embedding(component):
@@ -55,6 +74,21 @@ def rule_by_name(name: str, expert_parents: frozenset[str]) -> tuple[Rule, str] 
     if holder == "coefficient" and ".".join((*name.split(".")[:-2], "deepspeed_moe")) in expert_parents:
         return "router", f"MoE router by name ({holder})"
     return None
+
+
+def _looked_through(name: str) -> str:
+    """Return the name without peft's wrappers: ``lm_head.lora_B.default.weight`` gives ``lm_head.weight``."""
+    kept: list[str] = []
+    parts = iter(name.split("."))
+    for part in parts:
+        if part.lower() in _WRAPPERS:
+            adapter = next(parts, "")
+            kept += [adapter] * (
+                adapter in ("weight", "bias")
+            )  # a module of that name that is none of peft's
+        else:
+            kept.append(part)
+    return ".".join(kept)
 
 
 def _names_an_embedding(component: str) -> bool:

@@ -20,6 +20,7 @@ Rule = Literal[
     "exclude",
     "include",
     "shape",  # not a matrix
+    "no_product",  # a matrix that multiplies nothing
     "embedding",
     "head",
     "tied",  # between the stages of a pipeline

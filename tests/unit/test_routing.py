@@ -47,6 +47,17 @@ def route(name: str, *shape: int, siblings: tuple[str, ...] = ()) -> Route:
         ("layers.0.mlp.experts.gate_up_proj", (4, 6, 8), "muon"),
         ("layers.0.mlp.stacked.gate_up_proj", (4, 6, 8), "adamw"),
         ("empty.weight", (0, 8), "adamw"),
+        # peft
+        ("base_model.model.lm_head.modules_to_save.default.weight", (100, 8), "adamw"),
+        ("base_model.model.score.modules_to_save.default.weight", (3, 8), "adamw"),
+        ("base_model.model.lm_head.lora_B.default.weight", (100, 4), "adamw"),
+        ("base_model.model.model.layers.0.q_proj.lora_A.default.weight", (4, 8), "muon"),
+        ("base_model.model.model.layers.0.q_proj.lora_B.default.weight", (8, 4), "muon"),
+        ("layers.0.lora_a.weight", (4, 8), "muon"),  # a module of its own
+        # not the weight of a product
+        ("layers.0.mixer.A_log", (16, 8), "adamw"),
+        ("layers.0.attn.relative_position_bias_table", (49, 8), "adamw"),
+        ("qformer.query_tokens", (32, 8), "adamw"),
     ],
 )
 def test_rules_by_name_and_shape(name: str, shape: tuple[int, ...], algorithm: str) -> None:
@@ -60,6 +71,13 @@ def test_a_gate_beside_experts_is_a_router() -> None:
         "model.layers.0.moe.gate.weight", 4, 8, siblings=("model.layers.0.moe.experts.0.w1.weight",)
     )
     assert found.algorithm == "adamw" and "router" in found.reason
+
+
+def test_the_adapter_of_a_router_is_the_router() -> None:
+    found = route(
+        "layers.0.mlp.gate.lora_B.default.weight", 4, 2, siblings=("layers.0.mlp.experts.0.up.weight",)
+    )
+    assert found.rule == "router", found
 
 
 def test_the_coefficient_of_residual_experts_is_a_router() -> None:
