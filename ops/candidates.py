@@ -45,6 +45,9 @@ _GRAPH_UP_TO = 1e12
 # The symmetric CUDA kernels need multiples of this for m and k (include/muon_cuda.h); cuBLAS takes all others.
 _CUDA_MULTIPLE = 8
 
+# Squares of 256 are tried from this short side on: below, too few of them are at work at once.
+_WIDE_FROM = 1024
+
 # Triangles in blocks need at least two blocks of 256 rows.
 _BLOCKS_FROM = 512
 
@@ -183,7 +186,9 @@ def candidates_for(problem: Problem, operators: Any | None, *, graphs: bool = Tr
 def _variants(problem: Problem, operators: Any) -> list[str]:
     """Return the suffixes of the native methods that can run, the fastest expected first."""
     if problem.device != "cpu":
-        return [f"+{_cuda_products(problem, operators)}"]
+        kernel = _cuda_products(problem, operators)
+        wide = kernel == "sm90" and problem.short >= _WIDE_FROM and operators.sym_gemm_wide_available()
+        return ["+sm90wide", "+sm90"] if wide else [f"+{kernel}"]
     if problem.settings.dtype == torch.bfloat16 and operators.tiles_available():
         return ["+tiles", ""]
     if problem.settings.dtype == torch.bfloat16 and operators.vectors_available():
@@ -205,8 +210,9 @@ def _cuda_products(problem: Problem, operators: Any) -> str:
 
 
 def _native(method: str, operators: Any) -> Candidate:
-    # On a GPU the suffix only says what will compute the products.
+    # On a GPU the suffix only says what will compute the products, but for the wide tiles.
     order = method.partition("+")[0] if method.endswith(("+sm90", "+sm80", "+cublas")) else method
+    order = order.replace("+sm90wide", "+wide")
 
     def run(x: Tensor, settings: NsSettings) -> Tensor:
         steps = len(settings.coefficients)

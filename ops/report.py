@@ -29,7 +29,12 @@ __all__ = ["collect", "cuda_checks", "render", "self_test"]
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 # Oldest compute capability of each CUDA kernel of sym_gemm, and the newest where it is for one generation only.
-_CUDA_KERNELS = {"sym_gemm mma.sync": (80, None), "sym_gemm wgmma + TMA": (90, 90), "flat passes": (80, None)}
+_CUDA_KERNELS = {
+    "sym_gemm mma.sync": (80, None),
+    "sym_gemm wgmma + TMA": (90, 90),
+    "sym_gemm in squares of 256": (90, 90),
+    "flat passes": (80, None),
+}
 
 
 def collect() -> dict[str, Any]:
@@ -186,7 +191,10 @@ def _test_orthogonalize(operators: Any, device: str) -> list[dict[str, Any]]:
     expected = torch.stack([reference_orthogonalize(each, rows) for each in x])
     checks = []
     for dtype in _DTYPES:
-        variants = [""] if device == "cuda" else ["", "+symmetric"]
+        variants = ["", "+symmetric"]
+        if device == "cuda":
+            half = dtype != torch.float32
+            variants = ["", "+wide"] if half and operators.sym_gemm_wide_available() else [""]
         if device == "cpu" and dtype == torch.bfloat16 and operators.tiles_available():
             variants.append("+tiles")
         if device == "cpu" and dtype == torch.bfloat16 and operators.vectors_available():

@@ -11,7 +11,19 @@
 #include <string>
 
 namespace muon {
+
+thread_local bool wide_products = false;
+
 namespace {
+
+constexpr char kWide[] = "+wide";
+
+// Sets wide_products while it lives.
+struct WideProducts {
+  explicit WideProducts(bool wide) : before(wide_products) { wide_products = wide; }
+  ~WideProducts() { wide_products = before; }
+  const bool before;
+};
 
 using SymGemm =
     at::Tensor(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, double, double);
@@ -95,6 +107,9 @@ at::Tensor orthogonalize_by_products(
   TORCH_CHECK(
       !coefficients.empty() && coefficients.size() % 3 == 0,
       "orthogonalize: coefficients must be flat (a, b, c) triples, got ", coefficients.size(), " numbers");
+  const size_t suffix = method.find(kWide);
+  const WideProducts wide(suffix != std::string::npos && suffix + sizeof(kWide) - 1 == method.size());
+  if (wide_products) method.resize(suffix);
   TORCH_CHECK(
       method == "gram" || method == "standard", "orthogonalize: unknown method '", method,
       "'; on this device there are standard and gram");

@@ -14,7 +14,10 @@ at::Tensor orthogonalize_generic(
     const at::Tensor& x, at::ArrayRef<double> coefficients, bool gram, const std::vector<bool>& restart,
     at::ScalarType dtype, double eps);
 
-// The kernel for devices without one of their own: checks, then the above.
+// Whether the products of this thread run in squares of 256 on a GPU that has a kernel for them.
+extern thread_local bool wide_products;
+
+// The kernel for devices without one of their own: checks, then the above. Method "...+wide" sets wide_products.
 at::Tensor orthogonalize_by_products(
     const at::Tensor& x, at::ArrayRef<double> coefficients, std::string method, at::IntArrayRef restarts,
     at::ScalarType dtype, double eps);

@@ -159,18 +159,18 @@ def main(library: str, output: str) -> None:
         }
         Path(output).write_text(json.dumps(about, indent=1) + "\n")
 
-    for kernel in ("sm90", "sm80"):
+    for kernel in ("sm90_wide", "sm90", "sm80"):
         if kernels.available(kernel) != OK:
             print(f"{kernel}: {kernels.name(kernels.available(kernel))}")
             continue
         shapes = [(1, 1024, 1024), (1, 2048, 2048), (8, 2048, 2048), (1, 4096, 4096), (1, 8192, 8192)]
-        shapes += [(1, 4096, 16384), (8, 1024, 4096)] if kernel == "sm90" else []
+        shapes += [(1, 4096, 16384), (8, 1024, 4096)] if kernel != "sm80" else []
         for shape in shapes:
             for with_c in (False, True):
                 note(time_sym_gemm(kernels, kernel, *shape, with_c))
     for result in time_flat(kernels, 1 << 28):
         note(result)
-    best = "sm90" if kernels.available("sm90") == OK else "sm80"
+    best = "sm90_wide" if kernels.available("sm90_wide") == OK else "sm80"
     for batch, m in ((1, 4096), (8, 2048), (1, 2048), (8, 1024)):
         for ratio in (1, 8 / 3, 4, 8):
             note(time_orthogonalize(kernels, best, batch, m, ratio))

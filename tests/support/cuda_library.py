@@ -78,7 +78,7 @@ class Kernels:
         pointer, int64, int32, double = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_double
         self.library.muon_momentum_pack.argtypes = [pointer] * 3 + [int32, int64, double, int32, pointer]
         self.library.muon_unpack_apply.argtypes = [pointer] * 2 + [int32, int64, double, double, pointer]
-        for name in ("", "_sm80", "_sm90"):
+        for name in ("", "_sm80", "_sm90", "_sm90_wide"):
             getattr(self.library, f"muon_sym_gemm{name}").argtypes = [ctypes.POINTER(SymGemm), pointer]
 
     def available(self, kernel: str) -> int:

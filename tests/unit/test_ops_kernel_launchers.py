@@ -38,7 +38,7 @@ def problem(m: int = 128, k: int = 64, batch: int = 2, dtype: torch.dtype = torc
 
 
 # One case per reason; a pointer of the host is never followed.
-@pytest.mark.parametrize("kernel", ["", "_sm80", "_sm90"])
+@pytest.mark.parametrize("kernel", ["", "_sm80", "_sm90", "_sm90_wide"])
 @pytest.mark.parametrize(
     ("change", "status"),
     [
@@ -96,6 +96,6 @@ def test_the_structures_agree(kernels: Kernels) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_without_a_device_every_launcher_says_so(kernels: Kernels) -> None:
-    for kernel in ("sm80", "sm90"):
+    for kernel in ("sm80", "sm90", "sm90_wide"):
         assert kernels.available(kernel) > 0  # a cudaError_t
         assert kernels.name(kernels.available(kernel)) != "unknown status"

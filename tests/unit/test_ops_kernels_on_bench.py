@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(cuda_bench.unavailable() is not None, reason=str
 
 # Fewer k than a stage, one tile, tiles that end in the middle, several tiles for a block, and many k.
 SHAPES = [(1, 8, 8), (1, 128, 64), (1, 136, 72), (2, 264, 200), (3, 512, 8), (1, 384, 1016)]
-MAJOR = {"sm80": 8, "sm90": 9}
+MAJOR = {"sm80": 8, "sm90": 9, "sm90_wide": 9}
 # Of the whole iteration, relative to the same polynomial in float64.
 BOUND = {torch.float16: 4e-2, torch.bfloat16: 3e-1}
 
@@ -28,7 +28,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return cuda_bench.build(tmp_path_factory.mktemp("bench"))
 
 
-@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
+@pytest.mark.parametrize("kernel", ["sm80", "sm90", "sm90_wide"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sym_gemm(bench: Bench, kernel: str, shape: tuple[int, int, int]) -> None:
     # Pairwise: both dtypes, every way in which asynchronous work ends, one and several multiprocessors.
@@ -38,26 +38,26 @@ def test_sym_gemm(bench: Bench, kernel: str, shape: tuple[int, int, int]) -> Non
         cases.sym_gemm(bench, kernel, shape, dtype, Inputs("cpu", seed))
 
 
-@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
+@pytest.mark.parametrize("kernel", ["sm80", "sm90", "sm90_wide"])
 def test_views_and_what_is_around_them(bench: Bench, kernel: str) -> None:
     bench.configure(major=MAJOR[kernel])
     cases.nothing_outside_is_written(bench, kernel, Inputs("cpu"))
 
 
-@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
+@pytest.mark.parametrize("kernel", ["sm80", "sm90", "sm90_wide"])
 def test_c_may_be_the_output(bench: Bench, kernel: str) -> None:
     bench.configure(major=MAJOR[kernel], processors=2)
     cases.c_may_be_the_output(bench, kernel, Inputs("cpu"))
 
 
-@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
+@pytest.mark.parametrize("kernel", ["sm80", "sm90", "sm90_wide"])
 def test_what_is_refused(bench: Bench, kernel: str) -> None:
     bench.configure(major=MAJOR[kernel])
     cases.what_is_refused(bench, kernel, Inputs("cpu"))
     bench.configure(major=7)
     assert bench.available(kernel) == DEVICE
     bench.configure(major=10)
-    assert bench.available("sm90") == DEVICE and bench.available("sm80") == OK
+    assert bench.available("sm90") == bench.available("sm90_wide") == DEVICE and bench.available("sm80") == OK
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *UNIT], ids=str)
@@ -117,6 +117,7 @@ def spectrum(kind: str) -> torch.Tensor:
         ("sm90", torch.bfloat16, "ill-conditioned"),
         ("sm90", torch.float16, "tiny"),
         ("sm80", torch.bfloat16, "huge"),
+        ("sm90_wide", torch.float16, "gaussian"),
     ],
     ids=str,
 )
@@ -159,6 +160,36 @@ DEFECTS = {
         "sm90",
         "      cp_async_wait<0>();\n      named_barrier<kWarpgroup>(named);\n",
         "      cp_async_wait<0>();\n",
+    ),
+    "half of b is not waited for": (
+        "sm90_wide",
+        "constexpr int kRingStageBytes = (1 + kBlocks) * kSm90OperandBytes;  // rows of a, then both halves of b",
+        "constexpr int kRingStageBytes = kBlocks * kSm90OperandBytes;",
+    ),
+    "the other block is not asked for its stage": (
+        "sm90_wide",
+        "barrier_init(barriers.empty(stage), kBlocks * kTeam / 32);",
+        "barrier_init(barriers.empty(stage), kTeam / 32);",
+    ),
+    "a block does not tell the other one": (
+        "sm90_wide",
+        "if (lane == 1) barrier_arrive_in(empty, rank ^ 1);",
+        "if (lane == 1) barrier_arrive(empty);",
+    ),
+    "the blocks do not meet at the start": (
+        "sm90_wide",
+        "cluster_sync();  // The other block sends to this one's barriers.",
+        "__syncthreads();",
+    ),
+    "the blocks do not meet at the end": (
+        "sm90_wide",
+        "cluster_sync();  // Nobody leaves while the other block still sends to it.",
+        "",
+    ),
+    "the halves of b change places": (
+        "sm90_wide",
+        "target + (1 + rank) * kSm90OperandBytes",
+        "target + (2 - rank) * kSm90OperandBytes",
     ),
     "no barrier before the ring is staged over": (
         "sm80",

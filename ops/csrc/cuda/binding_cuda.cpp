@@ -9,6 +9,7 @@
 #include <torch/library.h>
 
 #include "../binding_checks.h"
+#include "../generic.h"
 #include "../include/muon_cuda.h"
 
 namespace {
@@ -84,7 +85,8 @@ at::Tensor sym_gemm(
   problem.beta = static_cast<float>(beta);
   problem.diag = static_cast<float>(diag);
   problem.dtype = muon_dtype(a.scalar_type());
-  const int status = muon_sym_gemm(&problem, stream_of(a));
+  int status = muon::wide_products ? muon_sym_gemm_sm90_wide(&problem, stream_of(a)) : MUON_DEVICE_UNSUPPORTED;
+  if (status < 0 && status != MUON_BAD_ARGUMENT) status = muon_sym_gemm(&problem, stream_of(a));
   if (status == MUON_OK) return d.view(shape);
   // Negative: not for this kernel, nothing was launched. A CUDA error, or a wrong argument, is no reason to go on.
   TORCH_CHECK(status < 0 && status != MUON_BAD_ARGUMENT, "sym_gemm: ", muon_status_name(status));
@@ -118,6 +120,8 @@ std::string sym_gemm_kernel() {
   return status == MUON_OK ? "sm80" : muon_status_name(status);
 }
 
+bool sym_gemm_wide_available() { return muon_sym_gemm_sm90_wide_available() == MUON_OK; }
+
 // Why the flat passes cannot run on the current device; empty if they can.
 std::string flat_passes_missing() {
   const int status = muon_flat_passes_available();
@@ -128,6 +132,7 @@ std::string flat_passes_missing() {
 
 TORCH_LIBRARY_FRAGMENT(deepspeed_muon, m) {
   m.def("sym_gemm_kernel() -> str", &sym_gemm_kernel);
+  m.def("sym_gemm_wide_available() -> bool", &sym_gemm_wide_available);
   m.def("flat_passes_missing() -> str", &flat_passes_missing);
 }
 

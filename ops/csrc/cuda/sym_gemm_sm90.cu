@@ -11,6 +11,7 @@
 // from the one before and no more, and a consumer that ran ahead would take the one for the other.
 #include "launch.cuh"
 #include "ptx_sm90.cuh"
+#include "tensor_map.cuh"
 
 namespace muon {
 namespace {
@@ -27,13 +28,6 @@ constexpr int kBarrierOffset = kStagingOffset + kConsumers * kStageBytes;
 constexpr int kBarriers = 2 * kStages + kConsumers;
 constexpr int kSharedBytes = kBarrierOffset + 8 * kBarriers + 1024;  // 1024: for rounding the start up
 static_assert(kSharedBytes <= 227 * 1024, "more shared memory than a block can have");
-
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define MUON_SM90_THREADS kThreads
-#else
-// Code for another chip has no body. Its launch bounds say so to kernel_available(): the host would not launch it.
-#define MUON_SM90_THREADS 32
-#endif
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
@@ -169,45 +163,6 @@ __global__ void __launch_bounds__(MUON_SM90_THREADS, 1)
 #endif
 }
 
-// cuTensorMapEncodeTiled, found at run time so that nothing links against the driver. Null if there is none.
-decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
-  static const auto encoder = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-#if CUDART_VERSION >= 12050
-    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
-                                                               cudaEnableDefault, &result);
-#else
-    const cudaError_t error =
-        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result);
-#endif
-    if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) function = nullptr;
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
-  }();
-  return encoder;
-}
-
-// Describes an operand to the copy engine: a (batch, m, k) tensor cut into boxes of kTile rows by 64 elements of k.
-//
-// Three dimensions, not two, so that rows past the last of one matrix are zeros and not the next matrix.
-int describe(CUtensorMap* map, const void* base, int64_t batch, int64_t m, int64_t k, int64_t ld, int64_t stride,
-             int32_t dtype) {
-  const auto encode = tensor_map_encoder();
-  if (encode == nullptr) return MUON_DRIVER_ERROR;
-  const CUtensorMapDataType type =
-      dtype == MUON_FLOAT16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(k), static_cast<cuuint64_t>(m), static_cast<cuuint64_t>(batch)};
-  // Distances in bytes of rows and matrices. That of a single matrix is never used, but must be valid.
-  const int64_t matrix = batch > 1 ? stride : m * ld;
-  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(2 * ld), static_cast<cuuint64_t>(2 * matrix)};
-  const cuuint32_t box[3] = {kSm90BlockK, kTile, 1};
-  const cuuint32_t steps[3] = {1, 1, 1};
-  const CUresult result =
-      encode(map, type, 3, const_cast<void*>(base), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? MUON_OK : MUON_DRIVER_ERROR;
-}
-
 template <typename T>
 int launch(const MuonSymGemm& p, cudaStream_t stream) {
   const Prepared prepared = prepare(sym_gemm_sm90_kernel<T>, kThreads, kSharedBytes);
@@ -228,16 +183,9 @@ int launch(const MuonSymGemm& p, cudaStream_t stream) {
 }  // namespace muon
 
 extern "C" int muon_sym_gemm_sm90_available(void) {
-  int major = 0;
-  int minor = 0;
-  int status = muon::device_attribute(cudaDevAttrComputeCapabilityMajor, &major);
-  if (status == cudaSuccess) status = muon::device_attribute(cudaDevAttrComputeCapabilityMinor, &minor);
-  if (status != cudaSuccess) return status;
-  // sm_90a code runs on 9.0 and nowhere else, later chips included.
-  if (major != 9 || minor != 0) return MUON_DEVICE_UNSUPPORTED;
-  status = muon::prepare(muon::sym_gemm_sm90_kernel<__half>, muon::kThreads, muon::kSharedBytes).status;
+  const int status = muon::hopper_with_tensor_maps();
   if (status != MUON_OK) return status;
-  return muon::tensor_map_encoder() != nullptr ? MUON_OK : MUON_DRIVER_ERROR;
+  return muon::prepare(muon::sym_gemm_sm90_kernel<__half>, muon::kThreads, muon::kSharedBytes).status;
 }
 
 extern "C" int muon_sym_gemm_sm90(const MuonSymGemm* problem, muon_stream_t stream) {

@@ -48,13 +48,15 @@ typedef struct MuonSymGemm {
   int32_t dtype;
 } MuonSymGemm;
 
-// The two kernels and the choice between them: sm90 where the device and the build have it, else sm80.
+// The kernels, and the choice where the caller has none: sm90 where the device and the build have it, else sm80.
 int muon_sym_gemm(const MuonSymGemm* problem, muon_stream_t stream);
 int muon_sym_gemm_sm90(const MuonSymGemm* problem, muon_stream_t stream);  // wgmma + TMA, compute capability 9.0
+int muon_sym_gemm_sm90_wide(const MuonSymGemm* problem, muon_stream_t stream);  // the same in squares of 256
 int muon_sym_gemm_sm80(const MuonSymGemm* problem, muon_stream_t stream);  // mma.sync, compute capability >= 8.0
 
 // What the launchers would answer, without launching: MUON_OK or a negative code or a cudaError_t.
 int muon_sym_gemm_sm90_available(void);
+int muon_sym_gemm_sm90_wide_available(void);
 int muon_sym_gemm_sm80_available(void);
 int muon_flat_passes_available(void);
 

@@ -23,7 +23,7 @@ ANY_TIME, LATE, EARLY = 0, 1, 2
 
 _HEADERS = ("ptx.cuh", "ptx_sm90.cuh")
 _SHARED = """#include <cuda_runtime.h>
-namespace muon { namespace { alignas(1024) [[maybe_unused]] unsigned char shared[256 * 1024]; } }
+namespace muon { namespace { alignas(1024) [[maybe_unused]] unsigned char shared[2 * 256 * 1024]; } }
 """
 _FLAGS = [
     "-std=c++17",
@@ -124,8 +124,9 @@ def _translated(folder: Path, mutation: Mapping[str, str]) -> list[Path]:
 
 def _translate(text: str) -> str:
     launches = text.count("<<<")
+    cluster = 2 if "__cluster_dims__(2, 1, 1)" in text else 1
     text, count = re.subn(
-        r"(\w+(?:<T>)?)<<<([^>]*?), stream>>>\(", r"bench::start(muon::shared, \2, \1, ", text
+        r"(\w+(?:<T>)?)<<<([^>]*?), stream>>>\(", rf"bench::start<{cluster}>(muon::shared, \2, \1, ", text
     )
     assert count == launches
     text = re.sub(

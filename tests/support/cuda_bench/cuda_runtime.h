@@ -18,6 +18,7 @@
 #define __align__(bytes)
 #define CUDART_VERSION 13000
 
+#define __cluster_dims__(x, y, z)
 #define threadIdx bench::thread_index
 #define blockIdx bench::block_index
 #define gridDim bench::grid_size

@@ -30,6 +30,8 @@ constexpr int kWarp = 32;
 constexpr size_t kStackBytes = 64 * 1024;
 // Where shared memory starts: not on the 1024 bytes that Hopper's ring needs, so that a kernel must round up.
 constexpr uint32_t kSharedBase = 16;
+// From a block's shared memory to that of the next one of its cluster; a descriptor of wgmma holds no more bits.
+constexpr uint32_t kBlockBytes = 256 * 1024;
 
 // When asynchronous work ends: at any time, only when somebody waits for it, or as soon as possible.
 enum Mode { kAnyTime = 0, kLate = 1, kEarly = 2 };
@@ -60,6 +62,8 @@ std::vector<unsigned char*> stacks;
 void* scheduler = nullptr;
 int current = -1;
 bool failed = false;
+unsigned cluster_blocks = 1;
+int block_threads = 0;
 const std::function<void()>* body = nullptr;
 
 extern "C" void bench_switch(void** from, void* to);
@@ -82,6 +86,8 @@ bench_switch:
   popq %rbp
   ret
 )");
+
+int current_block() { return current / block_threads; }
 
 void leave() { bench_switch(&fibres[current].stack_pointer, scheduler); }
 
@@ -164,8 +170,11 @@ unsigned char* shared_memory = nullptr;
 size_t shared_bytes = 0;
 
 unsigned char* at(uint32_t address, uint32_t bytes) {
-  if (address < kSharedBase || address + bytes > kSharedBase + shared_bytes) fail("an address outside of shared memory");
-  return shared_memory + (address - kSharedBase);
+  const uint32_t local = address % kBlockBytes;
+  if (local < kSharedBase || local + bytes > kSharedBase + shared_bytes || address / kBlockBytes >= cluster_blocks) {
+    fail("an address outside of shared memory");
+  }
+  return shared_memory + address / kBlockBytes * kBlockBytes + (local - kSharedBase);
 }
 
 float to_float(uint16_t bits, bool half) {
@@ -182,6 +191,8 @@ struct Product {  // wgmma of one warp
   uint64_t a, b;
   bool half;
   int rows;  // the first of its 16
+  int columns;
+  uint32_t base;  // of its block
   int group;
 };
 
@@ -259,6 +270,11 @@ struct Phase {
 std::map<uint32_t, Phase> phases;
 
 Phase& phase_at(uint32_t barrier) {
+  const auto block = static_cast<std::ptrdiff_t>(barrier / kBlockBytes) * block_threads;
+  const auto alive = [](auto& fibre) { return !fibre.done; };
+  if (std::none_of(fibres.begin() + block, fibres.begin() + block + block_threads, alive)) {
+    fail("a barrier of a block that has ended");
+  }
   const auto found = phases.find(barrier);
   if (found == phases.end()) fail("a barrier that was not initialised");
   return found->second;
@@ -307,8 +323,8 @@ void carry_out(const BoxCopy& copy) {
 // ---- wgmma --------------------------------------------------------------------------------------------------------
 
 // Reads `count` rows of 16 elements of k by a descriptor: K-major, 8 rows of 128 bytes after each other, swizzled.
-void read_operand(float (*out)[16], int first, int count, uint64_t descriptor, bool half) {
-  const uint32_t start = static_cast<uint32_t>(descriptor & 0x3fff) << 4;
+void read_operand(float (*out)[16], int first, int count, uint64_t descriptor, bool half, uint32_t base) {
+  const uint32_t start = base + (static_cast<uint32_t>(descriptor & 0x3fff) << 4);
   const uint32_t stride = static_cast<uint32_t>(descriptor >> 32 & 0x3fff) << 4;
   if (descriptor >> 62 != 1 || (descriptor >> 49 & 7) != 0) fail("a descriptor without the swizzle of 128 bytes");
   for (int row = first; row < first + count; ++row) {
@@ -321,15 +337,15 @@ void read_operand(float (*out)[16], int first, int count, uint64_t descriptor, b
 }
 
 void carry_out(const Product& product) {
-  static float a[16][16], b[128][16], b_turned[16][128], sums[16][128];
-  read_operand(a, product.rows, 16, product.a, product.half);
-  read_operand(b, 0, 128, product.b, product.half);
-  for (int n = 0; n < 128; ++n) {
+  static float a[16][16], b[256][16], b_turned[16][256], sums[16][256];
+  read_operand(a, product.rows, 16, product.a, product.half, product.base);
+  read_operand(b, 0, product.columns, product.b, product.half, product.base);
+  for (int n = 0; n < product.columns; ++n) {
     for (int k = 0; k < 16; ++k) b_turned[k][n] = b[n][k];
   }
   const auto each = [&](auto visit) {
     for (int lane = 0; lane < kWarp; ++lane) {
-      for (int j = 0; j < 16; ++j) {
+      for (int j = 0; j < product.columns / 8; ++j) {
         for (int e = 0; e < 4; ++e) {
           visit(product.d[lane][4 * j + e], sums[lane / 4 + 8 * (e / 2)][8 * j + 2 * (lane % 4) + e % 2]);
         }
@@ -339,7 +355,7 @@ void carry_out(const Product& product) {
   each([](float& mine, float& sum) { sum = mine; });
   for (int row = 0; row < 16; ++row) {
     for (int k = 0; k < 16; ++k) {
-      for (int n = 0; n < 128; ++n) sums[row][n] += a[row][k] * b_turned[k][n];
+      for (int n = 0; n < product.columns; ++n) sums[row][n] += a[row][k] * b_turned[k][n];
     }
   }
   each([](float& mine, float& sum) { mine = sum; });
@@ -368,8 +384,8 @@ void end_some_work() {
   }
 }
 
-void start_block(unsigned block, unsigned threads) {
-  block_index = {block};
+// `threads` of all blocks of the cluster together.
+void start_blocks(unsigned threads) {
   phases.clear();
   meetings.clear();
   box_copies.clear();
@@ -377,8 +393,10 @@ void start_block(unsigned block, unsigned threads) {
   copies.assign(threads, {});
   seen.assign(threads, Times(threads, 0));
   now.assign(threads, 1);
-  words.assign((shared_bytes + 3) / 4, {});
-  if (shared_bytes) std::memset(shared_memory, 0xff, shared_bytes);  // NaN in every format
+  words.assign(cluster_blocks * kBlockBytes / 4, {});
+  for (unsigned block = 0; block < cluster_blocks && shared_bytes; ++block) {
+    std::memset(shared_memory + block * kBlockBytes, 0xff, shared_bytes);  // NaN in every format
+  }
   fibres.resize(threads);
   while (stacks.size() < threads) {
     void* stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -388,7 +406,7 @@ void start_block(unsigned block, unsigned threads) {
 }
 
 // Lets one warp's fibres run; returns how many did.
-int run_warp(int warp) {
+int run_warp(int warp, unsigned first_block) {
   int ran = 0;
   for (int lane = 0; lane < kWarp && !failed; ++lane) {
     Fibre& fibre = fibres[warp * kWarp + lane];
@@ -398,7 +416,8 @@ int run_warp(int warp) {
       fibre.ready = nullptr;
     }
     current = warp * kWarp + lane;
-    thread_index = {static_cast<unsigned>(current)};
+    thread_index = {static_cast<unsigned>(current % block_threads)};
+    block_index = {first_block + static_cast<unsigned>(current_block())};
     bench_switch(&scheduler, fibre.stack_pointer);
     current = -1;
     ++ran;
@@ -406,8 +425,9 @@ int run_warp(int warp) {
   return ran;
 }
 
-void run_block(unsigned block, unsigned threads) {
-  start_block(block, threads);
+void run_blocks(unsigned block, unsigned threads) {
+  block_index = {block};
+  start_blocks(threads);
   std::vector<int> order(threads / kWarp);
   for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int>(i);
   // Now and then one warp is much slower than all others.
@@ -420,7 +440,7 @@ void run_block(unsigned block, unsigned threads) {
     for (const int warp : order) {
       if (warp == slow && !sometimes(16)) continue;
       end_some_work();
-      ran += run_warp(warp);
+      ran += run_warp(warp, block);
     }
     idle = ran ? 0 : idle + 1;
     if (idle > 20000) {
@@ -453,18 +473,26 @@ void fail(const char* what) {
   for (;;) leave();
 }
 
-void launch(unsigned char* shared, unsigned grid, unsigned threads, size_t bytes, const std::function<void()>& kernel) {
+void launch(unsigned char* shared, unsigned grid, unsigned threads, size_t bytes, const std::function<void()>& kernel,
+            unsigned cluster) {
   generator.seed(settings.seed++);
   body = &kernel;
   grid_size = {grid};
   shared_memory = shared;
   shared_bytes = bytes;
   failed = false;
-  for (unsigned block = 0; block < grid && !failed; ++block) run_block(block, threads);
+  cluster_blocks = cluster;
+  block_threads = static_cast<int>(threads);
+  if (grid % cluster) {
+    error = "a grid that is no multiple of the cluster";
+    return;
+  }
+  for (unsigned block = 0; block < grid && !failed; block += cluster) run_blocks(block, threads * cluster);
 }
 
 uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - shared_memory) + kSharedBase;
+  const auto offset = static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - shared_memory);
+  return cluster_rank() * kBlockBytes + offset + kSharedBase;
 }
 
 void load_shared(uint32_t address, void* value, int bytes) {
@@ -524,10 +552,16 @@ void copy_wait(int pending) {
   }
 }
 
+static void meet(int key, int count);
+
 void barrier_sync(int id, int count) {
   if (id < 0 || id > 15) fail("there are barriers 0 to 15");
-  if (count == 0) count = static_cast<int>(fibres.size());
-  Meeting& meeting = meetings[id];
+  if (count == 0) count = block_threads;
+  meet(16 * current_block() + id, count);
+}
+
+void meet(int key, int count) {
+  Meeting& meeting = meetings[key];
   if (meeting.present.empty()) meeting.count = count;
   if (meeting.count != count) fail("threads disagree on how many meet at a barrier");
   meeting.present.push_back(current);
@@ -606,13 +640,26 @@ void phase_wait(uint32_t barrier, uint32_t parity) {
   join(seen[current], phase.known);
 }
 
-void copy_box(uint32_t target, const CUtensorMap* map, uint32_t barrier, int x, int y, int z) {
+unsigned cluster_rank() { return static_cast<unsigned>(current_block()); }
+
+void cluster_sync() { meet(-1, static_cast<int>(fibres.size())); }
+
+uint32_t address_in_block(uint32_t address, unsigned rank) { return address % kBlockBytes + rank * kBlockBytes; }
+
+void copy_box(uint32_t target, const CUtensorMap* map, uint32_t barrier, int x, int y, int z, unsigned blocks) {
   BoxCopy copy{{}, target, barrier, {x, y, z}};
   std::memcpy(&copy.map, map, sizeof copy.map);
   if (copy.map.magic != kMagic) fail("this is no description of a tensor");
   if (target % 1024) fail("the pattern of the swizzle starts on 1024 bytes");
-  phase_at(barrier);
-  box_copies.push_back(copy);
+  if (blocks == 0) blocks = 1u << cluster_rank();
+  if (blocks >> cluster_blocks) fail("a copy to a block that is not in the cluster");
+  for (unsigned rank = 0; rank < cluster_blocks; ++rank) {
+    if (!(blocks >> rank & 1)) continue;
+    copy.target = address_in_block(target, rank);
+    copy.barrier = address_in_block(barrier, rank);
+    phase_at(copy.barrier);
+    box_copies.push_back(copy);
+  }
 }
 
 void set_registers(bool more) {
@@ -636,7 +683,7 @@ void group_wait(int pending) {
   });
 }
 
-void group_multiply(float* d, uint64_t a, uint64_t b, bool half) {
+void group_multiply(float* d, uint64_t a, uint64_t b, bool half, int columns) {
   Warp& mine = warps[current / kWarp];
   if (mine.arrived == 0) {
     mine.descriptors[0] = a;
@@ -644,8 +691,9 @@ void group_multiply(float* d, uint64_t a, uint64_t b, bool half) {
   }
   if (mine.descriptors[0] != a || mine.descriptors[1] != b) fail("lanes of a warp disagree on a descriptor");
   const int rows = 16 * (current / kWarp % 4);
+  const uint32_t base = cluster_rank() * kBlockBytes;
   together("wgmma", d, [=](Warp& warp) {
-    Product product{{}, a, b, half, rows, warp.group};
+    Product product{{}, a, b, half, rows, columns, base, warp.group};
     for (int lane = 0; lane < kWarp; ++lane) product.d[lane] = static_cast<float*>(warp.arguments[lane]);
     warp.products.push_back(product);
   });

@@ -1,4 +1,4 @@
-// A machine that runs CUDA kernels on a CPU, one block at a time, its threads as fibres in a random order.
+// A machine that runs CUDA kernels on a CPU, one block or one cluster at a time, its threads as fibres in a random order.
 //
 // What the kernels of this project ask of the hardware, and no more: shared memory, barriers, asynchronous copies, and
 // the tensor core's products. Whatever is asynchronous ends early or late, as the mode says. Every mistake that hardware
@@ -23,7 +23,9 @@ extern Dim thread_index, block_index, grid_size;
 // Ends the launch of the thread that calls it.
 [[noreturn]] void fail(const char* what);
 
-void launch(unsigned char* shared, unsigned grid, unsigned threads, size_t bytes, const std::function<void()>& kernel);
+// `cluster` blocks run at the same time and reach each other's shared memory.
+void launch(unsigned char* shared, unsigned grid, unsigned threads, size_t bytes, const std::function<void()>& kernel,
+            unsigned cluster);
 
 // Shared addresses are offsets from a base that is not 0, so that a null pointer is no address.
 uint32_t shared_address(const void* pointer);
@@ -45,16 +47,20 @@ void multiply_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32
 void phase_init(uint32_t barrier, uint32_t arrivals);
 void phase_arrive(uint32_t barrier, uint32_t bytes);
 void phase_wait(uint32_t barrier, uint32_t parity);
-void copy_box(uint32_t target, const CUtensorMap_st* map, uint32_t barrier, int x, int y, int z);
+// To all blocks of the cluster whose bit is set in `blocks`, at the same place; 0 for the own one.
+void copy_box(uint32_t target, const CUtensorMap_st* map, uint32_t barrier, int x, int y, int z, unsigned blocks = 0);
+unsigned cluster_rank();
+void cluster_sync();
+uint32_t address_in_block(uint32_t address, unsigned rank);
 void set_registers(bool more);
 void group_fence();
 void group_commit();
 void group_wait(int pending);
-void group_multiply(float* d, uint64_t a, uint64_t b, bool half);
+void group_multiply(float* d, uint64_t a, uint64_t b, bool half, int columns);
 
-template <typename Kernel, typename... Arguments>
+template <unsigned cluster = 1, typename Kernel, typename... Arguments>
 void start(unsigned char* shared, unsigned grid, unsigned threads, size_t bytes, Kernel kernel, Arguments... arguments) {
-  launch(shared, grid, threads, bytes, [=] { kernel(arguments...); });
+  launch(shared, grid, threads, bytes, [=] { kernel(arguments...); }, cluster);
 }
 
 }  // namespace bench
