@@ -9,14 +9,23 @@ import os
 import sys
 from pathlib import Path
 
-from setuptools import setup
-from setuptools._distutils.command.install_data import install_data
+from setuptools import Command, Distribution, setup
 
 SWITCH = Path("deepspeed_muon", "switch")
 
 
-class InstallSwitch(install_data):
+class InstallSwitch(Command):
     """Puts what ``DEEPSPEED_MUON=1`` needs beside the packages, also where they are installed as editable."""
+
+    description = "install the switch"
+    user_options = ()
+
+    def initialize_options(self):
+        """Begin with no files."""
+        self.outfiles = []
+
+    def finalize_options(self):
+        """Find nothing: the folder is known when the packages are installed."""
 
     def run(self):
         """Copy the files of the switch to the folder of the packages."""
@@ -25,6 +34,22 @@ class InstallSwitch(install_data):
         for name in ("deepspeed_muon.pth", "_deepspeed_muon_switch.py"):
             target, _ = self.copy_file(str(SWITCH / name), folder)
             self.outfiles.append(target)
+
+    def get_inputs(self):
+        """Return the files of the switch."""
+        return [str(path) for path in sorted(SWITCH.iterdir())]
+
+    def get_outputs(self):
+        """Return the files that were written."""
+        return self.outfiles
+
+
+class WithSwitch(Distribution):
+    """Has data to install, which an editable installation asks by another name than the others."""
+
+    def has_data(self):
+        """Return whether the command install_data has anything to do."""
+        return True
 
 
 def native_operators():
@@ -54,4 +79,4 @@ commands = {"install_data": InstallSwitch}
 if "build_ext" in arguments:
     commands["build_ext"] = arguments.pop("build_ext")
 # install_data runs only where there are data files.
-setup(**arguments, cmdclass=commands, data_files=[("", [])])
+setup(**arguments, cmdclass=commands, distclass=WithSwitch, data_files=[("", [])])
