@@ -20,7 +20,7 @@ class _WhenDeepSpeedIsImported:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != "deepspeed":
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        sys.meta_path.remove(self)
         spec = find_spec(name)
         if spec is None or spec.loader is None:
             return spec
@@ -39,4 +39,4 @@ class _WhenDeepSpeedIsImported:
 
 
 if "deepspeed" not in sys.modules:
-    sys.meta_path.insert(0, _WhenDeepSpeedIsImported())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _WhenDeepSpeedIsImported())
