@@ -102,7 +102,8 @@ def _assert_same_losses(found: Metrics, expected: Metrics, *, rel: float) -> Non
             assert found[name][step] == pytest.approx(loss, rel=rel), (name, step)
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", pytest.param("mpirun", marks=pytest.mark.full)])
+@pytest.mark.full  # the core starts DeepSpeed's launcher in test_run_module.py
+@pytest.mark.parametrize("launcher", ["deepspeed", "mpirun"])
 def test_launchers_agree(launcher, folder, whole):
     found = _train(folder, config="zero3.json", launcher=launcher)
     # The launchers differ in nothing but how ranks find each other and which code adds up two tensors (gloo,
@@ -119,7 +120,8 @@ def test_zero_init_trains_the_same_model(folder, whole):
     _assert_same_losses(_train(folder, "--zero_init", config="zero3.json"), whole("zero3.json"), rel=1e-6)
 
 
-@pytest.mark.parametrize("config", [pytest.param("zero1.json", marks=pytest.mark.full), "zero3.json"])
+@pytest.mark.full
+@pytest.mark.parametrize("config", ["zero1.json", "zero3.json"])
 def test_resume_continues_identically(config, folder, whole):
     expected = whole(config)
     # The run is thrown back to its middle, as if it had been killed after the checkpoint of step 3.
