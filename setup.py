@@ -35,10 +35,6 @@ class InstallSwitch(Command):
             target, _ = self.copy_file(str(SWITCH / name), folder)
             self.outfiles.append(target)
 
-    def get_inputs(self):
-        """Return the files of the switch."""
-        return [str(path) for path in sorted(SWITCH.iterdir())]
-
     def get_outputs(self):
         """Return the files that were written."""
         return self.outfiles
@@ -70,13 +66,11 @@ def native_operators():
     extension = toolchain.setuptools_extension(toolchain.machine_spec(torch), "deepspeed_muon.ops", root)
     return {
         "ext_modules": [extension],
-        "build_ext": BuildExtension.with_options(no_python_abi_suffix=True),
+        "cmdclass": {"build_ext": BuildExtension.with_options(no_python_abi_suffix=True)},
     }
 
 
 arguments = native_operators()
-commands = {"install_data": InstallSwitch}
-if "build_ext" in arguments:
-    commands["build_ext"] = arguments.pop("build_ext")
+commands = {"install_data": InstallSwitch, **arguments.pop("cmdclass", {})}
 # install_data runs only where there are data files.
 setup(**arguments, cmdclass=commands, distclass=WithSwitch, data_files=[("", [])])

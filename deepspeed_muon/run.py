@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _is_python(script: str) -> bool:
-    if script.endswith((".py", ".pyc", ".pyz")) or os.path.isdir(script):
+    if script.endswith((".py", ".pyc", ".pyz")):
         return True
     with open(script, "rb") as file:
         return b"python" in file.readline(200)

@@ -8,11 +8,11 @@ import torch
 
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import OpsUnavailableError
-from deepspeed_muon.logs import logger
+from deepspeed_muon.logs import warn
 from deepspeed_muon.ops import select, trusted
 from deepspeed_muon.step.assignment import may_share, ranks_of_this_node
 from deepspeed_muon.transport.agreement import common
-from deepspeed_muon.transport.members import Members, is_first_rank
+from deepspeed_muon.transport.members import Members
 
 __all__ = ["found_settings"]
 
@@ -36,11 +36,10 @@ def found_settings(config: MuonConfig, *, device: torch.device, members: Members
         (distrusted,) = members.sum([int(not _is_trusted(config, device))], what="comparison of self-tests")
         if distrusted:
             found["share_matrices"] = False
-            if is_first_rank():
-                logger.warning(
-                    "deepspeed_muon: ranks share no matrices, because the self-test failed on %d ranks",
-                    distrusted,
-                )
+            warn(
+                "deepspeed_muon: ranks share no matrices, because the self-test failed on %d ranks",
+                distrusted,
+            )
     return found
 
 

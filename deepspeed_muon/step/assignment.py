@@ -21,6 +21,8 @@ from deepspeed_muon.step.step_set import StepSet
 
 __all__ = ["Assignment", "assign", "may_relay", "may_share", "planned", "ranks_of_this_node"]
 
+_MOST_RANKS = 1 << 16
+
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
@@ -166,7 +168,8 @@ def _shareable(matrix: MatrixLayout) -> Shareable | None:
 def ranks_of_this_node() -> int:
     """Return the number that the launcher gives, in torchrun's variable or DeepSpeed's; 0 without one."""
     given = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"))
-    return next((int(number) for number in given if number.isdigit()), 0)
+    # More ranks than any machine has are no number that the ranks could compare in 64 bits.
+    return next((min(int(number), _MOST_RANKS) for number in given if number.isdecimal()), 0)
 
 
 def _nodes(step_set: StepSet, config: MuonConfig) -> Sequence[int] | None:

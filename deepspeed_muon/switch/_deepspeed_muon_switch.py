@@ -9,25 +9,29 @@ from __future__ import annotations
 
 import sys
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 
 class _WhenDeepSpeedIsImported:
-    """A finder that is first asked for every module, until DeepSpeed is imported."""
+    """A finder that is first asked for every module, until DeepSpeed is imported.
+
+    It stays when a program only looks whether DeepSpeed is there, as Accelerate does.
+    """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != "deepspeed":
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next((found for each in others if (found := each.find_spec(name, path, target))), None)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
 
         def execute_and_register(module: ModuleType) -> None:
             execute(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
             import deepspeed_muon
 
             # A program may have imported this project first, and be in the middle of it.

@@ -81,6 +81,9 @@ class ChunkExchange:
         self._buffers = buffers
         self._subgroups = subgroups
         self._overlap = overlap
+        machines = plan.machines
+        across, inside = (machines.across(plan.rank), machines.inside(plan.rank)) if machines else ((), ())
+        self._across, self._inside = (global_ranks(ranks, context.group) for ranks in (across, inside))
         self._number_of = {id(chunk): number for number, chunk in enumerate(plan.chunks)}
         moving = [chunk for chunk in plan.chunks if chunk.scatters]
         most = SLOTS if overlap else 1
@@ -149,25 +152,21 @@ class ChunkExchange:
         arriving = travel.held.split(list(relay.parts))[relay.position]
         send = [relay.own_units] * len(relay.across)
         work = exchange_bytes(
-            arriving, travel.owned, relay.received, send, group=self._subgroup(relay.across)
+            arriving, travel.owned, relay.received, send, group=self._subgroups.get(self._across)
         )
         return self._started(work, relay.sent_units[0] * travel.held.element_size())
 
     def _relay_inside(self, travel: Travel, relay: Relay) -> None:
         """Let every rank of this machine send what it received across machines to the others."""
-        group = self._subgroup(relay.inside)
-        sources = global_ranks(relay.inside, self._context.group)
+        group = self._subgroups.get(self._inside)
         started = [
             dist.broadcast(part.view(torch.uint8), source, group=group, async_op=True)
-            for part, source in zip(travel.held.split(list(relay.parts)), sources, strict=True)
+            for part, source in zip(travel.held.split(list(relay.parts)), self._inside, strict=True)
             if part.numel()
         ]
         for work in started:
             work.wait()
         self._context.stats.count_exchange(relay.sent_units[1] * travel.held.element_size())
-
-    def _subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        return self._subgroups.get(global_ranks(ranks, self._context.group))
 
     def _phase(self, what: str, travel: Travel) -> AbstractContextManager[None]:
         return phase(
