@@ -169,8 +169,7 @@ int launch(const MuonSymGemm& p, cudaStream_t stream) {
   if (prepared.status != MUON_OK || p.batch == 0) return prepared.status;
   CUtensorMap map_a;
   CUtensorMap map_b;
-  int status = describe(&map_a, p.a, p.batch, p.m, p.k, p.lda, p.stride_a, p.dtype);
-  if (status == MUON_OK) status = describe(&map_b, p.b, p.batch, p.m, p.k, p.ldb, p.stride_b, p.dtype);
+  const int status = describe(p, &map_a, &map_b);
   if (status != MUON_OK) return status;
   const TileSchedule schedule(static_cast<int>(p.m), static_cast<int>(p.batch));
   const unsigned grid = static_cast<unsigned>(schedule.total < prepared.blocks ? schedule.total : prepared.blocks);
@@ -189,10 +188,5 @@ extern "C" int muon_sym_gemm_sm90_available(void) {
 }
 
 extern "C" int muon_sym_gemm_sm90(const MuonSymGemm* problem, muon_stream_t stream) {
-  if (problem == nullptr) return MUON_BAD_ARGUMENT;
-  int status = muon::check_sym_gemm(*problem);
-  if (status == MUON_OK) status = muon_sym_gemm_sm90_available();
-  if (status != MUON_OK) return status;
-  return problem->dtype == MUON_FLOAT16 ? muon::launch<__half>(*problem, stream)
-                                        : muon::launch<__nv_bfloat16>(*problem, stream);
+  return muon::run_checked(problem, stream, muon_sym_gemm_sm90_available, muon::launch<__half>, muon::launch<__nv_bfloat16>);
 }

@@ -54,6 +54,11 @@ inline int describe(CUtensorMap* map, const void* base, int64_t batch, int64_t m
   return result == CUDA_SUCCESS ? MUON_OK : MUON_DRIVER_ERROR;
 }
 
+inline int describe(const MuonSymGemm& p, CUtensorMap* map_a, CUtensorMap* map_b) {
+  const int status = describe(map_a, p.a, p.batch, p.m, p.k, p.lda, p.stride_a, p.dtype);
+  return status != MUON_OK ? status : describe(map_b, p.b, p.batch, p.m, p.k, p.ldb, p.stride_b, p.dtype);
+}
+
 inline int hopper_with_tensor_maps() {
   int major = 0;
   int minor = 0;
@@ -63,6 +68,16 @@ inline int hopper_with_tensor_maps() {
   // sm_90a code runs on 9.0 and nowhere else, later chips included.
   if (major != 9 || minor != 0) return MUON_DEVICE_UNSUPPORTED;
   return tensor_map_encoder() != nullptr ? MUON_OK : MUON_DRIVER_ERROR;
+}
+
+// What both launchers do: checks the problem, asks for the kernel, and runs it for the problem's dtype.
+inline int run_checked(const MuonSymGemm* problem, cudaStream_t stream, int (*available)(),
+                       int (*half)(const MuonSymGemm&, cudaStream_t), int (*bfloat16)(const MuonSymGemm&, cudaStream_t)) {
+  if (problem == nullptr) return MUON_BAD_ARGUMENT;
+  int status = check_sym_gemm(*problem);
+  if (status == MUON_OK) status = available();
+  if (status != MUON_OK) return status;
+  return problem->dtype == MUON_FLOAT16 ? half(*problem, stream) : bfloat16(*problem, stream);
 }
 
 }  // namespace muon
