@@ -1,7 +1,7 @@
-"""Chooses the demo's learning rates: a small grid for AdamW and one for Muon, at the demo's full length.
+"""Chooses the demo's learning rates: a small grid for each of its optimizers, at the demo's full length.
 
     python benchmarks/demo_sweep.py                    # the whole grid
-    python benchmarks/demo_sweep.py --optimizer AdamW  # one half of it
+    python benchmarks/demo_sweep.py --optimizer AdamW  # one part of it
 
 Every run is the demo's own training (``examples/demo.py``): same model, text and number of tokens. The best
 row of each optimizer is what the demo uses. Writes ``benchmarks/results/demo_sweep.json`` and ``.md`` after
@@ -39,6 +39,19 @@ MUON_GRID = [
     }.items()
     for adam_lr in adam_lrs
 ]
+# DeepSpeed clips the update of its Muon, not the gradient: at the same clipping it needs much larger rates.
+DEEPSPEEDS_GRID = [
+    {"muon_lr": muon_lr, "adam_lr": adam_lr}
+    for muon_lr, adam_lrs in {
+        0.3: (0.008,),
+        1.0: (0.004, 0.008),
+        2.0: (0.004, 0.008, 0.016),
+        4.0: (0.008,),
+        8.0: (0.008,),
+    }.items()
+    for adam_lr in adam_lrs
+]
+GRIDS = {"AdamW": ADAMW_GRID, "DeepSpeed's Muon": DEEPSPEEDS_GRID, "Muon": MUON_GRID}
 
 
 def hardware() -> str:
@@ -98,7 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--optimizer", choices=["AdamW", "Muon"], help="only this one's grid")
+    parser.add_argument("--optimizer", choices=list(GRIDS), help="only this one's grid")
     parser.add_argument("--steps", type=int, default=demo.STEPS)
     parser.add_argument("--out", type=Path, default=HERE / "results" / "demo_sweep.json")
     parser.add_argument(
@@ -109,13 +122,12 @@ def main() -> None:
     about = setting(args.steps)
     known = json.loads(args.out.read_text()) if args.out.exists() else {"setting": about, "rows": []}
     rows = known["rows"] if known["setting"] == about else []
-    grids = {"AdamW": ADAMW_GRID, "Muon": MUON_GRID}
-    for optimizer, grid in grids.items():
+    for optimizer, grid in GRIDS.items():
         for rates in grid if args.optimizer in (None, optimizer) else ():
             if any((row["optimizer"], row["rates"]) == (optimizer, rates) for row in rows):
                 continue
             folder = args.work / "-".join(
-                [optimizer.lower(), *(f"{key}{rate:g}" for key, rate in rates.items())]
+                [demo.folder_name(optimizer), *(f"{key}{rate:g}" for key, rate in rates.items())]
             )
             seconds = demo.train(optimizer, rates, args.steps, folder, args.work / "torch_extensions")
             row = {
