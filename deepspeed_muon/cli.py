@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from deepspeed_muon.checkpoint import cli as checkpoints
 from deepspeed_muon.errors import MuonError
 from deepspeed_muon.forecast import cli as plan_cli
+from deepspeed_muon.monitoring import cli as health_cli
 
 __all__ = ["main"]
 
@@ -36,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(run=_report)
     checkpoints.add_subcommands(commands)
     plan_cli.add_subcommand(commands)
+    health_cli.add_subcommand(commands)
     return parser
 
 

@@ -1,0 +1,291 @@
+"""A page of a run for a person who would rather look than read: losses, health and times, from the files of a monitor.
+
+DeepSpeed's ``csv_monitor`` writes one file for each event, and :mod:`~deepspeed_muon.monitoring.summary` sends it the
+numbers of each sample. :func:`write_page` draws them into one HTML file that needs no other file and no network.
+"""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from deepspeed_muon.errors import ConfigError
+
+__all__ = ["Finding", "Series", "findings", "read_run", "write_page"]
+
+_OURS = "Train_Muon_"
+_TIMES = {"time_gather": "gather", "time_newton_schulz": "Newton-Schulz", "time_scatter": "scatter"}
+_MOST_POINTS = 2000
+
+Series = list[tuple[int, float]]
+"""Values of an event with their positions: steps or samples, as the program counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What the numbers say.
+
+    Attributes:
+        level: ``"good"``, ``"look"`` (worth a look) or ``"bad"``.
+        text: One sentence.
+    """
+
+    level: Literal["good", "look", "bad"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Chart:
+    title: str
+    names: tuple[str, ...]
+    text: str
+
+
+# Names are those of the events after "Train/Muon/".
+_CHARTS = (
+    _Chart(
+        "Update RMS",
+        ("update_rms",),
+        "Root mean square of the elements of an update, before the learning rate. It should hardly move; a slow fall "
+        "means that the gradients lose rank.",
+    ),
+    _Chart(
+        "Orthogonality",
+        ("orthogonality_error", "alignment"),
+        "The error is the distance of the update's singular values from their band: near 0 where directions have full "
+        "rank. The alignment of update and direction is between 0 and 1.",
+    ),
+    _Chart(
+        "Largest singular value",
+        ("sigma_max",),
+        "Of an update, before scaling. The quintic schedule ends between 0.68 and 1.20.",
+    ),
+    _Chart(
+        "Stable rank",
+        ("stable_rank",),
+        "Of the direction that is orthogonalised. Falling towards 1, a single direction dominates the gradient.",
+    ),
+    _Chart(
+        "Loss of the wire",
+        ("wire_error_direction", "wire_error_update"),
+        "What a coarse wire changes, relative to what travels; 0.007 is normal.",
+    ),
+    _Chart(
+        "Matrices computed again",
+        ("redone", "failed"),
+        "Since the start. Those redone were right in fp32; those failed got no update in their step.",
+    ),
+)
+
+
+def read_run(folder: Path) -> dict[str, Series]:
+    """Read every event of a run.
+
+    Args:
+        folder: Where ``csv_monitor`` wrote: its ``output_path`` with its ``job_name``.
+
+    Returns:
+        The name of each file, without its ending, and its values. A run that was resumed repeats positions: the last
+        value counts.
+
+    Raises:
+        ConfigError: The folder has no such file, or one that is no file of the monitor.
+    """
+    files = sorted(folder.glob("*.csv"))
+    if not files:
+        below = sorted({path.parent.name for path in folder.glob("*/*.csv")})
+        known = f" Its folders {', '.join(below)} have some." if below else ""
+        raise ConfigError(
+            f"{folder} has no CSV file.{known} Add "
+            '"csv_monitor": {"enabled": true, "output_path": FOLDER, "job_name": RUN} to DeepSpeed\'s config, and give '
+            "FOLDER/RUN."
+        )
+    return {path.stem: _read(path) for path in files}
+
+
+def _read(path: Path) -> Series:
+    values: dict[int, float] = {}
+    try:
+        with path.open(newline="") as file:
+            for row in csv.reader(file):
+                if row and row[0] != "step":
+                    values[int(float(row[0]))] = float(row[1])
+    except (ValueError, IndexError, OverflowError) as error:
+        raise ConfigError(
+            f"{path} is no file of DeepSpeed's csv_monitor, whose lines are a position and a value: {error}"
+        ) from error
+    return sorted(values.items())
+
+
+def findings(run: Mapping[str, Series]) -> list[Finding]:
+    """Return what is good, worth a look or bad in a run, the worst first."""
+    last = {name.removeprefix(_OURS): values[-1][1] for name, values in run.items() if values}
+    found = list(_losses(run))
+    if not any(name.startswith(_OURS) for name in run):
+        found.append(
+            Finding(
+                "look",
+                "There are no samples of health: the run was shorter than health.every steps, health was off, or "
+                "another Muon ran.",
+            )
+        )
+        return _sorted(found)
+    if last.get("failed", 0):
+        found.append(
+            Finding("bad", f"{last['failed']:.0f} matrices were wrong in fp32 too and got no update.")
+        )
+    if last.get("redone", 0):
+        text = (
+            f"{last['redone']:.0f} matrices were computed again in fp32. If it grows, set ns_dtype to fp32."
+        )
+        found.append(Finding("look", text))
+    if not last.get("redone", 0) and not last.get("failed", 0):
+        found.append(Finding("good", "Every orthogonalised matrix passed its check."))
+    if "alignment" in last and not last["alignment"] > 0:
+        found.append(Finding("bad", "Updates point away from their directions (alignment at or below 0)."))
+    for name in ("wire_error_direction", "wire_error_update"):
+        if last.get(name, 0.0) > 0.01:
+            text = f"{name} is {last[name]:.3f}: a few elements are much larger than their neighbours."
+            found.append(Finding("look", text))
+    exchange = last.get("time_gather", 0.0) + last.get("time_scatter", 0.0)
+    if exchange > last.get("time_newton_schulz", math.inf):
+        text = (
+            f"The exchanges take {exchange:.0%} of the inner step, more than the iteration: the network, or uneven "
+            "ranks."
+        )
+        found.append(Finding("look", text))
+    return _sorted(found)
+
+
+def _sorted(found: list[Finding]) -> list[Finding]:
+    return sorted(found, key=lambda finding: ("bad", "look", "good").index(finding.level))
+
+
+def _losses(run: Mapping[str, Series]) -> Iterable[Finding]:
+    for name, values in run.items():
+        if "loss" not in name or "scale" in name or not values:
+            continue
+        if not all(math.isfinite(value) for _, value in values):
+            first = next(position for position, value in values if not math.isfinite(value))
+            yield Finding("bad", f"{name} is not finite from position {first} on.")
+        elif len(values) > 1:
+            level: Literal["good", "look"] = "good" if values[-1][1] < values[0][1] else "look"
+            yield Finding(level, f"{name} went from {values[0][1]:.4f} to {values[-1][1]:.4f}.")
+
+
+def write_page(folder: Path, out: Path) -> list[Finding]:
+    """Write the page of a run to ``out``; return what it finds.
+
+    Raises:
+        ConfigError: The run cannot be read (see :func:`read_run`), or matplotlib is not installed.
+    """
+    run = read_run(folder)
+    found = findings(run)
+    badges = "\n".join(
+        f'<li class="{each.level}"><b>{each.level}</b> {html.escape(each.text)}</li>' for each in found
+    )
+    body = [f'<ul class="findings">{badges}</ul>', *_figures(run), _table(run)]
+    title = html.escape(folder.resolve().name)
+    out.write_text(_PAGE.format(title=title, body="\n".join(body)), encoding="utf-8")
+    return found
+
+
+def _figures(run: Mapping[str, Series]) -> list[str]:
+    losses = {name: values for name, values in run.items() if "loss" in name and "scale" not in name}
+    figures = [_figure("Loss", losses, "As the program reported it.")]
+    parts = {label: run.get(_OURS + name, []) for name, label in _TIMES.items()}
+    text = (
+        "Shares of the inner optimizer step, mean over the ranks; waiting for a slower rank counts as exchange. The "
+        "rest is momentum, AdamW and applying the updates."
+    )
+    figures.append(_figure("Where the step's time goes", parts, text, stacked=True))
+    seconds = {"seconds": run.get(_OURS + "seconds", [])}
+    figures.append(_figure("Seconds of the inner step", seconds, "On the slowest rank."))
+    for chart in _CHARTS:
+        series = {name: run.get(_OURS + name, []) for name in chart.names}
+        figures.append(_figure(chart.title, series, chart.text))
+    rates = {name: values for name, values in run.items() if name.endswith("lr") or "lr_" in name}
+    figures.append(_figure("Learning rates", rates, "Of each group of parameters that the program reported."))
+    return [figure for figure in figures if figure]
+
+
+def _figure(title: str, series: Mapping[str, Series], text: str, *, stacked: bool = False) -> str:
+    """Return a chart as HTML, nothing if there is no value to draw."""
+    series = {name: _thinned(values) for name, values in series.items() if values}
+    if not series:
+        return ""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(figsize=(6.4, 3.2))
+    if stacked:
+        positions = sorted(set.intersection(*({x for x, _ in values} for values in series.values())))
+        shares = [[dict(values)[x] for x in positions] for values in series.values()]
+        axes.stackplot(positions, shares, labels=list(series), alpha=0.8)
+        axes.set_ylim(0, 1)
+    else:
+        marker = "o" if max(map(len, series.values())) < 40 else ""
+        for name, values in series.items():
+            axes.plot(*zip(*values, strict=True), label=name, marker=marker, markersize=3)
+    axes.set_xlabel("step or sample")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg", bbox_inches="tight")
+    pyplot.close(figure)
+    # What comes before the element is a declaration of a file of its own.
+    svg = drawn.getvalue()
+    svg = svg[svg.index("<svg") :]
+    return f"<figure><h2>{html.escape(title)}</h2>{svg}<figcaption>{html.escape(text)}</figcaption></figure>"
+
+
+def _thinned(values: Sequence[tuple[int, float]]) -> Series:
+    finite = [(x, y) for x, y in values if math.isfinite(y)]
+    return finite[:: math.ceil(len(finite) / _MOST_POINTS)] if finite else []
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ConfigError("the page needs matplotlib: pip install 'deepspeed-muon[examples]'") from error
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.fonttype"] = "none"
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _table(run: Mapping[str, Series]) -> str:
+    rows = "\n".join(
+        f"<tr><td>{html.escape(name)}</td><td>{values[0][1]:.6g}</td><td>{values[-1][1]:.6g}</td>"
+        f"<td>{values[-1][0]}</td><td>{len(values)}</td></tr>"
+        for name, values in run.items()
+        if values
+    )
+    head = "<tr><th>event</th><th>first</th><th>last</th><th>at</th><th>values</th></tr>"
+    return f"<section><h2>All numbers</h2><table>{head}{rows}</table></section>"
+
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title><style>
+body {{ font: 16px/1.45 system-ui, sans-serif; max-width: 1300px; margin: 1.5rem auto; padding: 0 1rem; color: #222 }}
+main {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(380px, 1fr)); gap: 1rem }}
+.findings, section {{ grid-column: 1 / -1 }}
+.findings {{ list-style: none; padding: 0 }}
+.findings li {{ padding: .35rem .7rem; margin: .25rem 0; border-left: 6px solid; background: #f6f6f6 }}
+.findings .good {{ border-color: #2a8f3c }} .findings .look {{ border-color: #d99a00 }} .findings .bad {{ border-color: #c62828 }}
+figure {{ margin: 0; border: 1px solid #ddd; border-radius: 6px; padding: .7rem }}
+figure svg {{ width: 100%; height: auto }} h2 {{ font-size: 1.05rem; margin: 0 0 .4rem }}
+figcaption {{ font-size: .85rem; color: #555 }}
+table {{ border-collapse: collapse; font-size: .85rem }} td, th {{ padding: .2rem .7rem; text-align: left }}
+tr:nth-child(even) {{ background: #f6f6f6 }}
+</style></head><body><h1>{title}</h1><main>
+{body}
+</main></body></html>
+"""

@@ -1,0 +1,112 @@
+"""``python -m deepspeed_muon health``: findings and the page of a run, looked at in a browser."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from deepspeed_muon.cli import main
+from deepspeed_muon.errors import ConfigError
+from deepspeed_muon.monitoring.page import findings, read_run, write_page
+from tests.support.browser import open_page
+
+HEALTHY = {
+    "train_loss": lambda x: 5.0 - x / 1000,
+    "Train_Samples_lr": lambda x: 0.02,
+    "Train_Muon_update_rms": lambda x: 0.2,
+    "Train_Muon_orthogonality_error": lambda x: 0.05,
+    "Train_Muon_alignment": lambda x: 0.4,
+    "Train_Muon_sigma_max": lambda x: 1.15,
+    "Train_Muon_stable_rank": lambda x: 20.0,
+    "Train_Muon_time_gather": lambda x: 0.1,
+    "Train_Muon_time_newton_schulz": lambda x: 0.6,
+    "Train_Muon_time_scatter": lambda x: 0.1,
+    "Train_Muon_seconds": lambda x: 0.02,
+    "Train_Muon_redone": lambda x: 0.0,
+    "Train_Muon_failed": lambda x: 0.0,
+}
+
+
+def write_run(folder: Path, **changed) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, value in {**HEALTHY, **changed}.items():
+        lines = [f"{x},{value(x)}" for x in range(100, 2001, 100)]
+        # DeepSpeed repeats the head when a run is resumed, and the positions since the last checkpoint.
+        lines = [*lines[:10], "step,value", *lines[8:]]
+        folder.joinpath(f"{name}.csv").write_text("\n".join(["step,value", *lines]) + "\n")
+    return folder
+
+
+def levels(folder: Path) -> dict[str, str]:
+    return {finding.text: finding.level for finding in findings(read_run(folder))}
+
+
+def test_a_healthy_run(tmp_path, capsys):
+    folder = write_run(tmp_path / "run")
+    assert set(levels(folder).values()) == {"good"}
+    assert [x for x, _ in read_run(folder)["train_loss"]] == list(range(100, 2001, 100))
+    assert main(["health", str(folder)]) == 0
+    assert "good  Every orthogonalised matrix passed its check." in capsys.readouterr().out
+    assert not list(folder.glob("*.html"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "level", "word"),
+    [
+        ("Train_Muon_failed", 2.0, "bad", "2 matrices were wrong"),
+        ("Train_Muon_redone", 3.0, "look", "3 matrices were computed again"),
+        ("Train_Muon_alignment", -0.1, "bad", "alignment"),
+        ("Train_Muon_alignment", math.nan, "bad", "alignment"),
+        ("Train_Muon_time_scatter", 0.7, "look", "exchanges take 80%"),
+        ("Train_Muon_wire_error_update", 0.02, "look", "wire_error_update"),
+        ("train_loss", math.nan, "bad", "train_loss is not finite from position 100"),
+    ],
+)
+def test_what_is_not_well_comes_first(name, value, level, word, tmp_path):
+    found = findings(read_run(write_run(tmp_path / "run", **{name: lambda x: value})))
+    assert (found[0].level, word in found[0].text) == (level, True), found
+
+
+def test_a_run_without_samples_says_so(tmp_path):
+    (tmp_path / "train_loss.csv").write_text("step,loss\n1,2.0\n2,1.0\n")
+    assert "look" in levels(tmp_path).values()
+    assert any("no samples of health" in text for text in levels(tmp_path))
+
+
+def test_folders_without_a_run_are_told(tmp_path, capsys):
+    write_run(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"Its folders run have some.*csv_monitor"):
+        read_run(tmp_path)
+    (tmp_path / "notes.csv").write_text("name;value\nx;1\n")
+    with pytest.raises(ConfigError, match=r"notes\.csv is no file of DeepSpeed's csv_monitor"):
+        read_run(tmp_path)
+    assert main(["health", "--html", str(tmp_path / "nowhere")]) == 2
+    assert "has no CSV file" in capsys.readouterr().err
+
+
+def test_the_page_in_a_browser(tmp_path):
+    """Every chart is drawn, nothing comes from elsewhere, and names of files cannot write into the page."""
+    from PIL import Image
+
+    folder = write_run(tmp_path / "a <run>", **{"loss_<b>": lambda x: 1.0 / x})
+    page = tmp_path / "page.html"
+    write_page(folder, page)
+    assert not re.search(r"(src|href)=\"(?!#)", page.read_text().replace("xlink:", ""))
+    elements = open_page(page, tmp_path / "page.png")
+    assert elements.count("<svg") == 9
+    assert "a &lt;run&gt;" in elements and "loss_&lt;b&gt;" in elements and "<b>_" not in elements
+    assert "Every orthogonalised matrix passed its check." in elements
+    shown = Image.open(tmp_path / "page.png").convert("RGB")
+    assert len(shown.getcolors(1 << 24)) > 50
+
+
+def test_a_page_needs_no_browser_to_be_whole(tmp_path):
+    folder = write_run(tmp_path / "run")
+    assert main(["health", "--html", str(folder)]) == 0
+    text = (folder / "health.html").read_text()
+    titles = re.findall(r"<h2>(.*?)</h2>", text)
+    assert titles[:3] == ["Loss", "Where the step&#x27;s time goes", "Seconds of the inner step"]
+    assert titles[-1] == "All numbers"
