@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import hjson
+
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.forecast.live import planned_parameters
@@ -79,7 +81,8 @@ def _config(text: str) -> MuonConfig:
     path = Path(text)
     from_file = not text.lstrip().startswith("{")
     try:
-        content = json.loads(path.read_text() if from_file else text)
+        # DeepSpeed reads its files with hjson, so they may have comments.
+        content = hjson.loads(path.read_text()) if from_file else json.loads(text)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--params {text!r}: not JSON, nor a file with JSON: {error}") from error
     if from_file and "optimizer" in content:

@@ -279,7 +279,9 @@ main {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(380px, 1f
 .findings, section {{ grid-column: 1 / -1 }}
 .findings {{ list-style: none; padding: 0 }}
 .findings li {{ padding: .35rem .7rem; margin: .25rem 0; border-left: 6px solid; background: #f6f6f6 }}
-.findings .good {{ border-color: #2a8f3c }} .findings .look {{ border-color: #d99a00 }} .findings .bad {{ border-color: #c62828 }}
+.findings .good {{ border-color: #2a8f3c }}
+.findings .look {{ border-color: #d99a00 }}
+.findings .bad {{ border-color: #c62828 }}
 figure {{ margin: 0; border: 1px solid #ddd; border-radius: 6px; padding: .7rem }}
 figure svg {{ width: 100%; height: auto }} h2 {{ font-size: 1.05rem; margin: 0 0 .4rem }}
 figcaption {{ font-size: .85rem; color: #555 }}

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import hjson
 import pytest
 
 from tests.support.harness import base_environment, free_port, run_command
@@ -151,6 +152,32 @@ def test_adamw_for_comparison(folder, whole):
     # Same weights and batch at the first step, another optimizer from the first update on.
     assert adamw["train_loss"][1] == muon["train_loss"][1]
     assert adamw["train_loss"][6] != muon["train_loss"][6]
+
+
+@pytest.mark.full
+@pytest.mark.time_limit(400)
+def test_the_walk_from_a_plan_to_a_page(tmp_path):
+    """Muon goes on from AdamW's checkpoint at another stage, below the loss that AdamW had reached."""
+    environment = {"PYTHON": sys.executable, "OUT": str(tmp_path), "STEPS": "20"}
+    said = run_command([str(REPOSITORY / "examples" / "walk.sh")], timeout=360.0, env=environment).stdout
+    adamw, muon = (_read(tmp_path / run / "val_loss.csv") for run in ("adamw", "muon"))
+    assert muon[20] < adamw[20] - 0.1
+    assert _read(tmp_path / "muon" / "train_loss.csv")[10] < adamw[20]
+    assert "became the momentum of 14 matrices" in said
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+    assert "Where the step" in (tmp_path / "muon" / "health.html").read_text()
+
+
+@pytest.mark.parametrize("config", sorted(path.name for path in CONFIGS.iterdir()))
+def test_the_configurations_are_read_by_deepspeed_and_by_us(config):
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    from deepspeed_muon.config import MuonConfig
+
+    content = hjson.loads((CONFIGS / config).read_text())
+    if "auto" not in json.dumps(content):
+        assert DeepSpeedConfig(str(CONFIGS / config)).optimizer_name == "muon"
+    MuonConfig.from_params({k: v for k, v in content["optimizer"]["params"].items() if v != "auto"})
 
 
 @pytest.mark.full
