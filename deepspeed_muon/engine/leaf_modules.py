@@ -66,6 +66,30 @@ def mark_moe_layers(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if getattr(module, _MARK, False)]
 
 
+def ask_for_input_gradients(model: nn.Module) -> None:
+    """Let the input of leaf modules have a gradient, also where all layers before them are frozen.
+
+    At stage 3 DeepSpeed ends the backward pass of a leaf module when its input has its gradient. Without one it ends
+    before it has begun, and the weights are gone when they are needed.
+
+    Args:
+        model: The whole model, before DeepSpeed makes its ZeRO 3 wrapper. Mutated.
+    """
+    for leaf in get_z3_leaf_modules(model):
+        # Before DeepSpeed's own hook, which looks at the input too.
+        leaf.register_forward_pre_hook(_with_gradient, prepend=True)
+
+
+def _with_gradient(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    tensors = [each for each in inputs if isinstance(each, Tensor)]
+    if not torch.is_grad_enabled() or any(each.requires_grad for each in tensors):
+        return None
+    return tuple(
+        each.detach().requires_grad_() if isinstance(each, Tensor) and each.is_floating_point() else each
+        for each in inputs
+    )
+
+
 def waiting_parameters(engine: Any) -> frozenset[int]:
     """Return ``id(param)`` of every parameter whose gradient waits for the end of the backward pass.
 
@@ -113,12 +137,10 @@ def _fill_gradient(wrapper: Any, param: Any) -> None:
 
 
 def _is_moe_layer(module: nn.Module) -> bool:
-    """Return whether a module holds trainable experts that every rank has."""
+    """Return whether a module holds experts, trained or frozen, that every rank has."""
     experts = getattr(module, "experts", None)
-    if not isinstance(experts, nn.Module):
-        return False
-    trained = [param for param in experts.parameters() if param.requires_grad]
-    return bool(trained) and all(getattr(param, "allreduce", True) for param in trained)
+    weights = list(experts.parameters()) if isinstance(experts, nn.Module) else []
+    return bool(weights) and all(getattr(weight, "allreduce", True) for weight in weights)
 
 
 def _are_stacked(experts: Any) -> bool:

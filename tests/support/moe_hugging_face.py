@@ -193,6 +193,14 @@ def muon_names(family: str, *, listed: bool) -> dict[str, bool]:
     return found
 
 
+def stack_cuts(family: str, stacks: set[str]) -> dict[str, tuple[list[int], list[int], bool]]:
+    """Return how the reference cuts stacks that are stored as (experts, input, output); see ``Oracle.cuts``."""
+    if family not in ("gpt_oss", "llama4"):
+        return {}
+    sizes = {name: (INNER, HIDDEN) if "down" in name else (HIDDEN, 2 * INNER) for name in stacks}
+    return {name: ([rows] * EXPERTS, [cols], True) for name, (rows, cols) in sizes.items()}
+
+
 def router_names(family: str) -> set[str]:
     facts = FAMILIES[family]
     return {
