@@ -28,7 +28,7 @@ from deepspeed_muon.engine.checkpointing import DeepSpeedHost
 from deepspeed_muon.engine.engine_hooks import hook_engine
 from deepspeed_muon.engine.found_settings import found_settings
 from deepspeed_muon.engine.layouts import read_step_sets
-from deepspeed_muon.engine.leaf_modules import ask_for_input_gradients, mark_moe_layers
+from deepspeed_muon.engine.leaf_modules import mark_moe_layers, prepare_inputs
 from deepspeed_muon.engine.loss_scale import look_for_overflow, use_deepspeed_scaler
 from deepspeed_muon.engine.offload import Admission
 from deepspeed_muon.engine.ordering import order_parameters, record_order
@@ -164,7 +164,7 @@ def _adopt(engine: Any, optimizer: Muon) -> None:
     """Prepare our optimizer for the wrapper that DeepSpeed is about to make."""
     Admission.of(engine).adopt(optimizer)
     if engine.zero_optimization_stage() == 3:
-        ask_for_input_gradients(engine.module)
+        prepare_inputs(engine.module)
     order_parameters(engine, optimizer, device=_compute_device())
 
 

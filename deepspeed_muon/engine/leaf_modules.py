@@ -14,6 +14,7 @@ Then all ranks reduce them in the order of the param groups, with zeros for expe
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,7 @@ from deepspeed_muon.logs import logger
 __all__ = [
     "has_waiting_gradients",
     "mark_moe_layers",
+    "prepare_inputs",
     "reduce_ready_partitions",
     "reduce_waiting_gradients",
     "waiting_parameters",
@@ -66,28 +68,32 @@ def mark_moe_layers(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if getattr(module, _MARK, False)]
 
 
-def ask_for_input_gradients(model: nn.Module) -> None:
-    """Let the input of leaf modules have a gradient, also where all layers before them are frozen.
+def prepare_inputs(model: nn.Module) -> None:
+    """Let leaf modules have a positional input with a gradient, whoever calls them and whatever is frozen before them.
 
-    At stage 3 DeepSpeed ends the backward pass of a leaf module when its input has its gradient. Without one it ends
-    before it has begun, and the weights are gone when they are needed.
+    At stage 3 DeepSpeed ends the backward pass of a leaf module when its positional inputs have their gradients. If
+    none of them gets one, it ends before it has begun, and the weights are gone when they are needed.
 
     Args:
         model: The whole model, before DeepSpeed makes its ZeRO 3 wrapper. Mutated.
     """
     for leaf in get_z3_leaf_modules(model):
         # Before DeepSpeed's own hook, which looks at the input too.
-        leaf.register_forward_pre_hook(_with_gradient, prepend=True)
+        leaf.register_forward_pre_hook(_with_gradient, prepend=True, with_kwargs=True)
 
 
-def _with_gradient(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    tensors = [each for each in inputs if isinstance(each, Tensor)]
-    if not torch.is_grad_enabled() or any(each.requires_grad for each in tensors):
-        return None
-    return tuple(
-        each.detach().requires_grad_() if isinstance(each, Tensor) and each.is_floating_point() else each
-        for each in inputs
-    )
+def _with_gradient(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the inputs of a call, by position where that is possible; one of them at least requires a gradient."""
+    bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    inputs = bound.args
+    if torch.is_grad_enabled() and not any(
+        isinstance(each, Tensor) and each.requires_grad for each in inputs
+    ):
+        inputs = tuple(
+            each.detach().requires_grad_() if isinstance(each, Tensor) and each.is_floating_point() else each
+            for each in inputs
+        )
+    return inputs, bound.kwargs
 
 
 def waiting_parameters(engine: Any) -> frozenset[int]:

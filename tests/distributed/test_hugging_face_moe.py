@@ -83,6 +83,7 @@ def train(
     trained: str = "",
     zero: dict[str, Any] | None = None,
     checkpointed: bool = False,
+    by_keyword: bool = False,
 ) -> dict[str, Any]:
     """Train on this rank's tokens; report masters, norms and routes."""
     config = make_config(stage, leaf, optimizer, zero or {})
@@ -90,6 +91,9 @@ def train(
     if checkpointed:
         model.gradient_checkpointing_enable()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    if by_keyword:
+        for block in blocks_of(model, family):
+            block.register_forward_pre_hook(input_by_keyword, prepend=True, with_kwargs=True)
     norms = []
     for step in range(STEPS):
         tokens = tokens_of(step, rank)
@@ -99,6 +103,11 @@ def train(
     report = {"norms": norms, **(results_of(engine) if optimizer == "Muon" else {})}
     engine.destroy()
     return report
+
+
+def input_by_keyword(module: Any, args: Any, kwargs: Any) -> Any:
+    """Stands for a model that calls its MoE layer with ``hidden_states=...``."""
+    return (), {"hidden_states": args[0], **kwargs}
 
 
 def results_of(engine: Any) -> dict[str, Any]:
@@ -201,6 +210,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "zero": {"offload_optimizer": CPU, "offload_param": CPU, "sub_group_size": 2000},
     },
     "3-prefetched": {"stage": 3, "zero": {"overlap_comm": True, "stage3_prefetch_bucket_size": 3000}},
+    "3-by-keyword": {"stage": 3, "by_keyword": True},
     # No layer before the only trained one has a gradient, so the input of its leaf module has none.
     "2-last-layer": {"stage": 2, "trained": "layers.1.mlp."},
     "3-last-layer": {"stage": 3, "trained": "layers.1.mlp."},
