@@ -240,8 +240,9 @@ def test_deepspeeds_adamw_does_not_train_these(stage: int, listed: bool) -> None
         "leaf": leaf,
         "optimizer": "AdamW",
     }
-    with pytest.raises(RanksFailed):
-        run_ranks(train, 2, arguments, timeout=60)
+    # gloo's abort over tensors of different sizes, or DeepSpeed's comparison of the order of modules.
+    with pytest.raises(RanksFailed, match=r"gloo|disagreement"):
+        run_ranks(train, 2, arguments, timeout=240)
 
 
 def marked_on_one_rank(rank: int, world_size: int, *, stage: int) -> str:
