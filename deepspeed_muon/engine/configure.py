@@ -28,6 +28,7 @@ from deepspeed_muon.engine.checkpointing import DeepSpeedHost
 from deepspeed_muon.engine.engine_hooks import hook_engine
 from deepspeed_muon.engine.found_settings import found_settings
 from deepspeed_muon.engine.layouts import read_step_sets
+from deepspeed_muon.engine.leaf_modules import mark_moe_layers, prepare_inputs
 from deepspeed_muon.engine.loss_scale import look_for_overflow, use_deepspeed_scaler
 from deepspeed_muon.engine.offload import Admission
 from deepspeed_muon.engine.ordering import order_parameters, record_order
@@ -162,6 +163,8 @@ def _agree(members: Members, facts: RankFacts, *, error: Exception | None = None
 def _adopt(engine: Any, optimizer: Muon) -> None:
     """Prepare our optimizer for the wrapper that DeepSpeed is about to make."""
     Admission.of(engine).adopt(optimizer)
+    if engine.zero_optimization_stage() == 3:
+        prepare_inputs(engine.module)
     order_parameters(engine, optimizer, device=_compute_device())
 
 
@@ -213,6 +216,7 @@ def _preflight(engine: Any, client_optimizer: Muon | None, model_parameters: Any
     settings = config.model_dump(mode="json")
     facts = {f"optimizer.params.{key}": json.dumps(value) for key, value in settings.items()}
     facts["routes"] = format_routes(table)
+    facts["leaf modules (set_z3_leaf_modules)"] = ", ".join(mark_moe_layers(engine.module))
     # Equal settings can mean different arithmetic on different machines.
     facts["ns_dtype on this machine"] = str(config.ns_settings(_compute_device()).dtype)
     raw = getattr(engine._config, "_param_dict", {})

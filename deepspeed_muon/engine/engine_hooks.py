@@ -25,6 +25,7 @@ from deepspeed_muon.engine import (
     checkpointing,
     gradient_flags,
     idle,
+    leaf_modules,
     loss_scale,
     offload,
     ordering,
@@ -132,6 +133,21 @@ ENGINE_HOOKS = (
         idle.gradient_partition_epilogue,
         idle.keeps_gradients,
     ),
+    # ZeRO 1 and 2 would reduce gradients of different experts with each other where ranks run different ones.
+    EngineHook(
+        "wrapper",
+        "reduce_ready_partitions_and_remove_grads",
+        leaf_modules.reduce_ready_partitions,
+        leaf_modules.has_waiting_gradients,
+    ),
+    # The gradients that the row above lets wait would never be reduced. After the row for the same method above: zeros
+    # must be filled in before DeepSpeed ends the backward pass.
+    EngineHook(
+        "wrapper",
+        "independent_gradient_partition_epilogue",
+        leaf_modules.reduce_waiting_gradients,
+        leaf_modules.has_waiting_gradients,
+    ),
     # Nobody would know which gradients ZeRO 1 reduces by itself; the next row needs it.
     EngineHook(
         "wrapper",
@@ -174,7 +190,8 @@ def hook_engine(engine: Any) -> None:
     wrapper = engine.optimizer
     if _is_wrapped(engine):
         duties = [duty.around for duty in STEP_DUTIES if duty.applies(engine)]
-        wrapper._deepspeed_muon_memory = Memory(weakref.ref(engine), duties)
+        waiting = leaf_modules.waiting_parameters(engine)
+        wrapper._deepspeed_muon_memory = Memory(weakref.ref(engine), duties, waiting=waiting)
     # All conditions are asked before anything is replaced.
     for hook in [hook for hook in ENGINE_HOOKS if hook.applies(engine)]:
         _replace_method(engine if hook.owner == "engine" else wrapper, hook.attribute, hook.function)

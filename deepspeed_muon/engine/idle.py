@@ -28,7 +28,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
-from deepspeed_muon.engine.memory import memory_of
+from deepspeed_muon.engine.memory import at_boundary, memory_of
 
 __all__ = [
     "copy_grads_in_partition",
@@ -167,12 +167,6 @@ def _start_afresh(wrapper: Any) -> None:
         wrapper.averaged_gradients = dict.fromkeys(wrapper.averaged_gradients)
 
 
-def _at_boundary(wrapper: Any) -> bool:
-    """Return whether the last micro-step is running. DeepSpeed before 0.18 has an attribute, later ones a method."""
-    boundary = wrapper.is_gradient_accumulation_boundary
-    return bool(boundary() if callable(boundary) else boundary)
-
-
 def _undelivered(wrapper: Any, param: Tensor) -> bool:
     """Return whether an offloaded parameter's sum of gradients has not reached its master yet."""
     return wrapper.get_param_id(param) not in wrapper.norm_for_param_grads
@@ -182,14 +176,14 @@ def _fill_up(wrapper: Any) -> None:
     """Give what was not reduced in this step a gradient of zero."""
     if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
         _fill_up_partitions(wrapper)
-    elif _at_boundary(wrapper):
+    elif at_boundary(wrapper):
         _fill_up_masters(wrapper)
 
 
 def _fill_up_partitions(wrapper: Any) -> None:
     """Put zeros into ZeRO 3's buffer, and with offload into the gradients of the masters."""
     reduced = memory_of(wrapper).reduced
-    delivers = wrapper.offload_optimizer and _at_boundary(wrapper)
+    delivers = wrapper.offload_optimizer and at_boundary(wrapper)
     missing = [
         param
         for group in wrapper.fp16_groups

@@ -192,8 +192,8 @@ _REFUSED: _Table = {
         lambda engine: (
             _shares_sequences(engine) and not hasattr(groups.mpu, "get_sequence_data_parallel_group")
         ),
-        "ZeRO then leaves out the ranks that share a sequence when it adds up gradients; pass mpu="
-        "deepspeed.runtime.sequence_parallel.parallel_state_sp after its initialize_sequence_parallel",
+        "ZeRO then leaves out the ranks that share a sequence when it adds up gradients (DeepSpeed's issue 6868); pass "
+        "mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp after its initialize_sequence_parallel",
     ),
     "expert_parallel (AutoEP)": (
         expert_parallel,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor
 
 import deepspeed_muon
 from tests.support import training
+from tests.support.accelerate_ranks import reset_hugging_face, use_cpu_ranks
 from tests.support.harness import free_port, run_command
 from tests.support.native_ops import REPOSITORY
 from tests.support.reference import Oracle, relative, worst
@@ -118,24 +118,6 @@ def ds_config(stage: int, *, scheduler: str | None, params: dict[str, Any] | Non
         if scheduler == "WarmupDecayLR":
             config["scheduler"]["params"].update(warmup_min_lr="auto", warmup_max_lr="auto")
     return config
-
-
-def use_cpu_ranks() -> None:
-    """Tell Accelerate of the gloo ranks: without a GPU it would take each of them for a run of its own."""
-    from accelerate import PartialState
-
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
-
-
-def reset_hugging_face() -> None:
-    """Drop what Accelerate and transformers keep in module globals, so that the pool's next call starts clean."""
-    from accelerate.state import AcceleratorState, GradientState
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    unset_hf_deepspeed_config()
 
 
 def recording_trainer() -> type:

@@ -104,10 +104,13 @@ CORE = {
     ("3-offload-both-pinned", "micro3"),
     ("3-fp16-offload", "overflow"),
 }
-OLD_DEEPSPEED_TOO = CORE - {("1-bf16-optimizer", "life"), ("2-bf16-fp32-sums-offload", "overflow")}
+OLD_DEEPSPEED_TOO: set[tuple[str, ...]] = CORE - {
+    ("1-bf16-optimizer", "life"),
+    ("2-bf16-fp32-sums-offload", "overflow"),
+}
 
 
-def marked(case: tuple[str, str], core: set[tuple[str, str]]) -> Any:
+def marked(case: tuple[str, ...], core: set[Any]) -> Any:
     marks = [] if case in core else [pytest.mark.full]
     return pytest.param(*case, marks=[pytest.mark.compat, *marks] if case in OLD_DEEPSPEED_TOO else marks)
 
@@ -135,23 +138,31 @@ def test_whatever_the_loop(ranks: Any, setting: str, manner: str) -> None:
     compare(results, SCHEDULES["micro"])
 
 
-@pytest.mark.parametrize(
-    ("setting", "touch"),
-    [
-        marked(case, {("0", ""), ("2", "nothing"), ("3", "leaf")})
-        for case in [
-            ("0", ""),
-            ("1", "times 0"),
-            ("1-overlap-round-robin", "nothing"),
-            ("2", "nothing"),
-            ("2-offload", "times 0"),
-            ("3", "leaf"),
-            ("3", "nothing"),
-            ("3-offload", "leaf"),
-        ]
-    ],
-)
-def test_ranks_that_use_different_branches(ranks: Any, setting: str, touch: str) -> None:
+LEAF_SETTINGS = [setting for setting in SETTINGS if setting[0] != "0"]
+APART_CASES = [
+    ("0", "", ""),
+    ("1", "times 0", ""),
+    ("1-overlap-round-robin", "nothing", ""),
+    ("2", "nothing", ""),
+    ("2-offload", "times 0", ""),
+    ("3", "nothing", ""),
+    *((setting, "leaf", "") for setting in LEAF_SETTINGS),
+    *((setting, "leaf", manner) for setting in ("1", "2", "2-offload", "3") for manner in MANNERS),
+]
+APART_CORE = {
+    ("0", "", ""),
+    ("1", "leaf", ""),
+    ("2", "nothing", ""),
+    ("2-offload", "leaf", "checkpointed"),
+    ("2-overlap", "leaf", ""),
+    ("3", "leaf", ""),
+}
+OLD_DEEPSPEED_TOO |= APART_CORE
+
+
+@pytest.mark.parametrize(("setting", "touch", "manner"), [marked(case, APART_CORE) for case in APART_CASES])
+def test_ranks_that_use_different_branches(ranks: Any, setting: str, touch: str, manner: str) -> None:
     """The remedies of ``docs/configurations.md``; without one the ranks of DeepSpeed's own reduction part."""
-    results = ranks(2).run(lead, schedule=APART, touch=touch, **SETTINGS[setting])
-    compare(results, APART)
+    settings = SETTINGS[setting]
+    results = ranks(2).run(lead, schedule=APART, touch=touch, manner=manner, **settings)
+    compare(results, APART, precision=settings.get("precision", "fp32"))

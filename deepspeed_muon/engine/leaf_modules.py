@@ -1,0 +1,156 @@
+"""MoE layers whose ranks run different experts in the same micro-batch, as DeepSpeed's *leaf modules*.
+
+ZeRO 3 gathers the weights of a module when it runs, and compares the order of modules between the ranks. ZeRO 1, 2 and
+3 reduce gradients in the order in which a backward pass gives them. Ranks that run different experts gather and reduce
+different tensors: they abort, hang, or add up gradients of different experts without an error.
+
+At stage 3 DeepSpeed's remedy is to mark the layer around router and experts as a leaf module: its weights are gathered
+at once, and all its gradients are reduced together, with zeros for experts that did not run. DeepSpeed marks the layers
+of some models of Hugging Face itself. This module marks every layer with a child called ``experts``.
+
+At stages 1 and 2 DeepSpeed ignores the mark. Here gradients of leaf modules wait until the backward pass has ended.
+Then all ranks reduce them in the order of the param groups, with zeros for experts that did not run.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import get_z3_leaf_modules
+from torch import Tensor, nn
+
+from deepspeed_muon.engine import stage0
+from deepspeed_muon.engine.memory import at_boundary, memory_of
+from deepspeed_muon.logs import logger
+
+__all__ = [
+    "has_waiting_gradients",
+    "mark_moe_layers",
+    "prepare_inputs",
+    "reduce_ready_partitions",
+    "reduce_waiting_gradients",
+    "waiting_parameters",
+]
+
+_MARK = "_z3_leaf"
+
+
+def mark_moe_layers(model: nn.Module) -> list[str]:
+    """Mark the MoE layers of a model as leaf modules, except those that a mark is on already, true or false.
+
+    Must come before DeepSpeed makes its ZeRO 3 wrapper. Layers of ``deepspeed.moe`` and AutoEP are left out: their
+    ranks run all of their experts.
+
+    Args:
+        model: The whole model. Mutated.
+
+    Returns:
+        The names of all leaf modules.
+    """
+    inside = {id(child) for leaf in get_z3_leaf_modules(model) for child in leaf.modules()}
+    kinds: dict[str, int] = {}
+    for module in model.modules():
+        if id(module) in inside or hasattr(module, _MARK) or not _is_moe_layer(module):
+            continue
+        setattr(module, _MARK, True)
+        inside |= {id(child) for child in module.modules()}
+        kinds[type(module).__name__] = kinds.get(type(module).__name__, 0) + 1
+    if kinds:
+        logger.info(
+            "deepspeed_muon: %s marked as leaf modules of ZeRO, since ranks can run different experts; "
+            "deepspeed.utils.unset_z3_leaf_modules(model, [...]) before initialize prevents that",
+            ", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
+        )
+    return [name for name, module in model.named_modules() if getattr(module, _MARK, False)]
+
+
+def prepare_inputs(model: nn.Module) -> None:
+    """Let leaf modules have a positional input with a gradient, whoever calls them and whatever is frozen before them.
+
+    At stage 3 DeepSpeed ends the backward pass of a leaf module when its positional inputs have their gradients. If
+    none of them gets one, it ends before it has begun, and the weights are gone when they are needed.
+
+    Args:
+        model: The whole model, before DeepSpeed makes its ZeRO 3 wrapper. Mutated.
+    """
+    for leaf in get_z3_leaf_modules(model):
+        # Before DeepSpeed's own hook, which looks at the input too.
+        leaf.register_forward_pre_hook(_with_gradient, prepend=True, with_kwargs=True)
+
+
+def _with_gradient(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the inputs of a call, by position where that is possible; one of them at least requires a gradient."""
+    bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    inputs = bound.args
+    if torch.is_grad_enabled() and not any(
+        isinstance(each, Tensor) and each.requires_grad for each in inputs
+    ):
+        inputs = tuple(
+            each.detach().requires_grad_() if isinstance(each, Tensor) and each.is_floating_point() else each
+            for each in inputs
+        )
+    return inputs, bound.kwargs
+
+
+def waiting_parameters(engine: Any) -> frozenset[int]:
+    """Return ``id(param)`` of every parameter whose gradient waits for the end of the backward pass.
+
+    They are those of leaf modules at stages 1 and 2. Stacked experts need not wait: every rank has a gradient of the
+    whole stack.
+    """
+    if not isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
+        return frozenset()
+    leaves = get_z3_leaf_modules(engine.module)
+    chosen = [leaf for leaf in leaves if not _are_stacked(getattr(leaf, "experts", None))]
+    return frozenset(id(param) for leaf in chosen for param in leaf.parameters() if param.requires_grad)
+
+
+def has_waiting_gradients(engine: Any) -> bool:
+    """Return whether gradients of the engine wait for the end of the backward pass."""
+    return not stage0.is_plain(engine) and bool(memory_of(engine.optimizer).waiting)
+
+
+def reduce_ready_partitions(original: Callable[..., Any], wrapper: Any, param: Tensor, number: int) -> None:
+    """Let the gradient of a leaf module wait; reduce any other."""
+    if id(param) not in memory_of(wrapper).waiting:
+        original(param, number)
+
+
+def reduce_waiting_gradients(original: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    """Reduce the gradients of leaf modules in one order on all ranks, then end the backward pass."""
+    waiting = memory_of(wrapper).waiting
+    if wrapper.partition_gradients or at_boundary(wrapper):
+        for number, group in enumerate(wrapper.bit16_groups):
+            for param in group:
+                if id(param) in waiting:
+                    _fill_gradient(wrapper, param)
+                    wrapper.reduce_independent_p_g_buckets_and_remove_grads(param, number)
+    return original(*args, **kwargs)
+
+
+def _fill_gradient(wrapper: Any, param: Any) -> None:
+    """Give a parameter without a gradient one of zero, where ZeRO 1 and 2 look for it."""
+    if wrapper.get_gradient_for_reduction(param) is not None:
+        return
+    if wrapper.use_grad_accum_attribute:
+        param.grad_accum = torch.zeros_like(param, dtype=wrapper.gradient_accumulation_dtype)
+    else:
+        param.grad = torch.zeros_like(param)
+
+
+def _is_moe_layer(module: nn.Module) -> bool:
+    """Return whether a module holds experts, trained or frozen, that every rank has."""
+    experts = getattr(module, "experts", None)
+    weights = list(experts.parameters()) if isinstance(experts, nn.Module) else []
+    return bool(weights) and all(getattr(weight, "allreduce", True) for weight in weights)
+
+
+def _are_stacked(experts: Any) -> bool:
+    """Return whether the experts of a layer are stacked weights, not modules of their own."""
+    if not isinstance(experts, nn.Module):
+        return False
+    return all(next(child.parameters(), None) is None for child in experts.children())

@@ -1,0 +1,300 @@
+"""Mixtures of experts of Hugging Face whose ranks choose different experts in the same step."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from itertools import product
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.utils import set_z3_leaf_modules, unset_z3_leaf_modules
+
+import deepspeed_muon
+from tests.support import training
+from tests.support.accelerate_ranks import reset_hugging_face, use_cpu_ranks
+from tests.support.harness import RanksFailed, run_ranks
+from tests.support.moe_hugging_face import (
+    FAMILIES,
+    blocks_of,
+    build,
+    muon_names,
+    router_names,
+    stack_cuts,
+    tokens_of,
+)
+from tests.support.reference import Oracle, relative, worst
+from tests.support.thinning import each_value
+
+MISSING = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)}: the extra 'hf'"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="Accelerate would take the GPU, DeepSpeed the CPU"),
+]
+
+STEPS = 4
+# As in test_hugging_face: a router's gradients are small, and AdamW divides by their size.
+EPS = 1e-6
+
+# The models compute in fp32, their routers and norms in the reference too, so the gradients differ by some 1e-7, and
+# five quintic steps multiply what falls into the directions of small singular values by up to 480. An expert with one
+# token has one large singular value, and nothing but small ones besides.
+MUON_TOLERANCE = 2e-4
+# AdamW's division by the root of a small second moment, see test_hugging_face.
+ADAM_TOLERANCE = 1e-4
+# The roundings of four steps.
+NORM_TOLERANCE = 1e-4
+
+
+def make_model(family: str, *, listed: bool, leaf: str, trained: str) -> Any:
+    model = build(family, listed=listed)
+    layer = type(blocks_of(model, family)[0])
+    if leaf == "marked":
+        set_z3_leaf_modules(model, [layer])
+    elif leaf == "unset":
+        unset_z3_leaf_modules(model, [layer])
+    for name, param in model.named_parameters():
+        param.requires_grad_(trained in name)
+    return model
+
+
+def make_config(stage: int, leaf: str, optimizer: str, zero: dict[str, Any]) -> dict[str, Any]:
+    if leaf != "default" and stage:
+        # DeepSpeed marks the layers of Mixtral and Qwen by itself.
+        zero = {**zero, "leaf_module": {"classes": []}}
+    config = training.ds_config(stage, clipping=0.5, zero=zero, params={"eps": EPS})
+    if optimizer != "Muon":
+        config["optimizer"] = {"type": optimizer, "params": {"lr": 1e-3, "torch_adam": True}}
+    return config
+
+
+def train(
+    rank: int,
+    world_size: int,
+    *,
+    family: str,
+    listed: bool,
+    stage: int,
+    leaf: str = "none",
+    optimizer: str = "Muon",
+    trained: str = "",
+    zero: dict[str, Any] | None = None,
+    checkpointed: bool = False,
+    by_keyword: bool = False,
+) -> dict[str, Any]:
+    """Train on this rank's tokens; report masters, norms and routes."""
+    config = make_config(stage, leaf, optimizer, zero or {})
+    model = make_model(family, listed=listed, leaf=leaf, trained=trained)
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    if by_keyword:
+        for block in blocks_of(model, family):
+            block.register_forward_pre_hook(input_by_keyword, prepend=True, with_kwargs=True)
+    norms = []
+    for step in range(STEPS):
+        tokens = tokens_of(step, rank)
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+        norms.append(float(engine.get_global_grad_norm()))
+    report = {"norms": norms, **(results_of(engine) if optimizer == "Muon" else {})}
+    engine.destroy()
+    return report
+
+
+def input_by_keyword(module: Any, args: Any, kwargs: Any) -> Any:
+    """Stands for a model that calls its MoE layer with ``hidden_states=...``."""
+    return (), {"hidden_states": args[0], **kwargs}
+
+
+def results_of(engine: Any) -> dict[str, Any]:
+    routes = {route.name: [route.algorithm, route.kind] for route in deepspeed_muon.routes(engine)}
+    return {"params": training.full_masters(engine), "routes": routes}
+
+
+@functools.lru_cache(maxsize=16)
+def reference(family: str, listed: bool, world: int, trained: str) -> tuple[Any, Any, list[float]]:
+    """Train in float64 in this process, on the tokens of all ranks."""
+    model = make_model(family, listed=listed, leaf="none", trained=trained)
+    start = {name: param.detach().clone() for name, param in model.named_parameters()}
+    model = model.double()
+    names = muon_names(family, listed=listed)
+    stacks = {name for name, stacked in names.items() if stacked}
+    oracle = Oracle(set(names), clipping=0.5, experts=stacks, cuts=stack_cuts(family, stacks), eps=EPS)
+    norms, apart = [], False
+    for step in range(STEPS):
+        total: dict[str, Any] = {}
+        used = []
+        for rank in range(world):
+            model.zero_grad()
+            tokens = tokens_of(step, rank)
+            (model(input_ids=tokens, labels=tokens).loss / world).backward()
+            used.append(experts_with_a_gradient(model, family))
+            for name, param in model.named_parameters():
+                if param.grad is not None:
+                    total[name] = total.get(name, 0) + param.grad
+        for name, param in model.named_parameters():
+            # A gradient of zero is none: an expert whose only token is the last one has no part in the loss.
+            param.grad = total[name] if name in total and total[name].any() else None
+        apart |= len({frozenset(each) for each in used}) == world
+        norms.append(oracle.update(model))
+    assert apart, "in some step every rank uses other experts than the others"
+    return start, {name: param.detach() for name, param in model.named_parameters()}, norms
+
+
+def experts_with_a_gradient(model: Any, family: str) -> set[tuple[int, int]]:
+    """Return the layer and number of each expert that the last backward pass reached."""
+    found = set()
+    for layer, block in enumerate(blocks_of(model, family)):
+        if isinstance(block.experts, torch.nn.ModuleList):
+            grads = [expert.down_proj.weight.grad for expert in block.experts]
+        else:
+            grads = block.experts.down_proj.grad
+            grads = [] if grads is None else grads
+        found |= {(layer, number) for number, grad in enumerate(grads) if grad is not None and grad.any()}
+    return found
+
+
+def compare(results: list[Any], family: str, listed: bool, trained: str = "") -> None:
+    start, end, norms = reference(family, listed, len(results), trained)
+    names = muon_names(family, listed=listed)
+    for name, (algorithm, kind) in results[0]["routes"].items():
+        expected = "frozen" if trained not in name else "muon" if name in names else "adamw"
+        assert algorithm == expected, name
+        assert expected != "muon" or (kind == "experts") == names[name], (name, kind)
+    errors = {}
+    for name, param in results[0]["params"].items():
+        if torch.equal(end[name], start[name].double()):
+            assert torch.equal(param, end[name]), f"{name} moved without a gradient"
+        else:
+            errors[name] = relative(param, end[name], start[name])
+    assert errors.keys() >= {name for name in end if not torch.equal(end[name], start[name].double())}
+    assert worst([error for name, error in errors.items() if name in names]) <= MUON_TOLERANCE, errors
+    assert worst([error for name, error in errors.items() if name not in names]) <= ADAM_TOLERANCE, errors
+    for result in results:
+        own = torch.tensor(result["norms"])
+        torch.testing.assert_close(own, torch.tensor(norms), rtol=NORM_TOLERANCE, atol=0)
+
+
+CASES = each_value(
+    (family, listed, stage, world, leaf)
+    for family, listed, stage, world, leaf in product(
+        FAMILIES, (True, False), (3, 2, 1), (2, 4), ("none", "marked")
+    )
+)
+
+
+@pytest.mark.parametrize(("family", "listed", "stage", "world", "leaf"), CASES)
+def test_matches_the_reference(
+    ranks: Any, family: str, listed: bool, stage: int, world: int, leaf: str
+) -> None:
+    """Whether experts are stacked or modules of their own, and whether the user has marked leaf modules or not."""
+    assert router_names(family) <= {name for name, _ in build(family, listed=listed).named_parameters()}
+    results = ranks(world).run(train, family=family, listed=listed, stage=stage, leaf=leaf)
+    assert all(results[0]["routes"][name][0] == "adamw" for name in router_names(family))
+    compare(results, family, listed)
+
+
+CPU = {"device": "cpu"}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "0": {"stage": 0, "leaf": "default"},
+    "1-offload": {"stage": 1, "zero": {"offload_optimizer": CPU}},
+    "2-small-buckets": {"stage": 2, "zero": {"overlap_comm": True, "reduce_bucket_size": 3000}},
+    "2-checkpointed": {"stage": 2, "checkpointed": True},
+    "3-checkpointed": {"stage": 3, "checkpointed": True},
+    "3-offload": {
+        "stage": 3,
+        "zero": {"offload_optimizer": CPU, "offload_param": CPU, "sub_group_size": 2000},
+    },
+    "3-prefetched": {"stage": 3, "zero": {"overlap_comm": True, "stage3_prefetch_bucket_size": 3000}},
+    "3-by-keyword": {"stage": 3, "by_keyword": True},
+    # No layer before the only trained one has a gradient, so the input of its leaf module has none.
+    "2-last-layer": {"stage": 2, "trained": "layers.1.mlp."},
+    "3-last-layer": {"stage": 3, "trained": "layers.1.mlp."},
+}
+VARIANT_CASES = [
+    pytest.param(name, listed, marks=() if (name, listed) == ("3-last-layer", False) else pytest.mark.full)
+    for name in VARIANTS
+    for listed in (True, False)
+]
+
+
+@pytest.mark.parametrize(("variant", "listed"), VARIANT_CASES)
+def test_variants(ranks: Any, variant: str, listed: bool) -> None:
+    results = ranks(2).run(train, family="deepseek_v3", listed=listed, **VARIANTS[variant])
+    compare(results, "deepseek_v3", listed, VARIANTS[variant].get("trained", ""))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("stage", "listed"), [(1, True), (2, True), (3, True), (3, False)])
+def test_deepspeeds_adamw_does_not_train_these(stage: int, listed: bool) -> None:
+    """Without a leaf module at stage 3, and with or without one at stages 1 and 2; why marks are ours to place."""
+    leaf = "none" if stage == 3 else "marked"
+    arguments = {
+        "family": "deepseek_v3",
+        "listed": listed,
+        "stage": stage,
+        "leaf": leaf,
+        "optimizer": "AdamW",
+    }
+    # gloo's abort over tensors of different sizes, or DeepSpeed's comparison of the order of modules.
+    with pytest.raises(RanksFailed, match=r"gloo|disagreement"):
+        run_ranks(train, 2, arguments, timeout=240)
+
+
+def marked_on_one_rank(rank: int, world_size: int, *, stage: int) -> str:
+    try:
+        train(rank, world_size, family="llama4", listed=True, stage=stage, leaf="unset" if rank else "none")
+    except deepspeed_muon.MuonError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full), 3])
+def test_marks_that_differ_are_refused_on_every_rank(ranks: Any, stage: int) -> None:
+    for message in ranks(2).run(marked_on_one_rank, stage=stage):
+        assert "leaf modules (set_z3_leaf_modules)" in message and "layers.0.feed_forward" in message
+
+
+def accelerate_loop(rank: int, world_size: int, *, listed: bool, by_environment: bool) -> dict[str, Any]:
+    """Train with Accelerate, which is told of the MoE layer's class and marks it."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    use_cpu_ranks()
+    config = make_config(3, "none", "Muon", {})
+    layer = "DeepseekV3MoE"
+    if by_environment:
+        # What accelerate launch --deepspeed_moe_layer_cls_names sets, and Trainer runs read.
+        os.environ["ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"] = layer
+    plugin = DeepSpeedPlugin(
+        hf_ds_config={**config, "train_micro_batch_size_per_gpu": 1},
+        transformer_moe_cls_names=None if by_environment else layer,
+    )
+    try:
+        accelerator = Accelerator(deepspeed_plugin=plugin)
+        model = make_model("deepseek_v3", listed=listed, leaf="none", trained="")
+        from accelerate.utils import DummyOptim
+
+        engine, _ = accelerator.prepare(model, DummyOptim(model.parameters()))
+        norms = []
+        for step in range(STEPS):
+            tokens = tokens_of(step, rank)
+            accelerator.backward(engine(input_ids=tokens, labels=tokens).loss)
+            norms.append(float(engine.get_global_grad_norm()))
+        report = {"norms": norms, **results_of(engine)}
+        engine.destroy()
+    finally:
+        os.environ.pop("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", None)
+        reset_hugging_face()
+    return report
+
+
+@pytest.mark.parametrize(
+    ("listed", "by_environment"), [(True, True), pytest.param(False, False, marks=pytest.mark.full)]
+)
+def test_accelerate_marks_the_layers_it_is_told_of(ranks: Any, listed: bool, by_environment: bool) -> None:
+    results = ranks(2).run(accelerate_loop, listed=listed, by_environment=by_environment)
+    compare(results, "deepseek_v3", listed)
