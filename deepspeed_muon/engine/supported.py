@@ -233,10 +233,6 @@ _REFUSED: _Table = {
         lambda engine: has_experts(engine) and _is_cut(engine),
         "experts are cut by both; use one of them",
     ),
-    "tensor parallelism inside deepspeed.pipe": (
-        lambda engine: _is_divided(engine) and _is_cut(engine),
-        "it was not compared with the reference; use one of them",
-    ),
 }
 _REFUSED_CHECKPOINTS: _Table = {
     "deepspeed.moe and ep_size > 1": (
@@ -253,7 +249,6 @@ _REFUSED_CHECKPOINTS: _Table = {
     ),
 }
 _REFUSED_WITH_QK_CLIP: _Table = {
-    "tensor parallelism": (_is_cut, _PART_OF_ATTENTION),
     "sequence parallelism": (_shares_sequences, _PART_OF_ATTENTION),
     "a pipeline": (_is_divided, _PART_OF_ATTENTION),
 }

@@ -11,8 +11,9 @@ import torch
 
 from tests.support import tensor_parallel
 from tests.support.contract import HALF_TOLERANCE, MUON_TOLERANCE, compare, reference
-from tests.support.models import MATRICES, build
+from tests.support.models import FUSED_PARAMS, MATRICES, build
 from tests.support.reference import relative
+from tests.support.thinning import pairwise
 
 CASES = list(itertools.product((0, 1, 2, 3), ("gather", "distributed"), ((2, 2), (4, 2), (4, 4))))
 CORE = {(stage, mode, (4, 2)) for stage, mode, _ in CASES} | {
@@ -75,6 +76,46 @@ def test_autotp(ranks: Any, stage: int, mode: str) -> None:
     for result in results:
         torch.testing.assert_close(torch.tensor(result["norms"]), torch.tensor(norms), rtol=1e-4, atol=0)
     assert sum(result["orthogonalized"] for result in results) == len(MATRICES["even"])
+
+
+# What is divided into blocks: every part (the query in heads, key and value whole), also of a layer stored as input x
+# output and of one whose inputs are cut; and the parts only, without heads.
+BLOCKS: dict[str, dict[str, Any]] = {
+    "fused-over-ranks": {
+        "split": {
+            "*.qkv_proj.weight": [16, 8, 8],
+            "*.c_attn.weight": [16, 16, 16],
+            "*.o_proj.weight": [12, 4],
+            "*.gate_up_proj": "gate_up",
+        },
+        "heads": {"*.qkv_proj.weight": [4, 1, 1], "*.c_attn.weight": [4, 4, 4]},
+        "transposed": ["*.c_attn.weight"],
+    },
+    "fused": {**FUSED_PARAMS, "transposed": ["*.c_attn.weight"]},
+}
+BLOCK_CASES = pairwise(
+    itertools.product(
+        range(4), ("gather", "distributed"), ("muon", "normuon"), ((1, 1), (2, 2), (4, 2), (4, 4))
+    )
+)
+
+
+@pytest.mark.parametrize(("stage", "mode", "variant", "ranks_and_size"), BLOCK_CASES)
+def test_blocks_of_cut_matrices(
+    ranks: Any, stage: int, mode: str, variant: str, ranks_and_size: tuple[int, int]
+) -> None:
+    """Heads that lie on one rank and parts that all ranks share, against the float64 reference of the whole layers."""
+    world, size = ranks_and_size
+    results = ranks(world).run(
+        tensor_parallel.train,
+        style="sliced",
+        kind="fused",
+        tensor_size=size,
+        stage=stage,
+        mode=mode,
+        params={**BLOCKS["fused-over-ranks"], "variant": variant},
+    )
+    compare(results, "fused", world // size, 0.0, variant=variant, cuts="fused-over-ranks")
 
 
 @pytest.mark.parametrize("mode", [pytest.param("gather", marks=pytest.mark.full), "distributed"])

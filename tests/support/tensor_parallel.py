@@ -139,6 +139,87 @@ def megatron_model(group: Any, *, mark: str = "all", dead: bool = False) -> Even
     return model  # type: ignore[return-value]
 
 
+class _Collect(torch.autograd.Function):
+    """Puts the ranks' outputs together, each at its places; the gradient of each rank is that of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, group: Any, places: list[Tensor]) -> Tensor:
+        ctx.own = places[dist.get_rank(group)]
+        parts = [torch.empty_like(local) for _ in places]
+        dist.all_gather(parts, local.contiguous(), group=group)
+        whole = local.new_empty(*local.shape[:-1], sum(map(len, places)))
+        for place, part in zip(places, parts, strict=True):
+            whole[..., place] = part
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad[..., ctx.own].contiguous(), None, None
+
+
+class SlicedLinear(nn.Module):
+    """A layer of which a rank has slices along a dimension, in any order; its output is whole on every rank.
+
+    So it can take the place of any layer. Each of ``parts`` is cut over all ranks of the group.
+    """
+
+    def __init__(self, layer: nn.Module, dim: int, group: Any, parts: Sequence[int] = ()) -> None:
+        super().__init__()
+        self.group, self.dim = group, dim
+        self.transposed = hasattr(layer, "nf")
+        if self.transposed:
+            self.nf = layer.nf
+        size, length = dist.get_world_size(group), layer.weight.shape[dim]
+        runs = torch.arange(length).split(list(parts) or [length])
+        self.places = [torch.cat([run.chunk(size)[rank] for run in runs]) for rank in range(size)]
+        self.own = self.places[dist.get_rank(group)]
+        self.cuts_output = dim == int(self.transposed)
+        self.weight = self._shard(layer.weight, dim, parts)
+        bias = getattr(layer, "bias", None)
+        self.bias = None if bias is None else self._shard(bias, 0, parts)
+
+    def _shard(self, whole: Tensor, dim: int, parts: Sequence[int]) -> nn.Parameter:
+        param = nn.Parameter(whole.detach().index_select(dim, self.own).clone())
+        param.tensor_model_parallel = True
+        param.partition_dim = dim
+        if len(set(parts)) > 1:
+            param.partition_sizes = tuple(parts)
+        else:
+            param.partition_stride = len(parts) or 1
+        param.places = self.places
+        return param
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.double()
+        weight = weight.mT if self.transposed else weight
+        x = _Enter.apply(x.double(), self.group)
+        if not self.cuts_output:
+            return _Leave.apply(F.linear(x[..., self.own], weight), self.group)
+        bias = None if self.bias is None else self.bias.double()
+        return _Collect.apply(F.linear(x, weight, bias), self.group, self.places)
+
+
+SLICED: dict[str, dict[str, tuple[int, tuple[int, ...]]]] = {
+    "fused": {
+        "self_attn.qkv_proj": (0, (16, 8, 8)),
+        "self_attn.c_attn": (1, (16, 16, 16)),
+        "self_attn.o_proj": (1, ()),
+        "blocks.0.up": (0, ()),
+        "blocks.0.down": (1, ()),
+    },
+}
+"""The layers that are cut: the dimension, and the parts that are cut each."""
+
+
+def sliced_model(kind: str, group: Any) -> nn.Module:
+    """Cut layers of a model over the group; the rest is on every rank."""
+    model = build(kind)
+    for name, (dim, parts) in SLICED[kind].items():
+        parent = model.get_submodule(name.rpartition(".")[0])
+        setattr(parent, name.rpartition(".")[2], SlicedLinear(model.get_submodule(name), dim, group, parts))
+    return model
+
+
 class PlainLinears(Even):
     """The model with ``nn.Linear``, which AutoTP can replace; it computes in the weights' dtype."""
 
@@ -165,12 +246,20 @@ AUTOTP = {
 
 
 def _engine(
-    style: str, tensor_size: int, config: dict[str, Any], mark: str = "all", dead: bool = False
+    style: str,
+    tensor_size: int,
+    config: dict[str, Any],
+    mark: str = "all",
+    dead: bool = False,
+    kind: str = "even",
 ) -> Any:
     if style == "autotp":
         config["tensor_parallel"] = {"autotp_size": tensor_size, **AUTOTP}
         torch.manual_seed(0)
         model, mpu = PlainLinears(), None
+    elif style == "sliced":
+        mpu = Mpu(tensor_size)
+        model = sliced_model(kind, mpu.tensor)
     else:
         mpu = Mpu(tensor_size)
         model = megatron_model(mpu.tensor, mark=mark, dead=dead)
@@ -180,7 +269,7 @@ def _engine(
     return engine
 
 
-def _assembled(engine: Any, key: str | None, group: Any) -> dict[str, Tensor]:
+def assembled(engine: Any, key: str | None, group: Any) -> dict[str, Tensor]:
     """Return whole masters or states: over the data-parallel ranks by the layouts, then over the shards."""
     optimizer = deepspeed_muon.muon_optimizer(engine)
     shapes = {route.name: route.shape for route in optimizer.routes}
@@ -202,8 +291,15 @@ def _assembled(engine: Any, key: str | None, group: Any) -> dict[str, Tensor]:
             for part in (flat, count):
                 dist.all_reduce(part, group=step_set.group)
             local = (flat / count).view(shapes[layout.name])
-            shards = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(shards, local, group=group)
+            shards = [local]
+            if group is not None:
+                shards = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+                dist.all_gather(shards, local, group=group)
+            param = engine.module.get_parameter(layout.name)
+            if hasattr(param, "places"):
+                dim, places = param.partition_dim, torch.cat(param.places)
+                whole[layout.name] = torch.cat(shards, dim).index_select(dim, places.argsort())
+                continue
             cut = getattr(layout, "shards", None)
             if cut is not None and cut.dim is not None:
                 whole[layout.name] = torch.cat(shards, dim=cut.dim)
@@ -232,6 +328,7 @@ def train(
     mark: str = "all",
     dead: bool = False,
     checkpoint: str | None = None,
+    kind: str = "even",
 ) -> dict[str, Any]:
     """Train and report whole masters and momentum, norms and counters; with a checkpoint, save and load in between."""
     config = ds_config(
@@ -242,13 +339,13 @@ def train(
         params={"tensor_parallel_mode": mode, **(params or {})},
         zero=zero,
     )
-    engine = _engine(style, tensor_size, config, mark, dead)
+    engine = _engine(style, tensor_size, config, mark, dead, kind)
     norms, count = [], 0
     for step in range(steps):
         if checkpoint is not None and step == steps // 2:
             engine.save_checkpoint(checkpoint, tag="half")
             engine.destroy()
-            engine = _engine(style, tensor_size, config, mark, dead)
+            engine = _engine(style, tensor_size, config, mark, dead, kind)
             engine.load_checkpoint(checkpoint, tag="half")
         optimizer = deepspeed_muon.muon_optimizer(engine)
         optimizer.stats.reset()
@@ -260,8 +357,8 @@ def train(
         norms.append(float(engine.get_global_grad_norm()))
     group = deepspeed_muon.muon_optimizer(engine).runners[0].step_set.tensor_group
     report = {
-        "params": _assembled(engine, None, group),
-        "momentum": _assembled(engine, "momentum_buffer", group),
+        "params": assembled(engine, None, group),
+        "momentum": assembled(engine, "momentum_buffer", group),
         "norms": norms,
         "orthogonalized": count,
     }
