@@ -181,23 +181,24 @@ def test_refused_on_every_rank(ranks: Any, what: str) -> None:
         assert text in message and "optimizer.params.exclude" in message
 
 
-UNSUPPORTED = {
-    "normuon": ("optimizer.params.variant is not supported with tensor parallelism", {"variant": "normuon"}),
-    "qk_clip": ("optimizer.params.qk_clip with tensor parallelism is not supported", {"qk_clip": {}}),
-    "split": (
-        "parts of it (heads, a split, experts) are asked for",
-        {"split": {"blocks.0.up.weight": [0.5, 0.5]}},
-    ),
+UNKNOWN = {
+    "parts": ("Set partition_stride", {"split": {"blocks.0.up.weight": [0.5, 0.5]}}),
+    "heads": ("the ranks hold different blocks", {"heads": {"blocks.1.up.weight": 3}}),
 }
 
 
-@pytest.mark.parametrize("what", list(UNSUPPORTED))
-def test_settings_that_do_not_go_with_it_are_refused_on_every_rank(ranks: Any, what: str) -> None:
-    text, params = UNSUPPORTED[what]
+@pytest.mark.parametrize("what", list(UNKNOWN))
+def test_blocks_that_no_rank_can_tell_are_refused_on_every_rank(ranks: Any, what: str) -> None:
+    text, params = UNKNOWN[what]
     for message in ranks(2).run(
         tensor_parallel.failing, style="megatron", tensor_size=2, stage=1, params=params
     ):
-        assert message.startswith("UnsupportedConfigError: ") and text in message, message
+        assert message.startswith("RoutingError: ") and text in message, message
+
+
+def test_blocks_need_an_optimizer_from_the_configuration(ranks: Any) -> None:
+    for message in ranks(2).run(tensor_parallel.with_own_optimizer):
+        assert message.startswith("UnsupportedConfigError: optimizer.params.heads of layers"), message
 
 
 def test_consolidated_checkpoints_are_refused(ranks: Any, tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 import deepspeed_muon
 import deepspeed_muon.checkpoint
+from deepspeed_muon import QkRecorder
+from tests.support.attention_models import HEADS, KEY_HEADS, LAYOUTS, WIDTH
 from tests.support.models import Even, batch, build
 from tests.support.training import ds_config
 
@@ -199,6 +201,17 @@ class SlicedLinear(nn.Module):
         return _Collect.apply(F.linear(x, weight, bias), self.group, self.places)
 
 
+class LocalRecorder(QkRecorder):
+    """A recorder of this rank's heads, of a module that computes those of all ranks."""
+
+    rank = 0
+
+    def record(self, query: Tensor, key: Tensor, **settings: Any) -> None:
+        share = key.shape[1] * self.heads // query.shape[1]
+        query, key = query.split(self.heads, 1)[self.rank], key.split(share, 1)[self.rank]
+        super().record(query, key, **settings)
+
+
 SLICED: dict[str, dict[str, tuple[int, tuple[int, ...]]]] = {
     "fused": {
         "self_attn.qkv_proj": (0, (16, 8, 8)),
@@ -207,6 +220,8 @@ SLICED: dict[str, dict[str, tuple[int, tuple[int, ...]]]] = {
         "blocks.0.up": (0, ()),
         "blocks.0.down": (1, ()),
     },
+    "grouped": {f"attn.{part}_proj": (int(part == "o"), ()) for part in "qkvo"},
+    "fused_attention": {"attn.qkv": (0, (16, 8, 8)), "attn.o_proj": (1, ())},
 }
 """The layers that are cut: the dimension, and the parts that are cut each."""
 
@@ -217,6 +232,15 @@ def sliced_model(kind: str, group: Any) -> nn.Module:
     for name, (dim, parts) in SLICED[kind].items():
         parent = model.get_submodule(name.rpartition(".")[0])
         setattr(parent, name.rpartition(".")[2], SlicedLinear(model.get_submodule(name), dim, group, parts))
+    if kind in LAYOUTS:
+        shape = {
+            "heads": HEADS // dist.get_world_size(group),
+            "key_heads": KEY_HEADS // dist.get_world_size(group),
+            "head_dim": WIDTH,
+        }
+        layout = {"grouped": LocalRecorder.separate, "fused_attention": LocalRecorder.fused}[kind]
+        model.attn.recorder = layout(**({} if kind == "grouped" else {"projection": "qkv"}), **shape)
+        model.attn.recorder.rank = dist.get_rank(group)
     return model
 
 
@@ -341,6 +365,7 @@ def train(
     )
     engine = _engine(style, tensor_size, config, mark, dead, kind)
     norms, count = [], 0
+    largest, clipped = [], []
     for step in range(steps):
         if checkpoint is not None and step == steps // 2:
             engine.save_checkpoint(checkpoint, tag="half")
@@ -355,12 +380,17 @@ def train(
             engine.step()
         count = optimizer.stats.matrices_orthogonalized
         norms.append(float(engine.get_global_grad_norm()))
+        if optimizer.qk_clip is not None:
+            largest.append(optimizer.qk_clip.report.largest["attn"])
+            clipped.append(optimizer.qk_clip.report.clipped)
     group = deepspeed_muon.muon_optimizer(engine).runners[0].step_set.tensor_group
     report = {
         "params": assembled(engine, None, group),
         "momentum": assembled(engine, "momentum_buffer", group),
         "norms": norms,
         "orthogonalized": count,
+        "largest": largest,
+        "clipped": clipped,
     }
     engine.destroy()
     return report
@@ -380,6 +410,21 @@ def consolidating(rank: int, world_size: int, *, folder: str) -> str:
     engine = _engine("megatron", 2, ds_config(1))
     try:
         deepspeed_muon.checkpoint.consolidate(engine, folder)
+    except deepspeed_muon.MuonError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def with_own_optimizer(rank: int, world_size: int) -> str:
+    """Return what an optimizer of the program's own raises that shall divide a shard into heads."""
+    mpu = Mpu(world_size)
+    model = megatron_model(mpu.tensor)
+    config = ds_config(1)
+    settings = {**config.pop("optimizer")["params"], "heads": {"blocks.0.up.weight": 2}}
+    try:
+        deepspeed.initialize(
+            model=model, optimizer=deepspeed_muon.Muon(model, **settings), config=config, mpu=mpu
+        )
     except deepspeed_muon.MuonError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
