@@ -231,7 +231,8 @@ _REFUSED: _Table = {
     ),
     "tensor parallelism with deepspeed.moe": (
         lambda engine: has_experts(engine) and _is_cut(engine),
-        "experts are cut by both; use one of them",
+        "the ranks of a tensor-parallel group may hold different experts under equal names, and would have to skip "
+        "steps together with ranks of other groups; use one of them",
     ),
 }
 _REFUSED_CHECKPOINTS: _Table = {

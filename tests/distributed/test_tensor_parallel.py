@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.support import tensor_parallel
 from tests.support.contract import HALF_TOLERANCE, MUON_TOLERANCE, compare, reference
@@ -76,6 +77,29 @@ def test_autotp(ranks: Any, stage: int, mode: str) -> None:
     for result in results:
         torch.testing.assert_close(torch.tensor(result["norms"]), torch.tensor(norms), rtol=1e-4, atol=0)
     assert sum(result["orthogonalized"] for result in results) == len(MATRICES["even"])
+
+
+def in_order(shards: Tensor, dim: int) -> Tensor:
+    """Undo a cut in which each of two ranks has a half of each of two parts."""
+    return shards.unflatten(dim, (2, 2, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+
+def test_autotp_cuts_each_part(ranks: Any) -> None:
+    """The parts that its record tells of are orthogonalised apart, as ``split`` asks."""
+    result = ranks(2).run(
+        tensor_parallel.train,
+        style="autotp-halves",
+        tensor_size=2,
+        stage=1,
+        params={"split": {"*.up.weight": [0.5, 0.5]}},
+    )[0]
+    start, end, _, _ = reference("even", 1, 0.0, cuts="even-halves")
+    for name in MATRICES["even"]:
+        found = result["params"][name]
+        if name != "mix.weight":
+            found = in_order(found, int("down" in name))
+        error = relative(found, end[name], start[name])
+        assert error <= AUTOTP_TOLERANCE, (name, error)
 
 
 # What is divided into blocks: every part (the query in heads, key and value whole), also of a layer stored as input x

@@ -426,6 +426,10 @@ CUTS["fused-over-ranks"] = {
     "self_attn.c_attn.weight": ([16], [4] * 12, True),
     "self_attn.o_proj.weight": ([12, 4], [16], False),
 }
+# Two parts each, as if they were gate and up.
+CUTS["even-halves"] = {
+    f"blocks.{i}.up.weight": ([size // 2] * 2, [16], False) for i, size in enumerate((16, 48, 8))
+}
 FUSED_PARAMS: dict[str, object] = {
     "per_head_muon": True,
     "split": {

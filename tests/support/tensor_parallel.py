@@ -269,6 +269,18 @@ AUTOTP = {
 }
 
 
+# The same with two parts of each up projection cut one by one, and the inputs of the down projection likewise.
+AUTOTP_HALVES = {
+    "partition_config": {
+        "use_default_specs": False,
+        "layer_specs": [
+            {"patterns": [r".*\.up\.weight$"], "partition_type": "column", "shape": [2, -1]},
+            {"patterns": [r".*\.down\.weight$"], "partition_type": "row", "shape": [-1, 2]},
+        ],
+    }
+}
+
+
 def _engine(
     style: str,
     tensor_size: int,
@@ -277,8 +289,9 @@ def _engine(
     dead: bool = False,
     kind: str = "even",
 ) -> Any:
-    if style == "autotp":
-        config["tensor_parallel"] = {"autotp_size": tensor_size, **AUTOTP}
+    if style.startswith("autotp"):
+        specs = AUTOTP if style == "autotp" else AUTOTP_HALVES
+        config["tensor_parallel"] = {"autotp_size": tensor_size, **specs}
         torch.manual_seed(0)
         model, mpu = PlainLinears(), None
     elif style == "sliced":
