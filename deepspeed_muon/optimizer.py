@@ -26,6 +26,7 @@ from deepspeed_muon.logs import warn
 from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.monitoring.summary import HealthLog
 from deepspeed_muon.ops import Orthogonalizer, select
+from deepspeed_muon.plan.layout import TensorShards
 from deepspeed_muon.qk_clip.clip import QkClip
 from deepspeed_muon.routed_optimizer import RoutedOptimizer
 from deepspeed_muon.routing.param_groups import ParamsInput, build_groups
@@ -96,16 +97,24 @@ class Muon(RoutedOptimizer):
         )
 
     @classmethod
-    def from_config(cls, params: ParamsInput, config: MuonConfig, *, model: nn.Module | None = None) -> Muon:
+    def from_config(
+        cls,
+        params: ParamsInput,
+        config: MuonConfig,
+        *,
+        model: nn.Module | None = None,
+        shards: Mapping[int, TensorShards] | None = None,
+    ) -> Muon:
         """Make the optimizer from checked settings, as the DeepSpeed configuration does.
 
         Args:
             params: As for the constructor.
             config: The settings.
             model: The module that the parameters belong to.
+            shards: As for :func:`deepspeed_muon.routing.param_groups.build_groups`.
         """
         self = cls.__new__(cls)
-        self._setup(config, build_groups(params, config, model=model), model)
+        self._setup(config, build_groups(params, config, model=model, shards=shards), model)
         return self
 
     def _start(self) -> None:

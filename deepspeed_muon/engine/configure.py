@@ -35,10 +35,12 @@ from deepspeed_muon.engine.ordering import order_parameters, record_order
 from deepspeed_muon.engine.ranks import data_parallel_scope, has_experts, members_of, model_facts
 from deepspeed_muon.engine.supported import (
     expert_parallel,
+    refuse_blocks_of_shards,
     refuse_checkpoints,
     refuse_unsupported,
     refuse_with_qk_clip,
 )
+from deepspeed_muon.engine.tensor_parallel import tensor_shards
 from deepspeed_muon.errors import PlanMismatchError
 from deepspeed_muon.logs import announce, logger
 from deepspeed_muon.ops import loaded
@@ -137,7 +139,7 @@ def configure_basic_optimizer(original: Callable[..., Any], engine: Any, model_p
     if not _is_our_type(engine.optimizer_name()):
         return original(engine, model_parameters)
     config = MuonConfig.from_params(engine.optimizer_params())
-    optimizer = Muon.from_config(model_parameters, config, model=engine.module)
+    optimizer = Muon.from_config(model_parameters, config, model=engine.module, shards=tensor_shards(engine))
     _adopt(engine, optimizer)
     _remove_tags(engine.module)
     return optimizer
@@ -208,10 +210,12 @@ def _preflight(engine: Any, client_optimizer: Muon | None, model_parameters: Any
     if client_optimizer is not None:
         client_optimizer.check_names(engine.module)
         config, table = client_optimizer.config, client_optimizer.routes
+        refuse_blocks_of_shards(engine, config)
         _remove_tags(engine.module)
     else:
         config = MuonConfig.from_params(engine.optimizer_params())
-        table = build_groups(model_parameters, config, model=engine.module).routes
+        shards = tensor_shards(engine)
+        table = build_groups(model_parameters, config, model=engine.module, shards=shards).routes
     refuse_checkpoints(engine, config)
     settings = config.model_dump(mode="json")
     facts = {f"optimizer.params.{key}": json.dumps(value) for key, value in settings.items()}

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 from deepspeed.utils import groups as deepspeed_groups
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 from torch import Tensor
 
 from deepspeed_muon.routing.param_groups import expert_group_name
@@ -27,7 +28,8 @@ def members_of(engine: Any) -> Members:
     groups = [engine.seq_data_parallel_group]
     mpu = engine.mpu
     if engine.mp_world_size > 1:
-        groups.append(mpu.get_model_parallel_group())
+        # Not mpu.get_model_parallel_group: in a pipeline that spans the stages too.
+        groups.append(bwc_tensor_model_parallel_group(mpu))
     pipeline = getattr(
         mpu, "get_pipeline_model_parallel_group", getattr(mpu, "get_pipe_parallel_group", None)
     )

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.utils import clip_grad_norm_
+from deepspeed.runtime.utils import clip_grad_norm_, is_model_parallel_parameter
 from deepspeed.utils import groups
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor
 
 from deepspeed_muon.engine.layouts import half_pairs
@@ -94,8 +95,14 @@ def _exact_norm(engine: Any) -> Tensor | None:
 
 def _norm_of_all_stages(engine: Any) -> Tensor:
     """Return the norm of a pipeline's gradients over all stages, where DeepSpeed counts the first stage only."""
-    # All stages with a copy of a tied layer hold the same gradient. It counts on the stage where it is not marked.
-    counted = [p.grad for p in engine.module.parameters() if p.grad is not None and not p.ds_pipe_replicated]
+    # All stages with a copy of a tied layer hold the same gradient. It counts on the stage where it is not marked. What
+    # tensor parallelism does not cut is on all its ranks and counts on the first.
+    first = bwc_tensor_model_parallel_rank(engine.mpu) == 0
+    counted = [
+        p.grad
+        for p in engine.module.parameters()
+        if p.grad is not None and not p.ds_pipe_replicated and (first or is_model_parallel_parameter(p))
+    ]
     squared = torch.zeros((), dtype=torch.float64, device=engine.device)
     for norm in torch._foreach_norm(counted) if counted else []:
         squared += norm.double() ** 2

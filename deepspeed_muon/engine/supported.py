@@ -16,11 +16,17 @@ from deepspeed_muon.checkpoint.host import SOME_RANKS
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.engine.offload import half_states, master_dtype, offload_device
 from deepspeed_muon.engine.ranks import has_experts, members_of
-from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group
+from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group, tensor_shards
 from deepspeed_muon.errors import UnsupportedConfigError
 from deepspeed_muon.routing.pipeline_module import is_divided
 
-__all__ = ["expert_parallel", "refuse_checkpoints", "refuse_unsupported", "refuse_with_qk_clip"]
+__all__ = [
+    "expert_parallel",
+    "refuse_blocks_of_shards",
+    "refuse_checkpoints",
+    "refuse_unsupported",
+    "refuse_with_qk_clip",
+]
 
 
 _Table = Mapping[str, tuple[Callable[[Any], Any], str]]
@@ -52,6 +58,25 @@ def refuse_checkpoints(engine: Any, config: MuonConfig) -> None:
     wanted = [key for key in ("consolidate_on_save", "restore_from") if getattr(config, key)]
     if wanted:
         _refuse(engine, _REFUSED_CHECKPOINTS, f"optimizer.params.{wanted[0]} with ")
+
+
+def refuse_blocks_of_shards(engine: Any, config: MuonConfig) -> None:
+    """Raise where blocks are asked for of layers whose shards were routed before anybody knew how they are cut.
+
+    Args:
+        engine: A ``DeepSpeedEngine`` whose optimizer the program has made.
+        config: The optimizer's settings.
+
+    Raises:
+        UnsupportedConfigError: Naming the config key, why, and what to do.
+    """
+    wanted = [key for key in ("per_head_muon", "split", "heads") if getattr(config, key)]
+    if wanted and tensor_shards(engine):
+        raise UnsupportedConfigError(
+            f"optimizer.params.{wanted[0]} of layers that tensor parallelism cuts needs an optimizer that DeepSpeed "
+            f"makes from its configuration: the program's own was made before the number of tensor-parallel ranks was "
+            f'known. Write the settings under "optimizer": {{"type": "Muon", "params": ...}}'
+        )
 
 
 def refuse_with_qk_clip(engine: Any) -> None:
@@ -206,11 +231,8 @@ _REFUSED: _Table = {
     ),
     "tensor parallelism with deepspeed.moe": (
         lambda engine: has_experts(engine) and _is_cut(engine),
-        "experts are cut by both; use one of them",
-    ),
-    "tensor parallelism inside deepspeed.pipe": (
-        lambda engine: _is_divided(engine) and _is_cut(engine),
-        "it was not compared with the reference; use one of them",
+        "the ranks of a tensor-parallel group may hold different experts under equal names, and would have to skip "
+        "steps together with ranks of other groups; use one of them",
     ),
 }
 _REFUSED_CHECKPOINTS: _Table = {
@@ -218,13 +240,16 @@ _REFUSED_CHECKPOINTS: _Table = {
         lambda engine: any(getattr(module, "ep_size", 1) > 1 for module in engine.module.modules()),
         "the ranks hold different experts under equal names; use engine.save_checkpoint alone, or ep_size 1",
     ),
+    "tensor parallelism": (
+        _is_cut,
+        "only DeepSpeed's own checkpoints know shards; use engine.save_checkpoint alone",
+    ),
     "an engine of some of the program's ranks": (
         lambda engine: not members_of(engine).are_everyone,
         SOME_RANKS,
     ),
 }
 _REFUSED_WITH_QK_CLIP: _Table = {
-    "tensor parallelism": (_is_cut, _PART_OF_ATTENTION),
     "sequence parallelism": (_shares_sequences, _PART_OF_ATTENTION),
     "a pipeline": (_is_divided, _PART_OF_ATTENTION),
 }

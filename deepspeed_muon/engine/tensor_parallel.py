@@ -5,8 +5,9 @@ in an attribute or, in older versions, by the class of the layer. Megatron-style
 and ``partition_dim`` on parameters and hand DeepSpeed an ``mpu`` object.
 
 Orthogonalisation commutes with permutations of rows and of columns. So nobody needs to know how shards interleave the
-rows of a fused matrix (query, key and value of every head group, gate and up): the shards one after the other are the
-same matrix with its rows in another order. But every row must be on exactly one rank.
+rows of a fused matrix (query, key and value of every head group, gate and up) that is orthogonalised as one: the shards
+one after the other are the same matrix with its rows in another order. But every row must be on exactly one rank. Where
+parts of the matrix are blocks of their own, the layer must say whether each part is cut: see ``_Cut.parts``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,27 +25,51 @@ from torch import Tensor, nn
 
 from deepspeed_muon.errors import PlanMismatchError, UnsupportedConfigError
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
-from deepspeed_muon.routing.rules import Route
+from deepspeed_muon.routing.rules import Route, true_shape
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.transport.waiting import phase
 
-__all__ = ["tensor_parallel_group", "with_tensor_parallel"]
+__all__ = ["CLASSES", "META", "tensor_parallel_group", "tensor_shards", "with_tensor_parallel"]
 
-_META = "ds_autotp_universal_checkpoint_meta"
+META = "ds_autotp_universal_checkpoint_meta"
 # Versions without that attribute: the dimension that each class of layer cuts. Subclasses cut in other ways.
-_CLASSES = {"LinearLayer": 0, "LinearAllreduce": 1, "GateUpPack_LinearLayer": 0}
+CLASSES = {"LinearLayer": 0, "LinearAllreduce": 1, "GateUpPack_LinearLayer": 0}
 
-_Cuts = Mapping[str, tuple[int, int | None]]
-"""Name of a shard to the dimension that is cut, and the elements of the whole matrix where that is known."""
+# How many equal parts each of these cuts over all ranks.
+_PARTS = {"LinearLayer": 1, "LinearAllreduce": 1, "GateUpPack_LinearLayer": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """What a layer says of a shard.
+
+    Attributes:
+        dim: The dimension that is cut.
+        parts: Length along ``dim`` of each part that is cut over all ranks, or their number if they are equal; ``None``
+            if the layer does not say.
+        numel: Elements of the whole matrix, ``None`` where that is not known.
+    """
+
+    dim: Literal[0, 1]
+    parts: int | tuple[int, ...] | None
+    numel: int | None = None
+
+    def shards(self, length: int, ranks: int) -> TensorShards:
+        """Return the shards of a group; ``length`` is that of this rank's shard along ``dim``."""
+        parts = self.parts or ()
+        if isinstance(parts, int):
+            count, whole = parts, length * ranks
+            parts = (whole // count,) * count if whole % count == 0 else ()
+        return TensorShards(self.dim, (length,) * ranks, parts)
 
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """What one rank says of one matrix: ``dim`` is the cut dimension, ``None`` for a copy."""
+    """What one rank says of one matrix: ``shards`` is ``None`` for a copy."""
 
     name: str
     shape: tuple[int, int]
-    dim: int | None
+    shards: TensorShards | None
     logical_numel: int | None
     plan: str
     content: str
@@ -63,6 +88,27 @@ def tensor_parallel_group(engine: Any) -> dist.ProcessGroup | None:
         return None
     group: dist.ProcessGroup = bwc_tensor_model_parallel_group(mpu)
     return group
+
+
+def tensor_shards(engine: Any) -> dict[int, TensorShards]:
+    """Return how tensor parallelism cuts the engine's matrices, by ``id(parameter)``, as far as their layers say.
+
+    Every rank takes the shards of the others to be as long as its own; :func:`with_tensor_parallel` compares them.
+
+    Args:
+        engine: A ``DeepSpeedEngine``, which need not have its optimizer yet.
+    """
+    group = tensor_parallel_group(engine)
+    if group is None:
+        return {}
+    found = {}
+    for module in engine.module.modules():
+        for param in module.parameters(recurse=False):
+            shape = true_shape(param)
+            cut = _cut(param, module) if _is_marked(param) and len(shape) == 2 else ""
+            if isinstance(cut, _Cut):
+                found[id(param)] = cut.shards(shape[cut.dim], dist.get_world_size(group))
+    return found
 
 
 def with_tensor_parallel(
@@ -89,8 +135,8 @@ def with_tensor_parallel(
     error: Exception | None = None
     try:
         sets = read()
-        cuts = _cut_dimensions(model, routes)
-        own = [_describe(step_set, cuts) for step_set in sets]
+        cuts = _cuts(model, routes)
+        own = [_describe(step_set, cuts, dist.get_world_size(group)) for step_set in sets]
         # Ranks exchange flags of gradients by position, also those of AdamW's parameters.
         listed = [
             (number, layout.name) for number, step_set in enumerate(sets) for layout in step_set.layouts
@@ -132,37 +178,57 @@ def _compare_names(told: list[list[tuple[int, str]]]) -> None:
             )
 
 
-def _cut_dimensions(model: nn.Module, routes: Mapping[int, Route]) -> _Cuts:
-    """Return, for each shard of a matrix of Muon's, the dimension that is cut and the elements of the whole."""
+def _is_marked(param: Tensor) -> bool:
+    return bool(getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False))
+
+
+def _cuts(model: nn.Module, routes: Mapping[int, Route]) -> dict[str, _Cut]:
+    """Return what the layers say of each shard of a matrix of Muon's, by its name."""
     found = {}
     for module in model.modules():
         for param in module.parameters(recurse=False):
             route = routes.get(id(param))
-            marked = getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False)
-            if marked and route is not None and route.algorithm == "muon":
-                found[route.name] = _cut_dimension(param, module, route)
+            if route is None or route.algorithm != "muon" or not _is_marked(param):
+                continue
+            if len(route.shape) != 2:
+                _refuse(route.name, f"a tensor-parallel shard of shape {list(route.shape)} is not a matrix")
+            cut = _cut(param, module)
+            if isinstance(cut, str):
+                _refuse(route.name, cut)
+            found[route.name] = cut
     return found
 
 
-def _cut_dimension(param: Tensor, module: nn.Module, route: Route) -> tuple[int, int | None]:
-    if len(route.shape) != 2:
-        _refuse(route.name, f"a tensor-parallel shard of shape {list(route.shape)} is not a matrix")
-    meta = getattr(param, _META, None)
+def _cut(param: Tensor, module: nn.Module) -> _Cut | str:
+    """Return what a layer says of its shard, or why it says too little."""
+    meta = getattr(param, META, None)
     if meta:
-        reason = (meta.get("conversion") or {}).get("unsupported_reason")
-        shape, dim = meta.get("logical_shape"), meta.get("partition_dim")
-        if reason or not shape or dim is None:
-            _refuse(route.name, reason or "AutoTP does not say how it was cut")
-        return int(dim == len(shape) - 1), torch.Size(shape).numel()
+        return _recorded(meta)
+    kind = type(module).__name__
+    own = getattr(param, "partition_sizes", getattr(param, "partition_stride", None))
     dim = getattr(param, "partition_dim", None)
     if dim in (0, 1):
-        return int(dim), None
-    if type(module).__module__.startswith("deepspeed.module_inject") and type(module).__name__ in _CLASSES:
-        return _CLASSES[type(module).__name__], None
-    _refuse(
-        route.name,
-        f"{type(module).__name__} marks it tensor_model_parallel without a partition_dim of 0 or 1",
-    )
+        return _Cut(dim, tuple(own) if isinstance(own, (tuple, list)) else own)
+    if type(module).__module__.startswith("deepspeed.module_inject") and kind in CLASSES:
+        return _Cut(1 if CLASSES[kind] else 0, _PARTS[kind])
+    return f"{kind} marks it tensor_model_parallel without a partition_dim of 0 or 1"
+
+
+def _recorded(meta: Mapping[str, Any]) -> _Cut | str:
+    """Return what AutoTP has recorded; its dimensions are those of a shape that may have more than two."""
+    reason = (meta.get("conversion") or {}).get("unsupported_reason")
+    shape, dim = meta.get("logical_shape"), meta.get("partition_dim")
+    if reason or not shape or dim is None:
+        return reason or "AutoTP does not say how it was cut"
+    numel = torch.Size(shape).numel()
+    widths = meta.get("sub_param_shard_widths") or [[shape[dim]]]
+    uneven = any(len(set(each)) > 1 for each in widths)
+    if dim == len(shape) - 1:
+        return _Cut(1, None if uneven else tuple(sum(each) for each in widths), numel)
+    # As a matrix, the indices before dim repeat the parts, and those behind it (but the last) make them longer.
+    inner = torch.Size(shape[dim + 1 : -1]).numel()
+    parts = tuple(sum(each) * inner for each in widths) * torch.Size(shape[:dim]).numel()
+    return _Cut(0, None if uneven else parts, numel)
 
 
 def _refuse(name: str, why: str) -> NoReturn:
@@ -172,20 +238,17 @@ def _refuse(name: str, why: str) -> NoReturn:
     )
 
 
-def _describe(step_set: StepSet, cuts: _Cuts) -> list[_Matrix]:
+def _describe(step_set: StepSet, cuts: Mapping[str, _Cut], ranks: int) -> list[_Matrix]:
     tensors = {partition.index: partition.tensor for partition in step_set.partitions}
     described = []
     for matrix in step_set.matrices:
-        dim, logical_numel = cuts.get(matrix.name, (None, None))
-        if dim is not None and matrix.block_shape != (matrix.rows, matrix.cols):
-            # Head counts and sizes of parts describe the whole layer, and would cut a shard in the wrong places.
-            _refuse(
-                matrix.name,
-                "parts of it (heads, a split, experts) are asked for, and only a shard of it is here",
-            )
-        plan = f"{matrix.rows} x {matrix.cols}, {matrix.spread.numbers()}"
-        content = _content(matrix, tensors[matrix.partition], step_set.rank) if dim is None else ""
-        described.append(_Matrix(matrix.name, (matrix.rows, matrix.cols), dim, logical_numel, plan, content))
+        cut, shards = cuts.get(matrix.name), matrix.shards
+        if cut is not None and shards is None:
+            shards = cut.shards((matrix.rows, matrix.cols)[cut.dim], ranks)
+        plan = f"{matrix.rows} x {matrix.cols}, {matrix.grid}, {matrix.spread.numbers()}"
+        content = _content(matrix, tensors[matrix.partition], step_set.rank) if cut is None else ""
+        numel = None if cut is None else cut.numel
+        described.append(_Matrix(matrix.name, (matrix.rows, matrix.cols), shards, numel, plan, content))
     return described
 
 
@@ -208,25 +271,29 @@ def _joined(step_set: StepSet, views: list[list[_Matrix]], group: dist.ProcessGr
     return replace(step_set, matrices=tuple(matrices), tensor_group=group)
 
 
-def _shards(told: list[_Matrix]) -> TensorShards | None:
+def _shards(told: list[_Matrix]) -> TensorShards:
+    """Return the shards that all ranks of the group tell of, or that of copies."""
     first = told[0]
-    if any(each.dim != first.dim for each in told):
+    dims = {None if each.shards is None else each.shards.dim for each in told}
+    if len(dims) > 1:
         raise PlanMismatchError(
             f"{first.name}: the tensor-parallel ranks do not agree on the dimension that is cut"
         )
-    if any(each.shape != first.shape for each in told) and first.dim is not None:
+    if any(each.shape != first.shape for each in told) and first.shards is not None:
         _refuse(first.name, f"its shards are unequal, {[list(each.shape) for each in told]}")
-    if first.dim is None and any((each.shape, each.content) != (first.shape, first.content) for each in told):
+    if first.shards is None and any(
+        (each.shape, each.content) != (first.shape, first.content) for each in told
+    ):
         _refuse(
             first.name,
             "its shape or its values differ between tensor-parallel ranks, but it is not marked as a shard "
             "(tensor_model_parallel, partition_dim); if it is meant to be a copy, start it equal on all ranks",
         )
-    if any(each.plan != first.plan for each in told):
+    if any((each.plan, each.shards) != (first.plan, first.shards) for each in told):
         raise PlanMismatchError(
-            f"{first.name} is partitioned by ZeRO otherwise on other tensor-parallel ranks"
+            f"{first.name} is partitioned by ZeRO otherwise on other tensor-parallel ranks, or has other blocks there"
         )
-    if first.dim is None:
+    if first.shards is None:
         return TensorShards(None, ())
     total = sum(each.shape[0] * each.shape[1] for each in told)
     if first.logical_numel is not None and first.logical_numel != total:
@@ -235,5 +302,4 @@ def _shards(told: list[_Matrix]) -> TensorShards | None:
             f"its shards have {total} elements together and the matrix {first.logical_numel}: some of its rows are on "
             f"several ranks",
         )
-    assert first.dim in (0, 1)
-    return TensorShards(1 if first.dim else 0, tuple(each.shape[first.dim] for each in told))
+    return first.shards

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
@@ -35,10 +36,41 @@ class TensorShards:
         dim: The dimension that is cut: 0 for rows (column-parallel layers), 1 for columns (row-parallel layers),
             ``None`` if every rank of the group holds a copy.
         sizes: Length along ``dim`` of every rank's shard, in the order of the group; empty for copies.
+        parts: Lengths along ``dim`` of the parts of the whole matrix, each of which is cut over all ranks (query, key
+            and value of a fused projection); one length if the matrix is cut once, empty if nobody says it.
+        whole: For a matrix that is orthogonalised in blocks, whether each block of the shard is a whole block of the
+            matrix and not one rank's share of it; empty for any other matrix.
     """
 
     dim: Literal[0, 1] | None
     sizes: tuple[int, ...]
+    parts: tuple[int, ...] = ()
+    whole: tuple[bool, ...] = ()
+
+    def share_of(self, blocks: Sequence[int]) -> tuple[tuple[int, ...], tuple[bool, ...]] | None:
+        """Return which blocks a shard has if the whole matrix has ``blocks`` along ``dim``.
+
+        Args:
+            blocks: Lengths that add up to that of the matrix.
+
+        Returns:
+            The lengths of the shard's blocks, and whether each is a whole one; ``None`` if the ranks' shards do not
+            have equal blocks, so that they cannot be orthogonalised in the same way.
+        """
+        parts, ranks = self.parts or (sum(self.sizes),), len(self.sizes)
+        if any(part % ranks for part in parts):
+            return None
+        held = [_blocks_on(rank, ranks, parts, blocks) for rank in range(ranks)]
+        lengths = tuple(length for _, length in held[0])
+        whole = []
+        for together in zip(*held, strict=False):
+            numbers = {number for number, _ in together}
+            whole.append(all(length == blocks[number] for number, length in together))
+            if not whole[-1] and len(numbers) > 1:
+                return None
+        cut = [number for (number, _), complete in zip(held[0], whole, strict=False) if not complete]
+        equal = all(tuple(length for _, length in each) == lengths for each in held)
+        return (lengths, tuple(whole)) if equal and len(set(cut)) == len(cut) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +114,11 @@ class MatrixLayout:
     def is_cut(self) -> bool:
         """Whether this is one part of a matrix that several ranks orthogonalise together."""
         return self.shards is not None and self.shards.dim is not None
+
+    @property
+    def cuts_outputs(self) -> bool:
+        """Whether the ranks of the group have different outputs of the layer (rows, unless it is transposed)."""
+        return self.is_cut and self.shards is not None and (self.shards.dim == 0) != self.transposed
 
     @property
     def logical_shape(self) -> tuple[int, int]:
@@ -150,6 +187,22 @@ class ParameterLayout:
     def numel(self) -> int:
         """The number of elements."""
         return self.spread.numel
+
+
+def _blocks_on(rank: int, ranks: int, parts: Sequence[int], blocks: Sequence[int]) -> list[tuple[int, int]]:
+    """Return number and length of the blocks, or shares of blocks, that a rank has of parts cut over ``ranks``."""
+    found: list[tuple[int, int]] = []
+    ends = list(accumulate(blocks))
+    for first, length in zip(accumulate(parts, initial=0), parts, strict=False):
+        share = length // ranks
+        start, stop = first + rank * share, first + (rank + 1) * share
+        for number, end in enumerate(ends):
+            held = min(stop, end) - max(start, end - blocks[number])
+            if held > 0 and found and found[-1][0] == number:
+                found[-1] = number, found[-1][1] + held
+            elif held > 0:
+                found.append((number, held))
+    return found
 
 
 @functools.lru_cache(maxsize=512)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 
-from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.plan.spread import Spread
 
-__all__ = ["block_runs", "cut_rows", "cut_stack", "travelling_cost"]
+__all__ = ["block_runs", "cut_rows", "cut_stack", "shares_of_blocks", "travelling_cost"]
 
 # A run of several blocks that travels costs at most this part of a rank's average work.
 _TRAVELLING_SHARE = 0.25
@@ -85,10 +85,48 @@ def cut_stack(matrix: MatrixLayout, *, cost: float, limit: float) -> list[Matrix
             rows=number * rows,
             spread=spread,
             row_blocks=(rows,) * number if number > 1 else (),
-            first_row=first * rows,
+            first_row=matrix.first_row + first * rows,
         )
         for (first, number), spread in zip(runs, spreads, strict=True)
     ]
+
+
+def shares_of_blocks(matrix: MatrixLayout) -> list[MatrixLayout]:
+    """Divide the shard of a matrix in blocks: whole blocks need no other rank, and each share of a block is one matrix.
+
+    Args:
+        matrix: Any matrix; only one whose :attr:`TensorShards.whole` tells of blocks is divided.
+    """
+    shards = matrix.shards
+    if shards is None or not shards.whole:
+        return [matrix]
+    if all(shards.whole):
+        return [replace(matrix, shards=None)]
+    blocks = matrix.grid[0]
+    # Whole blocks that follow each other stay together; a share is alone.
+    runs = [
+        tuple(number for number, _ in run)
+        for _, run in groupby(enumerate(shards.whole), lambda each: -1 if each[1] else each[0])
+    ]
+    sizes = [tuple(blocks[number] for number in run) for run in runs]
+    spreads = cut_rows(matrix, [sum(each) for each in sizes])
+    first_rows = accumulate(map(sum, sizes), initial=0)
+    return [
+        replace(
+            matrix,
+            rows=sum(own),
+            spread=spread,
+            row_blocks=own if len(own) > 1 else (),
+            first_row=first,
+            shards=None if shards.whole[run[0]] else _shards_of_block(shards, own[0]),
+        )
+        for run, own, spread, first in zip(runs, sizes, spreads, first_rows, strict=False)
+    ]
+
+
+def _shards_of_block(shards: TensorShards, rows: int) -> TensorShards:
+    """Return how a block of a cut matrix is cut, of which this rank has ``rows`` rows."""
+    return TensorShards(shards.dim, (rows,) * len(shards.sizes) if shards.dim == 0 else shards.sizes)
 
 
 def cut_rows(matrix: MatrixLayout, sizes: Sequence[int]) -> list[Spread]:

@@ -80,6 +80,8 @@ class QkClip:
         self._recorders: tuple[QkRecorder, ...] = tuple(recorder for _, recorder in found)
         self._runs: dict[int, tuple[HeadRun, ...]] = {}
         self._group: dist.ProcessGroup | None = None
+        self._tensor_group: dist.ProcessGroup | None = None
+        self._cut: tuple[bool, ...] = (False,) * len(self.layers)
         self._device = torch.device("cpu")
         self._largest: list[list[float]] | None = None
         self.report = QkClipReport({}, {}, 0)
@@ -92,14 +94,18 @@ class QkClip:
             device: Where the ranks' maxima are compared.
 
         Raises:
-            ConfigError: If query and key weights are divided over different groups of ranks.
+            ConfigError: If query and key weights are divided over different groups of ranks, or tensor parallelism
+                leaves their heads on different ranks.
         """
+        self._tensor_group = next((each.tensor_group for each in step_sets if each.tensor_group), None)
+        heads = _HeadsOfGroup.of(self.layers, step_sets, self._tensor_group)
+        self._cut = heads.cut
         wanted = {block.parameter for layer in self.layers for block in layer.rows}
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         for number, step_set in enumerate(step_sets):
             layouts = [each for each in step_set.layouts if each.name in wanted]
             parameters = {each.name: (each.partition, each.spread.on(step_set.rank)) for each in layouts}
-            self._runs[number] = head_runs(self.layers, parameters)
+            self._runs[number] = heads.among_all(head_runs(self.layers, parameters))
             if parameters:
                 group = step_set.group
                 groups[() if group is None else tuple(dist.get_process_group_ranks(group))] = group
@@ -118,7 +124,7 @@ class QkClip:
     def reduce(self) -> None:
         """Find the largest logits over all ranks, once a step: one all-reduce and one wait for the device.
 
-        Must be called by all ranks of the group.
+        Tensor-parallel ranks then tell each other those of their heads. Must be called by all ranks of both groups.
         """
         if self._largest is not None:
             return
@@ -132,12 +138,26 @@ class QkClip:
         if self._group is not None and dist.get_world_size(self._group) > 1:
             with phase("comparison of attention logits", self._group):
                 dist.all_reduce(together, op=dist.ReduceOp.MAX, group=self._group)
-        numbers = [part.tolist() for part in together.cpu().split([len(part) for part in parts])]
+        numbers = self._of_all_heads(together, [len(part) for part in parts])
         self._largest, bounds = numbers[::2], numbers[1::2]
         self._make_report(self._largest, bounds)
         for recorder, bound in zip(self._recorders, bounds, strict=True):
             # A layer without a bound is computed. Modules that hand over their own logits have none and need none.
             recorder.exact = not -math.inf < max(bound) <= _WATCHED_BELOW * self.settings.threshold
+
+    def _of_all_heads(self, together: Tensor, lengths: Sequence[int]) -> list[list[float]]:
+        """Return the numbers of all heads of each layer: those of this rank, or of all tensor-parallel ranks."""
+        told = [together]
+        if self._tensor_group is not None:
+            told = [torch.empty_like(together) for _ in range(dist.get_world_size(self._tensor_group))]
+            with phase("comparison of attention logits", self._tensor_group):
+                dist.all_gather(told, together, group=self._tensor_group)
+        rows = torch.stack(told).cpu().split(lengths, dim=1)
+        # Two entries a layer. Ranks that have the same heads computed the same numbers, perhaps with other rounding.
+        return [
+            (part.flatten() if self._cut[number // 2] else part.amax(dim=0)).tolist()
+            for number, part in enumerate(rows)
+        ]
 
     def _make_report(self, largest: list[list[float]], bounds: list[list[float]]) -> None:
         names = [layer.layer for layer in self.layers]
@@ -210,6 +230,7 @@ class HeadRun:
 
     Attributes:
         layer: Number of the attention layer.
+        heads: Query heads that the layer has on this rank.
         first: First of the query heads whose largest logit decides the factor.
         stop: The query head after the last of them.
         role: What the rows make.
@@ -219,12 +240,76 @@ class HeadRun:
     """
 
     layer: int
+    heads: int
     first: int
     stop: int
     role: HeadRole
     partition: int
     offset: int
     numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class _HeadsOfGroup:
+    """Which heads of each layer are this rank's.
+
+    Attributes:
+        cut: For each layer, whether the ranks of a tensor-parallel group have different query heads.
+        shared_keys: For each layer, whether all of them have its only key head nevertheless.
+        ranks: Number of these ranks.
+        rank: This one.
+    """
+
+    cut: tuple[bool, ...]
+    shared_keys: tuple[bool, ...]
+    ranks: int
+    rank: int
+
+    @classmethod
+    def of(
+        cls,
+        layers: Sequence[AttentionHeads],
+        step_sets: Sequence[StepSet],
+        group: dist.ProcessGroup | None,
+    ) -> _HeadsOfGroup:
+        if group is None:
+            return cls((False,) * len(layers), (False,) * len(layers), 1, 0)
+        cut_of = {matrix.name: matrix.is_cut for each in step_sets for matrix in each.matrices}
+        cut, shared = [], []
+        for layer in layers:
+            # A bias has the rows of its weight.
+            weights = [rows for rows in layer.rows if rows.row_numel > 1]
+            unknown = [rows.parameter for rows in weights if rows.parameter not in cut_of]
+            if unknown:
+                raise ConfigError(
+                    f"optimizer.params.qk_clip: with tensor parallelism the weights of queries and keys must be Muon's "
+                    f"matrices, and {unknown[0]} is AdamW's; remove it from 'exclude', or unset qk_clip"
+                )
+            queries = {cut_of[rows.parameter] for rows in weights if rows.role != "key"}
+            keys = {cut_of[rows.parameter] for rows in weights if rows.role == "key"}
+            one_key = all(rows.heads == 1 for rows in weights if rows.role == "key")
+            if queries != keys and not (queries == {True} and keys == {False} and one_key):
+                raise ConfigError(
+                    f"optimizer.params.qk_clip: tensor parallelism cuts only some of the query and key weights of "
+                    f"{layer.layer}, so that nobody knows which query heads a key head serves; cut both, or unset "
+                    f"qk_clip"
+                )
+            cut.append(True in queries)
+            shared.append(queries != keys)
+        return cls(tuple(cut), tuple(shared), dist.get_world_size(group), dist.get_rank(group))
+
+    def among_all(self, runs: Sequence[HeadRun]) -> tuple[HeadRun, ...]:
+        """Return runs of this rank with the numbers that their heads have among those of all ranks."""
+        found = []
+        for run in runs:
+            if not self.cut[run.layer]:
+                found.append(run)
+            elif self.shared_keys[run.layer] and run.role == "key":
+                found.append(replace(run, first=0, stop=self.ranks * run.stop))
+            else:
+                heads = self.rank * run.heads
+                found.append(replace(run, first=heads + run.first, stop=heads + run.stop))
+        return tuple(found)
 
 
 def head_runs(
@@ -251,5 +336,7 @@ def head_runs(
                 if low < high:
                     offset = fragment.partition_offset + low - fragment.matrix_offset
                     heads = (head * group, (head + 1) * group)
-                    runs.append(HeadRun(number, *heads, block.role, partition, offset, high - low))
+                    runs.append(
+                        HeadRun(number, layer.heads, *heads, block.role, partition, offset, high - low)
+                    )
     return tuple(runs)

@@ -180,18 +180,26 @@ def _recorder_for(module: nn.Module, name: str, pretrained: Any) -> QkRecorder |
             f"{where} makes queries and keys in {fused}; say where their rows are with a "
             f"deepspeed_muon.QkRecorder.fused that is an attribute of the layer"
         )
-    heads = int(config.num_attention_heads)
+    # The configuration counts the heads of the model; with AutoTP this rank has some of them.
     if latent:
+        query = "q_b_proj" if _is_linear(module, "q_b_proj") else "q_proj"
+        nope, rope = int(config.qk_nope_head_dim), int(config.qk_rope_head_dim)
         return QkRecorder.latent(
-            heads=heads,
-            nope_dim=int(config.qk_nope_head_dim),
-            rope_dim=int(config.qk_rope_head_dim),
+            heads=_rows(module, query) // (nope + rope),
+            nope_dim=nope,
+            rope_dim=rope,
             value_dim=int(config.v_head_dim),
-            query="q_b_proj" if _is_linear(module, "q_b_proj") else "q_proj",
+            query=query,
         )
-    key_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    head_dim = true_shape(module.get_parameter("q_proj.weight"))[0] // heads
-    return QkRecorder.separate(heads=heads, key_heads=key_heads, head_dim=head_dim)
+    query_rows, key_rows = _rows(module, "q_proj"), _rows(module, "k_proj")
+    head_dim = int(getattr(module, "head_dim", None) or query_rows // int(config.num_attention_heads))
+    return QkRecorder.separate(
+        heads=query_rows // head_dim, key_heads=key_rows // head_dim, head_dim=head_dim
+    )
+
+
+def _rows(module: nn.Module, projection: str) -> int:
+    return true_shape(module.get_parameter(f"{projection}.weight"))[0]
 
 
 def _is_linear(module: nn.Module, name: str) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from deepspeed_muon.config import GROUP_KEYS, TORCH_OPTIONS, MuonConfig, unknown_key_message
 from deepspeed_muon.errors import ConfigError, ParameterTypeError, RoutingError
+from deepspeed_muon.plan.layout import TensorShards
 from deepspeed_muon.routing.pipeline_module import is_divided
 from deepspeed_muon.routing.rules import (
     Algorithm,
@@ -91,6 +92,7 @@ def build_groups(
     *,
     model: nn.Module | None = None,
     rates: Mapping[str, Tensor] | None = None,
+    shards: Mapping[int, TensorShards] | None = None,
 ) -> RoutedGroups:
     """Route all parameters and divide every group of the caller into a Muon half and an AdamW half.
 
@@ -102,6 +104,8 @@ def build_groups(
             :func:`deepspeed_muon.routing.rules.check_routes`.
         rates: ``lr``, ``muon_lr`` or ``adam_lr`` if the caller gave it as a tensor: the groups keep the tensor, so
             that later changes of its value count.
+        shards: ``id(param)`` of the matrices that tensor parallelism cuts, to how it does. Head counts and sizes of
+            parts are those of whole layers.
 
     Raises:
         ConfigError: If a group's own setting is misspelt or out of range.
@@ -109,7 +113,7 @@ def build_groups(
     """
     if isinstance(params, nn.Module):
         model, params = params, params.parameters()
-    known = model_parameters_by_name(model) if model is not None else {}
+    known = model_parameters_by_name(model, shards) if model is not None else {}
     callers = _caller_groups(params, known)
     members = [member for group in callers for member in group.members]
     _refuse_duplicates(members)

@@ -5,12 +5,13 @@ A parameter that several modules share has a name in each of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from deepspeed_muon.plan.layout import TensorShards
 from deepspeed_muon.routing.pipeline_module import is_pipeline, pipeline_kinds
 from deepspeed_muon.routing.shapes import AttentionShape, attention_shapes, nearest_attention, true_shape
 
@@ -31,6 +32,7 @@ class NamedParameter:
             "grouped convolution", "transposed convolution", "experts", "transposed", "interleaved"}.
         heads: Attention heads by DeepSpeed's tag, 1 without a tag.
         attention: The heads of the attention module around it, if a configuration tells them.
+        shards: How tensor parallelism cuts it; ``None`` if it does not, or nobody has told.
     """
 
     names: tuple[str, ...]
@@ -38,6 +40,7 @@ class NamedParameter:
     module_kinds: frozenset[str] = frozenset()
     heads: int = 1
     attention: AttentionShape | None = None
+    shards: TensorShards | None = None
 
     @property
     def name(self) -> str:
@@ -45,8 +48,15 @@ class NamedParameter:
         return self.names[0] if self.names else f"<unnamed {'x'.join(map(str, true_shape(self.param)))}>"
 
 
-def model_parameters_by_name(model: nn.Module) -> dict[int, NamedParameter]:
-    """Return ``id(param)`` to :class:`NamedParameter`, in the order of ``model.named_parameters()``."""
+def model_parameters_by_name(
+    model: nn.Module, shards: Mapping[int, TensorShards] | None = None
+) -> dict[int, NamedParameter]:
+    """Return ``id(param)`` to :class:`NamedParameter`, in the order of ``model.named_parameters()``.
+
+    Args:
+        model: The module.
+        shards: ``id(param)`` of the matrices that tensor parallelism cuts, to how it does.
+    """
     names: dict[int, list[str]] = {}
     params: dict[int, nn.Parameter] = {}
     kinds: dict[int, set[str]] = {}
@@ -73,6 +83,7 @@ def model_parameters_by_name(model: nn.Module) -> dict[int, NamedParameter]:
             frozenset(kinds.get(key, ())),
             getattr(param, "muon_num_heads", None) or 1,
             nearest_attention(shapes, names[key][0]),
+            (shards or {}).get(key),
         )
         for key, param in params.items()
     }

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from deepspeed_muon.plan.layout import TensorShards
 from deepspeed_muon.plan.owners import grid_blocks
 
 __all__ = ["Algorithm", "MatrixKind", "Route", "Rule", "format_routes", "summarize_routes"]
@@ -46,6 +47,8 @@ class Route:
         transposed: Whether the weight is stored as input x output, so that the output is its last dimension.
         per_head: Whether attention heads are among :attr:`parts`.
         rule: The rule that decided, for the code.
+        shards: How tensor parallelism cuts the layer; :attr:`shape` and :attr:`parts` are then those of this rank's
+            shard. ``None`` if it does not, or nobody has told.
     """
 
     name: str
@@ -57,6 +60,7 @@ class Route:
     transposed: bool = False
     per_head: bool = False
     rule: Rule = "hidden"
+    shards: TensorShards | None = None
 
     @property
     def row_blocks(self) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from deepspeed_muon.routing.route import (
     format_routes,
     summarize_routes,
 )
-from deepspeed_muon.routing.shapes import cut_into_heads, split_output, true_shape
+from deepspeed_muon.routing.shapes import cut_into_heads, share_of_blocks, split_output, true_shape
 
 __all__ = [
     "Algorithm",
@@ -189,14 +189,25 @@ def _route(
     if kind == "experts":
         reason += f", {shape[0]} experts separately"
     parts, per_head, how = _divide(item, shape, kind, transposed, config)
-    return Route(item.name, shape, algorithm, reason + how, parts, kind, transposed, per_head, rule)
+    shards = item.shards
+    if shards is not None:
+        fused = _chosen(item, config, "split") is not None
+        parts, shards = share_of_blocks(parts, shards, name=item.name, fused=fused, transposed=transposed)
+        how += f", {len(shards.sizes)} tensor-parallel ranks"
+    parts = parts if len(parts) > 1 else ()
+    return Route(item.name, shape, algorithm, reason + how, parts, kind, transposed, per_head, rule, shards)
 
 
 def _divide(
     item: NamedParameter, shape: tuple[int, ...], kind: MatrixKind, transposed: bool, config: MuonConfig
 ) -> tuple[tuple[int, ...], bool, str]:
-    """Return the sizes of the blocks along the output, whether heads are among them, and the words for the reason."""
+    """Return the sizes of the blocks along the output, whether heads are among them, and the words for the reason.
+
+    All of them are those of the whole layer, also if this rank has a shard of it.
+    """
     output = shape[-1] if transposed else shape[1] if kind == "experts" else shape[0]
+    if item.shards is not None and item.shards.dim == int(transposed):
+        output = sum(item.shards.sizes)
     parts: tuple[int, ...] = (output,)
     how = ", stored as input x output" if transposed else ""
     pattern = _chosen(item, config, "split")
@@ -214,7 +225,8 @@ def _divide(
         parts,
         name=item.name,
         explicit=None if pattern is None else config.heads[pattern],
-        tagged=item.heads,
+        # DeepSpeed's tag may be the number of the layer's heads or of this rank's.
+        tagged=item.heads if item.shards is None else 1,
         attention=item.attention,
         derive=config.per_head_muon and kind == "matrix",
     )
@@ -225,7 +237,7 @@ def _divide(
         doubt = item.attention.doubt(leaf_name(item.name), output)
         how += "" if doubt is None else f", {doubt}"
     blocks = tuple(size // count for size, count in zip(parts, heads, strict=True) for _ in range(count))
-    return (blocks if len(blocks) > 1 else ()), per_head, how
+    return blocks, per_head, how
 
 
 def _chosen(item: NamedParameter, config: MuonConfig, key: str) -> str | None:

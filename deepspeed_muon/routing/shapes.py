@@ -9,12 +9,13 @@ output projection, whose heads lie on its input, stays whole.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from deepspeed_muon.errors import RoutingError
+from deepspeed_muon.plan.layout import TensorShards
 from deepspeed_muon.routing.names import leaf_name
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "attention_shapes",
     "cut_into_heads",
     "nearest_attention",
+    "share_of_blocks",
     "split_output",
     "true_shape",
 ]
@@ -263,3 +265,61 @@ def cut_into_heads(
         if size % count:
             raise RoutingError(f"{source}: {name} has {size} outputs, not divisible by {count} heads")
     return tuple(counts)
+
+
+def share_of_blocks(
+    blocks: Sequence[int], shards: TensorShards, *, name: str, fused: bool, transposed: bool
+) -> tuple[tuple[int, ...], TensorShards]:
+    """Return the blocks that one tensor-parallel rank has of a layer, and how they are cut.
+
+    A head that lies whole on a rank is a block of that rank; a part that every rank has a share of stays cut.
+
+    Args:
+        blocks: Sizes of the blocks along the output of the whole layer; one for a layer that is not divided.
+        shards: How the layer is cut.
+        name: The parameter's name.
+        fused: Whether the blocks belong to several parts of a fused projection.
+        transposed: Whether the weight is stored as input x output.
+
+    Raises:
+        RoutingError: If nobody says where the parts of a fused projection lie, or the ranks would hold different
+            blocks.
+    """
+    if len(blocks) == 1:
+        if shards.dim == int(transposed):
+            return shards.sizes[:1], shards
+        return tuple(blocks), shards
+    where = (
+        f"{name} has blocks of {_shown(blocks)} outputs and is cut over {len(shards.sizes)} tensor-parallel"
+    )
+    remedy = "leave it whole (without 'split', 'heads' and per_head_muon it is one matrix), or exclude it"
+    if shards.dim != int(transposed):
+        # Every rank has some inputs of every block.
+        share: tuple[tuple[int, ...], tuple[bool, ...]] | None = tuple(blocks), (False,) * len(blocks)
+    elif fused and not shards.parts:
+        raise RoutingError(
+            f"{where} ranks, and nothing says which rows a rank has: whether each of its parts is cut or all rows "
+            f"together. Set partition_stride on the parameter as Megatron does (1: rows one after the other; the "
+            f"number of parts if they are equal and each is cut), or partition_sizes: the size of each part that is "
+            f"cut; or {remedy}"
+        )
+    else:
+        share = shards.share_of(blocks)
+    if share is None:
+        raise RoutingError(
+            f"{where} ranks in parts of {_shown(shards.parts or (sum(shards.sizes),))}, so that the ranks hold "
+            f"different blocks. Use a number of ranks that divides the heads of each part; or {remedy}"
+        )
+    own, whole = share
+    if transposed and not all(whole):
+        raise RoutingError(
+            f"{where} ranks inside a block; a weight stored as input x output is only cut between blocks. You can "
+            f"{remedy}"
+        )
+    return own, replace(shards, whole=whole)
+
+
+def _shown(sizes: Sequence[int]) -> str:
+    return (
+        " + ".join(map(str, sizes)) if len(sizes) < 9 else f"{len(sizes)} sizes ({sizes[0]}, {sizes[1]}, ...)"
+    )

@@ -16,7 +16,7 @@ from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.owners import holders_in_layouts, matrix_flops
 from deepspeed_muon.plan.relay import Machines
 from deepspeed_muon.plan.sharing import Shareable, SharingRule, Speeds, assign_ranks, cut_for_sharers
-from deepspeed_muon.plan.stacks import cut_stack, travelling_cost
+from deepspeed_muon.plan.stacks import cut_stack, shares_of_blocks, travelling_cost
 from deepspeed_muon.step.step_set import StepSet
 
 __all__ = ["Assignment", "assign", "may_relay", "may_share", "planned", "ranks_of_this_node"]
@@ -63,14 +63,16 @@ def assign(
     """
     iteration = config.ns_settings(device)
     steps, method, dtype = len(iteration.coefficients), iteration.method, iteration.dtype
-    costs = [matrix_flops(matrix, steps, method=method, dtype=dtype) for matrix in step_set.matrices]
+    shares = [
+        (index, share) for index, matrix in enumerate(step_set.matrices) for share in shares_of_blocks(matrix)
+    ]
+    costs = [matrix_flops(matrix, steps, method=method, dtype=dtype) for _, matrix in shares]
     limit = travelling_cost(costs, load)
     runs = [
-        cut_stack(matrix, cost=cost, limit=limit)
-        for matrix, cost in zip(step_set.matrices, costs, strict=True)
+        cut_stack(matrix, cost=cost, limit=limit) for (_, matrix), cost in zip(shares, costs, strict=True)
     ]
     matrices = [run for each in runs for run in each]
-    origin = [index for index, each in enumerate(runs) for _ in each]
+    origin = [index for (index, _), each in zip(shares, runs, strict=True) for _ in each]
     speeds = Speeds.of_device(device) if config.share_matrices == "auto" else None
     rule = SharingRule(_most(step_set, config, device, can_open_groups), steps, method, dtype, speeds)
     costs = [matrix_flops(matrix, steps, method=method, dtype=dtype) for matrix in matrices]

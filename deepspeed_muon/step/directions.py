@@ -8,14 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepspeed_muon.monitoring.results import Finish
 from deepspeed_muon.plan.exchange import Chunk, ExchangePlan, Segment
 from deepspeed_muon.step.momentum import LocalDirections
 from deepspeed_muon.step.update_rule import UpdateTable
 from deepspeed_muon.transport.buffers import aligned
 from deepspeed_muon.transport.context import StepContext
 from deepspeed_muon.transport.exchange import cut, part_of
-from deepspeed_muon.transport.row_moments import RowMoments
+from deepspeed_muon.transport.row_moments import RowMoments, RowsAtOwner
 
 __all__ = ["ChunkDirections", "Step", "together"]
 
@@ -43,7 +42,7 @@ class ChunkDirections:
             idle: Flat memory in which the matrices are put together, as far as it goes.
         """
         self.rules = step.table.rules
-        self.finish: Finish | None = step.rows
+        self.finish: RowsAtOwner | None = step.rows
         self._matrices = plan.matrices
         self._context = context
         self._local = step.directions

@@ -80,6 +80,7 @@ class LayoutReader:
                     row_blocks=route.row_blocks,
                     col_blocks=route.col_blocks,
                     transposed=route.transposed,
+                    shards=route.shards,
                 )
             )
         else:

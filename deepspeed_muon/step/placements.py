@@ -13,11 +13,12 @@ from torch import Tensor
 
 from deepspeed_muon.math.newton_schulz import NsSettings, runs_gram
 from deepspeed_muon.monitoring.check import ResultCheck
-from deepspeed_muon.monitoring.results import Finish, Member, Result, Together
+from deepspeed_muon.monitoring.results import Member, Result, Together
 from deepspeed_muon.ops import BATCH_NUMEL
 from deepspeed_muon.plan.layout import Block, MatrixLayout
 from deepspeed_muon.step.update_rule import UpdateRule
 from deepspeed_muon.transport.context import StepContext
+from deepspeed_muon.transport.row_moments import RowsAtOwner
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
 from deepspeed_muon.transport.subgroups import Subgroups, global_ranks
 from deepspeed_muon.transport.waiting import phase
@@ -38,8 +39,8 @@ class Directions(Protocol):
         """The update rule of every matrix of the plan."""
 
     @property
-    def finish(self) -> Finish | None:
-        """Turns orthogonalised blocks into updates; ``None`` if they are the updates."""
+    def finish(self) -> RowsAtOwner | None:
+        """Turns orthogonalised blocks into updates (NorMuon's row moments); ``None`` if they are the updates."""
 
     def stacked(self, indices: Sequence[int], /) -> Tensor:
         """Return ``(matrices, rows, cols)`` in the wire dtype, of matrices of one shape, or of this rank's parts."""
@@ -82,7 +83,7 @@ class WholeAtOwner:
         by_shape: dict[object, list[int]] = {}
         for index in indices:
             matrix = self._matrices[index]
-            kind = matrix.logical_shape if matrix.is_cut else (matrix.grid, matrix.transposed)
+            kind = (matrix.logical_shape if matrix.is_cut else matrix.grid), matrix.transposed
             by_shape.setdefault(kind, []).append(index)
         batches: list[list[int]] = []
         for members in by_shape.values():
@@ -226,10 +227,12 @@ class CutOverGroup:
         names = ", ".join(self._matrices[index].name for index in batch[:3])
         with self._check.recorder.span("newton_schulz"), phase(f"iteration of {names}", group):
             blocks = iterate(inputs, settings=self._settings_of(first))
-        self._context.stats.matrices_orthogonalized += len(batch) if counts else 0
+        first_blocks = sum(self._matrices[index].first_row == 0 for index in batch)
+        self._context.stats.matrices_orthogonalized += first_blocks if counts else 0
         scales = [directions.rules[index].block_scales[0] for index in batch]
         together = Together(group, dim, sizes, iterate, counts)
-        return Result([(index, 0) for index in batch], inputs, blocks, scales, together=together)
+        members = [(index, 0) for index in batch]
+        return Result(members, inputs, blocks, scales, directions.finish, together)
 
     def _group_of(self, matrix: MatrixLayout) -> dist.ProcessGroup:
         if matrix.sharers:
@@ -250,7 +253,7 @@ class CutOverGroup:
         alike: dict[object, list[int]] = {}
         for index in indices:
             matrix = self._matrices[index]
-            kind = index if matrix.sharers else (matrix.logical_shape, matrix.shards)
+            kind = index if matrix.sharers else (matrix.logical_shape, matrix.shards, matrix.transposed)
             alike.setdefault(kind, []).append(index)
         batches: list[list[int]] = []
         for members in alike.values():

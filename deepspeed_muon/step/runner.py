@@ -24,7 +24,7 @@ from deepspeed_muon.step.momentum import LocalDirections, MomentumSource
 from deepspeed_muon.step.placements import CutOverGroup, Orthogonalize, Placement, WholeAtOwner
 from deepspeed_muon.step.state import State, StatePolicy, passes_for, row_moments_of, state_of
 from deepspeed_muon.step.step_set import Refresh, StepSet
-from deepspeed_muon.step.tensor_parallel import OverTensorGroup, refuse_with_tensor_parallel
+from deepspeed_muon.step.tensor_parallel import OverTensorGroup
 from deepspeed_muon.step.update_rule import BlockScales, UpdateTable
 from deepspeed_muon.transport.buffers import ExchangeBuffers
 from deepspeed_muon.transport.context import StepContext, StepStats
@@ -144,7 +144,8 @@ class StepRunner:
             follows_pending=follows_pending,
         )
         self._place(config, resources)
-        self._row_moments = RowMoments(self.plan, context) if config.variant == "normuon" else None
+        normuon, tensor_group = config.variant == "normuon", step_set.tensor_group
+        self._row_moments = RowMoments(self.plan, context, tensor_group) if normuon else None
         self._passes = {
             partition.index: passes_for(partition, config, resources.policy)
             for partition in step_set.partitions
@@ -170,7 +171,6 @@ class StepRunner:
         )
         self._placement: Placement = self._whole
         if tensor_group is not None:
-            refuse_with_tensor_parallel(config)
             self._placement = OverTensorGroup(
                 matrices,
                 context,

@@ -20,18 +20,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_muon.config import MuonConfig
-from deepspeed_muon.errors import UnsupportedConfigError
 from deepspeed_muon.math.flops import orthogonalize_flops
-from deepspeed_muon.monitoring.results import Finish
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.step.placements import CutOverGroup, Directions, Updates, WholeAtOwner
 from deepspeed_muon.step.update_rule import UpdateRule
 from deepspeed_muon.transport.context import StepContext
 from deepspeed_muon.transport.exchange import exchange_bytes
+from deepspeed_muon.transport.row_moments import RowsAtOwner
 from deepspeed_muon.transport.waiting import phase
 
-__all__ = ["OverTensorGroup", "refuse_with_tensor_parallel"]
+__all__ = ["OverTensorGroup"]
 
 
 class OverTensorGroup:
@@ -75,7 +73,9 @@ class OverTensorGroup:
             owned: Active matrices of which this rank has a whole shard or a copy.
             directions: Its ``stacked`` returns these shards and copies.
         """
-        copies = [index for index in owned if not self._matrices[index].is_cut]
+        # What is whole on this rank alone: attention heads, and other blocks that the cut leaves whole.
+        yield from self._whole.updates([i for i in owned if self._matrices[i].shards is None], directions)
+        copies = [index for index in owned if self._held_by_all(index)]
         shards = [index for index in owned if self._matrices[index].is_cut]
         for part in self._parts(copies):
             yield from self._copied(part, directions)
@@ -84,6 +84,9 @@ class OverTensorGroup:
             return
         for part in self._parts(shards):
             yield from self._gathered(part, directions)
+
+    def _held_by_all(self, index: int) -> bool:
+        return self._matrices[index].shards is not None and not self._matrices[index].is_cut
 
     def _parts(self, indices: Sequence[int]) -> Iterator[list[int]]:
         """Cut a list of matrices into parts of bounded size, in the same way on all ranks of the group."""
@@ -124,6 +127,8 @@ class OverTensorGroup:
         for rank in self._ranks:
             if rank != self._rank:
                 updates.update(zip(of_rank[rank], received[rank], strict=True))
+        if directions.finish is not None:
+            self._return_rows(directions.finish, directions.finish, of_rank)
         yield from updates.items()
 
     def _gathered(self, part: Sequence[int], directions: Directions) -> Updates:
@@ -138,9 +143,12 @@ class OverTensorGroup:
             index: [arrived[rank][number].view(self._shard_shape(index, rank)) for rank in self._ranks]
             for number, index in enumerate(mine)
         }
+        kept = directions.finish
+        rows = None if kept is None else self._gather_rows(kept, of_rank)
         gathered = _Gathered(
             {index: torch.cat(parts, dim=self._shards(index)[0]) for index, parts in shards.items()},
             directions.rules,
+            rows,
         )
         back: dict[int, Sequence[Tensor]] = {}
         for index, update in self._whole.updates(mine, gathered):
@@ -150,8 +158,42 @@ class OverTensorGroup:
             [[back[index][rank].reshape(-1) for index in mine] for rank in self._ranks],
             [[self._shard_numel(index, self._rank) for index in of_rank[rank]] for rank in self._ranks],
         )
+        if kept is not None and rows is not None:
+            self._return_rows(kept, rows, of_rank)
         for rank in self._ranks:
             yield from zip(of_rank[rank], returned[rank], strict=True)
+
+    def _gather_rows(self, kept: RowsAtOwner, of_rank: Sequence[Sequence[int]]) -> RowsAtOwner:
+        """Return the row moments of the matrices that this rank orthogonalises.
+
+        Every rank keeps those of its rows. Where the inputs are cut, all ranks keep those of all rows.
+        """
+        apart = [[index for index in each if self._matrices[index].cuts_outputs] for each in of_rank]
+        arrived = self._exchange(
+            [[kept.of(index) for index in each] for each in apart],
+            [[kept.of(index).numel() for index in apart[self._rank]] for _ in self._ranks],
+            torch.float32,
+        )
+        whole = {index: kept.of(index).clone() for index in of_rank[self._rank]}
+        for number, index in enumerate(apart[self._rank]):
+            whole[index] = torch.cat([parts[number] for parts in arrived])
+        return kept.at_one_rank(whole)
+
+    def _return_rows(self, kept: RowsAtOwner, done: RowsAtOwner, of_rank: Sequence[Sequence[int]]) -> None:
+        """Bring the row moments that each rank has advanced to the ranks that keep them."""
+        sizes = [[kept.of(index).numel() for index in each] for each in of_rank]
+        parts = [
+            done.of(index).split(size)
+            if self._matrices[index].cuts_outputs
+            else [done.of(index)] * len(self._ranks)
+            for index, size in zip(of_rank[self._rank], sizes[self._rank], strict=True)
+        ]
+        returned = self._exchange(
+            [[each[rank] for each in parts] for rank in self._ranks], sizes, torch.float32
+        )
+        for indices, moments in zip(of_rank, returned, strict=True):
+            for index, own in zip(indices, moments, strict=True):
+                kept.of(index).copy_(own)
 
     def _shards(self, index: int) -> tuple[int, tuple[int, ...]]:
         """Return the dimension that is cut, and the length of every rank's shard."""
@@ -169,15 +211,18 @@ class OverTensorGroup:
         return rows * cols
 
     def _exchange(
-        self, parts: Sequence[Sequence[Tensor]], wanted: Sequence[Sequence[int]]
+        self,
+        parts: Sequence[Sequence[Tensor]],
+        wanted: Sequence[Sequence[int]],
+        dtype: torch.dtype | None = None,
     ) -> list[Sequence[Tensor]]:
-        """Send flat tensors to every rank; return what each rank sent, cut to the wanted lengths."""
-        context = self._context
+        """Send flat tensors (of the wire dtype by default) to every rank; return what each rank sent, cut as wanted."""
+        context, dtype = self._context, dtype or self._context.wire_dtype
         flat = [part.to(context.device) for of_rank in parts for part in of_rank]
-        send = torch.cat(flat) if flat else torch.empty(0, dtype=context.wire_dtype, device=context.device)
+        send = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=context.device)
         out = [sum(part.numel() for part in of_rank) for of_rank in parts]
         into = [sum(lengths) for lengths in wanted]
-        received = torch.empty(sum(into), dtype=context.wire_dtype, device=context.device)
+        received = torch.empty(sum(into), dtype=dtype, device=context.device)
         with phase("exchange between tensor-parallel ranks", self._group):
             exchange_bytes(received, send, into, out, group=self._group).wait()
         context.stats.count_exchange((sum(out) - out[self._rank]) * received.element_size())
@@ -193,20 +238,8 @@ class _Gathered:
 
     matrices: Mapping[int, Tensor]
     rules: Sequence[UpdateRule]
-    finish: Finish | None = None
+    finish: RowsAtOwner | None
 
     def stacked(self, indices: Sequence[int]) -> Tensor:
         """Return ``(matrices, rows, cols)``."""
         return torch.stack([self.matrices[index] for index in indices])
-
-
-def refuse_with_tensor_parallel(config: MuonConfig) -> None:
-    """Raise ``UnsupportedConfigError`` for settings that do not work with matrices in shards."""
-    for key, wanted, why in (
-        ("variant", config.variant != "muon", "its state belongs to whole rows, which are cut"),
-        ("consolidate_on_save", config.consolidate_on_save, "only DeepSpeed's own checkpoints know shards"),
-    ):
-        if wanted:
-            raise UnsupportedConfigError(
-                f"optimizer.params.{key} is not supported with tensor parallelism: {why}; unset it"
-            )

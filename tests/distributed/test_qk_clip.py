@@ -13,7 +13,7 @@ from torch import Tensor
 
 import deepspeed_muon
 from deepspeed_muon.math.reference_qk_clip import reference_clip, reference_clip_latent, reference_max_logits
-from tests.support import pipelines, training
+from tests.support import pipelines, tensor_parallel, training
 from tests.support.attention_models import HEADS, KEY_HEADS, NOPE, ROPE, SCALE, THRESHOLD, WIDTH
 from tests.support.models import MATRICES, batch, build
 from tests.support.reference import Oracle, relative
@@ -160,6 +160,24 @@ def test_rows_of_parameters_that_are_adams(ranks: Any) -> None:
         2,
         excluded=True,
     )
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "kind"),
+    [(2, 1, "grouped"), pytest.param(4, 3, "fused_attention", marks=pytest.mark.full)],
+)
+def test_heads_of_tensor_parallel_ranks(ranks: Any, world: int, stage: int, kind: str) -> None:
+    """Each of two tensor-parallel ranks has half of the heads; all report those of both."""
+    results = ranks(world).run(
+        tensor_parallel.train,
+        style="sliced",
+        kind=kind,
+        tensor_size=2,
+        stage=stage,
+        steps=STEPS,
+        params={"qk_clip": CLIP},
+    )
+    compare(results, kind, world // 2)
 
 
 FROZEN = {"muon_lr": 0.0, "adam_lr": 0.0, "weight_decay": 0.0, "wire_dtype": "auto"}

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.support import tensor_parallel
 from tests.support.contract import HALF_TOLERANCE, MUON_TOLERANCE, compare, reference
-from tests.support.models import MATRICES, build
+from tests.support.models import FUSED_PARAMS, MATRICES, build
 from tests.support.reference import relative
+from tests.support.thinning import pairwise
 
 CASES = list(itertools.product((0, 1, 2, 3), ("gather", "distributed"), ((2, 2), (4, 2), (4, 4))))
 CORE = {(stage, mode, (4, 2)) for stage, mode, _ in CASES} | {
@@ -75,6 +77,69 @@ def test_autotp(ranks: Any, stage: int, mode: str) -> None:
     for result in results:
         torch.testing.assert_close(torch.tensor(result["norms"]), torch.tensor(norms), rtol=1e-4, atol=0)
     assert sum(result["orthogonalized"] for result in results) == len(MATRICES["even"])
+
+
+def in_order(shards: Tensor, dim: int) -> Tensor:
+    """Undo a cut in which each of two ranks has a half of each of two parts."""
+    return shards.unflatten(dim, (2, 2, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+
+def test_autotp_cuts_each_part(ranks: Any) -> None:
+    """The parts that its record tells of are orthogonalised apart, as ``split`` asks."""
+    result = ranks(2).run(
+        tensor_parallel.train,
+        style="autotp-halves",
+        tensor_size=2,
+        stage=1,
+        params={"split": {"*.up.weight": [0.5, 0.5]}},
+    )[0]
+    start, end, _, _ = reference("even", 1, 0.0, cuts="even-halves")
+    for name in MATRICES["even"]:
+        found = result["params"][name]
+        if name != "mix.weight":
+            found = in_order(found, int("down" in name))
+        error = relative(found, end[name], start[name])
+        assert error <= AUTOTP_TOLERANCE, (name, error)
+
+
+# What is divided into blocks: every part (the query in heads, key and value whole), also of a layer stored as input x
+# output and of one whose inputs are cut; and the parts only, without heads.
+BLOCKS: dict[str, dict[str, Any]] = {
+    "fused-over-ranks": {
+        "split": {
+            "*.qkv_proj.weight": [16, 8, 8],
+            "*.c_attn.weight": [16, 16, 16],
+            "*.o_proj.weight": [12, 4],
+            "*.gate_up_proj": "gate_up",
+        },
+        "heads": {"*.qkv_proj.weight": [4, 1, 1], "*.c_attn.weight": [4, 4, 4]},
+        "transposed": ["*.c_attn.weight"],
+    },
+    "fused": {**FUSED_PARAMS, "transposed": ["*.c_attn.weight"]},
+}
+BLOCK_CASES = pairwise(
+    itertools.product(
+        range(4), ("gather", "distributed"), ("muon", "normuon"), ((1, 1), (2, 2), (4, 2), (4, 4))
+    )
+)
+
+
+@pytest.mark.parametrize(("stage", "mode", "variant", "ranks_and_size"), BLOCK_CASES)
+def test_blocks_of_cut_matrices(
+    ranks: Any, stage: int, mode: str, variant: str, ranks_and_size: tuple[int, int]
+) -> None:
+    """Heads that lie on one rank and parts that all ranks share, against the float64 reference of the whole layers."""
+    world, size = ranks_and_size
+    results = ranks(world).run(
+        tensor_parallel.train,
+        style="sliced",
+        kind="fused",
+        tensor_size=size,
+        stage=stage,
+        mode=mode,
+        params={**BLOCKS["fused-over-ranks"], "variant": variant},
+    )
+    compare(results, "fused", world // size, 0.0, variant=variant, cuts="fused-over-ranks")
 
 
 @pytest.mark.parametrize("mode", [pytest.param("gather", marks=pytest.mark.full), "distributed"])
@@ -140,23 +205,24 @@ def test_refused_on_every_rank(ranks: Any, what: str) -> None:
         assert text in message and "optimizer.params.exclude" in message
 
 
-UNSUPPORTED = {
-    "normuon": ("optimizer.params.variant is not supported with tensor parallelism", {"variant": "normuon"}),
-    "qk_clip": ("optimizer.params.qk_clip with tensor parallelism is not supported", {"qk_clip": {}}),
-    "split": (
-        "parts of it (heads, a split, experts) are asked for",
-        {"split": {"blocks.0.up.weight": [0.5, 0.5]}},
-    ),
+UNKNOWN = {
+    "parts": ("Set partition_stride", {"split": {"blocks.0.up.weight": [0.5, 0.5]}}),
+    "heads": ("the ranks hold different blocks", {"heads": {"blocks.1.up.weight": 3}}),
 }
 
 
-@pytest.mark.parametrize("what", list(UNSUPPORTED))
-def test_settings_that_do_not_go_with_it_are_refused_on_every_rank(ranks: Any, what: str) -> None:
-    text, params = UNSUPPORTED[what]
+@pytest.mark.parametrize("what", list(UNKNOWN))
+def test_blocks_that_no_rank_can_tell_are_refused_on_every_rank(ranks: Any, what: str) -> None:
+    text, params = UNKNOWN[what]
     for message in ranks(2).run(
         tensor_parallel.failing, style="megatron", tensor_size=2, stage=1, params=params
     ):
-        assert message.startswith("UnsupportedConfigError: ") and text in message, message
+        assert message.startswith("RoutingError: ") and text in message, message
+
+
+def test_blocks_need_an_optimizer_from_the_configuration(ranks: Any) -> None:
+    for message in ranks(2).run(tensor_parallel.with_own_optimizer):
+        assert message.startswith("UnsupportedConfigError: optimizer.params.heads of layers"), message
 
 
 def test_consolidated_checkpoints_are_refused(ranks: Any, tmp_path: Path) -> None:

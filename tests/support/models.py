@@ -419,6 +419,17 @@ CUTS: dict[str, dict[str, tuple[list[int], list[int], bool]]] = {
 }
 # The same without heads: blocks of unequal size.
 CUTS["fused-whole-heads"] = {**CUTS["fused"], "self_attn.qkv_proj.weight": ([16, 8, 8], [16], False)}
+# Cut over two or four ranks: heads that lie on one of them, and parts that all of them share.
+CUTS["fused-over-ranks"] = {
+    **CUTS["fused"],
+    "self_attn.qkv_proj.weight": ([4, 4, 4, 4, 8, 8], [16], False),
+    "self_attn.c_attn.weight": ([16], [4] * 12, True),
+    "self_attn.o_proj.weight": ([12, 4], [16], False),
+}
+# Two parts each, as if they were gate and up.
+CUTS["even-halves"] = {
+    f"blocks.{i}.up.weight": ([size // 2] * 2, [16], False) for i, size in enumerate((16, 48, 8))
+}
 FUSED_PARAMS: dict[str, object] = {
     "per_head_muon": True,
     "split": {

@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import deepspeed
+import torch.distributed as dist
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import deepspeed_muon
 from tests.support import training
 from tests.support.contract import STEPS
-from tests.support.models import VOCAB, batch, build
+from tests.support.models import VOCAB, Block, batch, build
+from tests.support.tensor_parallel import SlicedLinear, assembled
 
 MICRO_BATCHES = 2
 
@@ -35,8 +38,11 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).double(), targets.flatten())
 
 
-def make_pipeline(kind: str, stages: int) -> tuple[Any, dict[str, str]]:
-    """Lay the toy model out as a pipeline; return it with the toy model's name of each parameter name."""
+def make_pipeline(kind: str, stages: int, tensor: int = 1) -> tuple[Any, dict[str, str]]:
+    """Lay the toy model out as a pipeline; return it with the toy model's name of each parameter name.
+
+    With ``tensor`` above 1, the blocks whose sizes allow it are cut over so many ranks of each stage.
+    """
     toy = build(kind)
     blocks = [*toy.blocks, *([toy.thin] if toy.thin is not None else [])]
     if kind == "tied":
@@ -48,7 +54,21 @@ def make_pipeline(kind: str, stages: int) -> tuple[Any, dict[str, str]]:
     else:
         layers = [Embed(), *blocks, toy.lm_head]
         layers[0].weight = toy.embed.weight
-    pipeline = PipelineModule(layers, num_stages=stages, loss_fn=loss, partition_method="uniform")
+    topology = None
+    if tensor > 1:
+        data = dist.get_world_size() // (stages * tensor)
+        topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=tensor, num_dp=data)
+    pipeline = PipelineModule(
+        layers,
+        num_stages=None if topology else stages,
+        topology=topology,
+        loss_fn=loss,
+        partition_method="uniform",
+    )
+    for layer in pipeline.forward_funcs if tensor > 1 else ():
+        if isinstance(layer, Block) and len(layer.up.weight) % tensor == 0:
+            group = pipeline._grid.get_slice_parallel_group()
+            layer.up, layer.down = SlicedLinear(layer.up, 0, group), SlicedLinear(layer.down, 1, group)
     if kind == "tied" and "shared" in pipeline.tied_modules:
         pipeline.tied_modules["shared"].weight.data.copy_(toy.embed.weight.data)
     names = {"0.weight": "embed.weight", "tied_modules.shared.weight": "embed.weight"}
@@ -76,9 +96,10 @@ def train(
     precision: str,
     params: dict[str, Any],
     clipping: float = 0.5,
+    tensor: int = 1,
 ) -> dict[str, Any]:
     """Train with ``engine.train_batch``; report what this rank's stage holds under the toy model's names."""
-    pipeline, names = make_pipeline(kind, stages)
+    pipeline, names = make_pipeline(kind, stages, tensor)
     config = training.ds_config(
         zero, accumulation=MICRO_BATCHES, clipping=clipping, precision=precision, params=params
     )
@@ -89,13 +110,17 @@ def train(
         return {"error": f"{type(error).__name__}: {error}"}
     norms = []
     for step in range(STEPS):
-        run_step(engine, step, world_size // stages)
+        run_step(engine, step, world_size // (stages * tensor))
         norms.append(float(engine.get_global_grad_norm()))
+    if tensor > 1:
+        group = engine.grid.get_slice_parallel_group()
+        masters, momentum = (assembled(engine, key, group) for key in (None, "momentum_buffer"))
+    else:
+        masters = training.full_masters(engine)
+        momentum = training.full_states(engine, "momentum_buffer")
     report = {
-        "params": {names[name]: value for name, value in training.full_masters(engine).items()},
-        "momentum": {
-            names[name]: value for name, value in training.full_states(engine, "momentum_buffer").items()
-        },
+        "params": {names[name]: value for name, value in masters.items()},
+        "momentum": {names[name]: value for name, value in momentum.items()},
         "routes": {names[route.name]: route.reason for route in deepspeed_muon.routes(engine)},
         "norms": norms,
         "sharers": deepspeed_muon.muon_optimizer(engine).runners[0].step_set.world_size,

@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 import deepspeed_muon
 import deepspeed_muon.checkpoint
+from deepspeed_muon import QkRecorder
+from tests.support.attention_models import HEADS, KEY_HEADS, LAYOUTS, WIDTH
 from tests.support.models import Even, batch, build
 from tests.support.training import ds_config
 
@@ -139,6 +141,109 @@ def megatron_model(group: Any, *, mark: str = "all", dead: bool = False) -> Even
     return model  # type: ignore[return-value]
 
 
+class _Collect(torch.autograd.Function):
+    """Puts the ranks' outputs together, each at its places; the gradient of each rank is that of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, group: Any, places: list[Tensor]) -> Tensor:
+        ctx.own = places[dist.get_rank(group)]
+        parts = [torch.empty_like(local) for _ in places]
+        dist.all_gather(parts, local.contiguous(), group=group)
+        whole = local.new_empty(*local.shape[:-1], sum(map(len, places)))
+        for place, part in zip(places, parts, strict=True):
+            whole[..., place] = part
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad[..., ctx.own].contiguous(), None, None
+
+
+class SlicedLinear(nn.Module):
+    """A layer of which a rank has slices along a dimension, in any order; its output is whole on every rank.
+
+    So it can take the place of any layer. Each of ``parts`` is cut over all ranks of the group.
+    """
+
+    def __init__(self, layer: nn.Module, dim: int, group: Any, parts: Sequence[int] = ()) -> None:
+        super().__init__()
+        self.group, self.dim = group, dim
+        self.transposed = hasattr(layer, "nf")
+        if self.transposed:
+            self.nf = layer.nf
+        size, length = dist.get_world_size(group), layer.weight.shape[dim]
+        runs = torch.arange(length).split(list(parts) or [length])
+        self.places = [torch.cat([run.chunk(size)[rank] for run in runs]) for rank in range(size)]
+        self.own = self.places[dist.get_rank(group)]
+        self.cuts_output = dim == int(self.transposed)
+        self.weight = self._shard(layer.weight, dim, parts)
+        bias = getattr(layer, "bias", None)
+        self.bias = None if bias is None else self._shard(bias, 0, parts)
+
+    def _shard(self, whole: Tensor, dim: int, parts: Sequence[int]) -> nn.Parameter:
+        param = nn.Parameter(whole.detach().index_select(dim, self.own).clone())
+        param.tensor_model_parallel = True
+        param.partition_dim = dim
+        if len(set(parts)) > 1:
+            param.partition_sizes = tuple(parts)
+        else:
+            param.partition_stride = len(parts) or 1
+        param.places = self.places
+        return param
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.double()
+        weight = weight.mT if self.transposed else weight
+        x = _Enter.apply(x.double(), self.group)
+        if not self.cuts_output:
+            return _Leave.apply(F.linear(x[..., self.own], weight), self.group)
+        bias = None if self.bias is None else self.bias.double()
+        return _Collect.apply(F.linear(x, weight, bias), self.group, self.places)
+
+
+class LocalRecorder(QkRecorder):
+    """A recorder of this rank's heads, of a module that computes those of all ranks."""
+
+    rank = 0
+
+    def record(self, query: Tensor, key: Tensor, **settings: Any) -> None:
+        share = key.shape[1] * self.heads // query.shape[1]
+        query, key = query.split(self.heads, 1)[self.rank], key.split(share, 1)[self.rank]
+        super().record(query, key, **settings)
+
+
+SLICED: dict[str, dict[str, tuple[int, tuple[int, ...]]]] = {
+    "fused": {
+        "self_attn.qkv_proj": (0, (16, 8, 8)),
+        "self_attn.c_attn": (1, (16, 16, 16)),
+        "self_attn.o_proj": (1, ()),
+        "blocks.0.up": (0, ()),
+        "blocks.0.down": (1, ()),
+    },
+    "grouped": {f"attn.{part}_proj": (int(part == "o"), ()) for part in "qkvo"},
+    "fused_attention": {"attn.qkv": (0, (16, 8, 8)), "attn.o_proj": (1, ())},
+}
+"""The layers that are cut: the dimension, and the parts that are cut each."""
+
+
+def sliced_model(kind: str, group: Any) -> nn.Module:
+    """Cut layers of a model over the group; the rest is on every rank."""
+    model = build(kind)
+    for name, (dim, parts) in SLICED[kind].items():
+        parent = model.get_submodule(name.rpartition(".")[0])
+        setattr(parent, name.rpartition(".")[2], SlicedLinear(model.get_submodule(name), dim, group, parts))
+    if kind in LAYOUTS:
+        shape = {
+            "heads": HEADS // dist.get_world_size(group),
+            "key_heads": KEY_HEADS // dist.get_world_size(group),
+            "head_dim": WIDTH,
+        }
+        layout = {"grouped": LocalRecorder.separate, "fused_attention": LocalRecorder.fused}[kind]
+        model.attn.recorder = layout(**({} if kind == "grouped" else {"projection": "qkv"}), **shape)
+        model.attn.recorder.rank = dist.get_rank(group)
+    return model
+
+
 class PlainLinears(Even):
     """The model with ``nn.Linear``, which AutoTP can replace; it computes in the weights' dtype."""
 
@@ -164,13 +269,34 @@ AUTOTP = {
 }
 
 
+# The same with two parts of each up projection cut one by one, and the inputs of the down projection likewise.
+AUTOTP_HALVES = {
+    "partition_config": {
+        "use_default_specs": False,
+        "layer_specs": [
+            {"patterns": [r".*\.up\.weight$"], "partition_type": "column", "shape": [2, -1]},
+            {"patterns": [r".*\.down\.weight$"], "partition_type": "row", "shape": [-1, 2]},
+        ],
+    }
+}
+
+
 def _engine(
-    style: str, tensor_size: int, config: dict[str, Any], mark: str = "all", dead: bool = False
+    style: str,
+    tensor_size: int,
+    config: dict[str, Any],
+    mark: str = "all",
+    dead: bool = False,
+    kind: str = "even",
 ) -> Any:
-    if style == "autotp":
-        config["tensor_parallel"] = {"autotp_size": tensor_size, **AUTOTP}
+    if style.startswith("autotp"):
+        specs = AUTOTP if style == "autotp" else AUTOTP_HALVES
+        config["tensor_parallel"] = {"autotp_size": tensor_size, **specs}
         torch.manual_seed(0)
         model, mpu = PlainLinears(), None
+    elif style == "sliced":
+        mpu = Mpu(tensor_size)
+        model = sliced_model(kind, mpu.tensor)
     else:
         mpu = Mpu(tensor_size)
         model = megatron_model(mpu.tensor, mark=mark, dead=dead)
@@ -180,7 +306,7 @@ def _engine(
     return engine
 
 
-def _assembled(engine: Any, key: str | None, group: Any) -> dict[str, Tensor]:
+def assembled(engine: Any, key: str | None, group: Any) -> dict[str, Tensor]:
     """Return whole masters or states: over the data-parallel ranks by the layouts, then over the shards."""
     optimizer = deepspeed_muon.muon_optimizer(engine)
     shapes = {route.name: route.shape for route in optimizer.routes}
@@ -202,8 +328,15 @@ def _assembled(engine: Any, key: str | None, group: Any) -> dict[str, Tensor]:
             for part in (flat, count):
                 dist.all_reduce(part, group=step_set.group)
             local = (flat / count).view(shapes[layout.name])
-            shards = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(shards, local, group=group)
+            shards = [local]
+            if group is not None:
+                shards = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+                dist.all_gather(shards, local, group=group)
+            param = engine.module.get_parameter(layout.name)
+            if hasattr(param, "places"):
+                dim, places = param.partition_dim, torch.cat(param.places)
+                whole[layout.name] = torch.cat(shards, dim).index_select(dim, places.argsort())
+                continue
             cut = getattr(layout, "shards", None)
             if cut is not None and cut.dim is not None:
                 whole[layout.name] = torch.cat(shards, dim=cut.dim)
@@ -232,6 +365,7 @@ def train(
     mark: str = "all",
     dead: bool = False,
     checkpoint: str | None = None,
+    kind: str = "even",
 ) -> dict[str, Any]:
     """Train and report whole masters and momentum, norms and counters; with a checkpoint, save and load in between."""
     config = ds_config(
@@ -242,13 +376,14 @@ def train(
         params={"tensor_parallel_mode": mode, **(params or {})},
         zero=zero,
     )
-    engine = _engine(style, tensor_size, config, mark, dead)
+    engine = _engine(style, tensor_size, config, mark, dead, kind)
     norms, count = [], 0
+    largest, clipped = [], []
     for step in range(steps):
         if checkpoint is not None and step == steps // 2:
             engine.save_checkpoint(checkpoint, tag="half")
             engine.destroy()
-            engine = _engine(style, tensor_size, config, mark, dead)
+            engine = _engine(style, tensor_size, config, mark, dead, kind)
             engine.load_checkpoint(checkpoint, tag="half")
         optimizer = deepspeed_muon.muon_optimizer(engine)
         optimizer.stats.reset()
@@ -258,12 +393,17 @@ def train(
             engine.step()
         count = optimizer.stats.matrices_orthogonalized
         norms.append(float(engine.get_global_grad_norm()))
+        if optimizer.qk_clip is not None:
+            largest.append(optimizer.qk_clip.report.largest["attn"])
+            clipped.append(optimizer.qk_clip.report.clipped)
     group = deepspeed_muon.muon_optimizer(engine).runners[0].step_set.tensor_group
     report = {
-        "params": _assembled(engine, None, group),
-        "momentum": _assembled(engine, "momentum_buffer", group),
+        "params": assembled(engine, None, group),
+        "momentum": assembled(engine, "momentum_buffer", group),
         "norms": norms,
         "orthogonalized": count,
+        "largest": largest,
+        "clipped": clipped,
     }
     engine.destroy()
     return report
@@ -283,6 +423,21 @@ def consolidating(rank: int, world_size: int, *, folder: str) -> str:
     engine = _engine("megatron", 2, ds_config(1))
     try:
         deepspeed_muon.checkpoint.consolidate(engine, folder)
+    except deepspeed_muon.MuonError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def with_own_optimizer(rank: int, world_size: int) -> str:
+    """Return what an optimizer of the program's own raises that shall divide a shard into heads."""
+    mpu = Mpu(world_size)
+    model = megatron_model(mpu.tensor)
+    config = ds_config(1)
+    settings = {**config.pop("optimizer")["params"], "heads": {"blocks.0.up.weight": 2}}
+    try:
+        deepspeed.initialize(
+            model=model, optimizer=deepspeed_muon.Muon(model, **settings), config=config, mpu=mpu
+        )
     except deepspeed_muon.MuonError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"

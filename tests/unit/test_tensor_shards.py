@@ -1,0 +1,122 @@
+"""Which blocks a tensor-parallel rank has of a matrix in blocks, and how routing tells."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.errors import RoutingError
+from deepspeed_muon.math.normuon import normalize_rows
+from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
+from deepspeed_muon.plan.spread import flat_spread
+from deepspeed_muon.plan.stacks import shares_of_blocks
+from deepspeed_muon.routing.param_groups import build_groups
+
+SHARES = {
+    "heads of one part": ((16,), [4] * 4, 2, ((4, 4), (True, True))),
+    "heads of every part": ((16, 8, 8), [4] * 8, 2, ((4,) * 4, (True,) * 4)),
+    "whole parts": ((16, 8, 8), [16, 8, 8], 4, ((4, 2, 2), (False,) * 3)),
+    "query heads, whole key and value": (
+        (16, 8, 8),
+        [4] * 4 + [8, 8],
+        4,
+        ((4, 2, 2), (True, False, False)),
+    ),
+    "one head a rank": ((8,), [4, 4], 2, ((4,), (True,))),
+    "one matrix of three parts": ((16, 8, 8), [32], 2, ((16,), (False,))),
+    "equal parts one after the other": ((16,), [8, 8], 2, ((8,), (True,))),
+    "unequal parts one after the other": ((16,), [12, 4], 2, None),
+    "fewer heads than ranks": ((8,), [4, 4], 4, None),
+    "a head on two ranks": ((12,), [4] * 3, 2, None),
+    "ranks do not divide a part": ((6, 2), [6, 2], 4, None),
+}
+
+
+@pytest.mark.parametrize("what", SHARES)
+def test_share_of_blocks(what: str) -> None:
+    parts, blocks, ranks, expected = SHARES[what]
+    shards = TensorShards(0, (sum(blocks) // ranks,) * ranks, parts)
+    assert shards.share_of(blocks) == expected
+
+
+def test_shares_and_whole_blocks_become_layouts_of_their_own() -> None:
+    shards = TensorShards(0, (8,) * 4, (16, 8, 8), (True, False, False))
+    matrix = MatrixLayout("qkv", 8, 16, 0, flat_spread(0, 128, 64), row_blocks=(4, 2, 2), shards=shards)
+    heads, key, value = shares_of_blocks(matrix)
+    assert heads.shards is None and (heads.rows, heads.first_row) == (4, 0)
+    assert [(each.first_row, each.logical_shape, each.is_cut) for each in (key, value)] == [
+        (4, (8, 16), True),
+        (6, (8, 16), True),
+    ]
+    for each, start in ((heads, 0), (key, 64), (value, 96)):
+        assert each.spread.rank_at(0) == start // 64
+    whole = MatrixLayout("up", 8, 16, 0, flat_spread(0, 128, 64), shards=TensorShards(0, (8, 8)))
+    assert shares_of_blocks(whole) == [whole]
+
+
+class Fused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv_proj = nn.Linear(16, 16, bias=False)
+        self.embed = nn.Embedding(4, 4)
+
+
+def routed(parts: tuple[int, ...], **params: object) -> tuple[tuple[int, ...], TensorShards | None]:
+    model = Fused()
+    config = MuonConfig.from_params({"split": {"qkv_proj.weight": [16, 8, 8]}, **params})
+    shards = {id(model.qkv_proj.weight): TensorShards(0, (16, 16), parts)}
+    (route, _) = build_groups(model, config, shards=shards).routes
+    return route.parts, route.shards
+
+
+def test_counts_and_sizes_are_those_of_the_whole_layer() -> None:
+    parts, shards = routed((16, 8, 8))
+    assert parts == (8, 4, 4) and shards is not None and shards.whole == (False,) * 3
+    parts, shards = routed((16, 8, 8), heads={"qkv_proj.weight": [4, 2, 1]})
+    assert parts == (4, 4, 4, 4) and shards is not None and shards.whole == (True, True, True, False)
+
+
+@pytest.mark.parametrize(
+    ("parts", "params", "said"),
+    [
+        ((), {}, "Set partition_stride"),
+        ((32,), {}, "hold different blocks"),
+        ((16, 8, 8), {"heads": {"qkv_proj.weight": [4, 1, 1]}, "transposed": ["qkv_proj.weight"]}, "outputs"),
+    ],
+)
+def test_a_layout_that_is_not_known_is_refused(
+    parts: tuple[int, ...], params: dict[str, object], said: str
+) -> None:
+    with pytest.raises(RoutingError, match=said):
+        routed(parts, **params)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_rows_of_shards_are_normalised_as_those_of_the_whole(dim: int) -> None:
+    """Each shard gets the sums that the group would give it."""
+    generator = torch.Generator().manual_seed(dim)
+    whole = torch.randn(2, 6, 8, generator=generator)
+    moments = torch.rand(2, 6, generator=generator)
+    expected_moments = moments.clone()
+    expected = normalize_rows(whole, expected_moments, beta2=0.9)
+    shards = whole.chunk(2, dim=dim + 1)
+    if dim == 1:
+        squares = whole.square().sum(-1)
+        sums = {"sum_of_row": lambda _: squares.clone(), "cols": 8}
+        own_moments = [moments.clone(), moments.clone()]
+    else:
+        after = moments.lerp(whole.square().mean(-1), 0.1)
+        factors = 1 / (after.sqrt() + 1e-8)
+        rows = whole.square().mean(-1)
+        total = torch.stack((rows.sum(1), (rows * factors.square()).sum(1)), dim=-1)
+        sums = {"sum_over_rows": lambda _: total}
+        own_moments = [part.clone() for part in moments.chunk(2, dim=1)]
+    done = [
+        normalize_rows(shard, own, beta2=0.9, **sums) for shard, own in zip(shards, own_moments, strict=True)
+    ]
+    torch.testing.assert_close(torch.cat(done, dim=dim + 1), expected)
+    torch.testing.assert_close(
+        own_moments[0] if dim == 1 else torch.cat(own_moments, dim=1), expected_moments
+    )
