@@ -6,6 +6,7 @@ count, so that a head that is tied to an embedding counts as the embedding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import ParameterTypeError, RoutingError
 from deepspeed_muon.logs import warn
-from deepspeed_muon.routing.names import leaf_name, matches, parents_of_experts, rule_by_name
+from deepspeed_muon.routing.names import ModelNames, leaf_name, matches, rule_by_name
 from deepspeed_muon.routing.parameters import NamedParameter, model_parameters_by_name
 from deepspeed_muon.routing.route import (
     Algorithm,
@@ -68,8 +69,8 @@ def route_parameters(
     """
     config = config or MuonConfig()
     all_names = [name for item in parameters for name in item.names]
-    expert_parents = parents_of_experts(all_names)
-    routes = [_route(item, config, explicit or {}, expert_parents) for item in parameters]
+    model = ModelNames.read(item.names for item in parameters if len(true_shape(item.param)) > 1)
+    routes = [_route(item, config, explicit or {}, model) for item in parameters]
     if not partial:
         muon = [
             name
@@ -170,12 +171,12 @@ def _route(
     item: NamedParameter,
     config: MuonConfig,
     explicit: Mapping[int, Algorithm],
-    expert_parents: frozenset[str],
+    model: ModelNames,
 ) -> Route:
     _refuse_untrainable(item)
     shape = true_shape(item.param)
     kind = _matrix_kind(item, shape)
-    algorithm, rule, reason = _decide(item, kind, len(shape), config, explicit, expert_parents)
+    algorithm, rule, reason = _decide(item, kind, shape, config, explicit, model)
     if algorithm != "muon":
         return Route(item.name, shape, algorithm, reason, rule=rule)
     if kind is None:
@@ -251,13 +252,20 @@ def _matrix_kind(item: NamedParameter, shape: tuple[int, ...]) -> MatrixKind | N
     return None
 
 
+def _block_shape(kind: MatrixKind, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return rows and columns of the matrix, or of each of the stacked ones."""
+    if kind == "experts":
+        return shape[1], shape[2]
+    return shape[0], math.prod(shape[1:])
+
+
 def _decide(
     item: NamedParameter,
     kind: MatrixKind | None,
-    ndim: int,
+    shape: tuple[int, ...],
     config: MuonConfig,
     explicit: Mapping[int, Algorithm],
-    expert_parents: frozenset[str],
+    model: ModelNames,
 ) -> tuple[Algorithm, Rule, str]:
     """Return the algorithm, the first rule that applies, and its words."""
     if not item.param.requires_grad:
@@ -273,7 +281,9 @@ def _decide(
             if other in item.module_kinds:
                 return "adamw", "shape", f"filters of a {other}"
         what = {0: "a scalar", 1: "a vector", 2: "an empty matrix"}
-        return "adamw", "shape", what.get(ndim, f"{ndim}-dimensional, not a matrix")
+        return "adamw", "shape", what.get(len(shape), f"{len(shape)}-dimensional, not a matrix")
+    if 1 in _block_shape(kind, shape):
+        return "adamw", "shape", "a matrix with a side of 1, which is a vector"
     if "embedding" in item.module_kinds:
         return "adamw", "embedding", "weight of an embedding module"
     if "head" in item.module_kinds:
@@ -285,7 +295,7 @@ def _decide(
     if kind == "matrix" and any(name.lower().endswith(("_bias", ".bias")) for name in item.names):
         return "adamw", "bias", "biases"
     for name in item.names:
-        found = rule_by_name(name, expert_parents)
+        found = rule_by_name(name, model)
         if found:
             return "adamw", *found
     words = {
