@@ -1,7 +1,7 @@
 """Which half of a LoRA adapter Muon should update: losses of a small GPT after equal steps.
 
 A base is pretrained with AdamW on the sources of Python's standard library, then frozen. Adapters on its projections
-learn C++, the headers that torch installs: A and B by Muon, B alone (A by AdamW), A alone, or both by AdamW, at each
+learn C++, the headers that torch installs: A and B by Muon, B alone (A by AdamW), or both by AdamW, at each
 rank and rate. A seed decides about the adapters and the batches. ``match_rms_adamw`` gives Muon's updates the size of
 AdamW's, so one rate serves both. ``--scale original`` takes the other rule; then ``--rates`` are Muon's, and AdamW has
 the rate of ``--adam-rate``. ``--init a`` starts with A = 0 and a random B instead.
@@ -31,7 +31,7 @@ from text_data import Batches, TokenText, load_tokens, standard_library, text_fi
 
 from deepspeed_muon import Muon  # noqa: E402
 
-RECIPES = {"both Muon": "ab", "B Muon": "b", "A Muon": "a", "both AdamW": ""}
+RECIPES = {"both Muon": "ab", "B Muon": "b", "both AdamW": ""}
 SIZES = GPTConfig(vocab_size=256, dim=96, layers=2, heads=4)
 BATCH, LENGTH, VALIDATION = 8, 64, 32
 ALPHA = 2.0
@@ -184,7 +184,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8, 16, 32])
-    parser.add_argument("--rates", type=float, nargs="+", default=[3e-3, 1e-2, 3e-2])
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-2, 3e-2, 1e-1])
     parser.add_argument("--adam-rate", type=float, default=3e-3)
     parser.add_argument("--scale", choices=("match_rms_adamw", "original"), default="match_rms_adamw")
     parser.add_argument("--init", choices=("a", "b"), default="b", help="the half that starts at zero")

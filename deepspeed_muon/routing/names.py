@@ -14,7 +14,7 @@ __all__ = ["ModelNames", "leaf_name", "matches", "rule_by_name"]
 
 # Components of a dotted name. An embedding's may stand anywhere in the path; a head's must be that of the module that
 # holds the weight, because BERT's "attention.output.dense.weight" is a hidden matrix.
-_EMBEDDING_COMPONENTS = frozenset({"wte", "wpe", "tok_embeddings", "relative_attention_bias", "rel_pos_bias"})
+_EMBEDDING_COMPONENTS = frozenset({"wte", "wpe"})
 _HEAD_COMPONENTS = frozenset({"lm_head", "embed_out", "unembed", "shared_head"})
 # These names mean a head only outside of numbered layers ("layers.3.attention.output.weight" is none).
 _TOP_LEVEL_HEAD_COMPONENTS = frozenset(
@@ -33,6 +33,8 @@ _TOP_LEVEL_HEAD_COMPONENTS = frozenset(
     }
 )
 _TOP_LEVEL_HEAD_ENDINGS = ("classifier", "_head", "_predictor", "_outputs")
+# Tables of relative positions begin so, whatever module holds them.
+_RELATIVE_POSITIONS = ("rel_pos", "relative_position", "relative_attention_bias")
 _ROUTER_COMPONENTS = frozenset({"wg", "shared_expert_gate"})
 # Parameters that multiply nothing, by the end of their names: tables that are added or looked up, learned inputs,
 # decay rates of state-space and recurrent models, packed rotations and factors of Hadamard products in adapters.
@@ -47,9 +49,6 @@ _NO_PRODUCT = frozenset(
         "queries",
         "query_tokens",
         "register_tokens",
-        "rel_pos_h",
-        "rel_pos_w",
-        "relative_position_bias_table",
         "time_decay",
         "time_faaaa",
         "time_first",
@@ -74,21 +73,22 @@ class ModelNames:
     heads: frozenset[str]
 
     @classmethod
-    def read(cls, matrices: Iterable[Sequence[str]]) -> ModelNames:
-        """Read the names of all matrices, in the model's order; a shared one has several."""
+    def read(cls, matrices: Iterable[tuple[Sequence[str], tuple[int, ...]]]) -> ModelNames:
+        """Read names and shape of every matrix, in the model's order; a shared one has several names."""
         parents: set[str] = set()
         heads: dict[str, str] = {}
         tied: set[str] = set()
-        for names in matrices:
+        for names, shape in matrices:
             for name in names:
                 path = _holder(name)
                 parts = path.split(".")
                 if "experts" in parts:
                     parents.add(".".join(parts[: parts.index("experts")]))
                 container = _head_around(parts)
-                # Of several matrices in a head ("classifier.dense", "classifier.out_proj") the last one makes the
-                # outputs, or the one that is tied to the embedding.
-                if container is not None and container not in tied:
+                # Of several matrices in a head ("classifier.dense", "classifier.out_proj") the last one that changes
+                # the width makes the outputs, or the one that is tied to the embedding.
+                square = path != container and shape[0] == shape[1]
+                if container is not None and container not in tied and not square:
                     heads[container] = path
                     if len(names) > 1:
                         tied.add(container)
@@ -110,9 +110,10 @@ def rule_by_name(name: str, model: ModelNames) -> tuple[Rule, str] | None:
     """
     name = _looked_through(name)
     components = name.lower().split(".")
-    if components[-1] in _NO_PRODUCT:
-        return "no_product", f"not the weight of a product ({components[-1]})"
     holder = leaf_name(name)
+    for component in (components[-1], holder):
+        if component in _NO_PRODUCT or component.startswith(_RELATIVE_POSITIONS):
+            return "no_product", f"not the weight of a product ({component})"
     for component in components:
         if _names_an_embedding(component):
             return "embedding", f"embedding by name ({component})"
@@ -169,7 +170,8 @@ def _names_a_head(component: str, in_block: bool) -> bool:
 
 
 def _names_an_embedding(component: str) -> bool:
-    if component in _HEAD_COMPONENTS:
+    # A projection of embeddings ("embeddings_project", "embedding_hidden_mapping_in") is a hidden matrix.
+    if component in _HEAD_COMPONENTS or "proj" in component or "mapping" in component:
         return False
     return component in _EMBEDDING_COMPONENTS or "embed" in component or component.endswith("emb")
 

@@ -69,7 +69,8 @@ def route_parameters(
     """
     config = config or MuonConfig()
     all_names = [name for item in parameters for name in item.names]
-    model = ModelNames.read(item.names for item in parameters if len(true_shape(item.param)) > 1)
+    shapes = [(item.names, true_shape(item.param)) for item in parameters]
+    model = ModelNames.read((names, shape) for names, shape in shapes if len(shape) > 1)
     routes = [_route(item, config, explicit or {}, model) for item in parameters]
     if not partial:
         muon = [
@@ -292,12 +293,16 @@ def _decide(
         # Each stage updates its own copy, and the copies must stay equal: only an elementwise update ensures that.
         return "adamw", "tied", "tied between the stages of a pipeline"
     # The biases of stacked experts are a matrix with a row for each expert.
-    if kind == "matrix" and any(name.lower().endswith(("_bias", ".bias")) for name in item.names):
+    if kind == "matrix" and any(name.lower().endswith(("_bias", "_biases", ".bias")) for name in item.names):
         return "adamw", "bias", "biases"
     for name in item.names:
         found = rule_by_name(name, model)
         if found:
             return "adamw", *found
+    if "adapter" in item.module_kinds:
+        return "adamw", "adapter", "an adapter of another kind than LoRA"
+    if "adapter of experts" in item.module_kinds:
+        return "adamw", "adapter", "LoRA of stacked experts, all in one matrix"
     words = {
         "matrix": "hidden matrix",
         "convolution": "filters of a convolution",
