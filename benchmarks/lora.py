@@ -73,7 +73,9 @@ def pretrained(folder: Path, steps: int) -> dict[str, Tensor]:
     return torch.load(path)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches, *, seed: int, steps: int) -> None:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches, *, seed: int, steps: int
+) -> None:
     """Train with a warm-up of a twentieth of the steps and a cosine to zero, gradients clipped to 1."""
     params = [param for param in model.parameters() if param.requires_grad]
 
@@ -105,7 +107,13 @@ def adapted(weights: dict[str, Tensor], rank: int, seed: int, zero: str) -> GPT:
 
 
 def loss_of(
-    weights: dict[str, Tensor], text: TokenText, args: argparse.Namespace, recipe: str, rank: int, rate: float, seed: int
+    weights: dict[str, Tensor],
+    text: TokenText,
+    args: argparse.Namespace,
+    recipe: str,
+    rank: int,
+    rate: float,
+    seed: int,
 ) -> float:
     """Train one adapter; return its validation loss in nats a byte."""
     model = adapted(weights, rank, seed, args.init)
@@ -128,7 +136,9 @@ def validation_loss(model: nn.Module, text: TokenText) -> float:
         return statistics.fmean(model(*batches.spread(i, VALIDATION)).item() for i in range(VALIDATION))
 
 
-def best(found: dict[str, float], recipe: str, rank: int, rates: list[float], seeds: int) -> tuple[float, list[float]]:
+def best(
+    found: dict[str, float], recipe: str, rank: int, rates: list[float], seeds: int
+) -> tuple[float, list[float]]:
     """Return the rate with the least mean loss over the seeds, and the losses of its seeds."""
 
     def losses(rate: float) -> list[float]:
@@ -174,7 +184,9 @@ def table(found: dict[str, float], args: argparse.Namespace) -> str:
     for rank in args.ranks:
         for rate in args.rates:
             means = [best(found, recipe, rank, [rate], args.seeds)[1] for recipe in recipes]
-            lines.append(f"| {rank} | {rate:g} | " + " | ".join(f"{statistics.fmean(m):.4f}" for m in means) + " |")
+            lines.append(
+                f"| {rank} | {rate:g} | " + " | ".join(f"{statistics.fmean(m):.4f}" for m in means) + " |"
+            )
     return "\n".join(lines) + "\n"
 
 
@@ -184,7 +196,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8, 16, 32])
-    parser.add_argument("--rates", type=float, nargs="+", default=[1e-2, 3e-2, 1e-1])
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-2, 2e-2, 3e-2])
     parser.add_argument("--adam-rate", type=float, default=3e-3)
     parser.add_argument("--scale", choices=("match_rms_adamw", "original"), default="match_rms_adamw")
     parser.add_argument("--init", choices=("a", "b"), default="b", help="the half that starts at zero")

@@ -36,26 +36,33 @@ _TOP_LEVEL_HEAD_ENDINGS = ("classifier", "_head", "_predictor", "_outputs")
 # Tables of relative positions begin so, whatever module holds them.
 _RELATIVE_POSITIONS = ("rel_pos", "relative_position", "relative_attention_bias")
 _ROUTER_COMPONENTS = frozenset({"wg", "shared_expert_gate"})
-# Parameters that multiply nothing, by the end of their names: tables that are added or looked up, learned inputs,
-# decay rates of state-space and recurrent models, packed rotations and factors of Hadamard products in adapters.
+# Parameters that multiply elementwise or nothing, by the end of their names: learned inputs, gains, the rates and
+# shortcuts of state-space and recurrent models.
 _NO_PRODUCT = frozenset(
     {
         "a_log",
+        "d",
+        "gamma",
         "latents",
         "mask_token",
         "pos_bias_u",
         "pos_bias_v",
         "probe",
         "queries",
+        "query",
         "query_tokens",
         "register_tokens",
+        "scale",
         "time_decay",
         "time_faaaa",
         "time_first",
     }
 )
-# Wrappers of peft, each followed by the name of an adapter: what lies in one belongs to the module around it.
-_WRAPPERS = frozenset({"modules_to_save", "lora_a", "lora_b"})
+# The halves of LoRA in peft and in DeepSpeed's OptimizedLinear: x goes through A, then through B.
+_LORA_A = frozenset({"lora_a", "lora_weight_1"})
+_LORA_B = frozenset({"lora_b", "lora_weight_2"})
+# Wrappers, in peft each followed by the name of an adapter: what lies in one belongs to the module around it.
+_WRAPPERS = frozenset({"modules_to_save"}) | _LORA_A | _LORA_B
 # Names that peft gives to the module that it wraps.
 _BASES = frozenset({"base_layer", "original_module"})
 
@@ -108,27 +115,29 @@ def rule_by_name(name: str, model: ModelNames) -> tuple[Rule, str] | None:
         name: Dotted name.
         model: The names of the whole model.
     """
+    lora_a = not _LORA_A.isdisjoint(name.lower().split("."))
     name = _looked_through(name)
     components = name.lower().split(".")
     holder = leaf_name(name)
-    for component in (components[-1], holder):
-        if component in _NO_PRODUCT or component.startswith(_RELATIVE_POSITIONS):
-            return "no_product", f"not the weight of a product ({component})"
-    for component in components:
-        if _names_an_embedding(component):
+    if components[-1] in _NO_PRODUCT or holder.startswith(_RELATIVE_POSITIONS):
+        return "no_product", f"not the weight of a product ({holder})"
+    for position, component in enumerate(components):
+        # "image_embed" may hold a whole encoder.
+        if _names_an_embedding(component) and _named_below(_holder(name).split("."), position) <= 1:
             return "embedding", f"embedding by name ({component})"
     if _holder(name) in model.heads:
         return "head", f"output head by name ({holder})"
     parent = ".".join(name.split(".")[:-2])
     # A router may have several layers: "router.classifier.weight", "router.layer.weight".
-    if "router" in components:
-        return "router", "MoE router by name (router)"
+    for component in components:
+        if component.endswith("router"):
+            return "router", f"MoE router by name ({component})"
     if holder in _ROUTER_COMPONENTS or (holder == "gate" and parent in model.expert_parents):
         return "router", f"MoE router by name ({holder})"
     # Of DeepSpeed's residual experts: it weighs the experts against the dense layer for each token.
     if holder == "coefficient" and ".".join((*name.split(".")[:-2], "deepspeed_moe")) in model.expert_parents:
         return "router", f"MoE router by name ({holder})"
-    return None
+    return ("adapter", "the half A of a LoRA adapter") if lora_a else None
 
 
 def _looked_through(name: str) -> str:
@@ -153,12 +162,17 @@ def _holder(name: str) -> str:
 
 
 def _head_around(parts: Sequence[str]) -> str | None:
-    """Return the path of the output head that a module lies in: at most one named module beneath it, and numbers."""
+    """Return the path of the output head that a module lies in, with at most one named module between."""
     for position, part in enumerate(parts):
-        inside = sum(not below.isdigit() for below in parts[position + 1 :])
-        if inside <= 1 and _names_a_head(part.lower(), any(above.isdigit() for above in parts[:position])):
+        in_block = any(above.isdigit() for above in parts[:position])
+        if _named_below(parts, position) <= 1 and _names_a_head(part.lower(), in_block):
             return ".".join(parts[: position + 1])
     return None
+
+
+def _named_below(parts: Sequence[str], position: int) -> int:
+    """Return how many modules of a path below a position have a name and no number."""
+    return sum(not below.isdigit() for below in parts[position + 1 :])
 
 
 def _names_a_head(component: str, in_block: bool) -> bool:

@@ -31,6 +31,8 @@ ARCHITECTURES: dict[str, dict[str, dict[str, Any]]] = {
         "LlamaForCausalLM": _TWO,
         "Qwen3ForCausalLM": _TWO | {"tie_word_embeddings": True},
         "Gemma2ForCausalLM": _TWO,
+        "Gemma3nForCausalLM": _TWO | {"num_kv_shared_layers": 0},
+        "Gemma4ForCausalLM": _TWO,
         "Phi3ForCausalLM": _TWO,
         "GPTNeoXForCausalLM": _TWO,
         "FalconForCausalLM": _TWO,
@@ -47,6 +49,7 @@ ARCHITECTURES: dict[str, dict[str, dict[str, Any]]] = {
         "DeepseekV3ForCausalLM": _TWO | {"first_k_dense_replace": 1},
         "Llama4ForCausalLM": _TWO,
         "GraniteMoeForCausalLM": _TWO,
+        "JetMoeForCausalLM": _TWO,
         "SwitchTransformersForConditionalGeneration": {"num_layers": 2, "num_decoder_layers": 2},
     },
     "state-space and recurrent": {
@@ -87,7 +90,11 @@ ARCHITECTURES: dict[str, dict[str, dict[str, Any]]] = {
         "ConvNextForImageClassification": _STAGES,
         "EfficientNetForImageClassification": {"depth_coefficient": 0.4},
         "DetrForObjectDetection": _PAIR
-        | {"use_timm_backbone": False, "backbone": None, "backbone_config": {"model_type": "resnet", **_STAGES}},
+        | {
+            "use_timm_backbone": False,
+            "backbone": None,
+            "backbone_config": {"model_type": "resnet", **_STAGES},
+        },
         "SegformerForSemanticSegmentation": {"depths": [1, 1, 1, 1]},
         "SamModel": {"vision_config": _TWO},
     },
