@@ -136,57 +136,60 @@ def validation_loss(model: nn.Module, text: TokenText) -> float:
         return statistics.fmean(model(*batches.spread(i, VALIDATION)).item() for i in range(VALIDATION))
 
 
+def losses_of(found: dict[str, float], recipe: str, rank: int, rate: float) -> dict[str, float]:
+    """Return the losses that are there, by seed."""
+    start = f"{recipe}/{rank}/{rate}/"
+    return {key.removeprefix(start): loss for key, loss in found.items() if key.startswith(start)}
+
+
 def best(
-    found: dict[str, float], recipe: str, rank: int, rates: list[float], seeds: int
-) -> tuple[float, list[float]]:
-    """Return the rate with the least mean loss over the seeds, and the losses of its seeds."""
-
-    def losses(rate: float) -> list[float]:
-        return [found[f"{recipe}/{rank}/{rate}/{seed}"] for seed in range(seeds)]
-
-    rate = min(rates, key=lambda each: statistics.fmean(losses(each)))
-    return rate, losses(rate)
+    found: dict[str, float], recipe: str, rank: int, rates: list[float]
+) -> tuple[float, dict[str, float]]:
+    """Return the rate with the least mean loss, among those with the most seeds, and its losses by seed."""
+    runs = {rate: losses_of(found, recipe, rank, rate) for rate in rates}
+    most = max(len(losses) for losses in runs.values())
+    rate = min(
+        (rate for rate, losses in runs.items() if len(losses) == most),
+        key=lambda each: statistics.fmean(runs[each].values()),
+    )
+    return rate, runs[rate]
 
 
 def table(found: dict[str, float], args: argparse.Namespace) -> str:
-    """Return the losses as Markdown: means over the seeds, at each recipe's best rate and at every rate."""
+    """Return the losses as Markdown: at each recipe's best rate, and at every rate."""
+    runs = {tuple(key.split("/")[1:3]) for key in found if key != "base"}
+    ranks = sorted({int(rank) for rank, _ in runs})
     recipes = list(RECIPES)
     lines = [
         "# Adapters by Muon and AdamW",
         "",
-        f"`python benchmarks/lora.py --scale {args.scale} --init {args.init} --steps {args.steps} --seeds {args.seeds}`: validation "
-        f"loss in nats a byte, mean of {args.seeds} seeds. Without an adapter the base has {found['base']:.4f}.",
+        f"`python benchmarks/lora.py --scale {args.scale} --init {args.init} --steps {args.steps}`: validation loss",
+        f"in nats a byte, mean over the seeds. Without an adapter the base has {found['base']:.4f}.",
         "",
-        "At the best rate of each (after @), with the standard deviation over the seeds:",
+        "At the best rate of each (after @); in brackets the standard deviation over the seeds:",
         "",
-        "| rank | " + " | ".join(recipes) + " |",
-        "|" + "---|" * (len(recipes) + 1),
+        "| rank | seeds | " + " | ".join(recipes) + " |",
+        "|" + "---|" * (len(recipes) + 2),
     ]
-    for rank in args.ranks:
+    for rank in ranks:
         cells = []
         for recipe in recipes:
-            rate, losses = best(found, recipe, rank, args.rates, args.seeds)
-            spread = statistics.stdev(losses) if len(losses) > 1 else 0.0
-            cells.append(f"{statistics.fmean(losses):.4f} ± {spread:.4f} @ {rate:g}")
-        lines.append(f"| {rank} | " + " | ".join(cells) + " |")
-    lines += ["", "B Muon less both Muon, and less both AdamW, seed by seed at the best rates:", ""]
-    for rank in args.ranks:
-        mine = best(found, "B Muon", rank, args.rates, args.seeds)[1]
-        parts = []
-        for recipe in ("both Muon", "both AdamW"):
-            other = best(found, recipe, rank, args.rates, args.seeds)[1]
-            apart = [a - b for a, b in zip(mine, other, strict=True)]
-            error = statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else 0.0
-            parts.append(f"{statistics.fmean(apart):+.4f} ({error:.4f})")
-        lines.append(f"- rank {rank}: {parts[0]}, {parts[1]}")
-    lines += ["", "At every rate:", "", "| rank | rate | " + " | ".join(recipes) + " |"]
+            rates = sorted(float(rate) for other, rate in runs if int(other) == rank)
+            rate, losses = best(found, recipe, rank, rates)
+            spread = f" ({statistics.stdev(losses.values()):.4f})" if len(losses) > 1 else ""
+            cells.append(f"{statistics.fmean(losses.values()):.4f}{spread} @ {rate:g}")
+        lines.append(f"| {rank} | {len(losses)} | " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        "At every rate, with the number of seeds:",
+        "",
+        "| rank | rate | " + " | ".join(recipes) + " |",
+    ]
     lines.append("|" + "---|" * (len(recipes) + 2))
-    for rank in args.ranks:
-        for rate in args.rates:
-            means = [best(found, recipe, rank, [rate], args.seeds)[1] for recipe in recipes]
-            lines.append(
-                f"| {rank} | {rate:g} | " + " | ".join(f"{statistics.fmean(m):.4f}" for m in means) + " |"
-            )
+    for rank, rate in sorted((int(rank), float(rate)) for rank, rate in runs):
+        each = [losses_of(found, recipe, rank, rate) for recipe in recipes]
+        cells = [f"{statistics.fmean(m.values()):.4f} ({len(m)})" if m else "-" for m in each]
+        lines.append(f"| {rank} | {rate:g} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
