@@ -40,8 +40,8 @@ _ROUTER_COMPONENTS = frozenset({"wg", "shared_expert_gate"})
 # shortcuts of state-space and recurrent models.
 _NO_PRODUCT = frozenset(
     {
-        "a_log",
-        "d",
+        "A_log",
+        "D",
         "gamma",
         "latents",
         "mask_token",
@@ -119,7 +119,7 @@ def rule_by_name(name: str, model: ModelNames) -> tuple[Rule, str] | None:
     name = _looked_through(name)
     components = name.lower().split(".")
     holder = leaf_name(name)
-    if components[-1] in _NO_PRODUCT or holder.startswith(_RELATIVE_POSITIONS):
+    if name.rpartition(".")[2] in _NO_PRODUCT or holder.startswith(_RELATIVE_POSITIONS):
         return "no_product", f"not the weight of a product ({holder})"
     for position, component in enumerate(components):
         # "image_embed" may hold a whole encoder.

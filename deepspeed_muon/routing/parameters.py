@@ -143,11 +143,11 @@ def _has_few_outputs(layer: nn.Linear) -> bool:
 
 
 def _call_quietly(model: nn.Module, method: str) -> Any:
-    """Call a Hugging Face accessor if the model has one; models without a head raise from it."""
+    """Call a Hugging Face accessor if the model has one; models without a head raise, others want arguments."""
     function = getattr(model, method, None)
     if function is None:
         return None
     try:
         return function()
-    except (NotImplementedError, AttributeError):
+    except (NotImplementedError, AttributeError, TypeError):
         return None
