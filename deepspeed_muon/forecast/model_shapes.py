@@ -144,7 +144,7 @@ def _from_transformers(transformers: Any, config: Mapping[str, Any], kind: str) 
     parsed = transformers.CONFIG_MAPPING[kind](**settings)
     # The class that saved the config decides which head the model has.
     named = [getattr(transformers, str(name), None) for name in config.get("architectures") or ()]
-    own = [each for each in named if getattr(each, "config_class", None) is type(parsed)]
+    own: list[Any] = [each for each in named if getattr(each, "config_class", None) is type(parsed)]
     causal = type(parsed) in transformers.AutoModelForCausalLM._model_mapping
     maker = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
     with torch.device("meta"):

@@ -119,7 +119,7 @@ def _outputs(module: nn.Module) -> Iterator[tuple[nn.Parameter, str]]:
         inside = {id(part) for part in base.modules()}
         for part in module.modules():
             if isinstance(part, nn.Linear) and id(part) not in inside and _has_few_outputs(part):
-                yield part.weight, "head"
+                yield from ((param, "head") for name, param in part.named_parameters() if name == "weight")
 
 
 def _adapters(module: nn.Module) -> Iterator[tuple[nn.Parameter, str]]:
