@@ -32,9 +32,13 @@ def add_subcommand(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "plan", help="routes, owners, bytes, memory and predicted times of a model, without GPUs or weights"
     )
-    parser.add_argument(
-        "model", help=f"{', '.join(PRESETS)}, a Hugging Face config.json, or a folder with a checkpoint"
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument(
+        "model",
+        nargs="?",
+        help=f"{', '.join(PRESETS)}, a Hugging Face config.json, or a folder with one or with a checkpoint",
     )
+    model.add_argument("--model", dest="model_option", metavar="MODEL", help="the same")
     parser.add_argument("--world-size", type=int, default=8, help="GPUs, tensor-parallel ones counted (8)")
     parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=3, help="ZeRO stage (3)")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share every matrix (1)")
@@ -64,16 +68,15 @@ def add_subcommand(subparsers: Any) -> None:
 def _plan(arguments: argparse.Namespace) -> int:
     config = _config(arguments.params)
     settings = _settings(arguments, config)
-    members = load_model(arguments.model, separate_experts=arguments.separate_experts)
+    model = arguments.model or arguments.model_option
+    members = load_model(model, separate_experts=arguments.separate_experts)
     routes = route_parameters(members, config)
     parameters = planned_parameters(routes)
-    data = report(
-        arguments.model, routes, parameters, settings, each_route=arguments.routes, owners=arguments.owners
-    )
+    data = report(model, routes, parameters, settings, each_route=arguments.routes, owners=arguments.owners)
     data["network"] = _network(arguments, parameters, settings)
     print(json.dumps(data, indent=1) if arguments.json else render(data))
     if arguments.plot:
-        _plot(arguments.model, parameters, settings, Path(arguments.plot))
+        _plot(model, parameters, settings, Path(arguments.plot))
     return 0
 
 

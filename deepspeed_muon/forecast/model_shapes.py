@@ -124,23 +124,31 @@ def from_config(config: Mapping[str, Any], *, separate_experts: bool = False) ->
         ConfigError: If the architecture is not known, naming what would help.
     """
     kind = str(config.get("model_type", ""))
-    if not separate_experts:
-        try:
-            import transformers
-        except ImportError:
-            transformers = None
-        if transformers is not None and kind in transformers.CONFIG_MAPPING:
-            return _from_transformers(transformers, config, kind)
+    transformers = None if separate_experts else _transformers_knowing(kind)
+    if transformers is not None:
+        return _from_transformers(transformers, config, kind)
     return _from_shapes(family_shapes(config, separate_experts=separate_experts))
+
+
+def _transformers_knowing(kind: str) -> Any:
+    """Return the package transformers if it is installed and can build this ``model_type``, else ``None``."""
+    try:
+        import transformers
+    except ImportError:
+        return None
+    return transformers if kind in transformers.CONFIG_MAPPING else None
 
 
 def _from_transformers(transformers: Any, config: Mapping[str, Any], kind: str) -> list[NamedParameter]:
     settings = {key: value for key, value in config.items() if key != "model_type"}
     parsed = transformers.CONFIG_MAPPING[kind](**settings)
+    # The class that saved the config decides which head the model has.
+    named = [getattr(transformers, str(name), None) for name in config.get("architectures") or ()]
+    own: list[Any] = [each for each in named if getattr(each, "config_class", None) is type(parsed)]
     causal = type(parsed) in transformers.AutoModelForCausalLM._model_mapping
     maker = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
     with torch.device("meta"):
-        model = maker.from_config(parsed)
+        model = own[0](parsed) if own else maker.from_config(parsed)
     return list(model_parameters_by_name(model).values())
 
 
@@ -156,11 +164,13 @@ def _from_checkpoint(folder: Path, *, separate_experts: bool = False) -> list[Na
     if (folder / INDEX_NAME).is_file():
         index = load_index(folder)
         return _from_shapes({name: tuple(record.shape) for name, record in index.parameters.items()})
+    config = _read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     files = sorted(folder.glob("*.safetensors"))
+    # A model says more than the shapes of its weights: which module holds them, which are tied.
+    if config and not (files and _transformers_knowing(str(config.get("model_type", ""))) is None):
+        return from_config(config, separate_experts=separate_experts)
     if files:
         return _from_shapes({name: shape for file in files for name, shape in _safetensors_shapes(file)})
-    if (folder / "config.json").is_file():
-        return from_config(_read_json(folder / "config.json"), separate_experts=separate_experts)
     if (folder / "latest").is_file() or any(folder.glob("*model_states.pt")):
         from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -19,6 +20,8 @@ __all__ = ["NamedParameter", "model_parameters_by_name"]
 
 # Modules of stacked experts that store (experts, in, out) without the attribute is_transposed.
 _TRANSPOSED_EXPERTS = frozenset({"Llama4TextExperts"})
+# The last projection of a model is taken for a head if it has so many times fewer outputs than inputs.
+_FEW = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,8 @@ class NamedParameter:
         names: Every dotted name under which the model reaches it; empty if unknown.
         param: The parameter itself.
         module_kinds: The kinds of module that hold it: a subset of {"embedding", "head", "tied", "convolution",
-            "grouped convolution", "transposed convolution", "experts", "transposed", "interleaved"}.
+            "grouped convolution", "transposed convolution", "experts", "transposed", "interleaved", "adapter",
+            "adapter of experts"}.
         heads: Attention heads by DeepSpeed's tag, 1 without a tag.
         attention: The heads of the attention module around it, if a configuration tells them.
         shards: How tensor parallelism cuts it; ``None`` if it does not, or nobody has told.
@@ -64,13 +68,11 @@ def model_parameters_by_name(
         names.setdefault(id(param), []).append(name)
         params[id(param)] = param
     for module in model.modules():
-        for param, kind in _kinds_by_module(module):
+        for param, kind in chain(_kinds_by_module(module), _outputs(module), _adapters(module)):
             kinds.setdefault(id(param), set()).add(kind)
-    for kind, getter in (("head", "get_output_embeddings"), ("embedding", "get_input_embeddings")):
-        module = _call_quietly(model, getter)
-        if isinstance(module, nn.Module):
-            for param in module.parameters(recurse=False):
-                kinds.setdefault(id(param), set()).add(kind)
+    last = _last_layer(model)
+    if isinstance(last, nn.Linear) and _has_few_outputs(last):
+        kinds.setdefault(id(last.weight), set()).add("head")
     if is_pipeline(model):
         for kind, params_of_kind in pipeline_kinds(model).items():
             for param in params_of_kind:
@@ -113,12 +115,50 @@ def _kinds_by_module(module: nn.Module) -> Iterator[tuple[nn.Parameter, str]]:
         yield from ((param, "interleaved") for param in own)
 
 
+def _outputs(module: nn.Module) -> Iterator[tuple[nn.Parameter, str]]:
+    """Yield the embeddings and heads of a Hugging Face model: what its accessors name, and the outputs of a task.
+
+    Those of a task are projections to few outputs that lie outside of the base model, whatever their names.
+    """
+    for kind, getter in (("head", "get_output_embeddings"), ("embedding", "get_input_embeddings")):
+        part = _call_quietly(module, getter)
+        if isinstance(part, nn.Module):
+            yield from ((param, kind) for param in part.parameters(recurse=False))
+    prefix = getattr(module, "base_model_prefix", None)
+    base = getattr(module, prefix, None) if isinstance(prefix, str) and prefix else None
+    if isinstance(base, nn.Module) and base is not module:
+        inside = {id(part) for part in base.modules()}
+        for part in module.modules():
+            if isinstance(part, nn.Linear) and id(part) not in inside and _has_few_outputs(part):
+                yield from ((param, "head") for name, param in part.named_parameters() if name == "weight")
+
+
+def _adapters(module: nn.Module) -> Iterator[tuple[nn.Parameter, str]]:
+    """Yield the weights of peft's adapters around a module, but for those of an ordinary LoRA."""
+    for name in getattr(module, "adapter_layer_names", ()):
+        held = getattr(module, name, None)
+        lora = name in ("lora_A", "lora_B")
+        if isinstance(held, nn.Module) and not (lora and getattr(module, "num_experts", 1) == 1):
+            yield from ((param, "adapter of experts" if lora else "adapter") for param in held.parameters())
+
+
+def _last_layer(model: nn.Module) -> nn.Module:
+    """Return the last layer of nested ``nn.Sequential``, the one container whose order of layers is known."""
+    while isinstance(model, nn.Sequential) and len(model):
+        model = model[-1]
+    return model
+
+
+def _has_few_outputs(layer: nn.Linear) -> bool:
+    return layer.out_features * _FEW <= layer.in_features
+
+
 def _call_quietly(model: nn.Module, method: str) -> Any:
-    """Call a Hugging Face accessor if the model has one; models without a head raise from it."""
+    """Call a Hugging Face accessor if the model has one; models without a head raise, others want arguments."""
     function = getattr(model, method, None)
     if function is None:
         return None
     try:
         return function()
-    except (NotImplementedError, AttributeError):
+    except (NotImplementedError, AttributeError, TypeError):
         return None

@@ -29,11 +29,9 @@ def with_names_of(model: nn.Module, routed: RoutedGroups) -> RoutedGroups:
     if not routed.unnamed:
         return routed
     named = model_parameters_by_name(model)
-    for member in named.values():
-        route = routed.by_id.get(id(member.param))
-        if route is None:
-            continue
-        better = route_parameters([member])[0]
+    members = [member for key, member in named.items() if key in routed.by_id]
+    for member, better in zip(members, route_parameters(members), strict=True):
+        route = routed.by_id[id(member.param)]
         if better.algorithm != route.algorithm and route.rule != "group":
             raise RoutingError(
                 f"parameter {member.name} of shape {list(better.shape)} was given without its name and went to "

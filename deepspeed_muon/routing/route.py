@@ -27,6 +27,7 @@ Rule = Literal[
     "tied",  # between the stages of a pipeline
     "bias",  # of stacked experts
     "router",
+    "adapter",  # of peft, but for the matrices of LoRA that Muon updates
     "hidden",  # none of the others: a matrix for Muon
     "unsure",  # a checkpoint's files do not tell
 ]

@@ -6,6 +6,7 @@ count, so that a head that is tied to an embedding counts as the embedding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import ParameterTypeError, RoutingError
 from deepspeed_muon.logs import warn
-from deepspeed_muon.routing.names import leaf_name, matches, parents_of_experts, rule_by_name
+from deepspeed_muon.routing.names import ModelNames, leaf_name, matches, rule_by_name
 from deepspeed_muon.routing.parameters import NamedParameter, model_parameters_by_name
 from deepspeed_muon.routing.route import (
     Algorithm,
@@ -68,8 +69,9 @@ def route_parameters(
     """
     config = config or MuonConfig()
     all_names = [name for item in parameters for name in item.names]
-    expert_parents = parents_of_experts(all_names)
-    routes = [_route(item, config, explicit or {}, expert_parents) for item in parameters]
+    shapes = [(item.names, true_shape(item.param)) for item in parameters]
+    model = ModelNames.read((names, shape) for names, shape in shapes if len(shape) > 1)
+    routes = [_route(item, config, explicit or {}, model) for item in parameters]
     if not partial:
         muon = [
             name
@@ -170,12 +172,12 @@ def _route(
     item: NamedParameter,
     config: MuonConfig,
     explicit: Mapping[int, Algorithm],
-    expert_parents: frozenset[str],
+    model: ModelNames,
 ) -> Route:
     _refuse_untrainable(item)
     shape = true_shape(item.param)
     kind = _matrix_kind(item, shape)
-    algorithm, rule, reason = _decide(item, kind, len(shape), config, explicit, expert_parents)
+    algorithm, rule, reason = _decide(item, kind, shape, config, explicit, model)
     if algorithm != "muon":
         return Route(item.name, shape, algorithm, reason, rule=rule)
     if kind is None:
@@ -263,13 +265,20 @@ def _matrix_kind(item: NamedParameter, shape: tuple[int, ...]) -> MatrixKind | N
     return None
 
 
+def _block_shape(kind: MatrixKind, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return rows and columns of the matrix, or of each of the stacked ones."""
+    if kind == "experts":
+        return shape[1], shape[2]
+    return shape[0], math.prod(shape[1:])
+
+
 def _decide(
     item: NamedParameter,
     kind: MatrixKind | None,
-    ndim: int,
+    shape: tuple[int, ...],
     config: MuonConfig,
     explicit: Mapping[int, Algorithm],
-    expert_parents: frozenset[str],
+    model: ModelNames,
 ) -> tuple[Algorithm, Rule, str]:
     """Return the algorithm, the first rule that applies, and its words."""
     if not item.param.requires_grad:
@@ -285,7 +294,9 @@ def _decide(
             if other in item.module_kinds:
                 return "adamw", "shape", f"filters of a {other}"
         what = {0: "a scalar", 1: "a vector", 2: "an empty matrix"}
-        return "adamw", "shape", what.get(ndim, f"{ndim}-dimensional, not a matrix")
+        return "adamw", "shape", what.get(len(shape), f"{len(shape)}-dimensional, not a matrix")
+    if 1 in _block_shape(kind, shape):
+        return "adamw", "shape", "a matrix with a side of 1, which is a vector"
     if "embedding" in item.module_kinds:
         return "adamw", "embedding", "weight of an embedding module"
     if "head" in item.module_kinds:
@@ -294,12 +305,16 @@ def _decide(
         # Each stage updates its own copy, and the copies must stay equal: only an elementwise update ensures that.
         return "adamw", "tied", "tied between the stages of a pipeline"
     # The biases of stacked experts are a matrix with a row for each expert.
-    if kind == "matrix" and any(name.lower().endswith(("_bias", ".bias")) for name in item.names):
+    if kind == "matrix" and any(name.lower().endswith(("_bias", "_biases", ".bias")) for name in item.names):
         return "adamw", "bias", "biases"
     for name in item.names:
-        found = rule_by_name(name, expert_parents)
+        found = rule_by_name(name, model)
         if found:
             return "adamw", *found
+    if "adapter" in item.module_kinds:
+        return "adamw", "adapter", "an adapter of another kind than LoRA"
+    if "adapter of experts" in item.module_kinds:
+        return "adamw", "adapter", "LoRA of stacked experts, all in one matrix"
     words = {
         "matrix": "hidden matrix",
         "convolution": "filters of a convolution",

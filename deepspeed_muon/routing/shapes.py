@@ -124,8 +124,16 @@ class AttentionShape:
 
 
 def _first(config: Any, names: Sequence[str]) -> int | None:
-    values = (getattr(config, name, None) for name in names)
+    values = (_read(config, name) for name in names)
     return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)
+
+
+def _read(config: Any, name: str) -> Any:
+    """Return an entry of a configuration, ``None`` if it has none or it differs between the layers (Gemma 4)."""
+    try:
+        return getattr(config, name, None)
+    except Exception:  # the configuration's own property may raise what it likes
+        return None
 
 
 def true_shape(param: Tensor) -> tuple[int, ...]:

@@ -54,7 +54,7 @@ def test_variant_matches_the_reference(ranks: Any, name: str) -> None:
     ("stage", "zero_init"), [(0, False), (1, False), (2, False), (3, True)], ids=["0", "1", "2", "3"]
 )
 def test_frozen_base_with_adapters(ranks: Any, stage: int, zero_init: bool) -> None:
-    """Low-rank adapters are matrices like any other; what is frozen stays and has no state."""
+    """Muon updates B of the adapters, AdamW A; what is frozen stays and has no state."""
     results = ranks(2).run(training.train, stage=stage, kind="adapters", clipping=0.5, zero_init=zero_init)
     frozen = {"embed.weight"} | {
         f"blocks.{i}.{part}.base.weight" for i in range(2) for part in ("up", "down")

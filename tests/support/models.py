@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class Toy(nn.Module):
-    """Embedding, blocks of the given hidden sizes, a scalar bottleneck (1 x n and n x 1), output head."""
+    """Embedding, blocks of the given hidden sizes, a narrow bottleneck (2 x n and n x 2), output head."""
 
     def __init__(
         self, width: int = 16, hidden: tuple[int, ...] = (16, 48, 5), exact: bool = True, thin: bool = True
@@ -53,7 +53,7 @@ class Toy(nn.Module):
         self.exact = exact
         self.embed = nn.Embedding(VOCAB, width)
         self.blocks = nn.ModuleList(Block(width, size, exact) for size in hidden)
-        self.thin = Block(width, 1, exact) if thin else None
+        self.thin = Block(width, 2, exact) if thin else None
         self.lm_head = Linear(width, VOCAB, exact=exact)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -388,9 +388,7 @@ MATRICES: dict[str, set[str]] = {
     "heads": {f"blocks.0.{part}.weight" for part in ("up", "down")}
     | {f"self_attn.{p}_proj.weight" for p in "qko"},
 }
-MATRICES["adapters"] = {
-    f"blocks.{i}.{part}.lora_{half}.weight" for i in range(2) for part in ("up", "down") for half in "ab"
-}
+MATRICES["adapters"] = {f"blocks.{i}.{part}.lora_b.weight" for i in range(2) for part in ("up", "down")}
 MATRICES["tied"] = {f"blocks.{i}.{part}.weight" for i in range(3) for part in ("up", "down")}
 MATRICES["fused"] = (
     {f"blocks.0.{part}.weight" for part in ("up", "down")}

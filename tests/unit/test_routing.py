@@ -28,7 +28,11 @@ def route(name: str, *shape: int, siblings: tuple[str, ...] = ()) -> Route:
         ("layers.0.attention.output.weight", (8, 8), "muon"),
         ("blocks.2.head.weight", (8, 8), "muon"),
         ("layers.1.mlp.gate.weight", (8, 8), "muon"),
-        ("mix.weight", (1, 9), "muon"),
+        ("mix.weight", (2, 9), "muon"),
+        ("mix.weight", (1, 9), "adamw"),
+        ("mix.weight", (9, 1), "adamw"),
+        ("layers.0.mlp.experts.down_proj", (4, 8, 1), "adamw"),
+        ("layers.0.mlp.experts.down_proj", (1, 8, 6), "muon"),
         ("model.embed_tokens.weight", (32, 8), "adamw"),
         ("transformer.wte.weight", (32, 8), "adamw"),
         ("transformer.wpe.weight", (32, 8), "adamw"),
@@ -38,6 +42,18 @@ def route(name: str, *shape: int, siblings: tuple[str, ...] = ()) -> Route:
         ("output.weight", (32, 8), "adamw"),
         ("score.weight", (2, 8), "adamw"),
         ("embed_out.weight", (32, 8), "adamw"),
+        ("classifier.1.weight", (10, 8), "adamw"),
+        ("qa_outputs.weight", (2, 8), "adamw"),
+        ("bbox_predictor.layers.2.weight", (4, 8), "adamw"),
+        ("fc.weight", (10, 8), "adamw"),
+        ("layers.0.fc.weight", (10, 8), "muon"),
+        ("pre_classifier.weight", (8, 8), "muon"),
+        ("lm_head.dense.weight", (8, 8), "muon"),  # as wide as its input: not what makes the outputs
+        ("vision_model.head.mlp.fc2.weight", (8, 16), "muon"),  # a block of a pooling head
+        ("electra.embeddings_project.weight", (16, 8), "muon"),
+        ("embed_tokens_extend.image_embed.encoder.layers.0.fc1.weight", (16, 8), "muon"),
+        ("embeddings.patch_embeddings.projection.weight", (8, 12), "adamw"),
+        ("altup.modality_router.weight", (4, 8), "adamw"),
         ("layers.0.router.weight", (4, 8), "adamw"),
         ("decoder.block.1.layer.2.mlp.router.classifier.weight", (4, 8), "adamw"),
         ("transformer.blocks.0.ffn.router.layer.weight", (4, 8), "adamw"),
@@ -51,13 +67,24 @@ def route(name: str, *shape: int, siblings: tuple[str, ...] = ()) -> Route:
         ("base_model.model.lm_head.modules_to_save.default.weight", (100, 8), "adamw"),
         ("base_model.model.score.modules_to_save.default.weight", (3, 8), "adamw"),
         ("base_model.model.lm_head.lora_B.default.weight", (100, 4), "adamw"),
-        ("base_model.model.model.layers.0.q_proj.lora_A.default.weight", (4, 8), "muon"),
+        ("base_model.model.classifier.out_proj.base_layer.weight", (3, 8), "adamw"),
+        ("base_model.model.model.layers.0.k_proj.ia3_l.default", (8, 1), "adamw"),
+        ("base_model.model.model.layers.0.q_proj.lora_A.default.weight", (4, 8), "adamw"),
         ("base_model.model.model.layers.0.q_proj.lora_B.default.weight", (8, 4), "muon"),
-        ("layers.0.lora_a.weight", (4, 8), "muon"),  # a module of its own
+        ("layers.0.lora_a.weight", (4, 8), "adamw"),  # of another library
+        ("layers.0.lora_b.weight", (8, 4), "muon"),
+        ("layers.0.q_proj.lora_weight_1.weight", (4, 8), "adamw"),  # DeepSpeed's OptimizedLinear
+        ("layers.0.q_proj.lora_weight_2.weight", (8, 4), "muon"),
         # not the weight of a product
         ("layers.0.mixer.A_log", (16, 8), "adamw"),
         ("layers.0.attn.relative_position_bias_table", (49, 8), "adamw"),
+        ("encoder.rel_pos_x_bias.weight", (12, 8), "adamw"),
         ("qformer.query_tokens", (32, 8), "adamw"),
+        ("projector.query", (32, 8), "adamw"),
+        ("layers.0.attention.self.query.weight", (8, 8), "muon"),
+        ("layers.0.mamba.D", (2, 8), "adamw"),
+        ("layers.0.attn.pos_bias_u", (4, 8), "adamw"),
+        ("layers.0.attn.q_l2_clip.scale", (4, 8), "adamw"),
     ],
 )
 def test_rules_by_name_and_shape(name: str, shape: tuple[int, ...], algorithm: str) -> None:
@@ -86,6 +113,46 @@ def test_the_coefficient_of_residual_experts_is_a_router() -> None:
     )
     assert found.algorithm == "adamw" and "router" in found.reason
     assert route("moe.coefficient.weight", 2, 8).algorithm == "muon"
+
+
+def test_of_a_head_with_several_matrices_the_last_one_makes_the_outputs() -> None:
+    names = ("classifier.0.weight", "classifier.3.weight", "classifier.6.weight")
+    members = [
+        NamedParameter((name,), nn.Parameter(torch.zeros(shape)))
+        for name, shape in zip(names, ((16, 8), (12, 16), (10, 12)), strict=True)
+    ]
+    assert [found.algorithm for found in route_parameters(members)] == ["muon", "muon", "adamw"]
+
+
+class WithTask(nn.Module):
+    """The layout of a Hugging Face model: a base, and what a task adds."""
+
+    base_model_prefix = "encoder"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(64, 4)
+        self.projector = nn.Linear(64, 32)
+        self.relationship = nn.Linear(64, 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "algorithms"),
+    [
+        (WithTask(), ["muon", "muon", "adamw"]),
+        (nn.Sequential(nn.Linear(8, 64), nn.Sequential(nn.ReLU(), nn.Linear(64, 4))), ["muon", "adamw"]),
+        (nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 16)), ["muon", "muon"]),
+    ],
+)
+def test_a_last_projection_to_few_outputs_is_a_head(model: nn.Module, algorithms: list[str]) -> None:
+    routes = route_parameters(list(model_parameters_by_name(model).values()))
+    assert [route.algorithm for route in routes if len(route.shape) == 2] == algorithms
+
+
+def test_a_narrow_matrix_can_be_included() -> None:
+    member = NamedParameter(("mix.weight",), nn.Parameter(torch.zeros(1, 9)))
+    found = route_parameters([member], MuonConfig(include=["mix.*"]))[0]
+    assert found.algorithm == "muon" and found.matrix_shape == (1, 9)
 
 
 class Tied(nn.Module):

@@ -1,0 +1,128 @@
+"""peft's adapters at ZeRO 2 and 3: a small Llama with random weights, its base frozen, without a download."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from torch import Tensor, nn
+
+import deepspeed_muon
+from tests.support import training
+from tests.support.reference import Oracle, relative, worst
+
+MISSING = [name for name in ("transformers", "peft") if importlib.util.find_spec(name) is None]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)}: the extra 'hf'")
+
+VOCAB = 61
+STEPS = 4
+
+# peft computes the adapters in the dtype of their weights, so gradients differ from float64's by some 1e-6: the bounds
+# of tests/distributed/test_hugging_face.py, which argues them.
+MUON_TOLERANCE = 5e-4
+ADAM_TOLERANCE = 1e-3
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora": {"target_modules": ["q_proj", "down_proj", "lm_head"]},
+    "dora": {"target_modules": ["q_proj", "down_proj"], "use_dora": True},
+    "head": {"target_modules": "all-linear", "exclude_modules": ["lm_head"], "modules_to_save": ["lm_head"]},
+}
+
+
+class Adapted(nn.Module):
+    """A causal language model of transformers in peft's wrapper, called with tokens and targets."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        import peft
+        import transformers
+
+        transformers.set_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            attn_implementation="eager",
+        )
+        base = transformers.LlamaForCausalLM(config)
+        # B is zero at the start by default; then the first gradient of A is zero too, and the test would see less.
+        settings = peft.LoraConfig(r=4, init_lora_weights=False, **ADAPTERS[kind])
+        self.model = peft.get_peft_model(base, settings)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = self.model(input_ids=tokens).logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1).double(), targets.flatten())
+
+
+def batch(step: int, micro: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(VOCAB, (4, 11), generator=torch.Generator().manual_seed(100 * step + micro))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def train(rank: int, world_size: int, *, stage: int, kind: str) -> dict[str, Any]:
+    """Train with DeepSpeed and report what changed, and where every trained parameter went."""
+    engine, *_ = deepspeed.initialize(
+        model=Adapted(kind),
+        config=training.ds_config(stage, clipping=0.5, params={"eps": 1e-6, "weight_decay": 0.1}),
+    )
+    for step in range(STEPS):
+        engine.backward(engine(*batch(step, rank)))
+        engine.step()
+    routes = deepspeed_muon.routes(engine)
+    report = {
+        "params": training.full_masters(engine),
+        "routes": {route.name: [route.algorithm, route.rule] for route in routes},
+    }
+    engine.destroy()
+    return report
+
+
+def reference(
+    rank: int, world_size: int, *, kind: str, muon: list[str], micros: int
+) -> list[dict[str, Tensor]]:
+    """Train the same model in float64 in one process; return the trained parameters before and after."""
+    model = Adapted(kind)
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    start = {name: param.detach().clone() for name, param in trained.items()}
+    model = model.double()
+    oracle = Oracle(set(muon), clipping=0.5, eps=1e-6)
+    for step in range(STEPS):
+        model.zero_grad()
+        for micro in range(micros):
+            (model(*batch(step, micro)) / micros).backward()
+        oracle.update(model)
+    return [start, {name: param.detach() for name, param in model.named_parameters() if param.requires_grad}]
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind"),
+    [
+        (2, "lora"),
+        (3, "dora"),
+        pytest.param(3, "lora", marks=pytest.mark.full),
+        pytest.param(2, "dora", marks=pytest.mark.full),
+        pytest.param(2, "head", marks=pytest.mark.full),
+        pytest.param(3, "head", marks=pytest.mark.full),
+    ],
+)
+def test_adapters_match_the_reference(ranks: Any, stage: int, kind: str) -> None:
+    """Muon updates B, AdamW A, magnitudes and whatever belongs to the head; what is frozen has no state."""
+    found = ranks(2).run(train, stage=stage, kind=kind)[0]
+    routes = {name: route for name, route in found["routes"].items() if route[0] != "frozen"}
+    muon = [name for name, (algorithm, _) in routes.items() if algorithm == "muon"]
+    assert muon == [name for name in routes if "lora_B" in name and "lm_head" not in name] and muon
+    assert {routes[name][1] for name in routes if "lora_A" in name and "lm_head" not in name} == {"adapter"}
+    assert {routes[name][1] for name in routes if "lm_head" in name} <= {"head"}
+    assert ("lora_magnitude_vector" in " ".join(routes)) == (kind == "dora")
+
+    start, end = ranks(1).run(reference, kind=kind, muon=muon, micros=2)[0]
+    assert end.keys() == found["params"].keys() == routes.keys()
+    errors = {name: relative(found["params"][name], end[name], start[name]) for name in end}
+    assert worst([error for name, error in errors.items() if name in muon]) <= MUON_TOLERANCE, errors
+    assert worst([error for name, error in errors.items() if name not in muon]) <= ADAM_TOLERANCE, errors
