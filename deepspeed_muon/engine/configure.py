@@ -11,7 +11,7 @@ import functools
 import json
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ from deepspeed_muon.routing.param_groups import build_groups
 from deepspeed_muon.routing.pipeline_module import is_divided
 from deepspeed_muon.routing.rules import check_routes, format_routes, summarize_routes, warn_without_muon
 from deepspeed_muon.transport.agreement import RankFacts, agree
-from deepspeed_muon.transport.members import Members
+from deepspeed_muon.transport.members import Members, everyone
 from deepspeed_muon.version import __version__
 
 __all__ = [
@@ -71,7 +71,16 @@ _COMPARED_SECTIONS = {
     "bf16",
     "torch_autocast",
     "data_types",
+    "expert_parallel",
+    "tensor_parallel",
 }
+# Those by which AutoEP makes process groups and layers.
+_SECTIONS_OF_AUTOEP = (
+    "expert_parallel",
+    "tensor_parallel",
+    "zero_optimization",
+    "use_data_before_expert_parallelism",
+)
 
 # Attributes that set_optimizer_flags gives to parameters. For an optimizer class called Muon they make ZeRO run
 # DeepSpeed's own Muon as well.
@@ -96,15 +105,17 @@ def broadcast_model(original: Callable[..., Any], engine: Any) -> Any:
 
 
 def configure_expert_parallel(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """Switch AutoEP off for the call where our optimizer will refuse it."""
-    config = engine._config.expert_parallel_config
+    """Compare what AutoEP goes by before it makes process groups of all ranks; let all ranks fail if one does."""
     if not (expert_parallel(engine) and _wants_muon(engine, engine.client_optimizer)):
         return original(engine, *args, **kwargs)
-    config.enabled = False
+    _agree(everyone(), RankFacts(_sections(engine, _SECTIONS_OF_AUTOEP)))
+    result, error = None, None
     try:
-        return original(engine, *args, **kwargs)
-    finally:
-        config.enabled = True
+        result = original(engine, *args, **kwargs)
+    except Exception as caught:
+        error = caught
+    agree(RankFacts({}), error=error)
+    return result
 
 
 def configure_optimizer(
@@ -215,10 +226,14 @@ def _preflight(engine: Any, client_optimizer: Muon | None, model_parameters: Any
     facts["routes"] = format_routes(table)
     # Equal settings can mean different arithmetic on different machines.
     facts["ns_dtype on this machine"] = str(config.ns_settings(_compute_device()).dtype)
-    raw = getattr(engine._config, "_param_dict", {})
-    for section in raw.keys() & _COMPARED_SECTIONS:
-        facts[section] = json.dumps(raw[section], sort_keys=True, default=str)
+    facts.update(_sections(engine, _COMPARED_SECTIONS))
     return facts
+
+
+def _sections(engine: Any, names: Collection[str]) -> dict[str, str]:
+    """Return sections of the DeepSpeed configuration as text, those that are there."""
+    raw = getattr(engine._config, "_param_dict", {})
+    return {name: json.dumps(raw[name], sort_keys=True, default=str) for name in names if name in raw}
 
 
 def _remove_tags(model: nn.Module) -> None:

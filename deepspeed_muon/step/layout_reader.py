@@ -26,6 +26,7 @@ class LayoutReader:
         group: dist.ProcessGroup | None,
         *,
         wider_group: dist.ProcessGroup | None = None,
+        stack_group: dist.ProcessGroup | None = None,
         native_adam: NativeAdam | None = None,
     ) -> None:
         """Start an empty set; ``routes`` maps ``id(model parameter)`` to its route, for the rest see :class:`StepSet`.
@@ -33,6 +34,7 @@ class LayoutReader:
         A ``wider_group`` that is no larger than the group does not count.
         """
         self._native_adam = native_adam
+        self._stack_group = stack_group
         self._routes = routes
         self._group = group
         self._wider_group = wider_group
@@ -98,6 +100,7 @@ class LayoutReader:
             self._wider_group,
             native_adam=self._native_adam,
             refresh=refresh,
+            stack_group=self._stack_group,
         )
 
     def _route(self, param: Tensor) -> Route:
@@ -117,6 +120,7 @@ def read_whole(
     *,
     numbers: Sequence[int] | None = None,
     wider_group: dist.ProcessGroup | None = None,
+    stack_group: dist.ProcessGroup | None = None,
 ) -> StepSet:
     """Return a step set of parameters that every rank holds whole; each one is a partition.
 
@@ -125,9 +129,9 @@ def read_whole(
         routes: ``id(model parameter)`` to its route.
         group: Ranks that hold the same parameters; ``None`` in a single process.
         numbers: Number of each partition; ``None`` counts from 0.
-        wider_group: As for :class:`LayoutReader`.
+        wider_group, stack_group: As for :class:`LayoutReader`.
     """
-    reader = LayoutReader(routes, group, wider_group=wider_group)
+    reader = LayoutReader(routes, group, wider_group=wider_group, stack_group=stack_group)
     for index, (model, master) in zip(numbers or range(len(pairs)), pairs, strict=True):
         reader.add_partition(index, master, [model])
         if model.numel():
