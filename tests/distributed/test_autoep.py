@@ -39,7 +39,7 @@ def make_engine(
     ep_size: int,
     stage: int,
     *,
-    idle: int | None = None,
+    last: str = "busy",
     zero_init: bool = False,
     extra: Any = None,
     **settings: Any,
@@ -48,19 +48,15 @@ def make_engine(
     own = {"expert_parallel": autoep_config(ep_size), **(extra or {})}
     config = training.ds_config(stage, extra=own, **settings)
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=zero_init):
-        model = build_source(idle, loaded=not zero_init)
+        model = build_source(last, loaded=not zero_init)
     if zero_init:
-        source = source_state(idle)
+        source = source_state(last)
         for name, param in model.named_parameters():
             with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
                 param.data.copy_(source[name])
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     compute_exactly(engine.module)
     return engine
-
-
-def first_expert(rank: int, ep_size: int) -> int:
-    return (rank % ep_size) * (EXPERTS // ep_size)
 
 
 def train(
@@ -79,7 +75,7 @@ def train(
         tokens.append((torch.stack([layer.tokens_per_expert for layer in layers]) - before).tolist())
     report = {
         "params": training.full_masters(engine),
-        "first": first_expert(rank, ep_size),
+        "first": layers[0].ep_rank * layers[0].num_local_experts,
         "norms": norms,
         "tokens": tokens,
         "orthogonalized": optimizer.stats.matrices_orthogonalized,
@@ -91,10 +87,10 @@ def train(
 
 @functools.lru_cache(maxsize=8)
 def reference(
-    micro_batches: int, clipping: float, variant: str = "muon", idle: int | None = None
+    micro_batches: int, clipping: float, variant: str = "muon", last: str = "busy"
 ) -> tuple[Any, Any, list[float]]:
     """Train the plain model in float64 in this process."""
-    model = build_plain(idle)
+    model = build_plain(last)
     start = {name: param.detach().clone() for name, param in model.named_parameters()}
     model = model.double()
     oracle = Oracle(AUTOEP_MATRICES, clipping=clipping, variant=variant, experts=STACKS)
@@ -158,3 +154,78 @@ def test_matches_the_reference(
     # Newton-Schulz runs once for every matrix and every stack of experts, over all ranks that share it.
     others = len(AUTOEP_MATRICES - STACKS)
     assert sum(result["orthogonalized"] for result in results) == others + ep_size * len(STACKS)
+
+
+# On 4 ranks, two experts each, two ranks for every expert. The stacks have 216 elements an expert.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "stage1-offload": {"stage": 1, "zero": {"offload_optimizer": {"device": "cpu"}}},
+    "stage2-offload": {"stage": 2, "zero": {"offload_optimizer": {"device": "cpu"}}},
+    "stage3-offload": {"stage": 3, "zero": {"offload_optimizer": {"device": "cpu"}}},
+    "stage3-offload-both": {
+        "stage": 3,
+        "zero": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+    },
+    "stage3-zero-init": {"stage": 3, "zero_init": True},
+    "stage3-persistent": {"stage": 3, "zero": {"stage3_param_persistence_threshold": 1000}},
+    "stage3-sub-groups": {"stage": 3, "zero": {"sub_group_size": 300}},
+    "stage3-small-buckets": {
+        "stage": 3,
+        "zero": {"reduce_bucket_size": 200, "stage3_prefetch_bucket_size": 100},
+    },
+    "stage2-overlap": {"stage": 2, "zero": {"overlap_comm": True}},
+    "stage3-overlap": {"stage": 3, "zero": {"overlap_comm": True}},
+    "stage3-chunks": {"stage": 3, "params": {"exchange_chunk_numel": 300}},
+    "stage2-round-robin": {"stage": 2, "zero": {"round_robin_gradients": True}},
+    "stage0": {"stage": 0},
+    "stage3-rare": {"stage": 3, "last": "rare"},
+    "stage2-data-before-experts": {"stage": 2, "extra": {"use_data_before_expert_parallelism": True}},
+    "stage1-normuon": {"stage": 1, "params": {"variant": "normuon"}},
+    "stage3-normuon": {"stage": 3, "params": {"variant": "normuon"}},
+}
+USUAL = {"stage2-offload", "stage3-offload", "stage3-zero-init"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.full) for name in VARIANTS]
+)
+def test_variants(ranks: Any, name: str) -> None:
+    variant = VARIANTS[name]
+    results = ranks(4).run(train, ep_size=2, accumulation=2, clipping=0.5, **variant)
+    kind = variant.get("params", {}).get("variant", "muon")
+    compare(results, 8, 0.5, variant=kind, last=variant.get("last", "busy"))
+
+
+@pytest.mark.parametrize(
+    ("stage", "ep_size", "last"),
+    pairwise([(stage, ep, last) for stage in (1, 2, 3) for ep in (1, 2, 4) for last in ("rare", "idle")]),
+)
+def test_experts_without_tokens(ranks: Any, stage: int, ep_size: int, last: str) -> None:
+    """The result does not depend on the ranks among which the experts of a layer are divided.
+
+    The last expert gets no token on some ranks, or on all. With 4 it is a rank's whole stack.
+    """
+    results = ranks(4).run(train, stage=stage, ep_size=ep_size, clipping=0.5, last=last)
+    tokens = torch.tensor([result["tokens"] for result in results])[..., -1]
+    assert (tokens == 0).any() and bool(tokens.any()) == (last == "rare")
+    compare(results, 4, 0.5, last=last)
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "extra"),
+    [
+        pytest.param(1, "bf16", {"data_types": {"grad_accum_dtype": "fp32"}}, marks=pytest.mark.full),
+        pytest.param(1, "bf16", {}, marks=pytest.mark.full),
+        pytest.param(2, "bf16", {}, marks=pytest.mark.full),
+        (3, "bf16", {}),
+        pytest.param(2, "fp16", {}, marks=pytest.mark.full),
+        pytest.param(3, "fp16", {}, marks=pytest.mark.full),
+    ],
+)
+def test_half_precision(ranks: Any, stage: int, precision: str, extra: dict[str, Any]) -> None:
+    """Every wrapper; bounds as in test_variants, for a wrong update."""
+    results = ranks(4).run(train, stage=stage, ep_size=2, precision=precision, clipping=0.5, extra=extra)
+    muon, _ = worst_error(results, 4, 0.5)
+    assert muon <= 0.25
+    norms = torch.tensor(reference(4, 0.5)[2])
+    for result in results:
+        torch.testing.assert_close(torch.tensor(result["norms"]), norms, rtol=3e-2, atol=0)

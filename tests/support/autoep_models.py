@@ -1,7 +1,8 @@
 """A model with stacked experts, as Hugging Face's Mixtral has them, and what DeepSpeed's AutoEP makes of it.
 
-AutoEP replaces each mixture-of-experts layer by its own, in which a rank holds some experts of three stacks: ``w1`` (the
-gate), ``w3`` (up) and ``w2`` (down). The reference trains the same experts under the same names, all of them in one stack.
+AutoEP replaces each mixture-of-experts layer by its own, in which a rank holds some experts of three stacks: ``w1``
+(the gate), ``w3`` (up) and ``w2`` (down). The reference trains the same experts under the same names, all of them in
+one stack.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ STACKS = {
 }
 AUTOEP_MATRICES = STACKS | {f"model.layers.{layer}.mix.weight" for layer in range(LAYERS)}
 GATES = {f"model.layers.{layer}.mlp.router.gate.weight" for layer in range(LAYERS)}
-# So far below the others that no token ever chooses this expert.
-_NEVER = -1e3
+# Biases of the last expert's gate: some tokens choose it, few do, none does.
+BIAS = {"busy": 0.0, "rare": -8.0, "idle": -1e3}
 
 
 def autoep_config(size: int, **settings: Any) -> dict[str, Any]:
@@ -110,25 +111,24 @@ class MixtralToy(nn.Module):
         return F.cross_entropy(self.lm_head(x).flatten(0, 1), targets.flatten())
 
 
-def build_plain(idle: int | None = None) -> MixtralToy:
+def build_plain(last: str = "busy") -> MixtralToy:
     """Make the reference's model.
 
     Args:
-        idle: An expert that no token ever chooses.
+        last: How many tokens choose the last expert of a layer: a key of :data:`BIAS`.
     """
     torch.manual_seed(0)
     model = MixtralToy(PlainMoE)
     for layer in model.model.layers:
         nn.init.normal_(layer.mlp.router.gate.weight)
         nn.init.zeros_(layer.mlp.router.gate.bias)
-        if idle is not None:
-            layer.mlp.router.gate.bias.data[idle] = _NEVER
+        layer.mlp.router.gate.bias.data[-1] = BIAS[last]
     return model
 
 
-def source_state(idle: int | None = None) -> dict[str, Tensor]:
+def source_state(last: str = "busy") -> dict[str, Tensor]:
     """Return the weights of the reference under the names and in the shapes of :func:`build_source`."""
-    plain = build_plain(idle).state_dict()
+    plain = build_plain(last).state_dict()
     state = {}
     for name, value in plain.items():
         if name.endswith("w1"):
@@ -139,11 +139,11 @@ def source_state(idle: int | None = None) -> dict[str, Tensor]:
     return state
 
 
-def build_source(idle: int | None = None, *, loaded: bool = True) -> MixtralToy:
+def build_source(last: str = "busy", *, loaded: bool = True) -> MixtralToy:
     """Make the model that is handed to DeepSpeed, with the weights of :func:`build_plain` unless they come later."""
     model = MixtralToy(SourceMoE)
     if loaded:
-        model.load_state_dict(source_state(idle))
+        model.load_state_dict(source_state(last))
     return model
 
 
