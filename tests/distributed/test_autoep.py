@@ -229,3 +229,126 @@ def test_half_precision(ranks: Any, stage: int, precision: str, extra: dict[str,
     norms = torch.tensor(reference(4, 0.5)[2])
     for result in results:
         torch.testing.assert_close(torch.tensor(result["norms"]), norms, rtol=3e-2, atol=0)
+
+
+def resumed(rank: int, world_size: int, *, stage: int, folder: str, phase: str, **settings: Any) -> Any:
+    """Train 4 steps, saving after 2, or load and train the last 2."""
+    engine = make_engine(2, stage, clipping=0.5, **settings)
+    if phase == "rest":
+        path, _ = engine.load_checkpoint(folder)
+        assert path is not None
+    for step in range(0 if phase == "whole" else 2, 4):
+        training.run_step(engine, step, rank, world_size, 1)
+        if phase == "whole" and step == 1:
+            engine.save_checkpoint(folder)
+    report = {
+        "params": training.full_masters(engine),
+        "momentum": training.full_states(engine, "momentum_buffer"),
+        "moments": training.full_states(engine, "exp_avg_sq"),
+    }
+    engine.destroy()
+    return report
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings"),
+    [
+        pytest.param(1, {}, marks=pytest.mark.full),
+        pytest.param(2, {}, marks=pytest.mark.full),
+        (3, {}),
+        pytest.param(
+            1,
+            {"precision": "bf16", "extra": {"data_types": {"grad_accum_dtype": "fp32"}}},
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            2, {"precision": "bf16", "zero": {"offload_optimizer": {"device": "cpu"}}}, marks=pytest.mark.full
+        ),
+        pytest.param(3, {"precision": "bf16"}, marks=pytest.mark.full),
+        pytest.param(3, {"zero_init": True}, marks=pytest.mark.full),
+    ],
+)
+def test_resume_is_bit_identical(ranks: Any, stage: int, settings: dict[str, Any], tmp_path: Path) -> None:
+    whole = ranks(4).run(resumed, stage=stage, folder=str(tmp_path), phase="whole", **settings)
+    rest = ranks(4).run(resumed, stage=stage, folder=str(tmp_path), phase="rest", **settings)
+    for first, second in zip(whole, rest, strict=True):
+        for key in ("params", "momentum", "moments"):
+            assert first[key].keys() == second[key].keys()
+            for name, expected in first[key].items():
+                assert torch.equal(second[key][name], expected), (key, name)
+
+
+def poisoned(rank: int, world_size: int, *, stage: int, mode: str) -> Any:
+    """Put an infinity into the gradient of the second expert of rank 0."""
+    engine = make_engine(2, stage, params={"nonfinite_grad": mode})
+    optimizer = deepspeed_muon.muon_optimizer(engine)
+    training.run_step(engine, 0, rank, world_size, 1)
+    before, said = training.full_masters(engine), ""
+
+    def spoil(grad: torch.Tensor) -> torch.Tensor:
+        return grad.index_fill(0, torch.tensor([1]), float("inf"))
+
+    def listen(module: Any, _: Any) -> None:
+        module.w2.register_hook(spoil)  # at ZeRO 3 it is whole inside the forward pass only
+
+    if rank == 0:
+        engine.module.model.layers[0].mlp.experts.register_forward_pre_hook(listen)
+    try:
+        training.run_step(engine, 1, rank, world_size, 1)
+    except deepspeed_muon.NonFiniteGradientError as error:
+        said = str(error)
+    after = training.full_masters(engine)
+    report = {
+        "said": said,
+        "moved": [name for name in before if not torch.equal(before[name], after[name])],
+        "skipped": engine.skipped_steps,
+    }
+    engine.destroy()
+    return report
+
+
+@pytest.mark.parametrize(
+    ("stage", "mode"),
+    [(0, "skip"), (1, "skip"), (2, "error"), (3, "skip"), (3, "error")],
+)
+def test_an_infinity_in_one_expert_is_known_to_all_ranks(ranks: Any, stage: int, mode: str) -> None:
+    for result in ranks(2).run(poisoned, stage=stage, mode=mode, timeout=60):
+        assert not result["moved"]
+        assert ("not finite" in result["said"] or "non-finite" in result["said"]) == (mode == "error")
+        assert mode == "error" or result["skipped"] == 1
+
+
+def refused(
+    rank: int, world_size: int, *, stage: int = 2, ep_size: int = 2, on_last: Any = None, **settings: Any
+) -> str:
+    """Return the error of starting an engine, whose ``expert_parallel`` section is another on the last rank."""
+    own = {**autoep_config(ep_size), **(on_last or {} if rank == world_size - 1 else {})}
+    try:
+        make_engine(ep_size, stage, extra={"expert_parallel": own}, **settings).destroy()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"on_last": {"autoep_size": 1}}, ["RankDisagreementError", "expert_parallel", '"autoep_size": 1']),
+        ({"on_last": {"top_k": 99}}, ["RankDisagreementError", "expert_parallel"]),
+        ({"ep_size": 3}, ["ValueError", "autoep_size"]),
+        (
+            {"params": {"consolidate_on_save": True}},
+            [
+                "UnsupportedConfigError",
+                "consolidate_on_save with expert parallelism",
+                "engine.save_checkpoint",
+            ],
+        ),
+        ({"zero": {"reduce_scatter": False}}, ["AssertionError", "Reduce Scatter"]),
+    ],
+)
+def test_refusals(ranks: Any, settings: dict[str, Any], said: list[str]) -> None:
+    """On every rank, at once; what DeepSpeed refuses has DeepSpeed's own words."""
+    for text in ranks(2).run(refused, timeout=60, **settings):
+        for words in said:
+            assert words in text, text
