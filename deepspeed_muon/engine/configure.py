@@ -38,7 +38,7 @@ from deepspeed_muon.engine.supported import (
     refuse_unsupported,
     refuse_with_qk_clip,
 )
-from deepspeed_muon.errors import PlanMismatchError
+from deepspeed_muon.errors import PlanMismatchError, UnsupportedConfigError
 from deepspeed_muon.logs import announce, logger
 from deepspeed_muon.ops import loaded
 from deepspeed_muon.optimizer import Muon
@@ -82,6 +82,13 @@ _SECTIONS_OF_AUTOEP = (
     "use_data_before_expert_parallelism",
 )
 
+_MADE_BEFORE_AUTOEP = (
+    "expert_parallel (AutoEP) with an optimizer that was made before deepspeed.initialize is not supported by "
+    "deepspeed_muon: AutoEP replaces the experts, and the new ones need param groups of their own, of which a schedule "
+    "made for the old groups would not know. Write the optimizer into the configuration, or pass a callable: "
+    "optimizer=lambda params: deepspeed_muon.Muon(model, ...)"
+)
+
 # Attributes that set_optimizer_flags gives to parameters. For an optimizer class called Muon they make ZeRO run
 # DeepSpeed's own Muon as well.
 _TAGS = ("use_muon", "muon_num_heads", "muon_head_dim")
@@ -108,8 +115,10 @@ def configure_expert_parallel(original: Callable[..., Any], engine: Any, *args: 
     """Compare what AutoEP goes by before it makes process groups of all ranks; let all ranks fail if one does."""
     if not (expert_parallel(engine) and _wants_muon(engine, engine.client_optimizer)):
         return original(engine, *args, **kwargs)
-    _agree(everyone(), RankFacts(_sections(engine, _SECTIONS_OF_AUTOEP)))
     result, error = None, None
+    if engine.client_optimizer is not None:
+        error = UnsupportedConfigError(_MADE_BEFORE_AUTOEP)
+    _agree(everyone(), RankFacts(_sections(engine, _SECTIONS_OF_AUTOEP)), error=error)
     try:
         result = original(engine, *args, **kwargs)
     except Exception as caught:

@@ -60,7 +60,7 @@ def holders(param: Tensor, default: dist.ProcessGroup) -> dist.ProcessGroup:
 
 def is_part_of_stack(param: Tensor) -> bool:
     """Return whether a parameter is a stack of some experts of a layer, of which other ranks hold the rest (AutoEP)."""
-    return getattr(param, "ds_zero_placement_family", None) == "autoep_expert"
+    return hasattr(param, "ds_autoep_uc_meta")
 
 
 def skips_with(param: Tensor, default: dist.ProcessGroup) -> dict[str, dist.ProcessGroup | None]:

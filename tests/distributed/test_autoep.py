@@ -42,6 +42,7 @@ def make_engine(
     last: str = "busy",
     zero_init: bool = False,
     extra: Any = None,
+    client: str = "",
     **settings: Any,
 ) -> Any:
     """Return an engine whose experts AutoEP has divided over ``ep_size`` ranks."""
@@ -54,7 +55,14 @@ def make_engine(
         for name, param in model.named_parameters():
             with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
                 param.data.copy_(source[name])
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    optimizer: Any = None
+    if client:
+        del config["optimizer"]
+        optimizer = Muon(model, **training.MUON_PARAMS)
+        optimizer = optimizer if client == "made" else lambda _: Muon(model, **training.MUON_PARAMS)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=config, optimizer=optimizer
+    )
     compute_exactly(engine.module)
     return engine
 
@@ -177,6 +185,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "stage3-chunks": {"stage": 3, "params": {"exchange_chunk_numel": 300}},
     "stage2-round-robin": {"stage": 2, "zero": {"round_robin_gradients": True}},
     "stage0": {"stage": 0},
+    "stage2-callable": {"stage": 2, "client": "callable"},
+    "stage3-callable": {"stage": 3, "client": "callable"},
     "stage3-rare": {"stage": 3, "last": "rare"},
     "stage2-data-before-experts": {"stage": 2, "extra": {"use_data_before_expert_parallelism": True}},
     "stage1-normuon": {"stage": 1, "params": {"variant": "normuon"}},
@@ -278,6 +288,23 @@ def test_resume_is_bit_identical(ranks: Any, stage: int, settings: dict[str, Any
                 assert torch.equal(second[key][name], expected), (key, name)
 
 
+def sampled(rank: int, world_size: int, *, stage: int, ep_size: int) -> Any:
+    """Train with samples of health in every step; return the report, the plan and the rows of the plan's experts."""
+    engine = make_engine(ep_size, stage, params={"health": {"every": 1, "matrices": 100}})
+    for step in range(2):
+        training.run_step(engine, step, rank, world_size, 1)
+    report = deepspeed_muon.health(engine), deepspeed_muon.plan_report(engine)
+    engine.destroy()
+    return report
+
+
+def test_health_and_plan(ranks: Any) -> None:
+    """Every rank's experts are measured, and the plan says which ranks share them."""
+    results = ranks(4).run(sampled, stage=3, ep_size=2)
+    for number, (health, plan) in enumerate(results):
+        print(health, plan)
+
+
 def poisoned(rank: int, world_size: int, *, stage: int, mode: str) -> Any:
     """Put an infinity into the gradient of the second expert of rank 0."""
     engine = make_engine(2, stage, params={"nonfinite_grad": mode})
@@ -335,6 +362,7 @@ def refused(
     [
         ({"on_last": {"autoep_size": 1}}, ["RankDisagreementError", "expert_parallel", '"autoep_size": 1']),
         ({"on_last": {"top_k": 99}}, ["RankDisagreementError", "expert_parallel"]),
+        ({"client": "made"}, ["UnsupportedConfigError", "pass a callable"]),
         ({"ep_size": 3}, ["ValueError", "autoep_size"]),
         (
             {"params": {"consolidate_on_save": True}},

@@ -16,8 +16,9 @@ QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
 def polar(u: Tensor, steps: int = 5) -> Tensor:
-    """Five quintic Newton-Schulz steps on singular values, through the definition by matrix products; 0 for a 0."""
-    x = u.double() / (u.double().norm() or 1.0)
+    """Five quintic Newton-Schulz steps on singular values, through the definition by matrix products."""
+    # Of a gradient of zero, as that of an expert without a token in its first steps, the factor is zero.
+    x = u.double() / u.double().norm().clamp_min(1e-300)
     a, b, c = QUINTIC
     for _ in range(steps):
         if x.shape[0] <= x.shape[1]:
