@@ -115,7 +115,8 @@ def configure_expert_parallel(original: Callable[..., Any], engine: Any, *args: 
     """Compare what AutoEP goes by before it makes process groups of all ranks; let all ranks fail if one does."""
     if not (expert_parallel(engine) and _wants_muon(engine, engine.client_optimizer)):
         return original(engine, *args, **kwargs)
-    result, error = None, None
+    result = None
+    error: Exception | None = None
     if engine.client_optimizer is not None:
         error = UnsupportedConfigError(_MADE_BEFORE_AUTOEP)
     _agree(everyone(), RankFacts(_sections(engine, _SECTIONS_OF_AUTOEP)), error=error)

@@ -63,7 +63,9 @@ def is_part_of_stack(param: Tensor) -> bool:
     return hasattr(param, "ds_autoep_uc_meta")
 
 
-def skips_with(param: Tensor, default: dist.ProcessGroup) -> dict[str, dist.ProcessGroup | None]:
+def skips_with(
+    param: Tensor, default: dist.ProcessGroup
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """Return ``wider_group`` and ``stack_group`` (:class:`deepspeed_muon.step.step_set.StepSet`) of a parameter's set.
 
     Args:
@@ -72,9 +74,9 @@ def skips_with(param: Tensor, default: dist.ProcessGroup) -> dict[str, dist.Proc
     """
     name = expert_group_name(param)
     if name is None or not is_part_of_stack(param):
-        return {"wider_group": default, "stack_group": None}
+        return default, None
     group = deepspeed_groups._get_expert_parallel_group(name)
-    return {"wider_group": None, "stack_group": group if dist.get_world_size(group) > 1 else None}
+    return None, group if dist.get_world_size(group) > 1 else None
 
 
 def has_experts(engine: Any) -> bool:

@@ -18,7 +18,7 @@ from deepspeed_muon.forecast.model_shapes import (
     from_config,
     load_model,
 )
-from deepspeed_muon.forecast.predict import PlanSettings
+from deepspeed_muon.forecast.settings import PlanSettings
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.flops import orthogonalize_flops
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
