@@ -11,7 +11,11 @@ import pytest
 import torch
 
 import deepspeed_muon
+from deepspeed_muon.forecast.live import planned_parameters
+from deepspeed_muon.forecast.predict import exchange_of
+from deepspeed_muon.forecast.settings import PlanSettings
 from deepspeed_muon.optimizer import Muon
+from deepspeed_muon.routing.rules import model_parameters_by_name, route_parameters
 from tests.support import training
 from tests.support.autoep_models import (
     AUTOEP_MATRICES,
@@ -24,9 +28,10 @@ from tests.support.autoep_models import (
     compute_exactly,
     source_state,
 )
+from tests.support.counting import counted
 from tests.support.models import batch
 from tests.support.reference import Oracle, relative
-from tests.support.thinning import pairwise
+from tests.support.thinning import each_value, pairwise
 
 STEPS = 4
 
@@ -285,6 +290,46 @@ def test_resume_is_bit_identical(ranks: Any, stage: int, settings: dict[str, Any
             assert first[key].keys() == second[key].keys()
             for name, expected in first[key].items():
                 assert torch.equal(second[key][name], expected), (key, name)
+
+
+def count_a_step(rank: int, world_size: int, *, ep_size: int, stage: int) -> dict[str, Any]:
+    """Train two steps; return what the second one computed and sent, beside what the plan says of the whole model."""
+    engine = make_engine(ep_size, stage, params={"ns_backend": "torch", "ns_method": "standard"})
+    optimizer = deepspeed_muon.muon_optimizer(engine)
+    training.run_step(engine, 0, rank, world_size, 1)
+    optimizer.stats.reset()
+    engine.backward(engine(*batch(1, rank)))
+    with counted() as inside:
+        engine.step()
+    settings = PlanSettings(
+        world_size,
+        stage,
+        method="standard",
+        expert_parallel=ep_size,
+        ns_dtype=torch.float32,
+        wire_bytes=4,
+        model_bytes=4,
+        order=optimizer.config.order,
+        share_matrices=False,
+    )
+    whole = route_parameters(list(model_parameters_by_name(build_plain()).values()))
+    exchange = exchange_of(planned_parameters(whole), settings)
+    sent = 4.0 * float(exchange.gather_elements[rank] + exchange.scatter_elements[rank])
+    report = {
+        "flops": (inside.flops, float(exchange.flops[rank])),
+        "sent": (optimizer.stats.bytes_sent, sent),
+    }
+    engine.destroy()
+    return report
+
+
+@pytest.mark.parametrize(
+    ("stage", "ep_size"), each_value([(stage, ep) for stage in (3, 2, 1) for ep in (2, 4)])
+)
+def test_the_plan_is_what_runs(ranks: Any, stage: int, ep_size: int) -> None:
+    for result in ranks(4).run(count_a_step, stage=stage, ep_size=ep_size):
+        for key, (really, predicted) in result.items():
+            assert really == predicted, (key, result)
 
 
 def sampled(rank: int, world_size: int, *, stage: int) -> Any:
