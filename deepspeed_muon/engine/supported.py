@@ -209,8 +209,13 @@ _REFUSED: _Table = {
         "experts of both kinds were not compared with the reference together; use one of them",
     ),
     "tensor parallelism with deepspeed.moe": (
-        lambda engine: has_experts(engine) and _is_cut(engine),
+        lambda engine: _has_layers_of_deepspeed(engine) and _is_cut(engine),
         "experts are cut by both; use one of them",
+    ),
+    "tensor_parallel with expert_parallel (AutoEP) at ZeRO stages 0, 1 and 2": (
+        lambda engine: expert_parallel(engine) and _is_cut(engine) and engine.zero_optimization_stage() < 3,
+        "DeepSpeed's norm has the experts of one tensor-parallel rank only, so that it clips by the wrong norm; use "
+        "stage 3",
     ),
     "tensor parallelism inside deepspeed.pipe": (
         lambda engine: _is_divided(engine) and _is_cut(engine),

@@ -9,6 +9,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 
 import deepspeed_muon
 from deepspeed_muon.forecast.live import planned_parameters
@@ -19,6 +20,7 @@ from deepspeed_muon.routing.rules import model_parameters_by_name, route_paramet
 from tests.support import training
 from tests.support.autoep_models import (
     AUTOEP_MATRICES,
+    AUTOTP,
     EXPERTS,
     GATES,
     STACKS,
@@ -27,6 +29,7 @@ from tests.support.autoep_models import (
     build_source,
     compute_exactly,
     source_state,
+    with_plain_linears,
 )
 from tests.support.counting import counted
 from tests.support.models import batch
@@ -48,13 +51,17 @@ def make_engine(
     zero_init: bool = False,
     extra: Any = None,
     client: str = "",
+    tensor_size: int = 1,
     **settings: Any,
 ) -> Any:
     """Return an engine whose experts AutoEP has divided over ``ep_size`` ranks."""
     own = {"expert_parallel": autoep_config(ep_size), **(extra or {})}
+    if tensor_size > 1:
+        own["tensor_parallel"] = {"autotp_size": tensor_size, **AUTOTP}
     config = training.ds_config(stage, extra=own, **settings)
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=zero_init):
         model = build_source(last, loaded=not zero_init)
+        model = model if tensor_size == 1 else with_plain_linears(model)
     if zero_init:
         source = source_state(last)
         for name, param in model.named_parameters():
@@ -72,22 +79,40 @@ def make_engine(
     return engine
 
 
+def joined(masters: dict[str, torch.Tensor], tensor_size: int) -> dict[str, torch.Tensor]:
+    """Return the weights with the shards of AutoTP put together; neighbours share a model."""
+    for name, dim in (("up.weight", 0), ("down.weight", 1)):
+        for own in [key for key in masters if key.endswith(name)] if tensor_size > 1 else []:
+            shards = [torch.empty_like(masters[own]) for _ in range(dist.get_world_size())]
+            dist.all_gather(shards, masters[own].contiguous())
+            first = dist.get_rank() // tensor_size * tensor_size
+            masters[own] = torch.cat(shards[first : first + tensor_size], dim)
+    return masters
+
+
 def train(
-    rank: int, world_size: int, *, ep_size: int, stage: int, accumulation: int = 1, **settings: Any
+    rank: int,
+    world_size: int,
+    *,
+    ep_size: int,
+    stage: int,
+    accumulation: int = 1,
+    tensor_size: int = 1,
+    **settings: Any,
 ) -> Any:
     """Train; return this rank's experts and everything else, the norms, and the tokens of every expert."""
-    engine = make_engine(ep_size, stage, accumulation=accumulation, **settings)
+    engine = make_engine(ep_size, stage, accumulation=accumulation, tensor_size=tensor_size, **settings)
     optimizer = deepspeed_muon.muon_optimizer(engine)
     norms, tokens = [], []
     layers = [layer.mlp for layer in engine.module.model.layers]
     for step in range(STEPS):
         optimizer.stats.reset()
         before = torch.stack([layer.tokens_per_expert for layer in layers])
-        training.run_step(engine, step, rank, world_size, accumulation)
+        training.run_step(engine, step, rank // tensor_size, world_size // tensor_size, accumulation)
         norms.append(float(engine.get_global_grad_norm()))
         tokens.append((torch.stack([layer.tokens_per_expert for layer in layers]) - before).tolist())
     report = {
-        "params": training.full_masters(engine),
+        "params": joined(training.full_masters(engine), tensor_size),
         "first": layers[0].ep_rank * layers[0].num_local_experts,
         "norms": norms,
         "tokens": tokens,
@@ -243,6 +268,35 @@ def test_half_precision(ranks: Any, stage: int, precision: str, extra: dict[str,
     norms = torch.tensor(reference(4, 0.5)[2])
     for result in results:
         torch.testing.assert_close(torch.tensor(result["norms"]), norms, rtol=3e-2, atol=0)
+
+
+# See test_tensor_parallel::test_autotp.
+AUTOTP_TOLERANCE = 5e-4
+
+
+@pytest.mark.parametrize(
+    ("ep_size", "mode", "clipping"),
+    [
+        (2, "distributed", 0.5),
+        pytest.param(4, "gather", 0.5, marks=pytest.mark.full),
+        pytest.param(4, "distributed", 0.0, marks=pytest.mark.full),
+    ],
+)
+def test_with_autotp(ranks: Any, ep_size: int, mode: str, clipping: float) -> None:
+    """Experts divided over tensor-parallel ranks too (4), at ZeRO 3; the other matrices are cut."""
+    results = ranks(4).run(
+        train,
+        ep_size=ep_size,
+        stage=3,
+        tensor_size=2,
+        clipping=clipping,
+        params={"tensor_parallel_mode": mode},
+    )
+    muon, _ = worst_error(results, 2, clipping)
+    assert muon <= AUTOTP_TOLERANCE
+    norms = torch.tensor(reference(2, clipping)[2])
+    for result in results:
+        torch.testing.assert_close(torch.tensor(result["norms"]), norms, rtol=1e-4, atol=0)
 
 
 def resumed(rank: int, world_size: int, *, stage: int, folder: str, phase: str, **settings: Any) -> Any:
@@ -418,6 +472,10 @@ def refused(
                 "consolidate_on_save with expert parallelism",
                 "engine.save_checkpoint",
             ],
+        ),
+        (
+            {"ep_size": 2, "tensor_size": 2},
+            ["UnsupportedConfigError", "AutoEP", "the wrong norm; use stage 3"],
         ),
         ({"zero": {"reduce_scatter": False}}, ["AssertionError", "Reduce Scatter"]),
     ],

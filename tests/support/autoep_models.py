@@ -19,7 +19,9 @@ WIDTH, HIDDEN, EXPERTS, LAYERS, TOP_K = 12, 18, 4, 2, 2
 STACKS = {
     f"model.layers.{layer}.mlp.experts.{part}" for layer in range(LAYERS) for part in ("w1", "w2", "w3")
 }
-AUTOEP_MATRICES = STACKS | {f"model.layers.{layer}.mix.weight" for layer in range(LAYERS)}
+AUTOEP_MATRICES = STACKS | {
+    f"model.layers.{layer}.{part}.weight" for layer in range(LAYERS) for part in ("up", "down")
+}
 GATES = {f"model.layers.{layer}.mlp.router.gate.weight" for layer in range(LAYERS)}
 # Biases of the last expert's gate: some tokens choose it, few do, none does.
 BIAS = {"busy": 0.0, "rare": -8.0, "idle": -1e3}
@@ -82,15 +84,18 @@ class PlainMoE(nn.Module):
 
 
 class Layer(nn.Module):
-    """A matrix, then a mixture of experts."""
+    """Two matrices, then a mixture of experts."""
 
     def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
-        self.mix = Linear(WIDTH, WIDTH)
+        self.up = Linear(WIDTH, 2 * WIDTH)
+        self.down = Linear(2 * WIDTH, WIDTH)
         self.mlp = kind()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + torch.tanh(self.mix(x))
+        # AutoTP's layers compute in the dtype of their weights, the others in float64.
+        y = x if isinstance(self.up, Linear) else x.to(self.up.weight.dtype)
+        x = x + self.down(torch.tanh(self.up(y)))
         return x + self.mlp(x)
 
 
@@ -160,3 +165,25 @@ class ExactGate(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x.double(), self.weight.double(), self.bias.double())
+
+
+AUTOTP = {
+    "partition_config": {
+        "use_default_specs": False,
+        "layer_specs": [
+            {"patterns": [r".*\.up\.weight$"], "partition_type": "column"},
+            {"patterns": [r".*\.down\.weight$"], "partition_type": "row"},
+        ],
+    }
+}
+
+
+def with_plain_linears(model: MixtralToy) -> MixtralToy:
+    """Replace the matrices outside of the experts by ``nn.Linear``, which AutoTP can cut."""
+    for layer in model.model.layers:
+        for name in ("up", "down"):
+            weight = getattr(layer, name).weight
+            linear = nn.Linear(*reversed(weight.shape), bias=False)
+            linear.weight = weight
+            setattr(layer, name, linear)
+    return model
