@@ -34,7 +34,7 @@ from tests.support.autoep_models import (
 from tests.support.counting import counted
 from tests.support.models import batch
 from tests.support.reference import Oracle, relative
-from tests.support.thinning import each_value, pairwise
+from tests.support.thinning import each_value
 
 STEPS = 4
 
@@ -180,7 +180,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("stage", "world", "ep_size", "accumulation", "clipping"), pairwise(CASES))
+@pytest.mark.parametrize(("stage", "world", "ep_size", "accumulation", "clipping"), each_value(CASES))
 def test_matches_the_reference(
     ranks: Any, stage: int, world: int, ep_size: int, accumulation: int, clipping: float
 ) -> None:
@@ -236,7 +236,7 @@ def test_variants(ranks: Any, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "ep_size", "last"),
-    pairwise([(stage, ep, last) for stage in (1, 2, 3) for ep in (1, 2, 4) for last in ("rare", "idle")]),
+    each_value([(stage, ep, last) for stage in (3, 2, 1) for ep in (4, 2, 1) for last in ("idle", "rare")]),
 )
 def test_experts_without_tokens(ranks: Any, stage: int, ep_size: int, last: str) -> None:
     """The result does not depend on the ranks among which the experts of a layer are divided.
@@ -378,7 +378,7 @@ def count_a_step(rank: int, world_size: int, *, ep_size: int, stage: int) -> dic
 
 
 @pytest.mark.parametrize(
-    ("stage", "ep_size"), each_value([(stage, ep) for stage in (3, 2, 1) for ep in (2, 4)])
+    ("stage", "ep_size"), each_value([(stage, ep) for stage in (3, 1, 2) for ep in (2, 4)])
 )
 def test_the_plan_is_what_runs(ranks: Any, stage: int, ep_size: int) -> None:
     for result in ranks(4).run(count_a_step, stage=stage, ep_size=ep_size):
@@ -437,7 +437,7 @@ def poisoned(rank: int, world_size: int, *, stage: int, mode: str) -> Any:
 
 @pytest.mark.parametrize(
     ("stage", "mode"),
-    [(0, "skip"), (1, "skip"), (2, "error"), (3, "skip"), (3, "error")],
+    each_value([(3, "skip"), (2, "error"), (0, "skip"), (1, "skip"), (3, "error")]),
 )
 def test_an_infinity_in_one_expert_is_known_to_all_ranks(ranks: Any, stage: int, mode: str) -> None:
     for result in ranks(2).run(poisoned, stage=stage, mode=mode, timeout=60):
