@@ -12,7 +12,8 @@ from benchmarks.step_ranks import MODELS, Decoder
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.forecast.live import planned_parameters
 from deepspeed_muon.forecast.network import Network, network_seconds
-from deepspeed_muon.forecast.predict import PlannedParameter, PlanSettings, exchange_of
+from deepspeed_muon.forecast.predict import exchange_of
+from deepspeed_muon.forecast.settings import PlannedParameter, PlanSettings
 from deepspeed_muon.routing.parameters import model_parameters_by_name
 from deepspeed_muon.routing.rules import route_parameters
 

@@ -11,7 +11,7 @@ import functools
 import json
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from deepspeed_muon.engine.supported import (
     refuse_with_qk_clip,
 )
 from deepspeed_muon.engine.tensor_parallel import tensor_shards
-from deepspeed_muon.errors import PlanMismatchError
+from deepspeed_muon.errors import PlanMismatchError, UnsupportedConfigError
 from deepspeed_muon.logs import announce, logger
 from deepspeed_muon.ops import loaded
 from deepspeed_muon.optimizer import Muon
@@ -49,7 +49,7 @@ from deepspeed_muon.routing.param_groups import build_groups
 from deepspeed_muon.routing.pipeline_module import is_divided
 from deepspeed_muon.routing.rules import check_routes, format_routes, summarize_routes, warn_without_muon
 from deepspeed_muon.transport.agreement import RankFacts, agree
-from deepspeed_muon.transport.members import Members
+from deepspeed_muon.transport.members import Members, everyone
 from deepspeed_muon.version import __version__
 
 __all__ = [
@@ -74,7 +74,23 @@ _COMPARED_SECTIONS = {
     "bf16",
     "torch_autocast",
     "data_types",
+    "expert_parallel",
+    "tensor_parallel",
 }
+# Those by which AutoEP makes process groups and layers.
+_SECTIONS_OF_AUTOEP = (
+    "expert_parallel",
+    "tensor_parallel",
+    "zero_optimization",
+    "use_data_before_expert_parallelism",
+)
+
+_MADE_BEFORE_AUTOEP = (
+    "expert_parallel (AutoEP) with an optimizer that was made before deepspeed.initialize is not supported by "
+    "deepspeed_muon: AutoEP replaces the experts, and the new ones need param groups of their own, of which a schedule "
+    "made for the old groups would not know. Write the optimizer into the configuration, or pass a callable: "
+    "optimizer=lambda params: deepspeed_muon.Muon(model, ...)"
+)
 
 # Attributes that set_optimizer_flags gives to parameters. For an optimizer class called Muon they make ZeRO run
 # DeepSpeed's own Muon as well.
@@ -99,15 +115,20 @@ def broadcast_model(original: Callable[..., Any], engine: Any) -> Any:
 
 
 def configure_expert_parallel(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """Switch AutoEP off for the call where our optimizer will refuse it."""
-    config = engine._config.expert_parallel_config
+    """Compare what AutoEP goes by before it makes process groups of all ranks; let all ranks fail if one does."""
     if not (expert_parallel(engine) and _wants_muon(engine, engine.client_optimizer)):
         return original(engine, *args, **kwargs)
-    config.enabled = False
+    result = None
+    error: Exception | None = None
+    if engine.client_optimizer is not None:
+        error = UnsupportedConfigError(_MADE_BEFORE_AUTOEP)
+    _agree(everyone(), RankFacts(_sections(engine, _SECTIONS_OF_AUTOEP)), error=error)
     try:
-        return original(engine, *args, **kwargs)
-    finally:
-        config.enabled = True
+        result = original(engine, *args, **kwargs)
+    except Exception as caught:
+        error = caught
+    agree(RankFacts({}), error=error)
+    return result
 
 
 def configure_optimizer(
@@ -223,10 +244,14 @@ def _preflight(engine: Any, client_optimizer: Muon | None, model_parameters: Any
     facts["leaf modules (set_z3_leaf_modules)"] = ", ".join(mark_moe_layers(engine.module))
     # Equal settings can mean different arithmetic on different machines.
     facts["ns_dtype on this machine"] = str(config.ns_settings(_compute_device()).dtype)
-    raw = getattr(engine._config, "_param_dict", {})
-    for section in raw.keys() & _COMPARED_SECTIONS:
-        facts[section] = json.dumps(raw[section], sort_keys=True, default=str)
+    facts.update(_sections(engine, _COMPARED_SECTIONS))
     return facts
+
+
+def _sections(engine: Any, names: Collection[str]) -> dict[str, str]:
+    """Return sections of the DeepSpeed configuration as text, those that are there."""
+    raw = getattr(engine._config, "_param_dict", {})
+    return {name: json.dumps(raw[name], sort_keys=True, default=str) for name in names if name in raw}
 
 
 def _remove_tags(model: nn.Module) -> None:

@@ -53,7 +53,7 @@ HOOKS = (
     Hook(DeepSpeedEngine, "_configure_optimizer", configure.configure_optimizer),
     # The type Muon would make DeepSpeed's own optimizer.
     Hook(DeepSpeedEngine, "_configure_basic_optimizer", configure.configure_basic_optimizer),
-    # AutoEP, which is refused, would fail or communicate before the refusal.
+    # Ranks that differ in what AutoEP goes by would make other process groups and wait for each other.
     Hook(DeepSpeedEngine, "_configure_expert_parallel", configure.configure_expert_parallel, "0.16.9"),
     # per_head_muon would be refused where DeepSpeed finds no heads. Ours are found by other rules, and checked.
     Hook(deepspeed, "set_optimizer_flags", configure.set_optimizer_flags, "0.16.9"),

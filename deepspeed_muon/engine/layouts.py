@@ -23,7 +23,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
 from deepspeed_muon.engine.cpu_adam import CpuAdam
-from deepspeed_muon.engine.ranks import holders
+from deepspeed_muon.engine.ranks import holders, skips_with
 from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group, with_tensor_parallel
 from deepspeed_muon.errors import BindingError, UnsupportedConfigError
 from deepspeed_muon.optimizer import Muon
@@ -81,7 +81,8 @@ def _read_whole(engine: Any, wrapper: Any, routes: Mapping[int, Route]) -> list[
     sets = []
     for holder, numbers in _by_group(range(len(pairs)), lambda number: holders(pairs[number][0], group)):
         members = [pairs[number] for number in numbers]
-        sets.append(read_whole(members, routes, holder, numbers=numbers, wider_group=group))
+        others = skips_with(members[0][0], group)
+        sets.append(read_whole(members, routes, holder, numbers=numbers, others=others))
     return sets
 
 
@@ -99,7 +100,8 @@ def _read_bf16(engine: Any, wrapper: Any, routes: Mapping[int, Route]) -> list[S
     sets = []
     numbers = range(len(wrapper.bf16_groups))
     for group, members in _by_group(numbers, lambda index: wrapper.real_dp_process_group[index]):
-        reader = LayoutReader(routes, group, wider_group=engine.seq_data_parallel_group)
+        first = wrapper.bf16_groups[members[0]][0]
+        reader = LayoutReader(routes, group, others=skips_with(first, engine.seq_data_parallel_group))
         for index in members:
             tensor = wrapper.fp32_groups_flat_partition[index]
             _add_flat(reader, index, tensor, wrapper.bf16_groups[index], wrapper.bf16_groups_flat[index])
@@ -114,7 +116,7 @@ def _read_stage12(engine: Any, wrapper: Any, routes: Mapping[int, Route]) -> lis
         reader = LayoutReader(
             routes,
             wrapper.real_dp_process_group[index],
-            wider_group=engine.seq_data_parallel_group,
+            others=skips_with(params[0], engine.seq_data_parallel_group),
             native_adam=CpuAdam if wrapper.cpu_offload else None,
         )
         tensor = wrapper.single_partition_of_fp32_groups[index]
@@ -150,7 +152,8 @@ def _read_stage3(engine: Any, wrapper: Any, routes: Mapping[int, Route]) -> list
     group_of = getattr(wrapper, "_get_sub_group_process_group", lambda _: wrapper.dp_process_group)
     for index, params in enumerate(wrapper.fp16_groups):
         native_adam = CpuAdam if wrapper.offload_optimizer else None
-        reader = LayoutReader(routes, group_of(index), native_adam=native_adam)
+        others = skips_with(params[0], engine.seq_data_parallel_group)
+        reader = LayoutReader(routes, group_of(index), others=others, native_adam=native_adam)
         reader.add_partition(index, wrapper.fp32_partitioned_groups_flat[index], params)
         offset = 0
         for param in params:

@@ -14,7 +14,15 @@ from deepspeed_muon.routing.rules import true_shape
 from deepspeed_muon.transport.agreement import RankFacts, Scope
 from deepspeed_muon.transport.members import Members
 
-__all__ = ["data_parallel_scope", "has_experts", "holders", "members_of", "model_facts"]
+__all__ = [
+    "data_parallel_scope",
+    "has_experts",
+    "holders",
+    "is_part_of_stack",
+    "members_of",
+    "model_facts",
+    "skips_with",
+]
 
 
 def members_of(engine: Any) -> Members:
@@ -52,8 +60,29 @@ def holders(param: Tensor, default: dist.ProcessGroup) -> dist.ProcessGroup:
     return default if name is None else deepspeed_groups._get_expert_data_parallel_group(name)
 
 
+def is_part_of_stack(param: Tensor) -> bool:
+    """Return whether a parameter is a stack of some experts of a layer, of which other ranks hold the rest (AutoEP)."""
+    return hasattr(param, "ds_autoep_uc_meta")
+
+
+def skips_with(
+    param: Tensor, default: dist.ProcessGroup
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Return ``wider_group`` and ``stack_group`` (:class:`deepspeed_muon.step.step_set.StepSet`) of a parameter's set.
+
+    Args:
+        param: A parameter of the model.
+        default: The data-parallel group of everything that is no expert.
+    """
+    name = expert_group_name(param)
+    if name is None or not is_part_of_stack(param):
+        return default, None
+    group = deepspeed_groups._get_expert_parallel_group(name)
+    return None, group if dist.get_world_size(group) > 1 else None
+
+
 def has_experts(engine: Any) -> bool:
-    """Return whether the model has layers of ``deepspeed.moe``."""
+    """Return whether the model has mixture-of-experts layers of DeepSpeed: ``deepspeed.moe``, or those of AutoEP."""
     return bool(getattr(engine, "has_moe_layers", False))
 
 

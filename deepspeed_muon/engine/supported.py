@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups
 
 from deepspeed_muon.checkpoint.host import SOME_RANKS
@@ -113,6 +114,10 @@ def _setting(engine: Any, path: str) -> Any:
 def _is_set(path: str) -> Callable[[Any], bool]:
     """Return the condition that a setting asks for its feature; unset ones are ``None``, ``False`` or -1."""
     return lambda engine: _setting(engine, path) not in (None, False, -1)
+
+
+def _has_layers_of_deepspeed(engine: Any) -> bool:
+    return has_experts(engine) and any(isinstance(module, MoE) for module in engine.module.modules())
 
 
 def _is_cut(engine: Any) -> bool:
@@ -220,23 +225,27 @@ _REFUSED: _Table = {
         "ZeRO then leaves out the ranks that share a sequence when it adds up gradients (DeepSpeed's issue 6868); pass "
         "mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp after its initialize_sequence_parallel",
     ),
-    "expert_parallel (AutoEP)": (
-        expert_parallel,
-        "DeepSpeed 0.19 cannot build it for models of transformers 5, so that no result was compared; stacked experts "
-        "work without it, and so does deepspeed.moe.layer.MoE",
-    ),
     "deepspeed.moe at ZeRO stage 3": (
-        lambda engine: has_experts(engine) and engine.zero_optimization_stage() == 3,
+        lambda engine: _has_layers_of_deepspeed(engine) and engine.zero_optimization_stage() == 3,
         "DeepSpeed cannot divide its experts there; use stage 1 or 2",
     ),
+    "expert_parallel (AutoEP) with deepspeed.moe": (
+        lambda engine: expert_parallel(engine) and _has_layers_of_deepspeed(engine),
+        "experts of both kinds were not compared with the reference together; use one of them",
+    ),
     "tensor parallelism with deepspeed.moe": (
-        lambda engine: has_experts(engine) and _is_cut(engine),
+        lambda engine: _has_layers_of_deepspeed(engine) and _is_cut(engine),
         "the ranks of a tensor-parallel group may hold different experts under equal names, and would have to skip "
         "steps together with ranks of other groups; use one of them",
     ),
+    "tensor_parallel with expert_parallel (AutoEP) at ZeRO stages 0, 1 and 2": (
+        lambda engine: expert_parallel(engine) and _is_cut(engine) and engine.zero_optimization_stage() < 3,
+        "DeepSpeed's norm has the experts of one tensor-parallel rank only, so that it clips by the wrong norm; use "
+        "stage 3",
+    ),
 }
 _REFUSED_CHECKPOINTS: _Table = {
-    "deepspeed.moe and ep_size > 1": (
+    "expert parallelism (ep_size or autoep_size > 1)": (
         lambda engine: any(getattr(module, "ep_size", 1) > 1 for module in engine.module.modules()),
         "the ranks hold different experts under equal names; use engine.save_checkpoint alone, or ep_size 1",
     ),

@@ -239,6 +239,8 @@ def _refuse(name: str, why: str) -> NoReturn:
 
 
 def _describe(step_set: StepSet, cuts: Mapping[str, _Cut], ranks: int) -> list[_Matrix]:
+    if step_set.stack_group is not None:
+        return []  # every rank of the group has other experts, all of them whole
     tensors = {partition.index: partition.tensor for partition in step_set.partitions}
     described = []
     for matrix in step_set.matrices:
@@ -265,6 +267,8 @@ def _content(matrix: MatrixLayout, tensor: Tensor, rank: int) -> str:
 
 def _joined(step_set: StepSet, views: list[list[_Matrix]], group: dist.ProcessGroup) -> StepSet:
     """Return the step set with the shards of its matrices, from what the ranks of the group say of each."""
+    if step_set.stack_group is not None:
+        return step_set
     matrices = []
     for number, matrix in enumerate(step_set.matrices):
         matrices.append(replace(matrix, shards=_shards([view[number] for view in views])))

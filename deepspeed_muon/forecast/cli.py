@@ -14,10 +14,11 @@ import hjson
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.forecast.live import planned_parameters
-from deepspeed_muon.forecast.model_shapes import PRESETS, load_model
+from deepspeed_muon.forecast.model_shapes import PRESETS, as_autoep, load_model
 from deepspeed_muon.forecast.network import Network, network_seconds
-from deepspeed_muon.forecast.predict import PlannedParameter, PlanSettings, exchange_of
+from deepspeed_muon.forecast.predict import exchange_of
 from deepspeed_muon.forecast.report import forecast, report
+from deepspeed_muon.forecast.settings import PlannedParameter, PlanSettings
 from deepspeed_muon.forecast.text import LABELS, render
 from deepspeed_muon.plan.hardware import GPUS
 from deepspeed_muon.routing.rules import route_parameters
@@ -42,6 +43,12 @@ def add_subcommand(subparsers: Any) -> None:
     parser.add_argument("--world-size", type=int, default=8, help="GPUs, tensor-parallel ones counted (8)")
     parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=3, help="ZeRO stage (3)")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share every matrix (1)")
+    parser.add_argument(
+        "--expert-parallel",
+        type=int,
+        default=1,
+        help="GPUs that the experts of a layer are divided among (1)",
+    )
     parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs that NVLink connects (8)")
     parser.add_argument("--gpu", choices=sorted(GPUS), default="h100", help="kind of GPU (h100)")
     parser.add_argument("--params", default="{}", help="optimizer.params as JSON, or a DeepSpeed config file")
@@ -70,6 +77,10 @@ def _plan(arguments: argparse.Namespace) -> int:
     settings = _settings(arguments, config)
     model = arguments.model or arguments.model_option
     members = load_model(model, separate_experts=arguments.separate_experts)
+    if settings.expert_parallel > 1:
+        if arguments.separate_experts:
+            raise ConfigError("--expert-parallel divides stacks of experts: leave --separate-experts away")
+        members = as_autoep(members, settings.expert_parallel)
     routes = route_parameters(members, config)
     parameters = planned_parameters(routes)
     data = report(model, routes, parameters, settings, each_route=arguments.routes, owners=arguments.owners)
@@ -102,6 +113,7 @@ def _settings(arguments: argparse.Namespace, config: MuonConfig) -> PlanSettings
             world_size=arguments.world_size,
             stage=arguments.stage,
             tensor_parallel=arguments.tensor_parallel,
+            expert_parallel=arguments.expert_parallel,
             gpus_per_node=arguments.gpus_per_node,
             gpu=GPUS[arguments.gpu],
             steps=len(config.coefficients()),
@@ -155,7 +167,8 @@ def _plot(model: str, parameters: Sequence[PlannedParameter], settings: PlanSett
     from matplotlib import pyplot
 
     worlds = [1 << power for power in range(0, _LARGEST_WORLD.bit_length(), 2)]
-    worlds = [world for world in worlds if world % settings.tensor_parallel == 0]
+    together = settings.tensor_parallel * settings.expert_parallel
+    worlds = [world for world in worlds if world % together == 0]
     found = [forecast(parameters, replace(settings, world_size=world)) for world in worlds]
     figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.5))
     for name, label in LABELS.items():

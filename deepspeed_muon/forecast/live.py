@@ -6,9 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch.distributed as dist
+
 from deepspeed_muon.engine.accessors import muon_optimizer
-from deepspeed_muon.forecast.predict import PlannedParameter
 from deepspeed_muon.forecast.report import live_report
+from deepspeed_muon.forecast.settings import PlannedParameter
 from deepspeed_muon.routing.rules import Route
 
 __all__ = ["plan_report", "planned_parameters"]
@@ -27,8 +29,14 @@ def planned_parameters(routes: Sequence[Route]) -> list[PlannedParameter]:
             if not route.col_blocks and len(set(route.row_blocks)) == 1:
                 stack = len(route.row_blocks)
         numel = math.prod(route.shape)
-        found.append(PlannedParameter(route.name, numel, route.algorithm == "muon", blocks, stack))
+        stacked = len(route.shape) == 3 and "experts" in route.name.split(".")
+        experts = route.shape[0] if stacked else 0
+        found.append(PlannedParameter(route.name, numel, route.algorithm == "muon", blocks, stack, experts))
     return found
+
+
+def _ranks(group: dist.ProcessGroup | None) -> list[int]:
+    return [0] if group is None else dist.get_process_group_ranks(group)
 
 
 def plan_report(engine: Any) -> dict[str, Any]:
@@ -48,4 +56,5 @@ def plan_report(engine: Any) -> dict[str, Any]:
         [runner.plan for runner in optimizer.runners],
         wire_bytes=config.wire_format.bytes_per_element(width),
         work=[runner.assignment.work for runner in optimizer.runners],
+        ranks=[_ranks(runner.step_set.group) for runner in optimizer.runners],
     )

@@ -7,7 +7,7 @@ about them exactly as about those of a real model.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.routing.parameters import NamedParameter, model_parameters_by_name
+from deepspeed_muon.routing.shapes import true_shape
 
 __all__ = ["PRESETS", "family_shapes", "from_config", "load_model"]
 
@@ -93,6 +94,38 @@ def load_model(source: str, *, separate_experts: bool = False) -> list[NamedPara
     raise ConfigError(
         f"{source!r} is neither a preset ({', '.join(PRESETS)}) nor a config.json nor a folder with a checkpoint"
     )
+
+
+def as_autoep(members: Sequence[NamedParameter], ways: int) -> list[NamedParameter]:
+    """Return the parameters after AutoEP has replaced the layers of experts: gate and up are stacks of their own.
+
+    Args:
+        members: Of the model as it was.
+        ways: The ranks among which the experts of a layer will be divided. The stacks returned are whole.
+
+    Raises:
+        ConfigError: If there are no stacks of experts, or their number cannot be divided so.
+    """
+    found: list[NamedParameter] = []
+    for member in members:
+        before, _, last = member.name.rpartition(".")
+        shape = true_shape(member.param)
+        if len(shape) != 3 or not before.endswith("experts"):
+            found.append(member)
+            continue
+        count, out, into = shape
+        if count % ways:
+            raise ConfigError(
+                f"--expert-parallel {ways}: the {count} experts of {member.name} do not divide so"
+            )
+        if last == "gate_up_proj":
+            half = (count, out // 2, into)
+            found += _from_shapes({f"{before}.w1": half, f"{before}.w3": half})
+        else:
+            found += _from_shapes({f"{before}.w2": shape})
+    if len(found) == len(members):
+        raise ConfigError(f"--expert-parallel {ways}: no stacks of experts in this model")
+    return found
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from deepspeed_muon.forecast.predict import Exchange, PlannedParameter, PlanSettings, peer_bytes, zero_bytes
+from deepspeed_muon.forecast.predict import Exchange, peer_bytes, zero_bytes
+from deepspeed_muon.forecast.settings import PlannedParameter, PlanSettings, divisions
 
 __all__ = ["Network", "network_seconds"]
 
@@ -59,10 +60,11 @@ def network_seconds(
     peer = peer_bytes(parameters, settings) - zero
     if settings.stage == 3 and not network.reduce_scatter:
         # The peer's own count has its all-reduce of gradients already.
-        gradients = sum(parameter.numel for parameter in parameters) / settings.tensor_parallel
-        ranks = settings.data_parallel
-        zero += gradients * settings.model_bytes * (ranks - 1) / ranks
-        peer -= gradients * settings.model_bytes * (ranks - 1) / ranks
+        for _, local, among in divisions(parameters, settings):
+            gradients = sum(parameter.numel for parameter in local) / settings.tensor_parallel
+            ranks = among.data_parallel
+            zero += gradients * settings.model_bytes * (ranks - 1) / ranks
+            peer -= gradients * settings.model_bytes * (ranks - 1) / ranks
     # What one rank receives in one direction, it sends in the other.
     one_way = max(exchange.gather_elements.max(), exchange.scatter_elements.max()) * settings.wire_bytes
     inside = min(settings.gpus_per_node, settings.world_size)

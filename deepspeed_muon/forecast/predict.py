@@ -11,22 +11,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
 
 import numpy as np
-import torch
 
+from deepspeed_muon.forecast.settings import PlannedParameter, PlanSettings, divisions
 from deepspeed_muon.math.flops import orthogonalize_flops
-from deepspeed_muon.math.newton_schulz import NsMethod
-from deepspeed_muon.plan.chunks import Link
-from deepspeed_muon.plan.hardware import GPUS, Gpu
 from deepspeed_muon.plan.holdings import Floats, Holdings, flat_holdings, sharded_holdings
-from deepspeed_muon.plan.order import OrderName, balanced_order, flat_partition_numel
+from deepspeed_muon.plan.order import balanced_order, flat_partition_numel
 from deepspeed_muon.plan.owners import holders_in_holdings
 from deepspeed_muon.plan.relay import Machines
-from deepspeed_muon.plan.sharing import Shareable, SharingRule, Speeds, assign_ranks, even_sizes
+from deepspeed_muon.plan.sharing import Shareable, assign_ranks, even_sizes
 from deepspeed_muon.plan.stacks import block_runs, travelling_cost
 
 __all__ = [
@@ -45,91 +41,6 @@ __all__ = [
 # DeepSpeed's defaults: sub_group_size, and the elements up to which stage 3 keeps gathered parameters for backward.
 _SUB_GROUP_NUMEL = 1_000_000_000
 _REUSE_NUMEL = 1_000_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedParameter:
-    """One parameter of a model that need not exist.
-
-    Attributes:
-        name: Dotted name.
-        numel: Elements.
-        muon: Whether it is Muon's; otherwise AdamW's.
-        blocks: Count, rows and columns of every kind of block in it.
-        stack: The number of blocks, if they are equal and follow each other in memory; else 1.
-    """
-
-    name: str
-    numel: int
-    muon: bool
-    blocks: tuple[tuple[int, int, int], ...] = ()
-    stack: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class PlanSettings:
-    """Where and how a model will be trained.
-
-    Attributes:
-        world_size: GPUs, tensor-parallel ones counted.
-        stage: ZeRO stage.
-        tensor_parallel: GPUs that share every matrix before ZeRO divides it.
-        gpus_per_node: GPUs that NVLink connects.
-        gpu: The kind of GPU.
-        steps: Newton-Schulz steps.
-        method: ``gram`` or ``standard``.
-        ns_dtype: Dtype of the iteration.
-        wire_bytes: Bytes of an element of the exchange.
-        direction_bytes: Bytes of an element of the directions that do not travel.
-        model_bytes: Bytes of an element of the forward pass's weights, and of its gradient.
-        chunk_numel: ``exchange_chunk_numel``.
-        link: What the network costs, if the setting ``network`` says it.
-        overlap: ``exchange_overlap``.
-        order: Order of the matrices in the flat buffers of stages 1 and 2.
-        share_matrices: ``auto`` shares a matrix where that pays; with a number so many ranks share wherever possible.
-        efficiency: Part of the GPU's tensor operations that the iteration reaches.
-        link_efficiency: Part of the bandwidths that copies and collectives reach.
-    """
-
-    world_size: int
-    stage: int = 3
-    tensor_parallel: int = 1
-    gpus_per_node: int = 8
-    gpu: Gpu = field(default_factory=lambda: GPUS["h100"])
-    steps: int = 5
-    method: NsMethod = "gram"
-    ns_dtype: torch.dtype = torch.float16
-    wire_bytes: float = 2
-    direction_bytes: int = 2
-    model_bytes: int = 2
-    chunk_numel: int = 1 << 26
-    link: Link | None = None
-    overlap: Literal["auto"] | bool = "auto"
-    order: OrderName = "balanced"
-    share_matrices: Literal["auto", False] | int = "auto"
-    efficiency: float = 0.5
-    link_efficiency: float = 0.7
-
-    def __post_init__(self) -> None:
-        if self.world_size < 1 or self.tensor_parallel < 1 or self.world_size % self.tensor_parallel:
-            raise ValueError(
-                f"{self.world_size} GPUs cannot be divided into tensor-parallel groups of {self.tensor_parallel}"
-            )
-
-    @property
-    def data_parallel(self) -> int:
-        """The number of ranks among which ZeRO divides."""
-        return self.world_size // self.tensor_parallel
-
-    @property
-    def sharing_rule(self) -> SharingRule:
-        """The rule by which ranks share matrices."""
-        wanted = False if self.tensor_parallel > 1 else self.share_matrices
-        speeds = None
-        if wanted == "auto":
-            speeds = Speeds.of(self.gpu, efficiency=self.efficiency, link_efficiency=self.link_efficiency)
-        most = 1 if wanted is False else self.world_size if wanted == "auto" else int(wanted)
-        return SharingRule(most, self.steps, self.method, self.ns_dtype, speeds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +94,8 @@ def exchange_of(parameters: Sequence[PlannedParameter], settings: PlanSettings) 
         settings: Stage, ranks and iteration.
     """
     muon = [parameter for parameter in parameters if parameter.muon]
+    if settings.expert_parallel > 1:
+        return _merged(muon, settings)
     load = [0.0] * settings.world_size
     gather, scatter, owned = (np.zeros(settings.world_size) for _ in range(3))
     owners: dict[int, int] = {}
@@ -214,6 +127,31 @@ def exchange_of(parameters: Sequence[PlannedParameter], settings: PlanSettings) 
     in_order = tuple(owners[number] for number in range(len(muon)))
     scatter, leaving = _relayed(scatter, settings)
     return Exchange(in_order, shared, owned, np.asarray(load), gather, scatter, len(moving), leaving)
+
+
+def _merged(muon: Sequence[PlannedParameter], settings: PlanSettings) -> Exchange:
+    """Return the exchange where experts lie on other ranks than the rest: ranks ``n k`` to ``n k + k - 1`` divide them.
+
+    Every one of these ``k`` ranks does with its experts what the others do with theirs.
+    """
+    owners, shared = {}, {}
+    flops, owned, gather, scatter = (np.zeros(settings.world_size) for _ in range(4))
+    moving, leaves = 0, 0.0
+    for numbers, local, inside in divisions(muon, settings):
+        each, ranks = exchange_of(local, inside), settings.world_size // inside.world_size
+        owners.update({number: owner * ranks for number, owner in zip(numbers, each.owners, strict=True)})
+        shared.update(
+            {numbers[at]: tuple(rank * ranks for rank in sharers) for at, sharers in each.shared.items()}
+        )
+        flops += np.repeat(each.flops, ranks)
+        owned += np.repeat(each.owned_elements, ranks)
+        gather += np.repeat(each.gather_elements, ranks)
+        scatter += np.repeat(each.scatter_elements, ranks)
+        moving += each.moving
+        leaves += each.leaving * float((each.gather_elements + each.scatter_elements).max())
+    sent = float((gather + scatter).max())
+    in_order = tuple(owners[number] for number in range(len(muon)))
+    return Exchange(in_order, shared, owned, flops, gather, scatter, moving, leaves / sent if sent else 0.0)
 
 
 def _relayed(scatter: Floats, settings: PlanSettings) -> tuple[Floats, float]:
@@ -324,6 +262,8 @@ def zero_bytes(parameters: Sequence[PlannedParameter], settings: PlanSettings) -
     (``use_multi_rank_bucket_allreduce``) and all-gather parameters. Stage 3 reduce-scatters gradients and gathers
     parameters for forward, and again for backward in models that are larger than ``stage3_max_reuse_distance``.
     """
+    if settings.expert_parallel > 1:
+        return sum(zero_bytes(local, inside) for _, local, inside in divisions(parameters, settings))
     ranks = settings.data_parallel
     numel = sum(parameter.numel for parameter in parameters) / settings.tensor_parallel
     passes = {0: 2.0, 1: 3.0, 2: 3.0, 3: 2.0 if numel <= _REUSE_NUMEL else 3.0}[settings.stage]
@@ -336,6 +276,8 @@ def peer_flops(parameters: Sequence[PlannedParameter], settings: PlanSettings) -
     At stage 0 every rank orthogonalises every matrix; at stages 1 and 2 every matrix that touches its partition. At
     stage 3 each round gives every rank one matrix.
     """
+    if settings.expert_parallel > 1:
+        return sum(peer_flops(local, inside) for _, local, inside in divisions(parameters, settings))
     muon = [parameter for parameter in parameters if parameter.muon]
     costs = np.array([parameter_flops(parameter, settings) for parameter in muon])
     if not muon:
@@ -359,6 +301,8 @@ def peer_bytes(parameters: Sequence[PlannedParameter], settings: PlanSettings) -
     At stage 3 it all-reduces gradients (it refuses reduce-scatter) and gathers Muon's gradients and momentum. After
     each round of one matrix per rank it all-gathers updates and momentum, padded to the round's largest matrix.
     """
+    if settings.expert_parallel > 1:
+        return sum(peer_bytes(local, inside) for _, local, inside in divisions(parameters, settings))
     own = zero_bytes(parameters, settings)
     ranks = settings.data_parallel
     if settings.stage != 3 or ranks == 1:

@@ -11,8 +11,6 @@ import numpy as np
 
 from deepspeed_muon.forecast.predict import (
     Exchange,
-    PlannedParameter,
-    PlanSettings,
     exchange_of,
     machines_that_relay,
     peer_bytes,
@@ -20,6 +18,7 @@ from deepspeed_muon.forecast.predict import (
     to_other_nodes,
     zero_bytes,
 )
+from deepspeed_muon.forecast.settings import PlannedParameter, PlanSettings, divisions
 from deepspeed_muon.plan.exchange import ExchangePlan
 from deepspeed_muon.plan.memory import StepMemory, largest_chunk
 from deepspeed_muon.plan.spread import fragments_of
@@ -133,13 +132,14 @@ def _exchange_seconds(settings: PlanSettings, nbytes: float, exchange: Exchange)
 
 def _kept(parameters: Sequence[PlannedParameter], settings: PlanSettings) -> dict[str, float]:
     """Return the bytes of weights, gradients and fp32 masters of a rank."""
-    numel = sum(parameter.numel for parameter in parameters) / settings.tensor_parallel
-    ranks = settings.data_parallel
-    return {
-        "weights": numel * settings.model_bytes / (ranks if settings.stage == 3 else 1),
-        "gradients": numel * settings.model_bytes / (ranks if settings.stage >= 2 else 1),
-        "master_weights": 4.0 * numel / (ranks if settings.stage else 1),
-    }
+    kept = {"weights": 0.0, "gradients": 0.0, "master_weights": 0.0}
+    for _, local, inside in divisions(parameters, settings):
+        numel = sum(parameter.numel for parameter in local) / settings.tensor_parallel
+        ranks = inside.data_parallel
+        kept["weights"] += numel * settings.model_bytes / (ranks if settings.stage == 3 else 1)
+        kept["gradients"] += numel * settings.model_bytes / (ranks if settings.stage >= 2 else 1)
+        kept["master_weights"] += 4.0 * numel / (ranks if settings.stage else 1)
+    return kept
 
 
 def _buffers(
@@ -163,9 +163,12 @@ def _buffers(
 
 def _partition(parameters: Sequence[PlannedParameter], settings: PlanSettings) -> tuple[float, float]:
     """Return Muon's elements in a rank's partition, and all others in it."""
-    share = settings.tensor_parallel * (settings.data_parallel if settings.stage else 1)
-    muon = sum(p.numel for p in parameters if p.muon) / share
-    return muon, sum(p.numel for p in parameters) / share - muon
+    muon = others = 0.0
+    for _, local, inside in divisions(parameters, settings):
+        share = settings.tensor_parallel * (inside.data_parallel if settings.stage else 1)
+        muon += sum(p.numel for p in local if p.muon) / share
+        others += sum(p.numel for p in local if not p.muon) / share
+    return muon, others
 
 
 def overlaps(parameters: Sequence[PlannedParameter], settings: PlanSettings) -> bool:
@@ -273,6 +276,7 @@ def live_report(
     *,
     wire_bytes: float,
     work: Sequence[Sequence[float]],
+    ranks: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
     """Return the plan of a bound optimizer as plain data.
 
@@ -281,9 +285,10 @@ def live_report(
         plans: The exchange plans of one rank; their owners and layouts are those of all ranks.
         wire_bytes: Bytes of an element of the exchange.
         work: The Newton-Schulz operations of each matrix of each plan.
+        ranks: The ranks among which each plan is made: all, or those that hold the same experts.
     """
     sets = []
-    for plan, costs in zip(plans, work, strict=True):
+    for plan, costs, members in zip(plans, work, ranks, strict=True):
         flops, sent = np.zeros(plan.world_size), np.zeros(plan.world_size)
         rows: list[dict[str, Any]] = []
         for matrix, owner, cost in zip(plan.matrices, plan.owners, costs, strict=True):
@@ -299,6 +304,7 @@ def live_report(
         sets.append(
             {
                 "world_size": plan.world_size,
+                "ranks": list(members),
                 "chunks": len(plan.chunks),
                 "matrices": rows,
                 "flops_per_rank": flops.tolist(),
@@ -315,6 +321,7 @@ def _settings(settings: PlanSettings, *, overlap: bool) -> dict[str, Any]:
         "world_size": settings.world_size,
         "stage": settings.stage,
         "tensor_parallel": settings.tensor_parallel,
+        "expert_parallel": settings.expert_parallel,
         "gpus_per_node": settings.gpus_per_node,
         "gpu": asdict(gpu),
         "ns_steps": settings.steps,

@@ -17,6 +17,7 @@ def render(data: Mapping[str, Any]) -> str:
     lines = [
         f"{data['model']}: {data['elements'] / 1e9:,.2f}B parameters; ZeRO {chosen['stage']} on "
         f"{chosen['world_size']} x {chosen['gpu']['name'].upper()}, tensor parallel {chosen['tensor_parallel']}, "
+        f"expert parallel {chosen['expert_parallel']}, "
         f"{chosen['gpus_per_node']} GPUs a node",
         "",
         "routes",

@@ -71,7 +71,11 @@ class BoundSteps:
     def process_groups(self) -> list[dist.ProcessGroup]:
         """Return the process groups that the step sets communicate in."""
         sets = (runner.step_set for runner in self.runners)
-        found = {group: None for each in sets for group in (each.wider_group, each.tensor_group, each.group)}
+        found = {
+            group: None
+            for each in sets
+            for group in (each.wider_group, each.tensor_group, each.stack_group, each.group)
+        }
         return [group for group in found if group is not None]
 
     def open_subgroups(self) -> None:
@@ -174,6 +178,12 @@ class BoundSteps:
                 together = [n for n, each in enumerate(self.runners) if _skips_with(each.step_set, wider)]
                 facts[f"step sets that ranks {wider.name} skip together"] = str(together)
                 scopes[f"step sets that ranks {wider.name} skip together"] = wider
+            if runner.step_set.stack_group is not None:
+                # These ranks exchange flags too, by position.
+                peers = Scope.of(runner.step_set.stack_group)
+                stacks = {f"stacks of experts in step set {number}": own[f"parameters of step set {number}"]}
+                facts.update(stacks)
+                scopes.update(dict.fromkeys(stacks, peers))
             if runner.step_set.tensor_group is not None:
                 # Tensor-parallel ranks call collectives in the order of the plan, and compute by the settings.
                 across = {

@@ -45,10 +45,10 @@ class GradientInspection:
         self._device = device
         self._local = step_set.local_fragments()
         self._rows: list[list[int]] | None = None
-        # Over both groups: a shard without a gradient must take part if other shards of its matrix have one.
         self.groups = [step_set.group] if step_set.world_size > 1 else []
-        if step_set.tensor_group is not None:
-            self.groups.append(step_set.tensor_group)
+        # A shard without a gradient must take part if other shards of its matrix have one, and so must the experts of a
+        # stack that lies on several ranks: what a step does may not depend on where it is cut.
+        self.groups += [each for each in (step_set.tensor_group, step_set.stack_group) if each is not None]
 
     @property
     def is_known(self) -> bool:

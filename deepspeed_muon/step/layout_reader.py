@@ -25,14 +25,16 @@ class LayoutReader:
         routes: Mapping[int, Route],
         group: dist.ProcessGroup | None,
         *,
-        wider_group: dist.ProcessGroup | None = None,
+        others: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = (None, None),
         native_adam: NativeAdam | None = None,
     ) -> None:
         """Start an empty set; ``routes`` maps ``id(model parameter)`` to its route, for the rest see :class:`StepSet`.
 
-        A ``wider_group`` that is no larger than the group does not count.
+        ``others`` are ``wider_group`` and ``stack_group``. A wider group that is no larger than the group does not
+        count.
         """
         self._native_adam = native_adam
+        wider_group, self._stack_group = others
         self._routes = routes
         self._group = group
         self._wider_group = wider_group
@@ -99,6 +101,7 @@ class LayoutReader:
             self._wider_group,
             native_adam=self._native_adam,
             refresh=refresh,
+            stack_group=self._stack_group,
         )
 
     def _route(self, param: Tensor) -> Route:
@@ -117,7 +120,7 @@ def read_whole(
     group: dist.ProcessGroup | None,
     *,
     numbers: Sequence[int] | None = None,
-    wider_group: dist.ProcessGroup | None = None,
+    others: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = (None, None),
 ) -> StepSet:
     """Return a step set of parameters that every rank holds whole; each one is a partition.
 
@@ -126,9 +129,9 @@ def read_whole(
         routes: ``id(model parameter)`` to its route.
         group: Ranks that hold the same parameters; ``None`` in a single process.
         numbers: Number of each partition; ``None`` counts from 0.
-        wider_group: As for :class:`LayoutReader`.
+        others: As for :class:`LayoutReader`.
     """
-    reader = LayoutReader(routes, group, wider_group=wider_group)
+    reader = LayoutReader(routes, group, others=others)
     for index, (model, master) in zip(numbers or range(len(pairs)), pairs, strict=True):
         reader.add_partition(index, master, [model])
         if model.numel():

@@ -52,6 +52,8 @@ class StepSet:
         world_size: Its size.
         model_dtype: Dtype of the weights that the forward pass uses.
         wider_group: More ranks than the group that must skip the same steps (those with other experts), or ``None``.
+        stack_group: The expert-parallel process group, whose ranks hold the other experts of the same stacks: a stack
+            has a gradient if any of its experts has. ``None`` where every rank holds whole stacks, or none.
         tensor_group: The tensor-parallel process group, whose ranks hold the other shards of the matrices; ``None``
             without tensor parallelism.
         native_adam: Makes DeepSpeed's native AdamW if ZeRO-Offload keeps the partitions off the device, else ``None``.
@@ -72,6 +74,7 @@ class StepSet:
     tensor_group: dist.ProcessGroup | None = None
     native_adam: NativeAdam | None = None
     refresh: Refresh | None = None
+    stack_group: dist.ProcessGroup | None = None
 
     @contextlib.contextmanager
     def flat_partitions(self) -> Iterator[dict[int, Tensor]]:

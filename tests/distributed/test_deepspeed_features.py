@@ -272,7 +272,6 @@ def refusal(rank: int, world_size: int, *, stage: int, change: dict[str, Any]) -
         pytest.param(2, {"zero": {"elastic_checkpoint": True}}, "consolidate and", marks=pytest.mark.compat),
         (1, {"compile": {"deepcompile": True}}, "compile.deepcompile is not supported"),
         (1, {"elasticity": {"enabled": True}}, "lastic"),
-        (1, {"expert_parallel": {"enabled": True, "autoep_size": 2}}, "expert_parallel (AutoEP) is not supported"),
     ],
 )  # fmt: skip
 def test_refused_at_once(ranks: Any, stage: int, change: dict[str, Any], said: str) -> None:

@@ -204,7 +204,7 @@ def refused(rank: int, world_size: int, *, ep_size: int, stage: int, **settings:
             2,
             2,
             {"params": {"consolidate_on_save": True}},
-            "consolidate_on_save with deepspeed.moe and ep_size > 1",
+            "consolidate_on_save with expert parallelism",
         ),
         (1, 1, {"tensor_size": 2}, "tensor parallelism with deepspeed.moe is not supported"),
     ],

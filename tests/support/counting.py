@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import deepspeed_muon
 from deepspeed_muon.forecast.live import planned_parameters
-from deepspeed_muon.forecast.predict import PlanSettings, exchange_of, zero_bytes
+from deepspeed_muon.forecast.predict import exchange_of, zero_bytes
+from deepspeed_muon.forecast.settings import PlanSettings
 from tests.support import training
 from tests.support.collectives import tensors_in
 

@@ -18,7 +18,7 @@ from deepspeed_muon.forecast.model_shapes import (
     from_config,
     load_model,
 )
-from deepspeed_muon.forecast.predict import PlanSettings
+from deepspeed_muon.forecast.settings import PlanSettings
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.flops import orthogonalize_flops
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
@@ -113,6 +113,42 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
         "memory, GB",
     ):
         assert part in text
+
+
+def test_experts_of_autoep_are_divided_before_zero_divides_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """With as many expert-parallel ranks as ranks every expert is whole where it is, and none of it is sent."""
+    found = {}
+    for ways in (1, 8, 16):
+        command = ["plan", "qwen3-30b-a3b", "--world-size", "16", "--json", "--expert-parallel", str(ways)]
+        assert main(command) == 0
+        found[ways] = json.loads(capsys.readouterr().out)
+    shapes = {tuple(row["shape"]) for row in found[8]["routes"] if "experts" in row["name"]}
+    assert shapes == {(128, 768, 2048), (128, 2048, 768)}
+    assert found[8]["elements"] == found[1]["elements"] == found[16]["elements"]
+    sent = {ways: data["sent_bytes_per_rank"]["mean"] for ways, data in found.items()}
+    stacks = 48 * 128 * 3 * 768 * 2048
+    others = found[1]["algorithms"]["muon"]["elements"] - stacks
+    # At stage 3 each of n ranks holds an n-th of every matrix and sends 1 - 1/n of that, both ways, two bytes each.
+    assert sent[16] == pytest.approx(2 * 2 * others / 16 * 15 / 16, rel=1e-3)
+    assert sent[8] == sent[16], "each of two ranks holds 8 of 16 experts, whole ones"
+    assert found[16]["step"]["muon"]["memory"]["weights"] == found[1]["step"]["muon"]["memory"]["weights"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["qwen3-30b-a3b", "--expert-parallel", "3", "--world-size", "6"], "128 experts of"),
+        (["qwen3-30b-a3b", "--expert-parallel", "3"], "cannot be divided into expert-parallel groups"),
+        (["llama-7b", "--expert-parallel", "2"], "no stacks of experts"),
+        (["qwen3-30b-a3b", "--expert-parallel", "2", "--tensor-parallel", "2"], "tensor parallelism"),
+        (["qwen3-30b-a3b", "--expert-parallel", "2", "--separate-experts"], "--separate-experts"),
+    ],
+)
+def test_expert_parallelism_that_cannot_be(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert main(["plan", *arguments]) != 0
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

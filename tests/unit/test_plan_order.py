@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from deepspeed_muon.forecast.live import planned_parameters
 from deepspeed_muon.forecast.model_shapes import load_model
-from deepspeed_muon.forecast.predict import PlanSettings, parameter_flops
+from deepspeed_muon.forecast.predict import parameter_flops
+from deepspeed_muon.forecast.settings import PlanSettings
 from deepspeed_muon.math.flops import orthogonalize_flops
 from deepspeed_muon.plan.order import balanced_order, order_quality
 from deepspeed_muon.routing.rules import route_parameters

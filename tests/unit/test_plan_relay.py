@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_muon.forecast.predict import PlannedParameter, PlanSettings, exchange_of
+from deepspeed_muon.forecast.predict import exchange_of
+from deepspeed_muon.forecast.settings import PlannedParameter, PlanSettings
 from deepspeed_muon.plan.exchange import Chunk, build_exchange_plan
 from deepspeed_muon.plan.relay import Machines
 from deepspeed_muon.plan.wire import CODED, PLAIN, WireFormat

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_muon.forecast.predict import PlannedParameter, PlanSettings, exchange_of
+from deepspeed_muon.forecast.predict import exchange_of
+from deepspeed_muon.forecast.settings import PlannedParameter, PlanSettings
 from deepspeed_muon.math.flops import orthogonalize_flops
 from deepspeed_muon.plan.exchange import build_exchange_plan
 from deepspeed_muon.plan.hardware import GPUS

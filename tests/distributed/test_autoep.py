@@ -1,0 +1,487 @@
+"""AutoEP: every expert is updated as in a single process, once, by the ranks that share it, at ZeRO 1 to 3."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+
+import deepspeed_muon
+from deepspeed_muon.forecast.live import planned_parameters
+from deepspeed_muon.forecast.predict import exchange_of
+from deepspeed_muon.forecast.settings import PlanSettings
+from deepspeed_muon.optimizer import Muon
+from deepspeed_muon.routing.rules import model_parameters_by_name, route_parameters
+from tests.support import training
+from tests.support.autoep_models import (
+    AUTOEP_MATRICES,
+    AUTOTP,
+    EXPERTS,
+    GATES,
+    STACKS,
+    autoep_config,
+    build_plain,
+    build_source,
+    compute_exactly,
+    source_state,
+    with_plain_linears,
+)
+from tests.support.counting import counted
+from tests.support.models import batch
+from tests.support.reference import Oracle, relative
+from tests.support.thinning import each_value
+
+STEPS = 4
+
+# AutoEP computes the softmax of its gate in fp32 (6e-8) whatever the rest does; see test_moe.
+MUON_TOLERANCE = 2e-5
+ADAM_TOLERANCE = 1e-4
+
+
+def make_engine(
+    ep_size: int,
+    stage: int,
+    *,
+    last: str = "busy",
+    zero_init: bool = False,
+    extra: Any = None,
+    client: str = "",
+    tensor_size: int = 1,
+    **settings: Any,
+) -> Any:
+    """Return an engine whose experts AutoEP has divided over ``ep_size`` ranks."""
+    own = {"expert_parallel": autoep_config(ep_size), **(extra or {})}
+    if tensor_size > 1:
+        own["tensor_parallel"] = {"autotp_size": tensor_size, **AUTOTP}
+    config = training.ds_config(stage, extra=own, **settings)
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=zero_init):
+        model = build_source(last, loaded=not zero_init)
+        model = model if tensor_size == 1 else with_plain_linears(model)
+    if zero_init:
+        source = source_state(last)
+        for name, param in model.named_parameters():
+            with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
+                param.data.copy_(source[name])
+    optimizer: Any = None
+    if client:
+        del config["optimizer"]
+        optimizer = Muon(model, **training.MUON_PARAMS)
+        optimizer = optimizer if client == "made" else lambda _: Muon(model, **training.MUON_PARAMS)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=config, optimizer=optimizer
+    )
+    compute_exactly(engine.module)
+    return engine
+
+
+def joined(masters: dict[str, torch.Tensor], tensor_size: int) -> dict[str, torch.Tensor]:
+    """Return the weights with the shards of AutoTP put together; neighbours share a model."""
+    for name, dim in (("up.weight", 0), ("down.weight", 1)):
+        for own in [key for key in masters if key.endswith(name)] if tensor_size > 1 else []:
+            shards = [torch.empty_like(masters[own]) for _ in range(dist.get_world_size())]
+            dist.all_gather(shards, masters[own].contiguous())
+            first = dist.get_rank() // tensor_size * tensor_size
+            masters[own] = torch.cat(shards[first : first + tensor_size], dim)
+    return masters
+
+
+def train(
+    rank: int,
+    world_size: int,
+    *,
+    ep_size: int,
+    stage: int,
+    accumulation: int = 1,
+    tensor_size: int = 1,
+    **settings: Any,
+) -> Any:
+    """Train; return this rank's experts and everything else, the norms, and the tokens of every expert."""
+    engine = make_engine(ep_size, stage, accumulation=accumulation, tensor_size=tensor_size, **settings)
+    optimizer = deepspeed_muon.muon_optimizer(engine)
+    norms, tokens = [], []
+    layers = [layer.mlp for layer in engine.module.model.layers]
+    for step in range(STEPS):
+        optimizer.stats.reset()
+        before = torch.stack([layer.tokens_per_expert for layer in layers])
+        training.run_step(engine, step, rank // tensor_size, world_size // tensor_size, accumulation)
+        norms.append(float(engine.get_global_grad_norm()))
+        tokens.append((torch.stack([layer.tokens_per_expert for layer in layers]) - before).tolist())
+    report = {
+        "params": joined(training.full_masters(engine), tensor_size),
+        "first": layers[0].ep_rank * layers[0].num_local_experts,
+        "norms": norms,
+        "tokens": tokens,
+        "orthogonalized": optimizer.stats.matrices_orthogonalized,
+        "routes": {route.name: route.algorithm for route in optimizer.routes},
+    }
+    engine.destroy()
+    return report
+
+
+@functools.lru_cache(maxsize=8)
+def reference(
+    micro_batches: int, clipping: float, variant: str = "muon", last: str = "busy"
+) -> tuple[Any, Any, list[float]]:
+    """Train the plain model in float64 in this process."""
+    model = build_plain(last)
+    start = {name: param.detach().clone() for name, param in model.named_parameters()}
+    model = model.double()
+    oracle = Oracle(AUTOEP_MATRICES, clipping=clipping, variant=variant, experts=STACKS)
+    norms = []
+    for step in range(STEPS):
+        model.zero_grad()
+        for micro in range(micro_batches):
+            (model(*batch(step, micro)) / micro_batches).backward()
+        norms.append(oracle.update(model))
+    return start, {name: param.detach() for name, param in model.named_parameters()}, norms
+
+
+def worst_error(
+    results: list[Any], micro_batches: int, clipping: float, **kwargs: Any
+) -> tuple[float, float]:
+    """Return the largest errors of Muon's and of AdamW's parameters; every expert is compared by itself."""
+    start, end, _ = reference(micro_batches, clipping, **kwargs)
+    muon, adam = [0.0], [0.0]
+    seen: dict[str, set[int]] = {name: set() for name in end}
+    for result in results:
+        for name, value in result["params"].items():
+            errors = muon if name in AUTOEP_MATRICES else adam
+            if name not in STACKS:
+                errors.append(relative(value, end[name], start[name]))
+                continue
+            for number, own in enumerate(value, start=result["first"]):
+                errors.append(relative(own, end[name][number], start[name][number]))
+                seen[name].add(number)
+        assert result["params"].keys() == end.keys()
+    assert all(seen[name] == set(range(EXPERTS)) for name in STACKS), "all ranks together hold every expert"
+    return max(muon), max(adam)
+
+
+def compare(results: list[Any], micro_batches: int, clipping: float, **kwargs: Any) -> None:
+    muon, adam = worst_error(results, micro_batches, clipping, **kwargs)
+    assert muon <= MUON_TOLERANCE and adam <= ADAM_TOLERANCE, (muon, adam)
+    norms = torch.tensor(reference(micro_batches, clipping, **kwargs)[2])
+    for result in results:
+        torch.testing.assert_close(torch.tensor(result["norms"]), norms, rtol=1e-6, atol=0)
+        assert all(result["routes"][gate] == "adamw" for gate in GATES)
+        assert all(result["routes"][stack] == "muon" for stack in STACKS)
+
+
+CASES = [
+    (stage, world, ep_size, accumulation, clipping)
+    for stage in (1, 2, 3)
+    for world, ep_size in ((2, 1), (2, 2), (4, 1), (4, 2), (4, 4))
+    for accumulation, clipping in ((1, 0.5), (2, 0.0), (2, 0.5))
+]
+
+
+@pytest.mark.parametrize(("stage", "world", "ep_size", "accumulation", "clipping"), each_value(CASES))
+def test_matches_the_reference(
+    ranks: Any, stage: int, world: int, ep_size: int, accumulation: int, clipping: float
+) -> None:
+    results = ranks(world).run(
+        train, stage=stage, ep_size=ep_size, accumulation=accumulation, clipping=clipping
+    )
+    compare(results, world * accumulation, clipping)
+    # Newton-Schulz runs once for every matrix and every stack of experts, over all ranks that share it.
+    others = len(AUTOEP_MATRICES - STACKS)
+    assert sum(result["orthogonalized"] for result in results) == others + ep_size * len(STACKS)
+
+
+# On 4 ranks, two experts each, two ranks for every expert. The stacks have 216 elements an expert.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "stage1-offload": {"stage": 1, "zero": {"offload_optimizer": {"device": "cpu"}}},
+    "stage2-offload": {"stage": 2, "zero": {"offload_optimizer": {"device": "cpu"}}},
+    "stage3-offload": {"stage": 3, "zero": {"offload_optimizer": {"device": "cpu"}}},
+    "stage3-offload-both": {
+        "stage": 3,
+        "zero": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+    },
+    "stage3-zero-init": {"stage": 3, "zero_init": True},
+    "stage3-persistent": {"stage": 3, "zero": {"stage3_param_persistence_threshold": 1000}},
+    "stage3-sub-groups": {"stage": 3, "zero": {"sub_group_size": 300}},
+    "stage3-small-buckets": {
+        "stage": 3,
+        "zero": {"reduce_bucket_size": 200, "stage3_prefetch_bucket_size": 100},
+    },
+    "stage2-overlap": {"stage": 2, "zero": {"overlap_comm": True}},
+    "stage3-overlap": {"stage": 3, "zero": {"overlap_comm": True}},
+    "stage3-chunks": {"stage": 3, "params": {"exchange_chunk_numel": 300}},
+    "stage2-round-robin": {"stage": 2, "zero": {"round_robin_gradients": True}},
+    "stage0": {"stage": 0},
+    "stage2-callable": {"stage": 2, "client": "callable"},
+    "stage3-callable": {"stage": 3, "client": "callable"},
+    "stage3-rare": {"stage": 3, "last": "rare"},
+    "stage2-data-before-experts": {"stage": 2, "extra": {"use_data_before_expert_parallelism": True}},
+    "stage1-normuon": {"stage": 1, "params": {"variant": "normuon"}},
+    "stage3-normuon": {"stage": 3, "params": {"variant": "normuon"}},
+}
+USUAL = {"stage2-offload", "stage3-offload", "stage3-zero-init"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.full) for name in VARIANTS]
+)
+def test_variants(ranks: Any, name: str) -> None:
+    variant = VARIANTS[name]
+    results = ranks(4).run(train, ep_size=2, accumulation=2, clipping=0.5, **variant)
+    kind = variant.get("params", {}).get("variant", "muon")
+    compare(results, 8, 0.5, variant=kind, last=variant.get("last", "busy"))
+
+
+@pytest.mark.parametrize(
+    ("stage", "ep_size", "last"),
+    each_value([(stage, ep, last) for stage in (3, 2, 1) for ep in (4, 2, 1) for last in ("idle", "rare")]),
+)
+def test_experts_without_tokens(ranks: Any, stage: int, ep_size: int, last: str) -> None:
+    """The result does not depend on the ranks among which the experts of a layer are divided.
+
+    The last expert gets no token on some ranks, or on all. With 4 it is a rank's whole stack.
+    """
+    results = ranks(4).run(train, stage=stage, ep_size=ep_size, clipping=0.5, last=last)
+    tokens = torch.tensor([result["tokens"] for result in results])[..., -1]
+    assert (tokens == 0).any() and bool(tokens.any()) == (last == "rare")
+    compare(results, 4, 0.5, last=last)
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "extra"),
+    [
+        pytest.param(1, "bf16", {"data_types": {"grad_accum_dtype": "fp32"}}, marks=pytest.mark.full),
+        pytest.param(1, "bf16", {}, marks=pytest.mark.full),
+        pytest.param(2, "bf16", {}, marks=pytest.mark.full),
+        (3, "bf16", {}),
+        pytest.param(2, "fp16", {}, marks=pytest.mark.full),
+        pytest.param(3, "fp16", {}, marks=pytest.mark.full),
+    ],
+)
+def test_half_precision(ranks: Any, stage: int, precision: str, extra: dict[str, Any]) -> None:
+    """Every wrapper; bounds as in test_variants, for a wrong update."""
+    results = ranks(4).run(train, stage=stage, ep_size=2, precision=precision, clipping=0.5, extra=extra)
+    muon, _ = worst_error(results, 4, 0.5)
+    assert muon <= 0.25
+    norms = torch.tensor(reference(4, 0.5)[2])
+    for result in results:
+        torch.testing.assert_close(torch.tensor(result["norms"]), norms, rtol=3e-2, atol=0)
+
+
+# See test_tensor_parallel::test_autotp.
+AUTOTP_TOLERANCE = 5e-4
+
+
+@pytest.mark.parametrize(
+    ("ep_size", "mode", "clipping"),
+    [
+        (2, "distributed", 0.5),
+        pytest.param(4, "gather", 0.5, marks=pytest.mark.full),
+        pytest.param(4, "distributed", 0.0, marks=pytest.mark.full),
+    ],
+)
+def test_with_autotp(ranks: Any, ep_size: int, mode: str, clipping: float) -> None:
+    """Experts divided over tensor-parallel ranks too (4), at ZeRO 3; the other matrices are cut."""
+    results = ranks(4).run(
+        train,
+        ep_size=ep_size,
+        stage=3,
+        tensor_size=2,
+        clipping=clipping,
+        params={"tensor_parallel_mode": mode},
+    )
+    muon, _ = worst_error(results, 2, clipping)
+    assert muon <= AUTOTP_TOLERANCE
+    norms = torch.tensor(reference(2, clipping)[2])
+    for result in results:
+        torch.testing.assert_close(torch.tensor(result["norms"]), norms, rtol=1e-4, atol=0)
+
+
+def resumed(rank: int, world_size: int, *, stage: int, folder: str, phase: str, **settings: Any) -> Any:
+    """Train 4 steps, saving after 2, or load and train the last 2."""
+    engine = make_engine(2, stage, clipping=0.5, **settings)
+    if phase == "rest":
+        path, _ = engine.load_checkpoint(folder)
+        assert path is not None
+    for step in range(0 if phase == "whole" else 2, 4):
+        training.run_step(engine, step, rank, world_size, 1)
+        if phase == "whole" and step == 1:
+            engine.save_checkpoint(folder)
+    report = {
+        "params": training.full_masters(engine),
+        "momentum": training.full_states(engine, "momentum_buffer"),
+        "moments": training.full_states(engine, "exp_avg_sq"),
+    }
+    engine.destroy()
+    return report
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings"),
+    [
+        pytest.param(1, {}, marks=pytest.mark.full),
+        pytest.param(2, {}, marks=pytest.mark.full),
+        (3, {}),
+        pytest.param(
+            1,
+            {"precision": "bf16", "extra": {"data_types": {"grad_accum_dtype": "fp32"}}},
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            2, {"precision": "bf16", "zero": {"offload_optimizer": {"device": "cpu"}}}, marks=pytest.mark.full
+        ),
+        pytest.param(3, {"precision": "bf16"}, marks=pytest.mark.full),
+        pytest.param(3, {"zero_init": True}, marks=pytest.mark.full),
+    ],
+)
+def test_resume_is_bit_identical(ranks: Any, stage: int, settings: dict[str, Any], tmp_path: Path) -> None:
+    whole = ranks(4).run(resumed, stage=stage, folder=str(tmp_path), phase="whole", **settings)
+    rest = ranks(4).run(resumed, stage=stage, folder=str(tmp_path), phase="rest", **settings)
+    for first, second in zip(whole, rest, strict=True):
+        for key in ("params", "momentum", "moments"):
+            assert first[key].keys() == second[key].keys()
+            for name, expected in first[key].items():
+                assert torch.equal(second[key][name], expected), (key, name)
+
+
+def count_a_step(rank: int, world_size: int, *, ep_size: int, stage: int) -> dict[str, Any]:
+    """Train two steps; return what the second one computed and sent, beside what the plan says of the whole model."""
+    engine = make_engine(ep_size, stage, params={"ns_backend": "torch", "ns_method": "standard"})
+    optimizer = deepspeed_muon.muon_optimizer(engine)
+    training.run_step(engine, 0, rank, world_size, 1)
+    optimizer.stats.reset()
+    engine.backward(engine(*batch(1, rank)))
+    with counted() as inside:
+        engine.step()
+    settings = PlanSettings(
+        world_size,
+        stage,
+        method="standard",
+        expert_parallel=ep_size,
+        ns_dtype=torch.float32,
+        wire_bytes=4,
+        model_bytes=4,
+        order=optimizer.config.order,
+        share_matrices=False,
+    )
+    whole = route_parameters(list(model_parameters_by_name(build_plain()).values()))
+    exchange = exchange_of(planned_parameters(whole), settings)
+    sent = 4.0 * float(exchange.gather_elements[rank] + exchange.scatter_elements[rank])
+    report = {
+        "flops": (inside.flops, float(exchange.flops[rank])),
+        "sent": (optimizer.stats.bytes_sent, sent),
+    }
+    engine.destroy()
+    return report
+
+
+@pytest.mark.parametrize(
+    ("stage", "ep_size"), each_value([(stage, ep) for stage in (3, 1, 2) for ep in (2, 4)])
+)
+def test_the_plan_is_what_runs(ranks: Any, stage: int, ep_size: int) -> None:
+    for result in ranks(4).run(count_a_step, stage=stage, ep_size=ep_size):
+        for key, (really, predicted) in result.items():
+            assert really == predicted, (key, result)
+
+
+def sampled(rank: int, world_size: int, *, stage: int) -> Any:
+    """Train with samples of health in every step; return the report and the plan."""
+    engine = make_engine(2, stage, params={"health": {"every": 1, "matrices": 100}})
+    for step in range(2):
+        training.run_step(engine, step, rank, world_size, 1)
+    report = deepspeed_muon.health(engine), deepspeed_muon.plan_report(engine)
+    engine.destroy()
+    return report
+
+
+def test_health_and_the_plan_of_an_engine(ranks: Any) -> None:
+    """All ranks' experts are measured, and the plan says which ranks share what."""
+    for rank, (health, plan) in enumerate(ranks(2).run(sampled, stage=2)):
+        assert health["failed"] == 0
+        measured = set(health["matrices"])
+        assert measured >= AUTOEP_MATRICES | {f"{stack} (rank 1)" for stack in STACKS}
+        for each in plan["step_sets"]:
+            names = {row["name"] for row in each["matrices"]}
+            assert each["ranks"] == ([rank] if names & STACKS else [0, 1])
+
+
+def poisoned(rank: int, world_size: int, *, stage: int, mode: str) -> Any:
+    """Put an infinity into the gradient of the second expert of rank 0."""
+    engine = make_engine(2, stage, params={"nonfinite_grad": mode})
+    training.run_step(engine, 0, rank, world_size, 1)
+    before, said = training.full_masters(engine), ""
+
+    def spoil(grad: torch.Tensor) -> torch.Tensor:
+        return grad.index_fill(0, torch.tensor([1]), float("inf"))
+
+    def listen(module: Any, _: Any) -> None:
+        module.w2.register_hook(spoil)  # at ZeRO 3 it is whole inside the forward pass only
+
+    if rank == 0:
+        engine.module.model.layers[0].mlp.experts.register_forward_pre_hook(listen)
+    try:
+        training.run_step(engine, 1, rank, world_size, 1)
+    except deepspeed_muon.NonFiniteGradientError as error:
+        said = str(error)
+    after = training.full_masters(engine)
+    report = {
+        "said": said,
+        "moved": [name for name in before if not torch.equal(before[name], after[name])],
+        "skipped": engine.skipped_steps,
+    }
+    engine.destroy()
+    return report
+
+
+@pytest.mark.parametrize(
+    ("stage", "mode"),
+    each_value([(3, "skip"), (2, "error"), (0, "skip"), (1, "skip"), (3, "error")]),
+)
+def test_an_infinity_in_one_expert_is_known_to_all_ranks(ranks: Any, stage: int, mode: str) -> None:
+    for result in ranks(2).run(poisoned, stage=stage, mode=mode, timeout=60):
+        assert not result["moved"]
+        assert ("not finite" in result["said"] or "non-finite" in result["said"]) == (mode == "error")
+        assert mode == "error" or result["skipped"] == 1
+
+
+def refused(
+    rank: int, world_size: int, *, stage: int = 2, ep_size: int = 2, on_last: Any = None, **settings: Any
+) -> str:
+    """Return the error of starting an engine, whose ``expert_parallel`` section is another on the last rank."""
+    own = {**autoep_config(ep_size), **(on_last or {} if rank == world_size - 1 else {})}
+    try:
+        make_engine(ep_size, stage, extra={"expert_parallel": own}, **settings).destroy()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"on_last": {"autoep_size": 1}}, ["RankDisagreementError", "expert_parallel", '"autoep_size": 1']),
+        ({"on_last": {"top_k": 99}}, ["RankDisagreementError", "expert_parallel"]),
+        ({"client": "made"}, ["UnsupportedConfigError", "pass a callable"]),
+        ({"ep_size": 3}, ["ValueError", "autoep_size"]),
+        (
+            {"params": {"consolidate_on_save": True}},
+            [
+                "UnsupportedConfigError",
+                "consolidate_on_save with expert parallelism",
+                "engine.save_checkpoint",
+            ],
+        ),
+        (
+            {"ep_size": 2, "tensor_size": 2},
+            ["UnsupportedConfigError", "AutoEP", "the wrong norm; use stage 3"],
+        ),
+        ({"zero": {"reduce_scatter": False}}, ["AssertionError", "Reduce Scatter"]),
+    ],
+)
+def test_refusals(ranks: Any, settings: dict[str, Any], said: list[str]) -> None:
+    """On every rank, at once; what DeepSpeed refuses has DeepSpeed's own words."""
+    for text in ranks(2).run(refused, timeout=60, **settings):
+        for words in said:
+            assert words in text, text
