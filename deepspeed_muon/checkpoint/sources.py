@@ -17,11 +17,15 @@ from torch import Tensor
 from deepspeed_muon.checkpoint.index import ParameterRecord, Progress, load_index, tensor_name
 from deepspeed_muon.checkpoint.sealed import open_regular, refusing, regular_size
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.plan.slices import TensorSlice
+from deepspeed_muon.plan.spread import Fragment
 
 __all__ = ["ConsolidatedSource", "StateSource", "file_digest", "flat_slice", "listed", "nonfinite_text"]
 
 _READ_BYTES = 16 << 20
 _SCAN_NUMEL = 4 << 20
+# Elements that are read at once where a rank needs several runs of a tensor.
+_WINDOW = 1 << 20
 
 
 class StateSource(ABC):
@@ -57,6 +61,33 @@ class StateSource(ABC):
     @abstractmethod
     def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
         """Return elements ``[start, start + numel)`` of a tensor in row-major order, fp32, one-dimensional."""
+
+    def fill(self, part: TensorSlice, key: str, own: Fragment, target: Tensor) -> None:
+        """Read a rank's fragment of a part of a tensor, some megabytes of the whole tensor at a time.
+
+        Args:
+            part: The part, with the name of the whole tensor.
+            key: ``fp32`` or a state key.
+            own: The fragment.
+            target: The rank's flat partition. Mutated.
+        """
+        offset = own.partition_offset - own.matrix_offset
+        waiting: list[tuple[int, int, int]] = []
+        for run in part.runs(own.matrix_offset, own.matrix_offset + own.numel):
+            if waiting and not 0 <= run[1] - waiting[0][1] <= _WINDOW - run[2]:
+                self._fill(part.name, key, waiting, target, offset)
+                waiting = []
+            waiting.append(run)
+        self._fill(part.name, key, waiting, target, offset)
+
+    def _fill(
+        self, name: str, key: str, runs: Sequence[tuple[int, int, int]], target: Tensor, offset: int
+    ) -> None:
+        """Read all that lies between runs at once; the first of them is the first in the tensor too."""
+        start = runs[0][1]
+        window = self.read(name, key, start, max(first + numel for _, first, numel in runs) - start)
+        for own, first, numel in runs:
+            target.narrow(0, offset + own, numel).copy_(window.narrow(0, first - start, numel))
 
     def close(self) -> None:  # noqa: B027 - most sources keep nothing open
         """Release the files."""

@@ -31,6 +31,7 @@ from deepspeed_muon.engine.layouts import read_step_sets
 from deepspeed_muon.engine.loss_scale import look_for_overflow, use_deepspeed_scaler
 from deepspeed_muon.engine.offload import Admission
 from deepspeed_muon.engine.ordering import order_parameters, record_order
+from deepspeed_muon.engine.parts import no_checkpoint, parts_of
 from deepspeed_muon.engine.ranks import data_parallel_scope, has_experts, members_of, model_facts
 from deepspeed_muon.engine.supported import (
     expert_parallel,
@@ -253,7 +254,9 @@ def _bind(engine: Any, optimizer: Muon) -> None:
         optimizer.step_ends_outside = True
     elif engine.gradient_clipping() <= 0.0:
         optimizer.measure_norm = functools.partial(stage0.total_norm, weakref.ref(engine))
-    optimizer.host = DeepSpeedHost(engine)
+    parts = parts_of(engine, optimizer.route_table())
+    agree(RankFacts({}), error=no_checkpoint(optimizer.config, parts), members=members)
+    optimizer.host = DeepSpeedHost(engine, parts)
     add_record_to_state_dict(engine)
     record_order(engine, optimizer)
     hook_engine(engine)

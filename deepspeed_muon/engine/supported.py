@@ -214,10 +214,6 @@ _REFUSED: _Table = {
     ),
 }
 _REFUSED_CHECKPOINTS: _Table = {
-    "deepspeed.moe and ep_size > 1": (
-        lambda engine: any(getattr(module, "ep_size", 1) > 1 for module in engine.module.modules()),
-        "the ranks hold different experts under equal names; use engine.save_checkpoint alone, or ep_size 1",
-    ),
     "an engine of some of the program's ranks": (
         lambda engine: not members_of(engine).are_everyone,
         SOME_RANKS,

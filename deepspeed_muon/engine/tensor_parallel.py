@@ -28,11 +28,11 @@ from deepspeed_muon.routing.rules import Route
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.transport.waiting import phase
 
-__all__ = ["tensor_parallel_group", "with_tensor_parallel"]
+__all__ = ["CLASSES", "META", "tensor_parallel_group", "with_tensor_parallel"]
 
-_META = "ds_autotp_universal_checkpoint_meta"
+META = "ds_autotp_universal_checkpoint_meta"
 # Versions without that attribute: the dimension that each class of layer cuts. Subclasses cut in other ways.
-_CLASSES = {"LinearLayer": 0, "LinearAllreduce": 1, "GateUpPack_LinearLayer": 0}
+CLASSES = {"LinearLayer": 0, "LinearAllreduce": 1, "GateUpPack_LinearLayer": 0}
 
 _Cuts = Mapping[str, tuple[int, int | None]]
 """Name of a shard to the dimension that is cut, and the elements of the whole matrix where that is known."""
@@ -147,7 +147,7 @@ def _cut_dimensions(model: nn.Module, routes: Mapping[int, Route]) -> _Cuts:
 def _cut_dimension(param: Tensor, module: nn.Module, route: Route) -> tuple[int, int | None]:
     if len(route.shape) != 2:
         _refuse(route.name, f"a tensor-parallel shard of shape {list(route.shape)} is not a matrix")
-    meta = getattr(param, _META, None)
+    meta = getattr(param, META, None)
     if meta:
         reason = (meta.get("conversion") or {}).get("unsupported_reason")
         shape, dim = meta.get("logical_shape"), meta.get("partition_dim")
@@ -157,8 +157,8 @@ def _cut_dimension(param: Tensor, module: nn.Module, route: Route) -> tuple[int,
     dim = getattr(param, "partition_dim", None)
     if dim in (0, 1):
         return int(dim), None
-    if type(module).__module__.startswith("deepspeed.module_inject") and type(module).__name__ in _CLASSES:
-        return _CLASSES[type(module).__name__], None
+    if type(module).__module__.startswith("deepspeed.module_inject") and type(module).__name__ in CLASSES:
+        return CLASSES[type(module).__name__], None
     _refuse(
         route.name,
         f"{type(module).__name__} marks it tensor_model_parallel without a partition_dim of 0 or 1",

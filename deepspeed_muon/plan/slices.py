@@ -1,0 +1,145 @@
+"""Which part of a whole tensor a rank's parameter is, where ranks hold different parts or give it other names.
+
+Three kinds of parallelism fit one rule. A rank of ``deepspeed.moe`` has some of the experts, each whole, under the
+numbers of the rank; AutoEP stacks a rank's experts along dimension 0; tensor parallelism cuts a dimension. In each case
+the rank's tensor is the whole tensor, under a name that all ranks share, at some ranges of indices along one dimension.
+
+Example: two ranks share a fused gate and up projection of 12 x 4, and each has half of both. The first rank's tensor of
+6 x 4 is ``TensorSlice("gate_up", (12, 4), 0, ((0, 3), (6, 9)))``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+__all__ = ["TensorSlice", "add_up", "even_slice", "whole_slice"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """A rank's tensor, as ranges along one dimension of the whole tensor.
+
+    Attributes:
+        name: Of the whole tensor, equal on all ranks.
+        shape: Of the whole tensor.
+        dim: The dimension that is cut.
+        ranges: First index and the one behind the last of each range, in the order in which the rank's tensor has them.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        ordered = sorted(self.ranges)
+        ends = [0, *(stop for _, stop in ordered)]
+        apart = all(end <= start < stop for end, (start, stop) in zip(ends, ordered, strict=False))
+        if not ordered or not 0 <= self.dim < max(1, len(self.shape)) or not apart or ends[-1] > self.length:
+            raise ValueError(f"not a slice: {self}")
+
+    @property
+    def length(self) -> int:
+        """The length of the whole tensor along the dimension that is cut."""
+        return self.shape[self.dim] if self.shape else 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the rank holds the whole tensor."""
+        return self.ranges == ((0, self.length),)
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """The shape of the rank's tensor."""
+        own = sum(stop - start for start, stop in self.ranges)
+        return (*self.shape[: self.dim], own, *self.shape[self.dim + 1 :]) if self.shape else ()
+
+    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the runs of the rank's elements ``[start, stop)``, in their order: first own, first whole one, numel.
+
+        All elements are counted in row-major order.
+        """
+        inner = math.prod(self.shape[self.dim + 1 :])
+        row = math.prod(self.own_shape[self.dim :])
+        for outer in range(start // row, -(-stop // row)):
+            own, base = outer * row, outer * self.length * inner
+            for begin, end in self.ranges:
+                numel = (end - begin) * inner
+                first, last = max(start, own), min(stop, own + numel)
+                if first < last:
+                    yield first, base + begin * inner + first - own, last - first
+                own += numel
+
+    def within(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the runs that the rank has of the whole tensor's elements ``[start, stop)``, in their order.
+
+        Each is first own element, first whole one, numel, as :meth:`runs` has them.
+        """
+        inner = math.prod(self.shape[self.dim + 1 :])
+        row, whole_row = math.prod(self.own_shape[self.dim :]), self.length * inner
+        lengths = [(end - begin) * inner for begin, end in self.ranges]
+        placed = sorted(zip(self.ranges, accumulate(lengths, initial=0), strict=False))
+        for outer in range(start // whole_row, -(-stop // whole_row)):
+            base = outer * whole_row
+            for (begin, end), offset in placed:
+                first, last = max(start, base + begin * inner), min(stop, base + end * inner)
+                if first < last:
+                    yield outer * row + offset + first - base - begin * inner, first, last - first
+
+    def scaled(self, own: int) -> TensorSlice:
+        """Return the slice of a vector that has equally many numbers for each index of :attr:`dim`.
+
+        Args:
+            own: The length of the rank's part of the vector.
+
+        Raises:
+            ValueError: If it is no multiple of the indices.
+        """
+        each, rest = divmod(own, sum(stop - start for start, stop in self.ranges))
+        if rest or not each:
+            raise ValueError(f"{self.name}: {own} numbers do not belong to the indices of {self.ranges}")
+        ranges = tuple((start * each, stop * each) for start, stop in self.ranges)
+        return TensorSlice(self.name, (self.length * each,), 0, ranges)
+
+
+def whole_slice(name: str, shape: Sequence[int]) -> TensorSlice:
+    """Return the slice of a rank that has the whole tensor."""
+    return TensorSlice(name, tuple(shape), 0, ((0, shape[0] if shape else 1),))
+
+
+def even_slice(
+    name: str, own_shape: Sequence[int], dim: int, rank: int, count: int, *, stride: int = 1
+) -> TensorSlice:
+    """Return the slice of one of ``count`` ranks with equal tensors.
+
+    Args:
+        name: Of the whole tensor.
+        own_shape: The shape of the rank's tensor.
+        dim: The dimension that is cut.
+        rank: Which of the ranks, in the order of their ranges.
+        count: How many they are.
+        stride: Parts that are cut one by one, as in a fused projection.
+
+    Raises:
+        ValueError: If the rank's tensor does not divide into so many parts.
+    """
+    each, rest = divmod(own_shape[dim], stride)
+    if rest:
+        raise ValueError(f"{own_shape[dim]} does not divide into {stride} parts")
+    ranges = (((part * count + rank) * each, (part * count + rank + 1) * each) for part in range(stride))
+    shape = (*own_shape[:dim], own_shape[dim] * count, *own_shape[dim + 1 :])
+    return TensorSlice(name, shape, dim, tuple(ranges))
+
+
+def add_up(slices: Iterable[TensorSlice]) -> bool:
+    """Return whether slices of one tensor, copies counted once, have each index of it once."""
+    distinct = set(slices)
+    if len({(each.name, each.shape, each.dim) for each in distinct}) > 1:
+        return False
+    ordered = sorted(each for piece in distinct for each in piece.ranges)
+    ends = [0, *(stop for _, stop in ordered)]
+    together = all(end == start for end, (start, _) in zip(ends, ordered, strict=False))
+    return together and ends[-1] == next(iter(distinct)).length
