@@ -42,6 +42,7 @@ __all__ = [
     "VERSION",
     "CheckpointIndex",
     "Count",
+    "Dimension",
     "FileRecord",
     "InPartitions",
     "ParameterKind",
