@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from deepspeed_muon import cli
 from deepspeed_muon.checkpoint import load_index
 from tests.support import topologies
+from tests.support.reference import relative
 
 
 def at(ranks: int, kind: str, stage: int, size: int = 1, **settings: Any) -> tuple[int, dict[str, Any]]:
@@ -26,6 +28,9 @@ def at(ranks: int, kind: str, stage: int, size: int = 1, **settings: Any) -> tup
 ROUND = {"zero": {"round_robin_gradients": True}}
 SMALL = {"zero": {"sub_group_size": 300}}
 OFFLOAD = {"zero": {"offload_optimizer": {"device": "cpu"}}}
+BLOCKS_BY_ADAM = {"exclude": ["blocks.*"]}
+
+SKIPS_MODEL_FILES = tuple(int(n) for n in deepspeed.__version__.split(".")[:2]) >= (0, 19)
 
 CHANGES = {
     # tensor parallelism: with it, without it, of another size, the other convention
@@ -37,6 +42,15 @@ CHANGES = {
     "AutoTP 2 to data 1": (at(4, "autotp", 3, 2), at(1, "data", 0)),
     "data 2 to AutoTP 2": (at(2, "data", 0), at(4, "autotp", 2, 2)),
     "AutoTP 4 to tensor 2": (at(4, "autotp", 0, 4), at(4, "megatron", 0, 2)),
+    "tensor 2 with fused parts to tensor 4": (
+        at(4, "megatron", 1, 2, mark="fused"),
+        at(4, "megatron", 2, 4, mark="fused"),
+    ),
+    "tensor 2 with fused parts to data 2": (at(4, "megatron", 3, 2, mark="fused"), at(2, "data", 1)),
+    "tensor 2 with unequal shards of AdamW to data 2": (
+        at(4, "megatron", 1, 2, mark="uneven", params=BLOCKS_BY_ADAM),
+        at(2, "data", 2, params=BLOCKS_BY_ADAM),
+    ),
     "tensor 2 offloaded to data 2": (at(4, "megatron", 2, 2, **OFFLOAD), at(2, "data", 3, **SMALL)),
     # experts
     "experts over 2 to 1": (at(4, "experts", 1, 2), at(3, "experts", 2)),
@@ -57,6 +71,24 @@ CHANGES = {
     "data 4 to data 3": (at(4, "data", 3, **SMALL), at(3, "data", 1, **ROUND)),
 }
 CORE = ("tensor 2 to AutoTP 2", "experts over 4 to 2", "2 stages to 1")
+# The universal format, for which the loader must be one of ZeRO's, and the keys of the configuration.
+UNIVERSAL = {
+    "tensor 2 to data 3": CHANGES["tensor 2 to data 3"],
+    "data 3 to tensor 2": CHANGES["data 3 to tensor 2"],
+    "experts over 2 to 1": CHANGES["experts over 2 to 1"],
+    "experts over 1 to 4": CHANGES["experts over 1 to 4"],
+    "2 stages to 4": CHANGES["2 stages to 4"],
+}
+
+
+# Ranks that share a matrix add in another order, and the iteration enlarges that in the directions of small singular
+# values; AutoTP's layers multiply in fp32, the others in float64. See test_tensor_parallel.
+NEXT_STEP = 1e-3
+
+
+def replicas(ranks: int, topology: dict[str, Any]) -> int:
+    """Return how many ranks see different data; all of them where the size is that of the experts."""
+    return ranks if topology["kind"] == "experts" else ranks // topology["size"]
 
 
 def tensors_of(folder: Path) -> dict[str, Any]:
@@ -91,3 +123,55 @@ def test_the_same_bits_at_another_topology(
     record_property("worst difference", worst)
     print(f"{change}: worst difference {worst:g}")
     assert worst == 0.0
+    if replicas(size, topology) == replicas(to_size, to_topology):
+        after = topologies.together([rank[-1] for rank in results])["next"]
+        for name, value in saved["next"].items():
+            assert relative(after[name], value, saved["fp32"][name]) <= NEXT_STEP, name
+
+
+@pytest.mark.skipif(
+    not SKIPS_MODEL_FILES, reason="older ones load the model's files of a universal checkpoint too"
+)
+@pytest.mark.parametrize(
+    "change",
+    [pytest.param(n, marks=[] if n == "experts over 1 to 4" else [pytest.mark.full]) for n in UNIVERSAL],
+)
+def test_universal_checkpoints(ranks: Any, tmp_path: Path, change: str) -> None:
+    (size, topology), (to_size, to_topology) = UNIVERSAL[change]
+    saved = topologies.together(ranks(size).run(topologies.save, folder=str(tmp_path), topology=topology))
+    words = ["--input_folder", str(tmp_path / "saved" / "t"), "--output_folder", str(tmp_path / "universal")]
+    assert cli.main(["checkpoint", "universal", *words]) == 0
+    loaded = ranks(to_size).run(
+        topologies.load, folders=[str(tmp_path)], topology=to_topology, by="universal"
+    )
+    assert topologies.worst_difference(saved, topologies.together([rank[0] for rank in loaded])) == 0.0
+
+
+@pytest.mark.parametrize(
+    "change", ["experts over 2 to 1", pytest.param("data 3 to tensor 2", marks=pytest.mark.full)]
+)
+def test_keys_of_the_configuration(ranks: Any, tmp_path: Path, change: str) -> None:
+    """``consolidate_on_save`` and ``restore_from``; the run goes on as the saved one does."""
+    (size, topology), (to_size, to_topology) = CHANGES[change]
+    topology, to_topology = ({**each, "stage": 1} for each in (topology, to_topology))
+    saved = topologies.together(
+        ranks(size).run(topologies.save, folder=str(tmp_path), topology=topology, on_save=True)
+    )
+    loaded = ranks(to_size).run(
+        topologies.load, folders=[str(tmp_path / "saved")], topology=to_topology, by="config"
+    )
+    assert topologies.worst_difference(saved, topologies.together([rank[0] for rank in loaded])) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("mark", "said"),
+    [
+        ("none", "hold different values, and nothing says that they hold different parts of it"),
+        pytest.param("no dimension", "marked as a shard without the dimension", marks=pytest.mark.full),
+    ],
+)
+def test_parts_that_nobody_knows_are_refused(ranks: Any, tmp_path: Path, mark: str, said: str) -> None:
+    """Shards that AdamW trains need no mark to train."""
+    size, topology = at(2, "megatron", 1, 2, mark=mark, params=BLOCKS_BY_ADAM)
+    for text in ranks(size).run(topologies.failing, folder=str(tmp_path), topology=topology):
+        assert text.startswith("CheckpointError: parameter blocks.") and said in text, text

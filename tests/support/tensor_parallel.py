@@ -180,7 +180,7 @@ def _engine(
     return engine
 
 
-def assembled(engine: Any, key: str | None, group: Any) -> dict[str, Tensor]:
+def _assembled(engine: Any, key: str | None, group: Any) -> dict[str, Tensor]:
     """Return whole masters or states: over the data-parallel ranks by the layouts, then over the shards."""
     optimizer = deepspeed_muon.muon_optimizer(engine)
     shapes = {route.name: route.shape for route in optimizer.routes}
@@ -260,8 +260,8 @@ def train(
         norms.append(float(engine.get_global_grad_norm()))
     group = deepspeed_muon.muon_optimizer(engine).runners[0].step_set.tensor_group
     report = {
-        "params": assembled(engine, None, group),
-        "momentum": assembled(engine, "momentum_buffer", group),
+        "params": _assembled(engine, None, group),
+        "momentum": _assembled(engine, "momentum_buffer", group),
         "norms": norms,
         "orthogonalized": count,
     }

@@ -6,7 +6,6 @@ this project's checkpoints takes part in it.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import deepspeed
@@ -38,7 +37,10 @@ def _split_engine(world_size: int, rank: int, topology: dict[str, Any], config: 
         model = tensor_parallel.PlainLinears()
     elif kind == "megatron":
         mpu = tensor_parallel.Mpu(size)
-        model = tensor_parallel.megatron_model(mpu.tensor)
+        mark = topology.get("mark", "all")
+        model = tensor_parallel.megatron_model(mpu.tensor, mark="all" if mark == "fused" else mark)
+        if mark == "fused":
+            _fuse(model, mpu.tensor)
     else:
         model = build("even")
     if topology.get("disturb"):
@@ -75,12 +77,21 @@ def _step(engine: Any, step: int, rank: int, world_size: int, topology: dict[str
         training.run_step(engine, step, rank, world_size, 1)
 
 
+def _fuse(model: Any, group: Any) -> None:
+    """Let each matrix that is cut consist of two parts, and give each rank its share of both."""
+    whole = dict(build("even").named_parameters())
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    for name, param in model.named_parameters():
+        if getattr(param, "tensor_model_parallel", False):
+            halves = whole[name].detach().chunk(2, param.partition_dim)
+            own = [half.chunk(size, param.partition_dim)[rank] for half in halves]
+            param.data.copy_(torch.cat(own, param.partition_dim))
+            param.partition_stride = 2
+
+
 def _whole(engine: Any, rank: int, topology: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
     """Return whole masters and states by name: all that this rank can tell."""
     kind, size = topology["kind"], topology.get("size", 1)
-    if kind in ("autotp", "megatron") and size > 1:
-        group = deepspeed_muon.muon_optimizer(engine).runners[0].step_set.tensor_group
-        return {key: tensor_parallel.assembled(engine, None if key == "fp32" else key, group) for key in KEYS}
     found = {
         "fp32": training.full_masters(engine),
         **{key: training.full_states(engine, key) for key in STATES},
@@ -88,7 +99,26 @@ def _whole(engine: Any, rank: int, topology: dict[str, Any]) -> dict[str, dict[s
     if kind == "experts":
         first = (rank % size) * (EXPERTS // size)
         return {key: {global_name(n, first): v for n, v in each.items()} for key, each in found.items()}
+    if kind in ("autotp", "megatron") and size > 1:
+        group = deepspeed_muon.muon_optimizer(engine).runners[0].step_set.tensor_group
+        told: list[Any] = [None] * size
+        dist.all_gather_object(told, found, group=group)
+        fused = topology.get("mark") == "fused"
+        return {
+            key: {name: _joined(name, [each[key][name] for each in told], fused) for name in each}
+            for key, each in found.items()
+        }
     return found
+
+
+def _joined(name: str, shards: list[Tensor], fused: bool) -> Tensor:
+    """Return the whole of a tensor of the model "even", whose layers ``up`` and ``down`` are cut."""
+    dim = 0 if ".up." in name else 1 if ".down." in name else None
+    if dim is None:
+        assert all(torch.equal(shard, shards[0]) for shard in shards), name
+        return shards[0]
+    parts = zip(*(shard.chunk(2 if fused else 1, dim) for shard in shards), strict=True)
+    return torch.cat([shard for part in parts for shard in part], dim)
 
 
 def _report(engine: Any, rank: int, topology: dict[str, Any]) -> dict[str, Any]:
@@ -182,10 +212,12 @@ def worst_difference(saved: dict[str, Any], loaded: dict[str, Any]) -> float:
 
 def failing(rank: int, world_size: int, *, folder: str, topology: dict[str, Any]) -> str:
     """Return what ``consolidate`` raised."""
-    engine = _split_engine(world_size, rank, topology, _config(topology, None))
-    with contextlib.suppress(dist.DistBackendError):
-        try:
-            consolidate(engine, folder)
-        except deepspeed_muon.MuonError as error:
-            return f"{type(error).__name__}: {error}"
-    return "nothing"
+    engine = _split_engine(world_size, rank, topology, _config(topology, topology.get("params")))
+    _step(engine, 0, rank, world_size, topology)
+    said = "nothing"
+    try:
+        consolidate(engine, folder)
+    except deepspeed_muon.MuonError as error:
+        said = f"{type(error).__name__}: {error}"
+    engine.destroy()
+    return said

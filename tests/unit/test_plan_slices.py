@@ -1,0 +1,62 @@
+"""Parts of whole tensors: their runs are those of an index tensor that is cut with torch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_muon.plan.slices import TensorSlice, add_up, even_slice, whole_slice
+
+
+@st.composite
+def slices(draw: st.DrawFn) -> TensorSlice:
+    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    dim = draw(st.integers(0, len(shape) - 1))
+    taken = draw(st.lists(st.booleans(), min_size=shape[dim], max_size=shape[dim]).filter(any))
+    ranges = [(index, index + 1) for index, has in enumerate(taken) if has]
+    return TensorSlice("w", shape, dim, tuple(draw(st.permutations(ranges))))
+
+
+def reference(part: TensorSlice) -> list[int]:
+    """Return the whole tensor's element for each of the part's elements."""
+    whole = torch.arange(math.prod(part.shape)).view(part.shape)
+    cut = torch.cat([whole.narrow(part.dim, start, stop - start) for start, stop in part.ranges], part.dim)
+    assert tuple(cut.shape) == part.own_shape
+    return [int(number) for number in cut.reshape(-1)]
+
+
+@given(slices(), st.data())
+def test_runs_are_those_of_the_reference(part: TensorSlice, data: st.DataObject) -> None:
+    expected = reference(part)
+    stop = data.draw(st.integers(0, len(expected)))
+    start = data.draw(st.integers(0, stop))
+    found = [(own + i, first + i) for own, first, numel in part.runs(start, stop) for i in range(numel)]
+    assert found == [(own, expected[own]) for own in range(start, stop)]
+
+
+@given(slices(), st.data())
+def test_elements_within_a_range_are_those_of_the_reference(part: TensorSlice, data: st.DataObject) -> None:
+    stop = data.draw(st.integers(0, math.prod(part.shape)))
+    start = data.draw(st.integers(0, stop))
+    found = [(own + i, first + i) for own, first, numel in part.within(start, stop) for i in range(numel)]
+    places = {element: own for own, element in enumerate(reference(part))}
+    assert found == [(places[element], element) for element in range(start, stop) if element in places]
+
+
+def test_even_slices_add_up() -> None:
+    parts = [even_slice("w", (4, 6), 1, rank, 3, stride=2) for rank in range(3)]
+    assert parts[1] == TensorSlice("w", (4, 18), 1, ((3, 6), (12, 15)))
+    assert add_up(parts) and add_up([*parts, parts[0]]) and not add_up(parts[:2])
+    assert not add_up([whole_slice("w", (4, 18)), *parts])
+    assert parts[1].scaled(12) == TensorSlice("w", (36,), 0, ((6, 12), (24, 30)))
+    assert whole_slice("w", ()).is_whole and list(whole_slice("w", ()).runs(0, 1)) == [(0, 0, 1)]
+
+
+@pytest.mark.parametrize("ranges", [(), ((0, 5),), ((2, 2),), ((0, 2), (1, 3)), ((-1, 2),)])
+def test_what_is_no_slice_is_refused(ranges: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(ValueError, match="not a slice"):
+        TensorSlice("w", (4, 3), 0, ranges)
