@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.host import require_all_ranks
@@ -149,25 +148,30 @@ def restore_from_source(
         CheckpointError: See :func:`restore`.
     """
     facts = RankFacts({})
+    state: LiveState | None = None
     plan: _Plan | None = None
+    problems: list[str] = []
     nonfinite: list[str] = []
     try:
         if error is None:
             assert source is not None
             with refusing(source.where):
-                plan = _Plan.of(collect(engine), source, hyperparameters=hyperparameters, state_too=state_too)
-                if progress and source.progress is not None:
-                    plan.progress = source.progress
-                    check_progress(engine, source.progress, source.where, scheduler=scheduler)
-                rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-                nonfinite = source.verify(rank, size)
+                state = collect(engine)
+                problems = _compare(state, source, state_too)
+                if not problems:
+                    plan = _Plan.of(state, source, hyperparameters=hyperparameters, state_too=state_too)
+                    if progress and source.progress is not None:
+                        plan.progress = source.progress
+                        check_progress(engine, source.progress, source.where, scheduler=scheduler)
+                    nonfinite = source.verify(state.rank, state.world_size)
                 facts = RankFacts({"checkpoint": source.digest()})
     except Exception as caught:
         error = caught
     try:
         agree(facts, error=error, kind=CheckpointError)
-        assert source is not None and plan is not None
-        _refuse_left_over(plan.state, source)
+        assert source is not None and state is not None
+        _refuse_another_model(state, source, problems)
+        assert plan is not None
         found = everyone().gather(nonfinite, what="check of a checkpoint").values()
         _judge(sorted(name for names in found for name in names), source, allow_nonfinite)
         _fill(plan, source)
@@ -193,8 +197,8 @@ def _judge(nonfinite: list[str], source: StateSource, allowed: bool) -> None:
     warn("deepspeed_muon: %s", text)
 
 
-def _compare(state: LiveState, source: StateSource, state_too: bool) -> None:
-    """Raise if what this rank holds is not in the checkpoint, with every parameter that differs."""
+def _compare(state: LiveState, source: StateSource, state_too: bool) -> list[str]:
+    """Say of each parameter that this rank has how it differs from the checkpoint's."""
     live, saved = state.by_name, source.parameters
     problems = []
     extra = [name for name in saved if name not in live]
@@ -204,23 +208,27 @@ def _compare(state: LiveState, source: StateSource, state_too: bool) -> None:
         problems.append(f"parameter {name} is not in the checkpoint{hint}")
     for name in live.keys() & saved.keys():
         problems += _differences(live[name], saved[name], state_too)
-    _refuse(source, problems)
+    return problems
 
 
-def _refuse_left_over(state: LiveState, source: StateSource) -> None:
-    """Raise on every rank if the checkpoint has parameters that no rank has. Must be called by all ranks."""
+def _refuse_another_model(state: LiveState, source: StateSource, problems: Sequence[str]) -> None:
+    """Raise on every rank if one has ``problems``, or if the checkpoint has parameters that no rank has.
+
+    Must be called by all ranks.
+    """
     live, names = state.by_name, sorted(source.parameters)
     held = everyone().reduce([float(name in live) for name in names], "max", what="check of a checkpoint")
     left = [name for name, somewhere in zip(names, held, strict=True) if not somewhere]
-    _refuse(source, [f"parameter {name} is in the checkpoint, but not in the optimizer" for name in left])
-
-
-def _refuse(source: StateSource, problems: Sequence[str]) -> None:
+    problems = [
+        *problems,
+        *(f"parameter {name} is in the checkpoint, but not in the optimizer" for name in left),
+    ]
+    error = None
     if problems:
         more = f"\nand {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise CheckpointError(
-            f"{source.where} is not a checkpoint of this model:\n" + "\n".join(sorted(problems)[:20]) + more
-        )
+        shown = "\n".join(sorted(problems)[:20])
+        error = CheckpointError(f"{source.where} is not a checkpoint of this model:\n{shown}{more}")
+    agree(RankFacts({}), error=error, kind=CheckpointError)
 
 
 def _differences(parameter: LiveParameter, record: ParameterRecord, state_too: bool) -> list[str]:
@@ -265,8 +273,7 @@ class _Plan:
 
     @classmethod
     def of(cls, state: LiveState, source: StateSource, *, hyperparameters: bool, state_too: bool) -> _Plan:
-        """Compare the checkpoint with the engine, which is not changed, and plan what goes where."""
-        _compare(state, source, state_too)
+        """Plan what goes where; the engine is not changed."""
         plan = cls(state, [], {}, _steps(state, source) if state_too else {}, {})
         if state_too:
             _say_what_happens_to_rows(state, source)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from deepspeed_muon.checkpoint.record_hook import add_record_to_state_dict
@@ -39,7 +40,7 @@ from deepspeed_muon.engine.supported import (
     refuse_unsupported,
     refuse_with_qk_clip,
 )
-from deepspeed_muon.errors import PlanMismatchError
+from deepspeed_muon.errors import PlanMismatchError, UnsupportedConfigError
 from deepspeed_muon.logs import announce, logger
 from deepspeed_muon.ops import loaded
 from deepspeed_muon.optimizer import Muon
@@ -249,7 +250,9 @@ def _bind(engine: Any, optimizer: Muon) -> None:
     agree(facts, error=error, kind=PlanMismatchError, members=members)
     optimizer.open_subgroups()
     if is_divided(engine.module):
-        _check_all_stages(optimizer, engine.seq_data_parallel_group)
+        _check_all_stages(
+            optimizer, engine.seq_data_parallel_group, isinstance(wrapper, DeepSpeedZeroOptimizer)
+        )
     if wrapper is not optimizer:
         optimizer.step_ends_outside = True
     elif engine.gradient_clipping() <= 0.0:
@@ -272,12 +275,20 @@ def _bind(engine: Any, optimizer: Muon) -> None:
     logger.debug("deepspeed_muon routes:\n%s", format_routes(optimizer.routes))
 
 
-def _check_all_stages(optimizer: Muon, data_parallel: dist.ProcessGroup) -> None:
+def _check_all_stages(optimizer: Muon, data_parallel: dist.ProcessGroup, by_group: bool) -> None:
     """Check the routes of all stages of a pipeline together; every rank comes to the same result."""
     # The ranks of a data-parallel group have the same routes.
     one_of_each = Members(tuple(group for group in optimizer.members.groups if group is not data_parallel))
-    stages = one_of_each.gather(optimizer.routes, what="comparison of the stages' routes").values()
-    whole = {route.name: route for routes in stages for route in routes}
+    own = (optimizer.routes, len(optimizer.param_groups))
+    stages = one_of_each.gather(own, what="comparison of the stages' routes").values()
+    counts = [count for _, count in stages]
+    if len(set(counts)) > 1 and by_group:
+        raise UnsupportedConfigError(
+            f"the stages of the pipeline have {counts} param groups, and in fp32 DeepSpeed's norm at ZeRO 1 waits "
+            f"for each of them on every stage: a stage has no matrix of Muon's, or no parameter of AdamW's. Divide the layers "
+            f"otherwise, or set zero_optimization.stage to 0"
+        )
+    whole = {route.name: route for routes, _ in stages for route in routes}
     check_routes(list(whole.values()), list(whole), optimizer.config)
     warn_without_muon(list(whole.values()))
 

@@ -157,16 +157,3 @@ def test_settings_that_do_not_go_with_it_are_refused_on_every_rank(ranks: Any, w
         tensor_parallel.failing, style="megatron", tensor_size=2, stage=1, params=params
     ):
         assert message.startswith("UnsupportedConfigError: ") and text in message, message
-
-
-def test_consolidated_checkpoints_are_refused(ranks: Any, tmp_path: Path) -> None:
-    for message in ranks(2).run(
-        tensor_parallel.failing,
-        style="megatron",
-        tensor_size=2,
-        stage=1,
-        params={"consolidate_on_save": True},
-    ):
-        assert message.startswith("UnsupportedConfigError: optimizer.params.consolidate_on_save"), message
-    for message in ranks(2).run(tensor_parallel.consolidating, folder=str(tmp_path)):
-        assert message.startswith("CheckpointError: ") and "engine.save_checkpoint" in message

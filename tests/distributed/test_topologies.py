@@ -16,7 +16,11 @@ from safetensors.torch import load_file
 
 from deepspeed_muon import cli
 from deepspeed_muon.checkpoint import load_index
+from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, digest
+from deepspeed_muon.checkpoint.offline import consolidate_files
+from deepspeed_muon.errors import CheckpointError
 from tests.support import topologies
+from tests.support.layout_records import inner_state
 from tests.support.reference import relative
 
 
@@ -63,8 +67,11 @@ CHANGES = {
         at(2, "experts", 2, params={"variant": "normuon"}),
     ),
     # stages of a pipeline
-    "2 stages to 4": (at(4, "pipeline", 1, 2), at(4, "pipeline", 1, 4)),
-    "4 stages to 2 without ZeRO": (at(4, "pipeline", 1, 4), at(2, "pipeline", 0, 2)),
+    "2 stages to 3": (at(4, "pipeline", 1, 2, model="toy"), at(3, "pipeline", 1, 3, model="toy")),
+    "3 stages to 2 without ZeRO": (
+        at(3, "pipeline", 1, 3, model="toy"),
+        at(2, "pipeline", 0, 2, model="toy"),
+    ),
     "2 stages to 1": (at(2, "pipeline", 1, 2), at(3, "pipeline", 1, 1)),
     "1 stage to 2": (at(2, "pipeline", 1, 1), at(4, "pipeline", 1, 2)),
     # the stage and the number of ranks alone
@@ -77,7 +84,7 @@ UNIVERSAL = {
     "data 3 to tensor 2": CHANGES["data 3 to tensor 2"],
     "experts over 2 to 1": CHANGES["experts over 2 to 1"],
     "experts over 1 to 4": CHANGES["experts over 1 to 4"],
-    "2 stages to 4": CHANGES["2 stages to 4"],
+    "2 stages to 3": CHANGES["2 stages to 3"],
 }
 
 
@@ -175,3 +182,53 @@ def test_parts_that_nobody_knows_are_refused(ranks: Any, tmp_path: Path, mark: s
     size, topology = at(2, "megatron", 1, 2, mark=mark, params=BLOCKS_BY_ADAM)
     for text in ranks(size).run(topologies.failing, folder=str(tmp_path), topology=topology):
         assert text.startswith("CheckpointError: parameter blocks.") and said in text, text
+
+
+def test_a_pipeline_without_zero(ranks: Any, tmp_path: Path, capsys: Any) -> None:
+    """DeepSpeed keeps its fp32 weights by layers; the command line says so, and what to do."""
+    size, topology = at(2, "pipeline", 0, 2)
+    ranks(size).run(topologies.save, folder=str(tmp_path), topology=topology)
+    assert cli.main(["checkpoint", "consolidate", str(tmp_path / "saved"), str(tmp_path / "out")]) == 2
+    assert "keeps its weights by layers" in capsys.readouterr().err
+
+
+def lose_a_part(record: dict[str, Any]) -> None:
+    record["groups"][0]["parameters"].pop()
+
+
+def other_ranges(record: dict[str, Any]) -> None:
+    for entry in record["groups"][0]["parameters"]:
+        if "whole" in entry:
+            entry["whole"]["ranges"] = [[0, stop - start] for start, stop in entry["whole"]["ranges"]]
+    record["groups"][0]["digest"] = digest(record["groups"][0]["parameters"])
+
+
+def another_rank(record: dict[str, Any]) -> None:
+    record["groups"][0]["rank"] = 7
+
+
+def no_part(record: dict[str, Any]) -> None:
+    for entry in record["groups"][0]["parameters"]:
+        if "whole" in entry:
+            entry["whole"]["shape"][entry["whole"]["dim"]] = 3
+    record["groups"][0]["digest"] = digest(record["groups"][0]["parameters"])
+
+
+@pytest.mark.full
+def test_records_of_parts_are_not_trusted(ranks: Any, tmp_path: Path) -> None:
+    size, topology = at(2, "megatron", 1, 2)
+    ranks(size).run(topologies.save, folder=str(tmp_path), topology=topology)
+    path = sorted((tmp_path / "saved" / "t").glob("*optim_states.pt"))[-1]
+    whole = path.read_bytes()
+    for change, said in (
+        (lose_a_part, "are not those that were saved"),
+        (other_ranges, "do not make up the whole"),
+        (another_rank, "there are files of ranks"),
+        (no_part, "not a slice"),
+    ):
+        content = torch.load(path, weights_only=False)
+        change(inner_state(content)[RECORD_KEY])
+        torch.save(content, path)
+        with pytest.raises(CheckpointError, match=said):
+            consolidate_files(tmp_path / "saved", tmp_path / "out")
+        path.write_bytes(whole)

@@ -30,7 +30,7 @@ def _split_engine(world_size: int, rank: int, topology: dict[str, Any], config: 
     if kind == "experts":
         model: Any = build_deepspeed(size, rank % size)
     elif kind == "pipeline":
-        model, _ = pipelines.make_pipeline("tied", size)
+        model, _ = pipelines.make_pipeline(topology.get("model", "tied"), size)
     elif kind == "autotp":
         config["tensor_parallel"] = {"autotp_size": size, **tensor_parallel.AUTOTP}
         torch.manual_seed(0)
