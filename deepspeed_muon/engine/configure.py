@@ -275,18 +275,18 @@ def _bind(engine: Any, optimizer: Muon) -> None:
     logger.debug("deepspeed_muon routes:\n%s", format_routes(optimizer.routes))
 
 
-def _check_all_stages(optimizer: Muon, data_parallel: dist.ProcessGroup, by_group: bool) -> None:
+def _check_all_stages(optimizer: Muon, data_parallel: dist.ProcessGroup, *, norm_by_group: bool) -> None:
     """Check the routes of all stages of a pipeline together; every rank comes to the same result."""
     # The ranks of a data-parallel group have the same routes.
     one_of_each = Members(tuple(group for group in optimizer.members.groups if group is not data_parallel))
     own = (optimizer.routes, len(optimizer.param_groups))
     stages = one_of_each.gather(own, what="comparison of the stages' routes").values()
     counts = [count for _, count in stages]
-    if len(set(counts)) > 1 and by_group:
+    if len(set(counts)) > 1 and norm_by_group:
         raise UnsupportedConfigError(
-            f"the stages of the pipeline have {counts} param groups, and in fp32 DeepSpeed's norm at ZeRO 1 waits "
-            f"for each of them on every stage: a stage has no matrix of Muon's, or no parameter of AdamW's. Divide the layers "
-            f"otherwise, or set zero_optimization.stage to 0"
+            f"the stages of the pipeline have {counts} param groups, and in fp32 DeepSpeed's norm at ZeRO 1 waits for "
+            f"each of them on every stage: a stage has no matrix of Muon's, or no parameter of AdamW's. Divide the "
+            f"layers otherwise, or set zero_optimization.stage to 0"
         )
     whole = {route.name: route for routes, _ in stages for route in routes}
     check_routes(list(whole.values()), list(whole), optimizer.config)
