@@ -250,9 +250,8 @@ def _bind(engine: Any, optimizer: Muon) -> None:
     agree(facts, error=error, kind=PlanMismatchError, members=members)
     optimizer.open_subgroups()
     if is_divided(engine.module):
-        _check_all_stages(
-            optimizer, engine.seq_data_parallel_group, isinstance(wrapper, DeepSpeedZeroOptimizer)
-        )
+        by_group = isinstance(wrapper, DeepSpeedZeroOptimizer)
+        _check_all_stages(optimizer, engine.seq_data_parallel_group, norm_by_group=by_group)
     if wrapper is not optimizer:
         optimizer.step_ends_outside = True
     elif engine.gradient_clipping() <= 0.0:
