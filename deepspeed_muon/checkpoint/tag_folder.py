@@ -154,6 +154,14 @@ class TagFolder:
         models = {self.model_file: self._model, **{path: self._load(path) for path in others}}
         _refuse_mixed_models(models, self._files[0], self._inner[0])
 
+    def model_files(self) -> dict[str, Path]:
+        """Return the file with the model of the first data-parallel rank of each model-parallel one."""
+        found = {}
+        for path in _model_files(self.folder):
+            if path.name.startswith(("mp_rank_", "zero_pp_rank_0_")):
+                found[path.name[path.name.index("mp_rank_") :].removesuffix("_model_states.pt")] = path
+        return found
+
     def _state(self, partition: int, rank: int = 0) -> Mapping[str, Any]:
         """Return what the optimizer of a rank keeps for a partition; nothing before the first step."""
         found: Mapping[str, Any] = self._inner[rank]["state"].get(partition, {})
