@@ -22,6 +22,7 @@ from deepspeed_muon.checkpoint.index import STATE_KEYS
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, RecordedParameter, read_records
 from deepspeed_muon.checkpoint.saved import SavedParameter, SavedTensor
 from deepspeed_muon.checkpoint.sealed import check_tensor, json_settings, refusing
+from deepspeed_muon.checkpoint.sources import views
 from deepspeed_muon.checkpoint.tag_folder import TagFolder
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
@@ -350,9 +351,8 @@ class DeepSpeedFiles(TagFolder):
             part = parameter.part_of(key)
             for fragment in self._fragments(parameter, key):
                 source = self._partition(parameter, key, fragment.rank)
-                start = self._start(parameter, key, fragment) - fragment.matrix_offset
-                for own, first, numel in part.runs(
-                    fragment.matrix_offset, fragment.matrix_offset + fragment.numel
-                ):
-                    full.narrow(0, first, numel).copy_(source.narrow(0, start + own, numel))
+                held = source.narrow(0, self._start(parameter, key, fragment), fragment.numel)
+                first = fragment.matrix_offset
+                for own, whole in views(part, first, first + fragment.numel, held, first, full, 0):
+                    whole.copy_(own)
         return full.view(tensor.shape_of(key))

@@ -21,6 +21,7 @@ from torch import Tensor
 from deepspeed_muon.checkpoint.index import FileRecord, described
 from deepspeed_muon.checkpoint.live import HeldParameter, LiveState
 from deepspeed_muon.checkpoint.shards import ITEM_BYTES, PlannedTensor, ShardFile, fsync_folder, pack
+from deepspeed_muon.checkpoint.sources import views
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import logger
 from deepspeed_muon.plan.slices import TensorSlice, add_up
@@ -53,14 +54,31 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A run of elements that goes from the partition of a rank into a piece; ``start`` counts in that rank's part."""
+    """Consecutive elements of a part that go from the partition of a rank into a piece.
+
+    Attributes:
+        source: The rank.
+        name: Of the whole tensor.
+        key: ``fp32`` or a state key.
+        part: The part.
+        start: The first of the elements, counted in the part.
+        numel: How many they are.
+        piece_start: Which element of the whole tensor comes first in the piece; negative if it begins later in it.
+    """
 
     source: int
     name: str
     key: str
+    part: TensorSlice
     start: int
-    piece_offset: int
     numel: int
+    piece_start: int
+
+    def put(self, elements: Tensor, piece: Tensor) -> None:
+        """Copy the elements to their places in the piece."""
+        stop = self.start + self.numel
+        for own, whole in views(self.part, self.start, stop, elements, self.start, piece, self.piece_start):
+            whole.copy_(own)
 
 
 class SavePlan:
@@ -121,12 +139,12 @@ class SavePlan:
         for tensor in self.shards[piece.shard]:
             begin, end = max(piece.start - offset, 0), min(piece.stop - offset, tensor.numel)
             if begin < end:
-                base = offset - piece.start
+                place = piece.start - offset
                 for held in self.parts[tensor.parameter]:
-                    for own, first, numel in held.part_of(tensor.key).within(begin, end):
-                        for source, start, stop in self._holders(held, tensor.key, writer, own, own + numel):
-                            place = base + first + start - own
-                            yield Transfer(source, tensor.parameter, tensor.key, start, place, stop - start)
+                    part = held.part_of(tensor.key)
+                    own = part.before(begin), part.before(end)
+                    for source, start, stop in self._holders(held, tensor.key, writer, *own):
+                        yield Transfer(source, tensor.parameter, tensor.key, part, start, stop - start, place)
             offset += tensor.numel
             if offset >= piece.stop:
                 return
@@ -136,6 +154,8 @@ class SavePlan:
     ) -> Iterator[tuple[int, int, int]]:
         """Yield global rank, start and stop of each run of a part's elements ``[start, stop)`` that one rank holds."""
         places = held.places_of(key)
+        if start == stop:
+            return
         if places.replicated:
             yield writer if writer in self._members[id(held.ranks)] else held.ranks[0], start, stop
             return
@@ -291,7 +311,7 @@ def _exchange(plan: SavePlan, pieces: Sequence[Piece | None], content: Tensor, b
         for transfer in plan.transfers(writer, piece) if piece else ():
             traffic = traffic or transfer.source != writer
             if transfer.source == writer == state.rank:
-                content.narrow(0, transfer.piece_offset, transfer.numel).copy_(plan.source(transfer))
+                transfer.put(plan.source(transfer), content)
             elif transfer.source == state.rank:
                 sent[writer].append(transfer)
             elif writer == state.rank:
@@ -309,7 +329,7 @@ def _exchange(plan: SavePlan, pieces: Sequence[Piece | None], content: Tensor, b
         dist.all_to_all_single(incoming, outgoing, in_splits, out_splits)
     arrived = list(chain.from_iterable(received))
     for transfer, part in zip(arrived, _parts(incoming, arrived), strict=True):
-        content.narrow(0, transfer.piece_offset, transfer.numel).copy_(part)
+        transfer.put(part, content)
 
 
 def _parts(buffer: Tensor, transfers: Sequence[Transfer]) -> Sequence[Tensor]:

@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,15 @@ from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.plan.slices import TensorSlice
 from deepspeed_muon.plan.spread import Fragment
 
-__all__ = ["ConsolidatedSource", "StateSource", "file_digest", "flat_slice", "listed", "nonfinite_text"]
+__all__ = [
+    "ConsolidatedSource",
+    "StateSource",
+    "file_digest",
+    "flat_slice",
+    "listed",
+    "nonfinite_text",
+    "views",
+]
 
 _READ_BYTES = 16 << 20
 _SCAN_NUMEL = 4 << 20
@@ -63,7 +71,7 @@ class StateSource(ABC):
         """Return elements ``[start, start + numel)`` of a tensor in row-major order, fp32, one-dimensional."""
 
     def fill(self, part: TensorSlice, key: str, own: Fragment, target: Tensor) -> None:
-        """Read a rank's fragment of a part of a tensor, some megabytes of the whole tensor at a time.
+        """Read a rank's fragment of a part of a tensor; where that is not one run, some megabytes at a time.
 
         Args:
             part: The part, with the name of the whole tensor.
@@ -71,23 +79,20 @@ class StateSource(ABC):
             own: The fragment.
             target: The rank's flat partition. Mutated.
         """
-        offset = own.partition_offset - own.matrix_offset
-        waiting: list[tuple[int, int, int]] = []
-        for run in part.runs(own.matrix_offset, own.matrix_offset + own.numel):
-            if waiting and not 0 <= run[1] - waiting[0][1] <= _WINDOW - run[2]:
-                self._fill(part.name, key, waiting, target, offset)
-                waiting = []
-            waiting.append(run)
-        self._fill(part.name, key, waiting, target, offset)
-
-    def _fill(
-        self, name: str, key: str, runs: Sequence[tuple[int, int, int]], target: Tensor, offset: int
-    ) -> None:
-        """Read all that lies between runs at once; the first of them is the first in the tensor too."""
-        start = runs[0][1]
-        window = self.read(name, key, start, max(first + numel for _, first, numel in runs) - start)
-        for own, first, numel in runs:
-            target.narrow(0, offset + own, numel).copy_(window.narrow(0, first - start, numel))
+        kept = target.narrow(0, own.partition_offset, own.numel)
+        runs = list(part.runs(own.matrix_offset, own.matrix_offset + own.numel))
+        if len(runs) == runs[0].count == 1:
+            kept.copy_(self.read(part.name, key, runs[0].whole, own.numel))
+            return
+        first = min(each.whole for each in runs)
+        last = max(each.whole + (each.count - 1) * each.step + each.numel for each in runs)
+        for start in range(first, last, _WINDOW):
+            stop = min(start + _WINDOW, last)
+            begin, end = max(part.before(start), own.matrix_offset), part.before(stop)
+            if begin < end:
+                window = self.read(part.name, key, start, stop - start)
+                for mine, whole in views(part, begin, end, kept, own.matrix_offset, window, start):
+                    mine.copy_(whole)
 
     def close(self) -> None:  # noqa: B027 - most sources keep nothing open
         """Release the files."""
@@ -173,6 +178,28 @@ class ConsolidatedSource(StateSource):
         for handle in self._open.values():
             handle.__exit__(None, None, None)
         self._open.clear()
+
+
+def views(
+    part: TensorSlice, start: int, stop: int, own: Tensor, own_start: int, whole: Tensor, whole_start: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield views that show the same elements of a rank's part and of the whole tensor.
+
+    Args:
+        part: The part.
+        start: First element of the part to show.
+        stop: The one behind the last.
+        own: Elements of the part, one-dimensional and contiguous.
+        own_start: Which element of the part comes first in it.
+        whole: Elements of the whole tensor, one-dimensional and contiguous.
+        whole_start: Which element of the whole tensor comes first in it.
+    """
+    for each in part.runs(start, stop):
+        size = each.count, each.numel
+        yield (
+            own.as_strided(size, (each.own_step, 1), own.storage_offset() + each.own - own_start),
+            whole.as_strided(size, (each.step, 1), whole.storage_offset() + each.whole - whole_start),
+        )
 
 
 def flat_slice(handle: Any, entry: str, shape: Sequence[int], start: int, numel: int) -> Tensor:

@@ -13,9 +13,29 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
-__all__ = ["TensorSlice", "add_up", "even_slice", "whole_slice"]
+__all__ = ["Runs", "TensorSlice", "add_up", "even_slice", "whole_slice"]
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Equal runs of elements of a rank's tensor, and of the whole tensor.
+
+    Attributes:
+        own: Where the first run starts in the rank's tensor.
+        whole: Where it starts in the whole tensor.
+        numel: Elements of each run.
+        count: How many runs there are.
+        own_step: From the start of one run to that of the next in the rank's tensor.
+        step: The same in the whole tensor.
+    """
+
+    own: int
+    whole: int
+    numel: int
+    count: int
+    own_step: int
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +46,7 @@ class TensorSlice:
         name: Of the whole tensor, equal on all ranks.
         shape: Of the whole tensor.
         dim: The dimension that is cut.
-        ranges: First index and the one behind the last of each range, in the order in which the rank's tensor has them.
+        ranges: First index and the one behind the last of each range, ascending, as the rank's tensor has them.
     """
 
     name: str
@@ -35,10 +55,14 @@ class TensorSlice:
     ranges: tuple[tuple[int, int], ...]
 
     def __post_init__(self) -> None:
-        ordered = sorted(self.ranges)
-        ends = [0, *(stop for _, stop in ordered)]
-        apart = all(end <= start < stop for end, (start, stop) in zip(ends, ordered, strict=False))
-        if not ordered or not 0 <= self.dim < max(1, len(self.shape)) or not apart or ends[-1] > self.length:
+        ends = [0, *(stop for _, stop in self.ranges)]
+        apart = all(end <= start < stop for end, (start, stop) in zip(ends, self.ranges, strict=False))
+        if (
+            not self.ranges
+            or not 0 <= self.dim < max(1, len(self.shape))
+            or not apart
+            or ends[-1] > self.length
+        ):
             raise ValueError(f"not a slice: {self}")
 
     @property
@@ -57,37 +81,44 @@ class TensorSlice:
         own = sum(stop - start for start, stop in self.ranges)
         return (*self.shape[: self.dim], own, *self.shape[self.dim + 1 :]) if self.shape else ()
 
-    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the runs of the rank's elements ``[start, stop)``, in their order: first own, first whole one, numel.
-
-        All elements are counted in row-major order.
-        """
+    @property
+    def _steps(self) -> tuple[int, int, int]:
+        """Elements of one index, of a row of the rank's tensor along :attr:`dim`, and of one of the whole tensor."""
         inner = math.prod(self.shape[self.dim + 1 :])
-        row = math.prod(self.own_shape[self.dim :])
-        for outer in range(start // row, -(-stop // row)):
-            own, base = outer * row, outer * self.length * inner
-            for begin, end in self.ranges:
-                numel = (end - begin) * inner
-                first, last = max(start, own), min(stop, own + numel)
-                if first < last:
-                    yield first, base + begin * inner + first - own, last - first
-                own += numel
+        return inner, math.prod(self.own_shape[self.dim :]), self.length * inner
 
-    def within(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the runs that the rank has of the whole tensor's elements ``[start, stop)``, in their order.
+    def before(self, element: int) -> int:
+        """Return how many of the rank's elements come before an element of the whole tensor, both in row-major order.
 
-        Each is first own element, first whole one, numel, as :meth:`runs` has them.
+        So the rank's elements among ``[start, stop)`` of the whole tensor are ``[before(start), before(stop))``.
         """
-        inner = math.prod(self.shape[self.dim + 1 :])
-        row, whole_row = math.prod(self.own_shape[self.dim :]), self.length * inner
-        lengths = [(end - begin) * inner for begin, end in self.ranges]
-        placed = sorted(zip(self.ranges, accumulate(lengths, initial=0), strict=False))
-        for outer in range(start // whole_row, -(-stop // whole_row)):
-            base = outer * whole_row
-            for (begin, end), offset in placed:
-                first, last = max(start, base + begin * inner), min(stop, base + end * inner)
-                if first < last:
-                    yield outer * row + offset + first - base - begin * inner, first, last - first
+        inner, row, whole_row = self._steps
+        outer, rest = divmod(element, whole_row)
+        return outer * row + sum(
+            min(max(rest - start * inner, 0), (stop - start) * inner) for start, stop in self.ranges
+        )
+
+    def runs(self, start: int, stop: int) -> Iterator[Runs]:
+        """Yield where the rank's elements ``[start, stop)`` lie in the whole tensor."""
+        _, row, _ = self._steps
+        begin = min(stop, -(-start // row) * row)
+        end = max(begin, stop // row * row)
+        for first, last, rows in ((start, begin, 1), (begin, end, (end - begin) // row), (end, stop, 1)):
+            if first < last:
+                yield from self._runs(first, last if rows == 1 else first + row, rows)
+
+    def _runs(self, start: int, stop: int, rows: int) -> Iterator[Runs]:
+        """Yield the runs of elements of one row, in this row and the next ones."""
+        inner, row, whole_row = self._steps
+        outer = start // row
+        own = outer * row
+        for begin, end in self.ranges:
+            numel = (end - begin) * inner
+            first, last = max(start, own), min(stop, own + numel)
+            if first < last:
+                place = outer * whole_row + begin * inner + first - own
+                yield Runs(first, place, last - first, rows, row, whole_row)
+            own += numel
 
     def scaled(self, own: int) -> TensorSlice:
         """Return the slice of a vector that has equally many numbers for each index of :attr:`dim`.
