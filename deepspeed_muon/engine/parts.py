@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.engine.tensor_parallel import CLASSES, META, tensor_parallel_group
 from deepspeed_muon.errors import UnsupportedConfigError
-from deepspeed_muon.plan.slices import TensorSlice, even_slice, whole_slice
+from deepspeed_muon.plan.slices import TensorSlice, whole_slice
 from deepspeed_muon.routing.param_groups import expert_group_name
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.transport.waiting import phase
@@ -162,18 +162,43 @@ def _ranges(
             reason or "it is marked as a shard without the dimension that is cut (partition_dim)"
         )
     dim %= len(shapes[rank])
-    sizes = [shape[dim] for shape in shapes]
-    widths = meta.get("sub_param_shard_widths")
-    if widths is None and "affine_map" in (meta.get("conversion") or {}) and not meta.get("partition_sizes"):
-        raise _UnknownPartError("AutoTP cuts it in a way that is not read here")
-    stride = int(getattr(param, "partition_stride", 1)) if not meta else 1
-    stride = _PARTS.get(kind, stride) if not meta else stride
-    if stride > 1:
-        if len(set(sizes)) > 1:
-            raise _UnknownPartError(f"it has {stride} fused parts, and its shards are unequal, {sizes}")
-        return dim, even_slice("", shapes[rank], dim, rank, len(shapes), stride=stride).ranges
-    starts = [list(accumulate(each, initial=0)) for each in (widths or [sizes])]
+    starts = [
+        list(accumulate(each, initial=0))
+        for each in _shares(param, kind, meta, [shape[dim] for shape in shapes])
+    ]
     first = accumulate((each[-1] for each in starts), initial=0)
     return dim, tuple(
         (base + each[rank], base + each[rank + 1]) for base, each in zip(first, starts, strict=False)
     )
+
+
+def _shares(param: Tensor, kind: str, meta: Mapping[str, Any], sizes: list[int]) -> list[list[int]]:
+    """Return, for each fused part, the lengths of the shares that the ranks have of it.
+
+    Args:
+        param: The shard.
+        kind: The class of its layer, if that is one of AutoTP's.
+        meta: What AutoTP notes on it.
+        sizes: The lengths of the ranks' shards.
+    """
+    if meta:
+        widths = meta.get("sub_param_shard_widths")
+        if (
+            widths is None
+            and "affine_map" in (meta.get("conversion") or {})
+            and not meta.get("partition_sizes")
+        ):
+            raise _UnknownPartError("AutoTP cuts it in a way that is not read here")
+        return [list(map(int, each)) for each in widths] if widths else [sizes]
+    parts = getattr(param, "partition_sizes", None)
+    if parts is None:
+        stride = _PARTS.get(kind, int(getattr(param, "partition_stride", 1)))
+        if stride == 1:
+            return [sizes]
+        parts = [sum(sizes) // stride] * stride
+    ranks = len(sizes)
+    if len(set(sizes)) > 1 or sum(parts) != sum(sizes) or any(part % ranks for part in parts):
+        raise _UnknownPartError(
+            f"its fused parts {list(parts)} are not divided equally over shards of {sizes}"
+        )
+    return [[part // ranks] * ranks for part in parts]

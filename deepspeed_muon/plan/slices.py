@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Runs", "TensorSlice", "add_up", "even_slice", "whole_slice"]
+__all__ = ["Runs", "TensorSlice", "add_up", "whole_slice"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,30 +139,6 @@ class TensorSlice:
 def whole_slice(name: str, shape: Sequence[int]) -> TensorSlice:
     """Return the slice of a rank that has the whole tensor."""
     return TensorSlice(name, tuple(shape), 0, ((0, shape[0] if shape else 1),))
-
-
-def even_slice(
-    name: str, own_shape: Sequence[int], dim: int, rank: int, count: int, *, stride: int = 1
-) -> TensorSlice:
-    """Return the slice of one of ``count`` ranks with equal tensors.
-
-    Args:
-        name: Of the whole tensor.
-        own_shape: The shape of the rank's tensor.
-        dim: The dimension that is cut.
-        rank: Which of the ranks, in the order of their ranges.
-        count: How many they are.
-        stride: Parts that are cut one by one, as in a fused projection.
-
-    Raises:
-        ValueError: If the rank's tensor does not divide into so many parts.
-    """
-    each, rest = divmod(own_shape[dim], stride)
-    if rest:
-        raise ValueError(f"{own_shape[dim]} does not divide into {stride} parts")
-    ranges = (((part * count + rank) * each, (part * count + rank + 1) * each) for part in range(stride))
-    shape = (*own_shape[:dim], own_shape[dim] * count, *own_shape[dim + 1 :])
-    return TensorSlice(name, shape, dim, tuple(ranges))
 
 
 def add_up(slices: Iterable[TensorSlice]) -> bool:

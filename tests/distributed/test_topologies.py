@@ -106,7 +106,8 @@ def tensors_of(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "change", [pytest.param(name, marks=[] if name in CORE else [pytest.mark.full]) for name in CHANGES]
+    "change",
+    [pytest.param(name, marks=pytest.mark.compat if name in CORE else pytest.mark.full) for name in CHANGES],
 )
 def test_the_same_bits_at_another_topology(
     ranks: Any, tmp_path: Path, change: str, record_property: Any

@@ -86,7 +86,10 @@ def _fuse(model: Any, group: Any) -> None:
             halves = whole[name].detach().chunk(2, param.partition_dim)
             own = [half.chunk(size, param.partition_dim)[rank] for half in halves]
             param.data.copy_(torch.cat(own, param.partition_dim))
-            param.partition_stride = 2
+            if param.partition_dim == 0:
+                param.partition_sizes = (halves[0].shape[0], halves[1].shape[0])
+            else:
+                param.partition_stride = 2
 
 
 def _whole(engine: Any, rank: int, topology: dict[str, Any]) -> dict[str, dict[str, Tensor]]:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_muon.plan.slices import TensorSlice, add_up, even_slice, whole_slice
+from deepspeed_muon.plan.slices import TensorSlice, add_up, whole_slice
 
 
 @st.composite
@@ -56,9 +56,10 @@ def test_elements_of_a_range_of_the_whole_tensor(part: TensorSlice, data: st.Dat
     assert part.before(element) == sum(each < element for each in reference(part))
 
 
-def test_even_slices_add_up() -> None:
-    parts = [even_slice("w", (4, 6), 1, rank, 3, stride=2) for rank in range(3)]
-    assert parts[1] == TensorSlice("w", (4, 18), 1, ((3, 6), (12, 15)))
+def test_slices_of_fused_parts_add_up() -> None:
+    parts = [
+        TensorSlice("w", (4, 18), 1, ((start, start + 3), (start + 9, start + 12))) for start in (0, 3, 6)
+    ]
     assert add_up(parts) and add_up([*parts, parts[0]]) and not add_up(parts[:2])
     assert not add_up([whole_slice("w", (4, 18)), *parts])
     assert parts[1].scaled(12) == TensorSlice("w", (36,), 0, ((6, 12), (24, 30)))
