@@ -77,7 +77,7 @@ CHANGES = {
     # the stage and the number of ranks alone
     "data 4 to data 3": (at(4, "data", 3, **SMALL), at(3, "data", 1, **ROUND)),
 }
-CORE = ("tensor 2 to AutoTP 2", "experts over 4 to 2", "2 stages to 1")
+CORE = ("tensor 2 to AutoTP 2", "experts over 4 to 2")
 # The universal format, for which the loader must be one of ZeRO's, and the keys of the configuration.
 UNIVERSAL = {
     "tensor 2 to data 3": CHANGES["tensor 2 to data 3"],
@@ -185,6 +185,7 @@ def test_parts_that_nobody_knows_are_refused(ranks: Any, tmp_path: Path, mark: s
         assert text.startswith("CheckpointError: parameter blocks.") and said in text, text
 
 
+@pytest.mark.full
 def test_a_pipeline_without_zero(ranks: Any, tmp_path: Path, capsys: Any) -> None:
     """DeepSpeed keeps its fp32 weights by layers; the command line says so, and what to do."""
     size, topology = at(2, "pipeline", 0, 2)
