@@ -163,8 +163,8 @@ def measure(parameters: int, stage: int, world: int, rank: int, trace: bool) -> 
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     import deepspeed_muon
-    from deepspeed_muon.checkpoint.layout_record import _record
     from deepspeed_muon.checkpoint.live import collect
+    from deepspeed_muon.checkpoint.record_hook import record_of
     from deepspeed_muon.engine.layouts import read_step_sets
     from deepspeed_muon.transport.agreement import agree
     from deepspeed_muon.transport.members import Members
@@ -206,7 +206,7 @@ def measure(parameters: int, stage: int, world: int, rank: int, trace: bool) -> 
     )
     start = time.process_time()
     content = io.BytesIO()
-    torch.save(_record(collect(engine)), content)
+    torch.save(record_of(collect(engine)), content)
     found["record_kb"], found["record_s"] = len(content.getvalue()) / 1e3, time.process_time() - start
     runners = optimizer.runners
     found["owned"] = sum(len(chunk.owned) for runner in runners for chunk in runner.plan.chunks)

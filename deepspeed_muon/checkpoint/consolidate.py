@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from deepspeed_muon.checkpoint.commit import FolderWriter, UnsettledError, make_folder, removed_on_failure
 from deepspeed_muon.checkpoint.host import require_all_ranks
 from deepspeed_muon.checkpoint.index import CheckpointIndex, FileRecord, ParameterRecord, described
-from deepspeed_muon.checkpoint.live import LiveState, collect
+from deepspeed_muon.checkpoint.live import HeldParameter, LiveState, collect
 from deepspeed_muon.checkpoint.plan import SavePlan, log_stage, write_shards
 from deepspeed_muon.checkpoint.sealed import json_settings, refusing
 from deepspeed_muon.checkpoint.settings import read_progress
@@ -29,6 +31,10 @@ from deepspeed_muon.transport.agreement import RankFacts, Scope, agree
 from deepspeed_muon.transport.members import everyone, is_first_rank
 
 __all__ = ["consolidate"]
+
+# How many of the first elements of copies are compared, and how far apart they may be, relative to the largest.
+_COMPARED = 64
+_DRIFT = 1e-2
 
 
 def consolidate(
@@ -59,24 +65,23 @@ def consolidate(
     require_all_ranks(engine)
     folder = Path(out_dir)
     with _rank_lost(f"{folder}: what it held before is untouched"):
-        state, plan, writer = _prepare(engine, folder, shard_bytes)
+        plan, writer = _prepare(engine, folder, shard_bytes)
     try:
-        _save(state, plan, folder, writer)
+        _save(plan, folder, writer)
     finally:
         if writer is not None:
             writer.close()
     return folder
 
 
-def _save(state: LiveState, plan: SavePlan, folder: Path, writer: FolderWriter | None) -> None:
+def _save(plan: SavePlan, folder: Path, writer: FolderWriter | None) -> None:
     """Write shards and index in the order of :mod:`deepspeed_muon.checkpoint.commit`."""
     log_stage(folder, "start")
     files: dict[str, FileRecord] = {}
     untouched = f"{folder}: what it held before is untouched"
     with _rank_lost(untouched):
         save_id = str(next(iter(everyone().gather(secrets.token_hex(6), what="naming of a save").values())))
-        first = _first_shard(state, len(plan.shards))
-        names = [shard_name(save_id, first + number) for number in range(len(plan.shards))]
+        names = [shard_name(save_id, number) for number in range(len(plan.shards))]
         with removed_on_failure(folder, files, BaseException):
             error = write_shards(plan, folder, names, files)
     if error is not None:
@@ -87,10 +92,10 @@ def _save(state: LiveState, plan: SavePlan, folder: Path, writer: FolderWriter |
         with removed_on_failure(folder, files):
             agree(RankFacts({}), error=error, kind=CheckpointError)
         log_stage(folder, "shards written")
-        own = (files, _records(plan, names) if state.rank == 0 else {})
-        shares = list(everyone().gather(own, what="gathering of the index").values())
+        shares = everyone().gather(files, what="gathering of the index").values()
+        every = {name: record for share in shares for name, record in share.items()}
     with removed_on_failure(folder, files):
-        index, failure = (None, None) if writer is None else _commit(writer, state, shares, save_id)
+        index, failure = (None, None) if writer is None else _commit(writer, plan, names, every, save_id)
         _announce(folder, failure)
     log_stage(folder, "index written")
     if writer is not None and index is not None:
@@ -99,11 +104,15 @@ def _save(state: LiveState, plan: SavePlan, folder: Path, writer: FolderWriter |
 
 
 def _commit(
-    writer: FolderWriter, state: LiveState, shares: Sequence[_Share], save_id: str
+    writer: FolderWriter,
+    plan: SavePlan,
+    names: Sequence[str],
+    files: dict[str, FileRecord],
+    save_id: str,
 ) -> tuple[CheckpointIndex | None, CheckpointError | None]:
     """Write the index. Its failure is returned: the other ranks wait to hear of it."""
     try:
-        index = _index(state, shares)
+        index = _index(plan, names, files)
         writer.commit(index, save_id)
     except CheckpointError as error:
         return None, error
@@ -146,7 +155,7 @@ def _rank_lost(left: str, kind: type[CheckpointError] = CheckpointError) -> Iter
         raise kind(f"{left}. The ranks did not finish the save together: {error}") from error
 
 
-def _prepare(engine: Any, folder: Path, shard_bytes: int) -> tuple[LiveState, SavePlan, FolderWriter | None]:
+def _prepare(engine: Any, folder: Path, shard_bytes: int) -> tuple[SavePlan, FolderWriter | None]:
     """Make the plan and the folder, locked by the first rank; every rank raises if one of them fails or differs."""
     error: Exception | None = None
     facts = RankFacts({})
@@ -155,67 +164,91 @@ def _prepare(engine: Any, folder: Path, shard_bytes: int) -> tuple[LiveState, Sa
         if shard_bytes < 1:
             raise CheckpointError(f"shard_bytes must be positive, got {shard_bytes}")
         state = collect(engine)
-        plan = SavePlan(state, shard_bytes)
         with refusing(f"{folder}: cannot be made"):
             make_folder(folder)
         if is_first_rank():
             writer = FolderWriter(folder)
-        compared = {
-            "out_dir": str(folder),
-            "global_steps": str(state.host.counters()["global_steps"]),
-            "optimizer steps": _described_steps(state),
-            "plan of the save": plan.digest(),
-        }
-        facts = RankFacts(compared, scope=Scope.of(state.group))
+        facts = _facts(state, folder, shard_bytes)
     except Exception as caught:
         error = caught
     try:
         agree(facts, error=error, kind=CheckpointError)
+        held = _held_anywhere(state)
+        plan = SavePlan(state, held, shard_bytes)
+        _compare_copies(state, held)
     except BaseException:
         if writer is not None:
             writer.close()
         raise
-    return state, plan, writer
+    return plan, writer
 
 
-def _described_steps(state: LiveState) -> str:
-    """Return every number of steps that was taken, with the first parameter that took it."""
-    first: dict[int, str] = {}
-    for parameter in state.parameters:
-        first.setdefault(state.step(parameter.partition), parameter.route.name)
-    return ", ".join(f"{step} ({name}, ...)" for step, name in sorted(first.items()))
-
-
-def _first_shard(state: LiveState, count: int) -> int:
-    """Return the number of this group's first file; groups that hold different parameters count on."""
-    if not dist.is_initialized() or dist.get_world_size() == state.world_size:
-        return 0
-    own = Scope.of(state.group).name
-    per_group = dict(everyone().gather((own, count), what="numbering of shards").values())
-    return sum(number for scope, number in per_group.items() if scope < own)
-
-
-def _records(plan: SavePlan, names: Sequence[str]) -> dict[str, ParameterRecord]:
-    """Return the record of every parameter of this rank's group."""
-    state, where = plan.state, files_of(plan.shards, names)
-    return {
-        parameter.route.name: ParameterRecord(
-            **described(parameter.route),
-            rows=parameter.row_count if ROW_STATE_KEY in state.keys(parameter) else 0,
-            step=state.step(parameter.partition),
-            group=parameter.group,
-            tensors=where[parameter.route.name],
-        )
-        for parameter in state.parameters
+def _facts(state: LiveState, folder: Path, shard_bytes: int) -> RankFacts:
+    """Return what must be equal before a save: on all ranks, and between the ranks that hold the same parameters."""
+    facts = {
+        "out_dir": str(folder),
+        "global_steps": str(state.host.counters()["global_steps"]),
+        "shard_bytes": str(shard_bytes),
     }
+    scopes: dict[str, Scope] = {}
+    for held in state.groups:
+        scope = Scope.among(held[0].ranks, held[0].rank)
+        place = "" if scope.size == state.world_size else f" of ranks {scope.name}"
+        steps: dict[int, str] = {}
+        for each in held:
+            steps.setdefault(each.step, each.name)
+        shown = ", ".join(f"{step} ({name}, ...)" for step, name in sorted(steps.items()))
+        facts[f"optimizer steps{place}"] = shown
+        told = repr([(each.route, each.part, each.spread, each.group, each.step, each.keys) for each in held])
+        facts[f"plan of the save{place}"] = hashlib.sha256(told.encode()).hexdigest()
+        scopes |= {f"{fact}{place}": scope for fact in ("optimizer steps", "plan of the save")}
+    return RankFacts(facts, scopes=scopes)
 
 
-_Share = tuple[dict[str, FileRecord], dict[str, ParameterRecord]]
+def _held_anywhere(state: LiveState) -> list[HeldParameter]:
+    """Return what every data-parallel group holds, from the first rank of each. Must be called by all ranks."""
+    own = [each.told() for each in state.parameters if each.rank == 0]
+    told = everyone().gather(own, what="plan of a save")
+    return [each for held in told.values() for each in held]
 
 
-def _index(state: LiveState, shares: Sequence[_Share]) -> CheckpointIndex:
-    files = {name: record for own, _ in shares for name, record in own.items()}
-    parameters = {name: record for _, own in shares for name, record in own.items()}
+def _compare_copies(state: LiveState, held: Sequence[HeldParameter]) -> None:
+    """Raise on every rank if a parameter that several groups seem to hold alike differs: a shard without a mark.
+
+    Must be called by all ranks. Of each such parameter the first elements are compared. Copies may drift apart in their
+    last bits, where kernels add in another order; shards differ by as much as their elements do.
+    """
+    copies = Counter((each.name, each.part) for each in held)
+    if max(copies.values()) == 1:
+        return
+    own = {}
+    for each in state.parameters:
+        fragment = each.own_fragment("fp32")
+        if copies[each.name, each.part] > 1 and fragment is not None and fragment.matrix_offset == 0:
+            start = state.tensor(each.partition, "fp32").narrow(0, fragment.partition_offset, fragment.numel)
+            own[each.name] = start[:_COMPARED].tolist()
+    first: dict[str, tuple[int, list[float]]] = {}
+    for rank, found in everyone().gather(own, what="comparison of copies").items():
+        for name, values in found.items():
+            other, expected = first.setdefault(name, (rank, values))
+            pairs = list(zip(expected, values, strict=False))
+            limit = _DRIFT * max(abs(value) for pair in pairs for value in pair)
+            if any(abs(mine - theirs) > limit for mine, theirs in pairs):
+                raise CheckpointError(
+                    f"parameter {name}: ranks {other} and {rank} hold different values, and nothing says that they "
+                    f"hold different parts of it. Mark it (tensor_model_parallel, partition_dim) before "
+                    f"deepspeed.initialize; engine.save_checkpoint saves it as it is"
+                )
+
+
+def _index(plan: SavePlan, names: Sequence[str], files: dict[str, FileRecord]) -> CheckpointIndex:
+    state, where = plan.state, files_of(plan.shards, names)
+    parameters = {}
+    for name, (first, *_) in plan.parts.items():
+        rows = first.part_of(ROW_STATE_KEY).length if ROW_STATE_KEY in first.keys else 0
+        parameters[name] = ParameterRecord(
+            **described(first.whole), rows=rows, step=first.step, group=first.group, tensors=where[name]
+        )
     return CheckpointIndex.made_now(
         source={"writer": "engine", "zero_stage": state.host.zero_stage, "world_size": state.world_size},
         optimizer=state.optimizer.config.model_dump(mode="json"),

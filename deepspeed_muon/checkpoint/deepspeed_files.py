@@ -6,46 +6,30 @@ classes allowed. They are mapped into memory, so that the disk reads only what i
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.conversion import repeat_in_run, route_saved
-from deepspeed_muon.checkpoint.index import STATE_KEYS, Count
-from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, RecordedParameter, read_record
+from deepspeed_muon.checkpoint.index import STATE_KEYS
+from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, RecordedParameter, read_records
+from deepspeed_muon.checkpoint.saved import SavedParameter, SavedTensor
 from deepspeed_muon.checkpoint.sealed import check_tensor, json_settings, refusing
+from deepspeed_muon.checkpoint.sources import views
 from deepspeed_muon.checkpoint.tag_folder import TagFolder
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
+from deepspeed_muon.plan.slices import TensorSlice, add_up
 from deepspeed_muon.plan.spread import Fragment, Spread, flat_spread, fragments_of, sharded_spread
 
-__all__ = ["DeepSpeedFiles", "SavedParameter"]
-
-
-class SavedParameter(RecordedParameter):
-    """One parameter of a DeepSpeed checkpoint, each of its elements in one fragment only.
-
-    Attributes:
-        step: Optimizer steps taken.
-        saved_as: Key of our state to the key under which the file has it.
-        whole_from: With DeepSpeed's Muon, by rank: where the momentum of the whole matrix starts in its buffer.
-    """
-
-    step: Count
-    saved_as: dict[str, str]
-    whole_from: dict[int, int] = Field(default_factory=dict)
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Tensors of the parameter: ``fp32`` and its state."""
-        return ("fp32", *self.saved_as)
+__all__ = ["DeepSpeedFiles"]
 
 
 class DeepSpeedFiles(TagFolder):
@@ -95,41 +79,55 @@ class DeepSpeedFiles(TagFolder):
             has_muon = any("momentum_buffer" in s for s in self._inner[0]["state"].values())
             self.kind = "DeepSpeed's Muon" if has_muon else "AdamW"
             found = self._without_record()
-        self.parameters = {parameter.name: parameter for parameter in found}
-        if len(self.parameters) < len(found):
-            names = [parameter.name for parameter in found]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise CheckpointError(f"{self.model_file}: two parameters are called {twice}")
-        self._check_lengths()
+        parts: dict[str, dict[TensorSlice, SavedParameter]] = {}
+        for each in found:
+            other = parts.setdefault(each.name, {}).setdefault(each.part, each)
+            if other is not each and each.files == other.files:
+                raise CheckpointError(f"{self.model_file}: two parameters are called {each.name}")
+        self.parameters = {name: SavedTensor(tuple(each.values())) for name, each in parts.items()}
+        for tensor in self.parameters.values():
+            self._check_parts(tensor)
+            for parameter in tensor.held:
+                self._check_lengths(parameter)
 
     def _from_record(self) -> list[SavedParameter]:
-        record = read_record([inner.get(RECORD_KEY) for inner in self._inner], str(self._files[0]))
-        if self.stage and record.world_size != self.world_size:
-            raise CheckpointError(
-                f"{self._files[0]}: its layout record is of {record.world_size} ranks, there are {self.world_size}"
-            )
-        self.optimizer = dict(record.optimizer)
-        groups = self._inner[0]["param_groups"]
+        records = read_records([inner.get(RECORD_KEY) for inner in self._inner], str(self._files[0]))
         found = []
-        for entry in record.parameters:
-            if entry.group >= len(self.groups):
+        for record, files in records:
+            if self.stage and record.world_size != len(files):
                 raise CheckpointError(
-                    f"{self._files[0]}: parameter {entry.name}: there is no param group {entry.group}"
+                    f"{self._files[0]}: its layout record is of {record.world_size} ranks, there are {len(files)}"
                 )
-            if self.stage == 0 and not any(entry.partition in group["params"] for group in groups):
-                raise CheckpointError(
-                    f"{self._files[0]}: parameter {entry.name}: there is no parameter number {entry.partition}"
-                )
-            step = self._step(entry.partition)
-            rows = ROW_STATE_KEY in self._state(entry.partition) and step and entry.rows
-            keys = (*STATE_KEYS[entry.algorithm], *((ROW_STATE_KEY,) if rows else ())) if step else ()
-            own = {"rows": rows or 0, "step": step, "saved_as": {key: key for key in keys}}
-            found.append(SavedParameter.model_validate({**dict(entry), **own}))
-            found[-1]._row_places = entry.row_places if rows else None
+            self.optimizer = dict(record.optimizer)
+            found += [self._recorded(entry, tuple(files)) for entry in record.parameters]
         return found
+
+    def _recorded(self, entry: RecordedParameter, files: tuple[int, ...]) -> SavedParameter:
+        """Return a parameter of a record, with what the files of its ranks say of it."""
+        first = files[0]
+        where = f"{self._files[first]}: parameter {entry.name}"
+        groups = self._inner[first]["param_groups"]
+        if entry.group >= len(self.groups):
+            raise CheckpointError(f"{where}: there is no param group {entry.group}")
+        if self.stage == 0 and not any(entry.partition in group["params"] for group in groups):
+            raise CheckpointError(f"{where}: there is no parameter number {entry.partition}")
+        step = self._step(entry.partition, first)
+        rows = ROW_STATE_KEY in self._state(entry.partition, first) and step and entry.rows
+        keys = (*STATE_KEYS[entry.algorithm], *((ROW_STATE_KEY,) if rows else ())) if step else ()
+        own = {"files": files, "rows": rows or 0, "step": step, "saved_as": {key: key for key in keys}}
+        saved = SavedParameter.model_validate({**dict(entry), **own})
+        saved._row_places = entry.row_places if rows else None
+        return saved
 
     def _without_record(self) -> list[SavedParameter]:
         """Work out the layout of another optimizer's checkpoint as ZeRO lays parameters out."""
+        if any(self.folder.glob("*expert_*_model_states.pt")):
+            raise CheckpointError(
+                f"{self.folder}: mixture-of-experts checkpoints of {self.kind} cannot be read"
+            )
+        parallel = next(iter(sorted(self.folder.glob("*mp_rank_01*"))), None)
+        if parallel is not None:
+            raise CheckpointError(f"{parallel}: model-parallel checkpoints of {self.kind} cannot be read")
         group_of = {
             index: number
             for number, group in enumerate(self._inner[0]["param_groups"])
@@ -152,6 +150,7 @@ class DeepSpeedFiles(TagFolder):
                         wholes[rank] = whole_from[rank] + math.prod(shape)
                 saved_as = {k: "exp_avg" if k == "momentum_buffer" and not momentum else k for k in keys}
                 saved = SavedParameter(
+                    files=tuple(range(self.world_size)),
                     name=name,
                     shape=shape,
                     algorithm="muon" if muon else "adamw",
@@ -264,45 +263,68 @@ class DeepSpeedFiles(TagFolder):
             )
 
     def _partition(self, parameter: SavedParameter, key: str, rank: int) -> Tensor:
-        saved = self._saved(parameter, key, rank)
-        check_tensor(saved, f"{self._file_of(rank)}: {key} of parameter {parameter.name}")
+        number = parameter.files[rank if rank < len(parameter.files) else 0]
+        saved = self._saved(parameter, key, number)
+        check_tensor(saved, f"{self._files[number]}: {key} of parameter {parameter.name}")
         flat: Tensor = saved.detach().reshape(-1)
         return flat
 
-    def _file_of(self, rank: int) -> Path:
-        return self._files[rank if rank < len(self._files) else 0]
-
-    def _saved(self, parameter: SavedParameter, key: str, rank: int) -> Any:
+    def _saved(self, parameter: SavedParameter, key: str, number: int) -> Any:
+        """Return what the file of a number holds under a key."""
         if key != "fp32":
-            return self._inner[rank]["state"][parameter.partition][parameter.saved_as[key]]
+            return self._inner[number]["state"][parameter.partition][parameter.saved_as[key]]
         if self.stage:
-            return self._masters(rank)[parameter.partition]
-        optimizer = self._model["optimizer"]
-        if "fp32_groups" in optimizer:
-            return [tensor for group in optimizer["fp32_groups"] for tensor in group][parameter.partition]
-        return self._model["module"][parameter.name]
+            return self._masters(number)[parameter.partition]
+        wrapper = self._whole[number]
+        if "fp32_groups" in wrapper:
+            return [tensor for group in wrapper["fp32_groups"] for tensor in group][parameter.partition]
+        return self._weights(number)[parameter.name]
 
-    def _check_lengths(self) -> None:
+    @functools.cache  # noqa: B019 - lives as long as the files
+    def _weights(self, number: int) -> Mapping[str, Tensor]:
+        """Return the weights of stage 0 in fp32 beside an optimizer's file: experts have files of their own."""
+        part = re.search(r"mp_rank_(\d+)", self._files[number].name)
+        mark = "mp_rank_00" if part is None else part.group()
+        found = dict(self._load(self.folder / f"{mark}_model_states.pt").get("module") or {})
+        if not found:
+            raise CheckpointError(
+                f"{self.folder}: a pipeline without ZeRO keeps its weights by layers, which are not read; consolidate "
+                f"with the engine, or save at stage 1"
+            )
+        for path in sorted(self.folder.glob(f"layer_*_expert_*_{mark}_model_states.pt")):
+            found.update(self._load(path))
+        return found
+
+    def _check_parts(self, tensor: SavedTensor) -> None:
+        """Make sure that the parts of a tensor belong together and are all of it."""
+        first, *others = tensor.held
+        kinds = {(e.algorithm, e.step, e.keys, e.transposed, e.whole and e.whole.heads) for e in tensor.held}
+        complete = all(add_up(each.part_of(key) for each in tensor.held) for key in first.keys)
+        if (others and len(kinds) > 1) or not complete:
+            raise CheckpointError(
+                f"{self._files[first.files[0]]}: parameter {first.name}: the files of the ranks hold parts of it that "
+                f"do not make up the whole"
+            )
+
+    def _check_lengths(self, parameter: SavedParameter) -> None:
         """Make sure that every file holds all that its parameters need."""
-        for parameter in self.parameters.values():
-            for key in parameter.keys:
-                numel, held = math.prod(parameter.shape_of(key)), 0
-                for fragment in self._fragments(parameter, key):
-                    held += fragment.numel
-                    path = self._file_of(fragment.rank)
-                    try:
-                        size = self._partition(parameter, key, fragment.rank).numel()
-                    except (KeyError, IndexError) as error:
-                        raise CheckpointError(f"{path}: no {key} of parameter {parameter.name}") from error
-                    if size < self._start(parameter, key, fragment) + fragment.numel:
-                        raise CheckpointError(
-                            f"{path}: {key} of parameter {parameter.name} is cut off: the partition has {size} elements"
-                        )
-                if held != numel:
+        for key in parameter.keys:
+            numel, held = math.prod(parameter.part_of(key).own_shape), 0
+            for fragment in self._fragments(parameter, key):
+                held += fragment.numel
+                path = self._files[parameter.files[min(fragment.rank, len(parameter.files) - 1)]]
+                try:
+                    size = self._partition(parameter, key, fragment.rank).numel()
+                except (KeyError, IndexError) as error:
+                    raise CheckpointError(f"{path}: no {key} of parameter {parameter.name}") from error
+                if size < self._start(parameter, key, fragment) + fragment.numel:
                     raise CheckpointError(
-                        f"{self.folder}: the files hold {held} of {numel} elements of {key} of parameter "
-                        f"{parameter.name}"
+                        f"{path}: {key} of parameter {parameter.name} is cut off: the partition has {size} elements"
                     )
+            if held != numel:
+                raise CheckpointError(
+                    f"{self.folder}: the files hold {held} of {numel} elements of {key} of parameter {parameter.name}"
+                )
 
     def _fragments(self, parameter: SavedParameter, key: str) -> Iterator[Fragment]:
         """Yield fragments that hold each element of a tensor once."""
@@ -323,12 +345,14 @@ class DeepSpeedFiles(TagFolder):
             name: The parameter.
             key: ``fp32`` or a state key of its algorithm.
         """
-        parameter = self.parameters[name]
-        full = torch.empty(math.prod(parameter.shape_of(key)), dtype=torch.float32)
-        for fragment in self._fragments(parameter, key):
-            source = self._partition(parameter, key, fragment.rank)
-            start = self._start(parameter, key, fragment)
-            full.narrow(0, fragment.matrix_offset, fragment.numel).copy_(
-                source.narrow(0, start, fragment.numel)
-            )
-        return full.view(parameter.shape_of(key))
+        tensor = self.parameters[name]
+        full = torch.empty(math.prod(tensor.shape_of(key)), dtype=torch.float32)
+        for parameter in tensor.held:
+            part = parameter.part_of(key)
+            for fragment in self._fragments(parameter, key):
+                source = self._partition(parameter, key, fragment.rank)
+                held = source.narrow(0, self._start(parameter, key, fragment), fragment.numel)
+                first = fragment.matrix_offset
+                for own, whole in views(part, first, first + fragment.numel, held, first, full, 0):
+                    whole.copy_(own)
+        return full.view(tensor.shape_of(key))

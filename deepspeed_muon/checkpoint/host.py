@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.optimizer import Muon
+from deepspeed_muon.plan.slices import TensorSlice
 
 __all__ = ["SOME_RANKS", "Host", "optimizer_of", "require_all_ranks"]
 
@@ -24,8 +25,11 @@ class Host(Protocol):
         """The ZeRO stage."""
 
     @property
-    def is_divided(self) -> bool:
-        """Whether the model is one stage of a pipeline, so that other ranks have parameters that this one has not."""
+    def parts(self) -> Mapping[str, TensorSlice | str]:
+        """Name of each parameter that is a part of a whole tensor, or has another name there, to that part.
+
+        A text in its place says why nobody knows it.
+        """
 
     @property
     def scheduler(self) -> Any:

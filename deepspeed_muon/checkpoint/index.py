@@ -29,6 +29,7 @@ from pydantic import (
 from deepspeed_muon.checkpoint.sealed import UNSEALED_VERSION, VERSION, read_sealed, sealed_json
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.plan.rows import ROW_STATE_KEY, RowPlaces
+from deepspeed_muon.plan.slices import TensorSlice, whole_slice
 from deepspeed_muon.plan.spread import Places, Spread
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "VERSION",
     "CheckpointIndex",
     "Count",
+    "Dimension",
     "FileRecord",
     "InPartitions",
     "ParameterKind",
@@ -132,16 +134,18 @@ def described(kind: Any) -> dict[str, Any]:
 
 
 class InPartitions:
-    """A parameter whose elements, and NorMuon's row moments, lie in flat partitions.
+    """What the ranks of a data-parallel group hold of a parameter: its elements lie in their flat partitions.
 
     Attributes:
-        shape: True shape of the parameter.
+        shape: True shape of what they hold.
+        part: Which part of the whole tensor that is.
         spread: Where the master and the entries of the state lie, except for the row moments.
-        row_places: Where the row moments lie; ``None`` where there are none.
+        row_places: Where NorMuon's row moments lie; ``None`` where there are none.
     """
 
     if TYPE_CHECKING:  # no fields where a pydantic model inherits this
         shape: tuple[int, ...]
+        part: TensorSlice
         spread: Spread
         row_places: RowPlaces | None
 
@@ -154,9 +158,19 @@ class InPartitions:
         """Return where the master (``fp32``) or an entry of the state lies."""
         return self.row_places if key == ROW_STATE_KEY and self.row_places is not None else self.spread
 
-    def shape_of(self, key: str) -> tuple[int, ...]:
-        """Return the shape of the whole master or of an entry of the state."""
-        return (self.row_count,) if key == ROW_STATE_KEY else self.shape
+    def part_of(self, key: str) -> TensorSlice:
+        """Return which part of the whole master or entry of the state the ranks hold.
+
+        Raises:
+            ValueError: If the row moments do not divide as the parameter does.
+        """
+        if key != ROW_STATE_KEY or self.row_places is None:
+            return self.part
+        # A moment belongs to an output of the layer. Ranks that cut the inputs keep the moments of all outputs each.
+        cuts_outputs = len(self.shape) > 2 or (self.part.dim == 1) == self.row_places.matrix.transposed
+        if self.part.is_whole or not cuts_outputs:
+            return whole_slice(self.part.name, (self.row_count,))
+        return self.part.scaled(self.row_count)
 
 
 class ParameterRecord(ParameterKind):

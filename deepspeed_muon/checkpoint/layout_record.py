@@ -5,41 +5,44 @@ at stage 0 they have no names. The record gives the rule of each parameter, a
 :class:`~deepspeed_muon.plan.spread.Spread`, so its size does not grow with the number of ranks. The ranks divide the
 parameters: each describes some in its own file. The record consists of numbers, strings, lists and dicts, so that torch
 loads it with ``weights_only``.
+
+Where not all ranks hold the same parameters (experts, tensor parallelism, pipelines), a file has such a record for each
+data-parallel group of its rank (version 3), and each parameter says which part of the whole tensor it is.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, PrivateAttr, model_validator
 
-from deepspeed_muon.checkpoint.index import Count, InPartitions, ParameterKind, checked, described
-from deepspeed_muon.checkpoint.live import LiveState, collect
+from deepspeed_muon.checkpoint.index import Count, Dimension, InPartitions, ParameterKind, checked
 from deepspeed_muon.checkpoint.sealed import refusing
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.logs import warn
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.rows import RowPlaces, row_places
+from deepspeed_muon.plan.slices import TensorSlice, whole_slice
 from deepspeed_muon.plan.spread import Fragment, Places, Spread, spread_of
 
 __all__ = [
     "RECORD_KEY",
+    "RECORD_VERSION",
+    "WITH_GROUPS",
     "LayoutRecord",
     "RecordedParameter",
-    "add_record_to_state_dict",
     "common_part",
     "read_record",
+    "read_records",
 ]
 
 RECORD_KEY = "deepspeed_muon_layout"
 RECORD_VERSION = 2
+WITH_GROUPS = 3
 # More blocks than any matrix has: a damaged number must not take memory.
 _MOST_BLOCKS = 1 << 20
 # Until version 1 every rank's file held the fragments of all parameters on all ranks.
@@ -54,21 +57,54 @@ def _spread(value: Any) -> Spread:
     return Spread(*value)
 
 
+class RecordedPart(BaseModel):
+    """Which part of a whole tensor a parameter is, where it is not all of it.
+
+    Attributes:
+        shape: Of the whole tensor.
+        dim: The dimension that is cut.
+        ranges: As :class:`~deepspeed_muon.plan.slices.TensorSlice` has them.
+        heads: Blocks of the whole tensor.
+        grid: Their rows and columns, see :class:`~deepspeed_muon.checkpoint.index.ParameterKind`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    shape: Annotated[tuple[Dimension, ...], Field(min_length=1, max_length=64)]
+    dim: Count
+    ranges: Annotated[tuple[tuple[Count, Count], ...], Field(min_length=1)]
+    heads: Dimension = 1
+    grid: tuple[tuple[Dimension, ...], tuple[Dimension, ...]] | None = None
+
+
 class RecordedParameter(ParameterKind, InPartitions):
     """One parameter of the record.
 
     Attributes:
-        name: Dotted name.
+        name: Dotted name of the whole tensor.
         partition: Index of the flat partition in every rank's file.
         spread: Where it lies; the file has the numbers of the rule.
         rows: Length of NorMuon's ``row_second_moment``; 0 where there is none.
+        whole: Which part of the whole tensor it is; ``None`` for all of it.
     """
 
     name: str
     partition: Count
     spread: Annotated[Spread, PlainValidator(_spread)]
     rows: Count = 0
+    whole: RecordedPart | None = None
     _row_places: RowPlaces | None = PrivateAttr(None)
+
+    @property
+    def part(self) -> TensorSlice:  # type: ignore[override]
+        """Which part of the whole tensor it is.
+
+        Raises:
+            ValueError: If it is none.
+        """
+        if self.whole is None:
+            return whole_slice(self.name, self.shape)
+        return TensorSlice(self.name, self.whole.shape, self.whole.dim, self.whole.ranges)
 
     @property
     def row_places(self) -> RowPlaces | None:  # type: ignore[override]
@@ -143,6 +179,8 @@ class LayoutRecord(BaseModel):
 def _require_fit(entry: RecordedParameter, world_size: int) -> None:
     """Raise unless a parameter has as many elements as its spread, on ranks that exist."""
     where = f"parameter {entry.name}: "
+    if entry.part.own_shape != entry.shape:
+        raise ValueError(f"{where}shape {list(entry.shape)} is not that of its part {entry.whole}")
     if entry.spread.numel != entry.numel:
         raise ValueError(f"{where}its spread has {entry.spread.numel} of {entry.numel} elements")
     if entry.spread.ranks.stop > world_size or entry.spread.copies not in (0, world_size):
@@ -180,13 +218,55 @@ def _refuse_overlaps(partition: int, members: Sequence[tuple[str, Places]]) -> N
 
 def common_part(content: Any) -> Any:
     """Return what the files of all ranks of one save have in common of what they hold under :data:`RECORD_KEY`."""
-    if not isinstance(content, Mapping) or content.get("version") != RECORD_VERSION:
+    if not isinstance(content, Mapping) or content.get("version") not in (RECORD_VERSION, WITH_GROUPS):
         return content
-    return {key: value for key, value in content.items() if key != "parameters"}
+    return without(content, "parameters", "groups")
+
+
+def read_records(contents: Sequence[Any], where: str) -> list[tuple[LayoutRecord, list[int]]]:
+    """Check what the files hold under :data:`RECORD_KEY`, for each data-parallel group.
+
+    Args:
+        contents: What every file holds, in the order of the ranks.
+        where: The first file, for errors.
+
+    Returns:
+        The record of each group, and the numbers of its ranks' files.
+
+    Raises:
+        CheckpointError: If it is no record, or describes what cannot be.
+    """
+    content = contents[0]
+    if not isinstance(content, Mapping) or content.get("version") != WITH_GROUPS:
+        return [(read_record(contents, where), list(range(len(contents))))]
+    common = without(content, "version", "groups")
+    files: dict[str, dict[int, int]] = {}
+    members: dict[tuple[int, str], Mapping[str, Any]] = {}
+    with refusing(f"{where}: layout record refused"):
+        for number, each in enumerate(contents):
+            for group in each["groups"]:
+                name, rank = group["name"], group["rank"]
+                if not isinstance(name, str) or files.setdefault(name, {}).setdefault(rank, number) != number:
+                    raise ValueError(
+                        f"files {files[name][rank]} and {number} are both of rank {rank} of group {name}"
+                    )
+                members[number, name] = group
+        found = []
+        for name, ranks in files.items():
+            numbers = [ranks[rank] for rank in sorted(ranks)]
+            parts = [members[number, name] for number in numbers]
+            if all(entry["spread"][-1] for entry in parts[0]["parameters"]):
+                # At stage 0 each file that there is says and holds all of it.
+                numbers, parts = numbers[:1], parts[:1]
+            elif sorted(ranks) != list(range(parts[0]["world_size"])):
+                raise ValueError(f"of group {name} there are files of ranks {sorted(ranks)}")
+            first = {**common, "version": RECORD_VERSION, **without(parts[0], "name", "rank")}
+            found.append((read_record([first, *parts[1:]], where), numbers))
+    return found
 
 
 def read_record(contents: Sequence[Any], where: str) -> LayoutRecord:
-    """Check what the files hold under :data:`RECORD_KEY`.
+    """Check what the files of one data-parallel group hold, without version 3.
 
     Args:
         contents: What every rank's file holds, in the order of the ranks.
@@ -213,18 +293,18 @@ def _put_together(contents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the record with the parameters of all ranks' parts, which were dealt to them one by one."""
     dealt = zip_longest(*(each["parameters"] for each in contents))
     entries = [entry for turn in dealt for entry in turn if entry is not None]
-    if _digest(entries) != contents[0]["digest"]:
+    if digest(entries) != contents[0]["digest"]:
         raise ValueError(
             f"its parts, {len(entries)} parameters in {len(contents)} files, are not those that were saved"
         )
-    return {**_without(contents[0], "digest"), "parameters": entries}
+    return {**without(contents[0], "digest"), "parameters": entries}
 
 
-def _without(content: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+def without(content: Mapping[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in content.items() if key not in keys}
 
 
-def _digest(entries: Sequence[Mapping[str, Any]]) -> str:
+def digest(entries: Sequence[Mapping[str, Any]]) -> str:
     """Return a checksum of the parameters, whichever file each is in."""
     found = hashlib.sha256()
     for text in sorted(json.dumps(entry, sort_keys=True) for entry in entries):
@@ -240,64 +320,6 @@ def _from_fragments(content: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"replicated is {entry['replicated']!r}")
         spread = spread_of([Fragment(*f) for f in entry["fragments"]], replicated=entry["replicated"])
         rows = max((row[1] + row[3] for row in entry.get("rows", ())), default=0)
-        kept = _without(entry, "fragments", "replicated", "rows")
+        kept = without(entry, "fragments", "replicated", "rows")
         entries.append({**kept, "spread": spread.numbers(), "rows": rows})
     return {**content, "parameters": entries}
-
-
-def add_record_to_state_dict(engine: Any) -> None:
-    """Let the optimizer of ``engine``, which must be ours, add the record to every state dict that it returns."""
-    engine.basic_optimizer.register_state_dict_post_hook(_RecordHook(engine))
-
-
-class _RecordHook:
-    """Adds the record to a state dict. It refers to the engine weakly: the optimizer must not keep it alive."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = weakref.ref(engine)
-        self._warned = False
-
-    def __call__(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        engine = self._engine()
-        if engine is None:
-            return
-        try:
-            state_dict[RECORD_KEY] = _record(collect(engine))
-        except CheckpointError as error:
-            # DeepSpeed's own resume works without the record. A reader must learn why there is none, or it would take
-            # the state for that of another optimizer.
-            state_dict[RECORD_KEY] = {"version": RECORD_VERSION, "missing": str(error)}
-            if not self._warned:
-                warn(
-                    "deepspeed_muon: the saved optimizer state has no record of its layout: %s. engine.load_checkpoint "
-                    "resumes it at the same ZeRO stage and number of ranks; 'checkpoint consolidate' and 'universal' "
-                    "cannot read it",
-                    error,
-                )
-            self._warned = True
-
-
-def _record(state: LiveState) -> Mapping[str, Any]:
-    order = {route.name: number for number, route in enumerate(state.optimizer.routes)}
-    parameters = sorted(state.parameters, key=lambda parameter: order[parameter.route.name])
-    entries = [
-        {
-            "name": parameter.route.name,
-            **described(parameter.route),
-            "partition": parameter.partition.index,
-            "group": parameter.group,
-            "spread": parameter.spread.numbers(),
-            "rows": parameter.row_count,
-        }
-        for parameter in parameters
-    ]
-    # Where every rank holds everything, only one of them writes a file.
-    in_one_file = all(parameter.spread.replicated for parameter in parameters)
-    return {
-        "version": RECORD_VERSION,
-        "world_size": state.world_size,
-        "global_steps": state.host.counters()["global_steps"],
-        "optimizer": state.optimizer.config.model_dump(mode="json"),
-        "digest": _digest(entries),
-        "parameters": entries if in_one_file else entries[state.rank :: state.world_size],
-    }

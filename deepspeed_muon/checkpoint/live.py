@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,29 +15,78 @@ from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
 from deepspeed_muon.plan.rows import ROW_STATE_KEY, RowPlaces
+from deepspeed_muon.plan.slices import TensorSlice, whole_slice
 from deepspeed_muon.plan.spread import Fragment, Spread
 from deepspeed_muon.routing.rules import Route
 from deepspeed_muon.step.step_set import BoundPartition
 
-__all__ = ["LiveParameter", "LiveState", "collect"]
+__all__ = ["HeldParameter", "LiveParameter", "LiveState", "collect"]
 
 
 @dataclass(frozen=True, slots=True)
-class LiveParameter(InPartitions):
-    """One parameter of a running engine, and where it lies.
+class HeldParameter(InPartitions):
+    """One parameter as the ranks of its data-parallel group hold it; other ranks may hold other parts of it.
 
     Attributes:
-        route: Name, true shape and algorithm.
-        partition: The partition that holds this rank's fragments.
+        route: Name, true shape and algorithm on these ranks.
+        part: The part of the whole tensor that they hold, with its name.
+        ranks: The ranks of the group, as global ranks: one object for all parameters of the group.
         group: Number of its param group.
+        step: Optimizer steps taken.
+        keys: What there is to save: ``fp32``, and the state once a step was taken.
     """
 
     route: Route
     shape: tuple[int, ...]
+    part: TensorSlice
     spread: Spread
     row_places: RowPlaces | None
-    partition: BoundPartition
+    ranks: tuple[int, ...]
     group: int
+    step: int
+    keys: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the whole tensor."""
+        return self.part.name
+
+    @property
+    def whole(self) -> Route:
+        """The route as it would be on a rank that has the whole tensor."""
+        return replace(self.route, name=self.part.name, shape=self.part.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class LiveParameter(HeldParameter):
+    """One parameter of a running engine, and where it lies.
+
+    Attributes:
+        partition: The partition that holds this rank's fragments.
+        rank: This rank inside the group.
+    """
+
+    partition: BoundPartition
+    rank: int
+
+    def own_fragment(self, key: str) -> Fragment | None:
+        """Return this rank's fragment of the master or of an entry of the state."""
+        return self.places_of(key).on(self.rank)
+
+    def told(self) -> HeldParameter:
+        """Return what the other ranks are told: no tensors, and of the row moments' places what tells the rank."""
+        rows = None if self.row_places is None else self.row_places.alone()
+        return HeldParameter(
+            self.route,
+            self.shape,
+            self.part,
+            self.spread,
+            rows,
+            self.ranks,
+            self.group,
+            self.step,
+            self.keys,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,33 +96,31 @@ class LiveState:
     Attributes:
         optimizer: Our optimizer inside the engine.
         host: The engine around it.
-        parameters: In an order that all ranks of the group share.
-        group: The data-parallel group that divides or replicates them.
-        rank: This rank inside the group.
-        world_size: Its size.
-        device: Where the group's backend can send from.
+        parameters: In an order that all ranks with the same parameters share.
+        rank: This rank among all ranks.
+        world_size: How many they are.
+        device: Where their backend can send from.
     """
 
     optimizer: Muon
     host: Host
     parameters: tuple[LiveParameter, ...]
-    group: dist.ProcessGroup | None
     rank: int
     world_size: int
     device: torch.device
 
     @property
     def by_name(self) -> dict[str, LiveParameter]:
-        """The parameters by name."""
-        return {parameter.route.name: parameter for parameter in self.parameters}
+        """The parameters by the names of the whole tensors."""
+        return {parameter.name: parameter for parameter in self.parameters}
 
-    def own_fragment(self, parameter: LiveParameter, key: str) -> Fragment | None:
-        """Return this rank's fragment of the master or of an entry of the state."""
-        return parameter.places_of(key).on(self.rank)
-
-    def step(self, partition: BoundPartition) -> int:
-        """Return the optimizer steps that a partition has taken."""
-        return int(self.optimizer.state.get(partition.tensor, {}).get("step", 0))
+    @property
+    def groups(self) -> list[list[LiveParameter]]:
+        """The parameters of each data-parallel group that this rank is in."""
+        found: dict[int, list[LiveParameter]] = {}
+        for parameter in self.parameters:
+            found.setdefault(id(parameter.ranks), []).append(parameter)
+        return list(found.values())
 
     def tensor(self, partition: BoundPartition, key: str) -> Tensor:
         """Return the master (``fp32``) or an entry of the state of this rank's partition, flat in row-major order.
@@ -92,14 +139,6 @@ class LiveState:
         own: Tensor = partition.tensor if key == "fp32" else self.optimizer.state[partition.tensor][key]
         return own.detach()
 
-    def keys(self, parameter: LiveParameter) -> tuple[str, ...]:
-        """Return what there is to save of a parameter: ``fp32``, and the state once a step was taken."""
-        if not self.step(parameter.partition):
-            return ("fp32",)
-        own = self.optimizer.state[parameter.partition.tensor]
-        rows = (ROW_STATE_KEY,) if parameter.row_places and ROW_STATE_KEY in own else ()
-        return ("fp32", *STATE_KEYS[parameter.route.algorithm], *rows)
-
 
 def collect(engine: Any) -> LiveState:
     """Describe the engine's state as this rank knows it, without copying or sending anything.
@@ -108,7 +147,8 @@ def collect(engine: Any) -> LiveState:
         engine: A ``DeepSpeedEngine`` whose optimizer is ours.
 
     Raises:
-        CheckpointError: If the engine runs another optimizer, or its parameters cannot be told apart by name.
+        CheckpointError: If the engine runs another optimizer, its parameters cannot be told apart by name, or nobody
+            knows which part of a whole tensor one of them is.
     """
     optimizer = optimizer_of(engine)
     host: Host = optimizer.host
@@ -118,38 +158,57 @@ def collect(engine: Any) -> LiveState:
             raise CheckpointError(f"two parameters are called {route.name}: pass model.named_parameters()")
         routes[route.name] = route
     groups = host.param_group_numbers()
-    parameters = []
+    members: dict[tuple[int, ...], tuple[int, ...]] = {}
+    parameters: dict[str, LiveParameter] = {}
     for runner in optimizer.runners:
         step_set = runner.step_set
         rows = {places.matrix.name: places for places in runner.row_places}
-        if step_set.tensor_group is not None:
-            raise CheckpointError(
-                "this project's checkpoints do not know tensor parallelism yet: use engine.save_checkpoint and "
-                "load_checkpoint with the same number of ranks and the same tensor-parallel size"
-            )
-        if _ranks(step_set.group) != _ranks(optimizer.runners[0].step_set.group):
-            raise CheckpointError("param groups of different data-parallel groups cannot be consolidated yet")
+        ranks = _ranks(step_set.group)
+        ranks = members.setdefault(ranks, ranks)
         partitions = {partition.index: partition for partition in step_set.partitions}
         layouts: tuple[MatrixLayout | ParameterLayout, ...] = (*step_set.matrices, *step_set.others)
         for layout in layouts:
-            parameters.append(
-                LiveParameter(
-                    routes[layout.name],
-                    routes[layout.name].shape,
-                    layout.spread,
-                    rows.get(layout.name),
-                    partitions[layout.partition],
-                    groups[layout.partition],
-                )
+            route, partition = routes[layout.name], partitions[layout.partition]
+            state = optimizer.state.get(partition.tensor, {})
+            found = LiveParameter(
+                route,
+                route.shape,
+                _part(host, route),
+                layout.spread,
+                rows.get(layout.name),
+                ranks,
+                groups[layout.partition],
+                int(state.get("step", 0)),
+                _keys(route, state, layout.name in rows),
+                partition,
+                step_set.rank,
             )
+            if parameters.setdefault(found.name, found) is not found:
+                raise CheckpointError(
+                    f"{parameters[found.name].route.name} and {route.name} are both {found.name}"
+                )
     if not parameters:
         raise CheckpointError("the engine's optimizer holds no parameters")
-    first = optimizer.runners[0]
-    ranks = first.step_set
-    return LiveState(
-        optimizer, host, tuple(parameters), ranks.group, ranks.rank, ranks.world_size, first.context.device
-    )
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    device = optimizer.runners[0].context.device
+    return LiveState(optimizer, host, tuple(parameters.values()), rank, size, device)
 
 
-def _ranks(group: dist.ProcessGroup | None) -> list[int]:
-    return [] if group is None else dist.get_process_group_ranks(group)
+def _part(host: Host, route: Route) -> TensorSlice:
+    part = host.parts.get(route.name)
+    if isinstance(part, str):
+        raise CheckpointError(
+            f"parameter {route.name}: {part}. engine.save_checkpoint and load_checkpoint resume it at the same ranks"
+        )
+    return part or whole_slice(route.name, route.shape)
+
+
+def _keys(route: Route, state: dict[str, Any], with_rows: bool) -> tuple[str, ...]:
+    if not state.get("step", 0):
+        return ("fp32",)
+    rows = (ROW_STATE_KEY,) if with_rows and ROW_STATE_KEY in state else ()
+    return ("fp32", *STATE_KEYS[route.algorithm], *rows)
+
+
+def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    return (0,) if group is None else tuple(dist.get_process_group_ranks(group))

@@ -1,13 +1,13 @@
 """Which file of a consolidated checkpoint holds what, which rank writes it, and how the elements come to that rank.
 
-The ranks write in rounds. In each round one all-to-all brings every rank one piece of the file that it writes, and the
-rank appends it. So the pieces bound the memory, whatever the size of the model and of its largest tensor.
+A file holds whole tensors, whoever holds their parts: all ranks are told what each data-parallel group holds. The ranks
+write in rounds. In each round one all-to-all brings every rank one piece of the file that it writes, and the rank
+appends it. So the pieces bound the memory, whatever the size of the model and of its largest tensor.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, zip_longest
@@ -18,11 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.index import FileRecord
-from deepspeed_muon.checkpoint.live import LiveParameter, LiveState
+from deepspeed_muon.checkpoint.index import FileRecord, described
+from deepspeed_muon.checkpoint.live import HeldParameter, LiveState
 from deepspeed_muon.checkpoint.shards import ITEM_BYTES, PlannedTensor, ShardFile, fsync_folder, pack
+from deepspeed_muon.checkpoint.sources import views
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import logger
+from deepspeed_muon.plan.slices import TensorSlice, add_up
 from deepspeed_muon.plan.spread import runs_within
 from deepspeed_muon.transport.waiting import phase
 
@@ -52,35 +54,66 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A run of elements, from ``start`` of a tensor on, that goes from the partition of a rank into a piece."""
+    """Consecutive elements of a part that go from the partition of a rank into a piece.
+
+    Attributes:
+        source: The rank.
+        name: Of the whole tensor.
+        key: ``fp32`` or a state key.
+        part: The part.
+        start: The first of the elements, counted in the part.
+        numel: How many they are.
+        piece_start: Which element of the whole tensor comes first in the piece; negative if it begins later in it.
+    """
 
     source: int
-    parameter: LiveParameter
+    name: str
     key: str
+    part: TensorSlice
     start: int
-    piece_offset: int
     numel: int
+    piece_start: int
+
+    def put(self, elements: Tensor, piece: Tensor) -> None:
+        """Copy the elements to their places in the piece."""
+        stop = self.start + self.numel
+        for own, whole in views(self.part, self.start, stop, elements, self.start, piece, self.piece_start):
+            whole.copy_(own)
 
 
 class SavePlan:
-    """Which file holds what, who writes it, and in which pieces; equal on all ranks of the group.
+    """Which file holds what, who writes it, and in which pieces; equal on all ranks.
 
     Attributes:
-        state: What there is to save.
+        state: What this rank holds.
+        parts: Name of each whole tensor to the parts of it that groups of ranks hold, copies left out.
         shards: The tensors of every file.
         sizes: The elements of every file.
         writers: The rank that writes each file.
         piece_numel: Elements of the largest piece.
     """
 
-    def __init__(self, state: LiveState, shard_bytes: int) -> None:
-        """Make the plan from metadata; ``shard_bytes``, the intended size of a file, bounds the pieces too."""
+    def __init__(self, state: LiveState, held: Iterable[HeldParameter], shard_bytes: int) -> None:
+        """Make the plan from metadata.
+
+        Args:
+            state: What this rank holds.
+            held: What every data-parallel group of the engine holds, in the same order on all ranks.
+            shard_bytes: The intended size of a file; it bounds the pieces too.
+
+        Raises:
+            CheckpointError: If the parts of a tensor do not add up to it. The same on all ranks.
+        """
         self.state = state
         self._by_name = state.by_name
+        self.parts = _put_together(held)
+        # By identity: the ranks of one group are one object, and too many to compare for every parameter.
+        copied = {id(each.ranks): each.ranks for parts in self.parts.values() for each in parts}
+        self._members = {key: frozenset(ranks) for key, ranks in copied.items()}
         tensors = [
-            PlannedTensor(p.route.name, key, p.shape_of(key))
-            for p in state.parameters
-            for key in state.keys(p)
+            PlannedTensor(name, key, parts[0].part_of(key).shape)
+            for name, parts in self.parts.items()
+            for key in parts[0].keys
         ]
         total = sum(tensor.numel for tensor in tensors) * ITEM_BYTES
         # Small models too are written by all ranks.
@@ -106,23 +139,60 @@ class SavePlan:
         for tensor in self.shards[piece.shard]:
             begin, end = max(piece.start - offset, 0), min(piece.stop - offset, tensor.numel)
             if begin < end:
-                parameter = self._by_name[tensor.parameter]
-                places, base = parameter.places_of(tensor.key), offset - piece.start
-                runs = [(writer, begin, end)] if places.replicated else runs_within(places, begin, end)
-                for source, start, stop in runs:
-                    yield Transfer(source, parameter, tensor.key, start, base + start, stop - start)
+                place = piece.start - offset
+                for held in self.parts[tensor.parameter]:
+                    part = held.part_of(tensor.key)
+                    own = part.before(begin), part.before(end)
+                    for source, start, stop in self._holders(held, tensor.key, writer, *own):
+                        yield Transfer(source, tensor.parameter, tensor.key, part, start, stop - start, place)
             offset += tensor.numel
             if offset >= piece.stop:
                 return
 
-    def digest(self) -> str:
-        """Return a text that is equal where plans are."""
-        state = self.state
-        records = [
-            (p.route.name, p.shape, p.route.algorithm, state.step(p.partition), p.spread, state.keys(p))
-            for p in state.parameters
-        ]
-        return hashlib.sha256(repr((records, self.writers)).encode()).hexdigest()
+    def _holders(
+        self, held: HeldParameter, key: str, writer: int, start: int, stop: int
+    ) -> Iterator[tuple[int, int, int]]:
+        """Yield global rank, start and stop of each run of a part's elements ``[start, stop)`` that one rank holds."""
+        places = held.places_of(key)
+        if start == stop:
+            return
+        if places.replicated:
+            yield writer if writer in self._members[id(held.ranks)] else held.ranks[0], start, stop
+            return
+        for rank, first, last in runs_within(places, start, stop):
+            yield held.ranks[rank], first, last
+
+    def source(self, transfer: Transfer) -> Tensor:
+        """Return the elements of a transfer that this rank sends."""
+        parameter = self._by_name[transfer.name]
+        own = parameter.own_fragment(transfer.key)
+        assert own is not None
+        flat = self.state.tensor(parameter.partition, transfer.key)
+        return flat.narrow(0, own.partition_offset + transfer.start - own.matrix_offset, transfer.numel)
+
+
+def _put_together(held: Iterable[HeldParameter]) -> dict[str, tuple[HeldParameter, ...]]:
+    """Return the parts of each whole tensor, each once; raise if they do not belong together or do not add up."""
+    found: dict[str, dict[TensorSlice, HeldParameter]] = {}
+    for each in held:
+        found.setdefault(each.name, {}).setdefault(each.part, each)
+    for name, parts in found.items():
+        first, *others = parts.values()
+        expected = (described(first.whole), first.step, first.keys)
+        for other in others:
+            if (described(other.whole), other.step, other.keys) != expected:
+                raise CheckpointError(
+                    f"parameter {name}: rank {first.ranks[0]} has {expected}, and rank {other.ranks[0]} "
+                    f"{(described(other.whole), other.step, other.keys)}"
+                )
+        for key in first.keys:
+            if not add_up(each.part_of(key) for each in parts.values()):
+                shown = ", ".join(f"rank {each.ranks[0]}: {part.ranges}" for part, each in parts.items())
+                raise CheckpointError(
+                    f"parameter {name} ({key}): its parts along dimension {first.part.dim} do not add up to "
+                    f"{first.part.length}: {shown}"
+                )
+    return {name: tuple(parts.values()) for name, parts in found.items()}
 
 
 def _balanced(sizes: Sequence[int], world_size: int) -> list[int]:
@@ -241,7 +311,7 @@ def _exchange(plan: SavePlan, pieces: Sequence[Piece | None], content: Tensor, b
         for transfer in plan.transfers(writer, piece) if piece else ():
             traffic = traffic or transfer.source != writer
             if transfer.source == writer == state.rank:
-                content.narrow(0, transfer.piece_offset, transfer.numel).copy_(_source(state, transfer))
+                transfer.put(plan.source(transfer), content)
             elif transfer.source == state.rank:
                 sent[writer].append(transfer)
             elif writer == state.rank:
@@ -253,21 +323,14 @@ def _exchange(plan: SavePlan, pieces: Sequence[Piece | None], content: Tensor, b
     outgoing = buffers.get("outgoing", sum(out_splits))
     leaving = list(chain.from_iterable(sent))
     for transfer, part in zip(leaving, _parts(outgoing, leaving), strict=True):
-        part.copy_(_source(state, transfer))
+        part.copy_(plan.source(transfer))
     incoming = buffers.get("incoming", sum(in_splits))
-    with phase("exchange of a checkpoint's pieces", state.group):
-        dist.all_to_all_single(incoming, outgoing, in_splits, out_splits, group=state.group)
+    with phase("exchange of a checkpoint's pieces", None):
+        dist.all_to_all_single(incoming, outgoing, in_splits, out_splits)
     arrived = list(chain.from_iterable(received))
     for transfer, part in zip(arrived, _parts(incoming, arrived), strict=True):
-        content.narrow(0, transfer.piece_offset, transfer.numel).copy_(part)
+        transfer.put(part, content)
 
 
 def _parts(buffer: Tensor, transfers: Sequence[Transfer]) -> Sequence[Tensor]:
     return buffer.split_with_sizes([transfer.numel for transfer in transfers])
-
-
-def _source(state: LiveState, transfer: Transfer) -> Tensor:
-    flat = state.tensor(transfer.parameter.partition, transfer.key)
-    own = state.own_fragment(transfer.parameter, transfer.key)
-    assert own is not None
-    return flat.narrow(0, own.partition_offset + transfer.start - own.matrix_offset, transfer.numel)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.host import require_all_ranks
@@ -148,24 +148,30 @@ def restore_from_source(
         CheckpointError: See :func:`restore`.
     """
     facts = RankFacts({})
+    state: LiveState | None = None
     plan: _Plan | None = None
+    problems: list[str] = []
     nonfinite: list[str] = []
     try:
         if error is None:
             assert source is not None
             with refusing(source.where):
-                plan = _Plan.of(collect(engine), source, hyperparameters=hyperparameters, state_too=state_too)
-                if progress and source.progress is not None:
-                    plan.progress = source.progress
-                    check_progress(engine, source.progress, source.where, scheduler=scheduler)
-                rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-                nonfinite = source.verify(rank, size)
+                state = collect(engine)
+                problems = _compare(state, source, state_too)
+                if not problems:
+                    plan = _Plan.of(state, source, hyperparameters=hyperparameters, state_too=state_too)
+                    if progress and source.progress is not None:
+                        plan.progress = source.progress
+                        check_progress(engine, source.progress, source.where, scheduler=scheduler)
+                    nonfinite = source.verify(state.rank, state.world_size)
                 facts = RankFacts({"checkpoint": source.digest()})
     except Exception as caught:
         error = caught
     try:
         agree(facts, error=error, kind=CheckpointError)
-        assert source is not None and plan is not None
+        assert source is not None and state is not None
+        _refuse_another_model(state, source, problems)
+        assert plan is not None
         found = everyone().gather(nonfinite, what="check of a checkpoint").values()
         _judge(sorted(name for names in found for name in names), source, allow_nonfinite)
         _fill(plan, source)
@@ -191,41 +197,55 @@ def _judge(nonfinite: list[str], source: StateSource, allowed: bool) -> None:
     warn("deepspeed_muon: %s", text)
 
 
-def _compare(state: LiveState, source: StateSource, state_too: bool) -> None:
-    """Raise if the checkpoint is not one of this model, with every parameter that differs."""
+def _compare(state: LiveState, source: StateSource, state_too: bool) -> list[str]:
+    """Say of each parameter that this rank has how it differs from the checkpoint's."""
     live, saved = state.by_name, source.parameters
     problems = []
-    # A stage of a pipeline has a part of the model; what the other stages have is no fault.
-    extra = [] if state.host.is_divided else [name for name in saved if name not in live]
+    extra = [name for name in saved if name not in live]
     for name in live.keys() - saved.keys():
-        twin = next((other for other in extra if saved[other].shape == live[name].route.shape), None)
+        twin = next((other for other in extra if saved[other].shape == live[name].part.shape), None)
         hint = f" (renamed? it has {twin} of the same shape)" if twin else ""
         problems.append(f"parameter {name} is not in the checkpoint{hint}")
-    problems += [f"parameter {name} is in the checkpoint, but not in the optimizer" for name in extra]
     for name in live.keys() & saved.keys():
         problems += _differences(live[name], saved[name], state_too)
+    return problems
+
+
+def _refuse_another_model(state: LiveState, source: StateSource, problems: Sequence[str]) -> None:
+    """Raise on every rank if one has ``problems``, or if the checkpoint has parameters that no rank has.
+
+    Must be called by all ranks.
+    """
+    live, names = state.by_name, sorted(source.parameters)
+    held = everyone().reduce([float(name in live) for name in names], "max", what="check of a checkpoint")
+    left = [name for name, somewhere in zip(names, held, strict=True) if not somewhere]
+    problems = [
+        *problems,
+        *(f"parameter {name} is in the checkpoint, but not in the optimizer" for name in left),
+    ]
+    error = None
     if problems:
         more = f"\nand {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise CheckpointError(
-            f"{source.where} is not a checkpoint of this model:\n" + "\n".join(sorted(problems)[:20]) + more
-        )
+        shown = "\n".join(sorted(problems)[:20])
+        error = CheckpointError(f"{source.where} is not a checkpoint of this model:\n{shown}{more}")
+    agree(RankFacts({}), error=error, kind=CheckpointError)
 
 
 def _differences(parameter: LiveParameter, record: ParameterRecord, state_too: bool) -> list[str]:
     route, file = parameter.route, record.tensors["fp32"]
-    if record.shape != tuple(route.shape):
-        return [
-            f"parameter {route.name} has shape {list(route.shape)}, in the checkpoint {list(record.shape)} ({file})"
-        ]
+    name, shape = parameter.name, parameter.part.shape
+    if record.shape != shape:
+        return [f"parameter {name} has shape {list(shape)}, in the checkpoint {list(record.shape)} ({file})"]
     if state_too and record.algorithm != route.algorithm:
         return [
-            f"parameter {route.name} goes to {route.algorithm} ({route.reason}), in the checkpoint to "
+            f"parameter {name} goes to {route.algorithm} ({route.reason}), in the checkpoint to "
             f"{record.algorithm} ({file}); set include / exclude in optimizer.params as the saved run did, or "
             f"convert it again with --include / --exclude"
         ]
-    if state_too and record.rows and parameter.row_places and record.rows != parameter.row_count:
+    rows = parameter.part_of(ROW_STATE_KEY).length if parameter.row_places else 0
+    if state_too and record.rows and rows and record.rows != rows:
         return [
-            f"parameter {route.name} has {parameter.row_count} row moments of NorMuon, in the checkpoint {record.rows} "
+            f"parameter {name} has {rows} row moments of NorMuon, in the checkpoint {record.rows} "
             f"({record.tensors[ROW_STATE_KEY]}): it was divided into other blocks"
         ]
     return []
@@ -253,8 +273,7 @@ class _Plan:
 
     @classmethod
     def of(cls, state: LiveState, source: StateSource, *, hyperparameters: bool, state_too: bool) -> _Plan:
-        """Compare the checkpoint with the engine, which is not changed, and plan what goes where."""
-        _compare(state, source, state_too)
+        """Plan what goes where; the engine is not changed."""
         plan = cls(state, [], {}, _steps(state, source) if state_too else {}, {})
         if state_too:
             _say_what_happens_to_rows(state, source)
@@ -263,10 +282,10 @@ class _Plan:
             stateful = state_too and plan.steps[parameter.partition.index] > 0
             for key in ("fp32", *((*STATE_KEYS[parameter.route.algorithm], *rows) if stateful else ())):
                 target = plan._target(parameter, key)
-                own = state.own_fragment(parameter, key)
+                own = parameter.own_fragment(key)
                 if own is not None and own.partition_offset + own.numel > target.numel():
                     raise CheckpointError(
-                        f"parameter {parameter.route.name}: this rank's {key} is not in memory (it has "
+                        f"parameter {parameter.name}: this rank's {key} is not in memory (it has "
                         f"{target.numel()} elements): checkpoints do not know NVMe offload"
                     )
                 plan.writes.append((parameter, key, target))
@@ -283,7 +302,7 @@ class _Plan:
         if place not in self.made:
             if key == ROW_STATE_KEY:
                 sharing = [other for other in self.state.parameters if other.partition is partition]
-                kept = (self.state.own_fragment(other, key) for other in sharing if other.row_places)
+                kept = (other.own_fragment(key) for other in sharing if other.row_places)
                 numel = sum(own.numel for own in kept if own is not None)
                 self.made[place] = torch.zeros(numel, dtype=torch.float32, device=partition.tensor.device)
             else:
@@ -301,12 +320,9 @@ def _fill(plan: _Plan, source: StateSource) -> None:
     error: Exception | None = None
     try:
         for parameter, key, target in plan.writes:
-            name = parameter.route.name
-            saved = key in source.parameters[name].tensors
-            own = state.own_fragment(parameter, key)
-            if own is not None and saved:
-                content = source.read(name, key, own.matrix_offset, own.numel)
-                target.narrow(0, own.partition_offset, own.numel).copy_(content)
+            own = parameter.own_fragment(key)
+            if own is not None and key in source.parameters[parameter.name].tensors:
+                source.fill(parameter.part_of(key), key, own, target)
             elif own is not None:
                 target.narrow(0, own.partition_offset, own.numel).zero_()
             if (parameter.partition.index, key) not in plan.made:
@@ -332,7 +348,7 @@ def _steps(state: LiveState, source: StateSource) -> dict[int, int]:
     """Return the steps of every partition. Its parameters share one count, which Adam's bias correction uses."""
     found: dict[int, set[int]] = {}
     for parameter in state.parameters:
-        found.setdefault(parameter.partition.index, set()).add(source.parameters[parameter.route.name].step)
+        found.setdefault(parameter.partition.index, set()).add(source.parameters[parameter.name].step)
     for index, steps in found.items():
         if len(steps) > 1:
             warn(
@@ -346,9 +362,9 @@ def _steps(state: LiveState, source: StateSource) -> dict[int, int]:
 
 def _say_what_happens_to_rows(state: LiveState, source: StateSource) -> None:
     """Warn where NorMuon's row moments start from zero or are dropped, because the saved run had another variant."""
-    pairs = [(parameter, source.parameters[parameter.route.name]) for parameter in state.parameters]
-    without = [live.route.name for live, saved in pairs if live.row_places and saved.step and not saved.rows]
-    dropped = [live.route.name for live, saved in pairs if saved.rows and not live.row_places]
+    pairs = [(parameter, source.parameters[parameter.name]) for parameter in state.parameters]
+    without = [live.name for live, saved in pairs if live.row_places and saved.step and not saved.rows]
+    dropped = [live.name for live, saved in pairs if saved.rows and not live.row_places]
     if without:
         warn(
             "deepspeed_muon: %s holds no row moments of NorMuon for %d matrices (%s, ...); they start from zero",

@@ -76,7 +76,7 @@ def group_settings(state: LiveState, source: StateSource) -> dict[int, dict[str,
     groups = checked_settings(source.groups, source.where)
     saved: dict[int, set[int]] = {}
     for parameter in state.parameters:
-        saved.setdefault(parameter.group, set()).add(source.parameters[parameter.route.name].group)
+        saved.setdefault(parameter.group, set()).add(source.parameters[parameter.name].group)
     found: dict[int, dict[str, Any]] = {}
     for number, origins in saved.items():
         group = state.optimizer.param_groups[number]

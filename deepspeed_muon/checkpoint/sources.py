@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,23 @@ from torch import Tensor
 from deepspeed_muon.checkpoint.index import ParameterRecord, Progress, load_index, tensor_name
 from deepspeed_muon.checkpoint.sealed import open_regular, refusing, regular_size
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.plan.slices import TensorSlice
+from deepspeed_muon.plan.spread import Fragment
 
-__all__ = ["ConsolidatedSource", "StateSource", "file_digest", "flat_slice", "listed", "nonfinite_text"]
+__all__ = [
+    "ConsolidatedSource",
+    "StateSource",
+    "file_digest",
+    "flat_slice",
+    "listed",
+    "nonfinite_text",
+    "views",
+]
 
 _READ_BYTES = 16 << 20
 _SCAN_NUMEL = 4 << 20
+# Elements that are read at once where a rank needs several runs of a tensor.
+_WINDOW = 1 << 20
 
 
 class StateSource(ABC):
@@ -57,6 +69,30 @@ class StateSource(ABC):
     @abstractmethod
     def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
         """Return elements ``[start, start + numel)`` of a tensor in row-major order, fp32, one-dimensional."""
+
+    def fill(self, part: TensorSlice, key: str, own: Fragment, target: Tensor) -> None:
+        """Read a rank's fragment of a part of a tensor; where that is not one run, some megabytes at a time.
+
+        Args:
+            part: The part, with the name of the whole tensor.
+            key: ``fp32`` or a state key.
+            own: The fragment.
+            target: The rank's flat partition. Mutated.
+        """
+        kept = target.narrow(0, own.partition_offset, own.numel)
+        runs = list(part.runs(own.matrix_offset, own.matrix_offset + own.numel))
+        if len(runs) == runs[0].count == 1:
+            kept.copy_(self.read(part.name, key, runs[0].whole, own.numel))
+            return
+        first = min(each.whole for each in runs)
+        last = max(each.whole + (each.count - 1) * each.step + each.numel for each in runs)
+        for start in range(first, last, _WINDOW):
+            stop = min(start + _WINDOW, last)
+            begin, end = max(part.before(start), own.matrix_offset), part.before(stop)
+            if begin < end:
+                window = self.read(part.name, key, start, stop - start)
+                for mine, whole in views(part, begin, end, kept, own.matrix_offset, window, start):
+                    mine.copy_(whole)
 
     def close(self) -> None:  # noqa: B027 - most sources keep nothing open
         """Release the files."""
@@ -142,6 +178,28 @@ class ConsolidatedSource(StateSource):
         for handle in self._open.values():
             handle.__exit__(None, None, None)
         self._open.clear()
+
+
+def views(
+    part: TensorSlice, start: int, stop: int, own: Tensor, own_start: int, whole: Tensor, whole_start: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield views that show the same elements of a rank's part and of the whole tensor.
+
+    Args:
+        part: The part.
+        start: First element of the part to show.
+        stop: The one behind the last.
+        own: Elements of the part, one-dimensional and contiguous.
+        own_start: Which element of the part comes first in it.
+        whole: Elements of the whole tensor, one-dimensional and contiguous.
+        whole_start: Which element of the whole tensor comes first in it.
+    """
+    for each in part.runs(start, stop):
+        size = each.count, each.numel
+        yield (
+            own.as_strided(size, (each.own_step, 1), own.storage_offset() + each.own - own_start),
+            whole.as_strided(size, (each.step, 1), whole.storage_offset() + each.whole - whole_start),
+        )
 
 
 def flat_slice(handle: Any, entry: str, shape: Sequence[int], start: int, numel: int) -> Tensor:

@@ -26,6 +26,8 @@ MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_st
 """What the file with the model of the first rank may be called: at stages 0 to 2, and at stage 3."""
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+# At stage 0 each rank of an expert-parallel group has a file for the optimizer.
+_EXPERTS_OPTIMIZER_FILE = "expp_rank_*_mp_rank_*_optim_states.pt"
 _PROGRESS_KEYS = (*COUNTERS, "dp_world_size")
 
 
@@ -35,7 +37,7 @@ class TagFolder:
     Attributes:
         folder: The tag's folder.
         model_file: The file that holds the model of the first rank.
-        world_size: Ranks that wrote optimizer files; 1 at stage 0.
+        world_size: Files with the state of the optimizer: one for each rank, or fewer at stage 0.
         stage: The ZeRO stage.
         progress: Where the run stood.
     """
@@ -57,8 +59,10 @@ class TagFolder:
             if not isinstance(self._model, dict):
                 raise CheckpointError(f"{self.model_file}: not a checkpoint of DeepSpeed")
             self._ranks = self._read_ranks()
-            self.world_size = max(len(self._ranks), 1)
             self.stage = self._read_stage()
+            if not self._ranks:
+                self._files, self._whole = self._read_whole()
+            self.world_size = len(self._files)
             self._inner = [self._inner_state(number) for number in range(self.world_size)]
             self._refuse_mixed_saves()
             self.progress = self._read_progress()
@@ -68,46 +72,61 @@ class TagFolder:
             raise CheckpointError(
                 f"{self.folder}: checkpoints with NVMe offload cannot be read without an engine"
             )
-        if any(self.folder.glob("*expert_*_model_states.pt")):
-            raise CheckpointError(f"{self.folder}: mixture-of-experts checkpoints cannot be read")
-        parallel = next(iter(sorted(self.folder.glob("*mp_rank_01*"))), None)
-        if parallel is not None:
-            raise CheckpointError(f"{parallel}: model-parallel checkpoints cannot be read")
 
     def _read_ranks(self) -> list[dict[str, Any]]:
-        files: dict[int, Path] = {}
+        """Return what ZeRO saved on each rank: those of one model-parallel rank after the other."""
+        files: dict[tuple[int, int], Path] = {}
         for path in self.folder.iterdir():
             match = _OPTIMIZER_FILE.fullmatch(path.name)
-            if match and (other := files.setdefault(int(match.group(1)), path)) != path:
+            place = (int(match.group(2)), int(match.group(1))) if match else (0, 0)
+            if match and (other := files.setdefault(place, path)) != path:
                 raise CheckpointError(
-                    f"{path} and {other.name}: both are of rank {match.group(1)}: the folder holds two checkpoints"
+                    f"{path} and {other.name}: both are of rank {place[1]}: the folder holds two checkpoints"
                 )
-        expected = int(self._model.get("dp_world_size", 0)) if files else 0
-        ranks = range(max(expected, max(files, default=-1) + 1))
-        missing = next((rank for rank in ranks if rank not in files), None)
+        if not files:
+            return []
+        data, model = (int(self._model.get(f"{kind}_world_size") or 1) for kind in ("dp", "mp"))
+        data = max(data, 1 + max(rank for _, rank in files))
+        model = max(model, 1 + max(rank for rank, _ in files))
+        places = [(part, rank) for part in range(model) for rank in range(data)]
+        missing = next((place for place in places if place not in files), None)
+        expected = int(self._model.get("dp_world_size", 0)) * int(self._model.get("mp_world_size") or 1)
         if missing is not None:
-            some = next(iter(files.values())).name
-            name = re.sub(r"pp_rank_\d+", f"pp_rank_{missing}", some)
+            name = re.sub(r"pp_rank_\d+", f"pp_rank_{missing[1]}", next(iter(files.values())).name)
+            name = re.sub(r"mp_rank_\d+", f"mp_rank_{missing[0]:02d}", name)
             raise CheckpointError(
                 f"{self.folder / name}: missing; the checkpoint was saved by {expected} ranks"
             )
         if 0 < expected < len(files):
+            own = int(self._model["dp_world_size"]), int(self._model.get("mp_world_size") or 1)
+            left = next(place for place in places if place[1] >= own[0] or place[0] >= own[1])
             raise CheckpointError(
-                f"{files[expected]}: left of another checkpoint; this one was saved by {expected} ranks "
+                f"{files[left]}: left of another checkpoint; this one was saved by {expected} ranks "
                 f"({self.model_file.name})"
             )
         states = []
-        for rank in sorted(files):
-            content = load_pickle(files[rank], trust=self._trust)
+        self._files = [files[place] for place in places]
+        for path in self._files:
+            content = load_pickle(path, trust=self._trust)
             if not isinstance(content, dict) or not isinstance(content.get("optimizer_state_dict"), dict):
-                raise CheckpointError(f"{files[rank]}: not an optimizer state of DeepSpeed")
+                raise CheckpointError(f"{path}: not an optimizer state of DeepSpeed")
             states.append(content["optimizer_state_dict"])
-        self._files = [files[rank] for rank in sorted(files)]
         return states
+
+    def _read_whole(self) -> tuple[list[Path], list[dict[str, Any]]]:
+        """Return the files of stage 0 that hold the state of the optimizer, and the state of its wrapper in each."""
+        files = sorted(self.folder.glob(_EXPERTS_OPTIMIZER_FILE)) or _model_files(self.folder)
+        contents = [self._model if path == self.model_file else self._load(path) for path in files]
+        return files, [content.get("optimizer") or {} for content in contents]
+
+    def _load(self, path: Path) -> dict[str, Any]:
+        content = load_pickle(path, trust=self._trust)
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{path}: not a checkpoint of DeepSpeed")
+        return content
 
     def _read_stage(self) -> int:
         if not self._ranks:
-            self._files = [self.model_file]
             return 0
         if "fp32_flat_groups" in self._ranks[0]:
             return 3
@@ -116,7 +135,7 @@ class TagFolder:
     def _inner_state(self, number: int) -> dict[str, Any]:
         """Return the ``state_dict()`` of the optimizer inside ZeRO's wrapper."""
         if self.stage == 0:
-            inner = self._model.get("optimizer")
+            inner: Any = self._whole[number]
             if isinstance(inner, dict) and "optimizer_state_dict" in inner:
                 inner = inner["optimizer_state_dict"]
         else:
@@ -131,21 +150,26 @@ class TagFolder:
     def _refuse_mixed_saves(self) -> None:
         """Raise if the files were saved at different moments."""
         _refuse_mixed_ranks(self._files, self._inner, self._ranks)
-        models = {self.model_file: self._model}
-        for number in range(1, self.world_size if self.stage == 3 else 0):
-            path = self.folder / f"zero_pp_rank_{number}_mp_rank_00_model_states.pt"
-            if path.is_file():
-                models[path] = load_pickle(path, trust=self._trust)
+        others = [path for path in _model_files(self.folder) if path != self.model_file]
+        models = {self.model_file: self._model, **{path: self._load(path) for path in others}}
         _refuse_mixed_models(models, self._files[0], self._inner[0])
+
+    def model_files(self) -> dict[str, Path]:
+        """Return the file with the model of the first data-parallel rank of each model-parallel one."""
+        found = {}
+        for path in _model_files(self.folder):
+            if path.name.startswith(("mp_rank_", "zero_pp_rank_0_")):
+                found[path.name[path.name.index("mp_rank_") :].removesuffix("_model_states.pt")] = path
+        return found
 
     def _state(self, partition: int, rank: int = 0) -> Mapping[str, Any]:
         """Return what the optimizer of a rank keeps for a partition; nothing before the first step."""
         found: Mapping[str, Any] = self._inner[rank]["state"].get(partition, {})
         return found
 
-    def _step(self, partition: int) -> int:
+    def _step(self, partition: int, rank: int = 0) -> int:
         """Return the optimizer steps that a partition has taken."""
-        state = self._state(partition)
+        state = self._state(partition, rank)
         if state and "step" not in state:
             return int(self._model.get("global_steps", 0)) - int(self._model.get("skipped_steps", 0))
         return int(state.get("step", 0))
@@ -172,7 +196,7 @@ class TagFolder:
 
     def _read_progress(self) -> Progress:
         schedule = self._model.get("lr_scheduler")
-        wrapper = self._ranks[0] if self._ranks else self._model["optimizer"] or {}
+        wrapper = self._ranks[0] if self._ranks else self._whole[0]
         scale = None
         if wrapper.get("dynamic_loss_scale"):
             # At stage 0 the wrapper keeps the values itself, at the others in an object.
@@ -191,6 +215,12 @@ def model_file_in(folder: Path) -> Path | None:
     return next((folder / name for name in MODEL_FILES if (folder / name).is_file()), None)
 
 
+def _model_files(folder: Path) -> list[Path]:
+    """Return the files with the counters and the model of each model-parallel rank; at stage 3 of each rank."""
+    pattern = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
+    return sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name))
+
+
 def _tag_folder(folder: Path) -> Path:
     latest = folder / "latest"
     if os.path.lexists(latest):
@@ -207,12 +237,15 @@ def _refuse_mixed_ranks(
     files: Sequence[Path], inner: Sequence[Mapping[str, Any]], wrappers: Sequence[Mapping[str, Any]]
 ) -> None:
     """Raise if the optimizer files of the ranks are not of one save; ``wrappers`` is empty at stage 0."""
-    expected: dict[str, Any] | None = None
+    first: dict[str, tuple[Path, dict[str, Any]]] = {}
     for number, path in enumerate(files):
         with refusing(f"{path}: not the state of an optimizer"):
             facts = _facts(inner[number], wrappers[number] if wrappers else {})
-        expected = facts if expected is None else expected
-        _compare(files[0], expected, path, facts)
+        # The stages of a pipeline have other param groups. Their records of the layout tell the save.
+        model_rank = path.name.rpartition("mp_rank_")[2]
+        for kind, told in ((model_rank, facts), ("all", {"layout": facts["layout"]})):
+            other, expected = first.setdefault(kind, (path, told))
+            _compare(other, expected, path, told)
 
 
 def _refuse_mixed_models(models: Mapping[Path, Any], file: Path, inner: Mapping[str, Any]) -> None:

@@ -73,8 +73,9 @@ def convert_to_universal(
         held = lock(partial)
         files = _write_parameters(saved, partial / "zero")
         torch.save({"param_groups": saved.groups}, partial / "zero" / "optimizer_state.pt")
-        for name in MODEL_FILES:
-            _link(saved.model_file, partial / name)
+        for model_rank, path in saved.model_files().items():
+            for name in MODEL_FILES:
+                _link(path, partial / name.replace("mp_rank_00", model_rank))
         write_aside(partial / RECORD_NAME, sealed_json(_record(saved, files)))
         _sync_all(partial)
         if out.exists():

@@ -12,7 +12,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from deepspeed_muon.checkpoint.host import require_all_ranks
+from deepspeed_muon.checkpoint.host import optimizer_of, require_all_ranks
 from deepspeed_muon.checkpoint.index import COUNTERS, SCALE_KEYS
 from deepspeed_muon.checkpoint.live import collect
 from deepspeed_muon.checkpoint.restore import restore_from_source
@@ -22,7 +22,7 @@ from deepspeed_muon.checkpoint.universal import UniversalSource, convert_to_univ
 from deepspeed_muon.engine.layouts import half_pairs
 from deepspeed_muon.engine.memory import memory_of
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.routing.pipeline_module import is_divided
+from deepspeed_muon.plan.slices import TensorSlice
 
 __all__ = ["DeepSpeedHost", "convert", "load_checkpoint", "load_universal_checkpoint", "loads_universal"]
 
@@ -30,13 +30,15 @@ __all__ = ["DeepSpeedHost", "convert", "load_checkpoint", "load_universal_checkp
 class DeepSpeedHost:
     """Implements :class:`deepspeed_muon.checkpoint.host.Host` with a ``DeepSpeedEngine``."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, parts: Mapping[str, TensorSlice | str]) -> None:
         """Refer to the engine weakly, because its optimizer refers to this and must not keep the engine alive.
 
         Args:
             engine: A ``DeepSpeedEngine`` whose optimizer is ours and bound.
+            parts: See :func:`deepspeed_muon.engine.parts.parts_of`.
         """
         self._reference = weakref.ref(engine)
+        self.parts = parts
 
     @property
     def _engine(self) -> Any:
@@ -49,11 +51,6 @@ class DeepSpeedHost:
     def zero_stage(self) -> int:
         """The ZeRO stage."""
         return int(self._engine.zero_optimization_stage())
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether the model is one of several stages of a pipeline."""
-        return is_divided(self._engine.module)
 
     @property
     def scheduler(self) -> Any:
@@ -154,13 +151,13 @@ def load_universal_checkpoint(
     error: Exception | None = None
     try:
         with refusing(str(checkpoint_folder)):
-            routes = {parameter.route.name: parameter.route for parameter in collect(engine).parameters}
+            routes = {parameter.name: parameter.whole for parameter in collect(engine).parameters}
             source = UniversalSource(checkpoint_folder, routes)
     except Exception as caught:
         error = caught
     restore_from_source(engine, source, progress=False, state_too=load_optimizer_states, error=error)
     if source is not None and source.loss_scale:
-        DeepSpeedHost(engine).set_loss_scale(source.loss_scale)
+        optimizer_of(engine).host.set_loss_scale(source.loss_scale)
 
 
 def load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:

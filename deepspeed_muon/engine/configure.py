@@ -18,9 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
-from deepspeed_muon.checkpoint.layout_record import add_record_to_state_dict
+from deepspeed_muon.checkpoint.record_hook import add_record_to_state_dict
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.engine import stage0
 from deepspeed_muon.engine.accessors import muon_of
@@ -32,6 +33,7 @@ from deepspeed_muon.engine.leaf_modules import mark_moe_layers, prepare_inputs
 from deepspeed_muon.engine.loss_scale import look_for_overflow, use_deepspeed_scaler
 from deepspeed_muon.engine.offload import Admission
 from deepspeed_muon.engine.ordering import order_parameters, record_order
+from deepspeed_muon.engine.parts import no_checkpoint, parts_of
 from deepspeed_muon.engine.ranks import data_parallel_scope, has_experts, members_of, model_facts
 from deepspeed_muon.engine.supported import (
     expert_parallel,
@@ -281,12 +283,15 @@ def _bind(engine: Any, optimizer: Muon) -> None:
     agree(facts, error=error, kind=PlanMismatchError, members=members)
     optimizer.open_subgroups()
     if is_divided(engine.module):
-        _check_all_stages(optimizer, engine.seq_data_parallel_group)
+        by_group = isinstance(wrapper, DeepSpeedZeroOptimizer)
+        _check_all_stages(optimizer, engine.seq_data_parallel_group, norm_by_group=by_group)
     if wrapper is not optimizer:
         optimizer.step_ends_outside = True
     elif engine.gradient_clipping() <= 0.0:
         optimizer.measure_norm = functools.partial(stage0.total_norm, weakref.ref(engine))
-    optimizer.host = DeepSpeedHost(engine)
+    parts = parts_of(engine, optimizer.route_table())
+    agree(RankFacts({}), error=no_checkpoint(optimizer.config, parts), members=members)
+    optimizer.host = DeepSpeedHost(engine, parts)
     add_record_to_state_dict(engine)
     record_order(engine, optimizer)
     hook_engine(engine)
@@ -302,12 +307,20 @@ def _bind(engine: Any, optimizer: Muon) -> None:
     logger.debug("deepspeed_muon routes:\n%s", format_routes(optimizer.routes))
 
 
-def _check_all_stages(optimizer: Muon, data_parallel: dist.ProcessGroup) -> None:
+def _check_all_stages(optimizer: Muon, data_parallel: dist.ProcessGroup, *, norm_by_group: bool) -> None:
     """Check the routes of all stages of a pipeline together; every rank comes to the same result."""
     # The ranks of a data-parallel group have the same routes.
     one_of_each = Members(tuple(group for group in optimizer.members.groups if group is not data_parallel))
-    stages = one_of_each.gather(optimizer.routes, what="comparison of the stages' routes").values()
-    whole = {route.name: route for routes in stages for route in routes}
+    own = (optimizer.routes, len(optimizer.param_groups))
+    stages = one_of_each.gather(own, what="comparison of the stages' routes").values()
+    counts = [count for _, count in stages]
+    if len(set(counts)) > 1 and norm_by_group:
+        raise UnsupportedConfigError(
+            f"the stages of the pipeline have {counts} param groups, and in fp32 DeepSpeed's norm at ZeRO 1 waits for "
+            f"each of them on every stage: a stage has no matrix of Muon's, or no parameter of AdamW's. Divide the "
+            f"layers otherwise, or set zero_optimization.stage to 0"
+        )
+    whole = {route.name: route for routes, _ in stages for route in routes}
     check_routes(list(whole.values()), list(whole), optimizer.config)
     warn_without_muon(list(whole.values()))
 

@@ -245,14 +245,6 @@ _REFUSED: _Table = {
     ),
 }
 _REFUSED_CHECKPOINTS: _Table = {
-    "expert parallelism (ep_size or autoep_size > 1)": (
-        lambda engine: any(getattr(module, "ep_size", 1) > 1 for module in engine.module.modules()),
-        "the ranks hold different experts under equal names; use engine.save_checkpoint alone, or ep_size 1",
-    ),
-    "tensor parallelism": (
-        _is_cut,
-        "only DeepSpeed's own checkpoints know shards; use engine.save_checkpoint alone",
-    ),
     "an engine of some of the program's ranks": (
         lambda engine: not members_of(engine).are_everyone,
         SOME_RANKS,

@@ -75,6 +75,10 @@ class RowPlaces:
         """Return the first row that each of ``ranks`` or a later one keeps; not for replicated matrices."""
         return _begin_before(self.matrix, self.matrix.spread.starts(ranks))
 
+    def alone(self) -> RowPlaces:
+        """Return the places without the other matrices, as another rank can use them: not for :meth:`on`."""
+        return RowPlaces(self.matrix, 0, _Neighbours([self.matrix]))
+
     def on(self, rank: int) -> Fragment | None:
         """Return the rows that a rank keeps and where, ``None`` if it keeps none."""
         rows = _rows_on(self.matrix, rank)

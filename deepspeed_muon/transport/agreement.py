@@ -51,12 +51,16 @@ class Scope:
         """Return the scope of a process group that this rank is in; ``None`` for a single process."""
         if group is None:
             return cls("single", 0, 1)
-        ranks = dist.get_process_group_ranks(group)
+        return cls.among(dist.get_process_group_ranks(group), dist.get_rank(group))
+
+    @classmethod
+    def among(cls, ranks: Sequence[int], position: int) -> Scope:
+        """Return the scope of some global ranks, as the one at a position sees it."""
         shown = ",".join(map(str, ranks))
         if len(ranks) > 64:
             digest = hashlib.sha256(shown.encode()).hexdigest()[:8]
             shown = f"{ranks[0]}...{ranks[-1]} ({len(ranks)} ranks, {digest})"
-        return cls(shown, dist.get_rank(group), len(ranks))
+        return cls(shown, position, len(ranks))
 
 
 @dataclass(frozen=True, slots=True)

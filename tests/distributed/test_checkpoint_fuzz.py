@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.checkpoint.index import FORMAT, CheckpointIndex
-from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, _digest, read_record
+from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, digest, read_record
 from deepspeed_muon.checkpoint.offline import consolidate_files, verify_folder
 from deepspeed_muon.checkpoint.sealed import parse_sealed, sealed_json
 from deepspeed_muon.checkpoint.universal import RECORD_NAME, UniversalSource, convert_to_universal
@@ -200,7 +200,7 @@ def test_layout_records(saved: Path, tmp_path: Path, count: int) -> None:
         nonlocal accepted
         record = mutate(good, data)
         with contextlib.suppress(Exception):
-            record["digest"] = _digest(record["parameters"])
+            record["digest"] = digest(record["parameters"])
         try:
             read_record([record], "here")
         except CheckpointError:

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 import deepspeed_muon
+from deepspeed_muon import cli
 from tests.support import training
 from tests.support.accelerate_ranks import reset_hugging_face, use_cpu_ranks
+from tests.support.checkpoints import STATES
 from tests.support.harness import free_port, run_command
 from tests.support.native_ops import REPOSITORY
 from tests.support.reference import Oracle, relative, worst
@@ -130,11 +132,22 @@ def recording_trainer() -> type:
             self.seen: list[Tensor] = []
             self.losses: list[float] = []
             self.rates: list[list[float]] = []
+            self.held: dict[str, Any] = {}
+
+        def keep_state(self, step: int) -> None:
+            """Keep masters and momentum as they are after ``SAVED_AT`` steps."""
+            if step == SAVED_AT:
+                self.held = {
+                    "params": training.full_masters(self.model_wrapped),
+                    **{key: training.full_states(self.model_wrapped, key) for key in STATES},
+                }
 
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             found = super().compute_loss(model, inputs, *args, **kwargs)
             if model.training:
                 loss = found[0] if isinstance(found, tuple) else found
+                if not self.held:
+                    self.keep_state(self.state.global_step)
                 self.seen.append(inputs["input_ids"].clone())
                 self.losses.append(float(loss))
                 optimizer = deepspeed_muon.muon_optimizer(self.model_wrapped)
@@ -202,6 +215,7 @@ def trainer_run(
         else "",
         "params": training.full_masters(trainer.model_wrapped),
         "momentum": training.full_states(trainer.model_wrapped, "momentum_buffer"),
+        "held": trainer.held,
         "losses": trainer.losses,
         "rates": trainer.rates,
         "eval": [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry],
@@ -332,6 +346,40 @@ def test_trainer(ranks: Any, case: str, tmp_path: Path) -> None:
             assert before[key].keys() == after[key].keys() and before[key]
             for name, value in before[key].items():
                 assert torch.equal(after[key][name], value), (key, name)
+
+
+@pytest.mark.parametrize(
+    ("stage", "size", "to_stage", "to_size"),
+    [(2, 1, 2, 2), *(pytest.param(*case, marks=pytest.mark.full) for case in ((3, 2, 3, 1), (3, 1, 1, 2)))],
+)
+def test_resuming_on_another_number_of_ranks(
+    ranks: Any, tmp_path: Path, stage: int, size: int, to_stage: int, to_size: int
+) -> None:
+    """One command between the runs, and one line of configuration; batches of all ranks together stay equal."""
+    options = {"lr_scheduler_type": "cosine"}
+    settings: dict[str, Any] = {"folder": str(tmp_path), "kind": "qwen2", "tied": True}
+    batch = {"per_device_train_batch_size": 4 // size}
+    whole = ranks(size).run(
+        trainer_run, config=ds_config(stage, scheduler=None), options={**options, **batch}, **settings
+    )[0]
+    place = tmp_path / f"checkpoint-{SAVED_AT}"
+    words = ["--input_folder", f"{place}/global_step{SAVED_AT}", "--output_folder", f"{place}/universal"]
+    assert cli.main(["checkpoint", "universal", *words]) == 0
+    config = {**ds_config(to_stage, scheduler=None), "checkpoint": {"load_universal": True}}
+    batch = {"per_device_train_batch_size": 4 // to_size}
+    rest = ranks(to_size).run(
+        trainer_run, config=config, options={**options, **batch}, resume=True, **settings
+    )
+    for after in rest:
+        for key, held in whole["held"].items():
+            assert held.keys() == after["held"][key].keys() and held
+            for name, value in held.items():
+                assert torch.equal(after["held"][key][name], value), (key, name)
+        assert after["rates"] == whole["rates"][SAVED_AT:], "the schedule goes on"
+        assert len(after["losses"]) == STEPS - SAVED_AT
+        for name, value in whole["params"].items():
+            limit = MUON_TOLERANCE if name in MATRICES else ADAM_TOLERANCE
+            assert relative(after["params"][name], value, whole["held"]["params"][name]) <= limit, name
 
 
 def loop(rank: int, world_size: int, *, stage: int, folder: str, resume: bool) -> dict[str, Any]:

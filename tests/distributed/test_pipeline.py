@@ -147,3 +147,9 @@ def test_pipeline_resumes_bit_by_bit(ranks: Any, how: str, tmp_path: Path) -> No
             assert found.keys() == after[key].keys()
             for name, value in found.items():
                 assert torch.equal(after[key][name], value), (key, name)
+
+
+def test_stages_with_unequal_groups_are_refused(ranks: Any) -> None:
+    """The last of four stages has no matrix: under ZeRO DeepSpeed's norm would wait on the others for ever."""
+    for result in ranks(4).run(train, kind="tied", stages=4, zero=1, precision="fp32", params={}):
+        assert result["error"].startswith("UnsupportedConfigError: the stages of the pipeline"), result

@@ -223,16 +223,3 @@ def test_blocks_that_no_rank_can_tell_are_refused_on_every_rank(ranks: Any, what
 def test_blocks_need_an_optimizer_from_the_configuration(ranks: Any) -> None:
     for message in ranks(2).run(tensor_parallel.with_own_optimizer):
         assert message.startswith("UnsupportedConfigError: optimizer.params.heads of layers"), message
-
-
-def test_consolidated_checkpoints_are_refused(ranks: Any, tmp_path: Path) -> None:
-    for message in ranks(2).run(
-        tensor_parallel.failing,
-        style="megatron",
-        tensor_size=2,
-        stage=1,
-        params={"consolidate_on_save": True},
-    ):
-        assert message.startswith("UnsupportedConfigError: optimizer.params.consolidate_on_save"), message
-    for message in ranks(2).run(tensor_parallel.consolidating, folder=str(tmp_path)):
-        assert message.startswith("CheckpointError: ") and "engine.save_checkpoint" in message

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, _digest
+from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, digest
 from deepspeed_muon.checkpoint.offline import consolidate_files, verify_folder
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import logger
@@ -49,7 +49,7 @@ def changed(folder: Path, target: Path, change: Callable[[dict[str, Any]], Any])
         content = copy.deepcopy(torch.load(path, weights_only=False))
         part = dict(record)
         if record["version"] != 1 and isinstance(record["parameters"], list):
-            part["digest"] = _digest(record["parameters"])
+            part["digest"] = digest(record["parameters"])
             part["parameters"] = record["parameters"][edited.index(path) :: len(edited)]
         inner_state(content)[RECORD_KEY] = part
         torch.save(content, target / "t" / path.name)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import deepspeed_muon
-import deepspeed_muon.checkpoint
 from deepspeed_muon import QkRecorder
 from tests.support.attention_models import HEADS, KEY_HEADS, LAYOUTS, WIDTH
 from tests.support.models import Even, batch, build
@@ -413,16 +412,6 @@ def failing(rank: int, world_size: int, **arguments: Any) -> str:
     """Return what ``train`` raised."""
     try:
         train(rank, world_size, **arguments)
-    except deepspeed_muon.MuonError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-def consolidating(rank: int, world_size: int, *, folder: str) -> str:
-    """Return what ``consolidate`` raised."""
-    engine = _engine("megatron", 2, ds_config(1))
-    try:
-        deepspeed_muon.checkpoint.consolidate(engine, folder)
     except deepspeed_muon.MuonError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"

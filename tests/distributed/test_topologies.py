@@ -1,0 +1,237 @@
+"""One checkpoint for every layout: saved at one (stage, data, tensor, expert, pipeline), the same bits at another.
+
+Each change goes two ways: by the API, ``consolidate`` and ``restore``; and by the command line, from DeepSpeed's own
+files. Both sets must hold the same, and both must restore it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from deepspeed_muon import cli
+from deepspeed_muon.checkpoint import load_index
+from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, digest
+from deepspeed_muon.checkpoint.offline import consolidate_files
+from deepspeed_muon.errors import CheckpointError
+from tests.support import topologies
+from tests.support.layout_records import inner_state
+from tests.support.reference import relative
+
+
+def at(ranks: int, kind: str, stage: int, size: int = 1, **settings: Any) -> tuple[int, dict[str, Any]]:
+    """Return a number of ranks and the topology on them; ``size`` is the tensor, expert or pipeline size."""
+    return ranks, {"kind": kind, "stage": stage, "size": size, **settings}
+
+
+ROUND = {"zero": {"round_robin_gradients": True}}
+SMALL = {"zero": {"sub_group_size": 300}}
+OFFLOAD = {"zero": {"offload_optimizer": {"device": "cpu"}}}
+BLOCKS_BY_ADAM = {"exclude": ["blocks.*"]}
+
+SKIPS_MODEL_FILES = tuple(int(n) for n in deepspeed.__version__.split(".")[:2]) >= (0, 19)
+
+CHANGES = {
+    # tensor parallelism: with it, without it, of another size, the other convention
+    "tensor 2 to data 3": (at(4, "megatron", 1, 2), at(3, "data", 3)),
+    "data 3 to tensor 2": (at(3, "data", 2, **ROUND), at(4, "megatron", 3, 2)),
+    "tensor 2 to tensor 4": (at(4, "megatron", 3, 2), at(4, "megatron", 2, 4)),
+    "tensor 4 to tensor 2 alone": (at(4, "megatron", 0, 4), at(2, "megatron", 1, 2)),
+    "tensor 2 to AutoTP 2": (at(2, "megatron", 2, 2), at(4, "autotp", 1, 2)),
+    "AutoTP 2 to data 1": (at(4, "autotp", 3, 2), at(1, "data", 0)),
+    "data 2 to AutoTP 2": (at(2, "data", 0), at(4, "autotp", 2, 2)),
+    "AutoTP 4 to tensor 2": (at(4, "autotp", 0, 4), at(4, "megatron", 0, 2)),
+    "tensor 2 with fused parts to tensor 4": (
+        at(4, "megatron", 1, 2, mark="fused"),
+        at(4, "megatron", 2, 4, mark="fused"),
+    ),
+    "tensor 2 with fused parts to data 2": (at(4, "megatron", 3, 2, mark="fused"), at(2, "data", 1)),
+    "tensor 2 with unequal shards of AdamW to data 2": (
+        at(4, "megatron", 1, 2, mark="uneven", params=BLOCKS_BY_ADAM),
+        at(2, "data", 2, params=BLOCKS_BY_ADAM),
+    ),
+    "tensor 2 offloaded to data 2": (at(4, "megatron", 2, 2, **OFFLOAD), at(2, "data", 3, **SMALL)),
+    # experts
+    "experts over 2 to 1": (at(4, "experts", 1, 2), at(3, "experts", 2)),
+    "experts over 1 to 4": (at(2, "experts", 2), at(4, "experts", 1, 4)),
+    "experts over 4 to 2": (at(4, "experts", 2, 4), at(2, "experts", 0, 2)),
+    "experts over 2 without ZeRO to 4": (at(4, "experts", 0, 2), at(4, "experts", 2, 4)),
+    "experts over 2 offloaded to 2": (at(4, "experts", 2, 2, **OFFLOAD), at(2, "experts", 1, 2)),
+    "experts over 2, NorMuon, to 1": (
+        at(4, "experts", 1, 2, params={"variant": "normuon"}),
+        at(2, "experts", 2, params={"variant": "normuon"}),
+    ),
+    # stages of a pipeline
+    "2 stages to 3": (at(4, "pipeline", 1, 2, model="toy"), at(3, "pipeline", 1, 3, model="toy")),
+    "3 stages to 2 without ZeRO": (
+        at(3, "pipeline", 1, 3, model="toy"),
+        at(2, "pipeline", 0, 2, model="toy"),
+    ),
+    "2 stages to 1": (at(2, "pipeline", 1, 2), at(3, "pipeline", 1, 1)),
+    "1 stage to 2": (at(2, "pipeline", 1, 1), at(4, "pipeline", 1, 2)),
+    # the stage and the number of ranks alone
+    "data 4 to data 3": (at(4, "data", 3, **SMALL), at(3, "data", 1, **ROUND)),
+}
+# The oldest DeepSpeed's AutoTP has no patterns of layers.
+CORE: dict[str, Any] = {"tensor 2 to AutoTP 2": [], "experts over 4 to 2": [pytest.mark.compat]}
+# The universal format, for which the loader must be one of ZeRO's, and the keys of the configuration.
+UNIVERSAL = {
+    "tensor 2 to data 3": CHANGES["tensor 2 to data 3"],
+    "data 3 to tensor 2": CHANGES["data 3 to tensor 2"],
+    "experts over 2 to 1": CHANGES["experts over 2 to 1"],
+    "experts over 1 to 4": CHANGES["experts over 1 to 4"],
+    "2 stages to 3": CHANGES["2 stages to 3"],
+}
+
+
+# Ranks that share a matrix add in another order, and the iteration enlarges that in the directions of small singular
+# values; AutoTP's layers multiply in fp32, the others in float64. See test_tensor_parallel.
+NEXT_STEP = 1e-3
+
+
+def replicas(ranks: int, topology: dict[str, Any]) -> int:
+    """Return how many ranks see different data; all of them where the size is that of the experts."""
+    return ranks if topology["kind"] == "experts" else ranks // topology["size"]
+
+
+def tensors_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for path in folder.glob("*.safetensors"):
+        found.update(load_file(path))
+    return found
+
+
+@pytest.mark.parametrize(
+    "change",
+    [pytest.param(name, marks=CORE.get(name, [pytest.mark.full])) for name in CHANGES],
+)
+def test_the_same_bits_at_another_topology(
+    ranks: Any, tmp_path: Path, change: str, record_property: Any
+) -> None:
+    (size, topology), (to_size, to_topology) = CHANGES[change]
+    saved = topologies.together(ranks(size).run(topologies.save, folder=str(tmp_path), topology=topology))
+    sets = [tmp_path / "set", tmp_path / "by_command"]
+    assert cli.main(["checkpoint", "consolidate", str(tmp_path / "saved"), str(sets[1])]) == 0
+    files = [tensors_of(each) for each in sets]
+    assert files[0].keys() == files[1].keys()
+    for name, tensor in files[0].items():
+        assert torch.equal(tensor, files[1][name]), name
+    for name, tensor in saved["fp32"].items():
+        assert torch.equal(files[0][f"fp32/{name}"].double(), tensor), name
+    assert load_index(sets[0]).parameters.keys() == saved["fp32"].keys()
+    results = ranks(to_size).run(topologies.load, folders=list(map(str, sets)), topology=to_topology)
+    worst = max(
+        topologies.worst_difference(saved, topologies.together([rank[number] for rank in results]))
+        for number in range(len(sets))
+    )
+    record_property("worst difference", worst)
+    print(f"{change}: worst difference {worst:g}")
+    assert worst == 0.0
+    if replicas(size, topology) == replicas(to_size, to_topology):
+        after = topologies.together([rank[-1] for rank in results])["next"]
+        for name, value in saved["next"].items():
+            assert relative(after[name], value, saved["fp32"][name]) <= NEXT_STEP, name
+
+
+@pytest.mark.skipif(
+    not SKIPS_MODEL_FILES, reason="older ones load the model's files of a universal checkpoint too"
+)
+@pytest.mark.parametrize(
+    "change",
+    [pytest.param(n, marks=[] if n == "experts over 1 to 4" else [pytest.mark.full]) for n in UNIVERSAL],
+)
+def test_universal_checkpoints(ranks: Any, tmp_path: Path, change: str) -> None:
+    (size, topology), (to_size, to_topology) = UNIVERSAL[change]
+    saved = topologies.together(ranks(size).run(topologies.save, folder=str(tmp_path), topology=topology))
+    words = ["--input_folder", str(tmp_path / "saved" / "t"), "--output_folder", str(tmp_path / "universal")]
+    assert cli.main(["checkpoint", "universal", *words]) == 0
+    loaded = ranks(to_size).run(
+        topologies.load, folders=[str(tmp_path)], topology=to_topology, by="universal"
+    )
+    assert topologies.worst_difference(saved, topologies.together([rank[0] for rank in loaded])) == 0.0
+
+
+@pytest.mark.parametrize(
+    "change", ["experts over 2 to 1", pytest.param("data 3 to tensor 2", marks=pytest.mark.full)]
+)
+def test_keys_of_the_configuration(ranks: Any, tmp_path: Path, change: str) -> None:
+    """``consolidate_on_save`` and ``restore_from``; the run goes on as the saved one does."""
+    (size, topology), (to_size, to_topology) = CHANGES[change]
+    topology, to_topology = ({**each, "stage": 1} for each in (topology, to_topology))
+    saved = topologies.together(
+        ranks(size).run(topologies.save, folder=str(tmp_path), topology=topology, on_save=True)
+    )
+    loaded = ranks(to_size).run(
+        topologies.load, folders=[str(tmp_path / "saved")], topology=to_topology, by="config"
+    )
+    assert topologies.worst_difference(saved, topologies.together([rank[0] for rank in loaded])) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("mark", "said"),
+    [
+        ("none", "hold different values, and nothing says that they hold different parts of it"),
+        pytest.param("no dimension", "marked as a shard without the dimension", marks=pytest.mark.full),
+    ],
+)
+def test_parts_that_nobody_knows_are_refused(ranks: Any, tmp_path: Path, mark: str, said: str) -> None:
+    """Shards that AdamW trains need no mark to train."""
+    size, topology = at(2, "megatron", 1, 2, mark=mark, params=BLOCKS_BY_ADAM)
+    for text in ranks(size).run(topologies.failing, folder=str(tmp_path), topology=topology):
+        assert text.startswith("CheckpointError: parameter blocks.") and said in text, text
+
+
+@pytest.mark.full
+def test_a_pipeline_without_zero(ranks: Any, tmp_path: Path, capsys: Any) -> None:
+    """DeepSpeed keeps its fp32 weights by layers; the command line says so, and what to do."""
+    size, topology = at(2, "pipeline", 0, 2)
+    ranks(size).run(topologies.save, folder=str(tmp_path), topology=topology)
+    assert cli.main(["checkpoint", "consolidate", str(tmp_path / "saved"), str(tmp_path / "out")]) == 2
+    assert "keeps its weights by layers" in capsys.readouterr().err
+
+
+def lose_a_part(record: dict[str, Any]) -> None:
+    record["groups"][0]["parameters"].pop()
+
+
+def other_ranges(record: dict[str, Any]) -> None:
+    for entry in record["groups"][0]["parameters"]:
+        if "whole" in entry:
+            entry["whole"]["ranges"] = [[0, stop - start] for start, stop in entry["whole"]["ranges"]]
+    record["groups"][0]["digest"] = digest(record["groups"][0]["parameters"])
+
+
+def another_rank(record: dict[str, Any]) -> None:
+    record["groups"][0]["rank"] = 7
+
+
+def no_part(record: dict[str, Any]) -> None:
+    for entry in record["groups"][0]["parameters"]:
+        if "whole" in entry:
+            entry["whole"]["shape"][entry["whole"]["dim"]] = 3
+    record["groups"][0]["digest"] = digest(record["groups"][0]["parameters"])
+
+
+@pytest.mark.full
+def test_records_of_parts_are_not_trusted(ranks: Any, tmp_path: Path) -> None:
+    size, topology = at(2, "megatron", 1, 2)
+    ranks(size).run(topologies.save, folder=str(tmp_path), topology=topology)
+    path = sorted((tmp_path / "saved" / "t").glob("*optim_states.pt"))[-1]
+    whole = path.read_bytes()
+    for change, said in (
+        (lose_a_part, "are not those that were saved"),
+        (other_ranges, "do not make up the whole"),
+        (another_rank, "there are files of ranks"),
+        (no_part, "not a slice"),
+    ):
+        content = torch.load(path, weights_only=False)
+        change(inner_state(content)[RECORD_KEY])
+        torch.save(content, path)
+        with pytest.raises(CheckpointError, match=said):
+            consolidate_files(tmp_path / "saved", tmp_path / "out")
+        path.write_bytes(whole)

@@ -1,0 +1,226 @@
+"""Models under every kind of parallelism, saved at one topology and loaded at another, and the whole tensors of each.
+
+The whole tensors are put together here from what the engines hold, by what the tests know of the models. Nothing of
+this project's checkpoints takes part in it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import deepspeed_muon
+from deepspeed_muon.checkpoint import consolidate, restore
+from tests.support import pipelines, tensor_parallel, training
+from tests.support.checkpoints import STATES
+from tests.support.models import batch, build
+from tests.support.moe_models import EXPERTS, build_deepspeed, global_name
+
+KEYS = ("fp32", *STATES)
+
+
+def _split_engine(world_size: int, rank: int, topology: dict[str, Any], config: dict[str, Any]) -> Any:
+    """Return an engine whose weights are not those that were saved, but for constants."""
+    kind, size = topology["kind"], topology.get("size", 1)
+    mpu: Any = None
+    if kind == "experts":
+        model: Any = build_deepspeed(size, rank % size)
+    elif kind == "pipeline":
+        model, _ = pipelines.make_pipeline(topology.get("model", "tied"), size)
+    elif kind == "autotp":
+        config["tensor_parallel"] = {"autotp_size": size, **tensor_parallel.AUTOTP}
+        torch.manual_seed(0)
+        model = tensor_parallel.PlainLinears()
+    elif kind == "megatron":
+        mpu = tensor_parallel.Mpu(size)
+        mark = topology.get("mark", "all")
+        model = tensor_parallel.megatron_model(mpu.tensor, mark="all" if mark == "fused" else mark)
+        if mark == "fused":
+            _fuse(model, mpu.tensor)
+    else:
+        model = build("even")
+    if topology.get("disturb"):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1.5)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=config, mpu=mpu
+    )
+    return engine
+
+
+def _config(topology: dict[str, Any], params: dict[str, Any] | None) -> dict[str, Any]:
+    pipeline = topology["kind"] == "pipeline"
+    return training.ds_config(
+        topology["stage"],
+        accumulation=pipelines.MICRO_BATCHES if pipeline else 1,
+        clipping=0.5,
+        precision=topology.get("precision", "fp32"),
+        params=params,
+        zero=topology.get("zero"),
+        extra=topology.get("extra"),
+    )
+
+
+def _step(engine: Any, step: int, rank: int, world_size: int, topology: dict[str, Any]) -> None:
+    size = topology.get("size", 1)
+    if topology["kind"] == "pipeline":
+        pipelines.run_step(engine, step, world_size // size)
+    elif topology["kind"] in ("autotp", "megatron"):
+        engine.backward(engine(*batch(step, rank // size)))
+        engine.step()
+    else:
+        training.run_step(engine, step, rank, world_size, 1)
+
+
+def _fuse(model: Any, group: Any) -> None:
+    """Let each matrix that is cut consist of two parts, and give each rank its share of both."""
+    whole = dict(build("even").named_parameters())
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    for name, param in model.named_parameters():
+        if getattr(param, "tensor_model_parallel", False):
+            halves = whole[name].detach().chunk(2, param.partition_dim)
+            own = [half.chunk(size, param.partition_dim)[rank] for half in halves]
+            param.data.copy_(torch.cat(own, param.partition_dim))
+            if param.partition_dim == 0:
+                param.partition_sizes = (halves[0].shape[0], halves[1].shape[0])
+            else:
+                param.partition_stride = 2
+
+
+def _whole(engine: Any, rank: int, topology: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """Return whole masters and states by name: all that this rank can tell."""
+    kind, size = topology["kind"], topology.get("size", 1)
+    found = {
+        "fp32": training.full_masters(engine),
+        **{key: training.full_states(engine, key) for key in STATES},
+    }
+    if kind == "experts":
+        first = (rank % size) * (EXPERTS // size)
+        return {key: {global_name(n, first): v for n, v in each.items()} for key, each in found.items()}
+    if kind in ("autotp", "megatron") and size > 1:
+        group = deepspeed_muon.muon_optimizer(engine).runners[0].step_set.tensor_group
+        told: list[Any] = [None] * size
+        dist.all_gather_object(told, found, group=group)
+        fused = topology.get("mark") == "fused"
+        return {
+            key: {name: _joined(name, [each[key][name] for each in told], fused) for name in each}
+            for key, each in found.items()
+        }
+    return found
+
+
+def _joined(name: str, shards: list[Tensor], fused: bool) -> Tensor:
+    """Return the whole of a tensor of the model "even", whose layers ``up`` and ``down`` are cut."""
+    dim = 0 if ".up." in name else 1 if ".down." in name else None
+    if dim is None:
+        assert all(torch.equal(shard, shards[0]) for shard in shards), name
+        return shards[0]
+    parts = zip(*(shard.chunk(2 if fused else 1, dim) for shard in shards), strict=True)
+    return torch.cat([shard for part in parts for shard in part], dim)
+
+
+def _report(engine: Any, rank: int, topology: dict[str, Any]) -> dict[str, Any]:
+    optimizer = deepspeed_muon.muon_optimizer(engine)
+    return {
+        **_whole(engine, rank, topology),
+        "rates": sorted({(g["algorithm"], float(g["lr"])) for g in optimizer.param_groups}),
+        "steps": sorted({int(s["step"]) for s in optimizer.state.values() if "step" in s}),
+        "global_steps": engine.global_steps,
+    }
+
+
+def save(
+    rank: int,
+    world_size: int,
+    *,
+    folder: str,
+    topology: dict[str, Any],
+    on_save: bool = False,
+    steps: int = 2,
+) -> Any:
+    """Train, save by the API into ``set`` and by DeepSpeed into ``saved``, and train one step more."""
+    params = {**topology.get("params", {}), **({"consolidate_on_save": True} if on_save else {})}
+    engine = _split_engine(world_size, rank, topology, _config(topology, params))
+    for step in range(steps):
+        _step(engine, step, rank, world_size, topology)
+    if not on_save:
+        consolidate(engine, f"{folder}/set", shard_bytes=2000)
+    engine.save_checkpoint(f"{folder}/saved", tag="t")
+    report = _report(engine, rank, topology)
+    _step(engine, steps, rank, world_size, topology)
+    report["next"] = _whole(engine, rank, topology)["fp32"]
+    engine.destroy()
+    return report
+
+
+def load(rank: int, world_size: int, *, folders: list[str], topology: dict[str, Any], by: str = "api") -> Any:
+    """Restore each set into one engine, one after the other; report what it held after each, and train one step."""
+    topology = {**topology, "disturb": True}
+    params, config_extra = dict(topology.get("params", {})), dict(topology.get("extra", {}))
+    if by == "config":
+        params["restore_from"] = folders[0]
+    if by == "universal":
+        config_extra["checkpoint"] = {"load_universal": True}
+    topology["extra"] = config_extra
+    engine = _split_engine(world_size, rank, topology, _config(topology, params))
+    reports = []
+    for number, folder in enumerate(folders):
+        if number:
+            with torch.no_grad():
+                for partition in deepspeed_muon.muon_optimizer(engine).state:
+                    partition.add_(1.0)
+        if by == "api":
+            restore(engine, folder)
+        elif by == "universal":
+            path, _ = engine.load_checkpoint(folder)
+            assert path is not None
+        reports.append(_report(engine, rank, topology))
+    _step(engine, 2, rank, world_size, topology)
+    reports[-1]["next"] = _whole(engine, rank, topology)["fp32"]
+    engine.destroy()
+    return reports
+
+
+def together(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """Put the reports of all ranks together; copies of a tensor must be equal."""
+    whole: dict[str, Any] = {key: {} for key in (*KEYS, "next")}
+    for report in reports:
+        for key, found in whole.items():
+            for name, value in report.get(key, {}).items():
+                assert torch.equal(found.setdefault(name, value), value), (key, name)
+    for key in ("steps", "global_steps"):
+        assert all(report[key] == reports[0][key] for report in reports), key
+        whole[key] = reports[0][key]
+    whole["rates"] = sorted({tuple(rate) for report in reports for rate in report["rates"]})
+    return whole
+
+
+def worst_difference(saved: dict[str, Any], loaded: dict[str, Any]) -> float:
+    """Return the largest difference of masters, momentum and moments; 0.0 where they are the same bits."""
+    worst = 0.0
+    for key in KEYS:
+        assert saved[key].keys() == loaded[key].keys(), key
+        for name, value in saved[key].items():
+            assert value.shape == loaded[key][name].shape, (key, name)
+            worst = max(worst, float((value - loaded[key][name]).abs().max()))
+    for key in ("steps", "global_steps", "rates"):
+        assert saved[key] == loaded[key], key
+    return worst
+
+
+def failing(rank: int, world_size: int, *, folder: str, topology: dict[str, Any]) -> str:
+    """Return what ``consolidate`` raised."""
+    engine = _split_engine(world_size, rank, topology, _config(topology, topology.get("params")))
+    _step(engine, 0, rank, world_size, topology)
+    said = "nothing"
+    try:
+        consolidate(engine, folder)
+    except deepspeed_muon.MuonError as error:
+        said = f"{type(error).__name__}: {error}"
+    engine.destroy()
+    return said
