@@ -17,7 +17,8 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
-from deepspeed_muon.engine import checkpointing, configure, rates, running
+from deepspeed_muon.engine import checkpointing, configure, running
+from deepspeed_muon.engine.rates import forget_trainer
 from deepspeed_muon.errors import RegistrationError
 from deepspeed_muon.optimizer import Muon
 
@@ -124,7 +125,7 @@ def unregister() -> None:
     optimizers, ours = LISTED
     if ours in optimizers:
         optimizers.remove(ours)
-    rates.forget_trainer()
+    forget_trainer()
 
 
 def _replacement(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:

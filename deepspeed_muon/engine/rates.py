@@ -7,33 +7,29 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
 from typing import Any
 
 from deepspeed_muon.optimizer import Muon
 
-__all__ = ["forget_trainer", "monitor_rates", "name_rates_in_trainer", "note_rates"]
+__all__ = ["forget_trainer", "monitor_rates", "name_rates_in_trainer", "rates"]
 
 _KEYS = {"muon": "muon_lr", "adamw": "adam_lr"}
-
-_LAST: weakref.WeakKeyDictionary[Muon, dict[str, float]] = weakref.WeakKeyDictionary()
-"""The rates of each optimizer's last step."""
 
 _TRAINER: list[tuple[Any, Any, Any]] = []
 """The class of transformers whose ``on_log`` is replaced, the original and the replacement; empty while none is."""
 
 
-def note_rates(optimizer: Muon) -> None:
-    """Keep the rates with which a step begins; schedules change them at its end. Of many groups the first counts."""
-    rates: dict[str, float] = {}
+def rates(optimizer: Muon) -> dict[str, float]:
+    """Return the present ``muon_lr`` and ``adam_lr``; where several groups have one algorithm, the first one's."""
+    found: dict[str, float] = {}
     for group in optimizer.param_groups:
-        rates.setdefault(_KEYS[group["algorithm"]], float(group["lr"]))
-    _LAST[optimizer] = rates
+        found.setdefault(_KEYS[group["algorithm"]], float(group["lr"]))
+    return found
 
 
 def monitor_rates(optimizer: Muon, samples: int) -> list[tuple[str, float, int]]:
-    """Return the rates of the last step as events of DeepSpeed's monitor, beside its ``Train/Samples/lr``."""
-    return [(f"Train/Samples/{key}", rate, samples) for key, rate in _LAST.get(optimizer, {}).items()]
+    """Return the rates as events of DeepSpeed's monitor, beside its ``Train/Samples/lr``."""
+    return [(f"Train/Samples/{key}", rate, samples) for key, rate in rates(optimizer).items()]
 
 
 def name_rates_in_trainer() -> None:
@@ -48,7 +44,7 @@ def name_rates_in_trainer() -> None:
         optimizer = _muon_in(getattr(self, "optimizer", None))
         if optimizer is not None and "learning_rate" in logs:
             for log in (logs, *state.log_history[-1:]):
-                log.update(_LAST.get(optimizer, {}))
+                log.update(rates(optimizer))
         return original(self, args, state, control, logs, *more, **kwargs)
 
     handler.on_log = on_log

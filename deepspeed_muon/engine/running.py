@@ -12,7 +12,7 @@ from deepspeed.runtime import lr_schedules
 
 from deepspeed_muon.checkpoint import CONSOLIDATED_FOLDER, consolidate, restore
 from deepspeed_muon.engine.accessors import muon_of
-from deepspeed_muon.engine.rates import monitor_rates, note_rates
+from deepspeed_muon.engine.rates import monitor_rates
 from deepspeed_muon.monitoring.summary import monitor_events
 from deepspeed_muon.transport.waiting import phase
 
@@ -42,7 +42,6 @@ def take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kwa
     if optimizer is None:
         return original(engine, *args, **kwargs)
     number = engine.global_steps + 1
-    note_rates(optimizer)
     with optimizer.health_log.step(number, members=optimizer.members), contextlib.ExitStack() as waiting:
         for group in optimizer.process_groups():
             # DeepSpeed's own collectives of the step are part of it: the norm of the gradients at stages 1 and 2.

@@ -1,0 +1,120 @@
+"""Builds the site of the documentation into ``.cache/site``, and checks every link and anchor in it.
+
+    python scripts/build_docs.py             # needs the extra "docs"; `make docs` makes an environment that has it
+
+Warnings are errors. The sources are laid out as in the repository, so every relative link leads to the same file there
+and on the site; a page with the public names, filled from the docstrings, is added.
+"""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / ".cache" / "docs_source"
+SITE = ROOT / ".cache" / "site"
+
+# What pages are, and what pages link to.
+COPIED = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "LICENSE",
+    "SECURITY.md",
+    "CITATION.cff",
+    "docs",
+    "benchmarks/NOTES.md",
+    "benchmarks/results",
+    "tests/regressions",
+    "ds_configs",
+    "examples",
+)
+
+
+class Page(HTMLParser):
+    """The links and anchors of an HTML page."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Keep what a tag links to and what it can be linked by."""
+        given = dict(attrs)
+        self.anchors |= {value for key in ("id", "name") if (value := given.get(key))}
+        link = given.get("href") if tag in ("a", "link") else given.get("src")
+        if link is not None:
+            self.links.append(link)
+
+
+def broken_links(site: Path) -> Iterator[str]:
+    """Yield each link of a site that leads to no file, or to no anchor in its page, as ``page: link``."""
+    pages = {path.resolve(): Page(path) for path in site.rglob("*.html")}
+    for path, page in pages.items():
+        if path.name == "404.html":
+            continue  # its links are absolute
+        for link in page.links:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            if target.is_dir():
+                target /= "index.html"
+            anchor = unquote(parts.fragment)
+            known = pages[target].anchors if target in pages else set()
+            if not target.exists() or (anchor and target in pages and anchor not in known):
+                yield f"{path.relative_to(site.resolve())}: {link}"
+
+
+def public_names() -> list[str]:
+    """Return ``deepspeed_muon.__all__``, without importing the package."""
+    tree = ast.parse((ROOT / "deepspeed_muon" / "__init__.py").read_text())
+    (value,) = (
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
+    )
+    return [name for name in ast.literal_eval(value) if not name.startswith("_")]
+
+
+def lay_out() -> None:
+    """Write the sources of the site."""
+    shutil.rmtree(SOURCE, ignore_errors=True)
+    for name in COPIED:
+        source, target = ROOT / name, SOURCE / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "*.json.gz"))
+        else:
+            shutil.copy(source, target)
+    api = ["# Python", "", "What `import deepspeed_muon` offers.", ""]
+    for name in public_names():
+        api += [f"::: deepspeed_muon.{name}", ""]
+    (SOURCE / "docs" / "api.md").write_text("\n".join(api))
+
+
+def main() -> int:
+    """Build and check; return 1 if a link is broken, or mkdocs' status."""
+    lay_out()
+    built = subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "-q"], cwd=ROOT)
+    if built.returncode:
+        return built.returncode
+    broken = list(broken_links(SITE))
+    for link in broken:
+        print("broken:", link)
+    pages = len(list(SITE.rglob("*.html")))
+    print(f"{SITE}: {pages} pages, {len(broken)} broken links")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
