@@ -1,17 +1,22 @@
-"""Builds the site of the documentation into ``.cache/site``, and checks every link and anchor in it.
+"""Builds the site of the documentation into ``.cache/site``, checks every link and anchor, and opens pages in a browser.
 
     python scripts/build_docs.py             # needs the extra "docs"; `make docs` makes an environment that has it
 
-Warnings are errors. The sources are laid out as in the repository, so every relative link leads to the same file there
+Warnings are errors. Where Chromium or Chrome is installed, some pages are opened in it, and must show their heading without
+an error of a script. The sources are laid out as in the repository, so every relative link leads to the same file there
 and on the site; a page with the public names, filled from the docstrings, is added.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
+import http.server
 import shutil
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -102,8 +107,40 @@ def lay_out() -> None:
     (SOURCE / "docs" / "api.md").write_text("\n".join(api))
 
 
+# A page, and what a reader must see on it: a heading, and a part of its text.
+OPENED = {
+    "": ("deepspeed_muon", "Muon for models trained with DeepSpeed ZeRO"),
+    "docs/settings/": ("Settings", "adjust_lr_fn"),
+    "docs/api/": ("Python", "consolidate"),
+    "docs/clients/": ("Programs", "DEEPSPEED_MUON"),
+}
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def faults_in_browser(site: Path, browser: str) -> Iterator[str]:
+    """Serve a site on this machine, open pages of it in a headless browser, and yield what is wrong with them."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(site)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        for page, texts in OPENED.items():
+            with tempfile.TemporaryDirectory() as profile:
+                command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
+                command += ["--enable-logging=stderr", "--virtual-time-budget=5000", "--dump-dom"]
+                command.append(f"http://127.0.0.1:{server.server_port}/{page}")
+                done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            yield from (f"{page}: {text!r} is not shown" for text in texts if text not in done.stdout)
+            yield from (f"{page}: {line}" for line in done.stderr.splitlines() if "Uncaught" in line)
+    finally:
+        server.shutdown()
+
+
 def main() -> int:
-    """Build and check; return 1 if a link is broken, or mkdocs' status."""
+    """Build and check; return 1 if something is wrong with the pages, or mkdocs' status."""
     lay_out()
     built = subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "-q"], cwd=ROOT)
     if built.returncode:
@@ -113,7 +150,15 @@ def main() -> int:
         print("broken:", link)
     pages = len(list(SITE.rglob("*.html")))
     print(f"{SITE}: {pages} pages, {len(broken)} broken links")
-    return 1 if broken else 0
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        print("no Chromium here: the pages were not opened in a browser")
+        return 1 if broken else 0
+    faults = list(faults_in_browser(SITE, browser))
+    for fault in faults:
+        print("in the browser:", fault)
+    print(f"{len(OPENED)} pages opened in {browser}, {len(faults)} faults")
+    return 1 if broken or faults else 0
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ def _accelerate(module: Any) -> None:
 
 def _lightning(module: Any) -> None:
     module.CUDAAccelerator = object  # every accelerator is one
+    module._validate_device_index_selection = lambda devices: None  # a CPU has no index
 
 
 def _deepspeed(module: Any) -> None:

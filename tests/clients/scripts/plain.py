@@ -16,9 +16,9 @@ options = parser.parse_args()
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32))
 engine, *_ = deepspeed.initialize(args=options, model=model, model_parameters=model.parameters())
-inputs = torch.randn(8, 4, 32)
+inputs = torch.randn(4, 32)
 for step in range(8):
-    loss = (engine(inputs[step]) - inputs[step].flip(-1)).square().mean()
+    loss = (engine(inputs) - inputs.flip(-1)).square().mean()
     engine.backward(loss)
     engine.step()
     if engine.global_rank == 0:
