@@ -67,7 +67,9 @@ def prepare(names: list[str], folder: Path, work: Path) -> dict[str, Environment
         # Whatever is shared is installed at once, so that pip finds versions that go together.
         together = [client for client in CLIENTS.values() if client.environment == key]
         made[key] = Environment(folder / key)
-        made[key].make(sorted({package for client in together for package in client.packages}), wheel)
+        packages = sorted({package for client in together for package in client.packages})
+        removed = sorted({package for client in together for package in client.removed})
+        made[key].make(packages, removed, wheel)
         command = [made[key].bin / "python", HERE / "material.py", work / "material" / key]
         subprocess.run(command, check=True, env=made[key].variables({}))
     return made

@@ -30,8 +30,11 @@ class Environment:
         """The folder of its programs."""
         return self.folder / "bin"
 
-    def make(self, packages: Sequence[str], wheel: Path) -> None:
-        """Install torch first and hold it, then DeepSpeed and the clients, then this project without its requirements."""
+    def make(self, packages: Sequence[str], removed: Sequence[str], wheel: Path) -> None:
+        """Install torch first and hold it, then DeepSpeed and the clients, then this project without its requirements.
+
+        What is in ``removed`` is taken out again where torch is a CPU build.
+        """
         if not (self.bin / "python").exists():
             _run([sys.executable, "-m", "venv", str(self.folder)])
         hold = self.folder / "constraints.txt"
@@ -40,6 +43,8 @@ class Environment:
             self._pip(f"torch=={TORCH}", *os.environ.get("TORCH_ARGS", "").split())
             hold.write_text(f"torch=={TORCH}\n")
         self._pip("-c", str(hold), "--no-build-isolation", f"deepspeed=={DEEPSPEED}", *packages)
+        if removed and "+cpu" in self.versions(["torch"])["torch"]:
+            _run([str(self.bin / "python"), "-m", "pip", "uninstall", "-q", "-y", *removed])
         self._pip("--no-deps", "--force-reinstall", str(wheel))
 
     def _pip(self, *arguments: str) -> None:

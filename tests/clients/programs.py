@@ -98,12 +98,14 @@ class Client:
         packages: What pip installs for it.
         command: Returns its command line.
         variables: More environment variables.
+        removed: What is taken out again where torch is a CPU build, because PyPI's wheels of it are made for CUDA.
     """
 
     environment: str
     packages: tuple[str, ...]
     command: Callable[[Run], list[str]]
     variables: Callable[[Run], dict[str, str]] = field(default=lambda run: {})
+    removed: tuple[str, ...] = ()
 
 
 def _plain_config(run: Run) -> str:
@@ -212,6 +214,8 @@ def _fabric(run: Run) -> list[str]:
 
 _HUGGING_FACE = ("transformers", "accelerate", "datasets")
 
+_VISION = ("torchvision",)
+
 CLIENTS = {
     "deepspeed": Client("hf", (), _plain),
     "trainer": Client("hf", _HUGGING_FACE, _trainer),
@@ -220,5 +224,5 @@ CLIENTS = {
     "peft": Client("hf", (*_HUGGING_FACE, "trl", "peft"), _peft),
     "lightning": Client("hf", ("lightning",), _lightning),
     "fabric": Client("hf", ("lightning",), _fabric),
-    "llamafactory": Client("llamafactory", ("llamafactory",), _llamafactory, _torchrun_of_its_own),
+    "llamafactory": Client("llamafactory", ("llamafactory",), _llamafactory, _torchrun_of_its_own, _VISION),
 }
