@@ -1,10 +1,10 @@
-"""Builds the site of the documentation into ``.cache/site``, checks every link and anchor, and opens pages in a browser.
+"""Builds the site of the documentation into ``.cache/site``, follows every link in it, and opens pages in a browser.
 
-    python scripts/build_docs.py             # needs the extra "docs"; `make docs` makes an environment that has it
+    python scripts/build_docs.py    # needs mkdocs; `make docs` makes an environment that has it
 
-Warnings are errors. Where Chromium or Chrome is installed, some pages are opened in it, and must show their heading without
-an error of a script. The sources are laid out as in the repository, so every relative link leads to the same file there
-and on the site; a page with the public names, filled from the docstrings, is added.
+Warnings are errors. Where Chromium or Chrome is installed, some pages are opened in it, and must show their heading
+without an error of a script. The sources are laid out as in the repository, so every relative link leads to the same
+file there and on the site; a page with the public names, filled from the docstrings, is added.
 """
 
 from __future__ import annotations
@@ -129,7 +129,13 @@ def faults_in_browser(site: Path, browser: str) -> Iterator[str]:
     try:
         for page, texts in OPENED.items():
             with tempfile.TemporaryDirectory() as profile:
-                command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
+                command = [
+                    browser,
+                    "--headless",
+                    "--no-sandbox",
+                    "--disable-gpu",
+                    f"--user-data-dir={profile}",
+                ]
                 command += ["--enable-logging=stderr", "--virtual-time-budget=5000", "--dump-dom"]
                 command.append(f"http://127.0.0.1:{server.server_port}/{page}")
                 done = subprocess.run(command, capture_output=True, text=True, timeout=120)

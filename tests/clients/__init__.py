@@ -1,1 +1,1 @@
-"""Programs that nobody here wrote, run unchanged with this Muon: ``make clients``, or ``python -m tests.clients --help``."""
+"""Programs that nobody here wrote, run unchanged with this Muon: ``make clients``."""

@@ -117,7 +117,10 @@ def run(name: str, stage: int, environment: Environment, work: Path, example: Pa
     )
     if not outcome.passed:
         print(text[-6000:])
-    print(f"{outcome.row()} {seconds:.0f} s, {outcome.warnings} FutureWarnings in {outcome.lines} lines", flush=True)
+    print(
+        f"{outcome.row()} {seconds:.0f} s, {outcome.warnings} FutureWarnings in {outcome.lines} lines",
+        flush=True,
+    )
     return outcome
 
 
@@ -126,9 +129,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__.split("\n")[0])
     parser.add_argument("clients", nargs="*", metavar="CLIENT", help=f"of {', '.join(CLIENTS)}; none: all")
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3], help="ZeRO stages")
-    parser.add_argument("--environments", type=Path, default=ROOT / ".cache" / "clients", help="kept between calls")
-    parser.add_argument("--accelerate-example", type=Path, help="examples/by_feature/deepspeed_with_config_support.py "
-                        "of Accelerate's repository; without it it is downloaded from GitHub")
+    parser.add_argument(
+        "--environments", type=Path, default=ROOT / ".cache" / "clients", help="kept between calls"
+    )
+    parser.add_argument(
+        "--accelerate-example",
+        type=Path,
+        help="examples/by_feature/deepspeed_with_config_support.py "
+        "of Accelerate's repository; without it it is downloaded from GitHub",
+    )
     parser.add_argument("--output", type=Path, help="a file for the table")
     parser.add_argument("--keep", action="store_true", help="keep the runs' folders with their logs")
     parsed = parser.parse_args()
@@ -150,7 +159,10 @@ def main() -> int:
         else:
             shutil.rmtree(work)
     if parsed.output:
-        head = ["| client | ZeRO | versions | result | loss | the line in the log |", "|---|---|---|---|---|---|"]
+        head = [
+            "| client | ZeRO | versions | result | loss | the line in the log |",
+            "|---|---|---|---|---|---|",
+        ]
         parsed.output.write_text("\n".join([*head, *(each.row() for each in found)]) + "\n")
     return 0 if all(each.passed for each in found) else 1
 

@@ -101,11 +101,10 @@ def build_wheel(folder: Path) -> Path:
             target.symlink_to(os.readlink(ROOT / name))
         else:
             target.write_bytes((ROOT / name).read_bytes())
-    _run(
-        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source)]
-    )
-    (wheel,) = folder.glob("*.whl")
-    return wheel
+    wheel = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    _run([*wheel, "-w", str(folder), str(source)])
+    (built,) = folder.glob("*.whl")
+    return built
 
 
 def _run(command: Sequence[str]) -> None:

@@ -16,13 +16,16 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 SPECIAL = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
-WORDS = "the quick brown fox jumps over a lazy dog while seven small owners iterate matrices in turn".split()
+TEXT = "the quick brown fox jumps over a lazy dog while seven small owners iterate matrices in turn"
 
 
 def sentences(count: int) -> list[str]:
     """Sentences that are all different and have something to learn."""
-    size = len(WORDS)
-    return [" ".join(WORDS[(row + 3 * place + row // size) % size] for place in range(12)) for row in range(count)]
+    words = TEXT.split()
+    size = len(words)
+    return [
+        " ".join(words[(row + 3 * place + row // size) % size] for place in range(12)) for row in range(count)
+    ]
 
 
 def make(folder: Path) -> None:
@@ -57,9 +60,8 @@ def make(folder: Path) -> None:
         tie_word_embeddings=False,
     )
     model = AutoModelForCausalLM.from_config(config)
-    for target in (folder / "model",):
-        model.save_pretrained(target)
-        fast.save_pretrained(target)
+    model.save_pretrained(folder / "model")
+    fast.save_pretrained(folder / "model")
     write(folder / "data", texts)
 
 

@@ -164,7 +164,14 @@ def _accelerate(run: Run) -> list[str]:
 
 
 def _trl(run: Run) -> list[str]:
-    options = ["--model_name_or_path", run.model, "--dataset_name", str(run.data / "text"), "--max_length", "64"]
+    options = [
+        "--model_name_or_path",
+        run.model,
+        "--dataset_name",
+        str(run.data / "text"),
+        "--max_length",
+        "64",
+    ]
     options += ["--report_to", "none", "--gradient_checkpointing", "False", *_training(run)]
     return ["trl", "sft", "--accelerate_config", run.accelerate(run.deepspeed()), *options]
 

@@ -327,7 +327,9 @@ def test_trainer(ranks: Any, case: str, tmp_path: Path) -> None:
     # The Trainer's own log names the first group's rate only.
     assert len(first["logged"]) == STEPS
     for logged, muon_rate, adam_rate in first["logged"]:
-        assert muon_rate == logged and muon_rate == pytest.approx(adam_rate * RATES["muon_lr"] / RATES["learning_rate"])
+        assert muon_rate == logged and muon_rate == pytest.approx(
+            adam_rate * RATES["muon_lr"] / RATES["learning_rate"]
+        )
     assert len({muon_rate for muon_rate, _ in first["rates"]}) > 1, "the schedule moves"
     assert len(first["eval"]) == STEPS // SAVED_AT
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_muon.version import __version__
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
@@ -37,3 +39,7 @@ def test_the_index_names_every_page() -> None:
     folder = ROOT / "docs"
     pages = {str(page.relative_to(folder)) for page in folder.rglob("*.md")}
     assert pages - {"README.md"} <= set(links(folder / "README.md"))
+
+
+def test_the_citation_names_the_version() -> None:
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()

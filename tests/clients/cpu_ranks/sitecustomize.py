@@ -3,7 +3,8 @@
 - Accelerate finds no backend there and takes each rank for a run of its own. A program of one's own says
   ``PartialState(backend="gloo")``; a program that must not be changed gets the same from here.
 - Lightning refuses DeepSpeed on anything but CUDA. Here its refusal is left out.
-- DeepSpeed compiles an operator for all-reduce in shared memory, which takes minutes and leaves files behind. gloo does it.
+- DeepSpeed compiles an operator for all-reduce in shared memory, which takes minutes and leaves files behind. Here gloo
+  reduces.
 
 The folder of this file is on ``PYTHONPATH``, and Python imports the file when it starts.
 """

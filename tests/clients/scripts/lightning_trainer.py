@@ -1,4 +1,4 @@
-"""A training script for Lightning's Trainer that knows nothing of deepspeed_muon: ``lightning_trainer.py ds.json FOLDER``."""
+"""A training script for Lightning's Trainer that knows nothing of deepspeed_muon; call it with ds.json and a folder."""
 
 from __future__ import annotations
 
