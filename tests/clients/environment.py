@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,7 @@ class Environment:
     def make(self, packages: Sequence[str], removed: Sequence[str], wheel: Path) -> None:
         """Install torch first and hold it, then DeepSpeed and the clients, then this project without its requirements.
 
-        What is in ``removed`` is taken out again where torch is a CPU build.
+        Where torch is a CPU build, the folders that match ``removed`` are taken out of the installed packages.
         """
         if not (self.bin / "python").exists():
             _run([sys.executable, "-m", "venv", str(self.folder)])
@@ -44,7 +45,12 @@ class Environment:
             hold.write_text(f"torch=={TORCH}\n")
         self._pip("-c", str(hold), "--no-build-isolation", f"deepspeed=={DEEPSPEED}", *packages)
         if removed and "+cpu" in self.versions(["torch"])["torch"]:
-            _run([str(self.bin / "python"), "-m", "pip", "uninstall", "-q", "-y", *removed])
+            for path in (
+                found
+                for pattern in removed
+                for found in self.folder.glob(f"lib/python*/site-packages/{pattern}")
+            ):
+                shutil.rmtree(path)
         self._pip("--no-deps", "--force-reinstall", str(wheel))
 
     def _pip(self, *arguments: str) -> None:

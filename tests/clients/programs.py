@@ -98,7 +98,7 @@ class Client:
         packages: What pip installs for it.
         command: Returns its command line.
         variables: More environment variables.
-        removed: What is taken out again where torch is a CPU build, because PyPI's wheels of it are made for CUDA.
+        removed: Folders of installed packages to take out where torch is a CPU build: compiled for CUDA, they cannot load.
     """
 
     environment: str
@@ -221,7 +221,9 @@ def _fabric(run: Run) -> list[str]:
 
 _HUGGING_FACE = ("transformers", "accelerate", "datasets")
 
-_VISION = ("torchvision",)
+# PyPI has them for CUDA only. LLaMA-Factory imports torchaudio, which does without its compiled library; transformers
+# does without torchvision, unless it finds its metadata.
+_FOR_CUDA = ("torchvision*", "torchaudio/lib")
 
 CLIENTS = {
     "deepspeed": Client("hf", (), _plain),
@@ -231,5 +233,5 @@ CLIENTS = {
     "peft": Client("hf", (*_HUGGING_FACE, "trl", "peft"), _peft),
     "lightning": Client("hf", ("lightning",), _lightning),
     "fabric": Client("hf", ("lightning",), _fabric),
-    "llamafactory": Client("llamafactory", ("llamafactory",), _llamafactory, _torchrun_of_its_own, _VISION),
+    "llamafactory": Client("llamafactory", ("llamafactory",), _llamafactory, _torchrun_of_its_own, _FOR_CUDA),
 }
