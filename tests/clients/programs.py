@@ -98,7 +98,7 @@ class Client:
         packages: What pip installs for it.
         command: Returns its command line.
         variables: More environment variables.
-        removed: Folders of installed packages to take out where torch is a CPU build: compiled for CUDA, they cannot load.
+        removed: Folders of packages to take out where torch is a CPU build: what was compiled for CUDA cannot load.
     """
 
     environment: str
