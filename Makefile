@@ -5,9 +5,11 @@ TORCH_VERSION ?= 2.13.0
 DEEPSPEED_VERSION ?= 0.19.8
 OLD_DEEPSPEED_VERSION ?= 0.16.9
 PYTEST_ARGS ?=
+CLIENTS ?=
 
 VENV := .venv
 OLD_VENV := .venv-old
+DOCS_VENV := .venv-docs
 BIN := $(VENV)/bin
 # DeepSpeed's native ops, built once; tests/support/native_ops.py knows the same folder.
 EXTENSIONS := $(CURDIR)/.cache/torch_extensions/ds$(DEEPSPEED_VERSION)
@@ -17,7 +19,7 @@ SETUP_INPUTS := setup.py pyproject.toml Makefile scripts/setup_env.sh
 export PYTHON TORCH_VERSION
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-old lint format types pre-commit nvcc-check wheel-check setup clean
+.PHONY: help demo test test-full test-old lint format types pre-commit nvcc-check wheel-check docs clients setup clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -58,6 +60,12 @@ nvcc-check: ## compile the CUDA sources for all architectures; needs no GPU
 wheel-check: ## build the wheel, install it into an empty environment and run it there
 	scripts/wheel_check.sh $(DEEPSPEED_VERSION)
 
+docs: $(DOCS_VENV)/.ready ## build the site of the documentation, with warnings as errors, and check its links
+	$(DOCS_VENV)/bin/python scripts/build_docs.py
+
+clients: $(VENV)/.ready ## run programs such as TRL unchanged with this Muon; some gigabytes each; CLIENTS="trl peft" picks
+	$(BIN)/python -m tests.clients $(CLIENTS) --output benchmarks/results/clients.md
+
 setup: $(VENV)/.ready ## only make the environment
 
 $(VENV)/.ready: $(SETUP_INPUTS)
@@ -68,6 +76,12 @@ $(OLD_VENV)/.ready: $(SETUP_INPUTS)
 	scripts/setup_env.sh $(OLD_VENV) $(OLD_DEEPSPEED_VERSION)
 	@touch $@
 
+# The site needs neither torch nor this package: docstrings are read from the sources.
+$(DOCS_VENV)/.ready: pyproject.toml Makefile
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install -q "mkdocs==1.6.*" "mkdocs-material==9.*" "mkdocstrings[python]==1.*"
+	@touch $@
+
 clean: ## remove environments, caches and builds
-	rm -rf $(VENV) $(OLD_VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(OLD_VENV) $(DOCS_VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -35,6 +35,7 @@ from deepspeed_muon.engine.offload import Admission
 from deepspeed_muon.engine.ordering import order_parameters, record_order
 from deepspeed_muon.engine.parts import no_checkpoint, parts_of
 from deepspeed_muon.engine.ranks import data_parallel_scope, has_experts, members_of, model_facts
+from deepspeed_muon.engine.rates import name_rates_in_trainer
 from deepspeed_muon.engine.supported import (
     expert_parallel,
     refuse_blocks_of_shards,
@@ -295,6 +296,7 @@ def _bind(engine: Any, optimizer: Muon) -> None:
     add_record_to_state_dict(engine)
     record_order(engine, optimizer)
     hook_engine(engine)
+    name_rates_in_trainer()
     if note := os.environ.get("DEEPSPEED_MUON_NOTE"):
         with contextlib.suppress(OSError):
             Path(note).touch()  # for deepspeed_muon.run

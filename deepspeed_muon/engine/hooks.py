@@ -18,6 +18,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
 from deepspeed_muon.engine import checkpointing, configure, running
+from deepspeed_muon.engine.rates import forget_trainer
 from deepspeed_muon.errors import RegistrationError
 from deepspeed_muon.optimizer import Muon
 
@@ -124,6 +125,7 @@ def unregister() -> None:
     optimizers, ours = LISTED
     if ours in optimizers:
         optimizers.remove(ours)
+    forget_trainer()
 
 
 def _replacement(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from deepspeed.runtime import lr_schedules
 
 from deepspeed_muon.checkpoint import CONSOLIDATED_FOLDER, consolidate, restore
 from deepspeed_muon.engine.accessors import muon_of
+from deepspeed_muon.engine.rates import monitor_rates
 from deepspeed_muon.monitoring.summary import monitor_events
 from deepspeed_muon.transport.waiting import phase
 
@@ -33,7 +34,7 @@ def configure_lr_scheduler(original: Callable[..., Any], engine: Any, *args: Any
 
 
 def take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """Take the step, record its health, and write a sampled step to the monitor.
+    """Take the step, record its health, and write its rates, and what was sampled, to the monitor.
 
     The plain engine and the pipeline engine call it once a step, on all ranks, also when the gradients overflow.
     """
@@ -47,8 +48,11 @@ def take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kwa
             waiting.enter_context(phase(f"step {number}", group))
         result = original(engine, *args, **kwargs)
     optimizer.check_arrived()
-    if optimizer.recorder.due(number) and engine.monitor.enabled:
-        engine.monitor.write_events(monitor_events(optimizer.health(), engine.global_samples))
+    if engine.monitor.enabled:
+        events = monitor_rates(optimizer, engine.global_samples)
+        if optimizer.recorder.due(number):
+            events += monitor_events(optimizer.health(), engine.global_samples)
+        engine.monitor.write_events(events)
     return result
 
 

@@ -218,6 +218,11 @@ def trainer_run(
         "held": trainer.held,
         "losses": trainer.losses,
         "rates": trainer.rates,
+        "logged": [
+            [entry[key] for key in ("learning_rate", "muon_lr", "adam_lr")]
+            for entry in trainer.state.log_history
+            if "learning_rate" in entry
+        ],
         "eval": [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry],
         "seen": trainer.seen,
         "saved": {},
@@ -315,6 +320,12 @@ def test_trainer(ranks: Any, case: str, tmp_path: Path) -> None:
         filled = json.loads(first["filled"])
         assert (filled["lr"], filled["weight_decay"], filled["eps"]) == (3e-3, 0.1, 1e-6)
     assert all(a == pytest.approx(b * RATES["muon_lr"] / RATES["learning_rate"]) for a, b in first["rates"])
+    # The Trainer's own log names the first group's rate only.
+    assert len(first["logged"]) == STEPS
+    for logged, muon_rate, adam_rate in first["logged"]:
+        assert muon_rate == logged and muon_rate == pytest.approx(
+            adam_rate * RATES["muon_lr"] / RATES["learning_rate"]
+        )
     assert len({muon_rate for muon_rate, _ in first["rates"]}) > 1, "the schedule moves"
     assert len(first["eval"]) == STEPS // SAVED_AT
 

@@ -51,8 +51,14 @@ def test_tensorboard_shows_every_sample(tmp_path: Path) -> None:
     )[0]
     events = EventAccumulator(str(tmp_path / "run"))
     events.Reload()
-    ours = {tag.removeprefix("Train/Muon/") for tag in events.Tags()["scalars"] if "/Muon/" in tag}
-    assert ours == EVENTS
+    tags = events.Tags()["scalars"]
+    assert {tag.removeprefix("Train/Muon/") for tag in tags if "/Muon/" in tag} == EVENTS
+    rates = training.ds_config(2)["optimizer"]["params"]
+    for key in ("muon_lr", "adam_lr"):
+        # DeepSpeed writes the first group's alone.
+        rows = events.Scalars(f"Train/Samples/{key}")
+        assert [row.step for row in rows] == [row.step for row in events.Scalars("Train/Samples/lr")]
+        assert [row.value for row in rows] == pytest.approx([rates[key]] * (STEPS + 1), rel=1e-6), key
     for name in EVENTS:
         rows = events.Scalars(f"Train/Muon/{name}")
         assert [row.step for row in rows] == [n * result["batch_size"] for n in (EVERY, STEPS)], name

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_muon.version import __version__
+
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 
 
 def test_the_loop_of_a_step_is_quoted() -> None:
@@ -27,11 +30,16 @@ def links(page: Path) -> list[str]:
     return [target for target in found if target and "://" not in target]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_relative_links_exist(page: Path) -> None:
     assert not [target for target in links(page) if not (page.parent / target).exists()]
 
 
 def test_the_index_names_every_page() -> None:
     folder = ROOT / "docs"
-    assert {page.name for page in folder.glob("*.md")} - {"README.md"} <= set(links(folder / "README.md"))
+    pages = {str(page.relative_to(folder)) for page in folder.rglob("*.md")}
+    assert pages - {"README.md"} <= set(links(folder / "README.md"))
+
+
+def test_the_citation_names_the_version() -> None:
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()

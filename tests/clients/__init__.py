@@ -1,0 +1,1 @@
+"""Programs that nobody here wrote, run unchanged with this Muon: ``make clients``."""

@@ -1,0 +1,67 @@
+"""Lets programs that expect GPUs run their ranks on a CPU. It knows nothing of Muon.
+
+- Accelerate finds no backend there and takes each rank for a run of its own. A program of one's own says
+  ``PartialState(backend="gloo")``; a program that must not be changed gets the same from here.
+- Lightning refuses DeepSpeed on anything but CUDA. Here its refusal is left out.
+- DeepSpeed compiles an operator for all-reduce in shared memory, which takes minutes and leaves files behind. Here gloo
+  reduces.
+
+The folder of this file is on ``PYTHONPATH``, and Python imports the file when it starts.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+
+def _accelerate(module: Any) -> None:
+    original = module.PartialState._prepare_backend
+
+    def prepare(state: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: Any = None) -> Any:
+        found, kind = original(state, cpu, sagemaker_dp, backend)
+        return ("gloo" if found is None and "LOCAL_RANK" in os.environ else found), kind
+
+    module.PartialState._prepare_backend = prepare
+
+
+def _lightning(module: Any) -> None:
+    module.CUDAAccelerator = object  # every accelerator is one
+    module._validate_device_index_selection = lambda devices: None  # a CPU has no index
+
+
+def _deepspeed(module: Any) -> None:
+    module.build_shm_op = lambda: None
+
+
+CHANGES = {
+    "accelerate.state": _accelerate,
+    "lightning.fabric.strategies.deepspeed": _lightning,
+    "lightning.pytorch.strategies.deepspeed": _lightning,
+    "deepspeed.comm.torch": _deepspeed,
+}
+
+
+class _WhenImported:
+    """A finder that is asked first for every module, and changes those of the table once they are imported."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        change = CHANGES.get(name)
+        if change is None:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next((found for each in others if (found := each.find_spec(name, path, target))), None)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_change(module: Any) -> None:
+            execute(module)
+            change(module)
+
+        spec.loader.exec_module = execute_and_change
+        return spec
+
+
+sys.meta_path.insert(0, _WhenImported())

@@ -1,0 +1,237 @@
+"""The clients: what each one installs, and the command that a user types."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["CLIENTS", "Client", "Run"]
+
+HERE = Path(__file__).resolve().parent
+EXAMPLE = (
+    "https://raw.githubusercontent.com/huggingface/accelerate/v{version}/examples/by_feature/"
+    "deepspeed_with_config_support.py"
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a client.
+
+    Attributes:
+        folder: Empty; what the run writes.
+        material: What :mod:`tests.clients.material` wrote.
+        stage: The ZeRO stage.
+        port: A free port.
+        versions: Package to installed version.
+        example: Accelerate's example, if it is on this machine.
+    """
+
+    folder: Path
+    material: Path
+    stage: int
+    port: int
+    versions: dict[str, str]
+    example: Path | None
+
+    @property
+    def model(self) -> str:
+        return str(self.material / "model")
+
+    @property
+    def data(self) -> Path:
+        return self.material / "data"
+
+    def write(self, name: str, content: Any) -> str:
+        """Write a file as JSON, which is YAML too; return its path."""
+        path = self.folder / name
+        path.write_text(content if isinstance(content, str) else json.dumps(content, indent=2))
+        return str(path)
+
+    def deepspeed(self, **more: Any) -> str:
+        """Write the DeepSpeed configuration; ``more`` are sections beside it, or in the place of its own."""
+        params = {"lr": "auto", "weight_decay": "auto", "adjust_lr_fn": "match_rms_adamw"}
+        config = {
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "zero_optimization": {"stage": self.stage},
+            "optimizer": {"type": "Muon", "params": params},
+        }
+        if self.stage == 3:
+            config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+        return self.write("ds.json", {**config, **more})
+
+    def accelerate(self, config: str) -> str:
+        """Write the configuration of ``accelerate launch`` that names a DeepSpeed configuration."""
+        return self.write(
+            "accelerate.yaml",
+            {
+                "compute_environment": "LOCAL_MACHINE",
+                "distributed_type": "DEEPSPEED",
+                "deepspeed_config": {
+                    "deepspeed_config_file": config,
+                    "zero3_init_flag": self.stage == 3,
+                    "deepspeed_multinode_launcher": "standard",
+                },
+                "num_machines": 1,
+                "num_processes": 2,
+                "machine_rank": 0,
+                "main_process_port": self.port,
+                "main_training_function": "main",
+                "use_cpu": False,
+            },
+        )
+
+
+@dataclass(frozen=True)
+class Client:
+    """A program.
+
+    Attributes:
+        environment: The environment that it shares with others of the same name.
+        packages: What pip installs for it.
+        command: Returns its command line.
+        variables: More environment variables.
+        removed: Folders of packages to take out where torch is a CPU build: what was compiled for CUDA cannot load.
+    """
+
+    environment: str
+    packages: tuple[str, ...]
+    command: Callable[[Run], list[str]]
+    variables: Callable[[Run], dict[str, str]] = field(default=lambda run: {})
+    removed: tuple[str, ...] = ()
+
+
+def _plain_config(run: Run) -> str:
+    """Write a configuration without anything that Hugging Face fills in."""
+    params = {"lr": 2e-3, "weight_decay": 0.01, "adjust_lr_fn": "match_rms_adamw"}
+    content = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": run.stage},
+        "optimizer": {"type": "Muon", "params": params},
+    }
+    return run.write("ds.json", content)
+
+
+def _script(name: str) -> str:
+    return str(HERE / "scripts" / name)
+
+
+def _plain(run: Run) -> list[str]:
+    start = ["deepspeed", "--num_accelerators", "2", "--master_port", str(run.port)]
+    return [*start, _script("plain.py"), "--deepspeed_config", _plain_config(run)]
+
+
+def _trainer(run: Run) -> list[str]:
+    start = ["torchrun", "--nproc_per_node", "2", "--master_port", str(run.port)]
+    start += [_script("trainer.py"), "--model", run.model]
+    start += ["--data", str(run.data / "text" / "train.json"), "--deepspeed", run.deepspeed()]
+    return [*start, *_training(run), "--report_to", "none"]
+
+
+def _training(run: Run) -> list[str]:
+    """Options that all programs on top of the Trainer have."""
+    options = ["--output_dir", str(run.folder / "run"), "--max_steps", "8", "--logging_steps", "2"]
+    options += ["--learning_rate", "2e-3", "--per_device_train_batch_size", "4", "--save_steps", "8"]
+    return [*options, "--lr_scheduler_type", "cosine", "--warmup_steps", "2", "--bf16", "False"]
+
+
+def _accelerate(run: Run) -> list[str]:
+    example = run.example
+    if example is None:
+        example = run.folder / "deepspeed_with_config_support.py"
+        urllib.request.urlretrieve(EXAMPLE.format(version=run.versions["accelerate"]), example)
+    rates = {"warmup_min_lr": 0.0, "warmup_max_lr": "auto", "warmup_num_steps": 2, "total_num_steps": "auto"}
+    config = run.deepspeed(
+        scheduler={"type": "WarmupDecayLR", "params": rates},
+        # Accelerate alone fills in rate and decay only.
+        gradient_accumulation_steps=1,
+        gradient_clipping=1.0,
+    )
+    text = str(run.data / "text" / "train.json")
+    options = ["--train_file", text, "--validation_file", text, "--model_name_or_path", run.model]
+    options += ["--output_dir", str(run.folder / "run"), "--block_size", "32", "--num_train_epochs", "1"]
+    options += ["--per_device_train_batch_size", "4", "--learning_rate", "2e-3", "--load_best_model"]
+    options += ["--with_tracking", "--report_to", "tensorboard"]
+    return ["accelerate", "launch", "--config_file", run.accelerate(config), str(example), *options]
+
+
+def _trl(run: Run) -> list[str]:
+    options = [
+        "--model_name_or_path",
+        run.model,
+        "--dataset_name",
+        str(run.data / "text"),
+        "--max_length",
+        "64",
+    ]
+    options += ["--report_to", "none", "--gradient_checkpointing", "False", *_training(run)]
+    return ["trl", "sft", "--accelerate_config", run.accelerate(run.deepspeed()), *options]
+
+
+def _peft(run: Run) -> list[str]:
+    return [*_trl(run), "--use_peft", "--lora_r", "8", "--lora_target_modules", "all-linear"]
+
+
+def _llamafactory(run: Run) -> list[str]:
+    settings = {
+        "model_name_or_path": run.model,
+        "stage": "sft",
+        "do_train": True,
+        "finetuning_type": "full",
+        "deepspeed": run.deepspeed(),
+        "dataset": "sentences",
+        "dataset_dir": str(run.data),
+        "template": "default",
+        "cutoff_len": 64,
+        "output_dir": str(run.folder / "run"),
+        "logging_steps": 2,
+        "save_steps": 8,
+        "max_steps": 8,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 2.0e-3,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 2,
+        "report_to": "none",
+        "preprocessing_num_workers": 1,
+        "disable_gradient_checkpointing": True,
+    }
+    return ["llamafactory-cli", "train", run.write("train.yaml", settings)]
+
+
+def _torchrun_of_its_own(run: Run) -> dict[str, str]:
+    """LLaMA-Factory counts GPUs, and starts torchrun by itself if it is told to."""
+    return {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2", "MASTER_PORT": str(run.port)}
+
+
+def _lightning(run: Run) -> list[str]:
+    return ["python", _script("lightning_trainer.py"), _plain_config(run), str(run.folder)]
+
+
+def _fabric(run: Run) -> list[str]:
+    return ["python", _script("lightning_fabric.py"), _plain_config(run)]
+
+
+_HUGGING_FACE = ("transformers", "accelerate", "datasets")
+
+# PyPI has them for CUDA only. LLaMA-Factory imports torchaudio, which does without its compiled library; transformers
+# does without torchvision, unless it finds its metadata.
+_FOR_CUDA = ("torchvision*", "torchaudio/lib")
+
+CLIENTS = {
+    "deepspeed": Client("hf", (), _plain),
+    "trainer": Client("hf", _HUGGING_FACE, _trainer),
+    "accelerate": Client("hf", (*_HUGGING_FACE, "tensorboard"), _accelerate),
+    "trl": Client("hf", (*_HUGGING_FACE, "trl"), _trl),
+    "peft": Client("hf", (*_HUGGING_FACE, "trl", "peft"), _peft),
+    "lightning": Client("hf", ("lightning",), _lightning),
+    "fabric": Client("hf", ("lightning",), _fabric),
+    "llamafactory": Client("llamafactory", ("llamafactory",), _llamafactory, _torchrun_of_its_own, _FOR_CUDA),
+}
