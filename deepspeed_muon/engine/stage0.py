@@ -101,7 +101,9 @@ def _norm_of_all_stages(engine: Any) -> Tensor:
     counted = [
         p.grad
         for p in engine.module.parameters()
-        if p.grad is not None and not p.ds_pipe_replicated and (first or is_model_parallel_parameter(p))
+        if p.grad is not None
+        and not getattr(p, "ds_pipe_replicated", False)
+        and (first or is_model_parallel_parameter(p))
     ]
     squared = torch.zeros((), dtype=torch.float64, device=engine.device)
     for norm in torch._foreach_norm(counted) if counted else []:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tests.support import tensor_parallel
 from tests.support.contract import HALF_TOLERANCE, MUON_TOLERANCE, compare, reference
-from tests.support.models import FUSED_PARAMS, MATRICES, build
+from tests.support.models import MATRICES, build
 from tests.support.reference import relative
-from tests.support.thinning import pairwise
+from tests.support.thinning import each_value
 
 CASES = list(itertools.product((0, 1, 2, 3), ("gather", "distributed"), ((2, 2), (4, 2), (4, 4))))
 CORE = {(stage, mode, (4, 2)) for stage, mode, _ in CASES} | {
@@ -103,21 +103,18 @@ def test_autotp_cuts_each_part(ranks: Any) -> None:
 
 
 # What is divided into blocks: every part (the query in heads, key and value whole), also of a layer stored as input x
-# output and of one whose inputs are cut; and the parts only, without heads.
-BLOCKS: dict[str, dict[str, Any]] = {
-    "fused-over-ranks": {
-        "split": {
-            "*.qkv_proj.weight": [16, 8, 8],
-            "*.c_attn.weight": [16, 16, 16],
-            "*.o_proj.weight": [12, 4],
-            "*.gate_up_proj": "gate_up",
-        },
-        "heads": {"*.qkv_proj.weight": [4, 1, 1], "*.c_attn.weight": [4, 4, 4]},
-        "transposed": ["*.c_attn.weight"],
+# output and of one whose inputs are cut.
+BLOCKS: dict[str, Any] = {
+    "split": {
+        "*.qkv_proj.weight": [16, 8, 8],
+        "*.c_attn.weight": [16, 16, 16],
+        "*.o_proj.weight": [12, 4],
+        "*.gate_up_proj": "gate_up",
     },
-    "fused": {**FUSED_PARAMS, "transposed": ["*.c_attn.weight"]},
+    "heads": {"*.qkv_proj.weight": [4, 1, 1], "*.c_attn.weight": [4, 4, 4]},
+    "transposed": ["*.c_attn.weight"],
 }
-BLOCK_CASES = pairwise(
+BLOCK_CASES = each_value(
     itertools.product(
         range(4), ("gather", "distributed"), ("muon", "normuon"), ((1, 1), (2, 2), (4, 2), (4, 4))
     )
@@ -137,9 +134,22 @@ def test_blocks_of_cut_matrices(
         tensor_size=size,
         stage=stage,
         mode=mode,
-        params={**BLOCKS["fused-over-ranks"], "variant": variant},
+        params={**BLOCKS, "variant": variant},
     )
     compare(results, "fused", world // size, 0.0, variant=variant, cuts="fused-over-ranks")
+
+
+def test_heads_of_the_configuration(ranks: Any) -> None:
+    """``per_head_muon`` takes the counts of the model: two query heads and one key head on each of two ranks."""
+    results = ranks(2).run(
+        tensor_parallel.train,
+        style="sliced",
+        kind="heads",
+        tensor_size=2,
+        stage=1,
+        params={"per_head_muon": True},
+    )
+    compare(results, "heads", 1, 0.0)
 
 
 @pytest.mark.parametrize("mode", [pytest.param("gather", marks=pytest.mark.full), "distributed"])
