@@ -111,7 +111,7 @@ def _whole(engine: Any, rank: int, topology: dict[str, Any]) -> dict[str, dict[s
         layer = engine.module.model.layers[0].mlp
         told: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(told, (layer.ep_rank, found))
-        shares = {number: share for number, share in told}
+        shares = dict(told)
         for key, each in found.items():
             for name in each.keys() & autoep_models.STACKS:
                 each[name] = torch.cat([shares[number][key][name] for number in sorted(shares)])
