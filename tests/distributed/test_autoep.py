@@ -466,14 +466,6 @@ def refused(
         ({"client": "made"}, ["UnsupportedConfigError", "pass a callable"]),
         ({"ep_size": 3}, ["ValueError", "autoep_size"]),
         (
-            {"params": {"consolidate_on_save": True}},
-            [
-                "UnsupportedConfigError",
-                "consolidate_on_save with expert parallelism",
-                "engine.save_checkpoint",
-            ],
-        ),
-        (
             {"ep_size": 2, "tensor_size": 2},
             ["UnsupportedConfigError", "AutoEP", "the wrong norm; use stage 3"],
         ),

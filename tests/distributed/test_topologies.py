@@ -66,6 +66,14 @@ CHANGES = {
         at(4, "experts", 1, 2, params={"variant": "normuon"}),
         at(2, "experts", 2, params={"variant": "normuon"}),
     ),
+    # stacks of experts
+    "AutoEP over 2 to 1": (at(4, "autoep", 2, 2), at(2, "autoep", 3, 1)),
+    "AutoEP over 1 to 4": (at(2, "autoep", 1, 1), at(4, "autoep", 2, 4)),
+    "AutoEP over 4 to 2": (at(4, "autoep", 3, 4), at(4, "autoep", 1, 2)),
+    "AutoEP over 2, NorMuon, to 4": (
+        at(4, "autoep", 3, 2, params={"variant": "normuon"}),
+        at(4, "autoep", 2, 4, params={"variant": "normuon"}),
+    ),
     # stages of a pipeline
     "2 stages to 3": (at(4, "pipeline", 1, 2, model="toy"), at(3, "pipeline", 1, 3, model="toy")),
     "3 stages to 2 without ZeRO": (
@@ -96,7 +104,7 @@ NEXT_STEP = 1e-3
 
 def replicas(ranks: int, topology: dict[str, Any]) -> int:
     """Return how many ranks see different data; all of them where the size is that of the experts."""
-    return ranks if topology["kind"] == "experts" else ranks // topology["size"]
+    return ranks if topology["kind"] in ("experts", "autoep") else ranks // topology["size"]
 
 
 def tensors_of(folder: Path) -> dict[str, Any]:

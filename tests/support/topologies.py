@@ -15,7 +15,7 @@ from torch import Tensor
 
 import deepspeed_muon
 from deepspeed_muon.checkpoint import consolidate, restore
-from tests.support import pipelines, tensor_parallel, training
+from tests.support import autoep_models, pipelines, tensor_parallel, training
 from tests.support.checkpoints import STATES
 from tests.support.models import batch, build
 from tests.support.moe_models import EXPERTS, build_deepspeed, global_name
@@ -29,6 +29,9 @@ def _split_engine(world_size: int, rank: int, topology: dict[str, Any], config: 
     mpu: Any = None
     if kind == "experts":
         model: Any = build_deepspeed(size, rank % size)
+    elif kind == "autoep":
+        config["expert_parallel"] = autoep_models.autoep_config(size)
+        model = autoep_models.build_source()
     elif kind == "pipeline":
         model, _ = pipelines.make_pipeline(topology.get("model", "tied"), size)
     elif kind == "autotp":
@@ -50,6 +53,8 @@ def _split_engine(world_size: int, rank: int, topology: dict[str, Any], config: 
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=list(model.parameters()), config=config, mpu=mpu
     )
+    if kind == "autoep":
+        autoep_models.compute_exactly(engine.module)
     return engine
 
 
@@ -102,9 +107,18 @@ def _whole(engine: Any, rank: int, topology: dict[str, Any]) -> dict[str, dict[s
     if kind == "experts":
         first = (rank % size) * (EXPERTS // size)
         return {key: {global_name(n, first): v for n, v in each.items()} for key, each in found.items()}
+    if kind == "autoep":
+        layer = engine.module.model.layers[0].mlp
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, (layer.ep_rank, found))
+        shares = dict(told)
+        for key, each in found.items():
+            for name in each.keys() & autoep_models.STACKS:
+                each[name] = torch.cat([shares[number][key][name] for number in sorted(shares)])
+        return found
     if kind in ("autotp", "megatron") and size > 1:
         group = deepspeed_muon.muon_optimizer(engine).runners[0].step_set.tensor_group
-        told: list[Any] = [None] * size
+        told = [None] * size
         dist.all_gather_object(told, found, group=group)
         fused = topology.get("mark") == "fused"
         return {
