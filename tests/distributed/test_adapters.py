@@ -28,6 +28,7 @@ ADAM_TOLERANCE = 1e-3
 ADAPTERS: dict[str, dict[str, Any]] = {
     "lora": {"target_modules": ["q_proj", "down_proj", "lm_head"]},
     "dora": {"target_modules": ["q_proj", "down_proj"], "use_dora": True},
+    "nf4": {"target_modules": ["q_proj", "down_proj"]},
     "head": {"target_modules": "all-linear", "exclude_modules": ["lm_head"], "modules_to_save": ["lm_head"]},
 }
 
@@ -51,6 +52,8 @@ class Adapted(nn.Module):
             attn_implementation="eager",
         )
         base = transformers.LlamaForCausalLM(config)
+        if kind == "nf4":
+            quantize(base.model.layers)
         # B is zero at the start by default; then the first gradient of A is zero too, and the test would see less.
         settings = peft.LoraConfig(r=4, init_lora_weights=False, **ADAPTERS[kind])
         self.model = peft.get_peft_model(base, settings)
@@ -58,6 +61,27 @@ class Adapted(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         logits = self.model(input_ids=tokens).logits
         return nn.functional.cross_entropy(logits.flatten(0, 1).double(), targets.flatten())
+
+
+def quantize(layers: nn.ModuleList) -> None:
+    """Replace the projections by bitsandbytes' of 4 bits, which multiply in fp32."""
+    import bitsandbytes
+
+    for layer in layers:
+        for part in (layer.self_attn, layer.mlp):
+            for name, linear in list(part.named_children()):
+                if isinstance(linear, nn.Linear):
+                    narrow = bitsandbytes.nn.Linear4bit(
+                        linear.in_features,
+                        linear.out_features,
+                        bias=False,
+                        compute_dtype=torch.float32,
+                        quant_type="nf4",
+                    )
+                    narrow.weight = bitsandbytes.nn.Params4bit(
+                        linear.weight.data, requires_grad=False, quant_type="nf4", module=narrow
+                    )
+                    setattr(part, name, narrow.to("cpu"))
 
 
 def batch(step: int, micro: int) -> tuple[Tensor, Tensor]:
@@ -86,11 +110,11 @@ def train(rank: int, world_size: int, *, stage: int, kind: str) -> dict[str, Any
 def reference(
     rank: int, world_size: int, *, kind: str, muon: list[str], micros: int
 ) -> list[dict[str, Tensor]]:
-    """Train the same model in float64 in one process; return the trained parameters before and after."""
+    """Train the same model in one process, in float64 if it can; return the trained parameters before and after."""
     model = Adapted(kind)
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     start = {name: param.detach().clone() for name, param in trained.items()}
-    model = model.double()
+    model = model if kind == "nf4" else model.double()
     oracle = Oracle(set(muon), clipping=0.5, eps=1e-6)
     for step in range(STEPS):
         model.zero_grad()
@@ -107,12 +131,16 @@ def reference(
         (3, "dora"),
         pytest.param(3, "lora", marks=pytest.mark.full),
         pytest.param(2, "dora", marks=pytest.mark.full),
+        pytest.param(2, "nf4", marks=pytest.mark.full),
+        pytest.param(3, "nf4", marks=pytest.mark.full),
         pytest.param(2, "head", marks=pytest.mark.full),
         pytest.param(3, "head", marks=pytest.mark.full),
     ],
 )
 def test_adapters_match_the_reference(ranks: Any, stage: int, kind: str) -> None:
     """Muon updates B, AdamW A, magnitudes and whatever belongs to the head; what is frozen has no state."""
+    if kind == "nf4":
+        pytest.importorskip("bitsandbytes")
     found = ranks(2).run(train, stage=stage, kind=kind)[0]
     routes = {name: route for name, route in found["routes"].items() if route[0] != "frozen"}
     muon = [name for name, (algorithm, _) in routes.items() if algorithm == "muon"]
