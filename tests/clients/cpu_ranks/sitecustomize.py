@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import os
 import sys
+from argparse import Namespace
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -28,7 +30,9 @@ def _accelerate(module: Any) -> None:
 
 def _lightning(module: Any) -> None:
     module.CUDAAccelerator = object  # every accelerator is one
-    module._validate_device_index_selection = lambda devices: None  # a CPU has no index
+    # A CPU has no index, which Lightning would check and hand to DeepSpeed.
+    module._validate_device_index_selection = lambda devices: None
+    module.argparse = SimpleNamespace(Namespace=lambda **_: Namespace())
 
 
 def _deepspeed(module: Any) -> None:
