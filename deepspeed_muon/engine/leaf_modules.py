@@ -43,7 +43,7 @@ def mark_moe_layers(model: nn.Module) -> list[str]:
     """Mark the MoE layers of a model as leaf modules, except those that a mark is on already, true or false.
 
     Must come before DeepSpeed makes its ZeRO 3 wrapper. Layers of ``deepspeed.moe`` and AutoEP are left out: their
-    ranks run all of their experts.
+    ranks run all of their experts. So is the model itself.
 
     Args:
         model: The whole model. Mutated.
@@ -51,7 +51,8 @@ def mark_moe_layers(model: nn.Module) -> list[str]:
     Returns:
         The names of all leaf modules.
     """
-    inside = {id(child) for leaf in get_z3_leaf_modules(model) for child in leaf.modules()}
+    # Not the model itself: it would be gathered whole, and its inputs have no gradient.
+    inside = {id(model)} | {id(child) for leaf in get_z3_leaf_modules(model) for child in leaf.modules()}
     kinds: dict[str, int] = {}
     for module in model.modules():
         if id(module) in inside or hasattr(module, _MARK) or not _is_moe_layer(module):

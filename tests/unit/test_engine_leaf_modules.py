@@ -59,12 +59,19 @@ def test_experts_of_some_ranks_are_left_out() -> None:
     assert mark_moe_layers(model) == ["layers.1"]
 
 
+def test_a_model_is_no_layer() -> None:
+    """As a leaf module it would be gathered whole, and its inputs have no gradient."""
+    assert mark_moe_layers(Layer()) == []
+
+
 @pytest.mark.parametrize("call", ["position", "keyword"])
 def test_inputs_get_a_gradient(call: str) -> None:
     """DeepSpeed's hooks see positional inputs only."""
-    layer = Layer()
-    mark_moe_layers(layer)
-    prepare_inputs(layer)
+    model = Model()
+    layer = model.layers[0]
+    assert isinstance(layer, Layer)
+    mark_moe_layers(model)
+    prepare_inputs(model)
     seen: list[Any] = []
     layer.register_forward_pre_hook(lambda module, args: seen.append(args))
     x = torch.ones(3, 4)
