@@ -69,7 +69,7 @@ def route_parameters(
     """
     config = config or MuonConfig()
     all_names = [name for item in parameters for name in item.names]
-    shapes = [(item.names, true_shape(item.param)) for item in parameters]
+    shapes = [(item.names, _whole_shape(item)) for item in parameters]
     model = ModelNames.read((names, shape) for names, shape in shapes if len(shape) > 1)
     routes = [_route(item, config, explicit or {}, model) for item in parameters]
     if not partial:
@@ -177,7 +177,7 @@ def _route(
     _refuse_untrainable(item)
     shape = true_shape(item.param)
     kind = _matrix_kind(item, shape)
-    algorithm, rule, reason = _decide(item, kind, shape, config, explicit, model)
+    algorithm, rule, reason = _decide(item, kind, _whole_shape(item), config, explicit, model)
     if algorithm != "muon":
         return Route(item.name, shape, algorithm, reason, rule=rule)
     if kind is None:
@@ -198,6 +198,14 @@ def _route(
         how += f", {len(shards.sizes)} tensor-parallel ranks"
     parts = parts if len(parts) > 1 else ()
     return Route(item.name, shape, algorithm, reason + how, parts, kind, transposed, per_head, rule, shards)
+
+
+def _whole_shape(item: NamedParameter) -> tuple[int, ...]:
+    """Return the shape of the layer's weight, also if this rank has a shard of it."""
+    shape = list(true_shape(item.param))
+    if item.shards is not None and item.shards.dim is not None:
+        shape[item.shards.dim] = sum(item.shards.sizes)
+    return tuple(shape)
 
 
 def _divide(
