@@ -33,6 +33,8 @@ ROUND = {"zero": {"round_robin_gradients": True}}
 SMALL = {"zero": {"sub_group_size": 300}}
 OFFLOAD = {"zero": {"offload_optimizer": {"device": "cpu"}}}
 BLOCKS_BY_ADAM = {"exclude": ["blocks.*"]}
+NORMUON = {"variant": "normuon"}
+HEADS = {**NORMUON, "heads": {"blocks.*.up.weight": 4}}
 
 SKIPS_MODEL_FILES = tuple(int(n) for n in deepspeed.__version__.split(".")[:2]) >= (0, 19)
 
@@ -56,6 +58,18 @@ CHANGES = {
         at(2, "data", 2, params=BLOCKS_BY_ADAM),
     ),
     "tensor 2 offloaded to data 2": (at(4, "megatron", 2, 2, **OFFLOAD), at(2, "data", 3, **SMALL)),
+    "tensor 2, NorMuon, to data 2": (
+        at(4, "megatron", 1, 2, params=NORMUON),
+        at(2, "data", 3, params=NORMUON),
+    ),
+    "data 2, NorMuon of heads, to tensor 2": (
+        at(2, "data", 1, params=HEADS),
+        at(4, "megatron", 2, 2, params=HEADS),
+    ),
+    "tensor 2, NorMuon of heads, to data 2": (
+        at(4, "megatron", 3, 2, params=HEADS),
+        at(2, "data", 2, params=HEADS),
+    ),
     # experts
     "experts over 2 to 1": (at(4, "experts", 1, 2), at(3, "experts", 2)),
     "experts over 1 to 4": (at(2, "experts", 2), at(4, "experts", 1, 4)),
