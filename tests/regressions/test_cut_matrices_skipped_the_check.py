@@ -70,7 +70,7 @@ def train_scaled(
     for runner in optimizer.runners:
         runner._whole._orthogonalize = spoiling(runner._whole._orthogonalize)
     group = optimizer.runners[0].step_set.tensor_group
-    masters = [tensor_parallel._assembled(engine, None, group)]
+    masters = [tensor_parallel.assembled(engine, None, group)]
     error = ""
     try:
         for step, factor in enumerate(factors):
@@ -79,7 +79,7 @@ def train_scaled(
                 engine.step()
             except deepspeed_muon.MuonError as caught:
                 error = f"step {step}: {type(caught).__name__}: {caught}"
-            masters.append(tensor_parallel._assembled(engine, None, group))
+            masters.append(tensor_parallel.assembled(engine, None, group))
     finally:
         placements.orthogonalize_sharded = original
         logging.getLogger("deepspeed_muon").removeHandler(handler)

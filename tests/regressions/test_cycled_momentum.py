@@ -78,7 +78,7 @@ def test_states_saved_before_keep_their_momentum() -> None:
 def test_restoring_adamws_betas_leaves_momentum_alone() -> None:
     """Of a matrix that AdamW trained before: its betas are no momentum of Muon's."""
     optimizer, muon, _ = optimizer_and_groups(momentum=0.95)
-    parameter = SimpleNamespace(group=0, route=SimpleNamespace(name="weight"))
+    parameter = SimpleNamespace(group=0, name="weight")
     state: Any = SimpleNamespace(parameters=[parameter], optimizer=optimizer)
     source: Any = SimpleNamespace(
         parameters={"weight": parameter}, groups=[{"betas": [0.8, 0.99], "lr": 0.5}], where="a set"
