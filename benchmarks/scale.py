@@ -202,7 +202,7 @@ def measure(parameters: int, stage: int, world: int, rank: int, trace: bool) -> 
     found["messages_kb"] = others.bytes / 1e3
     groups = range(len(optimizer.param_groups))
     optimizer.host = SimpleNamespace(
-        param_group_numbers=lambda: list(groups), counters=lambda: {"global_steps": 0}
+        param_group_numbers=lambda: list(groups), counters=lambda: {"global_steps": 0}, parts={}
     )
     start = time.process_time()
     content = io.BytesIO()

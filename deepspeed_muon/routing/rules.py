@@ -68,6 +68,8 @@ def route_parameters(
             divide as asked, a parameter cannot be trained, or fewer matrices than expected were found.
     """
     config = config or MuonConfig()
+    for item in parameters:
+        _refuse_untrainable(item)
     all_names = [name for item in parameters for name in item.names]
     shapes = [(item.names, _whole_shape(item)) for item in parameters]
     model = ModelNames.read((names, shape) for names, shape in shapes if len(shape) > 1)
@@ -174,7 +176,6 @@ def _route(
     explicit: Mapping[int, Algorithm],
     model: ModelNames,
 ) -> Route:
-    _refuse_untrainable(item)
     shape = true_shape(item.param)
     kind = _matrix_kind(item, shape)
     algorithm, rule, reason = _decide(item, kind, _whole_shape(item), config, explicit, model)

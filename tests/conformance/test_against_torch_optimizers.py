@@ -12,7 +12,7 @@ from torch import nn
 from deepspeed_muon import Muon
 
 STEPS = 4
-SHAPES = {"wide.weight": (5, 12), "tall.weight": (12, 5), "square.weight": (8, 8), "row.weight": (1, 6)}
+SHAPES = {"wide.weight": (5, 12), "tall.weight": (12, 5), "square.weight": (8, 8), "narrow.weight": (2, 6)}
 
 
 def parameters() -> dict[str, nn.Parameter]:
