@@ -40,17 +40,8 @@ MUON_GRID = [
     for adam_lr in adam_lrs
 ]
 # DeepSpeed clips the update of its Muon, not the gradient: at the same clipping it needs much larger rates.
-DEEPSPEEDS_GRID = [
-    {"muon_lr": muon_lr, "adam_lr": adam_lr}
-    for muon_lr, adam_lrs in {
-        0.3: (0.008,),
-        1.0: (0.004, 0.008),
-        2.0: (0.004, 0.008, 0.016),
-        4.0: (0.008,),
-        8.0: (0.008,),
-    }.items()
-    for adam_lr in adam_lrs
-]
+DEEPSPEEDS_GRID = [{"muon_lr": lr, "adam_lr": 0.008} for lr in (1.0, 0.3, 3.0, 0.1, 10.0)]
+DEEPSPEEDS_GRID += [{"muon_lr": 1.0, "adam_lr": lr} for lr in (0.004, 0.016)]
 GRIDS = {"AdamW": ADAMW_GRID, "DeepSpeed's Muon": DEEPSPEEDS_GRID, "Muon": MUON_GRID}
 
 

@@ -192,7 +192,7 @@ def moved(rank: int, world_size: int, *, stage: int, move: bool) -> dict[str, An
     return report
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_offload_states_keeps_a_bf16_momentum(ranks: Any, stage: int) -> None:
     stayed, moved_ = (ranks(2).run(moved, stage=stage, move=move)[0] for move in (False, True))
     assert stayed["bytes"]["momentum_buffer"] == moved_["bytes"]["momentum_buffer"] > 0
@@ -234,7 +234,7 @@ def test_momentum_dtype_wins_over_bf16_optimizer_states(ranks: Any) -> None:
     assert result["dtypes"] == ["exp_avg bfloat16", "exp_avg_sq bfloat16", "momentum_buffer float32"]
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_fp16_masters(ranks: Any, stage: int) -> None:
     extra = {"fp16": {"fp16_master_weights_and_grads": True}}
     result = ranks(2).run(run, stage=stage, precision="fp16", zero=CPU, extra=extra)[0]
@@ -255,7 +255,7 @@ def test_a_growing_loss_scale_changes_nothing(ranks: Any, stage: int) -> None:
         assert float((result["momentum"][name] - expected).norm() / expected.norm()) <= 2e-2, name
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1)] + [3])
 def test_static_loss_scale(ranks: Any, stage: int) -> None:
     result = ranks(2).run(run, stage=stage, precision="fp16", extra={"fp16": {"loss_scale": 128}})[0]
     check_close(result, HALF_TOLERANCE["fp16"])
@@ -295,7 +295,7 @@ def test_torch_autocast(ranks: Any, stage: int, dtype: str) -> None:
     check_close(result, HALF_TOLERANCE[AUTOCAST[dtype]])
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.full)])
 def test_autocast_recovers_from_an_overflow(ranks: Any, stage: int) -> None:
     """A scale that is too large is lowered until steps succeed; the skipped ones change nothing."""
     result = ranks(2).run(run, stage=stage, exact=False, extra=autocast("float16"), start_scale=2.0**20)[0]
@@ -320,7 +320,7 @@ def fp16_after_autocast(rank: int, world_size: int, *, stage: int) -> list[float
     return [before, loss_scale(**fp16)]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_autocast_of_an_earlier_engine_leaves_the_loss_scale_alone(ranks: Any, stage: int) -> None:
     """DeepSpeed decides on a GradScaler by a flag of the process."""
     assert ranks(1).run(fp16_after_autocast, stage=stage)[0] == [8.0, 8.0]

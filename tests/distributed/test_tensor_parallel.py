@@ -169,7 +169,9 @@ def test_bf16(ranks: Any, mode: str) -> None:
         assert error <= HALF_TOLERANCE["bf16"], (name, error)
 
 
-@pytest.mark.parametrize(("stage", "mode"), [(1, "gather"), (3, "distributed")])
+@pytest.mark.parametrize(
+    ("stage", "mode"), [pytest.param(1, "gather", marks=pytest.mark.full), (3, "distributed")]
+)
 def test_resuming_at_the_same_topology(ranks: Any, tmp_path: Path, stage: int, mode: str) -> None:
     """DeepSpeed's own checkpoints carry on as if nothing had happened."""
     results = ranks(4).run(
