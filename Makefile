@@ -24,7 +24,7 @@ export PYTHON TORCH_VERSION
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-demo: $(VENV)/.ready ## train on real text with AdamW and with Muon, and compare the losses
+demo: $(VENV)/.ready ## train on real text with AdamW, DeepSpeed's Muon and this one, and compare
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.ready ## run the tests, without the long matrices

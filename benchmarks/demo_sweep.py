@@ -39,9 +39,12 @@ MUON_GRID = [
     }.items()
     for adam_lr in adam_lrs
 ]
-# DeepSpeed clips the update of its Muon, not the gradient: at the same clipping it needs much larger rates.
-DEEPSPEEDS_GRID = [{"muon_lr": lr, "adam_lr": 0.008} for lr in (1.0, 0.3, 3.0, 0.1, 10.0)]
-DEEPSPEEDS_GRID += [{"muon_lr": 1.0, "adam_lr": lr} for lr in (0.004, 0.016)]
+# DeepSpeed clips the update of its Muon, not the gradient: at the same clipping it needs much larger rates. Decay is
+# multiplied by the rate, so it is divided by it here: a step decays the weights as much as one of ours at its best.
+DEEPSPEEDS_GRID = [
+    {"muon_lr": muon_lr, "adam_lr": adam_lr, "weight_decay": round(0.004 / muon_lr, 6)}
+    for muon_lr, adam_lr in ((3.0, 0.008), (1.0, 0.008), (10.0, 0.008), (3.0, 0.004), (3.0, 0.016))
+]
 GRIDS = {"AdamW": ADAMW_GRID, "DeepSpeed's Muon": DEEPSPEEDS_GRID, "Muon": MUON_GRID}
 
 

@@ -70,6 +70,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     optim.add_argument("--lr", type=float, help="the shared rate; with --optimizer AdamW, its rate")
     optim.add_argument("--muon_lr", type=float)
     optim.add_argument("--adam_lr", type=float)
+    optim.add_argument("--weight_decay", type=float)
     optim.add_argument("--schedule", choices=["cosine", "wsd"], default="cosine")
     optim.add_argument("--warmup", type=float, default=0.05, help="share of the steps that raise the rate")
     optim.add_argument("--decay", type=float, default=0.2, help="wsd: share of the steps that lower the rate")
@@ -122,6 +123,8 @@ def make_optimizer_section(config: dict[str, Any], args: argparse.Namespace) -> 
     """The config's optimizer section, with the rates of the command line, or AdamW's for the comparison."""
     section = config.get("optimizer", {"type": "Muon", "params": {}})
     params = dict(section.get("params", {}))
+    if args.weight_decay is not None:
+        params["weight_decay"] = args.weight_decay
     rates = {"lr": args.lr, "muon_lr": args.muon_lr, "adam_lr": args.adam_lr}
     if args.optimizer != "AdamW":
         params.update({key: rate for key, rate in rates.items() if rate is not None})
