@@ -32,7 +32,8 @@ STEPS = 300
 MODEL = {"dim": 128, "layers": 4, "heads": 4, "seq_len": 128, "batch_size": 16, "schedule": "cosine"}
 RATES = {
     "AdamW": {"lr": 0.003},
-    "DeepSpeed's Muon": {"muon_lr": 1.0, "adam_lr": 0.008},
+    # It clips the update, so its rate is larger; decay is multiplied by the rate.
+    "DeepSpeed's Muon": {"muon_lr": 3.0, "adam_lr": 0.008, "weight_decay": 0.001333},
     "Muon": {"muon_lr": 0.04, "adam_lr": 0.008},
 }
 COLOURS = {"AdamW": "tab:orange", "DeepSpeed's Muon": "tab:green", "Muon": "tab:blue"}
