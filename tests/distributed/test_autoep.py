@@ -20,7 +20,6 @@ from deepspeed_muon.routing.rules import model_parameters_by_name, route_paramet
 from tests.support import training
 from tests.support.autoep_models import (
     AUTOEP_MATRICES,
-    AUTOTP,
     EXPERTS,
     GATES,
     STACKS,
@@ -34,6 +33,7 @@ from tests.support.autoep_models import (
 from tests.support.counting import counted
 from tests.support.models import batch
 from tests.support.reference import Oracle, relative
+from tests.support.tensor_parallel import AUTOTP
 from tests.support.thinning import each_value
 
 STEPS = 4

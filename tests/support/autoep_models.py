@@ -167,17 +167,6 @@ class ExactGate(nn.Linear):
         return F.linear(x.double(), self.weight.double(), self.bias.double())
 
 
-AUTOTP = {
-    "partition_config": {
-        "use_default_specs": False,
-        "layer_specs": [
-            {"patterns": [r".*\.up\.weight$"], "partition_type": "column"},
-            {"patterns": [r".*\.down\.weight$"], "partition_type": "row"},
-        ],
-    }
-}
-
-
 def with_plain_linears(model: MixtralToy) -> MixtralToy:
     """Replace the matrices outside of the experts by ``nn.Linear``, which AutoTP can cut."""
     for layer in model.model.layers:
