@@ -118,10 +118,11 @@ class RecordedParameter(ParameterKind, InPartitions):
             ValueError: If its rows do not fit.
         """
         row_blocks, col_blocks = self.grid or ((), ())
-        stripes = len(row_blocks) or self.heads
-        rows = self.rows
         if self.transposed:
-            rows = self.numel * stripes // rows
+            stripes = len(row_blocks) or self.heads
+            rows = self.numel * stripes // self.rows
+        else:
+            rows = self.rows // (len(col_blocks) or 1)
         cols = self.numel // rows
         if self.grid is None and self.heads > 1:
             row_blocks = (rows // self.heads,) * self.heads
@@ -133,6 +134,7 @@ class RecordedParameter(ParameterKind, InPartitions):
             self.spread,
             row_blocks=row_blocks,
             col_blocks=col_blocks,
+            interleaved=self.interleaved,
             transposed=self.transposed,
         )
 

@@ -15,17 +15,22 @@ __all__ = ["Block", "MatrixLayout", "ParameterLayout", "TensorShards"]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A rectangle of a stored matrix, from ``row`` and ``col`` on, that is orthogonalised and scaled by itself."""
+    """A rectangle of a stored matrix, from ``row`` and ``col`` on, that is orthogonalised and scaled by itself.
+
+    It has every ``col_step``-th column.
+    """
 
     row: int
     col: int
     rows: int
     cols: int
+    col_step: int = 1
 
     @property
     def area(self) -> tuple[slice, slice]:
         """The index of the block in a tensor of the stored matrix."""
-        return slice(self.row, self.row + self.rows), slice(self.col, self.col + self.cols)
+        last = self.col + (self.cols - 1) * self.col_step
+        return slice(self.row, self.row + self.rows), slice(self.col, last + 1, self.col_step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,7 @@ class MatrixLayout:
         row_blocks: Rows of each block (attention head, expert, part of a fused projection), from the top; empty for
             one block with all rows.
         col_blocks: The same for columns. With both, every cell of the grid is a block.
+        interleaved: Whether the columns go to equal column blocks in turn: of 3, the second has columns 1, 4, 7, ...
         transposed: Whether it is stored as input x output, so that its scale is that of the transposed matrix.
         shards: How the whole matrix is spread over its group, if this is one shard or copy; ``None`` without a group.
         sharers: Ranks of the data-parallel group that orthogonalise the whole matrix together, if this is the part of
@@ -100,6 +106,7 @@ class MatrixLayout:
     spread: Spread
     row_blocks: tuple[int, ...] = ()
     col_blocks: tuple[int, ...] = ()
+    interleaved: bool = False
     transposed: bool = False
     shards: TensorShards | None = None
     sharers: tuple[int, ...] = ()
@@ -139,6 +146,12 @@ class MatrixLayout:
         return self.row_blocks or (self.rows,), self.col_blocks or (self.cols,)
 
     @property
+    def first_cols(self) -> tuple[int, ...]:
+        """The first column of each column block."""
+        cols = self.grid[1]
+        return tuple(range(len(cols))) if self.interleaved else (0, *accumulate(cols[:-1]))
+
+    @property
     def block_shape(self) -> tuple[int, int]:
         """Rows and columns of the first block; the scales of the other blocks are relative to its scale."""
         rows, cols = self.grid
@@ -152,7 +165,7 @@ class MatrixLayout:
 
     def blocks(self) -> tuple[Block, ...]:
         """Return all blocks, row by row of the grid."""
-        return _blocks(*self.grid)
+        return _blocks(*self.grid, self.interleaved)
 
     def layer_shape(self, rows: int, cols: int) -> tuple[int, int]:
         """Return output and input size of a stored ``rows x cols`` block."""
@@ -164,6 +177,8 @@ class MatrixLayout:
         for what, sizes, whole in zip(("row", "column"), self.grid, (self.rows, self.cols), strict=True):
             if min(sizes) < 1 or sum(sizes) != whole:
                 raise ValueError(f"{self.name}: {what} blocks {sizes} do not add up to {whole}")
+        if self.interleaved and (self.transposed or len(set(self.grid[1])) > 1):
+            raise ValueError(f"{self.name}: its columns cannot go to blocks of {self.grid[1]} in turn")
         if self.spread.numel != self.numel:
             raise ValueError(
                 f"{self.name}: {self.rows} x {self.cols} elements do not lie in the {self.spread.numel} of its spread"
@@ -206,7 +221,15 @@ def _blocks_on(rank: int, ranks: int, parts: Sequence[int], blocks: Sequence[int
 
 
 @functools.lru_cache(maxsize=512)
-def _blocks(row_blocks: tuple[int, ...], col_blocks: tuple[int, ...]) -> tuple[Block, ...]:
+def _blocks(row_blocks: tuple[int, ...], col_blocks: tuple[int, ...], interleaved: bool) -> tuple[Block, ...]:
     """Return the cells of a grid; matrices with the same grid share them."""
+    if interleaved:
+        step = len(col_blocks)
+        starts = accumulate(row_blocks, initial=0)
+        return tuple(
+            Block(row, col, height, width, step)
+            for row, height in zip(starts, row_blocks, strict=False)
+            for col, width in enumerate(col_blocks)
+        )
     rows, cols = ([*zip(accumulate(s, initial=0), s, strict=False)] for s in (row_blocks, col_blocks))
     return tuple(Block(row, col, height, width) for row, height in rows for col, width in cols)

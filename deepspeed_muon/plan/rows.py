@@ -69,7 +69,7 @@ class RowPlaces:
             stripe, col = divmod(element, matrix.cols)
             return matrix.spread.rank_at(sum(rows[:stripe]) * matrix.cols + col)
         row, number = divmod(element, len(cols))
-        return matrix.spread.rank_at(row * matrix.cols + sum(cols[:number]))
+        return matrix.spread.rank_at(row * matrix.cols + matrix.first_cols[number])
 
     def starts(self, ranks: Ints) -> Ints:
         """Return the first row that each of ``ranks`` or a later one keeps; not for replicated matrices."""
@@ -141,4 +141,4 @@ def _begin_before(matrix: MatrixLayout, offsets: Ints) -> Ints:
         begun: Ints = np.clip(offsets - first[:, None], 0, matrix.cols).sum(axis=0)
         return begun
     rows, rest = np.divmod(offsets, matrix.cols)
-    return rows * len(col_blocks) + np.searchsorted(np.cumsum([0, *col_blocks[:-1]]), rest)
+    return rows * len(col_blocks) + np.searchsorted(matrix.first_cols, rest)

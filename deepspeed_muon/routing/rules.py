@@ -216,6 +216,8 @@ def _divide(
 
     All of them are those of the whole layer, also if this rank has a shard of it.
     """
+    if item.experts > 1:
+        return _by_expert(item, shape, kind, config), False, f", {item.experts} experts separately"
     output = shape[-1] if transposed else shape[1] if kind == "experts" else shape[0]
     if item.shards is not None and item.shards.dim == int(transposed):
         output = sum(item.shards.sizes)
@@ -251,6 +253,25 @@ def _divide(
     return blocks, per_head, how
 
 
+def _by_expert(
+    item: NamedParameter, shape: tuple[int, ...], kind: MatrixKind, config: MuonConfig
+) -> tuple[int, ...]:
+    """Return the rows, or the columns, that each expert has of a half of peft's LoRA."""
+    for key in ("split", "heads", "transposed"):
+        if _chosen(item, config, key) is not None:
+            raise RoutingError(
+                f"optimizer.params.{key}: {item.name} of shape {list(shape)} is a LoRA of {item.experts} stacked "
+                f"experts, which are a matrix each; take it out of the pattern"
+            )
+    if item.shards is not None:
+        raise RoutingError(
+            f"{item.name} is a LoRA of stacked experts that tensor parallelism cuts; only AdamW can train it: take it "
+            f"out of optimizer.params.include"
+        )
+    side = shape[1] if kind == "interleaved experts" else shape[0]
+    return (side // item.experts,) * item.experts
+
+
 def _chosen(item: NamedParameter, config: MuonConfig, key: str) -> str | None:
     """Return the first pattern of a key that matches the parameter, or ``None``."""
     for pattern in getattr(config, key):
@@ -264,7 +285,8 @@ def _matrix_kind(item: NamedParameter, shape: tuple[int, ...]) -> MatrixKind | N
     if len(shape) < 2 or min(shape) == 0:
         return None
     if len(shape) == 2:
-        return "matrix"
+        half_b = any("lora_B" in name.split(".") for name in item.names)
+        return "interleaved experts" if item.experts > 1 and half_b else "matrix"
     if "convolution" in item.module_kinds:
         return "convolution"
     # (experts, out, in), as Hugging Face's mixture-of-experts models keep them.
@@ -274,10 +296,14 @@ def _matrix_kind(item: NamedParameter, shape: tuple[int, ...]) -> MatrixKind | N
     return None
 
 
-def _block_shape(kind: MatrixKind, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return rows and columns of the matrix, or of each of the stacked ones."""
+def _block_shape(kind: MatrixKind, shape: tuple[int, ...], experts: int) -> tuple[int, int]:
+    """Return rows and columns of the matrix, or of each expert's."""
     if kind == "experts":
         return shape[1], shape[2]
+    if kind == "interleaved experts":
+        return shape[0], shape[1] // experts
+    if experts > 1:
+        return shape[0] // experts, shape[1]
     return shape[0], math.prod(shape[1:])
 
 
@@ -304,7 +330,7 @@ def _decide(
                 return "adamw", "shape", f"filters of a {other}"
         what = {0: "a scalar", 1: "a vector", 2: "an empty matrix"}
         return "adamw", "shape", what.get(len(shape), f"{len(shape)}-dimensional, not a matrix")
-    if 1 in _block_shape(kind, shape):
+    if 1 in _block_shape(kind, shape, item.experts):
         return "adamw", "shape", "a matrix with a side of 1, which is a vector"
     if "embedding" in item.module_kinds:
         return "adamw", "embedding", "weight of an embedding module"
@@ -322,11 +348,12 @@ def _decide(
             return "adamw", *found
     if "adapter" in item.module_kinds:
         return "adamw", "adapter", "an adapter of another kind than LoRA"
-    if "adapter of experts" in item.module_kinds:
-        return "adamw", "adapter", "LoRA of stacked experts, all in one matrix"
+    if item.experts > 1 and item.shards is not None:
+        return "adamw", "adapter", "LoRA of stacked experts, cut by tensor parallelism"
     words = {
         "matrix": "hidden matrix",
         "convolution": "filters of a convolution",
         "experts": "hidden matrices",
+        "interleaved experts": "hidden matrices",
     }
     return "muon", "hidden", words[kind]

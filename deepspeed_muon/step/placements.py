@@ -83,7 +83,7 @@ class WholeAtOwner:
         by_shape: dict[object, list[int]] = {}
         for index in indices:
             matrix = self._matrices[index]
-            kind = (matrix.logical_shape if matrix.is_cut else matrix.grid), matrix.transposed
+            kind = (matrix.logical_shape if matrix.is_cut else matrix.blocks()), matrix.transposed
             by_shape.setdefault(kind, []).append(index)
         batches: list[list[int]] = []
         for members in by_shape.values():

@@ -12,6 +12,7 @@ from typing import Any
 __all__ = ["CLIENTS", "Client", "Run"]
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 EXAMPLE = (
     "https://raw.githubusercontent.com/huggingface/accelerate/v{version}/examples/by_feature/"
     "deepspeed_with_config_support.py"
@@ -53,7 +54,10 @@ class Run:
         return str(path)
 
     def deepspeed(self, **more: Any) -> str:
-        """Write the DeepSpeed configuration; ``more`` are sections beside it, or in the place of its own."""
+        """Write the DeepSpeed configuration; ``more`` are sections beside it, or in the place of its own.
+
+        A section that is ``None`` is left out.
+        """
         params = {"lr": "auto", "weight_decay": "auto", "adjust_lr_fn": "match_rms_adamw"}
         config = {
             "train_batch_size": "auto",
@@ -65,7 +69,8 @@ class Run:
         }
         if self.stage == 3:
             config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-        return self.write("ds.json", {**config, **more})
+        merged = {key: value for key, value in {**config, **more}.items() if value is not None}
+        return self.write("ds.json", merged)
 
     def accelerate(self, config: str) -> str:
         """Write the configuration of ``accelerate launch`` that names a DeepSpeed configuration."""
@@ -207,8 +212,36 @@ def _llamafactory(run: Run) -> list[str]:
 
 
 def _torchrun_of_its_own(run: Run) -> dict[str, str]:
-    """LLaMA-Factory counts GPUs, and starts torchrun by itself if it is told to."""
+    """LLaMA-Factory and ms-swift start torchrun by themselves; the first one counts GPUs unless it is told to."""
     return {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2", "MASTER_PORT": str(run.port)}
+
+
+def _swift(run: Run) -> list[str]:
+    options = [
+        "--model",
+        run.model,
+        "--model_type",
+        "qwen2",
+        "--template",
+        "dummy",
+        "--torch_dtype",
+        "float32",
+    ]
+    options += ["--dataset", str(run.data / "messages.jsonl"), "--tuner_type", "full", "--max_length", "64"]
+    options += ["--attn_impl", "eager", "--gradient_checkpointing", "false", "--report_to", "tensorboard"]
+    options += [
+        "--dataset_num_proc",
+        "1",
+        "--dataloader_num_workers",
+        "0",
+        "--split_dataset_ratio",
+        "0",
+        "--fp16",
+        "false",
+    ]
+    # Its Trainer fails on any optimizer of DeepSpeed's configuration.
+    options += ["--external_plugins", str(ROOT / "examples" / "ms_swift.py"), "--optimizer", "deepspeed_muon"]
+    return ["swift", "sft", *options, "--deepspeed", run.deepspeed(optimizer=None), *_training(run)]
 
 
 def _lightning(run: Run) -> list[str]:
@@ -234,4 +267,5 @@ CLIENTS = {
     "lightning": Client("hf", ("lightning",), _lightning),
     "fabric": Client("hf", ("lightning",), _fabric),
     "llamafactory": Client("llamafactory", ("llamafactory",), _llamafactory, _torchrun_of_its_own, _FOR_CUDA),
+    "swift": Client("swift", ("ms-swift",), _swift, _torchrun_of_its_own, _FOR_CUDA),
 }

@@ -49,6 +49,8 @@ class Oracle:
     variant: str = "muon"
     beta2: float = 0.95
     decay_mode: str = "decoupled"
+    # Names of matrices whose columns belong to so many experts in turn.
+    interleaved: dict[str, int] = field(default_factory=dict)
     # Name to rows, columns and whether the weight is input x output; 3-D weights are stacked to one matrix first.
     cuts: dict[str, tuple[list[int], list[int], bool]] = field(default_factory=dict)
     keep: Callable[[Tensor], Tensor] = lambda buf: buf
@@ -77,15 +79,21 @@ class Oracle:
         self.state[name] = (self.keep(buf),)
         if name in self.cuts:
             update = self._cut(name, u.reshape(-1, u.shape[-1]), *self.cuts[name])
+        elif name in self.interleaved:
+            update = torch.empty_like(u)
+            for number in range(self.interleaved[name]):
+                own = slice(number, None, self.interleaved[name])
+                (factor,) = self._normalized(f"{name}[{number}]", [polar(u[:, own])])
+                update[:, own] = self.scale(*factor.shape) * factor
         else:
             blocks = list(u) if name in self.experts else u.flatten(1).chunk(self.heads.get(name, 1))
-            factors = [polar(block) for block in blocks]
-            if self.variant == "normuon":
-                factors = self._rows_alike(name, factors)
+            factors = self._normalized(name, [polar(block) for block in blocks])
             update = torch.cat([self.scale(*factor.shape) * factor for factor in factors])
         self._apply(param, update.view(param.shape), self.lr)
 
-    def _rows_alike(self, name: str, factors: list[Tensor]) -> list[Tensor]:
+    def _normalized(self, name: str, factors: list[Tensor]) -> list[Tensor]:
+        if self.variant != "normuon":
+            return factors
         seconds = self.rows.get(name, torch.zeros(sum(len(o) for o in factors), dtype=torch.float64))
         seconds = self.beta2 * seconds + (1 - self.beta2) * torch.cat([(o**2).mean(1) for o in factors])
         self.rows[name] = seconds
@@ -105,9 +113,7 @@ class Oracle:
     def _cut(self, name: str, u: Tensor, rows: list[int], cols: list[int], transposed: bool) -> Tensor:
         def own(place: str, cell: Tensor) -> Tensor:
             layer = cell.T if transposed else cell
-            factor = polar(layer)
-            if self.variant == "normuon":
-                (factor,) = self._rows_alike(place, [factor])
+            (factor,) = self._normalized(place, [polar(layer)])
             update = self.scale(*layer.shape) * factor
             return update.T if transposed else update
 
