@@ -123,6 +123,8 @@ class Muon(RoutedOptimizer):
         self.recorder = StepRecorder(**self.config.health.model_dump())
         self.health_log = HealthLog(self.recorder)
         self.skipped_steps = 0
+        # ``id`` of each param group to its rate in the last step. A schedule changes the groups behind it.
+        self.rates_of_step: dict[int, float] = {}
         # Whether the last step was skipped. DeepSpeed's engine reads it where this is what it calls an optimizer.
         self.overflow = False
         self.members = Members()
@@ -296,6 +298,8 @@ class Muon(RoutedOptimizer):
 
     def _step_bound(self) -> None:
         assert self._bound is not None
+        # ZeRO hands over one group after the other.
+        self.rates_of_step |= {id(group): float(group["lr"]) for group in self.param_groups}
         scale: Tensor | None = getattr(self, "grad_scale", None)
         if self.qk_clip is not None:
             # Before anything that a part of the ranks might skip.

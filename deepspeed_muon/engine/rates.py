@@ -19,11 +19,19 @@ _TRAINER: list[tuple[Any, Any, Any]] = []
 """The class of transformers whose ``on_log`` is replaced, the original and the replacement; empty while none is."""
 
 
-def rates(optimizer: Muon) -> dict[str, float]:
-    """Return the present ``muon_lr`` and ``adam_lr``; where several groups have one algorithm, the first one's."""
+def rates(optimizer: Muon, *, of_step: bool = False) -> dict[str, float]:
+    """Return ``muon_lr`` and ``adam_lr``; where several groups have one algorithm, the first one's.
+
+    Args:
+        optimizer: The optimizer.
+        of_step: Whether to return those of the last step, which a schedule may have changed since.
+    """
     found: dict[str, float] = {}
     for group in optimizer.param_groups:
-        found.setdefault(_KEYS[group["algorithm"]], float(group["lr"]))
+        rate = float(group["lr"])
+        found.setdefault(
+            _KEYS[group["algorithm"]], optimizer.rates_of_step.get(id(group), rate) if of_step else rate
+        )
     return found
 
 
@@ -43,8 +51,10 @@ def name_rates_in_trainer() -> None:
     def on_log(self: Any, args: Any, state: Any, control: Any, logs: Any, *more: Any, **kwargs: Any) -> Any:
         optimizer = _muon_in(getattr(self, "optimizer", None))
         if optimizer is not None and "learning_rate" in logs:
+            # The Trainer logs the rate before or after its schedule's step, as the schedule is its own or DeepSpeed's.
+            of_step = logs["learning_rate"] != float(optimizer.param_groups[0]["lr"])
             for log in (logs, *state.log_history[-1:]):
-                log.update(rates(optimizer))
+                log.update(rates(optimizer, of_step=of_step))
         return original(self, args, state, control, logs, *more, **kwargs)
 
     handler.on_log = on_log

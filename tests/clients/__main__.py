@@ -27,7 +27,7 @@ from tests.support.harness import free_port
 
 OURS = re.compile(r"deepspeed_muon \d+\.\d+\.\d+: .*")
 LOSS = re.compile(r"'?(?:train_loss|eval_loss|loss)'?[:=] ?'?([0-9.]+(?:e-?\d+)?)")
-LIMIT = 3000.0
+LIMIT = 900.0
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ def prepare(names: list[str], folder: Path, work: Path) -> dict[str, Environment
         made[key] = Environment(folder / key)
         packages = sorted({package for client in together for package in client.packages})
         removed = sorted({package for client in together for package in client.removed})
-        made[key].make(packages, removed, wheel)
+        alone = sorted({package for client in together for package in client.alone})
+        made[key].make(packages, alone, removed, wheel)
         command = [made[key].bin / "python", HERE / "material.py", work / "material" / key]
         subprocess.run(command, check=True, env=made[key].variables({}))
     return made
@@ -80,7 +81,7 @@ def run(name: str, stage: int, environment: Environment, work: Path, example: Pa
     client: Client = CLIENTS[name]
     folder = work / f"{name}-zero{stage}"
     folder.mkdir()
-    versions = environment.versions(sorted({"torch", "deepspeed", *client.packages}))
+    versions = environment.versions(sorted({"torch", "deepspeed", *(client.alone or client.packages)}))
     material = work / "material" / client.environment
     it = Run(folder, material, stage, free_port(), versions, example)
     command = client.command(it)

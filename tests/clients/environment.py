@@ -31,10 +31,13 @@ class Environment:
         """The folder of its programs."""
         return self.folder / "bin"
 
-    def make(self, packages: Sequence[str], removed: Sequence[str], wheel: Path) -> None:
+    def make(
+        self, packages: Sequence[str], alone: Sequence[str], removed: Sequence[str], wheel: Path
+    ) -> None:
         """Install torch first and hold it, then DeepSpeed and the clients, then this project without its requirements.
 
-        Where torch is a CPU build, the folders that match ``removed`` are taken out of the installed packages.
+        ``alone`` are more packages without their requirements. Where torch is a CPU build, the folders that match
+        ``removed`` are taken out of the installed packages.
         """
         if not (self.bin / "python").exists():
             _run([sys.executable, "-m", "venv", str(self.folder)])
@@ -44,6 +47,8 @@ class Environment:
             self._pip(f"torch=={TORCH}", *os.environ.get("TORCH_ARGS", "").split())
             hold.write_text(f"torch=={TORCH}\n")
         self._pip("-c", str(hold), "--no-build-isolation", f"deepspeed=={DEEPSPEED}", *packages)
+        if alone:
+            self._pip("--no-deps", *alone)
         if removed and "+cpu" in self.versions(["torch"])["torch"]:
             for path in (
                 found

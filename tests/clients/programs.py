@@ -101,6 +101,7 @@ class Client:
     Attributes:
         environment: The environment that it shares with others of the same name.
         packages: What pip installs for it.
+        alone: What pip installs without its requirements, because some of them need CUDA.
         command: Returns its command line.
         variables: More environment variables.
         removed: Folders of packages to take out where torch is a CPU build: what was compiled for CUDA cannot load.
@@ -111,6 +112,7 @@ class Client:
     command: Callable[[Run], list[str]]
     variables: Callable[[Run], dict[str, str]] = field(default=lambda run: {})
     removed: tuple[str, ...] = ()
+    alone: tuple[str, ...] = ()
 
 
 def _plain_config(run: Run) -> str:
@@ -244,6 +246,18 @@ def _swift(run: Run) -> list[str]:
     return ["swift", "sft", *options, "--deepspeed", run.deepspeed(optimizer=None), *_training(run)]
 
 
+def _openrlhf(run: Run) -> list[str]:
+    """It writes DeepSpeed's configuration by itself, with the type Muon if it is asked for it."""
+    options = ["--optim", "muon", "--muon.lr", "0.02", "--adam.lr", "2e-3", "--max_norm", "1.0"]
+    options += ["--model.model_name_or_path", run.model, "--ds.attn_implementation", "eager"]
+    options += ["--ds.zero_stage", str(run.stage), "--data.dataset", str(run.data / "alpaca.json")]
+    options += ["--data.input_key", "instruction", "--data.output_key", "output", "--data.max_len", "64"]
+    options += ["--train.batch_size", "8", "--train.micro_batch_size", "4", "--train.max_epochs", "1"]
+    options += ["--data.max_samples", "64", "--ckpt.output_dir", str(run.folder / "run")]
+    start = ["deepspeed", "--num_accelerators", "2", "--master_port", str(run.port)]
+    return [*start, "--module", "openrlhf.cli.train_sft", *options]
+
+
 def _lightning(run: Run) -> list[str]:
     return ["python", _script("lightning_trainer.py"), _plain_config(run), str(run.folder)]
 
@@ -258,6 +272,20 @@ _HUGGING_FACE = ("transformers", "accelerate", "datasets")
 # does without torchvision, unless it finds its metadata.
 _FOR_CUDA = ("torchvision*", "torchaudio/lib")
 
+# What its training of a model asks for, without flash-attn and ray.
+_OPENRLHF_NEEDS = (
+    "aiohttp",
+    "einops",
+    "isort",
+    "jsonlines",
+    "loralib",
+    "optimum",
+    "optree",
+    "peft",
+    "pylatexenc",
+)
+_OPENRLHF_NEEDS += ("pynvml", "sympy", "tensorboard", "torchdata", "torchmetrics", "wandb")
+
 CLIENTS = {
     "deepspeed": Client("hf", (), _plain),
     "trainer": Client("hf", _HUGGING_FACE, _trainer),
@@ -267,5 +295,11 @@ CLIENTS = {
     "lightning": Client("hf", ("lightning",), _lightning),
     "fabric": Client("hf", ("lightning",), _fabric),
     "llamafactory": Client("llamafactory", ("llamafactory",), _llamafactory, _torchrun_of_its_own, _FOR_CUDA),
+    "openrlhf": Client(
+        "openrlhf",
+        (*_HUGGING_FACE, *_OPENRLHF_NEEDS),
+        _openrlhf,
+        alone=("openrlhf",),
+    ),
     "swift": Client("swift", ("ms-swift",), _swift, _torchrun_of_its_own, _FOR_CUDA),
 }

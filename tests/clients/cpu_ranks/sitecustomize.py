@@ -3,6 +3,7 @@
 - Accelerate finds no backend there and takes each rank for a run of its own. A program of one's own says
   ``PartialState(backend="gloo")``; a program that must not be changed gets the same from here.
 - Lightning refuses DeepSpeed on anything but CUDA. Here its refusal is left out.
+- OpenRLHF imports flash-attn, which cannot be built without CUDA, for ring attention, and asks CUDA for its device.
 - DeepSpeed compiles an operator for all-reduce in shared memory, which takes minutes and leaves files behind. Here gloo
   reduces.
 
@@ -14,11 +15,15 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from types import SimpleNamespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 
-def _accelerate(module: Any) -> None:
+@contextmanager
+def _accelerate(module: Any) -> Iterator[None]:
+    yield
     original = module.PartialState._prepare_backend
 
     def prepare(state: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: Any = None) -> Any:
@@ -28,27 +33,57 @@ def _accelerate(module: Any) -> None:
     module.PartialState._prepare_backend = prepare
 
 
-def _lightning(module: Any) -> None:
+@contextmanager
+def _lightning(module: Any) -> Iterator[None]:
+    yield
     module.CUDAAccelerator = object  # every accelerator is one
     # A CPU has no index, which Lightning would check and hand to DeepSpeed.
     module._validate_device_index_selection = lambda devices: None
     module.argparse = SimpleNamespace(Namespace=lambda **_: Namespace())
 
 
-def _deepspeed(module: Any) -> None:
+@contextmanager
+def _deepspeed(module: Any) -> Iterator[None]:
+    yield
     module.build_shm_op = lambda: None
+
+
+@contextmanager
+def _openrlhf(module: Any) -> Iterator[None]:
+    import torch
+
+    torch.cuda.set_device = lambda device: None
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    names = ("flash_attn", "flash_attn.bert_padding", "flash_attn.utils", "flash_attn.utils.distributed")
+    sys.modules.update({name: _NotHere(name) for name in names})
+    yield
+    for name in names:
+        del sys.modules[name]  # transformers looks for it, and must not find it
+
+
+class _NotHere(ModuleType):
+    """A module whose members may be imported but not used."""
+
+    __path__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
 
 
 CHANGES = {
     "accelerate.state": _accelerate,
     "lightning.fabric.strategies.deepspeed": _lightning,
     "lightning.pytorch.strategies.deepspeed": _lightning,
+    "openrlhf.models.ring_attn_utils": _openrlhf,
     "deepspeed.comm.torch": _deepspeed,
 }
 
 
 class _WhenImported:
-    """A finder that is asked first for every module, and changes those of the table once they are imported."""
+    """A finder that is asked first for every module, and changes those of the table around their import."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         change = CHANGES.get(name)
@@ -61,8 +96,8 @@ class _WhenImported:
         execute = spec.loader.exec_module
 
         def execute_and_change(module: Any) -> None:
-            execute(module)
-            change(module)
+            with change(module):
+                execute(module)
 
         spec.loader.exec_module = execute_and_change
         return spec
