@@ -69,8 +69,8 @@ def prepare(names: list[str], folder: Path, work: Path) -> dict[str, Environment
         made[key] = Environment(folder / key)
         packages = sorted({package for client in together for package in client.packages})
         removed = sorted({package for client in together for package in client.removed})
-        alone = sorted({package for client in together for package in client.alone})
-        made[key].make(packages, alone, removed, wheel)
+        without = sorted({package for client in together for package in client.without})
+        made[key].make(packages, without, removed, wheel)
         command = [made[key].bin / "python", HERE / "material.py", work / "material" / key]
         subprocess.run(command, check=True, env=made[key].variables({}))
     return made
@@ -81,7 +81,7 @@ def run(name: str, stage: int, environment: Environment, work: Path, example: Pa
     client: Client = CLIENTS[name]
     folder = work / f"{name}-zero{stage}"
     folder.mkdir()
-    versions = environment.versions(sorted({"torch", "deepspeed", *(client.alone or client.packages)}))
+    versions = environment.versions(sorted({"torch", "deepspeed", *client.packages}))
     material = work / "material" / client.environment
     it = Run(folder, material, stage, free_port(), versions, example)
     command = client.command(it)

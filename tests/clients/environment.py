@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 __all__ = ["Environment"]
 
@@ -32,11 +35,11 @@ class Environment:
         return self.folder / "bin"
 
     def make(
-        self, packages: Sequence[str], alone: Sequence[str], removed: Sequence[str], wheel: Path
+        self, packages: Sequence[str], without: Sequence[str], removed: Sequence[str], wheel: Path
     ) -> None:
         """Install torch first and hold it, then DeepSpeed and the clients, then this project without its requirements.
 
-        ``alone`` are more packages without their requirements. Where torch is a CPU build, the folders that match
+        Requirements of the packages called ``without`` are left out. Where torch is a CPU build, the folders that match
         ``removed`` are taken out of the installed packages.
         """
         if not (self.bin / "python").exists():
@@ -46,9 +49,10 @@ class Environment:
             self._pip("setuptools>=77,<81", "wheel", "numpy", "ninja", "py-cpuinfo", "packaging")
             self._pip(f"torch=={TORCH}", *os.environ.get("TORCH_ARGS", "").split())
             hold.write_text(f"torch=={TORCH}\n")
+        if without:
+            self._pip("--no-deps", *packages)
+            packages = self._requirements(packages, without)
         self._pip("-c", str(hold), "--no-build-isolation", f"deepspeed=={DEEPSPEED}", *packages)
-        if alone:
-            self._pip("--no-deps", *alone)
         if removed and "+cpu" in self.versions(["torch"])["torch"]:
             for path in (
                 found
@@ -58,16 +62,29 @@ class Environment:
                 shutil.rmtree(path)
         self._pip("--no-deps", "--force-reinstall", str(wheel))
 
+    def _requirements(self, packages: Sequence[str], without: Sequence[str]) -> list[str]:
+        """Return what installed packages ask for on this machine, but for ``without``."""
+        text = "import sys; from importlib.metadata import requires; print(*map(requires, sys.argv[1:]), sep='\\n')"
+        found = self._printed(text, packages)
+        wanted = (Requirement(each) for line in found.splitlines() for each in ast.literal_eval(line) or ())
+        return [
+            f"{each.name}{each.specifier}"
+            for each in wanted
+            if each.name.lower().replace("_", "-") not in without
+            and (each.marker is None or each.marker.evaluate({"extra": ""}))
+        ]
+
+    def _printed(self, program: str, words: Sequence[str]) -> str:
+        command = [self.bin / "python", "-c", program, *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
     def _pip(self, *arguments: str) -> None:
         _run([str(self.bin / "python"), "-m", "pip", "install", "-q", *arguments])
 
     def versions(self, names: Sequence[str]) -> dict[str, str]:
         """Return the installed version of each package."""
         program = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
-        found = subprocess.run(
-            [self.bin / "python", "-c", program, *names], capture_output=True, text=True, check=True
-        )
-        return dict(zip(names, found.stdout.split(), strict=True))
+        return dict(zip(names, self._printed(program, names).split(), strict=True))
 
     def variables(self, more: Mapping[str, str]) -> dict[str, str]:
         """Return the environment variables of a program: this environment's programs first, no GPU, no network."""

@@ -101,7 +101,7 @@ class Client:
     Attributes:
         environment: The environment that it shares with others of the same name.
         packages: What pip installs for it.
-        alone: What pip installs without its requirements, because some of them need CUDA.
+        without: Requirements of its packages that are left out because they need CUDA, or ask for another DeepSpeed.
         command: Returns its command line.
         variables: More environment variables.
         removed: Folders of packages to take out where torch is a CPU build: what was compiled for CUDA cannot load.
@@ -112,7 +112,7 @@ class Client:
     command: Callable[[Run], list[str]]
     variables: Callable[[Run], dict[str, str]] = field(default=lambda run: {})
     removed: tuple[str, ...] = ()
-    alone: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
 
 
 def _plain_config(run: Run) -> str:
@@ -258,6 +258,33 @@ def _openrlhf(run: Run) -> list[str]:
     return [*start, "--module", "openrlhf.cli.train_sft", *options]
 
 
+def _axolotl(run: Run) -> list[str]:
+    text = {"path": str(run.data / "text" / "train.json"), "ds_type": "json", "type": "completion"}
+    settings = {
+        "base_model": run.model,
+        "datasets": [text],
+        "dataset_prepared_path": str(run.folder / "prepared"),
+        "dataset_num_proc": 1,
+        "sequence_len": 64,
+        "output_dir": str(run.folder / "run"),
+        "micro_batch_size": 4,
+        "gradient_accumulation_steps": 1,
+        "max_steps": 8,
+        "logging_steps": 2,
+        "optimizer": "adamw_torch",
+        "learning_rate": 2.0e-3,
+        "lr_scheduler": "cosine",
+        "warmup_steps": 2,
+        "bf16": False,
+        "fp16": False,
+        "tf32": False,
+        "attn_implementation": "eager",
+        "deepspeed": run.deepspeed(),
+    }
+    start = ["axolotl", "train", run.write("train.yaml", settings), "--launcher", "torchrun", "--"]
+    return [*start, "--nproc_per_node=2", f"--master_port={run.port}"]
+
+
 def _lightning(run: Run) -> list[str]:
     return ["python", _script("lightning_trainer.py"), _plain_config(run), str(run.folder)]
 
@@ -272,20 +299,6 @@ _HUGGING_FACE = ("transformers", "accelerate", "datasets")
 # does without torchvision, unless it finds its metadata.
 _FOR_CUDA = ("torchvision*", "torchaudio/lib")
 
-# What its training of a model asks for, without flash-attn and ray.
-_OPENRLHF_NEEDS = (
-    "aiohttp",
-    "einops",
-    "isort",
-    "jsonlines",
-    "loralib",
-    "optimum",
-    "optree",
-    "peft",
-    "pylatexenc",
-)
-_OPENRLHF_NEEDS += ("pynvml", "sympy", "tensorboard", "torchdata", "torchmetrics", "wandb")
-
 CLIENTS = {
     "deepspeed": Client("hf", (), _plain),
     "trainer": Client("hf", _HUGGING_FACE, _trainer),
@@ -295,11 +308,13 @@ CLIENTS = {
     "lightning": Client("hf", ("lightning",), _lightning),
     "fabric": Client("hf", ("lightning",), _fabric),
     "llamafactory": Client("llamafactory", ("llamafactory",), _llamafactory, _torchrun_of_its_own, _FOR_CUDA),
-    "openrlhf": Client(
-        "openrlhf",
-        (*_HUGGING_FACE, *_OPENRLHF_NEEDS),
-        _openrlhf,
-        alone=("openrlhf",),
+    "openrlhf": Client("openrlhf", ("openrlhf",), _openrlhf, without=("deepspeed", "flash-attn", "ray")),
+    "axolotl": Client(
+        "axolotl",
+        ("axolotl",),
+        _axolotl,
+        lambda run: {"AXOLOTL_DO_NOT_TRACK": "1"},
+        without=("xformers", "torchao", "fla-core", "flash-linear-attention", "liger-kernel"),
     ),
     "swift": Client("swift", ("ms-swift",), _swift, _torchrun_of_its_own, _FOR_CUDA),
 }

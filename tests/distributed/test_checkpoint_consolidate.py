@@ -98,7 +98,9 @@ def test_before_the_first_step(ranks: Any, tmp_path: Path) -> None:
     assert_equal(saved, loaded)
 
 
-@pytest.mark.parametrize("kind", ["wide", "single", "unused"])
+@pytest.mark.parametrize(
+    "kind", ["wide", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("single", "unused"))]
+)
 def test_awkward_models(ranks: Any, tmp_path: Path, kind: str) -> None:
     saved = ranks(4).run(save, folder=str(tmp_path), stage=3, kind=kind)[0]
     loaded = ranks(3).run(load, folder=str(tmp_path), stage=2, kind=kind)[0]

@@ -110,9 +110,7 @@ def test_whole_universal_matrix(ranks: Any, tmp_path: Path, stage: int, size: in
 
 @pytest.mark.parametrize(
     ("stage", "to_stage", "precision"),
-    each_value(
-        (*way, precision) for way in [(0, 3), (1, 3), (3, 1), (2, 2)] for precision in ("bf16", "fp16")
-    ),
+    each_value((*way, precision) for way in [(0, 3), (3, 2)] for precision in ("bf16", "fp16")),
 )
 def test_universal_in_half_precision(
     ranks: Any, tmp_path: Path, precision: str, stage: int, to_stage: int
@@ -202,7 +200,10 @@ def assert_converted(folder: Path, expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize(("stage", "size", "zero"), [(0, 2, {}), (1, 2, {}), (2, 3, OFFLOAD), (3, 3, SMALL)])
+@pytest.mark.parametrize(
+    ("stage", "size", "zero"),
+    [(0, 2, {}), pytest.param(1, 2, {}, marks=pytest.mark.full), (2, 3, OFFLOAD), (3, 3, SMALL)],
+)
 def test_convert_from_adamw(
     ranks: Any, tmp_path: Path, stage: int, size: int, zero: Any, capsys: Any
 ) -> None:

@@ -89,17 +89,18 @@ ENGINES = [
 
 
 @pytest.mark.compat
-def test_engines_leave_nothing_in_a_pool_that_goes_on() -> None:
+@pytest.mark.parametrize("rounds", [1, pytest.param(3, marks=pytest.mark.full)])
+def test_engines_leave_nothing_in_a_pool_that_goes_on(rounds: int) -> None:
     # A pool of its own: DeepSpeed's own Muon, which earlier tests run in the session's, leaves what it compiled.
     with RankPool(2) as pool:
         # The first round pays for what is loaded once: native ops, torch's lazy modules, the allocator's pools.
         expected = [pool.run(train_adamw, **engine) for engine in ENGINES]
         before = pool.run(usage)
-        for _ in range(3):
+        for _ in range(rounds):
             assert [pool.run(train_adamw, **engine) for engine in ENGINES] == expected
         after = pool.run(usage)
     for start, end in zip(before, after, strict=True):
-        # An engine holds 0.5M parameters, and with gradients and states about 8 MB; there were 24.
+        # An engine holds 0.5M parameters, and with gradients and states about 8 MB; there were 8 or 24.
         assert end.pop("memory") - start.pop("memory") < 40 * MEGABYTE
         assert end == start
         assert end["engines"] == end["tensors"] == 0

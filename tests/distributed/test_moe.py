@@ -153,7 +153,10 @@ def test_matches_the_reference(
     assert sum(result["orthogonalized"] for result in results) == len(MOE_MATRICES)
 
 
-@pytest.mark.parametrize(("groups", "stage"), [("caller", 1), ("unnamed", 2), ("client", 0), ("client", 2)])
+@pytest.mark.parametrize(
+    ("groups", "stage"),
+    [("caller", 1), ("unnamed", 2), ("client", 0), pytest.param("client", 2, marks=pytest.mark.full)],
+)
 def test_ways_of_passing_the_parameters(ranks: Any, groups: str, stage: int) -> None:
     """The caller's expert groups, groups without a name, and a client optimizer that knows nothing of experts."""
     results = ranks(2).run(train, stage=stage, ep_size=2, groups=groups)
@@ -173,7 +176,7 @@ def test_offload(ranks: Any, stage: int) -> None:
     ("stage", "precision", "extra"),
     [
         (1, "bf16", {"data_types": {"grad_accum_dtype": "fp32"}}),
-        (2, "bf16", {}),
+        pytest.param(2, "bf16", {}, marks=pytest.mark.full),
         (0, "fp16", {}),
     ],
 )
@@ -259,7 +262,7 @@ def resumed(rank: int, world_size: int, *, stage: int, folder: str, phase: str) 
     return report
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_resume_is_bit_identical(ranks: Any, stage: int, tmp_path: Path) -> None:
     whole = ranks(4).run(resumed, stage=stage, folder=str(tmp_path), phase="whole")
     rest = ranks(4).run(resumed, stage=stage, folder=str(tmp_path), phase="rest")

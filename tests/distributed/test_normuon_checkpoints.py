@@ -89,8 +89,8 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("stage", "settings"),
     [
-        (0, {}),
-        (1, {"precision": "bf16"}),
+        pytest.param(0, {}, marks=pytest.mark.full),
+        pytest.param(1, {"precision": "bf16"}, marks=pytest.mark.full),
         (2, {"zero": {"offload_optimizer": {"device": "cpu"}}}),
         (3, {"zero": {"sub_group_size": 200}}),
     ],
@@ -107,7 +107,8 @@ def test_resume_is_bit_identical(ranks: Any, tmp_path: Path, stage: int, setting
 
 
 @pytest.mark.parametrize(
-    ("from_stage", "from_world", "to_stage", "to_world"), [(3, 4, 1, 2), (0, 2, 3, 4), (2, 2, 0, 1)]
+    ("from_stage", "from_world", "to_stage", "to_world"),
+    [(3, 4, 1, 2), (0, 2, 3, 4), pytest.param(2, 2, 0, 1, marks=pytest.mark.full)],
 )
 def test_consolidated_sets_move_to_another_topology(
     ranks: Any, tmp_path: Path, from_stage: int, from_world: int, to_stage: int, to_world: int

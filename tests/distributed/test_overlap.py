@@ -31,7 +31,14 @@ METHODS = {
 
 @pytest.mark.parametrize(
     ("stage", "world", "kind"),
-    [(0, 2, "toy"), (1, 3, "mixed"), (2, 4, "toy"), (3, 2, "unused"), (3, 4, "toy"), (3, 3, "mixed")],
+    [
+        (0, 2, "toy"),
+        (1, 3, "mixed"),
+        pytest.param(2, 4, "toy", marks=pytest.mark.full),
+        (3, 2, "unused"),
+        (3, 4, "toy"),
+        pytest.param(3, 3, "mixed", marks=pytest.mark.full),
+    ],
 )
 def test_overlap_changes_nothing(ranks: Any, stage: int, world: int, kind: str) -> None:
     """The same sums in the same order: equal to the last bit, with the same messages."""
@@ -216,7 +223,14 @@ def lose_at(optimizer: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("stage", "world", "bf16"), [(1, 4, False), (2, 3, True), (2, 2, False), (3, 2, True), (3, 3, False)]
+    ("stage", "world", "bf16"),
+    [
+        (1, 4, False),
+        (2, 3, True),
+        pytest.param(2, 2, False, marks=pytest.mark.full),
+        (3, 2, True),
+        pytest.param(3, 3, False, marks=pytest.mark.full),
+    ],
 )
 def test_updates_of_one_call_arrive_in_the_next(ranks: Any, stage: int, world: int, bf16: bool) -> None:
     """Masters are the same to the last bit, and every weight of the forward pass is its master, rounded."""
@@ -240,7 +254,9 @@ def test_updates_of_one_call_arrive_in_the_next(ranks: Any, stage: int, world: i
                 assert number + 2 == len(calls) or last < calls[number + 2]
 
 
-@pytest.mark.parametrize(("stage", "lose"), [(1, "others"), (2, "matrices"), (3, "matrices")])
+@pytest.mark.parametrize(
+    ("stage", "lose"), [(1, "others"), pytest.param(2, "matrices", marks=pytest.mark.full), (3, "matrices")]
+)
 def test_updates_arrive_when_the_next_set_is_skipped(ranks: Any, stage: int, lose: str) -> None:
     """The set before a non-finite gradient keeps its update, in the masters and in the weights."""
     plain, late = (
@@ -272,7 +288,7 @@ def missed(rank: int, world_size: int, *, stage: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_a_call_that_does_not_come_is_an_error_on_every_rank(ranks: Any, stage: int) -> None:
     for message in ranks(3).run(missed, stage=stage):
         assert "optimizer.params.exchange_overlap" in message, message

@@ -154,9 +154,13 @@ HALF_STATES = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_s
     ("stage", "settings"),
     [
         pytest.param(1, {"params": {"momentum_dtype": "bf16"}}, marks=pytest.mark.full),
-        (2, {"params": {"momentum_dtype": "bf16"}, "zero": CPU, "precision": "bf16"}),
+        pytest.param(
+            2,
+            {"params": {"momentum_dtype": "bf16"}, "zero": CPU, "precision": "bf16"},
+            marks=pytest.mark.full,
+        ),
         (3, {"params": {"momentum_dtype": "bf16"}, "zero": {"sub_group_size": 200}}),
-        (2, {"precision": "bf16", "zero": CPU, "extra": MASTERS}),
+        pytest.param(2, {"precision": "bf16", "zero": CPU, "extra": MASTERS}, marks=pytest.mark.full),
         (3, {"precision": "bf16", "extra": HALF_STATES}),
     ],
 )
@@ -210,11 +214,11 @@ MASTER_TOLERANCE = {"bf16": 0.35, "fp16": 0.12}
 @pytest.mark.parametrize(
     ("stage", "zero", "extra", "state"),
     [
-        (1, CPU, MASTERS, "float32"),
+        pytest.param(1, CPU, MASTERS, "float32", marks=pytest.mark.full),
         pytest.param(2, CPU, MASTERS, "float32", marks=pytest.mark.full),
         (3, CPU, MASTERS, "float32"),
         (2, CPU, HALF_STATES, "bfloat16"),
-        (1, {}, HALF_STATES, "bfloat16"),
+        pytest.param(1, {}, HALF_STATES, "bfloat16", marks=pytest.mark.full),
         (3, {}, HALF_STATES, "bfloat16"),
     ],
 )

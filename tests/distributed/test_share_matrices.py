@@ -84,7 +84,13 @@ def test_half_precision_and_offload(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "method"), [(0, "gram"), (1, "standard"), (2, "gram"), (3, "gram"), (3, "standard")]
+    ("stage", "method"),
+    [
+        (0, "gram"),
+        (1, "standard"),
+        (3, "gram"),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in [(2, "gram"), (3, "standard")]),
+    ],
 )
 def test_predictions_are_what_runs(ranks: Any, stage: int, method: str) -> None:
     params = {"share_matrices": 2, "health": False}

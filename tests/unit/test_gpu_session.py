@@ -26,6 +26,7 @@ def session() -> ModuleType:
     return module
 
 
+@pytest.mark.full
 def test_a_step_that_fails_or_hangs_does_not_end_the_part(session: ModuleType, tmp_path: Path) -> None:
     steps = [
         session.Step("missing", ["no-such-program"], 20.0),
@@ -42,6 +43,7 @@ def test_a_step_that_fails_or_hangs_does_not_end_the_part(session: ModuleType, t
     assert "why" in (tmp_path / "part.log").read_text()
 
 
+@pytest.mark.full
 def test_no_part_takes_ten_minutes(
     session: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

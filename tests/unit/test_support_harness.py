@@ -121,6 +121,7 @@ def test_ranks_return_their_results_in_order(ranks: Pools, world_size: int) -> N
         torch.testing.assert_close(result["view"], torch.tensor([2.0, 3.0]))
 
 
+@pytest.mark.full
 def test_processes_are_kept_between_calls_and_block_when_idle() -> None:
     # A pool of its own: an earlier test's library may keep threads of its own in the session's.
     with RankPool(2) as pool:
@@ -143,6 +144,7 @@ def test_an_exception_shows_all_output_and_does_not_spread(ranks: Pools) -> None
     assert len(ranks(2).run(describe)) == 2
 
 
+@pytest.mark.full
 def test_ranks_that_wait_for_a_failed_one_do_not_use_up_the_time_limit(ranks: Pools) -> None:
     started = time.monotonic()
     with pytest.raises(RanksFailed, match="left the others alone") as caught:
@@ -163,11 +165,13 @@ def test_a_hang_is_ended_and_its_stack_is_shown(ranks: Pools) -> None:
     assert not any(alive(pid) for pid in pids)
 
 
+@pytest.mark.full
 def test_a_dead_rank_is_reported(ranks: Pools) -> None:
     with pytest.raises(RanksFailed, match="ended with code 7"):
         ranks(2).run(die_on, bad=1, timeout=60.0)
 
 
+@pytest.mark.full
 def test_children_of_ranks_are_killed_too(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed):
         run_ranks(start_child_and_hang, 2, {"note": str(tmp_path)}, timeout=5.0)

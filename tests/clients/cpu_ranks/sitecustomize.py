@@ -4,6 +4,7 @@
   ``PartialState(backend="gloo")``; a program that must not be changed gets the same from here.
 - Lightning refuses DeepSpeed on anything but CUDA. Here its refusal is left out.
 - OpenRLHF imports flash-attn, which cannot be built without CUDA, for ring attention, and asks CUDA for its device.
+- axolotl loads each rank's model to the GPU of the rank's number.
 - DeepSpeed compiles an operator for all-reduce in shared memory, which takes minutes and leaves files behind. Here gloo
   reduces.
 
@@ -62,6 +63,18 @@ def _openrlhf(module: Any) -> Iterator[None]:
         del sys.modules[name]  # transformers looks for it, and must not find it
 
 
+@contextmanager
+def _axolotl(module: Any) -> Iterator[None]:
+    yield
+    original = module.ModelLoader._set_device_map_config
+
+    def place(loader: Any) -> None:
+        original(loader)
+        loader.model_kwargs.pop("device_map", None)
+
+    module.ModelLoader._set_device_map_config = place
+
+
 class _NotHere(ModuleType):
     """A module whose members may be imported but not used."""
 
@@ -78,6 +91,7 @@ CHANGES = {
     "lightning.fabric.strategies.deepspeed": _lightning,
     "lightning.pytorch.strategies.deepspeed": _lightning,
     "openrlhf.models.ring_attn_utils": _openrlhf,
+    "axolotl.loaders.model": _axolotl,
     "deepspeed.comm.torch": _deepspeed,
 }
 
