@@ -1,0 +1,161 @@
+"""Saving and restoring take the memory of a rank's share and of some pieces, not that of the whole state.
+
+At stages 0 to 2 every rank has all weights, and DeepSpeed gathers them after restoring as after every step: with
+gloo into a copy. What is counted is anonymous memory: pages of a mapped file belong to the system and go when others want them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.moe.layer import MoE
+from torch import Tensor, nn
+
+import deepspeed_muon
+from deepspeed_muon.checkpoint import consolidate, restore
+from tests.support import tensor_parallel, training
+
+MEGABYTE = 2**20
+# Few inputs, so that the iteration is short.
+INPUTS, OUTPUTS, MATRICES, EXPERTS = 128, 8192, 24, 4
+MATRIX = INPUTS * OUTPUTS * 4 / MEGABYTE
+# Masters and momentum.
+STATE = 2 * MATRICES * MATRIX
+# Pieces on their way to or from a file, of a size of their own, and what the C library keeps of what was freed.
+PIECES = 24.0
+READING = 48.0
+
+
+class Wide(nn.Linear):
+    """A layer with many outputs, which are averaged in groups to as many as the inputs."""
+
+    def __init__(self, ranks: int = 1) -> None:
+        super().__init__(INPUTS, OUTPUTS // ranks, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).unflatten(-1, (-1, INPUTS)).mean(-2)
+
+
+class Layers(nn.Module):
+    """One layer after the other; with a tensor-parallel group each rank has some of the outputs."""
+
+    def __init__(self, group: Any = None) -> None:
+        super().__init__()
+        size = 1 if group is None else torch.distributed.get_world_size(group)
+        self.layers = nn.ModuleList(Wide(size) for _ in range(MATRICES))
+        for layer in self.layers if group is not None else ():
+            layer.weight.tensor_model_parallel, layer.weight.partition_dim = True, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+class Experts(nn.Module):
+    """A mixture of experts with as many matrices."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        expert = nn.Sequential(*(Wide() for _ in range(MATRICES // EXPERTS)))
+        self.moe = MoE(
+            INPUTS, expert, num_experts=EXPERTS, ep_size=size, k=1, drop_tokens=False, use_rts=False
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, loss, _ = self.moe(x)
+        return out.square().mean() + 0.01 * loss
+
+
+class Peak:
+    """The largest growth of anonymous memory while it is entered, in MB."""
+
+    def __enter__(self) -> Peak:
+        self.largest, self.start, self._ends = 0.0, anonymous(), False
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._ends:
+            self.largest = max(self.largest, anonymous() - self.start)
+            time.sleep(0.0005)
+
+    def __exit__(self, *_: object) -> None:
+        self._ends = True
+        self._thread.join()
+
+
+def anonymous() -> float:
+    with open("/proc/self/status") as file:
+        (line,) = (line for line in file if line.startswith("RssAnon"))
+    return int(line.split()[1]) / 1024
+
+
+def start(world_size: int, rank: int, kind: str, stage: int) -> Any:
+    config = training.ds_config(stage, params={"ns_dtype": "fp32"})
+    torch.manual_seed(0)
+    mpu = tensor_parallel.Mpu(2) if kind == "tensor" else None
+    model = Experts(2) if kind == "experts" else Layers(mpu and mpu.tensor)
+    return deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=config, mpu=mpu
+    )[0]
+
+
+def save_or_load(
+    rank: int, world_size: int, *, folder: str, kind: str, stage: int, save: bool
+) -> dict[str, float]:
+    """Train a step and save, or restore into an engine that has not trained; return what that took, in MB."""
+    engine = start(world_size, rank, kind, stage)
+    if save:
+        engine.backward(engine(torch.randn(4, INPUTS)))
+        engine.step()
+    ctypes.CDLL(None).malloc_trim(0)
+    with Peak() as peak:
+        if save:
+            consolidate(engine, folder)
+        else:
+            restore(engine, folder)
+    held = sum(
+        value.numel() * value.element_size()
+        for state in deepspeed_muon.muon_optimizer(engine).state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    )
+    engine.destroy()
+    return {"peak": peak.largest, "state": held / MEGABYTE}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("kind", "stage", "to_kind", "to_stage"),
+    [
+        ("data", 3, "data", 1),
+        ("data", 1, "tensor", 1),
+        ("tensor", 2, "data", 3),
+        ("experts", 1, "experts", 2),
+    ],
+)
+def test_no_rank_holds_more_than_its_share(
+    ranks: Any, tmp_path: Path, kind: str, stage: int, to_kind: str, to_stage: int, record_property: Any
+) -> None:
+    """Momentum is 24 MB of a rank; the whole state is 192 MB, the weights are 96 MB."""
+    folder = str(tmp_path / "set")
+    saved = ranks(4).run(save_or_load, folder=folder, kind=kind, stage=stage, save=True)
+    loaded = ranks(4).run(save_or_load, folder=folder, kind=to_kind, stage=to_stage, save=False)
+    record_property("megabytes", {"whole state": STATE, "saving": saved, "restoring": loaded})
+    print(f"whole state {STATE:.0f} MB; saving: {saved}; restoring: {loaded}")
+    for found in saved:
+        assert found["peak"] <= MATRIX + PIECES, found
+    gathered = 0.0 if to_stage == 3 else MATRICES * MATRIX / (1 if to_kind == "data" else 2)
+    for found in loaded:
+        # Momentum begins to exist.
+        assert found["peak"] <= found["state"] + MATRIX + READING + gathered, found
+        assert found["state"] < STATE / 3
