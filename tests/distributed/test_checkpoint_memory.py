@@ -1,7 +1,8 @@
 """Saving and restoring take the memory of a rank's share and of some pieces, not that of the whole state.
 
 At stages 0 to 2 every rank has all weights, and DeepSpeed gathers them after restoring as after every step: with
-gloo into a copy. What is counted is anonymous memory: pages of a mapped file belong to the system and go when others want them.
+gloo into a copy. What is counted is anonymous memory: pages of a mapped file belong to the system, which takes them
+back when others want them.
 """
 
 from __future__ import annotations
