@@ -15,7 +15,8 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from deepspeed_muon.config import MuonConfig
-from deepspeed_muon.engine.tensor_parallel import CLASSES, META, tensor_parallel_group
+from deepspeed_muon.engine.tensor_cuts import is_copy, read_cut
+from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group
 from deepspeed_muon.errors import UnsupportedConfigError
 from deepspeed_muon.plan.slices import TensorSlice, whole_slice
 from deepspeed_muon.routing.param_groups import expert_group_name
@@ -26,8 +27,6 @@ __all__ = ["no_checkpoint", "parts_of"]
 
 # What AutoEP says of its stacks of experts, from DeepSpeed 0.19 on, and which experts a rank's stack has.
 _STACK, _EXPERTS = "ds_autoep_uc_meta", "local_experts"
-# Older layers of AutoTP that cut each of several fused parts, and do not say so.
-_PARTS = {"GateUpPack_LinearLayer": 2}
 
 
 class _UnknownPartError(Exception):
@@ -124,9 +123,7 @@ def _part_of_shard(
     param: Tensor, module: nn.Module, part: TensorSlice, rank: int, shapes: Sequence[tuple[int, ...]]
 ) -> TensorSlice:
     """Return the part that tensor parallelism leaves of ``part``; ``shapes`` are those of the group's ranks."""
-    meta = getattr(param, META, None) or {}
-    marked = getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False)
-    if meta.get("replicated") or not (marked or meta):
+    if is_copy(param):
         if len(set(shapes)) > 1:
             raise _UnknownPartError(
                 f"its shape differs between tensor-parallel ranks, {[list(shape) for shape in shapes]}, but it is not "
@@ -135,70 +132,25 @@ def _part_of_shard(
         return part
     if not part.is_whole:
         raise _UnknownPartError("a stack of experts is cut by tensor parallelism too")
-    dim, ranges = _ranges(param, module, meta, rank, shapes)
-    length = _length(meta, dim, shapes)
+    told = read_cut(param, module)
+    if isinstance(told, str):
+        raise _UnknownPartError(told)
+    dimensions = len(shapes[rank])
+    if not -dimensions <= told.dim < dimensions:
+        raise _UnknownPartError(
+            f"it is marked as cut along dimension {told.dim} of {dimensions} (partition_dim)"
+        )
+    dim = told.dim % dimensions
+    sizes = [shape[dim] for shape in shapes]
+    starts = [list(accumulate(each, initial=0)) for each in told.shares(sizes)]
+    first = accumulate((each[-1] for each in starts), initial=0)
+    ranges = tuple(
+        (base + each[rank], base + each[rank + 1]) for base, each in zip(first, starts, strict=False)
+    )
+    length = told.shape[dim] if told.shape else sum(sizes)
     cut = TensorSlice(part.name, (*part.shape[:dim], length, *part.shape[dim + 1 :]), dim, ranges)
     if cut.own_shape != part.shape:
         raise _UnknownPartError(
             f"its shape {list(part.shape)} is not that of its part {list(ranges)} along dimension {dim}"
         )
     return cut
-
-
-def _length(meta: Mapping[str, Any], dim: int, shapes: Sequence[tuple[int, ...]]) -> int:
-    logical = meta.get("logical_shape")
-    return int(logical[dim]) if logical else sum(shape[dim] for shape in shapes)
-
-
-def _ranges(
-    param: Tensor, module: nn.Module, meta: Mapping[str, Any], rank: int, shapes: Sequence[tuple[int, ...]]
-) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """Return the dimension that is cut, and the ranges that this rank has."""
-    reason = (meta.get("conversion") or {}).get("unsupported_reason")
-    kind = type(module).__name__ if type(module).__module__.startswith("deepspeed.module_inject") else ""
-    dim = meta.get("partition_dim", getattr(param, "partition_dim", CLASSES.get(kind)))
-    if reason or dim is None or not -len(shapes[rank]) <= dim < len(shapes[rank]):
-        raise _UnknownPartError(
-            reason or "it is marked as a shard without the dimension that is cut (partition_dim)"
-        )
-    dim %= len(shapes[rank])
-    starts = [
-        list(accumulate(each, initial=0))
-        for each in _shares(param, kind, meta, [shape[dim] for shape in shapes])
-    ]
-    first = accumulate((each[-1] for each in starts), initial=0)
-    return dim, tuple(
-        (base + each[rank], base + each[rank + 1]) for base, each in zip(first, starts, strict=False)
-    )
-
-
-def _shares(param: Tensor, kind: str, meta: Mapping[str, Any], sizes: list[int]) -> list[list[int]]:
-    """Return, for each fused part, the lengths of the shares that the ranks have of it.
-
-    Args:
-        param: The shard.
-        kind: The class of its layer, if that is one of AutoTP's.
-        meta: What AutoTP notes on it.
-        sizes: The lengths of the ranks' shards.
-    """
-    if meta:
-        widths = meta.get("sub_param_shard_widths")
-        if (
-            widths is None
-            and "affine_map" in (meta.get("conversion") or {})
-            and not meta.get("partition_sizes")
-        ):
-            raise _UnknownPartError("AutoTP cuts it in a way that is not read here")
-        return [list(map(int, each)) for each in widths] if widths else [sizes]
-    parts = getattr(param, "partition_sizes", None)
-    if parts is None:
-        stride = _PARTS.get(kind, int(getattr(param, "partition_stride", 1)))
-        if stride == 1:
-            return [sizes]
-        parts = [sum(sizes) // stride] * stride
-    ranks = len(sizes)
-    if len(set(sizes)) > 1 or sum(parts) != sum(sizes) or any(part % ranks for part in parts):
-        raise _UnknownPartError(
-            f"its fused parts {list(parts)} are not divided equally over shards of {sizes}"
-        )
-    return [[part // ranks] * ranks for part in parts]

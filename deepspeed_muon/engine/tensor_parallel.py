@@ -1,9 +1,5 @@
 """Tensor parallelism: which parameters are cut, along which side, and between whom.
 
-There are two conventions. AutoTP (``tensor_parallel.autotp_size``) replaces linear layers and describes their weights
-in an attribute or, in older versions, by the class of the layer. Megatron-style models set ``tensor_model_parallel``
-and ``partition_dim`` on parameters and hand DeepSpeed an ``mpu`` object.
-
 Orthogonalisation commutes with permutations of rows and of columns. So nobody needs to know how shards interleave the
 rows of a fused matrix (query, key and value of every head group, gate and up) that is orthogonalised as one: the shards
 one after the other are the same matrix with its rows in another order. But every row must be on exactly one rank. Where
@@ -23,25 +19,19 @@ import torch.distributed as dist
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_group, bwc_tensor_model_parallel_world_size
 from torch import Tensor, nn
 
+from deepspeed_muon.engine.tensor_cuts import is_marked, read_cut
 from deepspeed_muon.errors import PlanMismatchError, UnsupportedConfigError
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.routing.rules import Route, true_shape
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.transport.waiting import phase
 
-__all__ = ["CLASSES", "META", "tensor_parallel_group", "tensor_shards", "with_tensor_parallel"]
-
-META = "ds_autotp_universal_checkpoint_meta"
-# Versions without that attribute: the dimension that each class of layer cuts. Subclasses cut in other ways.
-CLASSES = {"LinearLayer": 0, "LinearAllreduce": 1, "GateUpPack_LinearLayer": 0}
-
-# How many equal parts each of these cuts over all ranks.
-_PARTS = {"LinearLayer": 1, "LinearAllreduce": 1, "GateUpPack_LinearLayer": 2}
+__all__ = ["tensor_parallel_group", "tensor_shards", "with_tensor_parallel"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """What a layer says of a shard.
+    """What a layer says of a shard of a matrix: :class:`~deepspeed_muon.engine.tensor_cuts.Cut` as rows and columns.
 
     Attributes:
         dim: The dimension that is cut.
@@ -105,7 +95,7 @@ def tensor_shards(engine: Any) -> dict[int, TensorShards]:
     for module in engine.module.modules():
         for param in module.parameters(recurse=False):
             shape = true_shape(param)
-            cut = _cut(param, module) if _is_marked(param) and len(shape) == 2 else ""
+            cut = _cut(param, module) if is_marked(param) and len(shape) == 2 else ""
             if isinstance(cut, _Cut):
                 found[id(param)] = cut.shards(shape[cut.dim], dist.get_world_size(group))
     return found
@@ -178,17 +168,13 @@ def _compare_names(told: list[list[tuple[int, str]]]) -> None:
             )
 
 
-def _is_marked(param: Tensor) -> bool:
-    return bool(getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False))
-
-
 def _cuts(model: nn.Module, routes: Mapping[int, Route]) -> dict[str, _Cut]:
     """Return what the layers say of each shard of a matrix of Muon's, by its name."""
     found = {}
     for module in model.modules():
         for param in module.parameters(recurse=False):
             route = routes.get(id(param))
-            if route is None or route.algorithm != "muon" or not _is_marked(param):
+            if route is None or route.algorithm != "muon" or not is_marked(param):
                 continue
             if len(route.shape) != 2:
                 _refuse(route.name, f"a tensor-parallel shard of shape {list(route.shape)} is not a matrix")
@@ -200,28 +186,18 @@ def _cuts(model: nn.Module, routes: Mapping[int, Route]) -> dict[str, _Cut]:
 
 
 def _cut(param: Tensor, module: nn.Module) -> _Cut | str:
-    """Return what a layer says of its shard, or why it says too little."""
-    meta = getattr(param, META, None)
-    if meta:
-        return _recorded(meta)
-    kind = type(module).__name__
-    own = getattr(param, "partition_sizes", getattr(param, "partition_stride", None))
-    dim = getattr(param, "partition_dim", None)
-    if dim in (0, 1):
-        return _Cut(dim, tuple(own) if isinstance(own, (tuple, list)) else own)
-    if type(module).__module__.startswith("deepspeed.module_inject") and kind in CLASSES:
-        return _Cut(1 if CLASSES[kind] else 0, _PARTS[kind])
-    return f"{kind} marks it tensor_model_parallel without a partition_dim of 0 or 1"
-
-
-def _recorded(meta: Mapping[str, Any]) -> _Cut | str:
-    """Return what AutoTP has recorded; its dimensions are those of a shape that may have more than two."""
-    reason = (meta.get("conversion") or {}).get("unsupported_reason")
-    shape, dim = meta.get("logical_shape"), meta.get("partition_dim")
-    if reason or not shape or dim is None:
-        return reason or "AutoTP does not say how it was cut"
+    """Return what a layer says of its shard of a matrix, or why it says too little."""
+    cut = read_cut(param, module)
+    if isinstance(cut, str):
+        return cut
+    if not cut.shape:
+        if cut.dim not in (0, 1):
+            return f"it is marked as a shard of dimension {cut.dim} (partition_dim), which a matrix does not have"
+        return _Cut(1 if cut.dim else 0, cut.parts)
+    # The shape that AutoTP has recorded may have more than two dimensions.
+    shape, dim = cut.shape, cut.dim % len(cut.shape)
     numel = torch.Size(shape).numel()
-    widths = meta.get("sub_param_shard_widths") or [[shape[dim]]]
+    widths = cut.widths or ((shape[dim],),)
     uneven = any(len(set(each)) > 1 for each in widths)
     if dim == len(shape) - 1:
         return _Cut(1, None if uneven else tuple(sum(each) for each in widths), numel)

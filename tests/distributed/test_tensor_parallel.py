@@ -201,7 +201,7 @@ def test_a_shard_without_gradient_takes_part(ranks: Any) -> None:
 
 REFUSED = {
     "unmarked": ("values differ between tensor-parallel ranks, but it is not marked", {"mark": "none"}),
-    "no dimension": ("without a partition_dim of 0 or 1", {"mark": "no dimension"}),
+    "no dimension": ("without the dimension that is cut (partition_dim)", {"mark": "no dimension"}),
     "uneven": ("its shards are unequal, [[11, 16], [5, 16]]", {"mark": "uneven"}),
 }
 
