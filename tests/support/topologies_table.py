@@ -1,7 +1,7 @@
 """Writes the table of ``tests/distributed/test_topologies.py`` from pytest's report of a run.
 
 make test-full PYTEST_ARGS="tests/distributed/test_topologies.py --junitxml report.xml"
-python -m tests.support.topologies_table report.xml > benchmarks/results/topologies.md
+python -m tests.support.topologies_table report.xml benchmarks/results/topologies.md
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.distributed.test_topologies import CHANGES
 HEAD = """# One checkpoint for every layout
 
 Command: `make test-full PYTEST_ARGS="tests/distributed/test_topologies.py --junitxml report.xml"`, then
-`python -m tests.support.topologies_table report.xml`. Real ranks, gloo, two CPU cores. Saved by `consolidate` and, from
+`python -m tests.support.topologies_table report.xml OUTPUT`. Real ranks, gloo, two CPU cores. Saved by `consolidate` and, from
 DeepSpeed's own files, by `python -m deepspeed_muon checkpoint consolidate`; both sets were restored at the other
 topology. The difference is the largest of any element of masters, momentum and moments, over both ways.
 
@@ -40,10 +40,15 @@ def rows(report: Path) -> Iterator[str]:
 def shown(ranks: int, topology: dict[str, Any]) -> str:
     """Return a topology in words."""
     kind, size = topology["kind"], topology["size"]
-    words = [f"{ranks} ranks", f"ZeRO {topology['stage']}", *([f"{kind} {size}"] if kind != "data" else [])]
+    words = [
+        f"{ranks} rank{'s' * (ranks > 1)}",
+        f"ZeRO {topology['stage']}",
+        *([f"{kind} {size}"] if kind != "data" else []),
+    ]
     more = (f"{key} {topology[key]}" for key in ("zero", "params", "mark", "model") if topology.get(key))
     return ", ".join([*words, *more]).replace("|", "/")
 
 
 if __name__ == "__main__":
-    print("\n".join([HEAD, *rows(Path(sys.argv[1]))]))
+    report, output = map(Path, sys.argv[1:])
+    output.write_text("\n".join([HEAD, *rows(report)]) + "\n")
