@@ -17,7 +17,7 @@ from tests.distributed.test_topologies import CHANGES
 HEAD = """# One checkpoint for every layout
 
 Command: `make test-full PYTEST_ARGS="tests/distributed/test_topologies.py --junitxml report.xml"`, then
-`python -m tests.support.topologies_table report.xml OUTPUT`. Real ranks, gloo, two CPU cores. Saved by `consolidate` and, from
+`python -m tests.support.topologies_table report.xml OUTPUT`. Real ranks, gloo. Saved by `consolidate` and, from
 DeepSpeed's own files, by `python -m deepspeed_muon checkpoint consolidate`; both sets were restored at the other
 topology. The difference is the largest of any element of masters, momentum and moments, over both ways.
 
