@@ -236,8 +236,8 @@ _REFUSED: _Table = {
     "tensor parallelism with deepspeed.moe": (
         lambda engine: _has_layers_of_deepspeed(engine) and _is_cut(engine),
         "the ranks of a tensor-parallel group have different experts under equal names; and with "
-        "enable_expert_tensor_parallelism DeepSpeed 0.19.8 gathers tokens in a way that gloo refuses, so that no result "
-        "was compared with the reference; use one of them",
+        "enable_expert_tensor_parallelism DeepSpeed 0.19.8 gathers tokens in a way that gloo refuses, so that no "
+        "result was compared with the reference; use one of them",
     ),
     "tensor_parallel with expert_parallel (AutoEP) at ZeRO stages 0, 1 and 2": (
         lambda engine: expert_parallel(engine) and _is_cut(engine) and engine.zero_optimization_stage() < 3,
