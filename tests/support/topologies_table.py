@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from tests.distributed.test_topologies import CHANGES
+from tests.support.topology_changes import CHANGES
 
 HEAD = """# One checkpoint for every layout
 

@@ -1,0 +1,82 @@
+"""The changes of topology that checkpoints are tried with; ``tests/distributed/test_topologies.py`` makes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["BLOCKS_BY_ADAM", "CHANGES", "at"]
+
+
+def at(ranks: int, kind: str, stage: int, size: int = 1, **settings: Any) -> tuple[int, dict[str, Any]]:
+    """Return a number of ranks and the topology on them; ``size`` is the tensor, expert or pipeline size."""
+    return ranks, {"kind": kind, "stage": stage, "size": size, **settings}
+
+
+ROUND = {"zero": {"round_robin_gradients": True}}
+SMALL = {"zero": {"sub_group_size": 300}}
+OFFLOAD = {"zero": {"offload_optimizer": {"device": "cpu"}}}
+BLOCKS_BY_ADAM = {"exclude": ["blocks.*"]}
+NORMUON = {"variant": "normuon"}
+HEADS = {**NORMUON, "heads": {"blocks.*.up.weight": 4}}
+
+CHANGES = {
+    # tensor parallelism: with it, without it, of another size, the other convention
+    "tensor 2 to data 3": (at(4, "megatron", 1, 2), at(3, "data", 3)),
+    "data 3 to tensor 2": (at(3, "data", 2, **ROUND), at(4, "megatron", 3, 2)),
+    "tensor 2 to tensor 4": (at(4, "megatron", 3, 2), at(4, "megatron", 2, 4)),
+    "tensor 4 to tensor 2 alone": (at(4, "megatron", 0, 4), at(2, "megatron", 1, 2)),
+    "tensor 2 to AutoTP 2": (at(2, "megatron", 2, 2), at(4, "autotp", 1, 2)),
+    "AutoTP 2 to data 1": (at(4, "autotp", 3, 2), at(1, "data", 0)),
+    "data 2 to AutoTP 2": (at(2, "data", 0), at(4, "autotp", 2, 2)),
+    "AutoTP 4 to tensor 2": (at(4, "autotp", 0, 4), at(4, "megatron", 0, 2)),
+    "tensor 2 with fused parts to tensor 4": (
+        at(4, "megatron", 1, 2, mark="fused"),
+        at(4, "megatron", 2, 4, mark="fused"),
+    ),
+    "tensor 2 with fused parts to data 2": (at(4, "megatron", 3, 2, mark="fused"), at(2, "data", 1)),
+    "tensor 2 with unequal shards of AdamW to data 2": (
+        at(4, "megatron", 1, 2, mark="uneven", params=BLOCKS_BY_ADAM),
+        at(2, "data", 2, params=BLOCKS_BY_ADAM),
+    ),
+    "tensor 2 offloaded to data 2": (at(4, "megatron", 2, 2, **OFFLOAD), at(2, "data", 3, **SMALL)),
+    "tensor 2, NorMuon, to data 2": (
+        at(4, "megatron", 1, 2, params=NORMUON),
+        at(2, "data", 3, params=NORMUON),
+    ),
+    "data 2, NorMuon of heads, to tensor 2": (
+        at(2, "data", 1, params=HEADS),
+        at(4, "megatron", 2, 2, params=HEADS),
+    ),
+    "tensor 2, NorMuon of heads, to data 2": (
+        at(4, "megatron", 3, 2, params=HEADS),
+        at(2, "data", 2, params=HEADS),
+    ),
+    # experts
+    "experts over 2 to 1": (at(4, "experts", 1, 2), at(3, "experts", 2)),
+    "experts over 1 to 4": (at(2, "experts", 2), at(4, "experts", 1, 4)),
+    "experts over 4 to 2": (at(4, "experts", 2, 4), at(2, "experts", 0, 2)),
+    "experts over 2 without ZeRO to 4": (at(4, "experts", 0, 2), at(4, "experts", 2, 4)),
+    "experts over 2 offloaded to 2": (at(4, "experts", 2, 2, **OFFLOAD), at(2, "experts", 1, 2)),
+    "experts over 2, NorMuon, to 1": (
+        at(4, "experts", 1, 2, params={"variant": "normuon"}),
+        at(2, "experts", 2, params={"variant": "normuon"}),
+    ),
+    # stacks of experts
+    "AutoEP over 2 to 1": (at(4, "autoep", 2, 2), at(2, "autoep", 3, 1)),
+    "AutoEP over 1 to 4": (at(2, "autoep", 1, 1), at(4, "autoep", 2, 4)),
+    "AutoEP over 4 to 2": (at(4, "autoep", 3, 4), at(4, "autoep", 1, 2)),
+    "AutoEP over 2, NorMuon, to 4": (
+        at(4, "autoep", 3, 2, params={"variant": "normuon"}),
+        at(4, "autoep", 2, 4, params={"variant": "normuon"}),
+    ),
+    # stages of a pipeline
+    "2 stages to 3": (at(4, "pipeline", 1, 2, model="toy"), at(3, "pipeline", 1, 3, model="toy")),
+    "3 stages to 2 without ZeRO": (
+        at(3, "pipeline", 1, 3, model="toy"),
+        at(2, "pipeline", 0, 2, model="toy"),
+    ),
+    "2 stages to 1": (at(2, "pipeline", 1, 2), at(3, "pipeline", 1, 1)),
+    "1 stage to 2": (at(2, "pipeline", 1, 1), at(4, "pipeline", 1, 2)),
+    # the stage and the number of ranks alone
+    "data 4 to data 3": (at(4, "data", 3, **SMALL), at(3, "data", 1, **ROUND)),
+}
