@@ -148,8 +148,7 @@ class MatrixLayout:
     @property
     def first_cols(self) -> tuple[int, ...]:
         """The first column of each column block."""
-        cols = self.grid[1]
-        return tuple(range(len(cols))) if self.interleaved else (0, *accumulate(cols[:-1]))
+        return _first_cols(self.grid[1], self.interleaved)
 
     @property
     def block_shape(self) -> tuple[int, int]:
@@ -223,13 +222,12 @@ def _blocks_on(rank: int, ranks: int, parts: Sequence[int], blocks: Sequence[int
 @functools.lru_cache(maxsize=512)
 def _blocks(row_blocks: tuple[int, ...], col_blocks: tuple[int, ...], interleaved: bool) -> tuple[Block, ...]:
     """Return the cells of a grid; matrices with the same grid share them."""
-    if interleaved:
-        step = len(col_blocks)
-        starts = accumulate(row_blocks, initial=0)
-        return tuple(
-            Block(row, col, height, width, step)
-            for row, height in zip(starts, row_blocks, strict=False)
-            for col, width in enumerate(col_blocks)
-        )
-    rows, cols = ([*zip(accumulate(s, initial=0), s, strict=False)] for s in (row_blocks, col_blocks))
-    return tuple(Block(row, col, height, width) for row, height in rows for col, width in cols)
+    step = len(col_blocks) if interleaved else 1
+    rows = zip(accumulate(row_blocks, initial=0), row_blocks, strict=False)
+    cols = [*zip(_first_cols(col_blocks, interleaved), col_blocks, strict=True)]
+    return tuple(Block(row, col, height, width, step) for row, height in rows for col, width in cols)
+
+
+def _first_cols(col_blocks: tuple[int, ...], interleaved: bool) -> tuple[int, ...]:
+    """Return the first column of each column block."""
+    return tuple(range(len(col_blocks))) if interleaved else (0, *accumulate(col_blocks[:-1]))

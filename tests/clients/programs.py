@@ -219,28 +219,11 @@ def _torchrun_of_its_own(run: Run) -> dict[str, str]:
 
 
 def _swift(run: Run) -> list[str]:
-    options = [
-        "--model",
-        run.model,
-        "--model_type",
-        "qwen2",
-        "--template",
-        "dummy",
-        "--torch_dtype",
-        "float32",
-    ]
-    options += ["--dataset", str(run.data / "messages.jsonl"), "--tuner_type", "full", "--max_length", "64"]
-    options += ["--attn_impl", "eager", "--gradient_checkpointing", "false", "--report_to", "tensorboard"]
-    options += [
-        "--dataset_num_proc",
-        "1",
-        "--dataloader_num_workers",
-        "0",
-        "--split_dataset_ratio",
-        "0",
-        "--fp16",
-        "false",
-    ]
+    options = ["--model", run.model, "--dataset", str(run.data / "messages.jsonl"), "--tuner_type", "full"]
+    options += ["--model_type", "qwen2", "--template", "dummy", "--max_length", "64", "--attn_impl", "eager"]
+    options += ["--torch_dtype", "float32", "--fp16", "false", "--gradient_checkpointing", "false"]
+    options += ["--dataset_num_proc", "1", "--dataloader_num_workers", "0", "--split_dataset_ratio", "0"]
+    options += ["--report_to", "tensorboard"]
     # Its Trainer fails on any optimizer of DeepSpeed's configuration.
     options += ["--external_plugins", str(ROOT / "examples" / "ms_swift.py"), "--optimizer", "deepspeed_muon"]
     return ["swift", "sft", *options, "--deepspeed", run.deepspeed(optimizer=None), *_training(run)]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import deepspeed_muon
 from tests.support import training
+from tests.support.models import SMALL_DECODER
 from tests.support.reference import Oracle, relative, worst
 
 MISSING = [name for name in ("transformers", "peft") if importlib.util.find_spec(name) is None]
@@ -51,15 +52,7 @@ class Adapted(nn.Module):
         import transformers
 
         transformers.set_seed(0)
-        sizes = {
-            "vocab_size": VOCAB,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "attn_implementation": "eager",
-        }
+        sizes = {**SMALL_DECODER, "vocab_size": VOCAB}
         if kind == "experts":
             sizes.update(num_local_experts=EXPERTS, experts_implementation="eager", initializer_range=0.2)
             base = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))

@@ -21,6 +21,7 @@ from tests.support import training
 from tests.support.accelerate_ranks import reset_hugging_face, use_cpu_ranks
 from tests.support.checkpoints import STATES
 from tests.support.harness import free_port, run_command
+from tests.support.models import SMALL_DECODER
 from tests.support.native_ops import REPOSITORY
 from tests.support.reference import Oracle, relative, worst
 
@@ -55,15 +56,10 @@ def build(kind: str, *, tied: bool, seed: int) -> Any:
     import transformers
 
     shape = {
+        **SMALL_DECODER,
         "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "max_position_embeddings": 64,
         "tie_word_embeddings": tied,
-        "attn_implementation": "eager",
     }
     config = {"qwen2": transformers.Qwen2Config, "llama": transformers.LlamaConfig}[kind](**shape)
     transformers.set_seed(seed)

@@ -10,6 +10,16 @@ from torch.nn import functional as F
 
 VOCAB = 29
 
+# What the small decoders of transformers have in common.
+SMALL_DECODER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "attn_implementation": "eager",
+}
+
 
 class Linear(nn.Module):
     """A linear layer that multiplies in float64, whatever its weight is.
