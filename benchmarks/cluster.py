@@ -10,7 +10,7 @@ It needs root and iproute2. Nothing of it touches the machine's own network, and
 or, after a kill, at the next start.
 
 A step is forward, backward and ``engine.step()`` of one micro-batch. Rates of learning are zero, so that all optimizers
-see the same gradients. See docs/performance.md for what the columns mean.
+see the same gradients. See benchmarks/NOTES.md for what the columns mean.
 """
 
 from __future__ import annotations

@@ -23,8 +23,6 @@ Row = dict[str, Any]
 _NAMES = {
     "ours": "muon",
     "ours, no overlap": "muon",
-    "ours, network known": "muon",
-    "DeepSpeed Muon, standard": "deepspeed_muon_builtin",
     "DeepSpeed AdamW": "adamw",
 }
 
@@ -57,7 +55,6 @@ def _predicted(row: Row, unlimited: float) -> float:
         chunk_numel=config.exchange_chunk_numel,
         overlap=config.exchange_overlap,
         order=config.order,
-        share_matrices=False,
     )
     parameters = _parameters(row["model"])
     network = Network(row["rate"], reduce_scatter=False)

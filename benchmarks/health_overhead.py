@@ -92,7 +92,7 @@ def measure(
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
     inside: dict[str, list[float]] = {mode: [] for mode in MODES}
     clock = Inside()
-    for runner in optimizer.runners:
+    for runner in optimizer._runners:
         clock.watch(runner._check)
     for number in range(rounds + 1):
         for turn in range(len(MODES)):
@@ -110,7 +110,7 @@ def measure(
                 seconds[mode].append(time.perf_counter() - start)
                 inside[mode].append(clock.seconds)
     report = deepspeed_muon.health(engine)
-    count = sum(len(runner.plan.matrices) for runner in optimizer.runners)
+    count = sum(len(runner.plan.matrices) for runner in optimizer._runners)
     kernels = sorted({entry["ran"] for entry in optimizer.kernel_report()})
     engine.destroy()
     return {

@@ -178,7 +178,7 @@ def measure(parameters: int, stage: int, world: int, rank: int, trace: bool) -> 
     found["route_s"] = time.process_time() - start
     start = time.process_time()
     if stage == 1:
-        optimizer.order_parameters([world] * len(optimizer.param_groups), device=torch.device("cpu"))
+        optimizer._order_parameters([world] * len(optimizer.param_groups), device=torch.device("cpu"))
     found["order_s"] = time.process_time() - start
     wrapper = (stage1_wrapper if stage == 1 else stage3_wrapper)(optimizer, world, rank)
     wrapper.optimizer = optimizer
@@ -190,9 +190,9 @@ def measure(parameters: int, stage: int, world: int, rank: int, trace: bool) -> 
     if trace:
         tracemalloc.start()
     start = time.process_time()
-    step_sets = read_step_sets(engine, optimizer, optimizer.route_table())
-    optimizer.bind(step_sets, device=torch.device("cpu"), members=Members.of([None]))
-    agree(optimizer.plan_facts(), members=optimizer.members)
+    step_sets = read_step_sets(engine, optimizer, optimizer._route_table())
+    optimizer._bind(step_sets, device=torch.device("cpu"), members=Members.of([None]))
+    agree(optimizer._plan_facts(), members=optimizer.members)
     found["bind_s"] = time.process_time() - start
     gc.collect()
     if trace:
@@ -202,13 +202,16 @@ def measure(parameters: int, stage: int, world: int, rank: int, trace: bool) -> 
     found["messages_kb"] = others.bytes / 1e3
     groups = range(len(optimizer.param_groups))
     optimizer.host = SimpleNamespace(
-        param_group_numbers=lambda: list(groups), counters=lambda: {"global_steps": 0}, parts={}
+        param_group_numbers=lambda: list(groups),
+        counters=lambda: {"global_steps": 0},
+        parts={},
+        save_id="0" * 12,
     )
     start = time.process_time()
     content = io.BytesIO()
     torch.save(record_of(collect(engine)), content)
     found["record_kb"], found["record_s"] = len(content.getvalue()) / 1e3, time.process_time() - start
-    runners = optimizer.runners
+    runners = optimizer._runners
     found["owned"] = sum(len(chunk.owned) for runner in runners for chunk in runner.plan.chunks)
     found["chunks"] = sum(len(runner.plan.chunks) for runner in runners)
     return found

@@ -44,8 +44,6 @@ MODELS = {
 OPTIMIZERS = {
     "ours": "this project, its defaults",
     "ours, no overlap": "exchange_overlap false; only on request",
-    "ours, network known": "as many chunks as cost least at 200 Mbit/s; only on request",
-    "ours, one machine": "owners send updates to every rank as if all were on one machine; only on request",
     "DeepSpeed Muon, standard": "ns_method standard (bf16 where supported)",
     "DeepSpeed Muon, gram": "its default (fp16 where supported)",
     "DeepSpeed AdamW": "DeepSpeed's fused AdamW",
@@ -54,8 +52,6 @@ OPTIMIZERS = {
 
 VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
     "ours, no overlap": lambda: {"exchange_overlap": False},
-    "ours, network known": lambda: {"network": {"gbit": 0.2, "latency_us": 500}},
-    "ours, one machine": lambda: {"ranks_per_node": dist.get_world_size()},
 }
 """Other settings of this project than its defaults."""
 

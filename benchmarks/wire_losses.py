@@ -41,10 +41,11 @@ def loss(wire: str, seed: int, steps: int) -> float:
 def table(losses: Losses, wires: list[str], steps: int) -> str:
     """Return the losses of all seeds as Markdown, with each wire's distance from the first one."""
     seeds = sorted({seed for found in losses.values() for seed in found}, key=int)
+    trained = f"{steps} steps of {demo.TOKENS_PER_STEP} tokens"
     lines = [
         "# Validation losses with a coarser wire",
         "",
-        f"The demo's model, ZeRO 3, {demo.RANKS} ranks, {steps} steps, {machine()['name']}.",
+        f"The demo's model, ZeRO 3, {demo.RANKS} ranks, {trained}, {machine()['name']}.",
         "",
         "| seed | " + " | ".join(wires) + " |",
         "|" + "---|" * (len(wires) + 1),
@@ -75,13 +76,14 @@ def main() -> None:
     arguments = parser.parse_args()
     data = arguments.out.with_name(arguments.out.name + ".json")
     known = json.loads(data.read_text()) if data.exists() else {}
-    losses: Losses = known.get("losses", {}) if known.get("steps") == arguments.steps else {}
+    about = {"machine": machine(), "steps": arguments.steps, "tokens": arguments.steps * demo.TOKENS_PER_STEP}
+    losses: Losses = known.get("losses", {}) if known.get("tokens") == about["tokens"] else {}
     for seed in range(arguments.seeds):
         for wire in arguments.wires:
             of_wire = losses.setdefault(wire, {})
             if str(seed) not in of_wire:
                 of_wire[str(seed)] = loss(wire, seed, arguments.steps)
-        data.write_text(json.dumps({"machine": machine(), "steps": arguments.steps, "losses": losses}))
+        data.write_text(json.dumps({**about, "losses": losses}))
         text = table(losses, arguments.wires, arguments.steps)
         arguments.out.with_name(arguments.out.name + ".md").write_text(text)
         print(text, flush=True)

@@ -1,8 +1,10 @@
 """AdamW, DeepSpeed's Muon and this one on the same model, text and tokens: ``make demo``.
 
-Three trainings of ``train_gpt.py`` on two processes, one after the other, each through the ``deepspeed``
-launcher; at the end a table of losses, times, bytes and memory, and a PNG of the curves. The learning rates are the
-best of ``benchmarks/demo_sweep.py`` for each optimizer. ``--dataset FILE`` trains on a text of your own.
+Four trainings of ``train_gpt.py`` on two ranks, one after the other, each through the ``deepspeed`` launcher: the three
+optimizers at ZeRO 2, and this one at ZeRO 3. The last one is saved, consolidated, and restored on one rank at ZeRO 1,
+where it must have the same validation loss. At the end a table of losses, times, bytes and memory, and a PNG of the
+curves. The learning rates are the best of ``benchmarks/study.py`` for each optimizer, which trains with more seeds.
+``--dataset FILE`` trains on a text of your own.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import argparse
 import csv
 import json
 import os
+import shutil
 import signal
 import socket
 import statistics
@@ -18,26 +21,35 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 HERE = Path(__file__).resolve().parent
-CONFIG = HERE.parent / "ds_configs" / "zero2.json"
+CONFIGS = HERE.parent / "ds_configs"
+CONFIG = CONFIGS / "zero2.json"
 SHM = Path("/dev/shm")
 
 RANKS = 2
-STEPS = 300
-# 0.85M parameters, 4096 tokens a step: three trainings and their starts fit into minutes on two CPU cores.
-MODEL = {"dim": 128, "layers": 4, "heads": 4, "seq_len": 128, "batch_size": 16, "schedule": "cosine"}
+STEPS = 120
+# 0.85M parameters, 2048 tokens a step: all trainings and their starts fit into minutes on two CPU cores.
+MODEL = {"dim": 128, "layers": 4, "heads": 4, "seq_len": 128, "batch_size": 8, "schedule": "cosine"}
 RATES = {
-    "AdamW": {"lr": 0.003},
+    "AdamW": {"lr": 0.004},
     # It clips the update, so its rate is larger; decay is multiplied by the rate.
     "DeepSpeed's Muon": {"muon_lr": 3.0, "adam_lr": 0.008, "weight_decay": 0.001333},
-    "Muon": {"muon_lr": 0.04, "adam_lr": 0.008},
+    "Muon": {"muon_lr": 0.04, "adam_lr": 0.032},
 }
-COLOURS = {"AdamW": "tab:orange", "DeepSpeed's Muon": "tab:green", "Muon": "tab:blue"}
+AT_ZERO_3 = "Muon, ZeRO 3"
+COLOURS = {
+    "AdamW": "tab:orange",
+    "DeepSpeed's Muon": "tab:green",
+    "Muon": "tab:blue",
+    AT_ZERO_3: "tab:purple",
+}
 TOKENS_PER_STEP = RANKS * MODEL["batch_size"] * MODEL["seq_len"]
+EVAL_BATCHES = 8
+"""Validation batches per rank."""
 TIMEOUT_S = 900
 
 
@@ -61,7 +73,7 @@ def environment(extensions: Path) -> dict[str, str]:
 
 def folder_name(optimizer: str) -> str:
     """The name without a sign that a shell would read: "deepspeed-muon"."""
-    return optimizer.lower().replace("'s ", "-")
+    return optimizer.lower().replace("'s ", "-").replace(", ", "-").replace(" ", "")
 
 
 def free_port() -> int:
@@ -69,6 +81,39 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def launch(what: str, ranks: int, words: list[str], extensions: Path) -> float:
+    """Runs ``demo_rank.py`` with these words on ``ranks`` ranks; returns the seconds.
+
+    Raises:
+        RunFailed: it ended with an error, or did not end within ``TIMEOUT_S``.
+    """
+    port = free_port()
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks)]
+    command += ["--master_port", str(port), str(HERE / "demo_rank.py"), *words]
+    started = time.monotonic()
+    # A session of its own, so that the launcher and all ranks can be ended together.
+    process = subprocess.Popen(command, env=environment(extensions), start_new_session=True)
+    try:
+        code = process.wait(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise RunFailed(f"{what}: not finished after {TIMEOUT_S} s") from None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        # DeepSpeed leaves a 66 MB file per rank and run in shared memory, named after user, address and port.
+        for buffer in SHM.glob(f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{port}_*"):
+            buffer.unlink(missing_ok=True)
+    if code:
+        raise RunFailed(f"{what}: the launcher ended with code {code}; its output is above")
+    return time.monotonic() - started
+
+
+def as_words(options: dict[str, Any]) -> list[str]:
+    """Options as the command line has them."""
+    return [word for key, value in options.items() for word in (f"--{key}", str(value))]
 
 
 def train(
@@ -80,45 +125,61 @@ def train(
     *,
     config: Path = CONFIG,
     text: Path | None = None,
+    save_dir: Path | None = None,
 ) -> float:
     """Runs one training, its metrics in ``folder``; returns its seconds.
 
-    ``text`` is a file or a folder to train on; without it the text is Python's standard library.
+    ``text`` is a file or a folder to train on; without it the text is Python's standard library. With ``save_dir``
+    the training ends with ``engine.save_checkpoint``.
 
     Raises:
         RunFailed: it ended with an error, or did not end within ``TIMEOUT_S``.
     """
-    kind, peer = ("Muon", "deepspeed") if optimizer == "DeepSpeed's Muon" else (optimizer, "ours")
-    options = {**MODEL, **rates, "steps": steps, "optimizer": kind, "eval_every": max(1, steps // 10)}
-    if text is not None:
-        options["data"] = text
-    port = free_port()
+    kind = "AdamW" if optimizer == "AdamW" else "Muon"
+    options = {**MODEL, **rates, "steps": steps, "optimizer": kind, "eval_every": max(1, steps // 6)}
+    options |= {"data": text} if text else {}
+    options |= {"save_dir": save_dir} if save_dir else {}
     options |= {"metrics_dir": folder.parent, "run_name": folder.name, "deepspeed_config": config}
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(RANKS)]
-    command += ["--master_port", str(port), str(HERE / "demo_rank.py")]
-    command += ["--measured", str(folder / "measured.json"), "--peer", peer]
-    command += [word for key, value in options.items() for word in (f"--{key}", str(value))]
-
+    options |= {"eval_batches": EVAL_BATCHES, "measured": folder / "measured.json"}
+    options["peer"] = "deepspeed" if optimizer.startswith("DeepSpeed's") else "ours"
     folder.mkdir(parents=True, exist_ok=True)
     for stale in folder.glob("*.csv"):
         stale.unlink()  # DeepSpeed's CSV monitor appends
-    started = time.monotonic()
-    # A session of its own, so that the launcher and both ranks can be ended together.
-    process = subprocess.Popen(command, env=environment(extensions), start_new_session=True)
-    try:
-        code = process.wait(timeout=TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        raise RunFailed(f"{optimizer}: not finished after {TIMEOUT_S} s") from None
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        # DeepSpeed leaves a 66 MB file per rank and run in shared memory, named after user, address and port.
-        for buffer in SHM.glob(f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{port}_*"):
-            buffer.unlink(missing_ok=True)
+    return launch(optimizer, RANKS, as_words(options), extensions)
+
+
+def restored_loss(checkpoint: Path, work: Path, extensions: Path, text: Path | None) -> float:
+    """The validation loss of a consolidated checkpoint on one rank at ZeRO 1, over the sequences of the training."""
+    options = {**MODEL, "deepspeed_config": CONFIGS / "zero1.json", "metrics_dir": "", "peer": "ours"}
+    options |= {"data": text} if text else {}
+    options |= {"restore": checkpoint, "measured": work / "restored.json"}
+    options["eval_batches"] = RANKS * EVAL_BATCHES  # one rank takes the batches of all
+    launch("restoring", 1, as_words(options), extensions)
+    return json.loads((work / "restored.json").read_text())["validation_loss"]
+
+
+def move(saved: Path, loss: float, out: Path, extensions: Path, text: Path | None) -> None:
+    """Moves the training from two ranks at ZeRO 3 to one rank at ZeRO 1.
+
+    Raises:
+        RunFailed: the checkpoint cannot be consolidated or restored, or its validation loss is another.
+    """
+    consolidated = out / "consolidated"
+    arguments = ["checkpoint", "consolidate", str(saved), str(consolidated)]
+    print(f"\n=== python -m deepspeed_muon {' '.join(arguments)}", flush=True)
+    code = subprocess.run(
+        [sys.executable, "-m", "deepspeed_muon", *arguments], env=environment(extensions), check=False
+    ).returncode
     if code:
-        raise RunFailed(f"{optimizer}: the launcher ended with code {code}; its output is above")
-    return time.monotonic() - started
+        raise RunFailed(f"consolidating {saved} ended with code {code}; its output is above")
+    print("\n=== restored on one rank at ZeRO 1", flush=True)
+    restored = restored_loss(consolidated, out, extensions, text)
+    print(
+        f"\nValidation loss: {loss:.6f} on {RANKS} ranks at ZeRO 3, {restored:.6f} restored on one rank at ZeRO 1."
+    )
+    # The weights are the same bits; only the sum over the batches has another order.
+    if abs(restored - loss) > 1e-5:
+        raise RunFailed("the restored model has another validation loss")
 
 
 def read_curve(path: Path) -> list[tuple[int, float]]:
@@ -178,23 +239,23 @@ def plot(outcomes: dict[str, Outcome], path: Path, text: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5))
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
     for name, outcome in outcomes.items():
-        colour = COLOURS[name]
-        axes.plot(*zip(*outcome.curves["train"], strict=True), color=colour, alpha=0.4)
-        axes.plot(*zip(*outcome.curves["val"], strict=True), "o-", color=colour, label=name)
+        colour, style = COLOURS[name], "x--" if name == AT_ZERO_3 else "o-"
+        axes.plot(*zip(*outcome.curves["train"], strict=True), color=colour, alpha=0.3)
+        axes.plot(*zip(*outcome.curves["val"], strict=True), style, color=colour, label=name)
     # The first steps fall from ln(256) = 5.5; leaving them out shows where they differ.
     top = max(outcome.curves["val"][0][1] for outcome in outcomes.values())
     axes.set(xlabel="step", ylabel="loss (nats per byte)", ylim=(None, top * 1.1))
-    axes.set_title(f"{text}, {RANKS} ranks, {CONFIG.stem}")
+    axes.set_title(f"{text}, {RANKS} ranks")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    figure.savefig(path, dpi=80, bbox_inches="tight")
     pyplot.close(figure)
 
 
 def main() -> None:
-    """Trains with all three optimizers and shows the outcome."""
+    """Trains with all optimizers, moves the last training to one rank, and shows the outcome."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -209,20 +270,19 @@ def main() -> None:
     args = parser.parse_args()
 
     outcomes: dict[str, Outcome] = {}
-    for optimizer, rates in RATES.items():
+    saved, extensions = args.out / "saved", args.out / "torch_extensions"
+    shutil.rmtree(saved, ignore_errors=True)
+    for optimizer, rates in {**RATES, AT_ZERO_3: RATES["Muon"]}.items():
+        last = {"config": CONFIGS / "zero3.json", "save_dir": saved} if optimizer == AT_ZERO_3 else {}
         folder = args.out / folder_name(optimizer)
         told = ", ".join(f"{key} {rate:g}" for key, rate in rates.items())
         print(f"\n=== {optimizer}: {told}", flush=True)
-        seconds = train(
-            optimizer, rates, args.steps, folder, args.out / "torch_extensions", text=args.dataset
-        )
+        seconds = train(optimizer, rates, args.steps, folder, extensions, text=args.dataset, **last)
         outcomes[optimizer] = read(folder, seconds, args.steps)
+    move(saved, outcomes[AT_ZERO_3].curves["val"][-1][1], args.out, extensions, args.dataset)
     print_table(outcomes)
     plot(outcomes, args.out / "loss.png", args.dataset.name if args.dataset else "Python's standard library")
-    last = {name: outcome.curves["val"][-1][1] for name, outcome in outcomes.items()}
-    best = min(last, key=lambda name: last[name])
-    told = ", ".join(f"{loss:.4f} with {name}" for name, loss in last.items())
-    print(f"\nAfter the same tokens {best} is ahead. Validation loss: {told}.")
+    print("\nThis is one seed; benchmarks/results/study.md has mean and deviation of five.")
     print(f"Curves: {args.out / 'loss.png'}")
 
 

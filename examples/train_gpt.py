@@ -27,6 +27,7 @@ from typing import Any
 
 import deepspeed
 import deepspeed.comm as dist
+import hjson
 import torch
 from deepspeed.accelerator import get_accelerator
 from gpt import GPT, GPTConfig
@@ -96,9 +97,28 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def read_config(path: str) -> dict[str, Any]:
+    """The file as DeepSpeed reads it: JSON, which may have comments.
+
+    Raises:
+        UsageError: it is no such file, or it leaves values to the Hugging Face Trainer.
+    """
+    try:
+        config = hjson.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=dict)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--deepspeed_config {path}: {error}") from error
+    left_open = [key for key, value in config.items() if key != "optimizer" and '"auto"' in json.dumps(value)]
+    if left_open:
+        raise UsageError(
+            f"--deepspeed_config {path}: 'auto' in {', '.join(left_open)} is filled in by the Hugging Face Trainer; "
+            f"start examples/hf_trainer.py --deepspeed {path}, or write numbers"
+        )
+    return config
+
+
 def make_ds_config(args: argparse.Namespace) -> dict[str, Any]:
     """DeepSpeed's config: the JSON file with the command line's overrides written into it."""
-    config = json.loads(Path(args.deepspeed_config).read_text())
+    config = read_config(args.deepspeed_config)
     if args.batch_size is not None:
         config["train_micro_batch_size_per_gpu"] = args.batch_size
     # This script decides both numbers below, so a total left in the file could only contradict them.
