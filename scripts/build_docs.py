@@ -40,7 +40,9 @@ COPIED = (
     "tests/regressions",
     "ds_configs",
     "examples",
+    "scripts/docs_diagrams.js",
 )
+MERMAID = Path(sys.prefix) / "mermaid" / "package" / "dist" / "mermaid.min.js"  # where `make docs` puts it
 
 
 class Page(HTMLParser):
@@ -101,18 +103,21 @@ def lay_out() -> None:
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "*.json.gz"))
         else:
             shutil.copy(source, target)
+    shutil.copy(MERMAID, SOURCE / "scripts")
     api = ["# Python", "", "What `import deepspeed_muon` offers.", ""]
     for name in public_names():
         api += [f"::: deepspeed_muon.{name}", ""]
     (SOURCE / "docs" / "api.md").write_text("\n".join(api))
 
 
-# A page, and what a reader must see on it: a heading, and a part of its text.
+# A page, and what a reader must see on it: a heading, and a part of its text or elements.
 OPENED = {
     "": ("deepspeed_muon", "Muon for models trained with DeepSpeed ZeRO"),
     "docs/settings/": ("Settings", "adjust_lr_fn"),
     "docs/api/": ("Python", "consolidate"),
     "docs/clients/": ("Programs", "DEEPSPEED_MUON"),
+    "docs/how_it_works/": ("How it works", 'class="flowchart" style="max-width'),
+    "CONTRIBUTING/": ("Contributing", "messageLine0"),
 }
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the table of settings in ``docs/settings.md`` from ``deepspeed_muon/config/``.
+"""Writes the table of settings in ``docs/settings.md``, and the types of the constructor's keywords, from the settings.
 
 python scripts/settings_table.py
 """
@@ -9,13 +9,34 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from pydantic import BaseModel
+
+from deepspeed_muon.config import RATE_KEYS, MuonConfig
 from deepspeed_muon.config.documentation import keys_with_sentences
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 BEGIN = "<!-- written by scripts/settings_table.py from deepspeed_muon/config/settings.py -->\n"
 END = "<!-- end -->\n"
+KEYWORDS = PAGE.parents[1] / "deepspeed_muon" / "config" / "keywords.py"
+KEYWORDS_HEAD = '''"""Keywords of ``Muon`` for type checkers; scripts/settings_table.py writes them from settings.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+from torch import Tensor
+
+__all__ = ["MuonKeywords"]
+
+
+# fmt: off
+class MuonKeywords(TypedDict, total=False):
+    """The keys of :class:`~deepspeed_muon.config.MuonConfig` without ``lr``, and the types of their values."""
+
+'''
 
 
 def shown(default: Any) -> str:
@@ -35,5 +56,32 @@ def page() -> str:
     return re.sub(pattern, lambda _: BEGIN + table() + END, PAGE.read_text(), flags=re.DOTALL)
 
 
+def accepted(kind: Any) -> str:
+    """Return the annotation of what a caller may pass for a setting of the type ``kind``."""
+    parts = get_args(kind)
+    if get_origin(kind) is Literal:
+        return f"Literal[{', '.join(json.dumps(part) for part in parts)}]".replace("false", "False")
+    if get_origin(kind) in (list, tuple):
+        return f"Sequence[{accepted(parts[0])}]"
+    if get_origin(kind) is dict:
+        return f"Mapping[str, {accepted(parts[1])}]"
+    if parts:
+        return " | ".join(dict.fromkeys(map(accepted, parts)))
+    if issubclass(kind, BaseModel):
+        return "Mapping[str, Any] | str | bool"
+    return "None" if kind is type(None) else str(kind.__name__)
+
+
+def keywords() -> str:
+    """Return the module with the types of the constructor's keywords."""
+    lines = [
+        f"    {name}: {'Tensor | ' if name in RATE_KEYS else ''}{accepted(kind)}\n"
+        for name, kind in get_type_hints(MuonConfig).items()
+        if name in MuonConfig.model_fields and name != "lr"
+    ]
+    return KEYWORDS_HEAD + "".join(lines)
+
+
 if __name__ == "__main__":
     PAGE.write_text(page())
+    KEYWORDS.write_text(keywords())
