@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -11,12 +12,17 @@ from deepspeed_muon.checkpoint import cli as checkpoints
 from deepspeed_muon.errors import MuonError
 from deepspeed_muon.forecast import cli as plan_cli
 from deepspeed_muon.monitoring import cli as health_cli
+from deepspeed_muon.version import __version__
 
 __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status: 0, 1 if a check failed, 2 for an error of usage or configuration."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A name that the terminal's encoding (ASCII with LC_ALL=C) does not have is shown with escapes.
+            stream.reconfigure(errors="backslashreplace")
     parsed = _parser().parse_args(arguments)
     try:
         status: int = parsed.run(parsed)
@@ -28,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m deepspeed_muon", description="Muon for DeepSpeed ZeRO.")
+    parser.add_argument("--version", action="version", version=f"deepspeed_muon {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     report = commands.add_parser("report", help="what this machine can build and run")
     report.add_argument(
@@ -44,8 +51,9 @@ def _parser() -> argparse.ArgumentParser:
 def _report(parsed: argparse.Namespace) -> int:
     # Imported here: other commands need no native ops.
     from deepspeed_muon.ops import report
+    from deepspeed_muon.ops.checks import self_test
 
-    checks = report.self_test() if parsed.selftest else None
+    checks = self_test() if parsed.selftest else None
     found = report.collect()
     if parsed.json:
         print(json.dumps(found if checks is None else {**found, "selftest": checks}, indent=2))

@@ -23,11 +23,25 @@ __all__ = [
     "ScheduleError",
     "ShardingError",
     "UnsupportedConfigError",
+    "printable",
 ]
+
+
+def printable(text: str) -> str:
+    """Return a text of unknown origin with what a terminal would obey, or cannot show, as escape sequences."""
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in text
+    )
 
 
 class MuonError(Exception):
     """Base class of every error that this package raises on purpose."""
+
+    def __str__(self) -> str:
+        """Return the message. It may hold names out of files, so only its line breaks are left as they are."""
+        return "\n".join(map(printable, super().__str__().split("\n")))
 
 
 class ConfigError(MuonError, ValueError):

@@ -5,12 +5,32 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Sized
 
 import torch.distributed as dist
 
-__all__ = ["announce", "logger", "warn", "warn_on_each_machine"]
+from deepspeed_muon.errors import printable
+
+__all__ = ["announce", "counted", "logger", "warn", "warn_on_each_machine"]
 
 logger = logging.getLogger("deepspeed_muon")
+
+
+def _show_escapes(record: logging.LogRecord) -> bool:
+    """Keep names and paths of unknown origin from writing escape sequences to the terminal."""
+    if isinstance(record.args, tuple):
+        record.args = tuple(
+            printable(str(each)) if isinstance(each, (str, os.PathLike)) else each for each in record.args
+        )
+    return True
+
+
+logger.addFilter(_show_escapes)
+
+
+def counted(things: Sized, noun: str) -> str:
+    """Return the number of things with their noun: ``1 file``, ``2 files``."""
+    return f"{len(things)} {noun}{'' if len(things) == 1 else 's'}"
 
 
 def announce(text: str, *values: object, on_any_rank: bool = False) -> None:

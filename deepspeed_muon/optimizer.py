@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from numbers import Number
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import Never, Unpack
 
 from deepspeed_muon.config import RATE_KEYS, MuonConfig, takes_settings
+from deepspeed_muon.config.keywords import MuonKeywords
 from deepspeed_muon.errors import (
     BindingError,
     ConfigError,
@@ -38,7 +41,6 @@ from deepspeed_muon.transport.agreement import RankFacts
 from deepspeed_muon.transport.buffers import ExchangeBuffers
 from deepspeed_muon.transport.context import StepStats
 from deepspeed_muon.transport.members import Members
-from deepspeed_muon.transport.subgroups import Subgroups
 
 __all__ = ["Muon"]
 
@@ -68,9 +70,9 @@ class Muon(RoutedOptimizer):
         self,
         params: ParamsInput,
         lr: float | Tensor | None = None,
-        *,
+        *positional: Never,
         model: nn.Module | None = None,
-        **settings: Any,
+        **settings: Unpack[MuonKeywords],
     ) -> None:
         """Route the parameters and make the param groups.
 
@@ -87,9 +89,17 @@ class Muon(RoutedOptimizer):
             ConfigError: If a setting is unknown or out of range.
             RoutingError: If the parameters cannot be divided as asked.
         """
-        settings["lr"] = lr
-        config = MuonConfig.from_params(settings)
-        rates = {key: settings[key] for key in RATE_KEYS if isinstance(settings.get(key), Tensor)}
+        if positional:
+            raise ConfigError(
+                f"Muon takes params and lr by position and got {len(positional)} more: name them, as the order differs "
+                f"between Muons: weight_decay, momentum, nesterov, ns_schedule (torch's ns_coefficients), ns_steps, "
+                f"adjust_lr_fn; eps is AdamW's here"
+            )
+        # Dion's Muon has its mesh of devices where the others have the rate.
+        second = "lr" if lr is None or isinstance(lr, (Number, str, Tensor)) else "distributed_mesh"
+        given: dict[str, Any] = {**settings, second: lr}
+        config = MuonConfig.from_params(given)
+        rates = {key: given[key] for key in RATE_KEYS if isinstance(given.get(key), Tensor)}
         self._setup(
             config,
             build_groups(params, config, model=model, rates=rates),
@@ -97,7 +107,7 @@ class Muon(RoutedOptimizer):
         )
 
     @classmethod
-    def from_config(
+    def _from_config(
         cls,
         params: ParamsInput,
         config: MuonConfig,
@@ -139,12 +149,12 @@ class Muon(RoutedOptimizer):
         self.step_ends_outside = False
 
     @property
-    def is_bound(self) -> bool:
-        """Whether :meth:`bind` was called."""
+    def _is_bound(self) -> bool:
+        """Whether :meth:`_bind` was called."""
         return self._bound is not None
 
     @property
-    def runners(self) -> list[StepRunner]:
+    def _runners(self) -> list[StepRunner]:
         """The bound step sets with their exchange plans; empty before the optimizer is bound."""
         return [] if self._bound is None else list(self._bound.runners)
 
@@ -152,7 +162,7 @@ class Muon(RoutedOptimizer):
         """Return the last sample and the counters; see :func:`deepspeed_muon.health`."""
         return self.health_log.summary()
 
-    def release_memory(self) -> None:
+    def _release_memory(self) -> None:
         """Give up the memory of the exchange and of CUDA graphs between two steps; the next step takes it anew."""
         if self._bound is not None:
             self.exchange_buffers.release()
@@ -165,34 +175,28 @@ class Muon(RoutedOptimizer):
 
     def adam_report(self) -> list[dict[str, Any]]:
         """Return what runs AdamW on this rank, why, and how often it ran: one entry for each step set."""
-        return [runner.adam.report() for runner in self.runners]
+        return [runner.adam.report() for runner in self._runners]
 
-    def bind(
+    def _bind(
         self,
         step_sets: Sequence[StepSet],
         *,
         device: torch.device,
         members: Members | None = None,
-        found: Mapping[str, Any] | None = None,
     ) -> None:
         """Tell the optimizer where ZeRO keeps its parameters and make the exchange plans; nothing is sent.
 
-        Called once, after the ZeRO wrapper exists. Whoever calls it compares :meth:`plan_facts` between the ranks.
+        Called once, after the ZeRO wrapper exists. Whoever calls it compares :meth:`_plan_facts` between the ranks.
 
         Args:
             step_sets: What each call of ``step()`` will update, from an adapter.
             device: Where the exchange and the iteration run.
             members: The ranks of the engine; without them it is this one alone.
-            found: What all ranks found out together, in place of settings that are left open.
 
         Raises:
-            ConfigError: If a setting does not fit the number of ranks.
             OpsUnavailableError: If ``ns_backend`` is ``ops`` and the native library can be neither loaded nor built.
         """
-        if dist.is_available() and dist.is_initialized():
-            self.config.check_world(dist.get_world_size())
-        config = self.config.model_copy(update=found)
-        self._orthogonalize = select(config.ns_backend)
+        self._orthogonalize = select(self.config.ns_backend)
         self.members = members or Members()
         self.exchange_buffers = ExchangeBuffers(device)
         self.recorder.reset(device)
@@ -202,43 +206,34 @@ class Muon(RoutedOptimizer):
             self.stats,
             self.recorder,
             self.exchange_buffers,
-            Subgroups(self.members),
             self.state_policy,
-            overlap=overlaps(step_sets, config, device),
+            overlap=overlaps(step_sets, self.config),
         )
         # QK-clip works on the updated weights, at the end of each call.
         may_stay_pending = resources.overlap and self.qk_clip is None
-        self._bound = BoundSteps(step_sets, config, resources, may_stay_pending=may_stay_pending)
+        self._bound = BoundSteps(step_sets, self.config, resources, may_stay_pending=may_stay_pending)
         for group in self.param_groups:  # hidden from DeepSpeed's wrappers until they are made
             group.setdefault("use_muon", group["algorithm"] == "muon")
         if self.qk_clip is not None:
             self.qk_clip.bind(step_sets, device=device)
 
     @property
-    def bound(self) -> BoundSteps:
+    def _bound_steps(self) -> BoundSteps:
         """The bound step sets.
 
         Raises:
-            BindingError: Before :meth:`bind`.
+            BindingError: Before :meth:`_bind`.
         """
         if self._bound is None:
             raise BindingError("the optimizer is not bound to an engine yet")
         return self._bound
 
-    def process_groups(self) -> list[dist.ProcessGroup]:
+    def _process_groups(self) -> list[dist.ProcessGroup]:
         """Return the process groups that the bound step sets communicate in."""
         return [] if self._bound is None else self._bound.process_groups()
 
-    def open_subgroups(self) -> None:
-        """Make the process groups of ranks that share matrices or relay updates, once the plans were compared.
-
-        Must be called by all ranks of the engine.
-        """
-        if self._bound is not None:
-            self._bound.open_subgroups()
-
-    def clip_attention_of(self, model: nn.Module) -> None:
-        """Find the attention layers that ``qk_clip`` is about, before :meth:`bind`; nothing without that setting.
+    def _clip_attention_of(self, model: nn.Module) -> None:
+        """Find the attention layers that ``qk_clip`` is about, before :meth:`_bind`; nothing without that setting.
 
         Args:
             model: The model that is trained. Those of Hugging Face are made to record their logits.
@@ -249,7 +244,7 @@ class Muon(RoutedOptimizer):
         if self.config.qk_clip is not None:
             self.qk_clip = QkClip(self.config.qk_clip, model, self._routed.by_id)
 
-    def plan_facts(self) -> RankFacts:
+    def _plan_facts(self) -> RankFacts:
         """Return what this rank derived for the exchange, to be compared with the other ranks."""
         assert self._bound is not None
         plans = self._bound.facts()
@@ -343,7 +338,7 @@ class Muon(RoutedOptimizer):
                 f"optimizer.params.nonfinite_grad is 'error'; the log of the owner's rank says more"
             )
 
-    def check_arrived(self) -> None:
+    def _check_arrived(self) -> None:
         """Check, when a step of the engine is over, that every call of it was made; the same on all ranks.
 
         Raises:
@@ -375,8 +370,8 @@ class Muon(RoutedOptimizer):
         if self.config.qk_clip is not None:
             if self._model is None:
                 raise ConfigError("qk_clip needs the model: pass model=... to deepspeed_muon.Muon")
-            self.clip_attention_of(self._model)
-        self.bind([read_whole(pairs, self._routed.by_id, None)], device=devices.pop())
+            self._clip_attention_of(self._model)
+        self._bind([read_whole(pairs, self._routed.by_id, None)], device=devices.pop())
 
     def _refuse(self, nonfinite: Sequence[str]) -> None:
         """Leave everything as it is, or raise, as configured. All ranks come here together."""
@@ -391,5 +386,5 @@ class Muon(RoutedOptimizer):
             )
         self.skipped_steps += 1
         self.overflow = True
-        group = self.runners[0].step_set.group
+        group = self._runners[0].step_set.group
         warn("deepspeed_muon: step skipped, %s (%d so far)", message, self.skipped_steps, group=group)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.config import DEFAULT_MUON_LR, MuonConfig
 from deepspeed_muon.errors import BindingError, RoutingError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.routing.order import order_of_matrices
@@ -18,6 +18,9 @@ from deepspeed_muon.routing.rules import Route, warn_without_muon
 from deepspeed_muon.step.state import StatePolicy, keep_saved_precision
 
 __all__ = ["RoutedOptimizer"]
+
+SMALL_MUON_LR = DEFAULT_MUON_LR / 10
+"""A rate below it, given as ``lr`` alone, is taken for one of AdamW's."""
 
 
 class RoutedOptimizer(torch.optim.Optimizer):
@@ -43,7 +46,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     @property
-    def is_bound(self) -> bool:
+    def _is_bound(self) -> bool:
         """Whether it was told where its parameters lie."""
         raise NotImplementedError
 
@@ -58,6 +61,20 @@ class RoutedOptimizer(torch.optim.Optimizer):
             )
         if not routed.partial:
             warn_without_muon(routed.routes)
+        if (
+            config.muon_lr is None
+            and config.adjust_lr_fn == "original"
+            and 0 < (config.lr or 0) < SMALL_MUON_LR
+        ):
+            own = {float(group["lr"]) for group in self.param_groups if group["algorithm"] == "muon"}
+            if config.lr in own:
+                warn(
+                    "deepspeed_muon: the matrices train with lr %g under adjust_lr_fn 'original', where %g is usual, "
+                    "so their updates are far smaller than AdamW's would be. For a rate of AdamW set adjust_lr_fn "
+                    "to 'match_rms_adamw'; else set muon_lr",
+                    config.lr,
+                    DEFAULT_MUON_LR,
+                )
 
     @property
     def routes(self) -> list[Route]:
@@ -69,7 +86,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
         """Whether AdamW's moments are fp32; DeepSpeed asks this of the optimizer that it offloads."""
         return not self.state_policy.half_states
 
-    def keep_half_states(self) -> None:
+    def _keep_half_states(self) -> None:
         """Keep all state in bf16, as DeepSpeed's ``bf16_optimizer_states`` says, save what the settings pin."""
         self.state_policy = StatePolicy.of(self.config, half_states=True)
 
@@ -102,7 +119,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
         Raises:
             RoutingError: If the optimizer is already made: the new parameters would not be routed or exchanged.
         """
-        if self.is_bound or "algorithm" not in param_group:
+        if self._is_bound or "algorithm" not in param_group:
             raise RoutingError("param groups cannot be added after the optimizer is made; make a new one")
         super().add_param_group(param_group)
 
@@ -154,7 +171,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
             for group, algorithm in zip(self.param_groups, own, strict=True)
         ]
 
-    def check_names(self, model: nn.Module) -> None:
+    def _check_names(self, model: nn.Module) -> None:
         """Take the model's names for parameters that were given without; refuse routes that the names contradict.
 
         Args:
@@ -165,11 +182,11 @@ class RoutedOptimizer(torch.optim.Optimizer):
         """
         self._routed = with_names_of(model, self._routed)
 
-    def route_table(self) -> Mapping[int, Route]:
+    def _route_table(self) -> Mapping[int, Route]:
         """Return ``id(parameter)`` to its route, for the adapters."""
         return self._routed.by_id
 
-    def order_parameters(self, group_sizes: Sequence[int | None], *, device: torch.device) -> None:
+    def _order_parameters(self, group_sizes: Sequence[int | None], *, device: torch.device) -> None:
         """Put the matrices of each Muon param group into the order in which ZeRO 1 or 2 shall flatten them.
 
         Must be called before ZeRO's wrapper is made, by all ranks alike; nothing is sent.

@@ -151,7 +151,7 @@ def _tried(command: Sequence[str], seconds: float) -> Verdict:
 
 def _failures(device: int) -> str | None:
     """Run every native CUDA operator and replayed graphs against the reference; return what is wrong."""
-    from .report import cuda_checks
+    from .checks import cuda_checks
 
     torch.cuda.set_device(device)
     checks = cuda_checks()

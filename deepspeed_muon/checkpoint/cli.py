@@ -14,7 +14,8 @@ from deepspeed_muon.checkpoint.index import INDEX_NAME, CheckpointIndex, load_in
 from deepspeed_muon.checkpoint.offline import consolidate_files, export_to_torch, verify_folder
 from deepspeed_muon.checkpoint.shards import DEFAULT_SHARD_BYTES
 from deepspeed_muon.checkpoint.universal import convert_to_universal
-from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.errors import CheckpointError, printable
+from deepspeed_muon.logs import counted
 
 __all__ = ["add_subcommands"]
 
@@ -88,34 +89,39 @@ def _reading(arguments: argparse.Namespace) -> dict[str, Any]:
 def _convert(arguments: argparse.Namespace) -> int:
     if arguments.to == "torch":
         lossy = export_to_torch(arguments.dir, arguments.out)
-        print(f"{arguments.out}: muon.pt, adamw.pt, weights.pt")
+        print(f"{printable(arguments.out)}: muon.pt, adamw.pt, weights.pt")
     else:
         index = consolidate_files(
             arguments.dir, arguments.out, shard_bytes=arguments.shard_bytes, **_reading(arguments)
         )
         lossy = index.lossy
-        print(f"{arguments.out}: {len(index.parameters)} parameters in {len(index.files)} files")
+        print(
+            f"{printable(arguments.out)}: {counted(index.parameters, 'parameter')} in {counted(index.files, 'file')}"
+        )
     return _print_lossy(lossy)
 
 
 def _universal(arguments: argparse.Namespace) -> int:
     lossy = convert_to_universal(arguments.input_folder, arguments.output_folder, **_reading(arguments))
-    print(f"{arguments.output_folder}: universal checkpoint; set load_universal_checkpoint to load it")
+    print(
+        f"{printable(arguments.output_folder)}: universal checkpoint; to load it, write "
+        f'"checkpoint": {{"load_universal": true}} into the DeepSpeed configuration'
+    )
     return _print_lossy(lossy)
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
     if (Path(arguments.dir) / INDEX_NAME).is_file():
         index = load_index(arguments.dir)
-        print(index.model_dump_json(indent=1) if arguments.json else _described(index))
+        print(json.dumps(index.model_dump(mode="json"), indent=1) if arguments.json else _described(index))
         return 0 if arguments.json else _print_lossy(index.lossy)
-    saved = DeepSpeedFiles(arguments.dir, **_reading(arguments))
+    saved = DeepSpeedFiles(arguments.dir, verify=False, **_reading(arguments))
     rows = {name: _row(parameter, parameter.keys) for name, parameter in saved.parameters.items()}
     if arguments.json:
         print(json.dumps({"optimizer": saved.kind, "zero_stage": saved.stage, "parameters": rows}, indent=1))
         return 0
-    print(f"DeepSpeed checkpoint {saved.folder}")
-    print(f"optimizer {saved.kind}, ZeRO stage {saved.stage}, {saved.world_size} ranks")
+    print(f"DeepSpeed checkpoint {printable(str(saved.folder))}")
+    print(f"optimizer {saved.kind}, ZeRO stage {saved.stage}, {counted(range(saved.world_size), 'rank')}")
     print(f"global_steps {saved.progress.global_steps}")
     print("\n".join(_table(rows)))
     return _print_lossy(saved.lossy)
@@ -128,9 +134,9 @@ def _described(index: CheckpointIndex) -> str:
     rows = {name: _row(record, record.tensors) for name, record in index.parameters.items()}
     lines = [
         f"consolidated checkpoint, format {index.version}",
-        f"from {source}",
-        f"written by {versions}",
-        f"{len(index.parameters)} parameters, {len(index.files)} files, {size} bytes",
+        f"from {printable(source)}",
+        f"written by {printable(versions)}",
+        f"{counted(index.parameters, 'parameter')}, {counted(index.files, 'file')}, {size} bytes",
         f"global_steps {index.progress.global_steps}",
         *_table(rows),
     ]
@@ -147,10 +153,11 @@ def _row(parameter: Any, tensors: Iterable[str]) -> dict[str, Any]:
 
 
 def _table(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    width = max((len(name) for name in rows), default=0)
+    names = list(map(printable, rows))
+    width = max(map(len, names), default=0)
     return [
         f"{name:{width}}  {row['algorithm']:5}  step {row['step']}  {row['shape']}  {' '.join(row['tensors'])}"
-        for name, row in rows.items()
+        for name, row in zip(names, rows.values(), strict=True)
     ]
 
 
@@ -160,15 +167,11 @@ def _verify(arguments: argparse.Namespace) -> int:
     except CheckpointError as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"{arguments.dir}: complete, {len(index.files)} files agree with their checksums")
-    if not index.sealed:
-        print(
-            "note: the index is of an older release and has no checksum of its own; consolidate again to get one"
-        )
+    print(f"{printable(arguments.dir)}: complete; the checksums of {counted(index.files, 'file')} agree")
     return 0
 
 
 def _print_lossy(lossy: Sequence[str]) -> int:
     for line in lossy:
-        print(f"lossy: {line}")
+        print(f"lossy: {printable(line)}")
     return 0

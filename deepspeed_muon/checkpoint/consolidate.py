@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import secrets
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,14 +16,26 @@ from typing import Any
 
 import torch.distributed as dist
 
-from deepspeed_muon.checkpoint.commit import FolderWriter, UnsettledError, make_folder, removed_on_failure
+from deepspeed_muon.checkpoint.commit import (
+    FolderWriter,
+    UnsettledError,
+    make_folder,
+    removed_on_failure,
+    require_one_folder,
+)
 from deepspeed_muon.checkpoint.host import require_all_ranks
-from deepspeed_muon.checkpoint.index import CheckpointIndex, FileRecord, ParameterRecord, described
+from deepspeed_muon.checkpoint.index import OURS, CheckpointIndex, FileRecord, ParameterRecord, described
 from deepspeed_muon.checkpoint.live import HeldParameter, LiveState, collect
 from deepspeed_muon.checkpoint.plan import SavePlan, log_stage, write_shards
-from deepspeed_muon.checkpoint.sealed import json_settings, refusing
+from deepspeed_muon.checkpoint.sealed import folder_of, json_settings, refusing
 from deepspeed_muon.checkpoint.settings import read_progress
-from deepspeed_muon.checkpoint.shards import DEFAULT_SHARD_BYTES, files_of, remove_shards, shard_name
+from deepspeed_muon.checkpoint.shards import (
+    DEFAULT_SHARD_BYTES,
+    check_shard_bytes,
+    files_of,
+    remove_shards,
+    shard_name,
+)
 from deepspeed_muon.errors import CheckpointError, MuonError, RankMissingError
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
 from deepspeed_muon.transport.agreement import RankFacts, Scope, agree
@@ -63,24 +74,22 @@ def consolidate(
             were taken, or when another save is writing into ``out_dir``. The message says which set the folder holds.
     """
     require_all_ranks(engine)
-    folder = Path(out_dir)
-    with _rank_lost(f"{folder}: what it held before is untouched"):
-        plan, writer = _prepare(engine, folder, shard_bytes)
+    with _rank_lost(f"{out_dir}: what it held before is untouched"):
+        folder, plan, writer, save_id = _prepare(engine, out_dir, shard_bytes)
     try:
-        _save(plan, folder, writer)
+        _save(plan, folder, writer, save_id)
     finally:
         if writer is not None:
             writer.close()
     return folder
 
 
-def _save(plan: SavePlan, folder: Path, writer: FolderWriter | None) -> None:
+def _save(plan: SavePlan, folder: Path, writer: FolderWriter | None, save_id: str) -> None:
     """Write shards and index in the order of :mod:`deepspeed_muon.checkpoint.commit`."""
     log_stage(folder, "start")
     files: dict[str, FileRecord] = {}
     untouched = f"{folder}: what it held before is untouched"
     with _rank_lost(untouched):
-        save_id = str(next(iter(everyone().gather(secrets.token_hex(6), what="naming of a save").values())))
         names = [shard_name(save_id, number) for number in range(len(plan.shards))]
         with removed_on_failure(folder, files, BaseException):
             error = write_shards(plan, folder, names, files)
@@ -95,7 +104,7 @@ def _save(plan: SavePlan, folder: Path, writer: FolderWriter | None) -> None:
         shares = everyone().gather(files, what="gathering of the index").values()
         every = {name: record for share in shares for name, record in share.items()}
     with removed_on_failure(folder, files):
-        index, failure = (None, None) if writer is None else _commit(writer, plan, names, every, save_id)
+        index, failure = (None, None) if writer is None else _commit(writer, plan, names, every)
         _announce(folder, failure)
     log_stage(folder, "index written")
     if writer is not None and index is not None:
@@ -108,12 +117,11 @@ def _commit(
     plan: SavePlan,
     names: Sequence[str],
     files: dict[str, FileRecord],
-    save_id: str,
 ) -> tuple[CheckpointIndex | None, CheckpointError | None]:
     """Write the index. Its failure is returned: the other ranks wait to hear of it."""
     try:
         index = _index(plan, names, files)
-        writer.commit(index, save_id)
+        writer.commit(index)
     except CheckpointError as error:
         return None, error
     except Exception as error:
@@ -155,15 +163,20 @@ def _rank_lost(left: str, kind: type[CheckpointError] = CheckpointError) -> Iter
         raise kind(f"{left}. The ranks did not finish the save together: {error}") from error
 
 
-def _prepare(engine: Any, folder: Path, shard_bytes: int) -> tuple[SavePlan, FolderWriter | None]:
-    """Make the plan and the folder, locked by the first rank; every rank raises if one of them fails or differs."""
+def _prepare(engine: Any, out_dir: Any, shard_bytes: Any) -> tuple[Path, SavePlan, FolderWriter | None, str]:
+    """Make the plan and the folder, locked by the first rank; every rank raises if one of them fails or differs.
+
+    Returns:
+        The folder, the plan, the writer on the first rank, and the id of the save.
+    """
     error: Exception | None = None
     facts = RankFacts({})
     writer: FolderWriter | None = None
     try:
-        if shard_bytes < 1:
-            raise CheckpointError(f"shard_bytes must be positive, got {shard_bytes}")
+        folder = folder_of("out_dir", out_dir)
+        check_shard_bytes(shard_bytes)
         state = collect(engine)
+        state.host.require_restored()
         with refusing(f"{folder}: cannot be made"):
             make_folder(folder)
         if is_first_rank():
@@ -173,6 +186,7 @@ def _prepare(engine: Any, folder: Path, shard_bytes: int) -> tuple[SavePlan, Fol
         error = caught
     try:
         agree(facts, error=error, kind=CheckpointError)
+        save_id = require_one_folder(folder, writer)
         held = _held_anywhere(state)
         plan = SavePlan(state, held, shard_bytes)
         _compare_copies(state, held)
@@ -180,7 +194,7 @@ def _prepare(engine: Any, folder: Path, shard_bytes: int) -> tuple[SavePlan, Fol
         if writer is not None:
             writer.close()
         raise
-    return plan, writer
+    return folder, plan, writer, save_id
 
 
 def _facts(state: LiveState, folder: Path, shard_bytes: int) -> RankFacts:
@@ -250,7 +264,12 @@ def _index(plan: SavePlan, names: Sequence[str], files: dict[str, FileRecord]) -
             **described(first.whole), rows=rows, step=first.step, group=first.group, tensors=where[name]
         )
     return CheckpointIndex.made_now(
-        source={"writer": "engine", "zero_stage": state.host.zero_stage, "world_size": state.world_size},
+        source={
+            "writer": "engine",
+            "optimizer": OURS,
+            "zero_stage": state.host.zero_stage,
+            "world_size": state.world_size,
+        },
         optimizer=state.optimizer.config.model_dump(mode="json"),
         groups=[json_settings(group) for group in state.optimizer.param_groups],
         progress=read_progress(state.host),

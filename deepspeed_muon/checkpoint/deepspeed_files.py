@@ -18,18 +18,23 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.conversion import repeat_in_run, route_saved
-from deepspeed_muon.checkpoint.index import STATE_KEYS
+from deepspeed_muon.checkpoint.index import OURS, STATE_KEYS
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, RecordedParameter, read_records
 from deepspeed_muon.checkpoint.saved import SavedParameter, SavedTensor
-from deepspeed_muon.checkpoint.sealed import check_tensor, json_settings, refusing
-from deepspeed_muon.checkpoint.sources import views
-from deepspeed_muon.checkpoint.tag_folder import TagFolder
+from deepspeed_muon.checkpoint.sealed import check_tensor, drop_pages, json_settings, refusing
+from deepspeed_muon.checkpoint.sources import WINDOW, views
+from deepspeed_muon.checkpoint.tag_folder import TagFolder, optimizer_kind
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
 from deepspeed_muon.plan.slices import TensorSlice, add_up
-from deepspeed_muon.plan.spread import Fragment, Spread, flat_spread, fragments_of, sharded_spread
-
-__all__ = ["DeepSpeedFiles"]
+from deepspeed_muon.plan.spread import (
+    Fragment,
+    Spread,
+    flat_spread,
+    fragments_of,
+    runs_within,
+    sharded_spread,
+)
 
 
 class DeepSpeedFiles(TagFolder):
@@ -48,6 +53,7 @@ class DeepSpeedFiles(TagFolder):
         folder: str | os.PathLike[str],
         *,
         trust: bool = False,
+        verify: bool = True,
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
     ) -> None:
@@ -56,13 +62,14 @@ class DeepSpeedFiles(TagFolder):
         Args:
             folder: The tag's folder, or the folder with ``latest``.
             trust: See :func:`~deepspeed_muon.checkpoint.sealed.load_pickle`.
+            verify: Compare every file with the CRC-32 in it, before anything of it is used.
             include: For AdamW checkpoints: patterns of names that go to Muon.
             exclude: For AdamW checkpoints: patterns of names that stay with AdamW.
 
         Raises:
             CheckpointError: Naming the file and, where one is to blame, the parameter.
         """
-        super().__init__(folder, trust=trust)
+        super().__init__(folder, trust=trust, verify=verify)
         self._include, self._exclude = tuple(include), tuple(exclude)
         self.lossy: list[str] = []
         with refusing(f"{self.folder}: not as DeepSpeed writes it"):
@@ -70,15 +77,9 @@ class DeepSpeedFiles(TagFolder):
 
     def _describe(self) -> None:
         self.groups = [json_settings(group) for group in self._inner[0]["param_groups"]]
-        record = self._inner[0].get(RECORD_KEY)
         self.optimizer: dict[str, Any] = {}
-        if record is not None:
-            self.kind = "deepspeed_muon"
-            found = self._from_record()
-        else:
-            has_muon = any("momentum_buffer" in s for s in self._inner[0]["state"].values())
-            self.kind = "DeepSpeed's Muon" if has_muon else "AdamW"
-            found = self._without_record()
+        self.kind = optimizer_kind(self._inner[0])
+        found = self._from_record() if self.kind == OURS else self._without_record()
         parts: dict[str, dict[TensorSlice, SavedParameter]] = {}
         for each in found:
             other = parts.setdefault(each.name, {}).setdefault(each.part, each)
@@ -248,6 +249,9 @@ class DeepSpeedFiles(TagFolder):
         muon = [parameter for parameter in found if parameter.algorithm == "muon" and parameter.step]
         if not muon:
             return
+        self.lossy.append(
+            "rates, decay, betas, eps and adjust_lr_fn are not carried over: those of the run's optimizer.params hold"
+        )
         if self.kind == "AdamW":
             betas = self.groups[muon[0].group].get("betas", ["?"])
             self.lossy.append(
@@ -338,21 +342,40 @@ class DeepSpeedFiles(TagFolder):
             return parameter.whole_from[fragment.rank] + fragment.matrix_offset
         return fragment.partition_offset
 
-    def read(self, name: str, key: str) -> Tensor:
-        """Return a whole tensor in its true shape, fp32.
+    def pieces(self, name: str, key: str) -> Iterator[Tensor]:
+        """Yield a tensor in row-major order, fp32, flat, some megabytes at a time; a piece lasts until the next one.
 
         Args:
             name: The parameter.
             key: ``fp32`` or a state key of its algorithm.
         """
         tensor = self.parameters[name]
-        full = torch.empty(math.prod(tensor.shape_of(key)), dtype=torch.float32)
-        for parameter in tensor.held:
-            part = parameter.part_of(key)
-            for fragment in self._fragments(parameter, key):
-                source = self._partition(parameter, key, fragment.rank)
-                held = source.narrow(0, self._start(parameter, key, fragment), fragment.numel)
-                first = fragment.matrix_offset
-                for own, whole in views(part, first, first + fragment.numel, held, first, full, 0):
-                    whole.copy_(own)
-        return full.view(tensor.shape_of(key))
+        numel = math.prod(tensor.shape_of(key))
+        buffer = torch.empty(min(numel, WINDOW), dtype=torch.float32)
+        for start in range(0, numel, WINDOW):
+            piece = buffer.narrow(0, 0, min(WINDOW, numel - start))
+            read: list[Tensor] = []
+            for parameter in tensor.held:
+                part = parameter.part_of(key)
+                begin, end = part.before(start), part.before(start + piece.numel())
+                for fragment, first, last in self._runs(parameter, key, begin, end):
+                    place = self._start(parameter, key, fragment) + first - fragment.matrix_offset
+                    held = self._partition(parameter, key, fragment.rank).narrow(0, place, last - first)
+                    for own, whole in views(part, first, last, held, first, piece, start):
+                        whole.copy_(own)
+                    read.append(held)
+            drop_pages(read)
+            yield piece
+
+    def _runs(
+        self, parameter: SavedParameter, key: str, start: int, stop: int
+    ) -> Iterator[tuple[Fragment, int, int]]:
+        """Yield the fragments that hold elements ``[start, stop)`` of a part, each element once, and which ones."""
+        places = parameter.places_of(key)
+        if places.replicated or self.stage == 0:
+            yield next(iter(fragments_of(places))), start, stop
+            return
+        for rank, first, last in runs_within(places, start, stop):
+            fragment = places.on(rank)
+            assert fragment is not None
+            yield fragment, first, last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -18,7 +19,15 @@ SOME_RANKS = (
 
 
 class Host(Protocol):
-    """The engine around an optimizer. The engine sets it as ``Muon.host`` when it binds the optimizer."""
+    """The engine around an optimizer. The engine sets it as ``Muon.host`` when it binds the optimizer.
+
+    Attributes:
+        step_thread: The thread that took the last step; ``None`` before the first one.
+        save_id: Random id of the save that ``engine.save_checkpoint`` is writing, equal on all ranks; else ``None``.
+    """
+
+    step_thread: int | None
+    save_id: str | None
 
     @property
     def zero_stage(self) -> int:
@@ -53,6 +62,23 @@ class Host(Protocol):
     def refresh_weights(self) -> None:
         """Round the fp32 masters into the weights of the forward pass. Must be called by all ranks."""
 
+    def begin_restore(self, where: str) -> None:
+        """Let steps, saves and forward passes raise from now on, until :meth:`end_restore`; may be called again.
+
+        Args:
+            where: What is restored, for the message.
+        """
+
+    def end_restore(self) -> None:
+        """Let the engine train again."""
+
+    def require_restored(self) -> None:
+        """Raise if a restore began and did not end.
+
+        Raises:
+            CheckpointError: Naming what was restored and the remedy.
+        """
+
 
 def optimizer_of(engine: Any) -> Muon:
     """Return our optimizer inside an engine.
@@ -72,7 +98,18 @@ def optimizer_of(engine: Any) -> Muon:
 
 
 def require_all_ranks(engine: Any) -> None:
-    """Raise on every rank, without waiting for others, if an engine does not have all ranks of the program."""
-    members = getattr(getattr(engine, "basic_optimizer", None), "members", None)
+    """Raise on every rank, without waiting for others, where the ranks cannot save or restore together.
+
+    Raises:
+        CheckpointError: If the engine does not have all ranks of the program, or another thread takes its steps: its
+            collectives and those of the save would meet in another order on each rank.
+    """
+    optimizer = getattr(engine, "basic_optimizer", None)
+    members = getattr(optimizer, "members", None)
     if members is not None and not members.are_everyone:
         raise CheckpointError(f"this engine has some of the program's ranks only: {SOME_RANKS}")
+    thread = getattr(getattr(optimizer, "host", None), "step_thread", None)
+    if thread not in (None, threading.get_ident()):
+        raise CheckpointError(
+            "another thread takes the steps of this engine: save and restore in the thread that calls engine.step"
+        )

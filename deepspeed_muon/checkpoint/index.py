@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
@@ -26,7 +27,7 @@ from pydantic import (
     model_validator,
 )
 
-from deepspeed_muon.checkpoint.sealed import UNSEALED_VERSION, VERSION, read_sealed, sealed_json
+from deepspeed_muon.checkpoint.sealed import VERSION, read_sealed, sealed_json
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.plan.rows import ROW_STATE_KEY, RowPlaces
 from deepspeed_muon.plan.slices import TensorSlice, whole_slice
@@ -36,6 +37,7 @@ __all__ = [
     "COUNTERS",
     "FORMAT",
     "INDEX_NAME",
+    "OURS",
     "SCALE_KEYS",
     "SHARD_PATTERN",
     "STATE_KEYS",
@@ -48,6 +50,7 @@ __all__ = [
     "ParameterKind",
     "ParameterRecord",
     "Progress",
+    "Steps",
     "checked",
     "described",
     "load_index",
@@ -56,6 +59,8 @@ __all__ = [
 
 FORMAT: Literal["deepspeed_muon.consolidated"] = "deepspeed_muon.consolidated"
 INDEX_NAME = "muon_index.json"
+OURS = "deepspeed_muon"
+"""The optimizer of a checkpoint that was not converted from another one."""
 SHARD_PATTERN = re.compile(r"muon-[0-9a-f]{12}-[0-9]{5,}\.safetensors")
 STATE_KEYS: dict[str, tuple[str, ...]] = {"muon": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}
 """What the optimizer keeps for a parameter of each algorithm, next to the fp32 master. NorMuon keeps rows besides."""
@@ -71,7 +76,22 @@ _MAX_NUMEL = 1 << 50
 _Model = TypeVar("_Model", bound=BaseModel)
 
 Dimension = Annotated[int, Field(ge=1, le=_MAX_NUMEL, strict=True)]
-Count = Annotated[int, Field(ge=0, le=1 << 62, strict=True)]
+Count = Annotated[int, Field(ge=0, le=1 << 53, strict=True)]
+Steps = Annotated[int, Field(ge=0, le=1 << 40, strict=True)]
+
+
+def _at_most(length: int) -> BeforeValidator:
+    """Return what refuses a longer list before pydantic collects the faults of all its entries."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and len(value) > length:
+            raise ValueError(f"has {len(value)} entries, at most {length} are possible")
+        return value
+
+    return BeforeValidator(check)
+
+
+Blocks = Annotated[tuple[Dimension, ...], _at_most(1 << 16)]
 
 
 class _Record(BaseModel):
@@ -103,10 +123,10 @@ class ParameterKind(_Record):
         group: Number of its param group.
     """
 
-    shape: Annotated[tuple[Dimension, ...], Field(max_length=64)]
+    shape: Annotated[tuple[Dimension, ...], _at_most(64)]
     algorithm: Literal["muon", "adamw"]
     heads: Dimension = 1
-    grid: tuple[tuple[Dimension, ...], tuple[Dimension, ...]] | None = None
+    grid: tuple[Blocks, Blocks] | None = None
     interleaved: Annotated[bool, Field(strict=True)] = False
     transposed: Annotated[bool, Field(strict=True)] = False
     group: Count
@@ -190,7 +210,7 @@ class ParameterRecord(ParameterKind):
     """
 
     rows: Annotated[int, Field(ge=0, le=_MAX_NUMEL, strict=True)] = 0
-    step: Count
+    step: Steps
     tensors: dict[str, str]
 
     def shape_of(self, key: str) -> tuple[int, ...]:
@@ -234,12 +254,29 @@ class Progress(_Record):
         loss_scale: The dynamic loss scale.
     """
 
-    global_steps: Count = 0
+    global_steps: Steps = 0
     global_samples: Count = 0
-    skipped_steps: Count = 0
+    skipped_steps: Steps = 0
     lr_scheduler: dict[str, Any] | None = None
     lr_scheduler_class: str | None = None
     loss_scale: dict[str, float | int] | None = None
+
+
+def _each(model: type[_Model]) -> BeforeValidator:
+    """Return what validates a map of names to records, and raises for the first bad one: all could take gigabytes."""
+
+    def validate(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        records = {}
+        for name, entry in value.items():
+            try:
+                records[name] = model.model_validate(entry)
+            except ValidationError as error:
+                raise ValueError(f"{name}: {_readable(error)}") from error
+        return records
+
+    return BeforeValidator(validate)
 
 
 class CheckpointIndex(_Record):
@@ -247,9 +284,10 @@ class CheckpointIndex(_Record):
 
     Attributes:
         format: Always :data:`FORMAT`.
-        version: Of the format: 2, or 1 for a set whose index has no checksum.
+        version: Of the format.
         versions: Of the software that wrote it.
-        source: Where the state came from, in words and numbers.
+        source: Where the state came from, in words and numbers; ``optimizer`` is :data:`OURS`, or what it was converted
+            from.
         lossy: What was lost or invented when it was converted from another optimizer.
         optimizer: The settings of the optimizer.
         groups: Hyperparameters of the param groups.
@@ -259,25 +297,20 @@ class CheckpointIndex(_Record):
     """
 
     format: Literal["deepspeed_muon.consolidated"]
-    version: Literal[1, 2]
+    version: Literal[1]
     versions: dict[str, str]
     source: dict[str, Any] = {}
-    lossy: list[str] = []
+    lossy: Annotated[list[str], Field(max_length=1024)] = []
     optimizer: dict[str, Any] = {}
-    groups: list[dict[str, Any]]
+    groups: Annotated[list[dict[str, Any]], Field(max_length=1024)]
     progress: Progress = Progress()
-    files: dict[str, FileRecord]
-    parameters: dict[str, ParameterRecord]
+    files: Annotated[dict[str, FileRecord], _each(FileRecord)]
+    parameters: Annotated[dict[str, ParameterRecord], _each(ParameterRecord)]
 
     @classmethod
     def made_now(cls, **content: Any) -> CheckpointIndex:
         """Return an index of this release's format with the versions of the software that runs."""
         return cls(format=FORMAT, version=VERSION, versions=_versions(), **content)
-
-    @property
-    def sealed(self) -> bool:
-        """Whether the index has a checksum, so that damage to it is found."""
-        return self.version != UNSEALED_VERSION
 
     def to_bytes(self) -> bytes:
         """Return the file's content, with the checksum."""
@@ -360,7 +393,7 @@ def checked(model: type[_Model], content: Any, refusal: str) -> _Model:
 
 def _readable(error: ValidationError) -> str:
     lines = []
-    for item in error.errors()[:10]:
+    for item in error.errors(include_url=False, include_context=False, include_input=False)[:10]:
         where = ".".join(map(str, item["loc"]))
         lines.append(f"{where + ': ' if where else ''}{item['msg'].removeprefix('Value error, ')}")
     return "\n".join(lines)

@@ -2,22 +2,21 @@
 
 DeepSpeed's own files do not say where a parameter lies when gradients are dealt round-robin or groups are split, and
 at stage 0 they have no names. The record gives the rule of each parameter, a
-:class:`~deepspeed_muon.plan.spread.Spread`, so its size does not grow with the number of ranks. The ranks divide the
-parameters: each describes some in its own file. The record consists of numbers, strings, lists and dicts, so that torch
-loads it with ``weights_only``.
+:class:`~deepspeed_muon.plan.spread.Spread`, so its size does not grow with the number of ranks. A file has a record for
+each data-parallel group of its rank. The ranks of a group divide its parameters: each describes some in its own file,
+and each parameter says which part of the whole tensor it is. The record consists of numbers, strings, lists and dicts,
+so that torch loads it with ``weights_only``.
 
-Where not all ranks hold the same parameters (experts, tensor parallelism, pipelines), a file has such a record for each
-data-parallel group of its rank (version 3), and each parameter says which part of the whole tensor it is.
+Every save has a random id, which is in each rank's files: files of two saves are not read together, even if both are of
+the same step.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, PrivateAttr, model_validator
 
@@ -27,26 +26,14 @@ from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.rows import RowPlaces, row_places
 from deepspeed_muon.plan.slices import TensorSlice, whole_slice
-from deepspeed_muon.plan.spread import Fragment, Places, Spread, spread_of
-
-__all__ = [
-    "RECORD_KEY",
-    "RECORD_VERSION",
-    "WITH_GROUPS",
-    "LayoutRecord",
-    "RecordedParameter",
-    "common_part",
-    "read_record",
-    "read_records",
-]
+from deepspeed_muon.plan.spread import Places, Spread
 
 RECORD_KEY = "deepspeed_muon_layout"
-RECORD_VERSION = 2
-WITH_GROUPS = 3
+RECORD_VERSION = 1
+SAVE_KEY = "deepspeed_muon_save"
+"""Where a file with a model has the id of its save; in the state of an optimizer it is in the record."""
 # More blocks than any matrix has: a damaged number must not take memory.
 _MOST_BLOCKS = 1 << 20
-# Until version 1 every rank's file held the fragments of all parameters on all ranks.
-_WITH_FRAGMENTS = 1
 
 
 def _spread(value: Any) -> Spread:
@@ -140,21 +127,17 @@ class RecordedParameter(ParameterKind, InPartitions):
 
 
 class LayoutRecord(BaseModel):
-    """The record of all ranks together, checked: nothing lies in two places, or where something else lies.
+    """The record of a data-parallel group, checked: nothing lies in two places, or where something else lies.
 
     Attributes:
-        version: :data:`RECORD_VERSION`, or 1.
         world_size: Ranks over which the parameters are spread.
         optimizer: The settings of the optimizer.
-        global_steps: Of the engine; absent from older records.
         parameters: All parameters.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    version: Literal[1, 2]
     world_size: Annotated[int, Field(ge=1, le=1 << 24, strict=True)]
-    global_steps: Count | None = None
     optimizer: dict[str, Any]
     parameters: Annotated[tuple[RecordedParameter, ...], Field(min_length=1)]
 
@@ -218,11 +201,16 @@ def _refuse_overlaps(partition: int, members: Sequence[tuple[str, Places]]) -> N
             end, before = start + numel, name
 
 
-def common_part(content: Any) -> Any:
-    """Return what the files of all ranks of one save have in common of what they hold under :data:`RECORD_KEY`."""
-    if not isinstance(content, Mapping) or content.get("version") not in (RECORD_VERSION, WITH_GROUPS):
-        return content
-    return without(content, "parameters", "groups")
+def save_of(content: Any) -> str | None:
+    """Return the id of the save that a file of DeepSpeed is of; ``None`` where another optimizer saved it."""
+    if not isinstance(content, Mapping):
+        return None
+    for key in ("optimizer_state_dict", "base_optimizer_state", "optimizer"):
+        if isinstance(content.get(key), Mapping) and SAVE_KEY not in content:
+            return save_of(content[key])
+    record = content.get(RECORD_KEY)
+    found = record.get("save") if isinstance(record, Mapping) else content.get(SAVE_KEY)
+    return None if found is None else str(found)
 
 
 def read_records(contents: Sequence[Any], where: str) -> list[tuple[LayoutRecord, list[int]]]:
@@ -239,11 +227,19 @@ def read_records(contents: Sequence[Any], where: str) -> list[tuple[LayoutRecord
         CheckpointError: If it is no record, or describes what cannot be.
     """
     content = contents[0]
-    if not isinstance(content, Mapping) or content.get("version") != WITH_GROUPS:
-        return [(read_record(contents, where), list(range(len(contents))))]
-    common = without(content, "version", "groups")
+    if isinstance(content, Mapping) and "missing" in content:
+        raise CheckpointError(
+            f"{where}: was saved without a record of its layout ({content['missing']}): load it with "
+            f"engine.load_checkpoint, at the same ZeRO stage and number of ranks"
+        )
+    if not isinstance(content, Mapping) or content.get("version") != RECORD_VERSION or "save" not in content:
+        raise CheckpointError(
+            f"{where}: its layout record is not of version {RECORD_VERSION}, the only one that this release reads: "
+            f"load it with engine.load_checkpoint, at the same ZeRO stage and number of ranks, and save it again"
+        )
     files: dict[str, dict[int, int]] = {}
     members: dict[tuple[int, str], Mapping[str, Any]] = {}
+    found = []
     with refusing(f"{where}: layout record refused"):
         for number, each in enumerate(contents):
             for group in each["groups"]:
@@ -253,7 +249,6 @@ def read_records(contents: Sequence[Any], where: str) -> list[tuple[LayoutRecord
                         f"files {files[name][rank]} and {number} are both of rank {rank} of group {name}"
                     )
                 members[number, name] = group
-        found = []
         for name, ranks in files.items():
             numbers = [ranks[rank] for rank in sorted(ranks)]
             parts = [members[number, name] for number in numbers]
@@ -262,66 +257,12 @@ def read_records(contents: Sequence[Any], where: str) -> list[tuple[LayoutRecord
                 numbers, parts = numbers[:1], parts[:1]
             elif sorted(ranks) != list(range(parts[0]["world_size"])):
                 raise ValueError(f"of group {name} there are files of ranks {sorted(ranks)}")
-            first = {**common, "version": RECORD_VERSION, **without(parts[0], "name", "rank")}
-            found.append((read_record([first, *parts[1:]], where), numbers))
+            # The parameters were dealt to the ranks one by one.
+            dealt = zip_longest(*(part["parameters"] for part in parts))
+            whole = {
+                "world_size": parts[0]["world_size"],
+                "optimizer": content["optimizer"],
+                "parameters": [entry for turn in dealt for entry in turn if entry is not None],
+            }
+            found.append((checked(LayoutRecord, whole, f"{where}: layout record refused:\n"), numbers))
     return found
-
-
-def read_record(contents: Sequence[Any], where: str) -> LayoutRecord:
-    """Check what the files of one data-parallel group hold, without version 3.
-
-    Args:
-        contents: What every rank's file holds, in the order of the ranks.
-        where: The first file, for errors.
-
-    Raises:
-        CheckpointError: If it is no record, or describes what cannot be.
-    """
-    content = contents[0]
-    version = content.get("version") if isinstance(content, Mapping) else content
-    if not isinstance(content, Mapping) or version not in (_WITH_FRAGMENTS, RECORD_VERSION):
-        raise CheckpointError(f"{where}: layout record of version {version!r}")
-    if "missing" in content:
-        raise CheckpointError(
-            f"{where}: was saved without a record of its layout ({content['missing']}): load it with "
-            f"engine.load_checkpoint, at the same ZeRO stage and number of ranks"
-        )
-    with refusing(f"{where}: layout record refused"):
-        whole = _from_fragments(content) if version == _WITH_FRAGMENTS else _put_together(contents)
-    return checked(LayoutRecord, whole, f"{where}: layout record refused:\n")
-
-
-def _put_together(contents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the record with the parameters of all ranks' parts, which were dealt to them one by one."""
-    dealt = zip_longest(*(each["parameters"] for each in contents))
-    entries = [entry for turn in dealt for entry in turn if entry is not None]
-    if digest(entries) != contents[0]["digest"]:
-        raise ValueError(
-            f"its parts, {len(entries)} parameters in {len(contents)} files, are not those that were saved"
-        )
-    return {**without(contents[0], "digest"), "parameters": entries}
-
-
-def without(content: Mapping[str, Any], *keys: str) -> dict[str, Any]:
-    return {key: value for key, value in content.items() if key not in keys}
-
-
-def digest(entries: Sequence[Mapping[str, Any]]) -> str:
-    """Return a checksum of the parameters, whichever file each is in."""
-    found = hashlib.sha256()
-    for text in sorted(json.dumps(entry, sort_keys=True) for entry in entries):
-        found.update(text.encode())
-    return found.hexdigest()
-
-
-def _from_fragments(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record of version 1 with rules in place of its lists of fragments."""
-    entries = []
-    for entry in content["parameters"]:
-        if not isinstance(entry["replicated"], bool):
-            raise ValueError(f"replicated is {entry['replicated']!r}")
-        spread = spread_of([Fragment(*f) for f in entry["fragments"]], replicated=entry["replicated"])
-        rows = max((row[1] + row[3] for row in entry.get("rows", ())), default=0)
-        kept = without(entry, "fragments", "replicated", "rows")
-        entries.append({**kept, "spread": spread.numbers(), "rows": rows})
-    return {**content, "parameters": entries}

@@ -160,7 +160,7 @@ def collect(engine: Any) -> LiveState:
     groups = host.param_group_numbers()
     members: dict[tuple[int, ...], tuple[int, ...]] = {}
     parameters: dict[str, LiveParameter] = {}
-    for runner in optimizer.runners:
+    for runner in optimizer._runners:
         step_set = runner.step_set
         rows = {places.matrix.name: places for places in runner.row_places}
         ranks = _ranks(step_set.group)
@@ -190,7 +190,7 @@ def collect(engine: Any) -> LiveState:
     if not parameters:
         raise CheckpointError("the engine's optimizer holds no parameters")
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    device = optimizer.runners[0].context.device
+    device = optimizer._runners[0].context.device
     return LiveState(optimizer, host, tuple(parameters.values()), rank, size, device)
 
 

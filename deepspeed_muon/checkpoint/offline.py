@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from deepspeed_muon.checkpoint.commit import FolderWriter, make_folder, removed_on_failure
+from deepspeed_muon.checkpoint.commit import FolderWriter, make_folder, new_folder, removed_on_failure
 from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
 from deepspeed_muon.checkpoint.index import CheckpointIndex, FileRecord, ParameterRecord, described
-from deepspeed_muon.checkpoint.sealed import refusing
+from deepspeed_muon.checkpoint.sealed import folder_of, refusing
 from deepspeed_muon.checkpoint.settings import check_loss_scale, checked_settings
 from deepspeed_muon.checkpoint.shards import (
     DEFAULT_SHARD_BYTES,
     PlannedTensor,
     ShardFile,
-    aside,
+    check_shard_bytes,
     files_of,
     fsync_folder,
     pack,
@@ -48,7 +46,7 @@ def consolidate_files(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
 ) -> CheckpointIndex:
-    """Convert a checkpoint that DeepSpeed saved to one safetensors set, with one tensor in memory at a time.
+    """Convert a checkpoint that DeepSpeed saved to one safetensors set, with some megabytes in memory at a time.
 
     Args:
         folder: A tag's folder, or the folder with ``latest``: ours, DeepSpeed's own Muon's, or AdamW's.
@@ -65,8 +63,9 @@ def consolidate_files(
         CheckpointError: Naming the file and the parameter. A set that ``out_dir`` held before is untouched then, unless
             the message says that the new one is in place.
     """
+    out = folder_of("out_dir", out_dir)
+    check_shard_bytes(shard_bytes)
     saved = DeepSpeedFiles(folder, trust=trust, include=include, exclude=exclude)
-    out = Path(out_dir)
     with refusing(f"{out}: cannot be made"):
         make_folder(out)
     with FolderWriter(out) as writer:
@@ -82,20 +81,19 @@ def _replace_set(saved: DeepSpeedFiles, out: Path, shard_bytes: int, writer: Fol
         for name, parameter in saved.parameters.items()
         for key in parameter.keys
     ]
-    save_id = secrets.token_hex(6)
     files: dict[str, FileRecord] = {}
     shards = pack(tensors, shard_bytes)
     with removed_on_failure(out, files, BaseException):
         try:
             for number, shard in enumerate(shards):
-                name = shard_name(save_id, number)
+                name = shard_name(writer.save_id, number)
                 files[name] = _write_shard(saved, out / name, shard)
             fsync_folder(out)
         except OSError as error:
             raise CheckpointError(f"{out}: {error}; what it held before is untouched") from error
         index = _index(saved, files, files_of(shards, list(files)))
     with removed_on_failure(out, files):
-        writer.commit(index, save_id)
+        writer.commit(index)
     return index
 
 
@@ -103,7 +101,8 @@ def _write_shard(saved: DeepSpeedFiles, path: Path, tensors: Sequence[PlannedTen
     file = ShardFile(path, tensors)
     try:
         for tensor in tensors:
-            file.write(saved.read(tensor.parameter, tensor.key).reshape(-1))
+            for piece in saved.pieces(tensor.parameter, tensor.key):
+                file.write(piece)
         return file.finish()
     except BaseException:
         file.discard()
@@ -174,7 +173,7 @@ def export_to_torch(folder: str | os.PathLike[str], out_dir: str | os.PathLike[s
 
     Args:
         folder: A consolidated checkpoint.
-        out_dir: Where to write; made if needed.
+        out_dir: The folder to write; must not hold anything yet.
 
     Returns:
         What was lost, in words.
@@ -182,9 +181,9 @@ def export_to_torch(folder: str | os.PathLike[str], out_dir: str | os.PathLike[s
     Raises:
         CheckpointError: If the checkpoint is damaged, or its param groups cannot be one group of torch's.
     """
+    place = Path(os.path.abspath(folder_of("out_dir", out_dir)))
     index = verify_folder(folder)
     source = ConsolidatedSource(folder)
-    out = Path(out_dir)
     lossy: list[str] = []
     content: dict[str, Any] = {"weights.pt": {}}
     for name, record in index.parameters.items():
@@ -209,33 +208,10 @@ def export_to_torch(folder: str | os.PathLike[str], out_dir: str | os.PathLike[s
             "param_groups": [{**settings, "params": list(range(len(names))), "param_names": names}],
         }
     source.close()
-    try:
-        make_folder(out)
-        _replace_together(out, content)
-    except OSError as error:
-        raise CheckpointError(f"{out}: {error}; export again") from error
-    return lossy
-
-
-def _replace_together(out: Path, content: Mapping[str, Any]) -> None:
-    """Write files of ``torch.save`` so that those of two exports are never mixed: a file is missing instead."""
-    try:
+    with new_folder(place) as out:
         for file, what in content.items():
-            with open(aside(out / file), "wb") as stream:
-                torch.save(what, stream)
-                stream.flush()
-                os.fsync(stream.fileno())
-        for file in content:
-            (out / file).unlink(missing_ok=True)
-        fsync_folder(out)
-        for file in content:
-            os.replace(aside(out / file), out / file)
-        fsync_folder(out)
-    except BaseException:
-        for file in content:
-            with contextlib.suppress(OSError):
-                aside(out / file).unlink(missing_ok=True)
-        raise
+            torch.save(what, out / file)
+    return lossy
 
 
 def _torch_settings(

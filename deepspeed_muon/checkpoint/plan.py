@@ -271,9 +271,19 @@ class _Writer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._thread.shutdown()
-        for future in self._pending:
-            future.result()
+        try:
+            self._thread.shutdown()
+            for future in self._pending:
+                future.result()
+        except BaseException as interrupt:
+            # The thread must not make files after those of the save were removed.
+            self.error = self.error or CheckpointError(f"interrupted: {interrupt!r}")
+            self._thread.shutdown(cancel_futures=True)
+            raise
+        finally:
+            self._discard()
+
+    def _discard(self) -> None:
         if self._current is not None:
             self._current.discard()
 

@@ -9,13 +9,11 @@ from typing import Any
 import torch
 
 from deepspeed_muon.checkpoint.index import described
-from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, RECORD_VERSION, WITH_GROUPS, digest, without
+from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, RECORD_VERSION
 from deepspeed_muon.checkpoint.live import LiveParameter, LiveState, collect
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.transport.agreement import Scope
-
-__all__ = ["add_record_to_state_dict", "record_of"]
 
 
 def add_record_to_state_dict(engine: Any) -> None:
@@ -39,7 +37,11 @@ class _RecordHook:
         except CheckpointError as error:
             # DeepSpeed's own resume works without the record. A reader must learn why there is none, or it would take
             # the state for that of another optimizer.
-            state_dict[RECORD_KEY] = {"version": RECORD_VERSION, "missing": str(error)}
+            state_dict[RECORD_KEY] = {
+                "version": RECORD_VERSION,
+                "save": engine.basic_optimizer.host.save_id,
+                "missing": str(error),
+            }
             if not self._warned:
                 warn(
                     "deepspeed_muon: the saved optimizer state has no record of its layout: %s. engine.load_checkpoint "
@@ -52,14 +54,14 @@ class _RecordHook:
 
 def record_of(state: LiveState) -> Mapping[str, Any]:
     """Return what this rank's file says of the layout."""
-    common = {
-        "global_steps": state.host.counters()["global_steps"],
+    if state.host.save_id is None:
+        raise CheckpointError("engine.save_checkpoint did not write it")
+    return {
+        "version": RECORD_VERSION,
+        "save": state.host.save_id,
         "optimizer": state.optimizer.config.model_dump(mode="json"),
+        "groups": [_record_of_group(state, held) for held in state.groups],
     }
-    groups = [_record_of_group(state, held) for held in state.groups]
-    if len(groups) == 1 and groups[0]["world_size"] == state.world_size:
-        return {"version": RECORD_VERSION, **common, **without(groups[0], "name", "rank")}
-    return {"version": WITH_GROUPS, **common, "groups": groups}
 
 
 def _record_of_group(state: LiveState, held: Sequence[LiveParameter]) -> dict[str, Any]:
@@ -73,7 +75,6 @@ def _record_of_group(state: LiveState, held: Sequence[LiveParameter]) -> dict[st
         "name": Scope.among(first.ranks, first.rank).name,
         "rank": first.rank,
         "world_size": len(first.ranks),
-        "digest": digest(entries),
         "parameters": entries if in_one_file else entries[first.rank :: len(first.ranks)],
     }
 

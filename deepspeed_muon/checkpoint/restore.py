@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.host import require_all_ranks
-from deepspeed_muon.checkpoint.index import INDEX_NAME, STATE_KEYS, ParameterRecord, Progress
+from deepspeed_muon.checkpoint.index import INDEX_NAME, STATE_KEYS, ParameterRecord, Progress, load_index
 from deepspeed_muon.checkpoint.live import LiveParameter, LiveState, collect
-from deepspeed_muon.checkpoint.sealed import read_regular, refusing
-from deepspeed_muon.checkpoint.settings import check_progress, group_settings, write_progress
+from deepspeed_muon.checkpoint.sealed import folder_of, read_regular, refusing, regular_size
+from deepspeed_muon.checkpoint.settings import Before, check_progress, group_settings, write_progress
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource, StateSource, nonfinite_text
+from deepspeed_muon.checkpoint.tag_folder import CONSOLIDATED_FOLDER, glance
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
@@ -28,9 +29,6 @@ from deepspeed_muon.transport.agreement import RankFacts, agree
 from deepspeed_muon.transport.members import everyone
 
 __all__ = ["CONSOLIDATED_FOLDER", "restore", "restore_from_source"]
-
-CONSOLIDATED_FOLDER = "muon_consolidated"
-"""Where ``consolidate_on_save`` writes, inside the folder of DeepSpeed's tag."""
 
 
 def restore(
@@ -52,7 +50,8 @@ def restore(
         folder: A consolidated checkpoint, or a DeepSpeed checkpoint (its folder or its tag's folder) that was saved
             with ``consolidate_on_save``.
         hyperparameters: Take rates and other settings of the param groups from the checkpoint, as
-            ``engine.load_checkpoint`` does; otherwise those of the configuration stay.
+            ``engine.load_checkpoint`` does; otherwise those of the configuration stay, and the schedule goes on with
+            them from the saved count. They always stay if the set was converted from another optimizer.
         progress: Restore step counters, scheduler and loss scale too.
         scheduler: With ``progress``, restore the scheduler too. Unset it to go on with another schedule.
         allow_nonfinite: Restore a state that holds infinities or NaN, too.
@@ -68,10 +67,12 @@ def restore(
     found: Path | None = None
     error: Exception | None = None
     source: ConsolidatedSource | None = None
+    before: Before | None = None
     try:
         with refusing(repr(folder)):
-            found = find_consolidated(Path(folder))
+            found = find_consolidated(folder_of("folder", folder))
             source = ConsolidatedSource(found)
+            before = Before(engine)
     except Exception as caught:
         error = caught
     restore_from_source(
@@ -83,29 +84,51 @@ def restore(
         allow_nonfinite=allow_nonfinite,
         error=error,
     )
-    assert found is not None and source is not None
-    if not source.index.sealed:
-        warn(
-            "deepspeed_muon: %s was written by an older release: its index has no checksum, so damage to it may go "
-            "unnoticed; consolidate again to get one",
-            found,
-        )
+    assert found is not None and source is not None and before is not None
+    before.warn_of_replaced(
+        str(found), 'restore it with hyperparameters=False (restore_from: "hyperparameters": false)'
+    )
     return found
 
 
 def find_consolidated(folder: Path) -> Path:
-    """Return the folder with the index: ``folder`` itself, or one inside of a DeepSpeed checkpoint."""
+    """Return the folder with the index: ``folder`` itself, or one inside of a DeepSpeed checkpoint.
+
+    Where ``latest`` names no tag with a set, it is the newest complete set of all tags.
+    """
     with refusing(f"{str(folder)!r}"):
-        candidates = [folder, folder / CONSOLIDATED_FOLDER]
+        tag_folder, candidates = folder, [folder, folder / CONSOLIDATED_FOLDER]
         if _exists(folder) and not folder.is_dir():
             raise CheckpointError(f"{folder}: is no folder; name the folder that holds {INDEX_NAME}")
+        latest = "no file 'latest'"
         with contextlib.suppress(FileNotFoundError):
             tag = read_regular(folder / "latest", 4096).decode().strip()
+            latest = f"'latest' names {tag!r}, which has no set"
             if tag and Path(tag).name == tag and tag != "..":
-                candidates.append(folder / tag / CONSOLIDATED_FOLDER)
+                tag_folder = folder / tag
+                candidates.append(tag_folder / CONSOLIDATED_FOLDER)
         for candidate in candidates:
             if _exists(candidate / INDEX_NAME):
                 return candidate
+        complete = []
+        for path in folder.glob(f"*/{CONSOLIDATED_FOLDER}/{INDEX_NAME}"):
+            with contextlib.suppress(CheckpointError, OSError):
+                index = load_index(path.parent)
+                if all(regular_size(path.parent / name) == file.bytes for name, file in index.files.items()):
+                    complete.append((index.progress.global_steps, path.stat().st_mtime, path.parent))
+        if complete:
+            steps, _, newest = max(complete)
+            warn(
+                "deepspeed_muon: %s: %s; %s, of step %d, is the newest complete one",
+                folder,
+                latest,
+                newest,
+                steps,
+            )
+            return newest
+    if (saved := glance(tag_folder, trust=False)) is not None:
+        saved.refuse_universal()
+        raise CheckpointError(f"{saved}, and not consolidated: {saved.way()}")
     raise CheckpointError(
         f"{folder}: no {INDEX_NAME} there, nor in {', '.join(map(str, candidates[1:]))}: not a consolidated "
         f"checkpoint, or its save did not finish"
@@ -152,6 +175,7 @@ def restore_from_source(
     plan: _Plan | None = None
     problems: list[str] = []
     nonfinite: list[str] = []
+    hyperparameters = hyperparameters and source is not None and not source.converted
     try:
         if error is None:
             assert source is not None
@@ -162,7 +186,9 @@ def restore_from_source(
                     plan = _Plan.of(state, source, hyperparameters=hyperparameters, state_too=state_too)
                     if progress and source.progress is not None:
                         plan.progress = source.progress
-                        check_progress(engine, source.progress, source.where, scheduler=scheduler)
+                        check_progress(
+                            engine, source.progress, source.where, scheduler=scheduler, rates=hyperparameters
+                        )
                     nonfinite = source.verify(state.rank, state.world_size)
                 facts = RankFacts({"checkpoint": source.digest()})
     except Exception as caught:
@@ -175,10 +201,17 @@ def restore_from_source(
         found = everyone().gather(nonfinite, what="check of a checkpoint").values()
         _judge(sorted(name for names in found for name in names), source, allow_nonfinite)
         _fill(plan, source)
-        if plan.progress is not None:
-            write_progress(plan.state.host, plan.progress, scheduler=scheduler)
-        for number, settings in plan.settings.items():
-            plan.state.optimizer.param_groups[number].update(settings)
+        try:
+            if plan.progress is not None:
+                write_progress(
+                    plan.state.optimizer, plan.progress, scheduler=scheduler, rates=hyperparameters
+                )
+            for number, settings in plan.settings.items():
+                plan.state.optimizer.param_groups[number].update(settings)
+        except Exception as caught:
+            error = caught
+        agree(RankFacts({}), error=error, kind=CheckpointError)
+        plan.state.host.end_restore()
     finally:
         if source is not None:
             source.close()
@@ -204,11 +237,16 @@ def _compare(state: LiveState, source: StateSource, state_too: bool) -> list[str
     extra = [name for name in saved if name not in live]
     for name in live.keys() - saved.keys():
         twin = next((other for other in extra if saved[other].shape == live[name].part.shape), None)
-        hint = f" (renamed? it has {twin} of the same shape)" if twin else ""
-        problems.append(f"parameter {name} is not in the checkpoint{hint}")
+        hint = f"renamed? it has {twin} of the same shape" if twin else "it was frozen, or not in the model"
+        problems.append(f"parameter {name} is not in the checkpoint ({hint})")
     for name in live.keys() & saved.keys():
         problems += _differences(live[name], saved[name], state_too)
     return problems
+
+
+def first_lines(lines: Collection[str]) -> str:
+    """Return some of the lines of an error, and how many more there are."""
+    return "\n".join(sorted(lines)[:20]) + (f"\nand {len(lines) - 20} more" if len(lines) > 20 else "")
 
 
 def _refuse_another_model(state: LiveState, source: StateSource, problems: Sequence[str]) -> None:
@@ -221,13 +259,18 @@ def _refuse_another_model(state: LiveState, source: StateSource, problems: Seque
     left = [name for name, somewhere in zip(names, held, strict=True) if not somewhere]
     problems = [
         *problems,
-        *(f"parameter {name} is in the checkpoint, but not in the optimizer" for name in left),
+        *(
+            f"parameter {name} is in the checkpoint, but not in the optimizer (it is frozen, or not in the model)"
+            for name in left
+        ),
     ]
     error = None
     if problems:
-        more = f"\nand {len(problems) - 20} more" if len(problems) > 20 else ""
-        shown = "\n".join(sorted(problems)[:20])
-        error = CheckpointError(f"{source.where} is not a checkpoint of this model:\n{shown}{more}")
+        error = CheckpointError(
+            f"{source.where} is not a checkpoint of this model:\n{first_lines(problems)}\n"
+            f"Make the model as the saved run did, or load the weights alone (fp32/NAME in the files of a set) "
+            f"into the model before deepspeed.initialize"
+        )
     agree(RankFacts({}), error=error, kind=CheckpointError)
 
 
@@ -314,10 +357,13 @@ class _Plan:
 def _fill(plan: _Plan, source: StateSource) -> None:
     """Write the source into this rank's partitions. Must be called by all ranks.
 
-    All checks are done, so that only the disk can fail; every rank raises then.
+    All checks are done, so that only the disk can fail, or an interrupt come; every rank raises then, and the engine
+    refuses to go on until a restore has ended.
     """
     state = plan.state
     error: Exception | None = None
+    interrupt: BaseException | None = None
+    state.host.begin_restore(source.where)
     try:
         for parameter, key, target in plan.writes:
             own = parameter.own_fragment(key)
@@ -327,12 +373,18 @@ def _fill(plan: _Plan, source: StateSource) -> None:
                 target.narrow(0, own.partition_offset, own.numel).zero_()
             if (parameter.partition.index, key) not in plan.made:
                 state.keep(parameter.partition, key, target)
-    except Exception as caught:
+    except BaseException as caught:
+        interrupt = None if isinstance(caught, Exception) else caught
         error = CheckpointError(
-            f"reading {source.where} failed after it was verified; the engine now holds a part of it and must be made "
-            f"anew: {caught}"
+            f"{source.where} was verified, and then reading it ended early: {caught!r}. The engine holds a part of it: "
+            f"restore again, or make the engine anew"
         )
-    agree(RankFacts({}), error=error, kind=CheckpointError)
+    try:
+        agree(RankFacts({}), error=error, kind=CheckpointError)
+    except CheckpointError:
+        if interrupt is not None:
+            raise interrupt from None
+        raise
     partitions = {parameter.partition.index: parameter.partition for parameter in state.parameters}
     for partition in partitions.values():
         steps = plan.steps.get(partition.index)

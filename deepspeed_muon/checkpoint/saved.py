@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field
 
-from deepspeed_muon.checkpoint.index import Count
+from deepspeed_muon.checkpoint.index import Steps
 from deepspeed_muon.checkpoint.layout_record import RecordedParameter
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
 
@@ -25,7 +25,7 @@ class SavedParameter(RecordedParameter):
     """
 
     files: tuple[int, ...]
-    step: Count
+    step: Steps
     saved_as: dict[str, str]
     whole_from: dict[int, int] = Field(default_factory=dict)
 

@@ -7,14 +7,18 @@ it does not prove who wrote the file.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import math
+import mmap
 import os
 import pickle
 import pkgutil
 import stat
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -24,13 +28,15 @@ from torch import Tensor
 from deepspeed_muon.errors import CheckpointError, MuonError
 
 __all__ = [
-    "UNSEALED_VERSION",
     "VERSION",
     "check_tensor",
+    "drop_pages",
+    "folder_of",
     "is_json",
     "json_settings",
     "load_pickle",
     "open_regular",
+    "parse_json",
     "parse_sealed",
     "read_regular",
     "read_sealed",
@@ -39,10 +45,8 @@ __all__ = [
     "sealed_json",
 ]
 
-UNSEALED_VERSION = 1
-"""Of documents that were written before there was a checksum."""
-VERSION: Literal[2] = 2
-"""Of documents with a checksum. A document of this version without one is refused."""
+VERSION: Literal[1] = 1
+"""Of the documents."""
 
 # DeepSpeed's own classes that its files may hold.
 _ALLOWED_CLASSES = (
@@ -52,7 +56,12 @@ _ALLOWED_CLASSES = (
     "deepspeed.utils.tensor_fragment:fragment_address",
 )
 _CHECKSUM = "sha256"
-_MAX_BYTES = 1 << 30
+# What an index of some 80,000 parameters needs. More is refused before it is parsed, which takes many times its size.
+_MAX_BYTES = 40 << 20
+_MAX_OBJECTS = 160_000
+_MAX_VALUES = 2_000_000
+# Only maps of names to objects (parameters, files, tensors) are longer: each fault in a document takes a kilobyte.
+_MAX_KEYS = 1024
 # Neither follow a link that took the file's place, nor wait for whoever writes into a pipe.
 _OPEN_FLAGS = (
     os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -73,6 +82,21 @@ def refusing(where: str) -> Iterator[None]:
         raise CheckpointError(f"{where}: {error.strerror or error}") from error
     except Exception as error:
         raise CheckpointError(f"{where}: cannot be read: {type(error).__name__}: {error}") from error
+
+
+def folder_of(argument: str, value: Any) -> Path:
+    """Return the folder that an argument of a call names.
+
+    Raises:
+        CheckpointError: If it names none. An empty text would be the working directory.
+    """
+    if not isinstance(value, (str, os.PathLike)) or not isinstance(os.fspath(value), str):
+        raise CheckpointError(f"{argument} must be the path of a folder, got {value!r}")
+    if not os.fspath(value):
+        raise CheckpointError(f"{argument} is empty: name a folder, '.' for the working directory")
+    if "\0" in os.fspath(value):
+        raise CheckpointError(f"{argument} has a null character: {os.fspath(value)!r}")
+    return Path(value)
 
 
 def regular_size(path: Path) -> int:
@@ -140,6 +164,28 @@ def load_pickle(path: Path, *, trust: bool = False) -> Any:
                 f"{path}: holds more than tensors and numbers, or is damaged: {str(error).splitlines()[0]}. If you "
                 f"trust whoever wrote it, pass --trust-pickles"
             ) from error
+
+
+def drop_pages(tensors: Sequence[Tensor]) -> None:
+    """Give back the memory of contiguous parts of mapped files after they were read; the disk has them still.
+
+    Pages of a mapping count as the process's until then. Nothing happens to tensors that lie elsewhere.
+    """
+    try:
+        with open("/proc/self/maps") as maps:
+            fields = [line.split(maxsplit=5) for line in maps]
+    except OSError:
+        return
+    spans = [span.split("-") for span, *_, inode in (each[:5] for each in fields) if inode != "0"]
+    mapped = [(int(first, 16), int(last, 16)) for first, last in spans]
+    madvise = ctypes.CDLL(None).madvise
+    for tensor in tensors:
+        start = tensor.data_ptr()
+        stop = start + tensor.numel() * tensor.element_size()
+        first, last = mapped[bisect_right(mapped, (start, math.inf)) - 1]
+        if first <= start < stop <= last:
+            start -= start % mmap.PAGESIZE
+            madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)
 
 
 def check_tensor(tensor: Any, where: str) -> None:
@@ -230,26 +276,43 @@ def parse_sealed(text: bytes, path: str, form: str) -> dict[str, Any]:
     Raises:
         CheckpointError: Naming the file.
     """
-    try:
-        content = json.loads(
-            text, object_pairs_hook=_without_duplicates, parse_constant=_finite, parse_float=_finite
-        )
-        _require_text(content)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(content, dict) or content.get("format") != form:
+    content = parse_json(text, path)
+    if content.get("format") != form:
         raise CheckpointError(f"{path}: not of the format {form}")
     version = content.get("version")
-    if type(version) is not int or version not in (UNSEALED_VERSION, VERSION):
-        raise CheckpointError(f"{path}: format version {version!r}, this release reads up to {VERSION}")
-    found = content.pop(_CHECKSUM, None)
-    if version == UNSEALED_VERSION and found is not None:
+    if type(version) is not int or version != VERSION:
         raise CheckpointError(
-            f"{path}: version {version} has no checksum, but there is one: the file was changed"
+            f"{path}: format version {version!r}; this release reads version {VERSION}: write it anew from DeepSpeed's "
+            f"files, or with the release that wrote it"
         )
-    if version == VERSION and found != _checksum(content):
+    found = content.pop(_CHECKSUM, None)
+    if found != _checksum(content):
         what = "its checksum is missing" if found is None else "its checksum is not that of its content"
         raise CheckpointError(f"{path}: {what}: the file was changed or is damaged")
+    return content
+
+
+def parse_json(text: bytes, path: str) -> dict[str, Any]:
+    """Return a JSON object as this project writes it: ASCII, every key once, no more values than a checkpoint needs.
+
+    Raises:
+        CheckpointError: Naming ``path``.
+    """
+    if text.count(b"{") > _MAX_OBJECTS or sum(map(text.count, (b",", b"[", b"{"))) > _MAX_VALUES:
+        raise CheckpointError(f"{path}: more values than that of a checkpoint can have")
+    try:
+        content = json.loads(
+            text.decode("ascii"),
+            object_pairs_hook=_without_duplicates,
+            parse_constant=_finite,
+            parse_float=_finite,
+        )
+        if b"\\u" in text:
+            _require_text(content)
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error or 'no memory'}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: no JSON object")
     return content
 
 
@@ -265,11 +328,12 @@ def _checksum(content: Mapping[str, Any]) -> str:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"the key {key!r} is there twice")
-        found[key] = value
+    if len(pairs) > _MAX_KEYS and not all(isinstance(value, dict) for _, value in pairs):
+        raise ValueError(f"an object has {len(pairs)} keys")
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {twice!r} is there twice")
     return found
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 
 from deepspeed_muon.checkpoint.host import Host, optimizer_of
@@ -20,7 +22,8 @@ from deepspeed_muon.checkpoint.sealed import is_json
 from deepspeed_muon.checkpoint.sources import StateSource
 from deepspeed_muon.config import GROUP_KEYS, MuonConfig
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.logs import warn
+from deepspeed_muon.logs import logger, warn
+from deepspeed_muon.optimizer import Muon
 
 __all__ = [
     "Before",
@@ -45,6 +48,12 @@ _NUMBERS = (int, float)
 
 # Counters of schedulers, of torch and of DeepSpeed; -1 before the first step.
 _COUNTERS = ("last_epoch", "_step_count", "last_batch_iteration")
+# Schedulers of torch without a closed form whose rates follow from the count nevertheless.
+_BY_COUNT = (
+    torch.optim.lr_scheduler.LambdaLR,
+    torch.optim.lr_scheduler.OneCycleLR,
+    torch.optim.lr_scheduler.CyclicLR,
+)
 
 
 def checked_settings(groups: Sequence[Mapping[str, Any]], where: str) -> list[dict[str, Any]]:
@@ -55,6 +64,8 @@ def checked_settings(groups: Sequence[Mapping[str, Any]], where: str) -> list[di
     """
     checked: list[dict[str, Any]] = []
     problems: list[str] = []
+    if len(groups) > 1024:
+        raise CheckpointError(f"{where}: {len(groups)} param groups are more than a run has")
     for number, group in enumerate(groups):
         checked.append({})
         for key in sorted(group.keys() & (_CONFIG_SETTINGS | set(_RATES))):
@@ -139,7 +150,7 @@ def check_loss_scale(scale: Any, where: str) -> None:
             )
 
 
-def check_progress(engine: Any, progress: Progress, where: str, *, scheduler: bool) -> None:
+def check_progress(engine: Any, progress: Progress, where: str, *, scheduler: bool, rates: bool) -> None:
     """Raise if :func:`write_progress` would fail, or would set a value on which a later step fails.
 
     Args:
@@ -147,6 +158,7 @@ def check_progress(engine: Any, progress: Progress, where: str, *, scheduler: bo
         progress: What would be written.
         where: The checkpoint, for the message.
         scheduler: Whether the schedule would be.
+        rates: Whether its rates would be, not the count alone.
 
     Raises:
         CheckpointError: Naming what cannot be used, and the argument that leaves it out.
@@ -155,7 +167,7 @@ def check_progress(engine: Any, progress: Progress, where: str, *, scheduler: bo
         check_loss_scale(progress.loss_scale, where)
     own = optimizer_of(engine).host.scheduler
     if scheduler and own is not None and progress.lr_scheduler is not None:
-        _check_schedule(engine, own, progress, where)
+        _check_schedule(engine, own, progress, where, rates=rates)
 
 
 def read_progress(host: Host) -> Progress:
@@ -179,25 +191,49 @@ def read_progress(host: Host) -> Progress:
     )
 
 
-def write_progress(host: Host, progress: Progress, *, scheduler: bool = True) -> None:
+def write_progress(optimizer: Muon, progress: Progress, *, scheduler: bool, rates: bool) -> None:
     """Set the engine's counters, schedule and loss scale.
 
     Args:
-        host: The engine. Mutated.
+        optimizer: The engine's optimizer. Mutated, and so is the engine.
         progress: What :func:`check_progress` found to be usable.
         scheduler: Whether to set the schedule too.
+        rates: Whether to take its rates; else it goes on from the saved count with its own, and sets those of the
+            param groups.
     """
+    host: Host = optimizer.host
     host.set_counters({key: getattr(progress, key) for key in COUNTERS})
     own = host.scheduler
     if scheduler and own is not None and progress.lr_scheduler is not None:
-        own.load_state_dict(copy.deepcopy(progress.lr_scheduler))
+        own.load_state_dict(_schedule(own, progress.lr_scheduler, rates))
+        if not rates:
+            _follow_count(own, optimizer)
     elif scheduler and own is not None:
         warn("deepspeed_muon: the checkpoint holds no state for the scheduler, which starts afresh")
     if progress.loss_scale is not None:
         host.set_loss_scale(progress.loss_scale)
 
 
-def _check_schedule(engine: Any, own: Any, progress: Progress, where: str) -> None:
+def _schedule(own: Any, saved: Mapping[str, Any], rates: bool) -> dict[str, Any]:
+    """Return the state to load into a scheduler: what was saved, or its own with the saved count."""
+    if rates:
+        return copy.deepcopy(dict(saved))
+    return {**own.state_dict(), **{key: saved[key] for key in _COUNTERS if key in saved}}
+
+
+def _follow_count(own: Any, optimizer: Muon) -> None:
+    """Set the rates of the param groups to those of a scheduler whose count was set."""
+    if all(getattr(own, key, -1) < 0 for key in _COUNTERS):
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch wants get_last_lr(), which the count did not change
+        rates = [float(rate) for rate in getattr(own, "_get_closed_form_lr", own.get_lr)()]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    own._last_lr = rates
+
+
+def _check_schedule(engine: Any, own: Any, progress: Progress, where: str, *, rates: bool) -> None:
     remedy = (
         "to go on with this run's own schedule, call restore(..., scheduler=False), or write "
         '"restore_from": {"path": ..., "scheduler": false}'
@@ -217,11 +253,23 @@ def _check_schedule(engine: Any, own: Any, progress: Progress, where: str) -> No
             f"{where}: the scheduler of this run is {kind}, the saved run's {was}; their states differ in "
             f"{', '.join(sorted(map(str, differing)))}: {remedy}"
         )
-    problem = _problem(live, saved)
+    if not rates and not (
+        hasattr(own, "last_batch_iteration")
+        or hasattr(own, "_get_closed_form_lr")
+        or isinstance(own, _BY_COUNT)
+    ):
+        raise CheckpointError(
+            f"{where}: rates stay those of the configuration, and the scheduler {kind} of this run cannot compute them "
+            f"from a count of steps: {remedy}"
+        )
+    loaded = _schedule(own, saved, rates)
+    problem = _problem(live, loaded)
     if problem is None:
         before = Before(engine)
         try:
-            own.load_state_dict(copy.deepcopy(dict(saved)))
+            own.load_state_dict(loaded)
+            if not rates:
+                _follow_count(own, optimizer_of(engine))
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
         finally:
@@ -252,9 +300,16 @@ def _problem(live: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
                 return f"{key} has {len(other)} values for {len(mine)} param groups"
             if any(_kind(rate) != "number" or not 0 <= rate < math.inf for rate in other):
                 return f"{key} is {other!r}"
-        if key in _COUNTERS and not (isinstance(other, int) and -1 <= other < 1 << 62):
+        if key in _COUNTERS and not (isinstance(other, int) and -1 <= other <= 1 << 40):
             return f"{key} is {other!r}"
     return None
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting as JSON has it, to compare and to show it."""
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _kind(value: Any) -> str:
@@ -282,6 +337,45 @@ class Before:
             {key: value for key, value in group.items() if key != "params"}
             for group in self._optimizer.param_groups
         ]
+
+    def warn_of_replaced(self, what: str, way: str) -> None:
+        """Name the configured settings of the param groups that are others now, each key once with both values.
+
+        Rates that a scheduler computes from its own settings are left out: it sets them again. So is a momentum that it
+        cycles.
+
+        Args:
+            what: What replaced them.
+            way: How to have the configured ones.
+        """
+        config, scheduler = self._optimizer.config, self._scheduler
+        rates = getattr(scheduler, "base_lrs", None)
+        found: dict[str, None] = {}
+        for number, (group, was) in enumerate(zip(self._optimizer.param_groups, self._groups, strict=True)):
+            muon = group["algorithm"] == "muon"
+            keys = set(config.muon_defaults() if muon else config.adam_defaults())
+            if getattr(scheduler, "cycle_momentum", False):
+                keys -= {"momentum", "betas"}
+            if config.variant == "muon":
+                keys.discard("beta2")
+            for key in sorted(keys):
+                before, now = was[key], group[key]
+                if key == "lr" and rates is not None:
+                    before, now = self._attributes["base_lrs"][number], rates[number]
+                elif key == "lr" and (scheduler is not None or "initial_lr" in was):
+                    continue
+                if _plain(before) != _plain(now):
+                    half = f"{'muon' if muon else 'adam'}_{key}"
+                    name = key if getattr(config, half, None) is None else half
+                    found[f"{name} is {_plain(now)!r}, configured {_plain(before)!r}"] = None
+        if found and self._optimizer.members.position == 0:
+            logger.warning(
+                "deepspeed_muon: %s replaced configured settings by the checkpoint's: %s. To have the configured ones, "
+                "%s",
+                what,
+                "; ".join(found),
+                way,
+            )
 
     def put_back(self) -> None:
         """Set them to what they were."""

@@ -16,11 +16,13 @@ import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.index import INDEX_NAME, SHARD_PATTERN, FileRecord, tensor_name
+from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import logger
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "PlannedTensor",
     "ShardFile",
     "aside",
+    "check_shard_bytes",
     "files_of",
     "fsync_folder",
     "pack",
@@ -39,7 +42,9 @@ __all__ = [
 ]
 
 # What killed saves leave of shards and of the index.
-_LEFTOVER = re.compile(rf"\.({SHARD_PATTERN.pattern}|{re.escape(INDEX_NAME)}(\.[0-9a-f]{{12}})?)\.tmp")
+_LEFTOVER = re.compile(
+    rf"\.({SHARD_PATTERN.pattern}|({re.escape(INDEX_NAME)}|muon_token)\.[0-9a-f]{{12}})\.tmp"
+)
 
 DEFAULT_SHARD_BYTES = 2 << 30
 ITEM_BYTES = 4
@@ -85,6 +90,12 @@ def shard_name(save_id: str, number: int) -> str:
     name = f"muon-{save_id}-{number:05d}.safetensors"
     assert SHARD_PATTERN.fullmatch(name), name
     return name
+
+
+def check_shard_bytes(shard_bytes: Any) -> None:
+    """Raise a CheckpointError unless files can have that size."""
+    if not isinstance(shard_bytes, int) or isinstance(shard_bytes, bool) or shard_bytes < 1:
+        raise CheckpointError(f"shard_bytes must be a positive number of bytes, got {shard_bytes!r}")
 
 
 class ShardFile:
@@ -203,7 +214,7 @@ def files_of(shards: Sequence[Sequence[PlannedTensor]], names: Sequence[str]) ->
 def remove_shards(folder: Path, names: Iterable[str]) -> None:
     """Remove shards of this save, or of a set that was replaced. What cannot be removed stays, with a warning."""
     stuck: list[OSError] = []
-    for name in names:
+    for name in list(names):  # a thread of the save may still be adding to them
         try:
             (folder / name).unlink(missing_ok=True)
         except OSError as error:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.index import ParameterRecord, Progress, load_index, tensor_name
-from deepspeed_muon.checkpoint.sealed import open_regular, refusing, regular_size
+from deepspeed_muon.checkpoint.index import OURS, ParameterRecord, Progress, load_index, tensor_name
+from deepspeed_muon.checkpoint.sealed import open_regular, parse_json, refusing, regular_size
+from deepspeed_muon.checkpoint.shards import ITEM_BYTES
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.plan.slices import TensorSlice
 from deepspeed_muon.plan.spread import Fragment
@@ -24,16 +26,14 @@ __all__ = [
     "ConsolidatedSource",
     "StateSource",
     "file_digest",
-    "flat_slice",
     "listed",
     "nonfinite_text",
     "views",
 ]
 
 _READ_BYTES = 16 << 20
-_SCAN_NUMEL = 4 << 20
-# Elements that are read at once where a rank needs several runs of a tensor.
-_WINDOW = 1 << 20
+WINDOW = 1 << 20
+"""Elements of a tensor that are read at once."""
 
 
 class StateSource(ABC):
@@ -44,12 +44,14 @@ class StateSource(ABC):
         parameters: What there is.
         groups: Settings of the param groups; may be empty.
         progress: Where the run stood, if the source says so.
+        converted: Whether another optimizer saved it, whose rates and settings are no concern of the run.
     """
 
     where: str
     parameters: Mapping[str, ParameterRecord]
     groups: Sequence[Mapping[str, Any]] = ()
     progress: Progress | None = None
+    converted: bool = False
 
     @abstractmethod
     def digest(self) -> str:
@@ -71,7 +73,7 @@ class StateSource(ABC):
         """Return elements ``[start, start + numel)`` of a tensor in row-major order, fp32, one-dimensional."""
 
     def fill(self, part: TensorSlice, key: str, own: Fragment, target: Tensor) -> None:
-        """Read a rank's fragment of a part of a tensor; where that is not one run, some megabytes at a time.
+        """Read a rank's fragment of a part of a tensor, some megabytes at a time.
 
         Args:
             part: The part, with the name of the whole tensor.
@@ -81,13 +83,10 @@ class StateSource(ABC):
         """
         kept = target.narrow(0, own.partition_offset, own.numel)
         runs = list(part.runs(own.matrix_offset, own.matrix_offset + own.numel))
-        if len(runs) == runs[0].count == 1:
-            kept.copy_(self.read(part.name, key, runs[0].whole, own.numel))
-            return
         first = min(each.whole for each in runs)
         last = max(each.whole + (each.count - 1) * each.step + each.numel for each in runs)
-        for start in range(first, last, _WINDOW):
-            stop = min(start + _WINDOW, last)
+        for start in range(first, last, WINDOW):
+            stop = min(start + WINDOW, last)
             begin, end = max(part.before(start), own.matrix_offset), part.before(stop)
             if begin < end:
                 window = self.read(part.name, key, start, stop - start)
@@ -108,7 +107,13 @@ class ConsolidatedSource(StateSource):
         self.index = load_index(folder)
         self.parameters, self.groups = self.index.parameters, self.index.groups
         self.progress = self.index.progress
-        self._open: dict[str, Any] = {}
+        self.converted = self.index.source.get("optimizer") != OURS
+        self._inside: dict[str, dict[str, tuple[str, str]]] = {name: {} for name in self.index.files}
+        for parameter, record in self.parameters.items():
+            for key, file in record.tensors.items():
+                self._inside[file][tensor_name(key, parameter)] = parameter, key
+        self._files = contextlib.ExitStack()
+        self._open: dict[str, tuple[BinaryIO, dict[str, int]]] = {}
 
     def digest(self) -> str:
         """Return the checksum of the index."""
@@ -116,15 +121,11 @@ class ConsolidatedSource(StateSource):
 
     def verify(self, share: int, shares: int) -> list[str]:
         """Check presence, size, header and checksum of this share's files; see :class:`StateSource`."""
-        inside: dict[str, list[tuple[str, str]]] = {name: [] for name in self.index.files}
-        for parameter, record in self.parameters.items():
-            for key, file in record.tensors.items():
-                inside[file].append((parameter, key))
         names = sorted(self.index.files, key=lambda name: (-self.index.files[name].bytes, name))
         nonfinite = []
         for name in names[share::shares]:
             with refusing(str(self._folder / name)):
-                nonfinite += self._verify_file(name, inside[name])
+                nonfinite += self._verify_file(name, list(self._inside[name].values()))
         return nonfinite
 
     def _verify_file(self, name: str, tensors: Sequence[tuple[str, str]]) -> list[str]:
@@ -140,44 +141,102 @@ class ConsolidatedSource(StateSource):
             raise CheckpointError(f"{reason}; it holds {affected}") from error
         if digest != record.sha256:
             raise CheckpointError(f"{path}: its checksum is not that of the index; it holds {affected}")
-        handle = self._handle(name)
-        found = set(handle.keys())
+        file, places = self._opened(name)
+        piece = torch.empty(min(WINDOW, record.bytes // ITEM_BYTES), dtype=torch.float32)
         nonfinite = []
         for parameter, key in tensors:
-            entry = tensor_name(key, parameter)
-            if entry not in found:
-                raise CheckpointError(f"{path}: no tensor {entry} of parameter {parameter}")
-            piece = handle.get_slice(entry)
-            shape = tuple(piece.get_shape())
-            expected = self.parameters[parameter].shape_of(key)
-            if shape != expected or piece.get_dtype() != "F32":
-                raise CheckpointError(
-                    f"{path}: {entry} is {piece.get_dtype()} of shape {list(shape)}, the index says F32 of shape "
-                    f"{list(expected)}"
-                )
-            if not _is_finite(handle, entry, shape):
-                nonfinite.append(f"{parameter} ({key})")
+            place, numel = (
+                places[tensor_name(key, parameter)],
+                math.prod(self.parameters[parameter].shape_of(key)),
+            )
+            for start in range(0, numel, WINDOW):
+                read = piece.narrow(0, 0, min(WINDOW, numel - start))
+                _read_into(file, place + start * ITEM_BYTES, read)
+                if not torch.isfinite(read).all():
+                    nonfinite.append(f"{parameter} ({key})")
+                    break
         return nonfinite
 
     def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
         """Return a range of a tensor; see :class:`StateSource`."""
-        record = self.parameters[parameter]
-        file = record.tensors[key]
-        with refusing(f"{self._folder / file}: {parameter} ({key})"):
-            entry = tensor_name(key, parameter)
-            return flat_slice(self._handle(file), entry, record.shape_of(key), start, numel)
+        name = self.parameters[parameter].tensors[key]
+        with refusing(f"{self._folder / name}: {parameter} ({key})"):
+            file, places = self._opened(name)
+            found = torch.empty(numel, dtype=torch.float32)
+            _read_into(file, places[tensor_name(key, parameter)] + start * ITEM_BYTES, found)
+            return found
 
-    def _handle(self, name: str) -> Any:
+    def _opened(self, name: str) -> tuple[BinaryIO, dict[str, int]]:
+        """Return an open file of the set, and where each of its tensors starts."""
         if name not in self._open:
-            with refusing(str(self._folder / name)):
-                self._open[name] = safe_open(self._folder / name, framework="pt", device="cpu").__enter__()
+            path = self._folder / name
+            shapes = {
+                entry: self.parameters[parameter].shape_of(key)
+                for entry, (parameter, key) in self._inside[name].items()
+            }
+            with refusing(str(path)), contextlib.ExitStack() as opened:
+                file = opened.enter_context(open_regular(path))
+                places = _places(path, file, shapes)
+                self._files.enter_context(opened.pop_all())
+                self._open[name] = file, places
         return self._open[name]
 
     def close(self) -> None:
         """Close the files."""
-        for handle in self._open.values():
-            handle.__exit__(None, None, None)
+        self._files.close()
         self._open.clear()
+
+
+def _places(path: Path, file: BinaryIO, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Return where each tensor of a safetensors file starts.
+
+    The header must describe just the tensors that the index expects, one after the other, to the end of the file. So
+    nothing is read that is longer than such a header.
+
+    Args:
+        path: The file, for messages.
+        file: The same, open at its start.
+        shapes: The expected tensors.
+
+    Raises:
+        CheckpointError: If the header says anything else.
+    """
+    longest = 1024 + sum(len(json.dumps(name)) + 128 + 24 * len(shape) for name, shape in shapes.items())
+    length = int.from_bytes(file.read(8), "little")
+    if length > longest:
+        raise CheckpointError(
+            f"{path}: its header has {length} bytes, that of the {len(shapes)} tensors in the index at most {longest}"
+        )
+    header = parse_json(file.read(length), f"{path}: its header")
+    header.pop("__metadata__", None)
+    if missing := sorted(shapes.keys() - header.keys()):
+        parameter = missing[0].partition("/")[2]
+        raise CheckpointError(f"{path}: no tensor {missing[0]} of parameter {parameter}")
+    if extra := sorted(header.keys() - shapes.keys()):
+        raise CheckpointError(f"{path}: the index does not know its tensor {extra[0]}")
+    found, end = {}, 0
+    for name in sorted(header, key=lambda name: header[name]["data_offsets"]):
+        entry, shape = header[name], list(shapes[name])
+        if entry["dtype"] != "F32" or entry["shape"] != shape:
+            raise CheckpointError(
+                f"{path}: {name} is {entry['dtype']} of shape {entry['shape']}, the index says F32 of shape {shape}"
+            )
+        if entry["data_offsets"] != [end, end + math.prod(shape) * ITEM_BYTES]:
+            raise CheckpointError(f"{path}: {name} does not lie where its header must say, at {end}")
+        found[name], end = 8 + length + end, end + math.prod(shape) * ITEM_BYTES
+    if 8 + length + end != os.fstat(file.fileno()).st_size:
+        raise CheckpointError(f"{path}: its tensors do not end where the file ends")
+    return found
+
+
+def _read_into(file: BinaryIO, place: int, target: Tensor) -> None:
+    """Fill a contiguous tensor on the CPU from a file. Nothing is mapped: pages of a mapping count as the process's."""
+    buffer = memoryview(target.numpy().data).cast("B")
+    while buffer:
+        count = os.preadv(file.fileno(), [buffer], place)
+        if not count:
+            raise CheckpointError("the file ends early")
+        buffer, place = buffer[count:], place + count
 
 
 def views(
@@ -200,26 +259,6 @@ def views(
             own.as_strided(size, (each.own_step, 1), own.storage_offset() + each.own - own_start),
             whole.as_strided(size, (each.step, 1), whole.storage_offset() + each.whole - whole_start),
         )
-
-
-def flat_slice(handle: Any, entry: str, shape: Sequence[int], start: int, numel: int) -> Tensor:
-    """Return ``numel`` elements of a tensor in row-major order; only the rows that hold them are read."""
-    if not shape:
-        whole: Tensor = handle.get_tensor(entry)
-        return whole.reshape(-1)
-    row = math.prod(shape[1:])
-    first, last = start // row, -(-(start + numel) // row)
-    rows: Tensor = handle.get_slice(entry)[first:last]
-    return rows.reshape(-1).narrow(0, start - first * row, numel)
-
-
-def _is_finite(handle: Any, entry: str, shape: Sequence[int]) -> bool:
-    """Return whether a tensor holds no infinity and no NaN, reading some rows at a time."""
-    if not shape:
-        return bool(torch.isfinite(handle.get_tensor(entry)).all())
-    piece = handle.get_slice(entry)
-    step = max(1, _SCAN_NUMEL // math.prod(shape[1:]))
-    return all(bool(torch.isfinite(piece[row : row + step]).all()) for row in range(0, shape[0], step))
 
 
 def listed(names: Sequence[str], most: int) -> str:

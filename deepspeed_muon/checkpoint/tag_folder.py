@@ -1,26 +1,27 @@
 """The files of one tag of ``engine.save_checkpoint``: which there are, what they hold, whether one save wrote them.
 
-Every rank writes a file of its own, so somebody can mix the files of several saves in one folder. The reader compares
-what the files of one save have in common: the optimizer's steps, the settings of the param groups, the loss scale,
-the layout, and the counters in the model's files.
+Every rank writes files of its own, so somebody can mix those of several saves in one folder. Ours have the id of their
+save. Of other optimizers' the reader compares the steps.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
+import zipfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.index import COUNTERS, SCALE_KEYS, Progress
-from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, common_part
-from deepspeed_muon.checkpoint.sealed import is_json, json_settings, load_pickle, read_regular, refusing
+from deepspeed_muon.checkpoint.index import COUNTERS, INDEX_NAME, OURS, SCALE_KEYS, Progress
+from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, save_of
+from deepspeed_muon.checkpoint.sealed import is_json, load_pickle, read_regular, refusing
 from deepspeed_muon.errors import CheckpointError
-
-__all__ = ["MODEL_FILES", "TagFolder", "model_file_in"]
 
 MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 """What the file with the model of the first rank may be called: at stages 0 to 2, and at stage 3."""
@@ -28,7 +29,101 @@ MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_st
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 # At stage 0 each rank of an expert-parallel group has a file for the optimizer.
 _EXPERTS_OPTIMIZER_FILE = "expp_rank_*_mp_rank_*_optim_states.pt"
-_PROGRESS_KEYS = (*COUNTERS, "dp_world_size")
+
+CONSOLIDATED_FOLDER = "muon_consolidated"
+"""Where ``consolidate_on_save`` writes, inside the folder of DeepSpeed's tag."""
+
+
+@dataclass(frozen=True, slots=True)
+class Glance:
+    """What one file of a tag says of the whole save.
+
+    Attributes:
+        folder: The tag's folder.
+        kind: Whose optimizer saved it.
+        stage: The ZeRO stage.
+        ranks: Data-parallel ranks.
+        inner: The ``state_dict()`` of the optimizer, as that file has it.
+    """
+
+    folder: Path
+    kind: str
+    stage: int
+    ranks: int
+    inner: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        ranks = f"{self.ranks} data-parallel rank{'s' if self.ranks > 1 else ''}"
+        return f"{self.folder}: saved by {self.kind} at ZeRO stage {self.stage} on {ranks}"
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The settings of our optimizer, where the file has them."""
+        found: Mapping[str, Any] = self.inner.get(RECORD_KEY, {}).get("optimizer", {})
+        return found
+
+    @property
+    def entries(self) -> list[Mapping[str, Any]]:
+        """What the file's part of our layout record says of parameters."""
+        groups = self.inner.get(RECORD_KEY, {}).get("groups", ())
+        return [entry for group in groups for entry in group["parameters"]]
+
+    def refuse_universal(self) -> None:
+        """Raise a CheckpointError if it is a universal checkpoint, which has another loader."""
+        if (self.folder / "zero").is_dir():
+            raise CheckpointError(
+                f'{self.folder}: a universal checkpoint: set "checkpoint": {{"load_universal": true}} in the DeepSpeed '
+                f"configuration, and call engine.load_checkpoint"
+            )
+
+    def way(self, **arguments: Any) -> str:
+        """Say how ``restore_from`` takes it, with other arguments of ``restore`` than the defaults."""
+        out, run = str(self.folder), ""
+        if not os.path.lexists(self.folder / CONSOLIDATED_FOLDER / INDEX_NAME):
+            out = f"{self.folder}_consolidated"
+            command = "consolidate" if self.kind == OURS else "convert"
+            paths = shlex.join((str(self.folder), out))
+            run = f"run 'python -m deepspeed_muon checkpoint {command} {paths}' and "
+        value = json.dumps({"path": out, **arguments} if arguments else out)
+        return f'{run}set "restore_from": {value} in optimizer.params'
+
+
+def glance(folder: Path, file: Path | None = None, *, trust: bool) -> Glance | None:
+    """Read who saved a tag, where and how, from one file; ``None`` if it is no folder that DeepSpeed saved.
+
+    Args:
+        folder: The tag's folder.
+        file: The file of the optimizer to read, if it is there; by default the first one.
+        trust: See :func:`~deepspeed_muon.checkpoint.sealed.load_pickle`.
+    """
+    models = _model_files(folder) if folder.is_dir() else []
+    if not models:
+        return None
+    with refusing(f"{folder}: not as DeepSpeed writes it"):
+        model = load_pickle(models[0], trust=trust)
+        stage, content = 0, model.get("optimizer")
+        files = sorted(path for path in folder.iterdir() if _OPTIMIZER_FILE.fullmatch(path.name))
+        whole = sorted(folder.glob(_EXPERTS_OPTIMIZER_FILE))
+        if not content and files:
+            content = load_pickle(file if file in files else files[0], trust=trust)["optimizer_state_dict"]
+            stage = 3 if "fp32_flat_groups" in content else int(content.get("zero_stage", 1))
+        elif not content and whole:
+            content = load_pickle(whole[0], trust=trust).get("optimizer")
+        content = content or {}
+        inner = content.get("base_optimizer_state" if stage in (1, 2) else "optimizer_state_dict", content)
+        inner = inner if isinstance(inner, Mapping) else {}
+        return Glance(folder, optimizer_kind(inner), stage, int(model.get("dp_world_size", 1)), inner)
+
+
+def optimizer_kind(inner: Mapping[str, Any]) -> str:
+    """Return whose state dict it is."""
+    if RECORD_KEY in inner:
+        return OURS
+    groups, state = inner.get("param_groups", ()), inner.get("state", {})
+    muon = any(group.get("use_muon") for group in groups) or any(
+        "momentum_buffer" in s for s in state.values()
+    )
+    return "DeepSpeed's Muon" if muon else "AdamW"
 
 
 class TagFolder:
@@ -42,11 +137,13 @@ class TagFolder:
         progress: Where the run stood.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, trust: bool) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, trust: bool, verify: bool) -> None:
         """Find the files and map them; see :class:`~deepspeed_muon.checkpoint.deepspeed_files.DeepSpeedFiles`."""
         self._trust = trust
         with refusing(f"{str(folder)!r}"):
             self.folder = _tag_folder(Path(folder))
+            if verify:
+                self._verify()
         with refusing(f"{self.folder}: not as DeepSpeed writes it"):
             self._refuse_unsupported()
             model_file = model_file_in(self.folder)
@@ -147,12 +244,44 @@ class TagFolder:
             )
         return inner
 
+    def _verify(self) -> None:
+        """Compare the content of every file with the CRC-32 that ``torch.save`` kept in it, reading each file once.
+
+        Raises:
+            CheckpointError: Naming the damaged file.
+        """
+        for path in sorted(self.folder.glob("*_states.pt")):
+            with refusing(str(path)), zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()
+            if damaged is not None:
+                raise CheckpointError(
+                    f"{path}: damaged: {damaged} in it does not have its CRC-32. Copy the file again, or take another "
+                    f"checkpoint"
+                )
+
     def _refuse_mixed_saves(self) -> None:
-        """Raise if the files were saved at different moments."""
-        _refuse_mixed_ranks(self._files, self._inner, self._ranks)
+        """Raise if the files are of different saves."""
         others = [path for path in _model_files(self.folder) if path != self.model_file]
-        models = {self.model_file: self._model, **{path: self._load(path) for path in others}}
-        _refuse_mixed_models(models, self._files[0], self._inner[0])
+        told: list[tuple[Path, Any, Mapping[Any, Any]]] = [(self.model_file, self._model, {})]
+        told += [(path, self._load(path), {}) for path in others]
+        told += [(path, inner, inner["state"]) for path, inner in zip(self._files, self._inner, strict=True)]
+        first: dict[str, tuple[Path, Any]] = {}
+        for path, content, states in told:
+            facts: dict[str, Any] = {"save": save_of(content)}
+            if facts["save"] is None:
+                facts |= {key: content[key] for key in COUNTERS if key in content}
+                facts |= {
+                    f"step of partition {number}": int(state["step"])
+                    for number, state in sorted(states.items())
+                    if "step" in state
+                }
+            for key, value in facts.items():
+                other, expected = first.setdefault(key, (path, value))
+                if value != expected:
+                    raise CheckpointError(
+                        f"{other} and {path} are of different saves: {key} is {expected} in the first, {value} in the "
+                        f"second. A save was killed, or files were mixed: copy all files of one save into the folder"
+                    )
 
     def model_files(self) -> dict[str, Path]:
         """Return the file with the model of the first data-parallel rank of each model-parallel one."""
@@ -231,61 +360,3 @@ def _tag_folder(folder: Path) -> Path:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
     return folder
-
-
-def _refuse_mixed_ranks(
-    files: Sequence[Path], inner: Sequence[Mapping[str, Any]], wrappers: Sequence[Mapping[str, Any]]
-) -> None:
-    """Raise if the optimizer files of the ranks are not of one save; ``wrappers`` is empty at stage 0."""
-    first: dict[str, tuple[Path, dict[str, Any]]] = {}
-    for number, path in enumerate(files):
-        with refusing(f"{path}: not the state of an optimizer"):
-            facts = _facts(inner[number], wrappers[number] if wrappers else {})
-        # The stages of a pipeline have other param groups. Their records of the layout tell the save.
-        model_rank = path.name.rpartition("mp_rank_")[2]
-        for kind, told in ((model_rank, facts), ("all", {"layout": facts["layout"]})):
-            other, expected = first.setdefault(kind, (path, told))
-            _compare(other, expected, path, told)
-
-
-def _refuse_mixed_models(models: Mapping[Path, Any], file: Path, inner: Mapping[str, Any]) -> None:
-    """Raise if the model's files are of different saves, or an optimizer file with our record is of another one."""
-    progress = {
-        path: {key: model.get(key) for key in _PROGRESS_KEYS if isinstance(model, Mapping)}
-        for path, model in models.items()
-    }
-    first = next(iter(models))
-    for path, facts in progress.items():
-        _compare(first, progress[first], path, facts)
-    record = inner.get(RECORD_KEY)
-    if isinstance(record, Mapping) and "global_steps" in record:
-        facts = {**progress[first], "global_steps": record["global_steps"]}
-        _compare(first, progress[first], file, facts)
-
-
-def _facts(inner: Mapping[str, Any], wrapper: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the optimizer files of all ranks of one save have in common, the steps first."""
-    facts: dict[str, Any] = {
-        f"step of partition {index}": int(state["step"])
-        for index, state in sorted(inner["state"].items())
-        if "step" in state
-    }
-    for index, group in enumerate(inner["param_groups"]):
-        comparable = {**json_settings(group), "params": group["params"]}
-        facts |= {f"{key} of param group {index}": value for key, value in comparable.items()}
-    scaler = wrapper.get("loss_scaler")
-    facts |= {f"{key} of the loss scale": getattr(scaler, key, None) for key in SCALE_KEYS}
-    facts |= {key: wrapper.get(key) for key in ("zero_stage", "partition_count", "ds_version")}
-    return {**facts, "layout": common_part(inner.get(RECORD_KEY))}
-
-
-def _compare(first: Path, expected: Mapping[str, Any], other: Path, found: Mapping[str, Any]) -> None:
-    """Raise if two files of one checkpoint differ in a fact that they share."""
-    for key in (*expected, *(key for key in found if key not in expected)):
-        mine, theirs = expected.get(key), found.get(key)
-        if mine != theirs:
-            said = "another one" if key == "layout" else f"{mine} in the first, {theirs} in the second"
-            raise CheckpointError(
-                f"{first} and {other} are of different checkpoints: {key} is {said}. Copy all files of one save into "
-                f"the folder"
-            )

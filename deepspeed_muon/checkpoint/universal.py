@@ -7,29 +7,39 @@ reads any universal checkpoint, so that a restore can fill the layouts that the 
 
 from __future__ import annotations
 
-import contextlib
-import glob
 import hashlib
+import io
 import json
+import math
 import os
-import secrets
+import pickle
 import shutil
+import sys
 import zipfile
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.commit import lock, unlock
+from deepspeed_muon.checkpoint.commit import new_folder
 from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
-from deepspeed_muon.checkpoint.index import STATE_KEYS, ParameterRecord, checked, described
+from deepspeed_muon.checkpoint.index import OURS, STATE_KEYS, ParameterRecord, checked, described
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
-from deepspeed_muon.checkpoint.sealed import check_tensor, load_pickle, read_sealed, refusing, sealed_json
+from deepspeed_muon.checkpoint.sealed import (
+    check_tensor,
+    drop_pages,
+    folder_of,
+    load_pickle,
+    read_sealed,
+    refusing,
+    sealed_json,
+)
 from deepspeed_muon.checkpoint.settings import check_loss_scale
-from deepspeed_muon.checkpoint.shards import fsync_folder, write_aside
-from deepspeed_muon.checkpoint.sources import StateSource, file_digest
+from deepspeed_muon.checkpoint.shards import ITEM_BYTES, write_aside, write_synced
+from deepspeed_muon.checkpoint.sources import WINDOW, StateSource, file_digest
 from deepspeed_muon.checkpoint.tag_folder import MODEL_FILES, model_file_in
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import logger, warn
@@ -60,48 +70,18 @@ def convert_to_universal(
     Raises:
         CheckpointError: Naming the file and the parameter.
     """
+    out = Path(os.path.abspath(folder_of("output_folder", output_folder)))
     saved = DeepSpeedFiles(input_folder, **reading)
-    out = Path(os.path.abspath(output_folder))
-    if out.exists() and any(out.iterdir()):
-        raise CheckpointError(f"{out}: already holds something; name a new folder")
-    # No other conversion to the same place writes into a folder of this name.
-    partial = out.with_name(f".{out.name}.{secrets.token_hex(6)}.tmp")
-    held: int | None = None
-    try:
-        _remove_abandoned(out)
-        partial.mkdir(parents=True)
-        held = lock(partial)
+    with new_folder(out) as partial:
         files = _write_parameters(saved, partial / "zero")
         torch.save({"param_groups": saved.groups}, partial / "zero" / "optimizer_state.pt")
         for model_rank, path in saved.model_files().items():
             for name in MODEL_FILES:
                 _link(path, partial / name.replace("mp_rank_00", model_rank))
-        write_aside(partial / RECORD_NAME, sealed_json(_record(saved, files)))
-        _sync_all(partial)
-        if out.exists():
-            out.rmdir()
-        os.replace(partial, out)
-        fsync_folder(out.parent)
+        write_synced(partial / RECORD_NAME, sealed_json(_record(saved, files)))
+    with refusing(f"{out.parent / 'latest_universal'}"):
         write_aside(out.parent / "latest_universal", out.name.encode())
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise CheckpointError(f"{out}: {error}") from error
-        raise
-    finally:
-        if held is not None:
-            unlock(held)
     return saved.lossy
-
-
-def _remove_abandoned(out: Path) -> None:
-    """Remove what killed conversions into ``out`` left: a living one holds the lock of its folder."""
-    for left in out.parent.glob(f".{glob.escape(out.name)}.{'[0-9a-f]' * 12}.tmp"):
-        with contextlib.suppress(OSError):
-            held = lock(left)
-            if held is not None:
-                shutil.rmtree(left, ignore_errors=True)
-                unlock(held)
 
 
 def _write_parameters(saved: DeepSpeedFiles, folder: Path) -> dict[str, str]:
@@ -112,20 +92,49 @@ def _write_parameters(saved: DeepSpeedFiles, folder: Path) -> dict[str, str]:
         place = folder / name
         place.mkdir(parents=True)
         for key in parameter.keys:
-            # DeepSpeed's own converter writes this dict at stages 1 and 2; its loaders read "param" from it.
-            torch.save({"param": saved.read(name, key), "cat_dim": 0}, place / f"{key}.pt")
+            _write_tensor(place / f"{key}.pt", parameter.shape_of(key), saved.pieces(name, key))
             files[f"{name}/{key}"] = file_digest(place / f"{key}.pt")
         torch.save(parameter.step, place / "step.pt")
     return files
 
 
-def _sync_all(folder: Path) -> None:
-    """Put every file below a folder on the disk, and the names of all of them."""
-    for place, _, files in os.walk(folder):
-        for name in files:
-            with open(os.path.join(place, name), "rb") as file:
-                os.fsync(file.fileno())
-        fsync_folder(Path(place))
+class _Pickler(pickle.Pickler):
+    """Writes a tensor on the device ``meta`` as one whose elements are in the record ``data/0`` of the file."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        hooks: OrderedDict[str, Any] = OrderedDict()
+        arguments = (_Storage(value.numel()), 0, tuple(value.shape), value.stride(), False, hooks)
+        return torch._utils._rebuild_tensor_v2, arguments
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, _Storage):
+            return None
+        return "storage", torch.FloatStorage, "0", "cpu", value.numel
+
+
+class _Storage:
+    def __init__(self, numel: int) -> None:
+        self.numel = numel
+
+
+def _write_tensor(path: Path, shape: Sequence[int], pieces: Iterable[Tensor]) -> None:
+    """Write the dict of DeepSpeed's own converter as ``torch.save`` would, with one piece of its tensor in memory.
+
+    That converter writes such a dict at stages 1 and 2; DeepSpeed's loaders read ``param`` from it.
+    """
+    content = io.BytesIO()
+    _Pickler(content, protocol=2).dump({"param": torch.empty(tuple(shape), device="meta"), "cat_dim": 0})
+    large = math.prod(shape) * ITEM_BYTES > zipfile.ZIP64_LIMIT // 2
+    with zipfile.ZipFile(path, "w") as archive:
+        # The first record begins at byte 44, or 64 if it is large: aligned for whoever maps the file.
+        with archive.open("archive/data/0", "w", force_zip64=large) as file:
+            for piece in pieces:
+                file.write(piece.numpy().data.cast("B"))
+        archive.writestr("archive/data.pkl", content.getvalue())
+        archive.writestr("archive/byteorder", sys.byteorder)
+        archive.writestr("archive/version", "3\n")
 
 
 def _record(saved: DeepSpeedFiles, files: Mapping[str, str]) -> dict[str, Any]:
@@ -178,6 +187,7 @@ class UniversalSource(StateSource):
         self._sha: dict[str, dict[str, str]] = {}
         self._from_adam: set[str] = set()
         self.parameters: dict[str, ParameterRecord] = {}
+        self._last: tuple[Path, Tensor] | None = None  # the file that was mapped last
         with refusing(self.where):
             if not (self._folder / "zero").is_dir():
                 raise CheckpointError(f"{self._folder}: no folder 'zero': not a universal checkpoint")
@@ -200,6 +210,7 @@ class UniversalSource(StateSource):
                 if self.parameters[name].group >= len(content["groups"]):
                     raise CheckpointError(f"{path}: refused: parameter {name}: there is no such param group")
             self.groups = [dict(group) for group in content["groups"]]
+            self.converted = content["source"]["optimizer"] != OURS
             self.loss_scale = content["loss_scale"]
             if self.loss_scale is not None:
                 check_loss_scale(self.loss_scale, str(path))
@@ -269,11 +280,16 @@ class UniversalSource(StateSource):
             raise CheckpointError(
                 f"{path}: shape {list(tensor.shape)}, expected {list(shape)}; parameter {name}"
             )
-        return bool(torch.isfinite(tensor).all())
+        numel = tensor.numel()
+        starts = range(0, numel, WINDOW)
+        return all(self.read(name, key, at, min(WINDOW, numel - at)).isfinite().all() for at in starts)
 
     def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
         """Return a range of a tensor; see :class:`StateSource`."""
-        return self._tensor(parameter, key).reshape(-1).narrow(0, start, numel).float()
+        held = self._tensor(parameter, key).reshape(-1).narrow(0, start, numel)
+        found = held.to(torch.float32, copy=True)
+        drop_pages([held])
+        return found
 
     def _path(self, name: str, key: str) -> Path:
         file = "exp_avg" if key == "momentum_buffer" and name in self._from_adam else key
@@ -281,11 +297,14 @@ class UniversalSource(StateSource):
 
     def _tensor(self, name: str, key: str) -> Tensor:
         path = self._path(name, key)
+        if self._last is not None and self._last[0] == path:
+            return self._last[1]
         content = load_pickle(path)
         tensor = content.get("param") if isinstance(content, dict) else content
         if not isinstance(tensor, Tensor):
             raise CheckpointError(f"{path}: holds no tensor; parameter {name}")
         check_tensor(tensor, f"{path}: parameter {name}")
+        self._last = path, tensor
         return tensor
 
 

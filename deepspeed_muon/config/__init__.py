@@ -3,10 +3,11 @@
 from deepspeed_muon.config.documentation import takes_settings
 from deepspeed_muon.config.messages import TORCH_OPTIONS, unknown_key_message
 from deepspeed_muon.config.sections import HealthConfig, QkClipConfig, RestoreConfig
-from deepspeed_muon.config.settings import GROUP_KEYS, RATE_KEYS, MuonConfig
+from deepspeed_muon.config.settings import DEFAULT_MUON_LR, GROUP_KEYS, RATE_KEYS, MuonConfig
 from deepspeed_muon.config.values import TensorParallelMode
 
 __all__ = [
+    "DEFAULT_MUON_LR",
     "GROUP_KEYS",
     "RATE_KEYS",
     "TORCH_OPTIONS",

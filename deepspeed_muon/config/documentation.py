@@ -43,7 +43,8 @@ def takes_settings(init: _Init) -> _Init:
     """
     types = get_type_hints(MuonConfig)
     own = inspect.signature(init, eval_str=True)
-    named = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = [p for p in own.parameters.values() if p.kind not in rest]
     keys = [
         inspect.Parameter(
             name,

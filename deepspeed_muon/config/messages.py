@@ -18,11 +18,62 @@ TORCH_OPTIONS = {
     "amsgrad": "it has no counterpart here",
     "differentiable": "a step is not differentiable here",
     "capturable": "a step is not captured as a whole; CUDA graphs are used inside where they pay",
-    "foreach": "ns_backend and torch_adam choose the kernels",
-    "fused": "ns_backend and torch_adam choose the kernels",
-    "ns_coefficients": "write ns_schedule: [[a, b, c], ...] with one triple for each step",
+    "foreach": "ns_backend chooses the kernels",
+    "fused": "ns_backend chooses the kernels",
+    "ns_coefficients": "write ns_schedule: [[a, b, c], ...] with one triple for each step, and leave out the eps of "
+    "torch.optim.Muon: here eps is AdamW's",
 }
 """Options of torch's optimizers that this one does not have, and what to do instead."""
+
+# Arguments of the Muon of Dion, of Megatron-LM (Emerging-Optimizers) and of Keller Jordan.
+_ELSEWHERE = {
+    "mu": "write momentum",
+    "momentum_beta": "write momentum",
+    "use_nesterov": "write nesterov",
+    "epsilon": "write eps, which is AdamW's",
+    "num_ns_steps": "write ns_steps",
+    "backend_steps": "write ns_steps",
+    "coefficient_type": "write ns_schedule",
+    "newton_schulz_func": "ns_backend and ns_schedule choose the iteration",
+    "use_triton": "ns_backend chooses the kernels",
+    "use_syrk": "ns_backend chooses the kernels",
+    "fp32_matmul_prec": "write ns_dtype",
+    "scale_mode": "write adjust_lr_fn",
+    "adjust_lr": "write adjust_lr_fn: 'match_rms_adamw' is Dion's 'rms_norm', 'unit_rms_norm' its 'spectral_norm'",
+    "extra_scale_factor": "multiply muon_lr by it",
+    "weight_decay_method": "write weight_decay_mode",
+    "use_decoupled_weight_decay": "write weight_decay_mode",
+    "cautious_wd": "write weight_decay_mode: 'cautious'",
+    "tp_mode": "write tensor_parallel_mode",
+    "distributed_mesh": "leave it out: DeepSpeed's process groups are used",
+    "pg_collection": "leave it out: DeepSpeed's process groups are used",
+    "adamw_params": "leave it out: one optimizer has all parameters, and include and exclude choose",
+    "adamw_lr": "write adam_lr",
+    "adamw_betas": "write betas",
+    "adamw_eps": "write eps",
+}
+
+REMOVED = {
+    "torch_adam": (
+        "0.3",
+        "leave it out: DeepSpeed's native Adam runs on offloaded partitions, torch's on all others",
+    ),
+    "ns_eps": ("0.3", "leave it out: a norm below 1e-12 counts as 1e-12"),
+    "min_muon_params": (
+        "0.3",
+        "leave it out: a warning says when no parameter goes to Muon, routes(engine) says why",
+    ),
+    "network": ("0.3", "leave it out: measured at 50 and 200 Mbit/s, the number of chunks changed nothing"),
+    "ranks_per_node": (
+        "0.3",
+        "leave it out: at stage 0 owners broadcast their updates, whatever the machines",
+    ),
+    "share_matrices": (
+        "0.3",
+        "leave it out: a matrix has one owner; tensor_parallel_mode: distributed stays",
+    ),
+}
+"""Settings that are gone: the first version without them, and what to do instead."""
 
 # Keys whose value may be of several kinds. Pydantic reports one error for each kind; these texts replace them.
 _ALLOWED = {
@@ -31,7 +82,6 @@ _ALLOWED = {
     ),
     "split": "must be 'qkv', 'gate_up', a list of whole sizes, or a list of at least 2 fractions between 0 and 1",
     "heads": "must be a whole number of at least 1, or a list of those",
-    "share_matrices": "must be 'auto', false, or a whole number of at least 2",
 }
 
 _BOUNDS = {
@@ -47,6 +97,11 @@ def unknown_key_message(key: str, known: Any, where: str = "") -> str:
     where = f"{where}: " if where else ""
     if key in TORCH_OPTIONS:
         return f"{where}{key!r} is an option of torch's optimizers that this one does not have; {TORCH_OPTIONS[key]}"
+    if key in REMOVED:
+        since, instead = REMOVED[key]
+        return f"{where}{key!r} is no setting since version {since}; {instead}"
+    if key in _ELSEWHERE:
+        return f"{where}{key!r} is an argument of another Muon; {_ELSEWHERE[key]}"
     names = sorted(str(name) for name in known)
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(names)}"

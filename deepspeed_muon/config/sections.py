@@ -1,4 +1,4 @@
-"""The settings that are objects: ``qk_clip``, ``health``, ``network`` and ``restore_from``."""
+"""The settings that are objects: ``qk_clip``, ``health`` and ``restore_from``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from deepspeed_muon.config import values as v
 from deepspeed_muon.config.messages import unknown_key_message
 
-__all__ = ["HealthConfig", "NetworkConfig", "QkClipConfig", "RestoreConfig"]
+__all__ = ["HealthConfig", "QkClipConfig", "RestoreConfig"]
 
 
 class _Section(BaseModel):
@@ -27,9 +27,11 @@ class _Section(BaseModel):
     @classmethod
     def _known_keys(cls, value: Any) -> Any:
         value = cls._long_form(value)
-        for key in value if isinstance(value, Mapping) else ():
-            if key not in cls.model_fields:
-                raise ValueError(unknown_key_message(str(key), cls.model_fields))
+        unknown = (
+            [str(key) for key in value if key not in cls.model_fields] if isinstance(value, Mapping) else []
+        )
+        if unknown:
+            raise ValueError("; ".join(unknown_key_message(key, cls.model_fields) for key in unknown))
         return value
 
 
@@ -69,21 +71,13 @@ class HealthConfig(_Section):
         return value
 
 
-class NetworkConfig(_Section):
-    """The object under ``network``: what lies between the machines."""
-
-    gbit: v.Positive = Field(description="What one rank can send to other machines, in 10^9 bits a second.")
-    latency_us: v.Positive = Field(
-        default=30.0, description="Microseconds that an exchange takes besides, however little it sends."
-    )
-
-
 class RestoreConfig(_Section):
     """The object under ``restore_from``: the arguments of :func:`deepspeed_muon.checkpoint.restore`."""
 
     path: str = Field(min_length=1, description="The folder to read.")
     hyperparameters: v.Flag = Field(
-        default=True, description="Take the settings of the param groups from there."
+        default=True,
+        description="Take the settings of the param groups from there, unless it was converted from another optimizer.",
     )
     progress: v.Flag = Field(default=True, description="Restore step counters, scheduler and loss scale.")
     scheduler: v.Flag = Field(

@@ -20,7 +20,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from deepspeed_muon.config import values as v
 from deepspeed_muon.config.messages import readable, shown, unknown_key_message
-from deepspeed_muon.config.sections import HealthConfig, NetworkConfig, QkClipConfig, RestoreConfig
+from deepspeed_muon.config.sections import HealthConfig, QkClipConfig, RestoreConfig
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.coefficients import (
     Coefficients,
@@ -33,11 +33,10 @@ from deepspeed_muon.math.normuon import VariantName
 from deepspeed_muon.math.scaling import AdjustLrName
 from deepspeed_muon.math.weight_decay import WeightDecayMode
 from deepspeed_muon.ops import NsBackend
-from deepspeed_muon.plan.chunks import Link
 from deepspeed_muon.plan.order import OrderName
 from deepspeed_muon.plan.wire import CODED, PLAIN, WireFormat
 
-__all__ = ["GROUP_KEYS", "RATE_KEYS", "MuonConfig"]
+__all__ = ["DEFAULT_MUON_LR", "GROUP_KEYS", "RATE_KEYS", "MuonConfig"]
 
 DEFAULT_MUON_LR = 0.02
 DEFAULT_ADAM_LR = 3e-4
@@ -102,11 +101,6 @@ class MuonConfig(BaseModel):
     )
     eps: v.Eps = Field(default=1e-10, description="AdamW's epsilon.")
     adam_w_mode: v.Flag = Field(default=True, description="AdamW; false: Adam with an L2 term.")
-    torch_adam: v.Flag = Field(
-        default=False,
-        description="Run torch's AdamW also on partitions that are offloaded to the CPU, where DeepSpeed's native "
-        "CPU Adam runs otherwise.",
-    )
     adjust_lr_fn: AdjustLrName = Field(
         default="original", description="Scale of the orthogonalised update, by the shape of the matrix."
     )
@@ -131,7 +125,6 @@ class MuonConfig(BaseModel):
         description="Dtype of the iteration: `fp32`, `bf16`, `fp16`; `auto`: fp16 on CUDA, bf16 on a CPU with AMX or "
         "AVX512-BF16, else fp32; fp32 for schedules without a margin for rounding (`cans`).",
     )
-    ns_eps: v.NsEps = Field(default=1e-12, description="Lower bound of the norm that a matrix is divided by.")
     ns_backend: NsBackend = Field(
         default="auto",
         description="`auto`: native operators (built at first use) or torch's code, whichever is faster for a shape; "
@@ -156,14 +149,14 @@ class MuonConfig(BaseModel):
         default="auto",
         description="Dtype in which fragments travel between ranks; `auto`: bf16 for bf16 and fp16 models, else fp32; "
         "`int8`: one byte and a scale for 256 elements, half of bf16's bytes, with a loss that `health` reports "
-        "([performance.md](performance.md)).",
+        "([measured.md](measured.md)).",
     )
     split: Annotated[
         dict[str, Literal["qkv", "gate_up"] | v.Sizes | v.Fractions], BeforeValidator(v.empty_for_none)
     ] = Field(
         default_factory=dict,
         description="Name pattern to the parts of a fused projection, each a block of its own: sizes, fractions of "
-        "the output, `qkv` or `gate_up` ([shapes.md](shapes.md)).",
+        "the output, `qkv` or `gate_up` ([routing.md](routing.md#which-matrices-a-weight-is-made-of)).",
     )
     per_head_muon: v.Flag = Field(
         default=False,
@@ -185,47 +178,24 @@ class MuonConfig(BaseModel):
     exclude: tuple[str, ...] = Field(
         default=(), description="Name patterns of parameters that go to AdamW; wins over `include`."
     )
-    min_muon_params: v.Whole = Field(
-        default=0,
-        ge=0,
-        description="Fewer Muon matrices than this are an error at the start; with 0, none at all is a warning.",
-    )
     nonfinite_grad: Literal["skip", "error"] = Field(
         default="skip", description="What an infinity or NaN in a gradient does: `skip` the step, or `error`."
     )
     exchange_chunk_numel: v.ChunkNumel = Field(
         default=1 << 26,
         description="Elements that one rank owns in a chunk at most, which bounds the buffers "
-        "([performance.md](performance.md)).",
+        "([measured.md](measured.md)).",
     )
-    exchange_overlap: v.FlagOrAuto = Field(
-        default="auto",
-        description="Exchange one chunk while another is orthogonalised; the result is the same without, to the last "
-        "bit, in a third of the buffers; `auto`: where the step then needs at most 5 % more memory than AdamW's "
-        "([performance.md](performance.md)).",
-    )
-    network: NetworkConfig | None = Field(
-        default=None,
-        description='The network between the machines, if known: `{"gbit": 200, "latency_us": 30}`. There are then as '
-        "many chunks as cost least time on it, and not about eight ([performance.md](performance.md)).",
+    exchange_overlap: v.Flag = Field(
+        default=True,
+        description="Exchange one chunk while another is orthogonalised; with `false` the result is the same to "
+        "the last bit, in a third of the buffers; there is none where these would take more than 1 GiB "
+        "([measured.md](measured.md)).",
     )
     order: OrderName = Field(
         default="balanced",
         description="How ZeRO 1 and 2 lay the matrices out: `balanced`, so that few cross a partition's end and all "
         "ranks have equal work; `given` keeps the model's order, also to resume older checkpoints.",
-    )
-    ranks_per_node: v.Whole | None = Field(
-        default=None,
-        ge=1,
-        description="Ranks of one machine, numbered consecutively: a matrix prefers an owner on the machine that holds "
-        "most of it, and at stage 0 an update crosses the link between two machines once; unset: what the launcher "
-        "says (`LOCAL_WORLD_SIZE`, `LOCAL_SIZE`), if it says the same everywhere.",
-    )
-    share_matrices: Literal["auto", False] | Annotated[v.Whole, Field(ge=2, strict=True)] = Field(
-        default="auto",
-        description="`auto`: on GPUs, ranks of one node share a matrix that would keep one of them busy for longer "
-        "than the ranks work on average, if the model of [plan.md](plan.md) says that it pays; a number: at most "
-        "this many ranks share a matrix, wherever that divides the work; `false`: never.",
     )
     tensor_parallel_mode: v.TensorParallelMode = Field(
         default="gather",
@@ -260,9 +230,9 @@ class MuonConfig(BaseModel):
         """
         if not isinstance(params, (Mapping, type(None))):
             raise ConfigError(f"{where}: must be an object, got {shown(params)}")
-        for key in params or {}:
-            if key not in cls.model_fields:
-                raise ConfigError(unknown_key_message(str(key), cls.model_fields, where))
+        unknown = [str(key) for key in params or {} if key not in cls.model_fields]
+        if unknown:
+            raise ConfigError("\n".join(unknown_key_message(key, cls.model_fields, where) for key in unknown))
         try:
             config = cls.model_validate(dict(params or {}))
         except ValidationError as error:
@@ -289,14 +259,6 @@ class MuonConfig(BaseModel):
                     f"share of a weight that goes in each step (got {getattr(self, key)!r})"
                 )
 
-    def check_world(self, ranks: int) -> None:
-        """Raise ``ConfigError`` for settings that do not fit the number of ranks of the run."""
-        if self.ranks_per_node is not None and self.ranks_per_node > ranks:
-            raise ConfigError(
-                f"optimizer.params.ranks_per_node: one machine cannot have {self.ranks_per_node} of {ranks} ranks; "
-                f"write at most {ranks}, or leave it out"
-            )
-
     def coefficients(self) -> tuple[Coefficients, ...]:
         """Return the ``(a, b, c)`` of every Newton-Schulz step, or raise ``ScheduleError``."""
         return resolve_schedule(self.ns_schedule, self.ns_steps)
@@ -310,7 +272,7 @@ class MuonConfig(BaseModel):
         dtype = resolve_ns_dtype(self.ns_dtype, device)
         if self.ns_dtype == "auto" and not tolerates_rounding(coefficients, dtype):
             dtype = torch.float32
-        return NsSettings(coefficients=coefficients, method=self.ns_method, dtype=dtype, eps=self.ns_eps)
+        return NsSettings(coefficients=coefficients, method=self.ns_method, dtype=dtype)
 
     def resolved_wire_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of directions and updates.
@@ -325,13 +287,6 @@ class MuonConfig(BaseModel):
     def wire_format(self) -> WireFormat:
         """The room that directions and updates take when they travel."""
         return CODED if self.wire_dtype == "int8" else PLAIN
-
-    def link(self, model_dtype: torch.dtype) -> Link | None:
-        """Return what the network costs, if that is known."""
-        if self.network is None:
-            return None
-        nbytes = self.wire_format.bytes_per_element(self.resolved_wire_dtype(model_dtype).itemsize)
-        return Link(8 * nbytes / (self.network.gbit * 1e9), self.network.latency_us / 1e6)
 
     def muon_defaults(self) -> dict[str, Any]:
         """Return the settings that Muon reads, before the caller's own param group overrides them."""

@@ -18,10 +18,8 @@ MAX_RATE = 1e4
 """Largest rate and weight decay."""
 MAX_EPS = 100.0
 """Largest ``eps`` of AdamW; 1 is in use."""
-MAX_NS_EPS = 0.01
-"""Largest ``ns_eps``: a direction with a smaller norm is no longer orthogonalised."""
 MIN_EPS = 1e-30
-"""Smallest ``eps`` and ``ns_eps``: well inside fp32, where 1e-46 becomes 0 and 0 / 0 is NaN."""
+"""Smallest ``eps``: well inside fp32, where 1e-46 becomes 0 and 0 / 0 is NaN."""
 MAX_STEPS = 1_000_000
 """Largest number of steps between two samples of ``health``."""
 MAX_CHUNK_NUMEL = 1 << 40
@@ -55,18 +53,13 @@ def _flag(value: Any) -> bool:
     raise ValueError("must be true or false")
 
 
-def _flag_or_auto(value: Any) -> Any:
-    if isinstance(value, str) and value == "auto":
-        return value
-    try:
-        return _flag(value)
-    except ValueError:
-        raise ValueError("must be true, false or 'auto'") from None
-
-
 def pair(value: Any) -> Any:
-    """Raise for a text and for anything else that is neither a pair nor a number; pydantic checks the rest."""
-    return _number(value) if isinstance(value, (str, bool)) or not hasattr(value, "__len__") else value
+    """Raise for anything that is not two values; pydantic checks each of them."""
+    if isinstance(value, str):
+        return _number(value)
+    if not hasattr(value, "__len__") or len(value) != 2:
+        raise ValueError("must be two numbers, as in [0.9, 0.95]")
+    return value
 
 
 def empty_for_none(value: Any) -> Any:
@@ -77,13 +70,11 @@ def empty_for_none(value: Any) -> Any:
 Number = Annotated[float, BeforeValidator(_number)]
 Whole = Annotated[int, BeforeValidator(_number)]
 Flag = Annotated[bool, BeforeValidator(_flag)]
-FlagOrAuto = Annotated[Literal["auto"] | bool, BeforeValidator(_flag_or_auto)]
 Rate = Annotated[Number, Field(ge=0, le=MAX_RATE)]
 Fraction = Annotated[Number, Field(ge=0, lt=1)]
 # AdamW divides by the root of the second moment. With a decay of 0 the update is only the gradient's sign, or blows up.
 SecondBeta = Annotated[Number, Field(gt=0, lt=1)]
 Eps = Annotated[Number, Field(ge=MIN_EPS, le=MAX_EPS)]
-NsEps = Annotated[Number, Field(ge=MIN_EPS, le=MAX_NS_EPS)]
 Positive = Annotated[Number, Field(gt=0, allow_inf_nan=False)]
 ChunkNumel = Annotated[Whole, Field(ge=1, le=MAX_CHUNK_NUMEL)]
 Size = Annotated[Whole, Field(ge=1, strict=True)]

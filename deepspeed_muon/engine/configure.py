@@ -6,13 +6,10 @@ plans. If one rank fails or differs, all of them raise, so that none waits for a
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-import os
 import weakref
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +24,6 @@ from deepspeed_muon.engine import stage0
 from deepspeed_muon.engine.accessors import muon_of
 from deepspeed_muon.engine.checkpointing import DeepSpeedHost
 from deepspeed_muon.engine.engine_hooks import hook_engine
-from deepspeed_muon.engine.found_settings import found_settings
 from deepspeed_muon.engine.layouts import read_step_sets
 from deepspeed_muon.engine.leaf_modules import mark_moe_layers, prepare_inputs
 from deepspeed_muon.engine.loss_scale import look_for_overflow, use_deepspeed_scaler
@@ -163,7 +159,7 @@ def configure_basic_optimizer(original: Callable[..., Any], engine: Any, model_p
     if not _is_our_type(engine.optimizer_name()):
         return original(engine, model_parameters)
     config = MuonConfig.from_params(engine.optimizer_params())
-    optimizer = Muon.from_config(model_parameters, config, model=engine.module, shards=tensor_shards(engine))
+    optimizer = Muon._from_config(model_parameters, config, model=engine.module, shards=tensor_shards(engine))
     _adopt(engine, optimizer)
     _remove_tags(engine.module)
     return optimizer
@@ -232,7 +228,7 @@ def _preflight(engine: Any, client_optimizer: Muon | None, model_parameters: Any
     """Check what can be checked before DeepSpeed communicates; return the facts that must be equal on all ranks."""
     refuse_unsupported(engine)
     if client_optimizer is not None:
-        client_optimizer.check_names(engine.module)
+        client_optimizer._check_names(engine.module)
         config, table = client_optimizer.config, client_optimizer.routes
         refuse_blocks_of_shards(engine, config)
         _remove_tags(engine.module)
@@ -271,18 +267,16 @@ def _bind(engine: Any, optimizer: Muon) -> None:
     look_for_overflow(wrapper)
     error: Exception | None = None
     members = members_of(engine)
-    found = found_settings(optimizer.config, device=_compute_device(), members=members)
     try:
         if optimizer.config.qk_clip is not None:
             refuse_with_qk_clip(engine)
-            optimizer.clip_attention_of(engine.module)
-        step_sets = read_step_sets(engine, optimizer, optimizer.route_table())
-        optimizer.bind(step_sets, device=_compute_device(), members=members, found=found)
-        facts = optimizer.plan_facts()
+            optimizer._clip_attention_of(engine.module)
+        step_sets = read_step_sets(engine, optimizer, optimizer._route_table())
+        optimizer._bind(step_sets, device=_compute_device(), members=members)
+        facts = optimizer._plan_facts()
     except Exception as caught:
         error, facts = caught, RankFacts({})
     agree(facts, error=error, kind=PlanMismatchError, members=members)
-    optimizer.open_subgroups()
     if is_divided(engine.module):
         by_group = isinstance(wrapper, DeepSpeedZeroOptimizer)
         _check_all_stages(optimizer, engine.seq_data_parallel_group, norm_by_group=by_group)
@@ -290,16 +284,13 @@ def _bind(engine: Any, optimizer: Muon) -> None:
         optimizer.step_ends_outside = True
     elif engine.gradient_clipping() <= 0.0:
         optimizer.measure_norm = functools.partial(stage0.total_norm, weakref.ref(engine))
-    parts = parts_of(engine, optimizer.route_table())
+    parts = parts_of(engine, optimizer._route_table())
     agree(RankFacts({}), error=no_checkpoint(optimizer.config, parts), members=members)
     optimizer.host = DeepSpeedHost(engine, parts)
     add_record_to_state_dict(engine)
     record_order(engine, optimizer)
     hook_engine(engine)
     name_rates_in_trainer()
-    if note := os.environ.get("DEEPSPEED_MUON_NOTE"):
-        with contextlib.suppress(OSError):
-            Path(note).touch()  # for deepspeed_muon.run
     announce(
         "deepspeed_muon %s: %s; kernels: %s; deepspeed_muon.routes(engine) says which and why",
         __version__,

@@ -21,6 +21,9 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Literal
 
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
 from deepspeed_muon.engine import (
     checkpointing,
     gradient_flags,
@@ -28,7 +31,7 @@ from deepspeed_muon.engine import (
     leaf_modules,
     loss_scale,
     offload,
-    ordering,
+    running,
     stage0,
 )
 from deepspeed_muon.engine.memory import Memory, memory_of
@@ -66,6 +69,10 @@ class StepDuty:
     applies: Callable[[Any], bool]
 
 
+def _is_any(_: Any) -> bool:
+    return True
+
+
 def _is_wrapped(engine: Any) -> bool:
     return not stage0.is_plain(engine)
 
@@ -81,6 +88,17 @@ def _forget_logits(wrapper: Any) -> Iterator[None]:
         yield
     finally:
         wrapper.optimizer.qk_clip.clear()
+
+
+def _release_destroyed(original: Callable[..., Any], wrapper: Any) -> None:
+    """Destroy the wrapper, then drop what refers to each engine of stage 3 for the length of the program."""
+    module = wrapper.parameter_offload.module
+    original()
+    stack = parameter_offload.FWD_MODULE_STACK
+    stack[:] = [each for each in stack if each is not module]
+    cached = vars(PartitionedParameterCoordinator)["_PartitionedParameterCoordinator__params_to_release"]
+    for cell in cached.__closure__ or ():
+        cell.cell_contents.cache_clear()
 
 
 # Above each row, here and in ENGINE_HOOKS: what would be wrong without it. The first duty begins first and ends last.
@@ -165,10 +183,10 @@ ENGINE_HOOKS = (
     EngineHook("engine", "scale", stage0.scale, stage0.loss_is_not_scaled),
     # The plain engine throws the norm away, and counts one stage of a pipeline and one rank's experts.
     EngineHook("engine", "clip_fp32_gradients", stage0.clip_fp32_gradients, stage0.is_plain),
+    # An engine of stage 3 would stay in memory after engine.destroy(), with all that it holds.
+    EngineHook("wrapper", "destroy", _release_destroyed, idle.divides_gradients),
     # Stage 3 moves the state of FusedAdam alone, and the exchange would keep its buffers on the device.
     EngineHook("wrapper", "offload_states", offload.offload_states, offload.can_move),
-    # A saved state with another order of the matrices would fill them with each other's values.
-    EngineHook("wrapper", "load_state_dict", ordering.load_state_dict, ordering.has_flat_groups),
     # DeepSpeed's loader knows Adam's state only, and reads parameters from places that can be wrong.
     EngineHook(
         "wrapper",
@@ -176,8 +194,12 @@ ENGINE_HOOKS = (
         checkpointing.load_universal_checkpoint,
         checkpointing.loads_universal,
     ),
-    # DeepSpeed changes counters and schedule before a universal checkpoint can be refused.
-    EngineHook("engine", "load_checkpoint", checkpointing.load_checkpoint, checkpointing.loads_universal),
+    # consolidate_on_save would write nothing, and nobody could tell the files of two saves of one step apart.
+    EngineHook("engine", "save_checkpoint", running.save_checkpoint, _is_any),
+    # Files of two saves would be loaded together. Where another optimizer, stage, number of ranks, order or other
+    # routes saved, DeepSpeed would fill matrices with each other's values, or fail on some ranks without the cause.
+    # And it changes counters and schedule before a universal checkpoint can be refused.
+    EngineHook("engine", "load_checkpoint", checkpointing.load_checkpoint, _is_any),
 )
 
 

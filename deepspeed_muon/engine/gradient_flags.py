@@ -55,10 +55,10 @@ def holds_gradients(engine: Any) -> bool:
 @contextlib.contextmanager
 def exchange_first(wrapper: Any) -> Iterator[None]:
     """Exchange the flags of all groups before a step; forget them after it. Must be called by all ranks."""
-    waits = getattr(wrapper, "_wait_for_offload_copies", None)  # DeepSpeed before 0.18 copies at once
+    waits = getattr(wrapper, "_wait_for_offload_copies", None)  # DeepSpeed 0.19.2 copies at once
     if waits is not None:
         waits()
-    bound = wrapper.optimizer.bound
+    bound = wrapper.optimizer._bound_steps
     bound.exchange_flags(_gradients(wrapper))
     try:
         yield
@@ -68,7 +68,7 @@ def exchange_first(wrapper: Any) -> Iterator[None]:
 
 def has_overflow(original: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> bool:
     """Answer from the flags whether a gradient is not finite on any rank, where all groups have the same ranks."""
-    found = wrapper.optimizer.bound.found_nonfinite(wrapper.dp_process_group)
+    found = wrapper.optimizer._bound_steps.found_nonfinite(wrapper.dp_process_group)
     if found is None:
         return bool(original(*args, **kwargs))
     everywhere = torch.tensor([found], dtype=torch.uint8, device=wrapper.optimizer.exchange_buffers.device)

@@ -16,6 +16,7 @@ import deepspeed
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+from packaging.version import Version
 
 from deepspeed_muon.engine import checkpointing, configure, running
 from deepspeed_muon.engine.rates import forget_trainer
@@ -33,19 +34,21 @@ class Hook:
         owner: The class or module.
         attribute: The function's name in it.
         function: Is called instead, with the original and then with the arguments of the call.
-        missing_in: The supported versions that lack the function and do without the hook; empty if all have it.
     """
 
     owner: Any
     attribute: str
     function: Callable[..., Any]
-    missing_in: str = ""
 
     def __str__(self) -> str:
         return f"{self.owner.__name__}.{self.attribute}"
 
 
-# Above each row: what would be wrong without it. Last in a row: the supported versions that lack the function.
+# The first release that trains right with torch 2.13 and has all functions below: 0.17 and 0.18 lose gradients at
+# ZeRO 2 with accumulation, or raise in their own all-gather at stages 1 and 2, with AdamW too.
+OLDEST = "0.19.2"
+
+# Above each row: what would be wrong without it.
 HOOKS = (
     # DeepSpeed's broadcast aborts or hangs if the ranks' models differ. Ours compares them first.
     Hook(DeepSpeedEngine, "_broadcast_model", configure.broadcast_model),
@@ -55,16 +58,14 @@ HOOKS = (
     # The type Muon would make DeepSpeed's own optimizer.
     Hook(DeepSpeedEngine, "_configure_basic_optimizer", configure.configure_basic_optimizer),
     # Ranks that differ in what AutoEP goes by would make other process groups and wait for each other.
-    Hook(DeepSpeedEngine, "_configure_expert_parallel", configure.configure_expert_parallel, "0.16.9"),
+    Hook(DeepSpeedEngine, "_configure_expert_parallel", configure.configure_expert_parallel),
     # per_head_muon would be refused where DeepSpeed finds no heads. Ours are found by other rules, and checked.
-    Hook(deepspeed, "set_optimizer_flags", configure.set_optimizer_flags, "0.16.9"),
+    Hook(deepspeed, "set_optimizer_flags", configure.set_optimizer_flags),
     # Schedulers that write one number into every group would lose the ratio of Muon's rate and AdamW's. And the
     # schedule is the last thing that restore_from fills, so it is loaded here.
     Hook(DeepSpeedEngine, "_configure_lr_scheduler", running.configure_lr_scheduler),
     # Nobody would sample a whole step, bound the wait for other ranks, or find steps that ended too early.
     Hook(DeepSpeedEngine, "_take_model_step", running.take_model_step),
-    # consolidate_on_save would write nothing.
-    Hook(DeepSpeedEngine, "save_checkpoint", running.save_checkpoint),
     # DeepSpeed's converter knows Adam's state only.
     Hook(ds_to_universal, "main", checkpointing.convert),
 )
@@ -88,21 +89,26 @@ def register() -> None:
     ``import deepspeed_muon`` calls it. Calling it again does nothing. Existing engines keep their optimizer.
 
     Raises:
-        RegistrationError: If this DeepSpeed lacks a function to replace.
+        RegistrationError: If this DeepSpeed is older than :data:`OLDEST`, or lacks a function to replace.
     """
     if _INSTALLED:
         return
+    if Version(deepspeed.__version__) < Version(OLDEST):
+        raise RegistrationError(
+            f"DeepSpeed {deepspeed.__version__} is not supported: with current torch, releases before {OLDEST} lose "
+            f"gradients at ZeRO 2 with accumulation or fail in their all-gather, whatever the optimizer; "
+            f"run `pip install 'deepspeed>={OLDEST}'`"
+        )
+    missing = [str(hook) for hook in HOOKS if not hasattr(hook.owner, hook.attribute)]
+    if missing:
+        raise RegistrationError(
+            f"DeepSpeed {deepspeed.__version__} has no {', '.join(missing)}; tested are {OLDEST} and 0.19.8"
+        )
     for hook in HOOKS:
-        if not hook.missing_in and not hasattr(hook.owner, hook.attribute):
-            raise RegistrationError(
-                f"DeepSpeed {deepspeed.__version__} has no {hook}; tested are 0.16.9 and 0.19.8"
-            )
-    for hook in HOOKS:
-        if hasattr(hook.owner, hook.attribute):
-            original = getattr(hook.owner, hook.attribute)
-            ours = _replacement(original, hook.function)
-            setattr(hook.owner, hook.attribute, ours)
-            _INSTALLED[hook] = original, ours
+        original = getattr(hook.owner, hook.attribute)
+        ours = _replacement(original, hook.function)
+        setattr(hook.owner, hook.attribute, ours)
+        _INSTALLED[hook] = original, ours
     optimizers, ours = LISTED
     if ours not in optimizers:
         optimizers.append(ours)

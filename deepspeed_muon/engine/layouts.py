@@ -148,7 +148,7 @@ def _add_flat(
 def _read_stage3(engine: Any, wrapper: Any, routes: Mapping[int, Route]) -> list[StepSet]:
     """Read every sub-group; the inner step is called once for each of them."""
     sets = []
-    # Before 0.18 one process group partitioned all sub-groups.
+    # Up to 0.19.2 one process group partitions all sub-groups.
     group_of = getattr(wrapper, "_get_sub_group_process_group", lambda _: wrapper.dp_process_group)
     for index, params in enumerate(wrapper.fp16_groups):
         native_adam = CpuAdam if wrapper.offload_optimizer else None

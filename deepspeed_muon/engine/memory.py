@@ -41,6 +41,6 @@ def memory_of(wrapper: Any) -> Memory:
 
 
 def at_boundary(wrapper: Any) -> bool:
-    """Return whether the last micro-step is running. DeepSpeed before 0.18 has an attribute, later ones a method."""
+    """Return whether the last micro-step is running. DeepSpeed 0.19.2 has an attribute, 0.19.8 a method."""
     boundary = wrapper.is_gradient_accumulation_boundary
     return bool(boundary() if callable(boundary) else boundary)

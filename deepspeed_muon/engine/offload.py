@@ -39,13 +39,13 @@ def offload_device(engine: Any, section: str = "offload_optimizer") -> str:
 
 
 def half_states(engine: Any) -> bool:
-    """Return whether ``bf16.bf16_optimizer_states`` is set; DeepSpeed 0.16.9 does not have it."""
-    return bool(getattr(engine, "bf16_optimizer_states", lambda: False)())
+    """Return whether ``bf16.bf16_optimizer_states`` is set."""
+    return bool(engine.bf16_optimizer_states())
 
 
 def master_dtype(engine: Any) -> torch.dtype:
     """Return the dtype that the configuration asks the master weights to be kept in."""
-    if getattr(engine, "bf16_master_weights_and_gradients", lambda: False)():
+    if engine.bf16_master_weights_and_gradients():
         return torch.bfloat16
     return torch.float16 if engine.fp16_master_weights_and_gradients() else torch.float32
 
@@ -88,7 +88,7 @@ class Admission(contextlib.ExitStack):
         # DeepSpeed demands its CPU Adam of client optimizers. Ours runs it by itself.
         engine.zero_force_ds_cpu_optimizer = lambda: False
         if half_states(engine):
-            optimizer.keep_half_states()
+            optimizer._keep_half_states()
         if offload_device(engine) == "none":
             return
         is_twin_flow = engine._config.zero_config.offload_optimizer.ratio < 1.0
@@ -134,6 +134,6 @@ def offload_states(original: Callable[..., Any], wrapper: Any, *args: Any, **kwa
     ``FusedAdam`` during the call.
     """
     # First, because the original ends by returning free memory to the device.
-    wrapper.optimizer.release_memory()
+    wrapper.optimizer._release_memory()
     with _stands_for(type(wrapper.optimizer), fused_adam, "FusedAdam"):
         return original(*args, **kwargs)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,17 +16,9 @@ import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
-from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.spread import fragments_of
-
-__all__ = ["ORDER_KEY", "has_flat_groups", "load_state_dict", "order_parameters", "record_order"]
 
 ORDER_KEY = "deepspeed_muon_order"
-# Where the wrappers keep the state of the optimizer inside them.
-_INNER_KEYS = ("base_optimizer_state", "optimizer_state_dict")
 
 
 def order_parameters(engine: Any, optimizer: Muon, *, device: torch.device) -> None:
@@ -47,7 +39,7 @@ def order_parameters(engine: Any, optimizer: Muon, *, device: torch.device) -> N
     group = getattr(engine, "seq_data_parallel_group", None)
     ranks = dist.get_world_size(group) if dist.is_initialized() else 1
     sizes = [None if entry.get("moe") else ranks for entry in optimizer.param_groups]
-    optimizer.order_parameters(sizes, device=device)
+    optimizer._order_parameters(sizes, device=device)
 
 
 def has_flat_groups(engine: Any) -> bool:
@@ -67,71 +59,17 @@ def record_order(engine: Any, optimizer: Muon) -> None:
     optimizer.register_state_dict_post_hook(add)
 
 
-def load_state_dict(
-    original: Callable[..., Any], wrapper: Any, state_dict_list: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Load a saved state, unless it has another layout."""
-    rule = _digest(_rules(wrapper.optimizer))
-    # Universal checkpoints come without such a list. Their state is found by name.
-    for saved in state_dict_list if isinstance(state_dict_list, (list, tuple)) else ():
-        _compare(saved, wrapper.optimizer, rule)
-    return original(state_dict_list, *args, **kwargs)
-
-
 def _rules(optimizer: Muon) -> list[Any]:
     """Return name, partition and rule of every Muon matrix, sorted by name: equal rows are equal layouts."""
-    return sorted([m.name, m.partition, m.spread.numbers()] for m in _matrices(optimizer))
-
-
-def _with_fragments(optimizer: Muon) -> list[Any]:
-    """Return the same with all fragments, as releases before 0.3 compared them."""
-    return sorted(
-        [m.name, m.partition, [[f.rank, f.partition_offset, f.numel] for f in fragments_of(m.spread)]]
-        for m in _matrices(optimizer)
-    )
-
-
-def _matrices(optimizer: Muon) -> Iterator[MatrixLayout]:
-    return (matrix for runner in optimizer.runners for matrix in runner.step_set.matrices)
+    matrices = (matrix for runner in optimizer._runners for matrix in runner.step_set.matrices)
+    return sorted([m.name, m.partition, m.spread.numbers()] for m in matrices)
 
 
 def _digest(rows: list[Any]) -> str:
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
-def _compare(saved: Any, optimizer: Muon, rule: str) -> None:
-    """Raise if a rank's saved state has another layout. States of other optimizers have none on record."""
-    if not isinstance(saved, dict):
-        return
-    inner: dict[str, Any] = next((saved[key] for key in _INNER_KEYS if isinstance(saved.get(key), dict)), {})
-    if _is_same(inner, optimizer, rule):
-        return
-    stored = (
-        inner[ORDER_KEY]["order"]
-        if ORDER_KEY in inner
-        else inner[RECORD_KEY]["optimizer"].get("order", "given")
-    )
-    raise CheckpointError(
-        f"the checkpoint's flat partitions hold the matrices in another order (optimizer.params.order was "
-        f"{str(stored)!r}) than this engine's ({optimizer.config.order!r}). Set optimizer.params.order to "
-        f"{str(stored)!r} to resume it, or convert it with 'python -m deepspeed_muon checkpoint consolidate' and start "
-        f"with restore_from"
-    )
-
-
-def _is_same(inner: dict[str, Any], optimizer: Muon, rule: str) -> bool:
-    """Return whether a saved state has the layout of this optimizer, or does not say."""
-    order = inner.get(ORDER_KEY, {})
-    if "rule" in order:
-        return bool(order["rule"] == rule)
-    if "digest" in order:
-        return bool(order["digest"] == _digest(_with_fragments(optimizer)))
-    record = inner.get(RECORD_KEY)
-    if record is None or record.get("version") != 1:
-        return True
-    rows = sorted(
-        [entry["name"], entry["partition"], [[f[0], f[2], f[3]] for f in entry["fragments"]]]
-        for entry in record["parameters"]
-        if entry["algorithm"] == "muon"
-    )
-    return rows == _with_fragments(optimizer)
+def same_order(inner: Mapping[str, Any], optimizer: Muon) -> bool:
+    """Return whether a rank's saved state has the layout of this optimizer, or does not say."""
+    recorded = inner.get(ORDER_KEY)
+    return recorded is None or bool(recorded["rule"] == _digest(_rules(optimizer)))

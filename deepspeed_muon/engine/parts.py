@@ -25,7 +25,7 @@ from deepspeed_muon.transport.waiting import phase
 
 __all__ = ["no_checkpoint", "parts_of"]
 
-# What AutoEP says of its stacks of experts, from DeepSpeed 0.19 on, and which experts a rank's stack has.
+# What AutoEP says of its stacks of experts, and which experts a rank's stack has.
 _STACK, _EXPERTS = "ds_autoep_uc_meta", "local_experts"
 
 
@@ -132,7 +132,7 @@ def _part_of_shard(
         return part
     if not part.is_whole:
         raise _UnknownPartError("a stack of experts is cut by tensor parallelism too")
-    told = read_cut(param, module)
+    told = read_cut(param)
     if isinstance(told, str):
         raise _UnknownPartError(told)
     dimensions = len(shapes[rank])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
+import secrets
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,26 +14,51 @@ import torch
 from deepspeed.runtime import lr_schedules
 
 from deepspeed_muon.checkpoint import CONSOLIDATED_FOLDER, consolidate, restore
+from deepspeed_muon.checkpoint.layout_record import SAVE_KEY
 from deepspeed_muon.engine.accessors import muon_of
-from deepspeed_muon.engine.rates import monitor_rates
+from deepspeed_muon.engine.rates import monitor_rates, rates
+from deepspeed_muon.logs import warn
 from deepspeed_muon.monitoring.summary import monitor_events
 from deepspeed_muon.transport.waiting import phase
-
-__all__ = ["configure_lr_scheduler", "save_checkpoint", "take_model_step"]
 
 
 def configure_lr_scheduler(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Let DeepSpeed make the scheduler, restore the ratio between the groups' rates in it, load ``restore_from``."""
-    result = original(engine, *args, **kwargs)
     optimizer = muon_of(engine)
+    configured = {} if optimizer is None else rates(optimizer)
+    result = original(engine, *args, **kwargs)
     if optimizer is not None:
         from_config = engine.client_lr_scheduler is None
         given = (engine.scheduler_params() or {}) if from_config else {}
         _keep_rate_ratios(engine.lr_scheduler, optimizer, given=given)
+        if (
+            from_config
+            and isinstance(engine.lr_scheduler, lr_schedules.WarmupLR)
+            and "warmup_max_lr" not in given
+        ):
+            _warn_of_default_peak(engine.lr_scheduler, configured, optimizer.config.reference_lr)
         if optimizer.config.restore_from is not None:
             arguments = optimizer.config.restore_from.model_dump()
             restore(engine, arguments.pop("path"), **arguments)
     return result
+
+
+def _warn_of_default_peak(scheduler: Any, configured: Mapping[str, float], reference: float) -> None:
+    """Warn if the rates rise to a number that DeepSpeed chose, and not to the configured ones."""
+    peak = inspect.signature(type(scheduler)).parameters["warmup_max_lr"].default
+    if reference in (0.0, peak):
+        return
+    reached = [
+        f"{key} {rate * peak / reference:.3g} instead of {rate:.3g}" for key, rate in configured.items()
+    ]
+    warn(
+        "deepspeed_muon: scheduler.params has no warmup_max_lr, so %s takes the rates to its default %g: %s. Set "
+        "warmup_max_lr to %g",
+        type(scheduler).__name__,
+        peak,
+        ", ".join(reached),
+        reference,
+    )
 
 
 def take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -41,13 +69,15 @@ def take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kwa
     optimizer = muon_of(engine)
     if optimizer is None:
         return original(engine, *args, **kwargs)
+    optimizer.host.require_restored()
+    optimizer.host.step_thread = threading.get_ident()
     number = engine.global_steps + 1
     with optimizer.health_log.step(number, members=optimizer.members), contextlib.ExitStack() as waiting:
-        for group in optimizer.process_groups():
+        for group in optimizer._process_groups():
             # DeepSpeed's own collectives of the step are part of it: the norm of the gradients at stages 1 and 2.
             waiting.enter_context(phase(f"step {number}", group))
         result = original(engine, *args, **kwargs)
-    optimizer.check_arrived()
+    optimizer._check_arrived()
     if engine.monitor.enabled:
         events = monitor_rates(optimizer, engine.global_samples)
         if optimizer.recorder.due(number):
@@ -57,15 +87,26 @@ def take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kwa
 
 
 def save_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """Let DeepSpeed save, then write the consolidated set beside its files if the configuration says so."""
-    result = original(engine, *args, **kwargs)
-    optimizer = muon_of(engine)
-    if optimizer is not None and optimizer.config.consolidate_on_save:
-        given = dict(zip(("save_dir", "tag"), args, strict=False)) | kwargs
+    """Let DeepSpeed save with a random id of this save in every rank's files, the first rank's.
+
+    The consolidated set comes before, if the configuration asks for one: DeepSpeed writes ``latest`` last, so that it
+    never names a tag whose set is not complete.
+    """
+    names = ("save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    optimizer = engine.basic_optimizer
+    optimizer.host.require_restored()
+    if optimizer.config.consolidate_on_save and given.get("save_dir"):
         tag = given.get("tag")
         name = f"global_step{engine.global_steps}" if tag is None else str(tag)
         consolidate(engine, os.path.join(given["save_dir"], name, CONSOLIDATED_FOLDER))
-    return result
+    ((_, save_id),) = optimizer.members.collect([secrets.token_hex(8)], most=1, what="naming of a save")
+    given["client_state"] = {**(given.get("client_state") or {}), SAVE_KEY: save_id}
+    optimizer.host.save_id = save_id
+    try:
+        return original(**given)
+    finally:
+        optimizer.host.save_id = None
 
 
 def _keep_rate_ratios(scheduler: Any, optimizer: torch.optim.Optimizer, *, given: Mapping[str, Any]) -> None:
@@ -86,11 +127,6 @@ def _keep_rate_ratios(scheduler: Any, optimizer: torch.optim.Optimizer, *, given
         (lr_schedules.WarmupLR, {"min_lrs": "warmup_min_lr", "max_lrs": "warmup_max_lr"}),
     ]
     keys = next((keys for kind, keys in kinds if isinstance(scheduler, kind)), None)
-    if isinstance(scheduler, lr_schedules.WarmupCosineLR) and scheduler.last_batch_iteration < 0:
-        # Up to 0.17 it sets only the first group's rate before the first step.
-        share = float(optimizer.param_groups[0]["lr"]) / (scheduler.org_lrs[0] or 1.0)
-        for group, rate in zip(optimizer.param_groups, scheduler.org_lrs, strict=True):
-            group["lr"] = rate * share
     if keys is None:
         return
     ratios = [float(group["lr_ratio"]) for group in optimizer.param_groups]

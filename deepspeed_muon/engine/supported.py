@@ -128,6 +128,19 @@ def _is_divided(engine: Any) -> bool:
     return is_divided(engine.module)
 
 
+def _lacks_masters(engine: Any) -> bool:
+    if engine.zero_optimization_stage() or engine.bfloat16_enabled() or engine.fp16_enabled():
+        return False
+    halves = (torch.bfloat16, torch.float16)
+    return any(param.requires_grad and param.dtype in halves for param in engine.module.parameters())
+
+
+def _has_sparse_gradients(engine: Any) -> bool:
+    embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    found = (each for each in engine.module.modules() if isinstance(each, embeddings))
+    return any(each.sparse and each.weight.requires_grad for each in found)
+
+
 def _shares_sequences(engine: Any) -> bool:
     return int(getattr(engine, "sequence_parallel_size", 1) or 1) > 1
 
@@ -187,6 +200,15 @@ _REFUSED: _Table = {
         ),
         "DeepSpeed runs its BF16_Optimizer there, whose masters are fp32 whatever the key says. Use stage 2, or "
         "grad_accum_dtype bf16",
+    ),
+    "a model in half precision at ZeRO stage 0 without bf16.enabled or fp16.enabled": (
+        _lacks_masters,
+        "there are no fp32 master weights, so that most of an update is rounded away. Set bf16.enabled (or "
+        "fp16.enabled), use stage 1 to 3, or pass the model in fp32",
+    ),
+    "torch.nn.Embedding(sparse=True)": (
+        _has_sparse_gradients,
+        "ZeRO divides dense gradients only, and AdamW's moments are dense. Make the embedding with sparse=False",
     ),
     **{f"zero_optimization.{key}": (_is_set(f"zero_config.{key}"), _QUANTIZED) for key in _QUANTIZING},
     "zero_optimization.mics_shard_size": (

@@ -1,7 +1,7 @@
 """What the layers of a tensor-parallel model say of how their parameters are cut.
 
 There are two conventions. AutoTP (``tensor_parallel.autotp_size``) replaces linear layers and describes their weights
-in an attribute or, in older versions, by the class of the layer. Megatron-style models set ``tensor_model_parallel``
+in an attribute. Megatron-style models set ``tensor_model_parallel``
 and ``partition_dim`` on parameters and hand DeepSpeed an ``mpu`` object.
 """
 
@@ -11,14 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 __all__ = ["Cut", "is_copy", "is_marked", "read_cut"]
 
 _META = "ds_autotp_universal_checkpoint_meta"
-# Versions without that attribute: the dimension that each class of layer cuts, and how many equal parts it cuts over
-# all ranks. Subclasses cut in other ways.
-_CLASSES = {"LinearLayer": (0, 1), "LinearAllreduce": (1, 1), "GateUpPack_LinearLayer": (0, 2)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +74,15 @@ def is_copy(param: Tensor) -> bool:
     return bool(meta.get("replicated")) or not (meta or is_marked(param))
 
 
-def read_cut(param: Tensor, module: nn.Module) -> Cut | str:
-    """Return what a layer says of its shard, or why it says too little.
-
-    Args:
-        param: The shard.
-        module: The layer that holds it.
-    """
+def read_cut(param: Tensor) -> Cut | str:
+    """Return what is said of how a shard was cut, or why that is too little."""
     meta = getattr(param, _META, None)
     if meta:
         return _recorded(meta)
-    kind = type(module).__name__ if type(module).__module__.startswith("deepspeed.module_inject") else ""
-    dim, parts = _CLASSES.get(kind, (None, None))
-    dim = getattr(param, "partition_dim", dim)
+    dim = getattr(param, "partition_dim", None)
     if dim is None:
         return "it is marked as a shard without the dimension that is cut (partition_dim)"
-    own = getattr(param, "partition_sizes", getattr(param, "partition_stride", parts))
+    own = getattr(param, "partition_sizes", getattr(param, "partition_stride", None))
     return Cut(dim, parts=tuple(own) if isinstance(own, (tuple, list)) else own)
 
 

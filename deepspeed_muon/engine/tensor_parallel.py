@@ -95,7 +95,7 @@ def tensor_shards(engine: Any) -> dict[int, TensorShards]:
     for module in engine.module.modules():
         for param in module.parameters(recurse=False):
             shape = true_shape(param)
-            cut = _cut(param, module) if is_marked(param) and len(shape) == 2 else ""
+            cut = _cut(param) if is_marked(param) and len(shape) == 2 else ""
             if isinstance(cut, _Cut):
                 found[id(param)] = cut.shards(shape[cut.dim], dist.get_world_size(group))
     return found
@@ -178,16 +178,16 @@ def _cuts(model: nn.Module, routes: Mapping[int, Route]) -> dict[str, _Cut]:
                 continue
             if len(route.shape) != 2:
                 _refuse(route.name, f"a tensor-parallel shard of shape {list(route.shape)} is not a matrix")
-            cut = _cut(param, module)
+            cut = _cut(param)
             if isinstance(cut, str):
                 _refuse(route.name, cut)
             found[route.name] = cut
     return found
 
 
-def _cut(param: Tensor, module: nn.Module) -> _Cut | str:
+def _cut(param: Tensor) -> _Cut | str:
     """Return what a layer says of its shard of a matrix, or why it says too little."""
-    cut = read_cut(param, module)
+    cut = read_cut(param)
     if isinstance(cut, str):
         return cut
     if not cut.shape:

@@ -23,8 +23,6 @@ from deepspeed_muon.forecast.text import LABELS, render
 from deepspeed_muon.plan.hardware import GPUS
 from deepspeed_muon.routing.rules import route_parameters
 
-__all__ = ["add_subcommand"]
-
 _LARGEST_WORLD = 16384
 
 
@@ -96,7 +94,7 @@ def _config(text: str) -> MuonConfig:
     from_file = not text.lstrip().startswith("{")
     try:
         # DeepSpeed reads its files with hjson, so they may have comments.
-        content = hjson.loads(path.read_text()) if from_file else json.loads(text)
+        content = hjson.loads(path.read_text(encoding="utf-8")) if from_file else json.loads(text)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--params {text!r}: not JSON, nor a file with JSON: {error}") from error
     if from_file and "optimizer" in content:
@@ -122,10 +120,8 @@ def _settings(arguments: argparse.Namespace, config: MuonConfig) -> PlanSettings
             wire_bytes=config.wire_format.bytes_per_element(width),
             direction_bytes=width,
             chunk_numel=config.exchange_chunk_numel,
-            link=config.link(torch.bfloat16),
             overlap=config.exchange_overlap,
             order=config.order,
-            share_matrices=config.share_matrices if config.variant == "muon" else False,
             efficiency=arguments.efficiency,
         )
     except ValueError as error:
@@ -158,11 +154,11 @@ def _network(
 
 
 def _plot(model: str, parameters: Sequence[PlannedParameter], settings: PlanSettings, path: Path) -> None:
-    """Plot step time, bytes and memory of the three optimizers over the number of GPUs."""
+    """Plot step time, bytes and memory of both optimizers over the number of GPUs."""
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'deepspeed-muon[examples]'") from error
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -13,8 +13,6 @@ from deepspeed_muon.forecast.report import live_report
 from deepspeed_muon.forecast.settings import PlannedParameter
 from deepspeed_muon.routing.rules import Route
 
-__all__ = ["plan_report", "planned_parameters"]
-
 
 def planned_parameters(routes: Sequence[Route]) -> list[PlannedParameter]:
     """Return the trained parameters of a routing table, for counting, in the table's order."""
@@ -48,13 +46,13 @@ def plan_report(engine: Any) -> dict[str, Any]:
         engine: A ``DeepSpeedEngine`` made with this optimizer.
     """
     optimizer = muon_optimizer(engine)
-    dtypes = {runner.step_set.model_dtype for runner in optimizer.runners}
+    dtypes = {runner.step_set.model_dtype for runner in optimizer._runners}
     config = optimizer.config
     width = max((config.resolved_wire_dtype(dtype).itemsize for dtype in dtypes), default=0)
     return live_report(
         optimizer.routes,
-        [runner.plan for runner in optimizer.runners],
+        [runner.plan for runner in optimizer._runners],
         wire_bytes=config.wire_format.bytes_per_element(width),
-        work=[runner.assignment.work for runner in optimizer.runners],
-        ranks=[_ranks(runner.step_set.group) for runner in optimizer.runners],
+        work=[runner.assignment.work for runner in optimizer._runners],
+        ranks=[_ranks(runner.step_set.group) for runner in optimizer._runners],
     )

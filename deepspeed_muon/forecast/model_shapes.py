@@ -6,6 +6,7 @@ about them exactly as about those of a real model.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,8 +18,6 @@ from torch import nn
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.routing.parameters import NamedParameter, model_parameters_by_name
 from deepspeed_muon.routing.shapes import true_shape
-
-__all__ = ["PRESETS", "family_shapes", "from_config", "load_model"]
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
@@ -71,6 +70,15 @@ PRESETS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
     },
 }
+
+
+_SMALLEST = {
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"), 1),
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"), 1),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 1),
+    **dict.fromkeys(("num_experts", "n_routed_experts", "n_shared_experts", "first_k_dense_replace"), 0),
+}
+"""The keys of a config.json that are sizes, and the smallest value of each."""
 
 
 def load_model(source: str, *, separate_experts: bool = False) -> list[NamedParameter]:
@@ -130,7 +138,7 @@ def as_autoep(members: Sequence[NamedParameter], ways: int) -> list[NamedParamet
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: not readable JSON: {error}") from error
     if not isinstance(content, dict):
@@ -156,11 +164,25 @@ def from_config(config: Mapping[str, Any], *, separate_experts: bool = False) ->
     Raises:
         ConfigError: If the architecture is not known, naming what would help.
     """
+    _check_sizes(config)
     kind = str(config.get("model_type", ""))
     transformers = None if separate_experts else _transformers_knowing(kind)
     if transformers is not None:
         return _from_transformers(transformers, config, kind)
     return _from_shapes(family_shapes(config, separate_experts=separate_experts))
+
+
+def _check_sizes(config: Mapping[str, Any], where: str = "") -> None:
+    """Refuse sizes that no model has, before somebody multiplies them."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            _check_sizes(value, f"{where}{key}.")
+        least = _SMALLEST.get(key)
+        # None stands for a default, and a list for sizes that differ by layer.
+        if least is None or value is None or isinstance(value, list):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"{where}{key}: must be a whole number of at least {least} (got {value!r})")
 
 
 def _transformers_knowing(kind: str) -> Any:
@@ -173,6 +195,16 @@ def _transformers_knowing(kind: str) -> Any:
 
 
 def _from_transformers(transformers: Any, config: Mapping[str, Any], kind: str) -> list[NamedParameter]:
+    try:
+        model = _built_by_transformers(transformers, config, kind)
+    except Exception as error:  # of any kind: the architecture's own code runs
+        raise ConfigError(
+            f"transformers {transformers.__version__} cannot build this model of model_type {kind!r}: {error}"
+        ) from error
+    return list(model_parameters_by_name(model).values())
+
+
+def _built_by_transformers(transformers: Any, config: Mapping[str, Any], kind: str) -> nn.Module:
     settings = {key: value for key, value in config.items() if key != "model_type"}
     parsed = transformers.CONFIG_MAPPING[kind](**settings)
     # The class that saved the config decides which head the model has.
@@ -181,8 +213,8 @@ def _from_transformers(transformers: Any, config: Mapping[str, Any], kind: str) 
     causal = type(parsed) in transformers.AutoModelForCausalLM._model_mapping
     maker = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
     with torch.device("meta"):
-        model = own[0](parsed) if own else maker.from_config(parsed)
-    return list(model_parameters_by_name(model).values())
+        model: nn.Module = own[0](parsed) if own else maker.from_config(parsed)
+    return model
 
 
 def _from_checkpoint(folder: Path, *, separate_experts: bool = False) -> list[NamedParameter]:
@@ -207,7 +239,7 @@ def _from_checkpoint(folder: Path, *, separate_experts: bool = False) -> list[Na
     if (folder / "latest").is_file() or any(folder.glob("*model_states.pt")):
         from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
 
-        saved = DeepSpeedFiles(folder)
+        saved = DeepSpeedFiles(folder, verify=False)
         return _from_shapes({name: parameter.shape for name, parameter in saved.parameters.items()})
     raise ConfigError(
         f"{folder}: no *.safetensors, config.json, consolidated set or DeepSpeed checkpoint in this folder"
@@ -237,9 +269,13 @@ def family_shapes(config: Mapping[str, Any], *, separate_experts: bool = False) 
     kind = str(config.get("model_type", ""))
     layer = _LAYERS.get(kind)
     if layer is None:
+        more = "pass a folder with *.safetensors files"
+        if importlib.util.find_spec("transformers") is None:
+            more = f"install transformers, which knows more, or {more}"
+        elif separate_experts and _transformers_knowing(kind) is not None:
+            more = f"transformers builds it without --separate-experts, or {more}"
         raise ConfigError(
-            f"the shapes of model_type {kind!r} are not known here (known: {', '.join(_LAYERS)}); install "
-            f"transformers, which knows more, or pass a folder with *.safetensors files"
+            f"the shapes of model_type {kind!r} are not known here (known: {', '.join(_LAYERS)}); {more}"
         )
     try:
         return iter(list(_model(config, layer, separate_experts)))

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from deepspeed_muon.forecast.predict import Exchange, peer_bytes, zero_bytes
+from deepspeed_muon.forecast.predict import Exchange, zero_bytes
 from deepspeed_muon.forecast.settings import PlannedParameter, PlanSettings, divisions
-
-__all__ = ["Network", "network_seconds"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +51,15 @@ def network_seconds(
         compute: Seconds of forward, backward and step on a network without a limit, by optimizer.
 
     Returns:
-        For ``muon``, ``deepspeed_muon_builtin`` and ``adamw`` the seconds of ``exchange`` and ``zero_collectives`` on
+        For ``muon`` and ``adamw`` the seconds of ``exchange`` and ``zero_collectives`` on
         the wire; with ``compute`` that and the ``whole_step`` too.
     """
     zero = zero_bytes(parameters, settings)
-    peer = peer_bytes(parameters, settings) - zero
     if settings.stage == 3 and not network.reduce_scatter:
-        # The peer's own count has its all-reduce of gradients already.
         for _, local, among in divisions(parameters, settings):
             gradients = sum(parameter.numel for parameter in local) / settings.tensor_parallel
             ranks = among.data_parallel
             zero += gradients * settings.model_bytes * (ranks - 1) / ranks
-            peer -= gradients * settings.model_bytes * (ranks - 1) / ranks
     # What one rank receives in one direction, it sends in the other.
     one_way = max(exchange.gather_elements.max(), exchange.scatter_elements.max()) * settings.wire_bytes
     inside = min(settings.gpus_per_node, settings.world_size)
@@ -72,7 +67,7 @@ def network_seconds(
     # A ring passes every link once, however many ranks a node has.
     several_nodes = settings.world_size > settings.gpus_per_node
     found = {}
-    for name, nbytes in {"muon": own, "deepspeed_muon_builtin": peer, "adamw": 0.0}.items():
+    for name, nbytes in {"muon": own, "adamw": 0.0}.items():
         seconds = {
             "exchange": network.seconds(nbytes) if several_nodes else 0.0,
             "zero_collectives": network.seconds(zero) if several_nodes else 0.0,

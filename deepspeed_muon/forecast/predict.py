@@ -10,9 +10,8 @@ A collective counts the bytes that each rank of a ring sends: ``n (W-1)/W`` for 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 
@@ -20,23 +19,8 @@ from deepspeed_muon.forecast.settings import PlannedParameter, PlanSettings, div
 from deepspeed_muon.math.flops import orthogonalize_flops
 from deepspeed_muon.plan.holdings import Floats, Holdings, flat_holdings, sharded_holdings
 from deepspeed_muon.plan.order import balanced_order, flat_partition_numel
-from deepspeed_muon.plan.owners import holders_in_holdings
-from deepspeed_muon.plan.relay import Machines
-from deepspeed_muon.plan.sharing import Shareable, assign_ranks, even_sizes
+from deepspeed_muon.plan.owners import assign_owners, holders_in_holdings
 from deepspeed_muon.plan.stacks import block_runs, travelling_cost
-
-__all__ = [
-    "Exchange",
-    "PlanSettings",
-    "PlannedParameter",
-    "exchange_of",
-    "machines_that_relay",
-    "parameter_flops",
-    "peer_bytes",
-    "peer_flops",
-    "to_other_nodes",
-    "zero_bytes",
-]
 
 # DeepSpeed's defaults: sub_group_size, and the elements up to which stage 3 keeps gathered parameters for backward.
 _SUB_GROUP_NUMEL = 1_000_000_000
@@ -48,11 +32,9 @@ class Exchange:
     """Owners, work and traffic of all Muon matrices in one step.
 
     Attributes:
-        owners: The owner of each Muon parameter. A shared parameter has its first sharer here, a cut stack the owner of
-            its first blocks.
-        shared: The number of each shared Muon parameter, and the ranks that share it.
+        owners: The owner of each Muon parameter; for a cut stack, that of its first blocks.
         owned_elements: Elements that each rank orthogonalises.
-        flops: Newton-Schulz operations of each rank; the collectives of sharers count as operations too.
+        flops: Newton-Schulz operations of each rank.
         gather_elements: Elements that each rank sends to owners.
         scatter_elements: Elements that each rank sends back as an owner.
         moving: The number of Muon parameters of which elements travel.
@@ -60,7 +42,6 @@ class Exchange:
     """
 
     owners: tuple[int, ...]
-    shared: Mapping[int, tuple[int, ...]]
     owned_elements: Floats
     flops: Floats
     gather_elements: Floats
@@ -99,34 +80,22 @@ def exchange_of(parameters: Sequence[PlannedParameter], settings: PlanSettings) 
     load = [0.0] * settings.world_size
     gather, scatter, owned = (np.zeros(settings.world_size) for _ in range(3))
     owners: dict[int, int] = {}
-    shared: dict[int, tuple[int, ...]] = {}
     moving: set[int] = set()
     for members in _step_sets(muon, settings):
-        numbers: list[int] = []
-        begins: list[int] = []
-        ends: list[int] = []
-        ranks: list[int] = []
         holdings = _holdings([muon[number].numel for number in members], settings)
-        for index, begin, end, sharers in _assign([muon[n] for n in members], holdings, load, settings):
-            owners.setdefault(members[index], sharers[0])
-            cuts = [end]
-            if len(sharers) > 1:
-                shared[members[index]] = sharers
-                cols = muon[members[index]].blocks[0][2]
-                sizes = even_sizes((end - begin) // cols, len(sharers))
-                cuts = [begin + rows * cols for rows in accumulate(sizes)]
-            numbers += [index] * len(cuts)
-            begins += [begin, *cuts[:-1]]
-            ends += cuts
-            ranks += sharers
-        parts = holdings.ranges(*(np.array(each, dtype=np.int64) for each in (numbers, begins, ends)))
+        numbers, parts, ranks = _assign([muon[n] for n in members], holdings, load, settings)
+        for index, rank in zip(numbers, ranks, strict=True):
+            owners.setdefault(members[index], rank)
         np.add.at(owned, ranks, parts.numel)
         sent, returned, travels = parts.traffic(ranks)
         gather, scatter = gather + sent, scatter + returned
         moving.update(members[numbers[at]] for at in np.flatnonzero(travels))
     in_order = tuple(owners[number] for number in range(len(muon)))
-    scatter, leaving = _relayed(scatter, settings)
-    return Exchange(in_order, shared, owned, np.asarray(load), gather, scatter, len(moving), leaving)
+    leaving = to_other_nodes(settings)
+    if settings.stage == 0 and settings.world_size > 1:
+        # A broadcast goes from rank to rank.
+        leaving = (-(-settings.world_size // max(1, settings.gpus_per_node)) - 1) / (settings.world_size - 1)
+    return Exchange(in_order, owned, np.asarray(load), gather, scatter, len(moving), leaving)
 
 
 def _merged(muon: Sequence[PlannedParameter], settings: PlanSettings) -> Exchange:
@@ -134,15 +103,12 @@ def _merged(muon: Sequence[PlannedParameter], settings: PlanSettings) -> Exchang
 
     Every one of these ``k`` ranks does with its experts what the others do with theirs.
     """
-    owners, shared = {}, {}
+    owners: dict[int, int] = {}
     flops, owned, gather, scatter = (np.zeros(settings.world_size) for _ in range(4))
     moving, leaves = 0, 0.0
     for numbers, local, inside in divisions(muon, settings):
         each, ranks = exchange_of(local, inside), settings.world_size // inside.world_size
         owners.update({number: owner * ranks for number, owner in zip(numbers, each.owners, strict=True)})
-        shared.update(
-            {numbers[at]: tuple(rank * ranks for rank in sharers) for at, sharers in each.shared.items()}
-        )
         flops += np.repeat(each.flops, ranks)
         owned += np.repeat(each.owned_elements, ranks)
         gather += np.repeat(each.gather_elements, ranks)
@@ -151,29 +117,7 @@ def _merged(muon: Sequence[PlannedParameter], settings: PlanSettings) -> Exchang
         leaves += each.leaving * float((each.gather_elements + each.scatter_elements).max())
     sent = float((gather + scatter).max())
     in_order = tuple(owners[number] for number in range(len(muon)))
-    return Exchange(in_order, shared, owned, flops, gather, scatter, moving, leaves / sent if sent else 0.0)
-
-
-def _relayed(scatter: Floats, settings: PlanSettings) -> tuple[Floats, float]:
-    """Return what each rank sends in scatter, and the largest part of that which leaves a node.
-
-    Args:
-        scatter: What each rank would send if owners sent to each rank themselves.
-        settings: Stage and ranks.
-    """
-    machines = machines_that_relay(settings)
-    if machines is None or not scatter.any():
-        return scatter, to_other_nodes(settings)
-    own = scatter.reshape(machines.count, machines.ranks) / (settings.world_size - 1)
-    across = own * (machines.count - 1)
-    sent = across + own.sum(axis=0) * (machines.ranks - 1)
-    return sent.reshape(-1), float(across.max() / sent.max())
-
-
-def machines_that_relay(settings: PlanSettings) -> Machines | None:
-    """Return the nodes among which updates are relayed, ``None`` where owners send them to each rank themselves."""
-    relays = settings.stage == 0 and settings.tensor_parallel == 1
-    return Machines.of(_nodes(settings)) if relays else None
+    return Exchange(in_order, owned, flops, gather, scatter, moving, leaves / sent if sent else 0.0)
 
 
 def to_other_nodes(settings: PlanSettings) -> float:
@@ -182,19 +126,13 @@ def to_other_nodes(settings: PlanSettings) -> float:
     return (world - inside) / (world - 1) if world > 1 else 0.0
 
 
-def _nodes(settings: PlanSettings) -> list[int]:
-    """Return the node of every rank; ranks are numbered node by node."""
-    return [rank // max(1, settings.gpus_per_node) for rank in range(settings.world_size)]
-
-
 def _assign(
     muon: Sequence[PlannedParameter], holdings: Holdings, load: list[float], settings: PlanSettings
-) -> list[tuple[int, int, int, tuple[int, ...]]]:
-    """Return the parts of a step set: index of the parameter, first element, end, and the owner or the sharers."""
+) -> tuple[list[int], Holdings, list[int]]:
+    """Return the parts of a step set: the parameter of each, where it lies, and its owner."""
     costs = [parameter_flops(parameter, settings) for parameter in muon]
     limit = travelling_cost(costs, load)
     whole = holdings.whole.tolist()
-    alone = [sum(blocks for blocks, _, _ in parameter.blocks) == 1 for parameter in muon]
     runs: list[tuple[int, int, int]] = []
     for index, (parameter, cost) in enumerate(zip(muon, costs, strict=True)):
         found = [(0, parameter.stack)]
@@ -206,17 +144,13 @@ def _assign(
     sizes = np.array([parameter.numel // parameter.stack for parameter in muon], dtype=np.int64)
     index, first, count = np.array(runs, dtype=np.int64).T
     begins, ends = first * sizes[index], (first + count) * sizes[index]
-    nodes = _nodes(settings)
-    ranks = assign_ranks(
+    parts = holdings.ranges(index, begins, ends)
+    owners = assign_owners(
         [costs[i] / muon[i].stack * blocks for i, _, blocks in runs],
-        [Shareable(*muon[i].blocks[0][1:], stays=whole[i]) if alone[i] else None for i, _, _ in runs],
-        holders_in_holdings(holdings.ranges(index, begins, ends)),
+        holders_in_holdings(parts),
         load=load,
-        rule=settings.sharing_rule,
-        nodes=nodes,
-        share_nodes=nodes,
     )
-    return list(zip(index.tolist(), begins.tolist(), ends.tolist(), ranks, strict=True))
+    return index.tolist(), parts, owners
 
 
 def _step_sets(muon: Sequence[PlannedParameter], settings: PlanSettings) -> list[list[int]]:
@@ -268,48 +202,3 @@ def zero_bytes(parameters: Sequence[PlannedParameter], settings: PlanSettings) -
     numel = sum(parameter.numel for parameter in parameters) / settings.tensor_parallel
     passes = {0: 2.0, 1: 3.0, 2: 3.0, 3: 2.0 if numel <= _REUSE_NUMEL else 3.0}[settings.stage]
     return passes * numel * settings.model_bytes * (ranks - 1) / ranks
-
-
-def peer_flops(parameters: Sequence[PlannedParameter], settings: PlanSettings) -> float:
-    """Return the operations on the critical path of DeepSpeed's own Muon, from its source (0.19.8).
-
-    At stage 0 every rank orthogonalises every matrix; at stages 1 and 2 every matrix that touches its partition. At
-    stage 3 each round gives every rank one matrix.
-    """
-    if settings.expert_parallel > 1:
-        return sum(peer_flops(local, inside) for _, local, inside in divisions(parameters, settings))
-    muon = [parameter for parameter in parameters if parameter.muon]
-    costs = np.array([parameter_flops(parameter, settings) for parameter in muon])
-    if not muon:
-        return 0.0
-    if settings.stage == 0:
-        return float(costs.sum())
-    if settings.stage == 3:
-        world = settings.data_parallel
-        padded = np.concatenate([costs, np.zeros(-len(costs) % world)])
-        return float(padded.reshape(-1, world).max(axis=1).sum())
-    holdings = _holdings([parameter.numel for parameter in muon], settings)
-    steps = np.zeros(settings.data_parallel + 1)
-    np.add.at(steps, holdings.first, costs)
-    np.add.at(steps, holdings.last + 1, -costs)
-    return float(np.cumsum(steps)[:-1].max())
-
-
-def peer_bytes(parameters: Sequence[PlannedParameter], settings: PlanSettings) -> float:
-    """Return the bytes that a rank sends in a step of DeepSpeed's own Muon, from its source (0.19.8).
-
-    At stage 3 it all-reduces gradients (it refuses reduce-scatter) and gathers Muon's gradients and momentum. After
-    each round of one matrix per rank it all-gathers updates and momentum, padded to the round's largest matrix.
-    """
-    if settings.expert_parallel > 1:
-        return sum(peer_bytes(local, inside) for _, local, inside in divisions(parameters, settings))
-    own = zero_bytes(parameters, settings)
-    ranks = settings.data_parallel
-    if settings.stage != 3 or ranks == 1:
-        return own
-    numel = sum(parameter.numel for parameter in parameters) / settings.tensor_parallel
-    numels = np.array([p.numel for p in parameters if p.muon], dtype=np.float64) / settings.tensor_parallel
-    rounds = np.concatenate([numels, np.zeros(-len(numels) % ranks)]).reshape(-1, ranks)
-    update = 2 * rounds.max(axis=1).sum() * (ranks - 1)
-    gathers = 2 * numels.sum() * (ranks - 1) / ranks
-    return own + settings.model_bytes * (numel * (ranks - 1) / ranks + float(gathers) + float(update))

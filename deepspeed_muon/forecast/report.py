@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -12,18 +12,14 @@ import numpy as np
 from deepspeed_muon.forecast.predict import (
     Exchange,
     exchange_of,
-    machines_that_relay,
-    peer_bytes,
-    peer_flops,
-    to_other_nodes,
     zero_bytes,
 )
 from deepspeed_muon.forecast.settings import PlannedParameter, PlanSettings, divisions
+from deepspeed_muon.monitoring.check import WINDOW_NUMEL
+from deepspeed_muon.plan.chunks import chunk_limit
 from deepspeed_muon.plan.exchange import ExchangePlan
-from deepspeed_muon.plan.memory import StepMemory, largest_chunk
 from deepspeed_muon.plan.spread import fragments_of
-
-__all__ = ["Forecast", "forecast", "live_report", "report"]
+from deepspeed_muon.transport.exchange import SLOTS, overlap_fits
 
 # Seconds that each further peer adds to an all-to-all: the order of magnitude of NCCL over InfiniBand.
 _MESSAGE_SECONDS = 3e-6
@@ -55,7 +51,7 @@ class Forecast:
 def forecast(
     parameters: Sequence[PlannedParameter], settings: PlanSettings, exchange: Exchange | None = None
 ) -> dict[str, Forecast]:
-    """Predict a step of this project's Muon, of DeepSpeed's own and of AdamW.
+    """Predict a step of this project's Muon and of AdamW.
 
     Args:
         parameters: All parameters that are trained.
@@ -63,13 +59,12 @@ def forecast(
         exchange: From :func:`~deepspeed_muon.forecast.predict.exchange_of`; computed if absent.
 
     Returns:
-        ``muon``, ``deepspeed_muon_builtin`` and ``adamw``.
+        ``muon`` and ``adamw``.
     """
     exchange = exchange or exchange_of(parameters, settings)
     muon, other = _partition(parameters, settings)
     zero = zero_bytes(parameters, settings)
-    peer = peer_bytes(parameters, settings) - zero
-    work, peer_work = float(exchange.flops.max()), peer_flops(parameters, settings)
+    work = float(exchange.flops.max())
     gather, scatter = exchange.gather_elements, exchange.scatter_elements
     sent = float((gather + scatter).max()) * settings.wire_bytes
     one_way = _exchange_seconds(settings, max(gather.max(), scatter.max()) * settings.wire_bytes, exchange)
@@ -81,22 +76,16 @@ def forecast(
     kept = _kept(parameters, settings)
     kept_by_adamw = {**kept, "optimizer_state": 8.0 * (muon + other)}
     kept["optimizer_state"] = 4.0 * muon + 8.0 * other
-    seconds = _muon_seconds(settings, one_way if settings.stage else 0.0, work, one_way)
-    peer_seconds = _muon_seconds(
-        settings, _link_seconds(settings, peer, to_other_nodes(settings)), peer_work, 0.0
-    )
+    seconds = {
+        "gather": one_way if settings.stage else 0.0,
+        "newton_schulz": work / (settings.gpu.flops * settings.efficiency),
+        "scatter": one_way,
+    }
     memory = {**kept, **_buffers(parameters, settings, exchange)}
     return {
         "muon": Forecast(sent, zero, work, _total({**seconds, **flat}), _total(memory)),
-        "deepspeed_muon_builtin": Forecast(
-            peer, zero, peer_work, _total({**peer_seconds, **flat}), _total(kept)
-        ),
         "adamw": Forecast(0.0, zero, 0.0, _total(all_adamw), _total(kept_by_adamw)),
     }
-
-
-def _muon_seconds(settings: PlanSettings, gather: float, flops: float, scatter: float) -> dict[str, float]:
-    return {"gather": gather, "newton_schulz": _compute_seconds(settings, flops), "scatter": scatter}
 
 
 def _total(parts: dict[str, float]) -> dict[str, float]:
@@ -106,10 +95,6 @@ def _total(parts: dict[str, float]) -> dict[str, float]:
 
 def _memory_seconds(settings: PlanSettings, nbytes: float) -> float:
     return nbytes / (settings.gpu.memory_bandwidth * settings.link_efficiency)
-
-
-def _compute_seconds(settings: PlanSettings, flops: float) -> float:
-    return flops / (settings.gpu.flops * settings.efficiency)
 
 
 def _link_seconds(settings: PlanSettings, nbytes: float, leaving: float) -> float:
@@ -124,8 +109,6 @@ def _exchange_seconds(settings: PlanSettings, nbytes: float, exchange: Exchange)
         return 0.0
     # At stages 1 and 2 a rank exchanges with the neighbours that share its straddling matrices.
     peers = settings.world_size - 1 if settings.stage in (0, 3) else 2 * settings.tensor_parallel
-    if (machines := machines_that_relay(settings)) is not None:
-        peers = machines.count + machines.ranks - 2
     seconds = _link_seconds(settings, nbytes, exchange.leaving)
     return seconds + _MESSAGE_SECONDS * min(peers, settings.world_size - 1)
 
@@ -148,16 +131,26 @@ def _buffers(
     """Return upper bounds of the bytes that Muon's step needs besides, from the chunk size and the largest matrix."""
     largest = max((p.numel // p.stack for p in parameters if p.muon), default=0)
     partition, _ = _partition(parameters, settings)
-    needed = _step_memory(parameters, settings, float(exchange.owned_elements.max()) * bool(exchange.moving))
     overlap = overlaps(parameters, settings)
+    chunk = 0
+    if exchange.moving:
+        sizes = (p.numel // p.stack // settings.tensor_parallel for p in parameters if p.muon)
+        chunk = largest_chunk(float(exchange.owned_elements.max()), sizes, settings.chunk_numel)
     # Of one chunk, but for those that are written into the send buffer: at stage 3 all except a rank's own share.
     local = min(partition, float(max(settings.chunk_numel, largest)))
     if settings.stage == 3 and exchange.moving:
-        local = needed.chunk / settings.data_parallel
+        local = chunk / settings.data_parallel
+    blocks = {(rows, cols) for p in parameters if p.muon for _, rows, cols in p.blocks}
+    block = max((rows * cols for rows, cols in blocks), default=0)
+    # Directions and results that wait for their check; without overlap the directions lie in a buffer that was sent.
+    waiting = min(chunk, block + 2 * WINDOW_NUMEL)
+    iteration = settings.ns_dtype.itemsize * (
+        max((iteration_numel(*shape) for shape in blocks), default=0) + max(0, waiting - block)
+    )
     return {
         "directions": settings.direction_bytes * local,
-        "exchange_buffers": float(needed.exchange_bytes(overlap=overlap)),
-        "iteration": float(needed.iteration_bytes(overlap=overlap)),
+        "exchange_buffers": float(int(2 * (SLOTS if overlap else 1) * settings.wire_bytes * chunk)),
+        "iteration": float(iteration + overlap * settings.direction_bytes * waiting),
     }
 
 
@@ -173,26 +166,26 @@ def _partition(parameters: Sequence[PlannedParameter], settings: PlanSettings) -
 
 def overlaps(parameters: Sequence[PlannedParameter], settings: PlanSettings) -> bool:
     """Return whether chunks travel while others are orthogonalised, decided as the running optimizer does."""
-    if settings.overlap != "auto":
-        return settings.overlap
-    muon, others = _partition(parameters, settings)
-    owned = sum(p.numel for p in parameters if p.muon) / settings.world_size
-    return _step_memory(parameters, settings, owned).overlap_fits(muon=muon, others=others)
+    sizes = (p.numel // p.stack // settings.tensor_parallel for p in parameters if p.muon)
+    return settings.overlap and overlap_fits(max(sizes, default=0), settings.wire_bytes)
 
 
-def _step_memory(parameters: Sequence[PlannedParameter], settings: PlanSettings, owned: float) -> StepMemory:
-    """Return what a step needs on a rank that owns so many elements which travel."""
-    muon = [p for p in parameters if p.muon]
-    sizes = (p.numel // p.stack // settings.tensor_parallel for p in muon)
-    chunk = largest_chunk(owned, sizes, settings.chunk_numel, settings.link) if owned else 0
-    blocks = {(rows, cols) for p in muon for _, rows, cols in p.blocks}
-    return StepMemory(
-        chunk,
-        tuple(blocks),
-        settings.wire_bytes,
-        settings.direction_bytes,
-        settings.ns_dtype.itemsize,
-    )
+def largest_chunk(owned: float, sizes: Iterable[int], bound: int) -> int:
+    """Return the elements that an owner has in the largest chunk.
+
+    Args:
+        owned: Elements of all matrices that one rank owns.
+        sizes: Elements of every matrix that may travel.
+        bound: ``exchange_chunk_numel``.
+    """
+    largest = max(sizes, default=0)
+    return int(min(max(owned, largest), max(chunk_limit(int(owned), bound), largest)))
+
+
+def iteration_numel(rows: int, cols: int) -> int:
+    """Return the elements that orthogonalising one matrix takes: at most four products of Gram size, or two of each."""
+    gram = min(rows, cols) ** 2
+    return rows * cols + max(rows * cols + 2 * gram, 4 * gram)
 
 
 def _route_rows(routes: Sequence[Any], *, each: bool = False) -> list[dict[str, Any]]:
@@ -237,7 +230,6 @@ def report(
         owners: Whether to list the owner of every matrix.
     """
     exchange = exchange_of(parameters, settings)
-    shared = _sharing(parameters, settings, exchange)
     muon = [parameter for parameter in parameters if parameter.muon]
     counts = np.bincount(np.asarray(exchange.owners, dtype=np.int64), minlength=settings.world_size)
     totals: dict[str, dict[str, int]] = {}
@@ -262,8 +254,7 @@ def report(
         },
         "sent_bytes_per_rank": _spread(sent),
         "step": {name: asdict(found) for name, found in step.items()},
-        "sharing": shared,
-        "advice": _advice(parameters, settings, exchange, shared, step["muon"].memory["total"]),
+        "advice": _advice(parameters, settings, exchange, step["muon"].memory["total"]),
     }
     if owners:
         data["owners"]["of"] = {p.name: owner for p, owner in zip(muon, exchange.owners, strict=True)}
@@ -299,8 +290,7 @@ def live_report(
                     sent[fragment.rank] += fragment.numel
                 sent[owner] += fragment.numel
             moved = sum(fragment.numel for fragment in elsewhere)
-            shared = {"shared_by": list(matrix.sharers), "rows": matrix.rows} if matrix.sharers else {}
-            rows.append({"name": matrix.name, "owner": owner, "moved_elements": moved, **shared})
+            rows.append({"name": matrix.name, "owner": owner, "moved_elements": moved})
         sets.append(
             {
                 "world_size": plan.world_size,
@@ -340,32 +330,16 @@ def _spread(values: Any) -> dict[str, float]:
     return {"min": float(values.min()), "mean": float(values.mean()), "max": float(values.max())}
 
 
-def _sharing(
-    parameters: Sequence[PlannedParameter], settings: PlanSettings, exchange: Exchange
-) -> dict[str, Any] | None:
-    """Return how much ranks share, and the predicted Newton-Schulz time with and without sharing."""
-    if not exchange.shared:
-        return None
-    alone = exchange_of(parameters, replace(settings, share_matrices=False))
-    return {
-        "matrices": len(exchange.shared),
-        "most_ranks": max(len(ranks) for ranks in exchange.shared.values()),
-        "seconds": _compute_seconds(settings, float(exchange.flops.max())),
-        "alone_seconds": _compute_seconds(settings, float(alone.flops.max())),
-    }
-
-
 def _advice(
     parameters: Sequence[PlannedParameter],
     settings: PlanSettings,
     exchange: Exchange,
-    shared: Mapping[str, Any] | None,
     memory: float,
 ) -> list[str]:
-    """Return sentences about idle ranks, uneven or shared work, and memory that does not suffice."""
+    """Return sentences about idle ranks, uneven work, and memory that does not suffice."""
     lines = []
     idle = int((exchange.flops == 0).sum())
-    if shared is None and idle:
+    if idle:
         lines.append(f"{idle} of {settings.world_size} ranks have nothing to orthogonalise")
     elif exchange.balance > 1.05:
         lines.append(f"the busiest rank has {exchange.balance:.2f} times the mean of the work")
@@ -374,11 +348,6 @@ def _advice(
         lines.append(
             f"under tensor parallelism stacks of up to {stacked} experts have one owner each: --separate-experts shows "
             f"the plan of a model that keeps them as parameters of their own"
-        )
-    if shared is not None:
-        lines.append(
-            f"up to {shared['most_ranks']} ranks of a node orthogonalise one matrix together, {shared['matrices']} "
-            f"matrices in all: {shared['seconds'] * 1e3:.1f} ms instead of {shared['alone_seconds'] * 1e3:.1f}"
         )
     if memory > settings.gpu.memory:
         lines.append(

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import torch
 
 from deepspeed_muon.math.newton_schulz import NsMethod
-from deepspeed_muon.plan.chunks import Link
 from deepspeed_muon.plan.hardware import GPUS, Gpu
 from deepspeed_muon.plan.order import OrderName
-from deepspeed_muon.plan.sharing import SharingRule, Speeds
-
-__all__ = ["PlanSettings", "PlannedParameter", "divisions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +51,8 @@ class PlanSettings:
         direction_bytes: Bytes of an element of the directions that do not travel.
         model_bytes: Bytes of an element of the forward pass's weights, and of its gradient.
         chunk_numel: ``exchange_chunk_numel``.
-        link: What the network costs, if the setting ``network`` says it.
         overlap: ``exchange_overlap``.
         order: Order of the matrices in the flat buffers of stages 1 and 2.
-        share_matrices: ``auto`` shares a matrix where that pays; with a number so many ranks share wherever possible.
         efficiency: Part of the GPU's tensor operations that the iteration reaches.
         link_efficiency: Part of the bandwidths that copies and collectives reach.
     """
@@ -77,14 +70,16 @@ class PlanSettings:
     direction_bytes: int = 2
     model_bytes: int = 2
     chunk_numel: int = 1 << 26
-    link: Link | None = None
-    overlap: Literal["auto"] | bool = "auto"
+    overlap: bool = True
     order: OrderName = "balanced"
-    share_matrices: Literal["auto", False] | int = "auto"
     efficiency: float = 0.5
     link_efficiency: float = 0.7
 
     def __post_init__(self) -> None:
+        if not 0 < self.efficiency <= 1:
+            raise ValueError(f"--efficiency {self.efficiency:g}: a part of the peak is above 0 and at most 1")
+        if self.gpus_per_node < 1:
+            raise ValueError(f"--gpus-per-node {self.gpus_per_node}: must be at least 1")
         if self.world_size < 1 or self.tensor_parallel < 1 or self.world_size % self.tensor_parallel:
             raise ValueError(
                 f"{self.world_size} GPUs cannot be divided into tensor-parallel groups of {self.tensor_parallel}"
@@ -100,16 +95,6 @@ class PlanSettings:
     def data_parallel(self) -> int:
         """The number of ranks among which ZeRO divides."""
         return self.world_size // self.tensor_parallel
-
-    @property
-    def sharing_rule(self) -> SharingRule:
-        """The rule by which ranks share matrices."""
-        wanted = False if self.tensor_parallel > 1 else self.share_matrices
-        speeds = None
-        if wanted == "auto":
-            speeds = Speeds.of(self.gpu, efficiency=self.efficiency, link_efficiency=self.link_efficiency)
-        most = 1 if wanted is False else self.world_size if wanted == "auto" else int(wanted)
-        return SharingRule(most, self.steps, self.method, self.ns_dtype, speeds)
 
 
 def divisions(

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["LABELS", "render"]
-
-LABELS = {"muon": "deepspeed_muon", "deepspeed_muon_builtin": "DeepSpeed's Muon", "adamw": "AdamW"}
+LABELS = {"muon": "deepspeed_muon", "adamw": "AdamW"}
 """What texts and plots call the optimizers of a forecast."""
 
 
@@ -15,7 +13,7 @@ def render(data: Mapping[str, Any]) -> str:
     """Return the plan of :func:`deepspeed_muon.forecast.report.report` as text."""
     chosen = data["settings"]
     lines = [
-        f"{data['model']}: {data['elements'] / 1e9:,.2f}B parameters; ZeRO {chosen['stage']} on "
+        f"{data['model']}: {_elements(data['elements'])} parameters; ZeRO {chosen['stage']} on "
         f"{chosen['world_size']} x {chosen['gpu']['name'].upper()}, tensor parallel {chosen['tensor_parallel']}, "
         f"expert parallel {chosen['expert_parallel']}, "
         f"{chosen['gpus_per_node']} GPUs a node",
@@ -58,6 +56,12 @@ def render(data: Mapping[str, Any]) -> str:
     return "\n".join(lines + [f"note: {line}" for line in data["advice"]])
 
 
+def _elements(count: int) -> str:
+    return (
+        f"{count / 1e9:,.2f}B" if count >= 1e9 else f"{count / 1e6:,.2f}M" if count >= 1e6 else f"{count:,}"
+    )
+
+
 def _assumptions(chosen: Mapping[str, Any]) -> list[str]:
     gpu = chosen["gpu"]
     return [
@@ -67,7 +71,7 @@ def _assumptions(chosen: Mapping[str, Any]) -> list[str]:
         f"({gpu['source']})",
         "chunks travel while others are orthogonalised (exchange_overlap)"
         if chosen["overlap"]
-        else "every exchange is waited for: exchange_overlap is false, or its buffers would take too much memory",
+        else "every exchange is waited for: exchange_overlap is false, or its buffers would take more than 1 GiB",
         "buffers are upper bounds; activations are not counted; ZeRO's collectives are no part of the step's time",
     ]
 

@@ -23,9 +23,6 @@ NsScheduleName = Literal["quintic", "polar_express", "polar_express_5", "cans", 
 
 _QUINTIC: Coefficients = (3.4445, -4.7750, 2.0315)
 
-# Safety factor of the Polar Express table against round-off pushing a singular value above 1 (paper, sec. 4.4).
-_POLAR_EXPRESS_SAFETY = 1.01
-
 
 @dataclass(frozen=True, slots=True)
 class NsSchedule:
@@ -71,7 +68,8 @@ def _scaled(rows: Sequence[Coefficients], safety: float) -> tuple[Coefficients, 
     return tuple((a / safety, b / safety**3, c / safety**5) for a, b, c in rows)
 
 
-_POLAR_EXPRESS_RAW: tuple[Coefficients, ...] = (
+# Amsel et al., arXiv 2505.16932, Implementation 1: the factors against rounding are applied below.
+_POLAR_EXPRESS_ROWS: tuple[Coefficients, ...] = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
     (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
@@ -82,6 +80,7 @@ _POLAR_EXPRESS_RAW: tuple[Coefficients, ...] = (
     (1.875, -1.25, 0.375),
 )
 
+# The same paper's method for five iterations, safety 2e-2 (in all rows), cushion 2.
 _POLAR_EXPRESS_5_ROWS: tuple[Coefficients, ...] = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -95,15 +94,19 @@ _SCHEDULES: dict[str, NsSchedule] = {
     for schedule in (
         # Keller Jordan, 2024.
         NsSchedule("quintic", (_QUINTIC,), "repeat", True),
-        # Amsel et al., arXiv 2505.16932.
+        # Implementation 1 has the safety factor 1.01 in all rows but the last, and divides the input by 1.01 ||X||_F
+        # besides. Scaling the first row once more does that division.
         NsSchedule(
             "polar_express",
-            _scaled(_POLAR_EXPRESS_RAW[:-1], _POLAR_EXPRESS_SAFETY) + _POLAR_EXPRESS_RAW[-1:],
+            (
+                *_scaled(_POLAR_EXPRESS_ROWS[:1], 1.01**2),
+                *_scaled(_POLAR_EXPRESS_ROWS[1:-1], 1.01),
+                _POLAR_EXPRESS_ROWS[-1],
+            ),
             "repeat",
             True,
         ),
-        # The same paper: five iterations, safety 2e-2, cushion 2. Its table expects an input divided by 1.02 ||X||_F;
-        # scaling the first row does that division.
+        # Its input is divided by 1.02 ||X||_F.
         NsSchedule(
             "polar_express_5",
             (*_scaled(_POLAR_EXPRESS_5_ROWS[:1], 1.02), *_POLAR_EXPRESS_5_ROWS[1:]),

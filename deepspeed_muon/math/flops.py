@@ -12,9 +12,10 @@ import torch
 
 from deepspeed_muon.math.newton_schulz import NsMethod, restart_steps, runs_gram
 
-__all__ = ["iteration_flops", "orthogonalize_flops"]
+__all__ = ["orthogonalize_flops"]
 
 
+@functools.lru_cache(maxsize=4096)
 def orthogonalize_flops(
     rows: int, cols: int, *, steps: int = 5, method: NsMethod = "standard", dtype: torch.dtype = torch.float32
 ) -> float:
@@ -23,20 +24,6 @@ def orthogonalize_flops(
     With ``m`` the short and ``n`` the long side, a standard step is ``X X^T`` (``2 m^2 n``), a square of the Gram
     matrix (``2 m^3``) and a product with ``X`` (``2 m^2 n``). The Gram iteration has up to four ``m^3`` products in a
     step. It multiplies with ``X`` twice, and twice more for every restart; the dtype decides how often it restarts.
-    """
-    with_matrix, with_gram, _ = iteration_flops(rows, cols, steps=steps, method=method, dtype=dtype)
-    return with_matrix + with_gram
-
-
-@functools.lru_cache(maxsize=4096)
-def iteration_flops(
-    rows: int, cols: int, *, steps: int, method: NsMethod, dtype: torch.dtype
-) -> tuple[float, float, int]:
-    """Return the operations of :func:`orthogonalize_flops` in two parts, and the number of Gram matrices.
-
-    Returns:
-        Operations of products with the matrix, operations of products of Gram-sized matrices, and how often the
-        iteration computes a Gram matrix from the matrix.
     """
     short, long = min(rows, cols), max(rows, cols)
     squares = passes = steps
@@ -49,4 +36,4 @@ def iteration_flops(
             if done < steps and not fresh:
                 squares += 2
         passes = 1 + len(restarts)
-    return passes * 4.0 * short * short * long, squares * 2.0 * short**3, passes
+    return passes * 4.0 * short * short * long + squares * 2.0 * short**3

@@ -30,10 +30,12 @@ from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.monitoring.results import Member, R, Result, Together, Window
 from deepspeed_muon.ops.reference import frobenius_norms
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.memory import WINDOW_NUMEL
 from deepspeed_muon.transport.waiting import phase
 
-__all__ = ["ResultCheck"]
+__all__ = ["WINDOW_NUMEL", "ResultCheck"]
+
+WINDOW_NUMEL = 1 << 25
+"""Elements of the results that are checked together. On an accelerator, two such windows are under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +199,7 @@ class ResultCheck:
         inputs = [
             (math.hypot(*(norm for norm, _ in facts)), _maximum(top for _, top in facts)) for facts in told
         ]
-        # An input below ns_eps (a head without a gradient is zero) is not normalised: its result may be small.
+        # An input of a norm below 1e-12 (a head without a gradient is zero) is not normalised: its result may be small.
         entries = [
             (each, top)
             for each, (norm, top) in zip(wrong, inputs, strict=True)

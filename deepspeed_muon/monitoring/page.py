@@ -7,6 +7,7 @@ numbers of each sample. :func:`write_page` draws them into one HTML file that ne
 from __future__ import annotations
 
 import csv
+import functools
 import html
 import io
 import math
@@ -15,16 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from deepspeed_muon.errors import ConfigError
 
 __all__ = ["Finding", "Series", "findings", "read_run", "write_page"]
 
 _OURS = "Train_Muon_"
+_STEP = _OURS + "step"
 _TIMES = {"time_gather": "gather", "time_newton_schulz": "Newton-Schulz", "time_scatter": "scatter"}
 _MOST_POINTS = 2000
 
 Series = list[tuple[int, float]]
-"""Values of an event with their positions: steps or samples, as the program counted."""
+"""Values of an event with their positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +95,8 @@ def read_run(folder: Path) -> dict[str, Series]:
         folder: Where ``csv_monitor`` wrote: its ``output_path`` with its ``job_name``.
 
     Returns:
-        The name of each file, without its ending, and its values. A run that was resumed repeats positions: the last
-        value counts.
+        The name of each file, without its ending, and its values by step; by what the program counted, if the run
+        was not sampled. A run that was resumed repeats positions: the last value counts.
 
     Raises:
         ConfigError: The folder has no such file, or one that is no file of the monitor.
@@ -106,7 +110,30 @@ def read_run(folder: Path) -> dict[str, Series]:
             '"csv_monitor": {"enabled": true, "output_path": FOLDER, "job_name": RUN} to DeepSpeed\'s config, and give '
             "FOLDER/RUN."
         )
-    return {path.stem: _read(path) for path in files}
+    return _by_step({path.stem: _read(path) for path in files})
+
+
+def _by_step(run: dict[str, Series]) -> dict[str, Series]:
+    """Return a run with all series by step: DeepSpeed's events and those of health are counted in training samples."""
+    known = sorted({0: 0.0, **dict(run.get(_STEP, []))}.items())
+    if len(known) == 1:
+        return run
+    by_samples = {name for name in run if name.startswith(("Train_Samples_", _OURS))}
+    samples = sorted({x for name in by_samples for x, _ in run[name]})
+    (x0, step0), (x1, step1) = known[-2:]
+    known.append((samples[-1], step1 + (samples[-1] - x1) * (step1 - step0) / (x1 - x0)))
+    steps = np.interp(samples, [x for x, _ in known], [step for _, step in known]).tolist()
+    step_at = {sample: round(step) for sample, step in zip(samples, steps, strict=True)}
+    # A program may count its own events in samples, too: it then goes on beyond the last step.
+    by_samples |= {
+        name
+        for name, series in run.items()
+        if series and series[-1][0] > steps[-1] and all(x in step_at for x, _ in series)
+    }
+    return {
+        name: [(step_at[x], value) for x, value in series] if name in by_samples else series
+        for name, series in run.items()
+    }
 
 
 def _read(path: Path) -> Series:
@@ -197,25 +224,26 @@ def write_page(folder: Path, out: Path) -> list[Finding]:
 
 
 def _figures(run: Mapping[str, Series]) -> list[str]:
+    draw = functools.partial(_figure, unit="step" if _STEP in run else "step or sample")
     losses = {name: values for name, values in run.items() if "loss" in name and "scale" not in name}
-    figures = [_figure("Loss", losses, "As the program reported it.")]
+    figures = [draw("Loss", losses, "As the program reported it.")]
     parts = {label: run.get(_OURS + name, []) for name, label in _TIMES.items()}
     text = (
         "Shares of the inner optimizer step, mean over the ranks; waiting for a slower rank counts as exchange. The "
         "rest is momentum, AdamW and applying the updates."
     )
-    figures.append(_figure("Where the step's time goes", parts, text, stacked=True))
+    figures.append(draw("Where the step's time goes", parts, text, stacked=True))
     seconds = {"seconds": run.get(_OURS + "seconds", [])}
-    figures.append(_figure("Seconds of the inner step", seconds, "On the slowest rank."))
+    figures.append(draw("Seconds of the inner step", seconds, "On the slowest rank."))
     for chart in _CHARTS:
         series = {name: run.get(_OURS + name, []) for name in chart.names}
-        figures.append(_figure(chart.title, series, chart.text))
+        figures.append(draw(chart.title, series, chart.text))
     rates = {name: values for name, values in run.items() if name.endswith("lr") or "lr_" in name}
-    figures.append(_figure("Learning rates", rates, "Of each group of parameters that the program reported."))
+    figures.append(draw("Learning rates", rates, "Of each group of parameters that the program reported."))
     return [figure for figure in figures if figure]
 
 
-def _figure(title: str, series: Mapping[str, Series], text: str, *, stacked: bool = False) -> str:
+def _figure(title: str, series: Mapping[str, Series], text: str, *, unit: str, stacked: bool = False) -> str:
     """Return a chart as HTML, nothing if there is no value to draw."""
     series = {name: _thinned(values) for name, values in series.items() if values}
     if not series:
@@ -231,7 +259,7 @@ def _figure(title: str, series: Mapping[str, Series], text: str, *, stacked: boo
         marker = "o" if max(map(len, series.values())) < 40 else ""
         for name, values in series.items():
             axes.plot(*zip(*values, strict=True), label=name, marker=marker, markersize=3)
-    axes.set_xlabel("step or sample")
+    axes.set_xlabel(unit)
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     drawn = io.StringIO()
@@ -252,7 +280,7 @@ def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError("the page needs matplotlib: pip install 'deepspeed-muon[examples]'") from error
+        raise ConfigError("the page needs matplotlib: pip install matplotlib") from error
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.fonttype"] = "none"
     from matplotlib import pyplot

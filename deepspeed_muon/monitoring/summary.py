@@ -139,8 +139,4 @@ def summarize(report: RankReport, members: Members) -> dict[str, Any]:
 
 def monitor_events(summary: dict[str, Any], samples: int) -> list[tuple[str, float, int]]:
     """Return a summary as events of DeepSpeed's monitor: name, value, and the number of training samples so far."""
-    return [
-        (_PREFIX + name, float(value), samples)
-        for name, value in summary.items()
-        if name not in ("step", "matrices")
-    ]
+    return [(_PREFIX + name, float(value), samples) for name, value in summary.items() if name != "matrices"]

@@ -4,7 +4,7 @@ Gather brings every fragment of a matrix to its owner; scatter brings the update
 fragments. A fragment that already lies on its owner never enters a buffer. Matrices travel in chunks of bounded size,
 which bounds the buffers. A chunk in which nothing moves has no all-to-all on any rank.
 
-Updates of replicated matrices are relayed where there are several machines; see :mod:`deepspeed_muon.plan.relay`.
+Of replicated matrices only the updates travel: every owner broadcasts its own.
 
 A rank plans only for the fragments that it holds and the matrices that it owns. In a buffer the fragments are ordered
 by peer, then by matrix. Both sides derive that order from the same layouts, so no header travels. Peers that send equal
@@ -21,20 +21,10 @@ from itertools import accumulate
 
 import numpy as np
 
-from deepspeed_muon.plan.chunks import Link, cut_into_chunks, moves
+from deepspeed_muon.plan.chunks import cut_into_chunks, moves
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.relay import Machines, Relay
 from deepspeed_muon.plan.spread import Ints, Places
 from deepspeed_muon.plan.wire import PLAIN, WireFormat
-
-__all__ = [
-    "BufferPlan",
-    "Chunk",
-    "ExchangePlan",
-    "Segment",
-    "build_chunk",
-    "build_exchange_plan",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +39,6 @@ class Segment:
         count: The number of fragments.
         stride: Units of the buffer from the start of a fragment to that of the next one.
         units: Room of each fragment in the buffer; see :class:`~deepspeed_muon.plan.wire.WireFormat`.
-        copies: Whether all fragments are the same elements of the matrix (a replicated one).
     """
 
     matrix: int
@@ -59,7 +48,6 @@ class Segment:
     units: int
     count: int = 1
     stride: int = 0
-    copies: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +88,7 @@ class Chunk:
         owned_buffer: Fragments that other ranks hold of this rank's matrices.
         gathers: Whether any rank sends anything in gather.
         scatters: Whether any rank sends anything in scatter.
-        relay: How scatter goes in two turns, across machines and inside them; ``None`` for one all-to-all. With it
-            ``peers`` and ``counts`` of the buffers mean nothing.
+        copies: Ranks that get every update, if the owners broadcast them (replicated matrices); 0 for an all-to-all.
     """
 
     matrices: tuple[int, ...]
@@ -110,7 +97,7 @@ class Chunk:
     owned_buffer: BufferPlan
     gathers: bool
     scatters: bool
-    relay: Relay | None = None
+    copies: int = 0
 
     def active(self, flags: Sequence[bool]) -> list[int]:
         """Return the chunk's matrices whose flag is set; ``flags`` has one for each matrix of the plan."""
@@ -118,10 +105,10 @@ class Chunk:
 
     @property
     def sent_elements(self) -> int:
-        """Units that this rank sends to others in gather and scatter."""
-        if self.relay is not None:
-            return sum(self.relay.sent_units)
-        return self.held_buffer.numel * self.gathers + self.owned_buffer.numel * self.scatters
+        """Units that this rank sends to others in gather and scatter; a broadcast counts once for each receiver."""
+        return self.held_buffer.numel * self.gathers + self.owned_buffer.numel * (
+            self.copies or self.scatters
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +121,6 @@ class ExchangePlan:
         matrices: All matrices, equal on every rank.
         owners: The owner of each matrix, equal on every rank.
         chunks: What travels together, in order.
-        machines: Those among which updates of replicated matrices are relayed.
     """
 
     rank: int
@@ -142,22 +128,15 @@ class ExchangePlan:
     matrices: tuple[MatrixLayout, ...]
     owners: tuple[int, ...]
     chunks: tuple[Chunk, ...]
-    machines: Machines | None = None
 
     @property
     def sent_elements(self) -> int:
         """Units that this rank sends to other ranks per step: elements, or bytes on a coded wire."""
         return sum(chunk.sent_elements for chunk in self.chunks)
 
-    def subgroups(self) -> set[tuple[int, ...]]:
-        """Return the ranks of every subgroup in which this rank shares matrices or relays updates."""
-        sharing = {matrix.sharers for matrix in self.matrices if self.rank in matrix.sharers}
-        relays = (chunk.relay for chunk in self.chunks if chunk.relay is not None)
-        return sharing.union(*((relay.across, relay.inside) for relay in relays))
-
     def digest(self) -> str:
         """Return a hash of :meth:`description`, which must be equal on all ranks."""
-        found = hashlib.sha256(repr(self.machines).encode())
+        found = hashlib.sha256()
         for row in self.description():
             found.update(json.dumps(row).encode())
         return found.hexdigest()
@@ -175,7 +154,6 @@ class ExchangePlan:
                 matrix.transposed,
                 matrix.first_row,
                 self.owners[index],
-                list(matrix.sharers),
                 chunk_of[index],
                 matrix.spread.numbers(),
             ]
@@ -189,8 +167,6 @@ def build_exchange_plan(
     world_size: int,
     chunk_numel: int,
     wire: WireFormat = PLAIN,
-    machines: Machines | None = None,
-    link: Link | None = None,
 ) -> ExchangePlan:
     """Make the plan of one rank.
 
@@ -202,15 +178,13 @@ def build_exchange_plan(
         chunk_numel: Elements that one rank owns in a chunk at most, which bounds what it receives at once. A larger
             matrix travels without others of its owner. Chunks are smaller where this bound would make only a few.
         wire: The room that a fragment takes in a buffer.
-        machines: Those among which updates of replicated matrices are relayed.
-        link: What the network costs, if that is known; then it decides how many chunks there are.
     """
     spreads = [matrix.spread for matrix in matrices]
     chunks = [
-        build_chunk(spreads, owners, indices, rank, wire, machines)
-        for indices in cut_into_chunks(matrices, owners, chunk_numel, world_size, machines, link)
+        build_chunk(spreads, owners, indices, rank, wire)
+        for indices in cut_into_chunks(matrices, owners, chunk_numel, world_size)
     ]
-    return ExchangePlan(rank, world_size, tuple(matrices), tuple(owners), tuple(chunks), machines)
+    return ExchangePlan(rank, world_size, tuple(matrices), tuple(owners), tuple(chunks))
 
 
 def build_chunk(
@@ -219,7 +193,6 @@ def build_chunk(
     indices: Sequence[int],
     rank: int,
     wire: WireFormat = PLAIN,
-    machines: Machines | None = None,
 ) -> Chunk:
     """Plan one chunk for one rank.
 
@@ -229,63 +202,33 @@ def build_chunk(
         indices: The matrices of the chunk, ascending; all replicated, or none.
         rank: The rank.
         wire: The room that a fragment takes in a buffer.
-        machines: Those among which updates of replicated matrices are relayed.
     """
     moving = [index for index in indices if moves(places[index], owners[index])]
     owned = tuple(index for index in indices if owners[index] == rank)
-    if machines is not None and moving and places[moving[0]].replicated:
-        return _relayed_chunk(places, owners, indices, rank, wire, machines)
+    held = _held_buffer(places, owners, moving, rank, wire)
+    if moving and places[moving[0]].replicated:
+        # The owner has the whole gradient already.
+        own = _own_updates(places, owned, wire)
+        copies = len(places[moving[0]].ranks) - 1
+        return Chunk(tuple(indices), owned, held, own, gathers=False, scatters=True, copies=copies)
     return Chunk(
         tuple(indices),
         owned,
-        _held_buffer(places, owners, moving, rank, wire),
+        held,
         _owned_buffer(places, [index for index in moving if owners[index] == rank], rank, wire),
-        # The owner of a replicated matrix has the whole gradient already.
-        gathers=bool(moving) and not places[moving[0]].replicated,
+        gathers=bool(moving),
         scatters=bool(moving),
     )
 
 
-def _relayed_chunk(
-    places: Sequence[Places],
-    owners: Sequence[int],
-    indices: Sequence[int],
-    rank: int,
-    wire: WireFormat,
-    machines: Machines,
-) -> Chunk:
-    """Plan a chunk of replicated matrices: the held buffer is ordered by the owner's place on its machine first."""
-    across, inside = machines.across(rank), machines.inside(rank)
-    sizes: dict[int, int] = {}
-    for index in indices:
-        sizes[owners[index]] = sizes.get(owners[index], 0) + wire.units(places[index].numel)
-    senders = [machines.across(peer) for peer in inside]
-    parts = tuple(sum(sizes.get(owner, 0) for owner in part) for part in senders)
-    relay = Relay(across, inside, tuple(sizes.get(owner, 0) for owner in across), parts)
-    order = [owner for part in senders for owner in part]
-    at = dict(zip(order, accumulate((sizes.get(owner, 0) for owner in order), initial=0), strict=False))
-    own_start = at[rank]
-    held: list[Segment] = []
-    owned: list[Segment] = []
-    for index in sorted(indices, key=lambda index: owners[index]):
-        owner, numel = owners[index], places[index].numel
-        units = wire.units(numel)
-        if owner == rank:
-            where = (at[rank] - own_start, units, len(across), sizes[rank])
-            owned.append(Segment(index, 0, numel, *where, copies=True))
-        else:
-            held.append(Segment(index, 0, numel, at[owner], units))
-        at[owner] += units
-    nobody = _ints(())
-    return Chunk(
-        tuple(indices),
-        tuple(segment.matrix for segment in owned),
-        BufferPlan(tuple(held), nobody, nobody, sum(sizes.values())),
-        BufferPlan(tuple(owned), nobody, nobody, len(across) * sizes.get(rank, 0)),
-        gathers=False,
-        scatters=True,
-        relay=relay,
+def _own_updates(places: Sequence[Places], owned: Sequence[int], wire: WireFormat) -> BufferPlan:
+    """Lay out a rank's own updates of replicated matrices, one copy for all ranks."""
+    ends = [0, *accumulate(wire.units(places[index].numel) for index in owned)]
+    segments = tuple(
+        Segment(index, 0, places[index].numel, start, stop - start)
+        for index, start, stop in zip(owned, ends, ends[1:], strict=False)
     )
+    return BufferPlan(segments, _ints(()), _ints(()), ends[-1])
 
 
 def _held_buffer(
@@ -320,8 +263,7 @@ def _owned_buffer(
     inside = np.cumsum(room, axis=0) - room
     segments: list[Segment] = []
     for index, lengths, before in zip(indices, held, inside, strict=True):
-        copies = places[index].replicated
-        starts = np.zeros_like(lengths) if copies else places[index].starts(ranks[:-1])
+        starts = places[index].starts(ranks[:-1])
         # Peers make one segment where their fragments are equal and lie equally in what they send.
         alike = np.stack((lengths, total, before))
         begins = np.flatnonzero(np.append(True, (alike[:, 1:] != alike[:, :-1]).any(axis=0)))
@@ -330,17 +272,14 @@ def _owned_buffer(
             if lengths[begin]:
                 numel, at = int(lengths[begin]), int(offsets[begin] + before[begin])
                 where = (int(starts[begin]), numel, at, wire.units(numel), end - begin, int(total[begin]))
-                segments.append(Segment(index, *where, copies))
+                segments.append(Segment(index, *where))
     peers = np.flatnonzero(total)
     return BufferPlan(tuple(segments), ranks[peers], total[peers], int(total.sum()))
 
 
 def _held(places: Places, ranks: Ints, owner: int) -> Ints:
     """Return the elements that each of consecutive ranks but the owner holds; the last of ``ranks`` only ends them."""
-    if places.replicated:
-        held = np.where(ranks[:-1] < places.ranks.stop, places.numel, 0)
-    else:
-        held = np.diff(places.starts(ranks))
+    held = np.diff(places.starts(ranks))
     return np.where(ranks[:-1] == owner, 0, held)
 
 

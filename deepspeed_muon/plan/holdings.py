@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from deepspeed_muon.plan.spread import Ints
 
-__all__ = ["Holdings", "flat_holdings", "sharded_holdings"]
-
 Floats = NDArray[np.float64]
 
 

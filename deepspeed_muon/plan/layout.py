@@ -10,8 +10,6 @@ from typing import Literal
 
 from deepspeed_muon.plan.spread import Spread
 
-__all__ = ["Block", "MatrixLayout", "ParameterLayout", "TensorShards"]
-
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -35,7 +33,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class TensorShards:
-    """How a matrix is spread over a group: the tensor-parallel group, or ranks that share it.
+    """How a matrix is spread over a tensor-parallel group.
 
     Attributes:
         dim: The dimension that is cut: 0 for rows (column-parallel layers), 1 for columns (row-parallel layers),
@@ -80,7 +78,7 @@ class TensorShards:
 
 @dataclass(frozen=True, slots=True)
 class MatrixLayout:
-    """A matrix, or the part of it that one rank of a group orthogonalises, and where all of it lies.
+    """A matrix, or the tensor-parallel shard of one, and where all of it lies.
 
     Attributes:
         name: Dotted parameter name.
@@ -94,8 +92,6 @@ class MatrixLayout:
         interleaved: Whether the columns go to equal column blocks in turn: of 3, the second has columns 1, 4, 7, ...
         transposed: Whether it is stored as input x output, so that its scale is that of the transposed matrix.
         shards: How the whole matrix is spread over its group, if this is one shard or copy; ``None`` without a group.
-        sharers: Ranks of the data-parallel group that orthogonalise the whole matrix together, if this is the part of
-            one of them; empty for a matrix with one owner.
         first_row: For a run of blocks with its own owner, its first row in the parameter.
     """
 
@@ -109,7 +105,6 @@ class MatrixLayout:
     interleaved: bool = False
     transposed: bool = False
     shards: TensorShards | None = None
-    sharers: tuple[int, ...] = ()
     first_row: int = 0
 
     @property

@@ -1,8 +1,8 @@
 """Which rank orthogonalises which matrix.
 
-A matrix that lies whole on one rank is orthogonalised there and never moves. Every other matrix goes to the rank that
-would finish it first. Its time is the work that the rank already has, the work of the matrix, and the transfer of the
-elements that the rank does not hold; a transfer from another node costs more.
+A matrix that lies whole on one rank is orthogonalised there and never moves. Every other matrix, the costliest first,
+goes to the rank that would finish it first. Its time is the work that the rank already has, the work of the matrix, and
+the transfer of the elements that the rank does not hold.
 
 If one rank holds half of a matrix or more, only holders may own it, so that balancing never moves more than twice what
 has to move. If half of the ranks hold parts of a matrix, any rank may own it. The same layouts give the same owners on
@@ -11,6 +11,7 @@ every rank.
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Sequence
 
@@ -19,26 +20,12 @@ import torch
 
 from deepspeed_muon.math.flops import orthogonalize_flops
 from deepspeed_muon.math.newton_schulz import NsMethod
-from deepspeed_muon.plan.balance import Job, assign_jobs
-from deepspeed_muon.plan.holdings import Floats, Holdings
+from deepspeed_muon.plan.holdings import Holdings
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.spread import Ints
-
-__all__ = [
-    "FLOPS_PER_MOVED_ELEMENT",
-    "Holders",
-    "assign_owners",
-    "grid_blocks",
-    "holders_in_holdings",
-    "holders_in_layouts",
-    "matrix_flops",
-]
 
 # Floating-point operations that take as long as sending one element forth and back, at 400 TFLOP/s, 100 GB/s and two
 # bytes an element. It weighs moving against waiting, so only its order of magnitude matters.
 FLOPS_PER_MOVED_ELEMENT = 16_000.0
-# How much slower the network between nodes is than NVLink (450 against 50 GB/s on a DGX H100).
-_OTHER_NODE = 9.0
 
 # The ranks that hold elements of a matrix, and how many each; ``None`` if any rank may own the matrix at equal cost.
 Holders = tuple[Sequence[int], Sequence[float]] | None
@@ -95,7 +82,6 @@ def assign_owners(
     holders: Sequence[Holders],
     *,
     load: list[float],
-    nodes: Sequence[int] | None = None,
 ) -> list[int]:
     """Return the owner of every matrix.
 
@@ -103,11 +89,8 @@ def assign_owners(
         costs: Floating-point operations of each matrix.
         holders: The holders of each matrix.
         load: What each rank has to do already. Mutated: the new matrices are added.
-        nodes: The node of every rank; ``None`` for one node.
     """
-    places = np.zeros(len(load), dtype=np.int64) if nodes is None else np.asarray(nodes, dtype=np.int64)
     owners = [-1] * len(costs)
-    jobs: list[Job] = []
     undecided: list[int] = []
     for index, (cost, held) in enumerate(zip(costs, holders, strict=True)):
         if held is not None and len(held[0]) == 1:
@@ -115,21 +98,23 @@ def assign_owners(
             load[owners[index]] += cost
         else:
             undecided.append(index)
-            jobs.append(Job(cost) if held is None else _job(cost, *held, places))
-    for index, owner in zip(undecided, assign_jobs(jobs, load), strict=True):
+    idle = [(busy, rank) for rank, busy in enumerate(load)]
+    heapq.heapify(idle)
+    for index in sorted(undecided, key=lambda index: (-costs[index], index)):
+        while idle[0][0] != load[idle[0][1]]:
+            heapq.heapreplace(idle, (load[idle[0][1]], idle[0][1]))
+        idlest = owner = idle[0][1]
+        if (held := holders[index]) is not None:
+            numel = sum(held[1])
+            ends = [
+                (load[rank] + FLOPS_PER_MOVED_ELEMENT * (numel - own), rank)
+                for rank, own in zip(*held, strict=True)
+            ]
+            if 2 * max(held[1]) < numel:
+                ends.append((load[idlest] + FLOPS_PER_MOVED_ELEMENT * numel, idlest))
+            owner = min(ends)[1]
         owners[index] = owner
+        load[owner] += costs[index]
+        if owner == idlest:
+            heapq.heapreplace(idle, (load[owner], owner))
     return owners
-
-
-def _job(cost: float, ranks: Sequence[int], held: Sequence[float], nodes: Ints) -> Job:
-    """Return a matrix with few holders as a job: which ranks may own it, and what moving it to them costs."""
-    owned: Floats = np.asarray(held)
-    numel = float(owned.sum())
-    near = np.zeros(int(nodes.max()) + 1)
-    np.add.at(near, nodes[list(ranks)], owned)
-    here = near[nodes[list(ranks)]]
-    penalties = FLOPS_PER_MOVED_ELEMENT * ((here - owned) + _OTHER_NODE * (numel - here))
-    elsewhere = None
-    if 2 * max(held) < numel:
-        elsewhere = FLOPS_PER_MOVED_ELEMENT * numel * (_OTHER_NODE if int(nodes.max()) else 1.0)
-    return Job(cost, tuple(ranks), tuple(penalties.tolist()), elsewhere)

@@ -19,8 +19,6 @@ import numpy as np
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.spread import Fragment, Ints
 
-__all__ = ["ROW_STATE_KEY", "RowPlaces", "row_count", "row_places"]
-
 ROW_STATE_KEY = "row_second_moment"
 """NorMuon's entry of the optimizer state: one fp32 number for each row that this rank keeps."""
 

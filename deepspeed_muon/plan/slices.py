@@ -14,8 +14,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Runs", "TensorSlice", "add_up", "whole_slice"]
-
 
 @dataclass(frozen=True, slots=True)
 class Runs:

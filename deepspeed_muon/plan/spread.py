@@ -18,20 +18,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "Fragment",
-    "Ints",
-    "Places",
-    "Spread",
-    "flat_spread",
-    "fragments_of",
-    "replicated_spread",
-    "runs_within",
-    "sharded_spread",
-    "spread_of",
-]
-
 Ints = NDArray[np.int64]
+
+# Larger numbers, which only a damaged file has, would overflow in the arithmetic below.
+_MOST = 1 << 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +110,8 @@ class Spread:
     copies: int = 0
 
     def __post_init__(self) -> None:
+        if max(self.numel, self.first, self.head_offset, self.body, self.body_offset, self.copies) > _MOST:
+            raise ValueError(f"not a spread: {self}")
         if self.numel < 1 or not 0 < self.head <= self.numel or (self.head < self.numel and self.body < 1):
             raise ValueError(f"not a spread: {self}")
         if min(self.first, self.head_offset, self.body_offset, self.copies) < 0:

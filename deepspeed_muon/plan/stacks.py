@@ -15,8 +15,6 @@ from itertools import accumulate, groupby
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.plan.spread import Spread
 
-__all__ = ["block_runs", "cut_rows", "cut_stack", "shares_of_blocks", "travelling_cost"]
-
 # A run of several blocks that travels costs at most this part of a rank's average work.
 _TRAVELLING_SHARE = 0.25
 

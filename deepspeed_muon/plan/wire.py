@@ -7,8 +7,6 @@ from typing import TypeVar
 
 from deepspeed_muon.plan.spread import Ints
 
-__all__ = ["CODED", "PLAIN", "WireFormat"]
-
 _Numel = TypeVar("_Numel", int, Ints)
 _SCALE_BYTES = 4
 

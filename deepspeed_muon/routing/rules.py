@@ -55,7 +55,7 @@ def route_parameters(
 
     Args:
         parameters: The parameters of all groups, in order.
-        config: The settings; only the name patterns and ``min_muon_params`` count. ``None`` for the defaults.
+        config: The settings; only the name patterns count. ``None`` for the defaults.
         explicit: ``id(param)`` to the algorithm that the caller's own param group asks for.
         partial: Whether these are one stage of a pipeline. Then a pattern may match in another stage, and the caller
             that knows all stages calls :func:`check_routes`.
@@ -95,7 +95,7 @@ def check_routes(routes: Sequence[Route], names: Sequence[str], config: MuonConf
     """Compare the routes of a whole model, and the ``names`` of all its parameters, with the settings.
 
     Raises:
-        RoutingError: If a pattern matches nothing, no heads were found, or fewer matrices than expected went to Muon.
+        RoutingError: If a pattern matches nothing, or no heads were found.
     """
     for key in ("include", "exclude", "split", "heads", "transposed"):
         for pattern in _unmatched(config, key, names):
@@ -109,13 +109,6 @@ def check_routes(routes: Sequence[Route], names: Sequence[str], config: MuonConf
             "They are found by name (q_proj, k_proj, v_proj and the like) with the head counts of the model's config "
             "(num_attention_heads, num_key_value_heads, head_dim; a client optimizer needs model=). A fused projection "
             "needs 'split' too. Otherwise write the counts as 'heads': {pattern: count}, or unset per_head_muon"
-        )
-    found = sum(route.algorithm == "muon" for route in routes)
-    if found < config.min_muon_params:
-        raise RoutingError(
-            f"optimizer.params.min_muon_params expects at least {config.min_muon_params} Muon matrices and routing "
-            f"found {found}; the summary of routes says why each of the others went elsewhere:\n"
-            f"{format_routes(routes)}"
         )
 
 
@@ -133,7 +126,7 @@ def warn_without_muon(routes: Sequence[Route]) -> None:
     shapes = ", ".join(f"{route.name} {list(route.shape)} ({route.reason})" for route in routes[:5])
     warn(
         "deepspeed_muon: no parameter goes to Muon, so this is a plain AdamW run. The first of %d parameters: %s. "
-        "Use 'include' patterns if that is not meant; min_muon_params 1 makes it an error",
+        "Use 'include' patterns if that is not meant",
         len(routes),
         shapes,
     )

@@ -19,8 +19,6 @@ from deepspeed_muon.plan.spread import Fragment
 from deepspeed_muon.step.state import State, StatePolicy, state_of
 from deepspeed_muon.step.step_set import NativeAdam, StepSet
 
-__all__ = ["AdamKernel", "AdamUpdates"]
-
 
 @dataclass(slots=True)
 class AdamKernel:
@@ -76,7 +74,7 @@ def _choose_adam(step_set: StepSet, config: MuonConfig, policy: StatePolicy) -> 
     """Return the kernel for AdamW's partitions of a set, which have one device and one dtype.
 
     DeepSpeed's native operator updates partitions that ZeRO-Offload keeps on the CPU, as with DeepSpeed's AdamW.
-    Torch's fused kernel updates everything else, and everything under ``torch_adam``.
+    Torch's fused kernel updates everything else.
     """
     tensors = [partition.tensor for partition in step_set.partitions if not partition.muon]
     if not tensors:
@@ -85,9 +83,7 @@ def _choose_adam(step_set: StepSet, config: MuonConfig, policy: StatePolicy) -> 
     moments = policy.dtype("exp_avg", master)
     reason = "the partitions are not offloaded to the CPU"
     make = step_set.native_adam
-    if make is not None and config.torch_adam:
-        reason = "optimizer.params.torch_adam is true"
-    elif make is not None and tensors[0].device.type == "cpu":
+    if make is not None and tensors[0].device.type == "cpu":
         native = _native(make, config.adam_w_mode, master, moments)
         if not isinstance(native, str):
             return AdamKernel(

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import BindingError
-from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.memory import StepMemory, largest_chunk
-from deepspeed_muon.step.assignment import may_relay, may_share
 from deepspeed_muon.step.gradients import Flat, GradientInspection
 from deepspeed_muon.step.runner import StepResources, StepRunner
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.transport.agreement import RankFacts, Scope
-
-__all__ = ["BoundSteps", "flat_gradients", "overlaps"]
+from deepspeed_muon.transport.exchange import overlap_fits
 
 
 class BoundSteps:
@@ -77,16 +71,6 @@ class BoundSteps:
             for group in (each.wider_group, each.tensor_group, each.stack_group, each.group)
         }
         return [group for group in found if group is not None]
-
-    def open_subgroups(self) -> None:
-        """Make the process groups of ranks that share matrices or relay updates, after the ranks compared their plans.
-
-        Must be called by all ranks of the engine.
-        """
-        groups = self._resources.subgroups
-        possible = may_share(self._config, self._resources.device) or may_relay(self._config)
-        if possible and groups.can_open:
-            groups.open(ranks for runner in self.runners for ranks in runner.subgroups())
 
     def current(
         self, param_groups: Sequence[dict[str, Any]]
@@ -201,45 +185,15 @@ class BoundSteps:
         return RankFacts(facts, scopes=scopes)
 
 
-def overlaps(step_sets: Sequence[StepSet], config: MuonConfig, device: torch.device) -> bool:
-    """Return whether chunks travel while others are orthogonalised: the same on all ranks of a group.
-
-    Args:
-        step_sets: All that an optimizer updates.
-        config: Its settings.
-        device: Where the iteration runs.
-    """
-    if config.exchange_overlap != "auto":
-        return config.exchange_overlap
-    muon = others = 0.0
-    chunks = [0]
-    blocks: set[tuple[int, int]] = set()
-    for each in step_sets:
-        share = [1 if layout.spread.replicated else each.world_size for layout in each.layouts]
-        numels = [layout.numel / ranks for layout, ranks in zip(each.layouts, share, strict=True)]
-        muon += math.fsum(numels[: len(each.matrices)])
-        others += math.fsum(numels[len(each.matrices) :])
-        owned = sum(matrix.numel for matrix in each.matrices) / each.world_size
-        sizes = (matrix.numel // (matrix.equal_blocks or 1) for matrix in each.matrices)
-        link = config.link(each.model_dtype)
-        chunks.append(largest_chunk(owned, sizes, config.exchange_chunk_numel, link))
-        blocks.update(map(_largest_block, each.matrices))
-    width = max((config.resolved_wire_dtype(each.model_dtype).itemsize for each in step_sets), default=0)
-    needed = StepMemory(
-        max(chunks),
-        tuple(blocks),
-        wire_bytes=config.wire_format.bytes_per_element(width),
-        direction_bytes=width,
-        ns_bytes=config.ns_settings(device).dtype.itemsize,
+def overlaps(step_sets: Sequence[StepSet], config: MuonConfig) -> bool:
+    """Return whether chunks travel while others are orthogonalised: the same on all ranks of a group."""
+    return config.exchange_overlap and all(
+        overlap_fits(
+            max((matrix.numel // (matrix.equal_blocks or 1) for matrix in each.matrices), default=0),
+            config.wire_format.bytes_per_element(config.resolved_wire_dtype(each.model_dtype).itemsize),
+        )
+        for each in step_sets
     )
-    return needed.overlap_fits(muon=muon, others=others)
-
-
-def _largest_block(matrix: MatrixLayout) -> tuple[int, int]:
-    if matrix.is_cut:
-        return matrix.logical_shape
-    rows, cols = matrix.grid
-    return max(rows), max(cols)
 
 
 def _skips_with(step_set: StepSet, ranks: Scope) -> bool:

@@ -16,8 +16,6 @@ from deepspeed_muon.transport.context import StepContext
 from deepspeed_muon.transport.exchange import cut, part_of
 from deepspeed_muon.transport.row_moments import RowMoments, RowsAtOwner
 
-__all__ = ["ChunkDirections", "Step", "together"]
-
 
 class ChunkDirections:
     """The directions of one chunk's owned matrices: this rank's fragments, and what the gather brought."""

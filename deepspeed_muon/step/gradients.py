@@ -12,8 +12,6 @@ from torch import Tensor
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.transport.agreement import gather_flags, gradient_flags
 
-__all__ = ["Flat", "GradientInspection", "GradientReport"]
-
 
 @dataclass(frozen=True, slots=True)
 class GradientReport:

@@ -14,8 +14,6 @@ from deepspeed_muon.plan.spread import Spread, replicated_spread
 from deepspeed_muon.routing.rules import Route, true_shape
 from deepspeed_muon.step.step_set import BoundPartition, NativeAdam, Refresh, StepSet
 
-__all__ = ["LayoutReader", "read_whole"]
-
 
 class LayoutReader:
     """Collects the layouts of one step set while a reader walks the partitions of a wrapper."""

@@ -13,8 +13,6 @@ from deepspeed_muon.plan.spread import Fragment
 from deepspeed_muon.transport.buffers import aligned
 from deepspeed_muon.transport.context import StepContext
 
-__all__ = ["LocalDirections", "MomentumSource"]
-
 
 @dataclass(frozen=True, slots=True)
 class MomentumSource:

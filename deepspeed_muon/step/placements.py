@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_muon.math.newton_schulz import NsSettings, runs_gram
 from deepspeed_muon.monitoring.check import ResultCheck
 from deepspeed_muon.monitoring.results import Member, Result, Together
 from deepspeed_muon.ops import BATCH_NUMEL
@@ -20,10 +19,7 @@ from deepspeed_muon.step.update_rule import UpdateRule
 from deepspeed_muon.transport.context import StepContext
 from deepspeed_muon.transport.row_moments import RowsAtOwner
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
-from deepspeed_muon.transport.subgroups import Subgroups, global_ranks
 from deepspeed_muon.transport.waiting import phase
-
-__all__ = ["CutOverGroup", "Directions", "Orthogonalize", "Placement", "Updates", "WholeAtOwner"]
 
 # (batch, rows, cols) -> the same in the settings' dtype; called as ``orthogonalize(x, settings=...)``.
 Orthogonalize = Callable[..., Tensor]
@@ -180,10 +176,7 @@ class _StackResult(Result):
 
 
 class CutOverGroup:
-    """Orthogonalises matrices that stay cut over a process group.
-
-    Tensor parallelism cuts matrices, and ranks of a data-parallel group share large ones: the mathematics is the same.
-    """
+    """Orthogonalises matrices that stay cut over a tensor-parallel group."""
 
     def __init__(
         self,
@@ -191,15 +184,12 @@ class CutOverGroup:
         context: StepContext,
         check: ResultCheck,
         *,
-        subgroups: Subgroups,
-        tensor_group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup,
     ) -> None:
-        """Keep the arguments; ``tensor_group`` is the group of all matrices without sharers."""
         self._matrices = matrices
         self._context = context
         self._check = check
-        self._subgroups = subgroups
-        self._tensor_group = tensor_group
+        self._group = group
 
     def updates(self, owned: Sequence[int], directions: Directions) -> Updates:
         """Yield ``(matrix index, flat update of this rank's part in the wire dtype)``.
@@ -220,13 +210,13 @@ class CutOverGroup:
         """Orthogonalise matrices of one shape, cut alike."""
         first = self._matrices[batch[0]]
         assert first.shards is not None and first.shards.dim is not None
-        dim, sizes, group = first.shards.dim, first.shards.sizes, self._group_of(first)
+        dim, sizes, group = first.shards.dim, first.shards.sizes, self._group
         iterate = functools.partial(orthogonalize_sharded, group=group, shard_dim=dim - 2, shard_sizes=sizes)
         counts = dist.get_rank(group) == 0
         inputs = directions.stacked(batch)
         names = ", ".join(self._matrices[index].name for index in batch[:3])
         with self._check.recorder.span("newton_schulz"), phase(f"iteration of {names}", group):
-            blocks = iterate(inputs, settings=self._settings_of(first))
+            blocks = iterate(inputs, settings=self._context.ns_settings)
         first_blocks = sum(self._matrices[index].first_row == 0 for index in batch)
         self._context.stats.matrices_orthogonalized += first_blocks if counts else 0
         scales = [directions.rules[index].block_scales[0] for index in batch]
@@ -234,26 +224,12 @@ class CutOverGroup:
         members = [(index, 0) for index in batch]
         return Result(members, inputs, blocks, scales, directions.finish, together)
 
-    def _group_of(self, matrix: MatrixLayout) -> dist.ProcessGroup:
-        if matrix.sharers:
-            return self._subgroups.get(global_ranks(matrix.sharers, self._context.group))
-        assert self._tensor_group is not None
-        return self._tensor_group
-
-    def _settings_of(self, matrix: MatrixLayout) -> NsSettings:
-        settings = self._context.ns_settings
-        if not matrix.sharers:
-            return settings
-        # A shared matrix runs the same iteration as on one rank.
-        gram = runs_gram(min(matrix.logical_shape), max(matrix.logical_shape), settings.method)
-        return replace(settings, method="gram" if gram else "standard")
-
     def _batches(self, indices: Sequence[int]) -> list[list[int]]:
-        """Group small matrices of equal shape and cut, equally on all ranks; shared and large ones stay alone."""
+        """Group small matrices of equal shape and cut, equally on all ranks; large ones stay alone."""
         alike: dict[object, list[int]] = {}
         for index in indices:
             matrix = self._matrices[index]
-            kind = index if matrix.sharers else (matrix.logical_shape, matrix.shards, matrix.transposed)
+            kind = matrix.logical_shape, matrix.shards, matrix.transposed
             alike.setdefault(kind, []).append(index)
         batches: list[list[int]] = []
         for members in alike.values():

@@ -30,10 +30,7 @@ from deepspeed_muon.transport.buffers import ExchangeBuffers
 from deepspeed_muon.transport.context import StepContext, StepStats
 from deepspeed_muon.transport.exchange import ChunkExchange, Travel, cut, part_of
 from deepspeed_muon.transport.row_moments import RowMoments
-from deepspeed_muon.transport.subgroups import Subgroups, global_ranks
 from deepspeed_muon.transport.wire import wire_for
-
-__all__ = ["PendingUpdates", "StepResources", "StepRunner"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,6 @@ class StepResources:
         stats: Counters.
         recorder: Samples and counters of the check.
         buffers: Memory of the exchange.
-        subgroups: Process groups of ranks that share matrices or relay updates.
         policy: Dtype of the state.
         overlap: Whether chunks travel while others are orthogonalised.
     """
@@ -56,7 +52,6 @@ class StepResources:
     stats: StepStats
     recorder: StepRecorder
     buffers: ExchangeBuffers
-    subgroups: Subgroups
     policy: StatePolicy
     overlap: bool
 
@@ -130,7 +125,6 @@ class StepRunner:
             config,
             device=resources.device,
             load=load,
-            can_open_groups=resources.subgroups.can_open,
         )
         self._held = [matrix.spread.on(step_set.rank) for matrix in self.plan.matrices]
         self._scales = BlockScales(self.plan.matrices)
@@ -138,7 +132,6 @@ class StepRunner:
             self.plan,
             context,
             resources.buffers,
-            resources.subgroups,
             overlap=self._overlap,
             leaves_pending=leaves_pending,
             follows_pending=follows_pending,
@@ -156,7 +149,7 @@ class StepRunner:
         self.adam = self._adam.kernel
 
     def _place(self, config: MuonConfig, resources: StepResources) -> None:
-        """Make the placements: ``_shared`` for matrices that ranks share, ``_placement`` for all others."""
+        """Make the placement."""
         matrices, context, tensor_group = self.plan.matrices, self.context, self.step_set.tensor_group
         self._check = ResultCheck(
             resources.recorder,
@@ -166,17 +159,15 @@ class StepRunner:
             norms=matrix_norms(config.ns_backend, context.device),
         )
         self._whole = WholeAtOwner(matrices, context, resources.orthogonalize, self._check)
-        self._shared = CutOverGroup(
-            matrices, context, self._check, subgroups=resources.subgroups, tensor_group=tensor_group
-        )
         self._placement: Placement = self._whole
         if tensor_group is not None:
+            distributed = config.tensor_parallel_mode == "distributed"
             self._placement = OverTensorGroup(
                 matrices,
                 context,
                 group=tensor_group,
                 whole=self._whole,
-                cut=self._shared if config.tensor_parallel_mode == "distributed" else None,
+                cut=CutOverGroup(matrices, context, self._check, group=tensor_group) if distributed else None,
                 chunk_numel=config.exchange_chunk_numel,
             )
 
@@ -190,10 +181,6 @@ class StepRunner:
     def row_places(self) -> tuple[RowPlaces, ...]:
         """Where NorMuon's row moments lie, for each matrix of the set; empty without NorMuon."""
         return () if self._row_moments is None else row_places(self.step_set.matrices)
-
-    def subgroups(self) -> set[tuple[int, ...]]:
-        """Return the groups, as global ranks, in which this rank shares matrices or relays updates."""
-        return {global_ranks(ranks, self.step_set.group) for ranks in self.plan.subgroups()}
 
     def inspect_gradients(self, grads: Mapping[int, Tensor]) -> GradientReport:
         """Find out, together with the group, which parameters have a gradient and whether all are finite.
@@ -345,17 +332,15 @@ class StepRunner:
         for segment in chunk.owned_buffer.segments:
             outgoing.setdefault(segment.matrix, []).append(segment)
         owned = [index for index in chunk.owned if step.active[index]]
-        shared = bool(owned) and bool(self.plan.matrices[owned[0]].sharers)
-        placement: Placement = self._shared if shared else self._placement
         directions = ChunkDirections(self.plan, self.context, step, chunk, buffer, idle)
-        for index, update in placement.updates(owned, directions):
+        for index, update in self._placement.updates(owned, directions):
             segments = outgoing.get(index, [])
             for segment in segments:
                 assert buffer is not None
                 self._write(cut(buffer, segment), part_of(update, segment), "update")
-            if buffer is not None and segments and segments[0].copies:
+            if buffer is not None and segments and self.plan.matrices[index].replicated:
                 # All copies of a replicated matrix get the same numbers, also the owner's.
-                update = self.context.wire.read(cut(buffer, segments[0])[:1], segments[0].numel).view(-1)
+                update = self.context.wire.read(cut(buffer, segments[0]), segments[0].numel).view(-1)
             own = self._held[index]
             if own is not None:
                 step.table.apply(index, own, update.narrow(0, own.matrix_offset, own.numel))

@@ -16,8 +16,6 @@ from deepspeed_muon.ops import FlatPasses, flat_passes, widened
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
 from deepspeed_muon.step.step_set import BoundPartition
 
-__all__ = ["STATE_TENSORS", "State", "StatePolicy", "passes_for", "row_moments_of", "state_bytes", "state_of"]
-
 State = MutableMapping[Tensor, dict[str, Any]]
 
 STATE_TENSORS = ("momentum_buffer", "exp_avg", "exp_avg_sq")

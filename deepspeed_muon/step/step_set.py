@@ -13,8 +13,6 @@ from torch import Tensor
 from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
 from deepspeed_muon.plan.spread import Fragment
 
-__all__ = ["BoundPartition", "NativeAdam", "Refresh", "StepSet"]
-
 Refresh = Callable[[int, int], None]
 """Copies elements of a set's only partition, from an offset on, into the weights of the forward pass."""
 

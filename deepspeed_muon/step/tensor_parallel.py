@@ -29,8 +29,6 @@ from deepspeed_muon.transport.exchange import exchange_bytes
 from deepspeed_muon.transport.row_moments import RowsAtOwner
 from deepspeed_muon.transport.waiting import phase
 
-__all__ = ["OverTensorGroup"]
-
 
 class OverTensorGroup:
     """Turns the directions of matrices that a tensor-parallel group cuts or copies into updates."""

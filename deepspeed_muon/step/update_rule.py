@@ -14,8 +14,6 @@ from deepspeed_muon.ops import FlatPasses, in_fp32
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.spread import Fragment
 
-__all__ = ["BlockScales", "UpdateRule", "UpdateTable"]
-
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:

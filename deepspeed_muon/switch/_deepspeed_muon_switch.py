@@ -2,15 +2,16 @@
 
 An installation puts this file and ``deepspeed_muon.pth`` beside the installed packages. Python reads the latter when it
 starts: every process that inherits the variable is switched on, whichever launcher started it. Nothing is imported here
-but the standard library; a program that never imports DeepSpeed does not notice.
+but ``sys``, since every Python process pays for it; a program that never imports DeepSpeed does not notice.
 """
 
-from __future__ import annotations
-
 import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import Any
+
+TYPE_CHECKING = False  # typing itself takes longer to import than all the rest here
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
 
 
 class _WhenDeepSpeedIsImported:
@@ -19,7 +20,7 @@ class _WhenDeepSpeedIsImported:
     It stays when a program only looks whether DeepSpeed is there, as Accelerate does.
     """
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "ModuleSpec | None":
         if name != "deepspeed":
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
@@ -28,7 +29,7 @@ class _WhenDeepSpeedIsImported:
             return spec
         execute = spec.loader.exec_module
 
-        def execute_and_register(module: ModuleType) -> None:
+        def execute_and_register(module: "ModuleType") -> None:
             execute(module)
             if self in sys.meta_path:
                 sys.meta_path.remove(self)

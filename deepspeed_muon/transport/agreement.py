@@ -18,8 +18,6 @@ from deepspeed_muon.errors import CheckpointError, MuonError, PlanMismatchError,
 from deepspeed_muon.transport.members import Members, everyone
 from deepspeed_muon.transport.waiting import phase
 
-__all__ = ["RankFacts", "Scope", "agree", "common", "gather_flags", "gradient_flags"]
-
 # An error lists at most this number of differences: models of two sizes differ in every parameter.
 _LINES = 20
 # Sums of this many numbers below the prime tell whether ranks differ; 2^14 ranks and more do not overflow 64 bits.
@@ -132,18 +130,6 @@ def agree(
         differences = [f"the groups of rank {rank}: {own}" for rank, own in groups.items()]
     more = [f"... and {len(differences) - _LINES} more"] if len(differences) > _LINES else []
     raise kind("the ranks do not agree:\n" + "\n".join(differences[:_LINES] + more))
-
-
-def common(number: int, *, members: Members, what: str) -> int | None:
-    """Return a number if all ranks have the same, else ``None``. Must be called by all ``members``.
-
-    Args:
-        number: Of this rank.
-        members: The ranks that compare.
-        what: The purpose, for the error if a rank does not come.
-    """
-    total, squares, ranks = members.sum([number, number * number, 1], what=what)
-    return number if ranks * squares == total * total else None
 
 
 def _lanes(facts: Mapping[Scope, Sequence[tuple[str, str]]]) -> list[int]:

@@ -10,8 +10,6 @@ import torch.distributed as dist
 from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.transport.wire import Wire
 
-__all__ = ["StepContext", "StepStats"]
-
 
 @dataclass(slots=True)
 class StepStats:

@@ -1,6 +1,6 @@
 """The messages of one chunk: fragments of directions to the owners, and fragments of updates back.
 
-Both are all-to-alls, but for updates that are relayed; see :mod:`deepspeed_muon.plan.relay`.
+Both are all-to-alls. Updates of replicated matrices are broadcast by their owners instead.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.plan.exchange import BufferPlan, Chunk, ExchangePlan, Segment
-from deepspeed_muon.plan.memory import SLOTS
-from deepspeed_muon.plan.relay import Relay
 from deepspeed_muon.transport.buffers import ExchangeBuffers, aligned
 from deepspeed_muon.transport.context import StepContext
-from deepspeed_muon.transport.subgroups import Subgroups, global_ranks
 from deepspeed_muon.transport.waiting import phase
 
-__all__ = ["ChunkExchange", "Travel", "cut", "exchange_bytes", "part_of"]
+SLOTS = 3
+"""Chunks in the buffers with overlap: one arrives, one is orthogonalised, one returns."""
+
+_OVERLAP_BYTES = 1 << 30
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class Travel:
         owned: Fragments that other ranks hold of this rank's matrices: directions arrive here, updates leave from here.
         idle: Without overlap, what was sent from before the matrices are orthogonalised: room for them. It is the
             memory of ``held``.
-        work: The all-to-all that is under way.
+        works: The messages that are under way.
     """
 
     chunk: Chunk
@@ -44,7 +44,7 @@ class Travel:
     held: Tensor
     owned: Tensor
     idle: Tensor | None
-    work: dist.Work | None = field(default=None)
+    works: list[dist.Work] = field(default_factory=list)
 
 
 class ChunkExchange:
@@ -58,7 +58,6 @@ class ChunkExchange:
         plan: ExchangePlan,
         context: StepContext,
         buffers: ExchangeBuffers,
-        subgroups: Subgroups,
         *,
         overlap: bool,
         leaves_pending: bool = False,
@@ -70,7 +69,6 @@ class ChunkExchange:
             plan: This rank's view of the exchange.
             context: Of the step set.
             buffers: Memory of the slots, shared with other step sets.
-            subgroups: Where the groups of relayed updates are, once they were made.
             overlap: Whether chunks travel while others are orthogonalised. Without it the rank waits for every
                 all-to-all at once, and needs a third of the memory.
             leaves_pending: Whether the last updates may still be in flight while the next set is updated.
@@ -79,11 +77,7 @@ class ChunkExchange:
         self._context = context
         self._plan = plan
         self._buffers = buffers
-        self._subgroups = subgroups
         self._overlap = overlap
-        machines = plan.machines
-        across, inside = (machines.across(plan.rank), machines.inside(plan.rank)) if machines else ((), ())
-        self._across, self._inside = (global_ranks(ranks, context.group) for ranks in (across, inside))
         self._number_of = {id(chunk): number for number, chunk in enumerate(plan.chunks)}
         moving = [chunk for chunk in plan.chunks if chunk.scatters]
         most = SLOTS if overlap else 1
@@ -120,53 +114,22 @@ class ChunkExchange:
         chunk = travel.chunk
         if chunk.gathers:
             with self._phase("gather", travel):
-                travel.work = self._all_to_all(
-                    travel.owned, travel.held, chunk.owned_buffer, chunk.held_buffer
-                )
+                self._all_to_all(travel, travel.owned, travel.held, chunk.owned_buffer, chunk.held_buffer)
 
     def scatter(self, travel: Travel) -> None:
         """Start to send what is in ``owned`` to the holders. Must be called by all ranks of the group."""
         chunk = travel.chunk
         with self._phase("scatter", travel):
-            if chunk.relay is not None:
-                travel.work = self._relay_across(travel, chunk.relay)
+            if chunk.copies:
+                self._broadcast(travel)
             else:
-                travel.work = self._all_to_all(
-                    travel.held, travel.owned, chunk.held_buffer, chunk.owned_buffer
-                )
+                self._all_to_all(travel, travel.held, travel.owned, chunk.held_buffer, chunk.owned_buffer)
 
     def wait(self, what: Literal["gather", "scatter"], travel: Travel) -> None:
-        """Wait for the messages of a chunk; on a GPU the current stream waits, not the process.
-
-        Updates that are relayed take their second turn here, so all ranks of the group must call it for a scatter.
-        """
+        """Wait for the messages of a chunk; on a GPU the current stream waits, not the process."""
         with self._phase(what, travel):
-            if travel.work is not None:
-                travel.work.wait()
-                travel.work = None
-            if what == "scatter" and travel.chunk.relay is not None:
-                self._relay_inside(travel, travel.chunk.relay)
-
-    def _relay_across(self, travel: Travel, relay: Relay) -> dist.Work | None:
-        """Start to exchange updates with the ranks that have this rank's place on other machines."""
-        arriving = travel.held.split(list(relay.parts))[relay.position]
-        send = [relay.own_units] * len(relay.across)
-        work = exchange_bytes(
-            arriving, travel.owned, relay.received, send, group=self._subgroups.get(self._across)
-        )
-        return self._started(work, relay.sent_units[0] * travel.held.element_size())
-
-    def _relay_inside(self, travel: Travel, relay: Relay) -> None:
-        """Let every rank of this machine send what it received across machines to the others."""
-        group = self._subgroups.get(self._inside)
-        started = [
-            dist.broadcast(part.view(torch.uint8), source, group=group, async_op=True)
-            for part, source in zip(travel.held.split(list(relay.parts)), self._inside, strict=True)
-            if part.numel()
-        ]
-        for work in started:
-            work.wait()
-        self._context.stats.count_exchange(relay.sent_units[1] * travel.held.element_size())
+            while travel.works:
+                travel.works.pop(0).wait()
 
     def _phase(self, what: str, travel: Travel) -> AbstractContextManager[None]:
         return phase(
@@ -174,21 +137,31 @@ class ChunkExchange:
         )
 
     def _all_to_all(
-        self, out: Tensor, send: Tensor, received: BufferPlan, sent: BufferPlan
-    ) -> dist.Work | None:
+        self, travel: Travel, out: Tensor, send: Tensor, received: BufferPlan, sent: BufferPlan
+    ) -> None:
         ranks = self._context.world_size
         work = exchange_bytes(
             out, send, received.splits(ranks), sent.splits(ranks), group=self._context.group
         )
-        return self._started(work, sent.numel * send.element_size())
+        self._started(travel, [work], sent.numel * send.element_size())
 
-    def _started(self, work: dist.Work, nbytes: int) -> dist.Work | None:
-        """Count an all-to-all that was started; without overlap wait for it."""
+    def _broadcast(self, travel: Travel) -> None:
+        """Start to send each owner's updates to all other ranks."""
+        chunk, own = travel.chunk, travel.owned
+        works = broadcast_bytes(chunk, self._plan.rank, travel.held, own, group=self._context.group)
+        self._started(travel, works, chunk.copies * own.numel() * own.element_size())
+
+    def _started(self, travel: Travel, works: list[dist.Work], nbytes: int) -> None:
+        """Count messages that were started; without overlap wait for them."""
         self._context.stats.count_exchange(nbytes)
-        if self._overlap:
-            return work
-        work.wait()
-        return None
+        travel.works += works
+        while travel.works and not self._overlap:
+            travel.works.pop(0).wait()
+
+
+def overlap_fits(numel: int, wire_bytes: float) -> bool:
+    """Return whether the buffers of overlap stay within 1 GiB if the largest matrix has so many elements."""
+    return 2 * SLOTS * wire_bytes * numel <= _OVERLAP_BYTES
 
 
 def exchange_bytes(
@@ -222,6 +195,30 @@ def exchange_bytes(
     return work
 
 
+def broadcast_bytes(
+    chunk: Chunk, rank: int, held: Tensor, owned: Tensor, *, group: dist.ProcessGroup | None
+) -> list[dist.Work]:
+    """Start to send what each owner has for replicated matrices to all other ranks, in the order of the owners.
+
+    Must be called by all ranks of ``group``.
+
+    Args:
+        chunk: A chunk with ``copies``.
+        rank: This rank.
+        held: Receives what others own, by owner. Mutated.
+        owned: What this rank owns.
+        group: The process group.
+    """
+    buffer = chunk.held_buffer
+    parts = dict(zip(buffer.peers.tolist(), held.split(buffer.counts.tolist()), strict=True))
+    if owned.numel():
+        parts[rank] = owned
+    return [
+        dist.broadcast(parts[owner].view(torch.uint8), group=group, group_src=owner, async_op=True)
+        for owner in sorted(parts)
+    ]
+
+
 def cut(buffer: Tensor, segment: Segment) -> Tensor:
     """Return a segment's part of a buffer, ``(fragments, units)``."""
     start = buffer.storage_offset() + segment.buffer_offset
@@ -230,5 +227,5 @@ def cut(buffer: Tensor, segment: Segment) -> Tensor:
 
 def part_of(matrix: Tensor, segment: Segment) -> Tensor:
     """Return the elements of a flat matrix that a segment stands for, ``(fragments, elements)``; copies once."""
-    parts = 1 if segment.copies else segment.count
-    return matrix.narrow(0, segment.matrix_offset, parts * segment.numel).view(parts, segment.numel)
+    whole = matrix.narrow(0, segment.matrix_offset, segment.count * segment.numel)
+    return whole.view(segment.count, segment.numel)

@@ -20,8 +20,6 @@ from torch import Tensor
 from deepspeed_muon.errors import RankDisagreementError
 from deepspeed_muon.transport.waiting import phase
 
-__all__ = ["Members", "everyone", "is_first_rank"]
-
 # How often this process called the roll of each set of ranks: every call uses its own keys in the store.
 _calls: dict[str, int] = {}
 # Seconds between two looks at the store; they grow from the first to the last.

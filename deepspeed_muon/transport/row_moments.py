@@ -1,6 +1,7 @@
 """Brings NorMuon's row moments from the ranks that keep them to the owners of the matrices, and back.
 
-They travel in fp32, one number for every row of a matrix, in two small all-to-alls a step; only if some matrix has rows
+They travel in fp32, one number for every row of a matrix, in two small all-to-alls a step (of replicated matrices, in
+broadcasts by the owners); only if some matrix has rows
 that begin on another rank than its owner.
 """
 
@@ -18,10 +19,8 @@ from deepspeed_muon.plan.exchange import BufferPlan, ExchangePlan, build_chunk
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.rows import row_places
 from deepspeed_muon.transport.context import StepContext
-from deepspeed_muon.transport.exchange import cut, part_of
+from deepspeed_muon.transport.exchange import broadcast_bytes, cut, part_of
 from deepspeed_muon.transport.waiting import phase
-
-__all__ = ["RowMoments", "RowsAtOwner"]
 
 
 class RowsAtOwner:
@@ -184,7 +183,10 @@ class RowMoments(RowsAtOwner):
             for segment in chunk.owned_buffer.segments:
                 cut(send, segment).copy_(part_of(self._whole[segment.matrix], segment))
             received = self._buffer(chunk.held_buffer.numel)
-            self._all_to_all(received, send, chunk.held_buffer, chunk.owned_buffer)
+            if chunk.copies:
+                self._broadcast(received, send)
+            else:
+                self._all_to_all(received, send, chunk.held_buffer, chunk.owned_buffer)
             for segment in chunk.held_buffer.segments:
                 self._kept(kept, segment.matrix).copy_(cut(received, segment).view(-1))
         self._whole, self._before = {}, {}
@@ -203,6 +205,13 @@ class RowMoments(RowsAtOwner):
 
     def _buffer(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=torch.float32, device=self._context.device)
+
+    def _broadcast(self, out: Tensor, send: Tensor) -> None:
+        group = self._context.group
+        with phase("exchange of row moments", group):
+            for work in broadcast_bytes(self._chunk, self._context.rank, out, send, group=group):
+                work.wait()
+        self._context.stats.count_exchange(self._chunk.copies * send.numel() * send.element_size())
 
     def _all_to_all(self, out: Tensor, send: Tensor, received: BufferPlan, sent: BufferPlan) -> None:
         group, ranks = self._context.group, self._context.world_size

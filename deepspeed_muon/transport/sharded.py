@@ -21,10 +21,7 @@ from torch import Tensor
 
 from deepspeed_muon.errors import ShardingError
 from deepspeed_muon.math.newton_schulz import NsSettings, iterate_columns, orthogonalize
-from deepspeed_muon.plan.sharing import even_sizes
 from deepspeed_muon.transport.exchange import exchange_bytes
-
-__all__ = ["orthogonalize_sharded"]
 
 
 def orthogonalize_sharded(
@@ -76,7 +73,9 @@ def orthogonalize_sharded(
     if rows <= total:
         result = _iterate(flat, settings, group)
     else:
-        recut = _Recut(tuple(shard_sizes), even_sizes(rows, world_size), group)
+        length, longer = divmod(rows, world_size)
+        row_sizes = tuple(length + (rank < longer) for rank in range(world_size))
+        recut = _Recut(tuple(shard_sizes), row_sizes, group)
         result = recut.back(_iterate(recut.there(flat), settings, group))
     result = result.reshape(columns.shape)
     return result.mT.contiguous() if dim == -2 else result

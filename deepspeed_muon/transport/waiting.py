@@ -19,8 +19,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from deepspeed_muon.errors import MuonError, RankMissingError
 
-__all__ = ["group_timeout", "phase"]
-
 # gloo raises plain RuntimeErrors; these are its and NCCL's words for a rank that is silent or gone.
 _SILENCE = re.compile(
     r"time(d)?[ -]?out|connection|pair closure|broken pipe|closed by peer|nccl", re.IGNORECASE

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from deepspeed_muon.plan.wire import CODED, PLAIN, WireFormat
 
-__all__ = ["CodedWire", "Wire", "wire_for"]
-
 _LARGEST = 127.0
 
 

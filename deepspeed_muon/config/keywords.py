@@ -1,0 +1,52 @@
+"""Keywords of ``Muon`` for type checkers; scripts/settings_table.py writes them from settings.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+from torch import Tensor
+
+__all__ = ["MuonKeywords"]
+
+
+# fmt: off
+class MuonKeywords(TypedDict, total=False):
+    """The keys of :class:`~deepspeed_muon.config.MuonConfig` without ``lr``, and the types of their values."""
+
+    muon_lr: Tensor | float | None
+    adam_lr: Tensor | float | None
+    momentum: float
+    nesterov: bool
+    weight_decay: float
+    muon_weight_decay: float | None
+    adam_weight_decay: float | None
+    weight_decay_mode: Literal["decoupled", "independent", "cautious"]
+    betas: Sequence[float]
+    eps: float
+    adam_w_mode: bool
+    adjust_lr_fn: Literal["original", "match_rms_adamw", "spectral", "unit_rms_norm"]
+    ns_method: Literal["gram", "standard"]
+    ns_schedule: Literal["quintic", "polar_express", "polar_express_5", "cans", "deepseekv4"] | Sequence[Sequence[float]]
+    ns_steps: int | None
+    ns_dtype: Literal["auto", "fp32", "bf16", "fp16"]
+    ns_backend: Literal["auto", "ops", "torch"]
+    variant: Literal["muon", "normuon"]
+    beta2: float
+    qk_clip: Mapping[str, Any] | str | bool | None
+    momentum_dtype: Literal["fp32", "bf16"] | None
+    wire_dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"]
+    split: Mapping[str, Literal["qkv", "gate_up"] | Sequence[int] | Sequence[float]]
+    per_head_muon: bool
+    heads: Mapping[str, int | Sequence[int]]
+    transposed: Sequence[str]
+    include: Sequence[str]
+    exclude: Sequence[str]
+    nonfinite_grad: Literal["skip", "error"]
+    exchange_chunk_numel: int
+    exchange_overlap: bool
+    order: Literal["balanced", "given"]
+    tensor_parallel_mode: Literal["gather", "distributed"]
+    health: Mapping[str, Any] | str | bool
+    consolidate_on_save: bool
+    restore_from: Mapping[str, Any] | str | bool | None
