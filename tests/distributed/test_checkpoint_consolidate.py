@@ -21,7 +21,6 @@ from tests.support.checkpoints import (
     assert_equal,
     load,
     save,
-    with_compat,
 )
 from tests.support.models import MATRICES
 from tests.support.thinning import each_value
@@ -41,9 +40,8 @@ CORE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("stage", "size", "zero", "to_stage", "to_size", "to_zero"), each_value(with_compat(CORE))
-)
+@pytest.mark.compat
+@pytest.mark.parametrize(("stage", "size", "zero", "to_stage", "to_size", "to_zero"), each_value(CORE))
 def test_restored_exactly_at_another_topology(
     ranks: Any, tmp_path: Path, stage: int, size: int, zero: Any, to_stage: int, to_size: int, to_zero: Any
 ) -> None:

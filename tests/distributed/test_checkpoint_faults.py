@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deepspeed_muon.checkpoint import consolidate, load_index, restore
+from deepspeed_muon.checkpoint.offline import verify_folder
 from deepspeed_muon.checkpoint.sources import file_digest
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
@@ -238,7 +239,8 @@ def test_disk_full(ranks: Any, damaged: Path, limit: int) -> None:
     """In the header, and in the middle of a file; training goes on, and the old checkpoint is untouched."""
     before = {path.name: path.read_bytes() for path in damaged.iterdir()}
     messages = ranks(2).run(disk_full, folder=str(damaged), stage=3, limit=limit)
-    assert all(".safetensors" in message and "File too large" in message for message in messages), messages
+    file = ".safetensors" if limit else "muon_token"  # by which the ranks find that they share the folder
+    assert all(file in message and "File too large" in message for message in messages), messages
     assert before == {path.name: path.read_bytes() for path in damaged.iterdir()}
 
 
@@ -246,3 +248,57 @@ def test_folder_that_cannot_be_made(ranks: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     messages = ranks(2).run(disk_full, folder=str(tmp_path / "file" / "out"), stage=1, limit=1 << 40)
     assert all("cannot be made" in message for message in messages)
+
+
+def save_into(rank: int, world_size: int, *, folder: str, lost: str) -> str:
+    """Train further and save; return why that failed. ``lost`` says what is wrong with the folder."""
+    engine = engine_for(1, world_size, seed=0, kind="toy")
+    for step in range(3):
+        training.run_step(engine, step, rank, world_size, MICROS // world_size)
+    before, place = os.getcwd(), Path(folder)
+
+    def act(reached: str) -> None:
+        if reached == "shards written" and rank == 0:
+            new = sorted(
+                set(place.glob("*.safetensors")) - {place / name for name in load_index(place).files}
+            )
+            if lost == "a shard":
+                new[-1].unlink()
+            elif lost == "half a shard":
+                os.truncate(new[-1], new[-1].stat().st_size // 2)
+            elif lost == "the folder":
+                place.rename(f"{folder}-moved")
+
+    try:
+        if lost == "shared":
+            own = Path(folder if rank == 0 else f"{folder}-{rank}")
+            own.mkdir(exist_ok=True)
+            os.chdir(own.parent if rank == 0 else own)
+            folder = place.name
+        with at_every_stage(act), pytest.raises(CheckpointError) as caught:
+            consolidate(engine, folder, shard_bytes=4000)
+    finally:
+        os.chdir(before)
+    engine.destroy()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("lost", "needle"),
+    [
+        ("shared", "All ranks must share the folder"),
+        ("a shard", "No such file"),
+        ("half a shard", "bytes"),
+        ("the folder", "No such file"),
+    ],
+)
+def test_a_save_whose_files_are_lost_leaves_the_old_set(
+    ranks: Any, damaged: Path, lost: str, needle: str
+) -> None:
+    before = load_index(damaged)
+    messages = ranks(2).run(save_into, folder=str(damaged), lost=lost)
+    assert all(needle in message and "untouched" in message for message in messages), messages
+    left = Path(f"{damaged}-moved") if lost == "the folder" else damaged
+    assert verify_folder(left) == before
+    if lost != "the folder":
+        assert {path.name for path in left.iterdir()} == {INDEX, *before.files}

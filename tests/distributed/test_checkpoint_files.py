@@ -18,7 +18,6 @@ from deepspeed_muon.checkpoint.universal import convert_to_universal
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
 from tests.support.checkpoints import (
-    HAS_OWN_MUON,
     MICROS,
     NEXT_LOSS_HALF,
     OFFLOAD,
@@ -32,7 +31,6 @@ from tests.support.checkpoints import (
     report,
     save_other,
     save_ours,
-    with_compat,
 )
 from tests.support.models import MATRICES, build
 from tests.support.thinning import each_value
@@ -72,9 +70,8 @@ CORE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("stage", "size", "zero", "to_stage", "to_size", "to_zero"), each_value(with_compat(CORE))
-)
+@pytest.mark.compat
+@pytest.mark.parametrize(("stage", "size", "zero", "to_stage", "to_size", "to_zero"), each_value(CORE))
 def test_universal_and_offline_consolidation(
     ranks: Any, tmp_path: Path, stage: int, size: int, zero: Any, to_stage: int, to_size: int, to_zero: Any
 ) -> None:
@@ -222,7 +219,6 @@ def test_convert_from_adamw(
         assert torch.equal(loaded["fp32"][name].float(), weight)
 
 
-@pytest.mark.skipif(not HAS_OWN_MUON, reason="DeepSpeed's own Muon of 0.19")
 @pytest.mark.parametrize(
     ("stage", "size", "zero"), [pytest.param(3, 2, {}, marks=pytest.mark.full), (3, 3, SMALL)]
 )
@@ -239,7 +235,6 @@ def test_convert_from_deepspeeds_muon(ranks: Any, tmp_path: Path, stage: int, si
     ranks(3).run(load, folder=str(tmp_path / "out"), stage=1)
 
 
-@pytest.mark.skipif(not HAS_OWN_MUON, reason="DeepSpeed's own Muon of 0.19")
 @pytest.mark.parametrize(("stage", "zero"), each_value([(1, {}), (2, ROUND), (2, OFFLOAD), (2, {})]))
 def test_convert_from_deepspeeds_muon_with_whole_matrices(
     ranks: Any, tmp_path: Path, stage: int, zero: Any

@@ -8,7 +8,6 @@ engine's own checks accept it. A refused one leaves the engine bit-identical.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import math
@@ -25,7 +24,7 @@ from hypothesis import strategies as st
 
 from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.checkpoint.index import FORMAT, CheckpointIndex
-from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, digest, read_record
+from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, read_records
 from deepspeed_muon.checkpoint.offline import consolidate_files, verify_folder
 from deepspeed_muon.checkpoint.sealed import parse_sealed, sealed_json
 from deepspeed_muon.checkpoint.universal import RECORD_NAME, UniversalSource, convert_to_universal
@@ -199,10 +198,8 @@ def test_layout_records(saved: Path, tmp_path: Path, count: int) -> None:
     def check(data: st.DataObject) -> None:
         nonlocal accepted
         record = mutate(good, data)
-        with contextlib.suppress(Exception):
-            record["digest"] = digest(record["parameters"])
         try:
-            read_record([record], "here")
+            read_records([record], "here")
         except CheckpointError:
             return
         accepted += 1
@@ -264,6 +261,11 @@ def loaded_mutants(
         before = snapshot(engine)
 
     try:
+        # As it was: so few mutants are admissible that all of a short run may be refused.
+        load()
+        tally["loaded"] += 1
+        accept()
+        before = snapshot(engine)
         fuzz(check, count, number)
     finally:
         path.write_bytes(text)

@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed_muon
 from tests.support import training
-from tests.support.contract import STEPS, compare
+from tests.support.contract import HALF_TOLERANCE, STEPS, compare, reference
 from tests.support.models import MATRICES, batch, build
+from tests.support.reference import relative
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "stage3-hpz": {"stage": 3, "zero": {"zero_hpz_partition_size": 2}},
@@ -64,22 +65,31 @@ def test_frozen_base_with_adapters(ranks: Any, stage: int, zero_init: bool) -> N
 
 
 def with_feature(
-    rank: int, world_size: int, *, feature: str, stage: int, accumulation: int = 1
+    rank: int,
+    world_size: int,
+    *,
+    feature: str,
+    stage: int,
+    accumulation: int = 1,
+    backend: str = "eager",
+    precision: str = "fp32",
 ) -> dict[str, Any]:
     """Train the toy model with one of DeepSpeed's or torch's features around it."""
     # Inside of no_sync the engine does not count micro-batches: the caller does.
     counted = 1 if feature == "no_sync" else accumulation
-    config = training.ds_config(stage, accumulation=counted, clipping=0.5)
+    config = training.ds_config(stage, accumulation=counted, clipping=0.5, precision=precision)
     model: Any = build("toy")
     if feature == "torch.compile":
-        model = torch.compile(model, backend="eager")
+        model = torch.compile(model, backend=backend)
+    if feature == "model.to(bf16)":
+        model = model.to(torch.bfloat16)
     if feature == "activation-checkpointing":
         config["activation_checkpointing"] = {"partition_activations": False, "number_checkpoints": 3}
         for block in model.blocks:
             block.forward = recomputed(block.forward)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     if feature == "engine.compile":
-        engine.compile(backend="eager")
+        engine.compile(backend=backend)
     norms = []
     for step in range(STEPS):
         if feature == "no_sync":
@@ -137,6 +147,40 @@ def test_feature_matches_the_reference(ranks: Any, feature: str, stage: int, acc
     compare(results, "toy", 2 * accumulation, 0.5)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("feature", "stage"), [("torch.compile", 1), ("engine.compile", 0), ("engine.compile", 3)]
+)
+def test_compiled_models(ranks: Any, feature: str, stage: int) -> None:
+    """By inductor, torch's default; the cases above trace only."""
+    compare(
+        ranks(2).run(with_feature, feature=feature, stage=stage, backend="inductor", timeout=280),
+        "toy",
+        2,
+        0.5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [
+        (3, "fp32"),
+        *(pytest.param(stage, "fp32", marks=pytest.mark.full) for stage in (1, 2)),
+        (0, "bf16"),
+        *(pytest.param(stage, "bf16", marks=pytest.mark.full) for stage in (1, 2, 3)),
+    ],
+)
+def test_a_model_that_is_cast_to_bf16(ranks: Any, stage: int, precision: str) -> None:
+    """With the section bf16 or, where ZeRO keeps fp32 masters, without it; the masters begin as rounded weights."""
+    results = ranks(2).run(with_feature, feature="model.to(bf16)", stage=stage, precision=precision)
+    start, end, norms, _ = reference("toy", 2, 0.5)
+    for name in MATRICES["toy"]:
+        error = relative(results[0]["params"][name], end[name], start[name])
+        assert error <= HALF_TOLERANCE["bf16"], (name, error)
+    for result in results:
+        torch.testing.assert_close(torch.tensor(result["norms"]), torch.tensor(norms), rtol=2e-2, atol=0)
+
+
 def ulysses(rank: int, world_size: int, *, stage: int) -> dict[str, Any]:
     """Two ranks share each sequence; the toy model looks at each position alone, so half a sequence needs no other."""
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
@@ -162,7 +206,7 @@ def ulysses(rank: int, world_size: int, *, stage: int) -> dict[str, Any]:
         "params": training.full_masters(engine),
         "momentum": training.full_states(engine, "momentum_buffer"),
         "norms": norms,
-        "group": deepspeed_muon.muon_optimizer(engine).runners[0].step_set.world_size,
+        "group": deepspeed_muon.muon_optimizer(engine)._runners[0].step_set.world_size,
     }
     engine.destroy()
     parallel_state_sp._release_sequence_parallel_groups()
@@ -249,9 +293,12 @@ def test_loading_weights(ranks: Any, stage: int, from_fp32: bool, with_state: bo
 
 
 def refusal(rank: int, world_size: int, *, stage: int, change: dict[str, Any]) -> str:
-    """Return the error of starting an engine with ``change`` merged into its configuration."""
-    config = training.ds_config(stage, zero=change.pop("zero", {}), extra=change)
+    """Return the error of starting an engine with ``change`` merged into its configuration, or made to the model."""
     model = build("toy")
+    if change.pop("in bf16", False):
+        model = model.to(torch.bfloat16)
+    model.embed.sparse = change.pop("sparse", False)
+    config = training.ds_config(stage, zero=change.pop("zero", {}), extra=change)
     try:
         engine, *_ = deepspeed.initialize(
             model=model, model_parameters=list(model.parameters()), config=config
@@ -272,6 +319,10 @@ def refusal(rank: int, world_size: int, *, stage: int, change: dict[str, Any]) -
         pytest.param(2, {"zero": {"elastic_checkpoint": True}}, "consolidate and", marks=pytest.mark.compat),
         (1, {"compile": {"deepcompile": True}}, "compile.deepcompile is not supported"),
         (1, {"elasticity": {"enabled": True}}, "lastic"),
+        (0, {"in bf16": True}, "Set bf16.enabled"),
+        (0, {"sparse": True}, "sparse=False"),
+        (3, {"sparse": True}, "sparse=False"),
+        (2, {"sparse_gradients": True}, "sparse_gradients"),
     ],
 )  # fmt: skip
 def test_refused_at_once(ranks: Any, stage: int, change: dict[str, Any], said: str) -> None:

@@ -9,13 +9,13 @@ import importlib
 import itertools
 import json
 import math
+import re
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-import hjson
 import pytest
 
 from tests.support.harness import base_environment, free_port, run_command
@@ -103,7 +103,7 @@ def _assert_same_losses(found: Metrics, expected: Metrics, *, rel: float) -> Non
             assert found[name][step] == pytest.approx(loss, rel=rel), (name, step)
 
 
-@pytest.mark.full  # the core starts DeepSpeed's launcher in test_run_module.py
+@pytest.mark.full  # the core starts DeepSpeed's launcher in test_switch.py
 @pytest.mark.parametrize("launcher", ["deepspeed", "mpirun"])
 def test_launchers_agree(launcher, folder, whole):
     found = _train(folder, config="zero3.json", launcher=launcher)
@@ -168,16 +168,51 @@ def test_the_walk_from_a_plan_to_a_page(tmp_path):
     assert "Where the step" in (tmp_path / "muon" / "health.html").read_text()
 
 
+def start(rank: int, world_size: int, *, config: str, text: str) -> float:
+    """Take one step as the script does; return the loss."""
+    sys.path.insert(0, str(SCRIPT.parent))
+    script = importlib.import_module("train_gpt")
+    arguments = ["--deepspeed_config", str(CONFIGS / config), "--data", text, "--metrics_dir", "", *TINY]
+    args = script.parse_args(arguments)
+    engine = script.build_engine(args, script.make_ds_config(args) | {"csv_monitor": {"enabled": False}})
+    data = script.load_text(args).train
+    loss = script.train_step(engine, script.Batches(data, 2, args.seq_len, rank, world_size), 0, 0).item()
+    engine.destroy()
+    return loss
+
+
+@pytest.mark.full
+@pytest.mark.time_limit(500)
+def test_the_demo_moves_its_training_to_another_topology(folder, tmp_path):
+    """All four trainings run, and the last one has the same validation loss on one rank at ZeRO 1."""
+    command = [sys.executable, str(SCRIPT.with_name("demo.py")), "--steps", "6"]
+    command += ["--dataset", str(folder / "text.txt"), "--out", str(tmp_path)]
+    said = run_command(command, timeout=480.0).stdout
+    losses = re.search(
+        r"Validation loss: (\S+) on 2 ranks at ZeRO 3, (\S+) restored on one rank at ZeRO 1", said
+    )
+    assert losses is not None
+    assert float(losses[1]) == pytest.approx(float(losses[2]), abs=1e-5)
+    assert "AdamW | DeepSpeed's Muon |             Muon |     Muon, ZeRO 3" in said
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
+
+
 @pytest.mark.parametrize("config", sorted(path.name for path in CONFIGS.iterdir()))
-def test_the_configurations_are_read_by_deepspeed_and_by_us(config):
-    from deepspeed.runtime.config import DeepSpeedConfig
+def test_every_configuration_starts_or_says_whose_it_is(config, folder, example, ranks):
+    if config.startswith("hf_"):  # test_hugging_face.py starts these
+        with pytest.raises(example.UsageError, match=r"'auto' in .*start examples/hf_trainer.py --deepspeed"):
+            example.read_config(str(CONFIGS / config))
+        return
+    losses = ranks(2).run(start, config=config, text=str(folder / "text.txt"))
+    # An untrained model knows nothing of a byte: log 256.
+    assert losses == pytest.approx([math.log(256)] * 2, abs=0.3)
 
-    from deepspeed_muon.config import MuonConfig
 
-    content = hjson.loads((CONFIGS / config).read_text())
-    if "auto" not in json.dumps(content):
-        assert DeepSpeedConfig(str(CONFIGS / config)).optimizer_name == "muon"
-    MuonConfig.from_params({k: v for k, v in content["optimizer"]["params"].items() if v != "auto"})
+def test_a_configuration_that_cannot_be_read_is_told(example, tmp_path):
+    (tmp_path / "bad.json").write_text('{"optimizer": ')
+    for name in ("bad.json", "absent.json"):
+        with pytest.raises(example.UsageError, match=rf"--deepspeed_config .*{name}: "):
+            example.read_config(str(tmp_path / name))
 
 
 @pytest.mark.full

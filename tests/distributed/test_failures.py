@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
-from torch import nn
 
 import deepspeed_muon
 from tests.support import training
 from tests.support.models import batch
 from tests.support.snapshots import changed, tensors_of
-from tests.support.training import PROMPT, try_to_start
+from tests.support.training import try_to_start
 
 
 def poisoned_step(
@@ -89,7 +87,6 @@ def test_ranks_that_disagree_fail_on_every_rank(
     for report in ranks(3).run(try_to_start, stage=stage, on_last_rank=difference, common={}):
         assert report["type"] == "RankDisagreementError", report
         assert said in report["message"] and "[2]" in report["message"]
-        assert report["seconds"] < PROMPT
 
 
 def test_error_on_one_rank_stops_all(ranks: Any) -> None:
@@ -103,7 +100,6 @@ def test_error_on_one_rank_stops_all(ranks: Any) -> None:
         "rank 2: ConfigError: optimizer.params: unknown key 'momentun'; did you mean 'momentum'?"
         in reports[0]["message"]
     )
-    assert all(report["seconds"] < PROMPT for report in reports)
 
 
 @pytest.mark.parametrize(
@@ -112,43 +108,12 @@ def test_error_on_one_rank_stops_all(ranks: Any) -> None:
         ({"params": {"lrr": 0.1}}, "ConfigError", "did you mean 'lr'"),
         ({"params": {"lr": -0.1}}, "ConfigError", "optimizer.params.lr"),
         ({"params": {"ns_schedule": "cans", "ns_steps": 7}}, "ScheduleError", "set ns_steps to 5"),
-        ({"params": {"exclude": ["*"], "min_muon_params": 1}}, "RoutingError", "expects at least 1"),
         ({"params": {"eps": "1e-8"}}, "ConfigError", "write 1e-08 without quotes"),
         ({"params": {"exclude": ["bloks.*"]}}, "RoutingError", "matches no parameter"),
         ({"params": {"include": ["*.gain"]}}, "RoutingError", "shape [16]"),
-        ({"params": {"min_muon_params": 99}}, "RoutingError", "expects at least 99"),
     ],
 )  # fmt: skip
 def test_bad_input_is_a_typed_error(ranks: Any, change: dict[str, Any], kind: str, said: str) -> None:
     for report in ranks(2).run(try_to_start, stage=1, on_last_rank={}, common=change):
         assert report["type"] == kind
         assert said in report["message"]
-
-
-class OnlyVectors(nn.Module):
-    """A model without a matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * self.gain).sum()
-
-
-def start_without_matrix(rank: int, world_size: int) -> str:
-    try:
-        deepspeed.initialize(
-            model=(model := OnlyVectors()),
-            model_parameters=model.parameters(),
-            config=training.ds_config(2, params={"min_muon_params": 1}),
-        )
-    except deepspeed_muon.RoutingError as error:
-        return str(error)
-    return ""
-
-
-def test_model_without_matrix_is_an_error_where_matrices_are_expected(ranks: Any) -> None:
-    for message in ranks(2).run(start_without_matrix):
-        assert "expects at least 1 Muon matrices and routing found 0" in message
-        assert "a vector" in message

@@ -126,7 +126,7 @@ def broken(rank: int, world_size: int, *, stage: int, names: list[str], how: str
     engine = training.make_engine(config)
     optimizer = deepspeed_muon.muon_optimizer(engine)
     garbage = {"nan": float("nan"), "zero": 0.0, "large": 10.0}[how]
-    for runner in optimizer.runners:
+    for runner in optimizer._runners:
         shapes = {m.block_shape for m in runner.plan.matrices if m.name in names}
         placement = runner._whole
         original = placement._orthogonalize

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import deepspeed_muon
+from deepspeed_muon.logs import logger
 from deepspeed_muon.optimizer import Muon
 from tests.support import training
 from tests.support.contract import reference
@@ -196,6 +198,35 @@ def test_schedulers_keep_the_ratio_of_the_rates(ranks: Any, name: str, stage: in
     shared = [muon / 2 for muon, _ in report["rates"]]
     if name == "OneCycle":
         assert max(shared) == pytest.approx(0.01), "the configured number stands for the shared rate"
+
+
+def warned_of_rates(
+    rank: int, world_size: int, *, params: dict[str, Any], scheduler: dict[str, Any]
+) -> list[str]:
+    """Make an engine; return what was said of its rates."""
+    config = training.ds_config(1)
+    config["optimizer"]["params"] = params
+    config["scheduler"] = {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, **scheduler}}
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    training.make_engine(config).destroy()
+    logger.removeHandler(handler)
+    return [text for text in heard if "_lr" in text]
+
+
+def test_rates_that_nobody_chose_are_told(ranks: Any) -> None:
+    """Without warmup_max_lr DeepSpeed's schedules go to 0.001; an AdamW rate under 'original' hardly moves a matrix."""
+    pool = ranks(2)
+    first, other = pool.run(warned_of_rates, params={"muon_lr": 0.02}, scheduler={})
+    assert not other, "rank 0 speaks for all"
+    assert len(first) == 1 and "adam_lr 1.5e-05 instead of 0.0003. Set warmup_max_lr to 0.02" in first[0]
+    assert "muon_lr 0.001 instead of 0.02" in first[0]
+    first, _ = pool.run(warned_of_rates, params={"lr": 3e-4}, scheduler={"warmup_max_lr": 3e-4})
+    assert len(first) == 1 and "set adjust_lr_fn to 'match_rms_adamw'; else set muon_lr" in first[0]
+    for params, peak in (({"muon_lr": 0.02}, 0.02), ({"lr": 3e-4, "adjust_lr_fn": "match_rms_adamw"}, 3e-4)):
+        assert pool.run(warned_of_rates, params=params, scheduler={"warmup_max_lr": peak}) == [[], []]
 
 
 def resumed(

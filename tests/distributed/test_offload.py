@@ -66,7 +66,6 @@ def offloaded(
         (1, CPU, {}, "deepspeed_cpu_adam"),
         (2, CPU, {}, "deepspeed_cpu_adam"),
         (3, CPU, {}, "deepspeed_cpu_adam"),
-        (2, CPU, {"torch_adam": True}, "torch_fused"),
         (3, {}, {}, "torch_fused"),
     ],
 )

@@ -86,7 +86,7 @@ def follow(rank: int, world_size: int, *, overlap: bool) -> dict[str, Any]:
     order: list[str] = []
     places: set[int] = set()
 
-    chunks_of = max((runner.plan.chunks for runner in optimizer.runners), key=len)
+    chunks_of = max((runner.plan.chunks for runner in optimizer._runners), key=len)
 
     def note(name: str, runner: Any, first: Any, result: Any) -> None:
         order.append(f"{name} {chunks_of.index(getattr(first, 'chunk', first))}")
@@ -97,7 +97,7 @@ def follow(rank: int, world_size: int, *, overlap: bool) -> dict[str, Any]:
         for step in range(3):
             order.clear()
             training.run_step(engine, step, rank, world_size, 1)
-    chunks = max(len(runner.plan.chunks) for runner in optimizer.runners)
+    chunks = max(len(runner.plan.chunks) for runner in optimizer._runners)
     report = {
         "order": list(order),
         "places": len(places - {0}),
@@ -166,7 +166,7 @@ def across_calls(
     groups = [{"params": half, "lr": rate} for half, rate in zip(halves, (0.02, 0.01), strict=True)]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
     optimizer = deepspeed_muon.muon_optimizer(engine)
-    number_of = {id(runner.plan): number for number, runner in enumerate(optimizer.runners)}
+    number_of = {id(runner.plan): number for number, runner in enumerate(optimizer._runners)}
     order: list[str] = []
 
     def note(name: str, runner: Any, first: Any, result: Any) -> None:
@@ -187,10 +187,10 @@ def across_calls(
         ]
         order.append("call")
         calls.append(0)
-        chosen = len(optimizer.runners) - 1 if lose == "others" else lose_at(optimizer)
-        if lose and len(calls) == 2 * len(optimizer.runners) + chosen + 1:
+        chosen = len(optimizer._runners) - 1 if lose == "others" else lose_at(optimizer)
+        if lose and len(calls) == 2 * len(optimizer._runners) + chosen + 1:
             # As in an engine that exchanges flags in each call: ZeRO has looked at the gradients before.
-            optimizer.bound.forget_flags()
+            optimizer._bound_steps.forget_flags()
             held = [param for group in optimizer.param_groups for param in group["params"]]
             if rank == 0:
                 held[0].grad.view(-1)[0] = float("inf")
@@ -210,8 +210,8 @@ def across_calls(
         "weights": weights,
         "order": list(order),
         "kept gradients": kept,
-        "muon sets": sum(bool(runner.plan.matrices) for runner in optimizer.runners),
-        "moving": [any(c.scatters for c in runner.plan.chunks) for runner in optimizer.runners],
+        "muon sets": sum(bool(runner.plan.matrices) for runner in optimizer._runners),
+        "moving": [any(c.scatters for c in runner.plan.chunks) for runner in optimizer._runners],
     }
     engine.destroy()
     return report
@@ -219,7 +219,7 @@ def across_calls(
 
 def lose_at(optimizer: Any) -> int:
     """Return the number of the last step set with matrices."""
-    return max(number for number, runner in enumerate(optimizer.runners) if runner.plan.matrices)
+    return max(number for number, runner in enumerate(optimizer._runners) if runner.plan.matrices)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def missed(rank: int, world_size: int, *, stage: int) -> str:
 
     def step(*args: Any) -> Any:
         calls.append(0)
-        return None if len(calls) == len(optimizer.runners) else inner(*args)
+        return None if len(calls) == len(optimizer._runners) else inner(*args)
 
     optimizer.step = step
     try:

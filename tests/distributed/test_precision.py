@@ -55,7 +55,7 @@ def run(rank: int, world_size: int, *, stage: int, **settings: Any) -> dict[str,
         scales.append(float(getattr(engine.optimizer, "loss_scale", 1.0)))
         after = training.full_masters(engine)
         unchanged.append(all(torch.equal(after[name], before[name]) for name in before))
-    masters = {p.tensor.dtype for r in optimizer.runners for p in r.step_set.partitions}
+    masters = {p.tensor.dtype for r in optimizer._runners for p in r.step_set.partitions}
     report = {
         "params": training.full_masters(engine),
         "momentum": training.full_states(engine, "momentum_buffer"),

@@ -41,7 +41,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "zero": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
     },
     "stage3-chunks": {"stage": 3, "params": {"exchange_chunk_numel": 300}},
-    "stage3-network": {"stage": 3, "params": {"network": {"gbit": 0.001, "latency_us": 10}}},
     "stage0-chunks": {"stage": 0, "params": {"exchange_chunk_numel": 300}},
     "stage2-gram-and-standard": {"stage": 2, "params": {"ns_method": "standard"}},
 }

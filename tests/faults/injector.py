@@ -34,13 +34,16 @@ class Fault:
         collective: Whether a collective is meant.
         action: ``EIO`` or ``ENOSPC`` instead of the call; ``done, EIO``: the call happens and then reports an error;
             ``kill``: SIGKILL instead of the call (``write`` has written a half by then); ``lost``: a collective raises
-            as when another rank is gone; ``done, lost``: it happens first.
+            as when another rank is gone; ``done, lost``: it happens first; ``shard gone``, ``folder gone``: somebody
+            removes a new shard, or the folder, before the call; ``not shared``: the rank has a folder of its own.
+        after: With ``kill``: seconds from the start of the save, instead of a call.
     """
 
     rank: int
     number: int
     collective: bool
     action: str
+    after: float = 0.0
 
 
 class Injector:
@@ -53,10 +56,14 @@ class Injector:
         self._fault = fault if fault is not None and fault.rank == rank else None
         self._counts = {False: 0, True: 0}
         self._write = os.write
+        self._unlink, self._listdir = os.unlink, os.listdir
         self._open = builtins.open
 
     def install(self) -> None:
         """Replace the functions. Collectives too, where a process group exists."""
+        if self._fault is not None and self._fault.after:
+            # Without a handler the signal ends the process at once, in the middle of whatever it does.
+            signal.setitimer(signal.ITIMER_REAL, self._fault.after)
         builtins.open = self._builtin_open  # type: ignore[assignment]
         os.open = self._wrap_path("open folder", os.open)  # type: ignore[assignment]
         os.unlink = self._wrap_path("unlink", os.unlink)  # type: ignore[assignment]
@@ -80,6 +87,11 @@ class Injector:
             result = do()
             self._note(entry)
             return result
+        if fault.action.endswith("gone"):
+            self._lose(fault.action, os.path.dirname(path))
+            result = do()
+            self._note(entry)
+            return result
         if fault.action == "kill":
             if kind == "write":
                 do_half = more.pop("half")
@@ -94,6 +106,18 @@ class Injector:
             raise RuntimeError("injected: connection closed by peer")
         code = errno.ENOSPC if fault.action == "ENOSPC" else errno.EIO
         raise OSError(code, os.strerror(code), path)
+
+    def _lose(self, action: str, folder: str) -> None:
+        """Remove the last of the new shards, or the folder."""
+        if action == "folder gone":
+            os.rename(folder, f"{folder}-gone")
+            return
+        shards = [
+            os.path.join(folder, name) for name in self._listdir(folder) if name.endswith(".safetensors")
+        ]
+        newest = max(shards, key=lambda path: os.stat(path).st_mtime_ns)
+        self._unlink(newest)
+        self._note({"rank": self._rank, "number": -1, "kind": "unlink", "path": newest})
 
     def _note(self, entry: dict[str, Any]) -> None:
         entry.pop("half", None)
@@ -150,10 +174,10 @@ class _File:
         self._injector, self._path, self._opened = injector, path, opened
 
     def write(self, data: Any) -> Any:
-        content = bytes(data)
+        content = data.encode() if isinstance(data, str) else bytes(data)
 
         def half() -> None:
-            self._opened.write(content[: len(content) // 2])
+            self._opened.write(data[: len(data) // 2])
             self._opened.flush()
 
         return self._injector.call(
@@ -188,7 +212,9 @@ def describe(entry: dict[str, Any]) -> str:
         return kind
     if "lock" in name:
         return f"{kind.removesuffix(' lock')} lock"
-    what = "index" if "index" in name else "shard"
+    if name == "latest" or name.endswith(".py"):
+        return f"{kind} {'latest' if name == 'latest' else 'script'}"
+    what = next((what for what in ("index", "token") if what in name), "shard")
     if name.startswith("."):
         what += " aside"
     return f"{kind} {what}"

@@ -4,6 +4,10 @@ Each case is a save into a folder that holds a complete set of step 1, of an eng
 command line) that is at step 2, with one fault. The processes are forked from one that has imported everything but
 started no thread, so a case takes tenths of a second; nothing is shared between two of them. Then every folder is
 verified and restored, and power cuts at every moment of the save are laid out on a model of a disk.
+
+Further cases kill ``engine.save_checkpoint`` with ``consolidate_on_save``: at every call below its folder, and at
+moments that no call marks, in the middle of what torch writes. The folder holds a whole checkpoint: of the step before,
+for a save at a new tag, or of another run at the same step and tag.
 """
 
 from __future__ import annotations
@@ -45,6 +49,11 @@ LIMIT = 60.0
 """Seconds after which a process counts as one that hangs; a case takes tenths of a second."""
 
 WAYS = {"API, 1 rank": 1, "API, 2 ranks": 2, "command line": 1}
+TAGS = {"save_checkpoint, new tag": "second", "save_checkpoint, same tag": "t"}
+"""Tag of the save that is killed; the folder holds one with the tag ``t``."""
+KILLS = 50
+"""How often a save at each tag is killed at a moment that no call marks."""
+RANKS = {**WAYS, **dict.fromkeys(TAGS, 2)}
 
 
 @dataclass(frozen=True)
@@ -141,8 +150,9 @@ def prepare_process() -> None:
 # ------------------------------------------------------------------------------------------------------------ the saves
 
 
-def trained(rank: int, world_size: int, steps: int) -> Any:
-    engine = engine_for(2, world_size, seed=0, kind="toy")
+def trained(rank: int, world_size: int, steps: int, *, seed: int = 0, on_save: bool = False) -> Any:
+    params = {"consolidate_on_save": True} if on_save else None
+    engine = engine_for(2, world_size, seed=seed, kind="toy", params=params)
     for step in range(steps):
         training.run_step(engine, step, rank, world_size, MICROS // world_size)
     return engine
@@ -164,36 +174,59 @@ def make_sets(work: Path) -> None:
             world_size, work / f"made{world_size}", lambda rank, size=world_size: save(rank, size)
         )
         assert all("result" in outcome for outcome in outcomes), outcomes
+    for way, tag in TAGS.items():
+
+        def save_before(rank: int, place: str = str(work / way), *, other_run: bool = tag == "t") -> None:
+            engine = trained(rank, 2, 2 if other_run else 1, seed=5 if other_run else 0, on_save=True)
+            engine.save_checkpoint(place, tag="t")
+
+        outcomes = fork_ranks(2, work / f"made {way}", save_before)
+        assert all("result" in outcome for outcome in outcomes), outcomes
 
 
 def run_case(work: Path, case: Case) -> dict[str, Any]:
     """Carry out one save; return what its processes said."""
-    world_size = WAYS[case.way]
+    world_size, fault = RANKS[case.way], case.fault
     case.folder.mkdir(parents=True)
-    if case.phase != "first save":
+    if case.way in TAGS:
+        shutil.copytree(work / case.way, case.target)
+    elif case.phase != "first save":
         shutil.copytree(work / f"old{world_size}", case.target)
 
     def save(rank: int) -> Any:
-        engine = None if case.way == "command line" else trained(rank, world_size, 2)
+        on_save = case.way in TAGS
+        engine = None if case.way == "command line" else trained(rank, world_size, 2, on_save=on_save)
         target = case.target
-        Injector(case.folder, rank, case.folder / "log.jsonl", case.fault).install()
+        if fault is not None and (fault.action, fault.rank) == ("not shared", rank):
+            target = case.folder / "own"
+        Injector(case.folder, rank, case.folder / "log.jsonl", fault).install()
+        if on_save:
+            start = time.monotonic()
+            engine.save_checkpoint(str(target), tag=TAGS[case.way])
+            (case.folder / f"seconds{rank}").write_text(str(time.monotonic() - start))
+            return 0
         if engine is None:
             arguments = ["checkpoint", "consolidate", str(work / "saved"), str(target)]
             return cli.main([*arguments, "--shard-bytes", str(SHARD_BYTES)])
         consolidate(engine, target, shard_bytes=SHARD_BYTES)
         return 0
 
-    return {"ranks": fork_ranks(world_size, case.folder / "ranks", save, group=case.way != "command line")}
+    said = fork_ranks(world_size, case.folder / "ranks", save, group=case.way != "command line")
+    if fault is not None and fault.action == "folder gone":
+        Path(f"{case.target}-gone").rename(case.target)
+    return {"ranks": said}
 
 
 def read_log(case: Case) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (case.folder / "log.jsonl").read_text().splitlines()]
 
 
-def actions(kind: str, collective: bool) -> list[str]:
+def actions(kind: str, collective: bool, phase: str) -> list[str]:
     """Return how a call may fail."""
     if collective:
         return ["lost", "done, lost", "kill"]
+    if phase == "index" and kind != "rename":
+        return [*actions(kind, collective, ""), "shard gone", *(["folder gone"] if kind == "open" else [])]
     more = {"open": ["ENOSPC"], "write": ["ENOSPC"], "rename": ["done, EIO"], "fsync": ["done, EIO"]}
     return ["EIO", *more.get(kind, more.get(kind.removesuffix(" folder"), [])), "kill"]
 
@@ -213,16 +246,21 @@ def phases(log: Sequence[dict[str, Any]]) -> list[str]:
     return found
 
 
-def all_cases(work: Path) -> tuple[list[Case], list[Case]]:
+def all_cases(work: Path, ways: Sequence[str]) -> tuple[list[Case], list[Case]]:
     """Count the calls of saves without a fault; return those, and a case for each call and way to fail."""
     faultless, cases = [], []
-    for way in WAYS:
+    for way in ways:
         for phase in ("first save", "none") if way == "command line" else ("none",):
             case = Case(way, None, "nothing", phase, work / "cases" / way.replace(" ", "_") / phase)
             outcome = run_case(work, case)
             assert all(rank.get("result") == 0 for rank in outcome["ranks"]), outcome
             faultless.append(case)
             cases += cases_of(case)
+            if way == "API, 2 ranks":
+                cases += [
+                    Case(way, Fault(rank, -1, False, "not shared"), f"folder of rank {rank}", "start", place)
+                    for rank, place in enumerate((case.folder.parent / "own0", case.folder.parent / "own1"))
+                ]
     return faultless, cases
 
 
@@ -233,7 +271,8 @@ def cases_of(faultless: Case) -> list[Case]:
     cases = []
     for entry, phase in zip(log, phases(log), strict=True):
         collective = not entry["path"]
-        for action in actions(entry["kind"], collective):
+        given = actions(entry["kind"], collective, phase)
+        for action in given if faultless.way in WAYS else ["kill"]:
             fault = Fault(entry["rank"], entry["number"], collective, action)
             name = (
                 f"{'c' if collective else 'f'}{entry['number']}-{action.replace(', ', '-')}-{entry['rank']}"
@@ -267,6 +306,12 @@ def trimmed(cases: Sequence[Case]) -> list[Case]:
         call = (case.what, case.fault.rank, case.fault.action)
         around = case.way == "API, 2 ranks" and case.phase in ("index", "committed")
         wanted = around and call in AROUND_THE_COMMIT
+        wanted = (
+            wanted
+            or (call[0].endswith("latest") and "new tag" in case.way)
+            or "gone" in call[2]
+            or call[2] == "not shared"
+        )
         kind = (
             call if wanted else case.what.replace(" folder", "-folder").removeprefix("collective ").split()[0]
         )
@@ -298,6 +343,8 @@ class Judge:
             for world_size in (1, 2):
                 restore(self._engine, work / f"{age}{world_size}")
                 self._known[age, world_size] = state_of(self._engine)
+        restore(self._engine, work / "save_checkpoint, same tag")
+        self._other_run = state_of(self._engine)
         self._work = work
 
     def left(self, folder: Path, world_size: int) -> str:
@@ -317,9 +364,37 @@ class Judge:
                 return age
         return "NEITHER: a mixture"
 
+    def left_of_run(self, case: Case) -> tuple[str, str]:
+        """Return what ``restore`` finds in the folder of ``save_checkpoint``, and what becomes of each tag's files."""
+
+        def found(folder: Path) -> str:
+            restore(self._engine, folder)
+            state = state_of(self._engine)
+            old = self._other_run if TAGS[case.way] == "t" else self._known["old", 2]
+            for age, known in (("old", old), ("new", self._known["new", 2])):
+                if state.keys() == known.keys() and all(torch.equal(state[n], known[n]) for n in known):
+                    return age
+            return "NEITHER: a mixture"
+
+        try:
+            left = found(case.target)
+        except CheckpointError as error:
+            left = f"NEITHER: {error}"
+        converted = []
+        for tag in sorted(path for path in case.target.iterdir() if path.is_dir()):
+            out = case.folder / f"converted-{tag.name}"
+            try:
+                consolidate_files(tag, out)
+                converted.append(found(out))
+            except CheckpointError:
+                converted.append("refused")
+        return left, ", ".join(converted)
+
     def after(self, case: Case, said: dict[str, Any]) -> dict[str, Any]:
         """Judge a case: what is left, what power cuts would have left, and whether the next save clears up."""
-        world_size = WAYS[case.way]
+        if case.way in TAGS:
+            return self.after_run(case, said)
+        world_size = RANKS[case.way]
         folder = case.target
         left = self.left(folder, world_size)
         if case.phase == "first save" and not (folder / INDEX).exists():
@@ -342,6 +417,24 @@ class Judge:
             "next save clears up": cleared,
         }
         return {**result, "wrong": self._wrong(case, result)}
+
+    def after_run(self, case: Case, said: dict[str, Any]) -> dict[str, Any]:
+        """Judge a save of DeepSpeed's: which set ``restore`` finds, and that no files of two saves are converted."""
+        assert case.fault is not None
+        left, converted = self.left_of_run(case)
+        result = {
+            "way": case.way,
+            **asdict(case.fault),
+            "call": case.what,
+            "phase": case.phase,
+            "ranks": [shortened(case, each) for each in said["ranks"]],
+            "left": left,
+            "converted": converted,
+            "power cuts": {},
+        }
+        wrong = [text for text in (left, *converted.split(", ")) if text not in ("old", "new", "refused")]
+        wrong += [f"rank {rank} hangs" for rank, each in enumerate(result["ranks"]) if "hangs" in each]
+        return {**result, "wrong": wrong}
 
     def power_cuts(self, case: Case, world_size: int) -> tuple[dict[str, int], list[str]]:
         """Verify the worst folders of every moment; count what was left, and say what is left at the end."""
@@ -402,6 +495,25 @@ def shortened(case: Case, said: dict[str, Any]) -> dict[str, Any]:
     return {**said, "message": message[:200]} if message else said
 
 
+def kill_in_time(work: Path, faultless: Case, kills: int) -> tuple[list[Case], list[dict[str, Any]]]:
+    """Kill saves at moments spread over their duration, until so many were killed inside of the save."""
+    seconds = max(float((faultless.folder / f"seconds{rank}").read_text()) for rank in (0, 1))
+    cases, said = [], []
+    for number in range(4 * kills):
+        if len(cases) == kills:
+            break
+        # A stride that shares no factor with the number of kills: any few of them are spread over the save.
+        after = seconds * (number * 37 % kills + 0.5) / kills
+        place = faultless.folder.parent / f"time{number}"
+        fault = Fault(number % 2, -1, False, "kill", after=after)
+        case = Case(faultless.way, fault, "any moment", "none", place)
+        outcome = run_case(work, case)
+        if "died" in outcome["ranks"][fault.rank]:
+            cases.append(case)
+            said.append(outcome)
+    return cases, said
+
+
 def leftovers(folder: Path) -> set[str]:
     """Return the files that the index does not name."""
     return {path.name for path in folder.iterdir()} - {INDEX, *load_index(folder).files}
@@ -411,23 +523,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("work", type=Path, help="an empty folder")
     parser.add_argument("--full", action="store_true", help="every call and action, not a choice of them")
+    parser.add_argument("--ways", default="", help="only the ways to save whose names begin with this")
     arguments = parser.parse_args()
     work = arguments.work.resolve()
     prepare_process()
     make_sets(work)
-    faultless, cases = all_cases(work)
+    faultless, cases = all_cases(work, [way for way in RANKS if way.startswith(arguments.ways)])
     chosen = cases if arguments.full else trimmed(cases)
     said = []
     for number, case in enumerate(chosen):
         said.append(run_case(work, case))
         if arguments.full and number % 20 == 0:
             print(f"{number} of {len(chosen)}", flush=True)
+    for case in faultless:
+        if case.way in TAGS:
+            killed, outcome = kill_in_time(work, case, KILLS if arguments.full else 2)
+            chosen, said = [*chosen, *killed], [*said, *outcome]
     start_alone(work)
     judge = Judge(work)
     without = {}
     for case in faultless:
-        cuts, last = judge.power_cuts(case, WAYS[case.way])
-        left = judge.left(case.target, WAYS[case.way])
+        if case.way in TAGS:
+            assert judge.left_of_run(case)[0] == "new"
+            continue
+        cuts, last = judge.power_cuts(case, RANKS[case.way])
+        left = judge.left(case.target, RANKS[case.way])
         without[f"{case.way}, {case.phase}"] = {"left": left, "power cuts": cuts, "at the end": last}
     outcomes = [judge.after(case, each) for case, each in zip(chosen, said, strict=True)]
     (work / "results.json").write_text(json.dumps({"without a fault": without, "cases": outcomes}))

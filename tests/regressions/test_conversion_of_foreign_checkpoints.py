@@ -15,7 +15,7 @@ import torch
 from deepspeed.checkpoint import ds_to_universal
 
 import deepspeed_muon
-from tests.support.checkpoints import HAS_OWN_MUON, save_other, save_ours
+from tests.support.checkpoints import save_other, save_ours
 
 TAG = "global_step2"
 
@@ -71,7 +71,6 @@ def test_a_damaged_foreign_checkpoint_gives_deepspeeds_error(ranks: Any, tmp_pat
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not HAS_OWN_MUON, reason="DeepSpeed's own Muon of 0.19")
 def test_deepspeeds_muon_is_deepspeeds_to_convert(ranks: Any, tmp_path: Path) -> None:
     ranks(2).run(save_other, folder=str(tmp_path / "in"), optimizer="Muon", stage=2, zero={})
     hooked, own = both_ways(tmp_path / "in" / TAG, tmp_path)

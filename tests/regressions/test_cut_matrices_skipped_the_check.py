@@ -67,9 +67,9 @@ def train_scaled(
     config = ds_config(1, params={"tensor_parallel_mode": mode, **(params or {})})
     engine = tensor_parallel._engine("megatron", 2, config)
     optimizer = deepspeed_muon.muon_optimizer(engine)
-    for runner in optimizer.runners:
+    for runner in optimizer._runners:
         runner._whole._orthogonalize = spoiling(runner._whole._orthogonalize)
-    group = optimizer.runners[0].step_set.tensor_group
+    group = optimizer._runners[0].step_set.tensor_group
     masters = [tensor_parallel.assembled(engine, None, group)]
     error = ""
     try:

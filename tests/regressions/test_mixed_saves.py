@@ -1,23 +1,27 @@
 """Files of different steps in one folder, and ranks at different steps, gave a consolidated set.
 
 The set said the step of rank 0 and held matrices of which one half was newer than the other: an interrupted copy
-of a checkpoint, or a tag that was written twice, loaded without a word.
+of a checkpoint, or a tag that was written twice, loaded without a word. Two saves of the same step were mixed even by
+``engine.load_checkpoint``, and a flipped bit of a file became a set that verifies.
 """
 
 from __future__ import annotations
 
 import shutil
+import struct
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deepspeed_muon.checkpoint import consolidate
 from deepspeed_muon.checkpoint.offline import consolidate_files
 from deepspeed_muon.checkpoint.universal import convert_to_universal
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
-from tests.support.checkpoints import MICROS, engine_for
+from tests.support.checkpoints import MICROS, engine_for, report
 
 
 def save_two_steps(
@@ -73,19 +77,28 @@ def test_files_of_two_steps_are_refused(
         consolidate_files(saved / f"step{step}", tmp_path / f"good{step}")
     # DeepSpeed's bf16 wrappers name their files bf16_, its fp16 wrappers do not name theirs.
     prefix = "bf16" if precision == "bf16" else "fp32"
+    ours = optimizer == "Muon"
     swaps = [
-        (optimizer_file(0, prefix), "step of partition 0 is 1 in the first, 2 in the second"),
-        (optimizer_file(1, prefix), "step of partition 0 is 2 in the first, 1 in the second"),
+        (
+            optimizer_file(0, prefix),
+            "save is" if ours else "step of partition 0 is 1 in the first, 2 in the second",
+        ),
+        (
+            optimizer_file(1, prefix),
+            "save is" if ours else "step of partition 0 is 2 in the first, 1 in the second",
+        ),
     ]
     if stage == 3:
-        swaps.append((model_file(1, stage), "global_steps is 2 in the first, 1 in the second"))
-    if optimizer == "Muon":
-        swaps.append((model_file(0, stage), "global_steps is 1 in the first, 2 in the second"))
+        swaps.append(
+            (model_file(1, stage), "save is" if ours else "global_steps is 2 in the first, 1 in the second")
+        )
+    if ours:
+        swaps.append((model_file(0, stage), "save is"))
     for number, (name, needle) in enumerate(swaps):
         mixed = Path(shutil.copytree(saved / "step2", tmp_path / f"mixed{number}"))
         shutil.copy(saved / "step1" / name, mixed / name)
         message = refusal(mixed, tmp_path)
-        assert "of different checkpoints" in message and name in message, message
+        assert "of different saves" in message and name in message, message
         assert needle in message, message
 
 
@@ -100,6 +113,63 @@ def test_files_of_more_ranks_than_saved_are_refused(ranks: Any, tmp_path: Path) 
     (saved / optimizer_file(2, "fp32")).unlink()
     shutil.copy(first, saved / optimizer_file(0, "bf16"))
     assert "both are of rank 0" in refusal(saved, tmp_path)
+
+
+def save_two_runs(rank: int, world_size: int, *, folder: str, stage: int) -> list[float]:
+    """Save two runs, at the same step and tag; return what their client state is when it is loaded."""
+    found = []
+    for seed in (0, 1):
+        engine = engine_for(stage, world_size, seed=seed, kind="toy")
+        training.run_step(engine, seed, rank, world_size, MICROS // world_size)
+        engine.save_checkpoint(f"{folder}/{seed}", tag="t", client_state={"seed": seed})
+        found.append(engine.load_checkpoint(f"{folder}/{seed}")[1])
+        engine.destroy()
+    assert [state.pop("seed") for state in found] == [0, 1]
+    assert not any("muon" in key for state in found for key in state)
+    return []
+
+
+def load_mixed(rank: int, world_size: int, *, folder: str, stage: int) -> str:
+    """Return why a checkpoint is refused, after making sure that the engine is as it was."""
+    engine = engine_for(stage, world_size, seed=7, kind="toy")
+    training.run_step(engine, 0, rank, world_size, MICROS // world_size)
+    before = report(engine)
+    with pytest.raises(CheckpointError) as caught:
+        engine.load_checkpoint(folder)
+    after = report(engine)
+    assert all(torch.equal(after["fp32"][name], value) for name, value in before["fp32"].items())
+    assert before["global_steps"] == after["global_steps"]
+    training.run_step(engine, 1, rank, world_size, MICROS // world_size)
+    engine.destroy()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_files_of_two_runs_at_one_step_are_refused(ranks: Any, tmp_path: Path, stage: int) -> None:
+    ranks(2).run(save_two_runs, folder=str(tmp_path), stage=stage)
+    first, second = tmp_path / "0", tmp_path / "1"
+    consolidate_files(first, tmp_path / "good")
+    for name in (optimizer_file(1, "fp32"), model_file(0, stage)):
+        kept = (first / "t" / name).read_bytes()
+        shutil.copy(second / "t" / name, first / "t" / name)
+        assert "of different saves" in refusal(first, tmp_path)
+        for message in ranks(2).run(load_mixed, folder=str(first), stage=stage):
+            assert "one save" in message, message
+        (first / "t" / name).write_bytes(kept)
+    # A flipped bit, in the state of a rank and in the model.
+    for name in (optimizer_file(1, "fp32"), model_file(0, stage)):
+        path = first / "t" / name
+        kept = path.read_bytes()
+        with zipfile.ZipFile(path) as archive:
+            largest = max(archive.infolist(), key=lambda entry: entry.file_size)
+        sizes = struct.unpack_from("<HH", kept, largest.header_offset + 26)
+        start = largest.header_offset + 30 + sum(sizes)
+        for place in (start, start + largest.file_size // 2, start + largest.file_size - 1):
+            path.write_bytes(kept[:place] + bytes([kept[place] ^ 4]) + kept[place + 1 :])
+            message = refusal(first, tmp_path)
+            assert str(path) in message and "CRC-32" in message, message
+        path.write_bytes(kept)
+    convert_to_universal(first / "t", tmp_path / "universal")
 
 
 def save_at_two_steps(rank: int, world_size: int, *, folder: str, what: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import deepspeed
@@ -12,7 +11,6 @@ import torch
 import deepspeed_muon
 from tests.support import training
 from tests.support.models import build
-from tests.support.training import PROMPT
 
 
 def try_model(rank: int, world_size: int, *, stage: int, how: str, client: str) -> Any:
@@ -32,13 +30,12 @@ def try_model(rank: int, world_size: int, *, stage: int, how: str, client: str) 
     if client == "instance":
         del config["optimizer"]
         given = {"optimizer": deepspeed_muon.Muon(model, lr=0.02)}
-    started = time.monotonic()
     try:
         engine, *_ = deepspeed.initialize(model=model, config=config, **given)
     except deepspeed_muon.RankDisagreementError as error:
-        return {"message": str(error), "seconds": time.monotonic() - started}
+        return {"message": str(error)}
     engine.destroy()
-    return {"message": "", "seconds": 0.0}
+    return {"message": ""}
 
 
 @pytest.mark.parametrize(
@@ -56,4 +53,3 @@ def test_every_rank_names_the_parameter(
     for report in ranks(2).run(try_model, stage=stage, how=how, client=client, timeout=60):
         assert all(part in report["message"] for part in [*said, "ranks [0]", "ranks [1]"]), report
         assert report["message"].count("\n") <= 21
-        assert report["seconds"] < PROMPT

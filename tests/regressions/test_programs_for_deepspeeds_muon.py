@@ -66,9 +66,7 @@ def test_a_head_alone_warns_once(caplog: pytest.LogCaptureFixture) -> None:
         model(*batch(0, 0)).backward()
         optimizer.step()
     said = [record.message for record in caplog.records if "no parameter goes to Muon" in record.message]
-    assert len(said) == 1 and "min_muon_params 1 makes it an error" in said[0]
-    with pytest.raises(RoutingError, match="expects at least 1 Muon matrices and routing found 0"):
-        Muon(model, lr=0.01, min_muon_params=1)
+    assert len(said) == 1 and "this is a plain AdamW run" in said[0]
 
 
 def train_head(rank: int, world_size: int, *, stage: int) -> dict[str, Any]:

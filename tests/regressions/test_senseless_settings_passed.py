@@ -15,16 +15,15 @@ import pytest
 import torch
 from torch import nn
 
-import deepspeed_muon
 from deepspeed_muon import ConfigError, Muon, MuonConfig
-from tests.support import training
+from deepspeed_muon.config.messages import REMOVED
 
 RATES = ("lr", "muon_lr", "adam_lr", "weight_decay", "muon_weight_decay", "adam_weight_decay")
-NUMBERS = (*RATES, "momentum", "eps", "ns_eps", "beta2", "ns_steps", "min_muon_params", "ranks_per_node")
-FLAGS = ("nesterov", "per_head_muon", "torch_adam", "adam_w_mode", "consolidate_on_save")
+NUMBERS = (*RATES, "momentum", "eps", "beta2", "ns_steps")
+FLAGS = ("nesterov", "per_head_muon", "adam_w_mode", "consolidate_on_save")
 
 SENSELESS: list[tuple[dict[str, Any], str]] = [
-    *(({key: 1e30}, f"{key}: must be at most") for key in (*RATES, "eps", "ns_eps")),
+    *(({key: 1e30}, f"{key}: must be at most") for key in (*RATES, "eps")),
     *(({key: True}, f"{key}: must be a number (got True)") for key in NUMBERS),
     *(
         ({key: "1e-4"}, f"{key}: must be a number, not a text: write 0.0001 without quotes")
@@ -33,12 +32,11 @@ SENSELESS: list[tuple[dict[str, Any], str]] = [
     *(({key: "x"}, f"{key}: must be a number (got 'x')") for key in NUMBERS),
     *(({key: "no"}, f"{key}: must be true or false (got 'no')") for key in FLAGS),
     ({"nesterov": 2}, "nesterov: must be true or false (got 2)"),
-    ({"exchange_overlap": "no"}, "exchange_overlap: must be true, false or 'auto' (got 'no')"),
-    ({"exchange_overlap": 2}, "exchange_overlap: must be true, false or 'auto' (got 2)"),
+    ({"exchange_overlap": "no"}, "exchange_overlap: must be true or false (got 'no')"),
+    ({"exchange_overlap": 2}, "exchange_overlap: must be true or false (got 2)"),
     ({"lr": Decimal("0.1")}, "lr: must be a number"),
     ({"lr": torch.tensor([0.1, 0.2])}, "lr: must be a number"),
     ({"eps": 1e-46}, "eps: must be at least 1e-30"),
-    ({"ns_eps": 1e-300}, "ns_eps: must be at least 1e-30"),
     ({"betas": [0, 0]}, "betas[1]: must be above 0 (got 0)"),
     ({"betas": [0.9, True]}, "betas[1]: must be a number"),
     ({"betas": "0.9"}, "betas: must be a number, not a text"),
@@ -50,9 +48,6 @@ SENSELESS: list[tuple[dict[str, Any], str]] = [
     ({"qk_clip": {"threshold": True}}, "qk_clip.threshold: must be a number"),
     ({"exchange_chunk_numel": 1e15}, "exchange_chunk_numel: must be at most"),
     ({"split": 3}, "split: must be an object"),
-    ({"share_matrices": 1}, "share_matrices: must be 'auto', false, or a whole number of at least 2 (got 1)"),
-    ({"share_matrices": True}, "share_matrices: must be 'auto', false"),
-    ({"share_matrices": "8"}, "share_matrices: must be 'auto', false"),
     ({"split": {"a.*": "qk"}}, "split['a.*']: must be 'qkv', 'gate_up', a list of whole sizes"),
     ({"split": {"a.*": [4, "4"]}}, "split['a.*']: must be 'qkv', 'gate_up', a list of whole sizes"),
     ({"heads": {"a.*": 0}}, "heads['a.*']: must be a whole number of at least 1"),
@@ -75,14 +70,22 @@ def test_one_line_says_what_is_allowed(params: dict[str, Any], said: str) -> Non
         assert str(again.value) == str(caught.value)
 
 
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_setting_that_is_gone_says_since_when_and_what_to_do(key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        MuonConfig.from_params({key: 2})
+    since, instead = REMOVED[key]
+    assert f"'{key}' is no setting since version {since}; {instead}" in str(caught.value)
+
+
 def test_each_bad_key_has_its_line() -> None:
     with pytest.raises(ConfigError) as caught:
-        MuonConfig.from_params({"lr": -1, "share_matrices": 1, "split": {"a": 1, "b": 2}})
+        MuonConfig.from_params({"lr": -1, "split": {"a": 1, "b": 2}, "tensor_parallel_mode": 1})
     assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
         "optimizer.params.lr",
         "optimizer.params.split['a']",
         "optimizer.params.split['b']",
-        "optimizer.params.share_matrices",
+        "optimizer.params.tensor_parallel_mode",
     ]
 
 
@@ -90,7 +93,7 @@ def test_what_people_run_is_accepted() -> None:
     """Ends of the ranges, sign descent's first moment, Inception's eps, whole numbers as floats, numpy's numbers."""
     for params in (
         {"lr": 0, "weight_decay": 0, "momentum": 0},
-        {"lr": 1000, "eps": 1, "ns_eps": 1e-3, "betas": [0, 0.99]},
+        {"lr": 1000, "eps": 1, "betas": [0, 0.99]},
         {
             "lr": np.float64(0.1),
             "eps": np.float32(1e-8),
@@ -100,7 +103,6 @@ def test_what_people_run_is_accepted() -> None:
         {"exchange_chunk_numel": 1e8, "ns_steps": 5.0, "nesterov": 0, "health": {"every": 1e6}},
         {"lr": torch.tensor(0.1), "betas": (0.9, np.float64(0.95)), "heads": {"a": np.int64(2)}},
         {
-            "share_matrices": False,
             "split": {"a": [0.5, 0.5], "b": "qkv", "c": [4, 4]},
             "heads": {"a": [4, 2]},
         },
@@ -126,17 +128,3 @@ def test_param_groups_share_the_check(settings: dict[str, Any], said: str) -> No
     with pytest.raises(ConfigError) as caught:
         Muon([groups[0], {**groups[1], **settings}], model=layers)
     assert said in str(caught.value)
-
-
-def node_of_three(rank: int, world_size: int) -> str:
-    """Start with more ranks on a node than there are."""
-    try:
-        training.make_engine(training.ds_config(1, params={"ranks_per_node": 3}), "single")
-    except deepspeed_muon.MuonError as error:
-        return f"{type(error).__name__}: {error}"
-    return "started"
-
-
-def test_ranks_per_node_above_the_world(ranks: Any) -> None:
-    for said in ranks(2).run(node_of_three):
-        assert "optimizer.params.ranks_per_node: one machine cannot have 3 of 2 ranks" in said

@@ -116,17 +116,16 @@ def count_a_step(
         wire_bytes=4,
         model_bytes=4,
         order=optimizer.config.order,
-        share_matrices=optimizer.config.share_matrices if (params or {}).get("share_matrices") else False,
     )
     parameters = planned_parameters(optimizer.routes)
     exchange = exchange_of(parameters, settings)
     owners: dict[str, int] = {}
-    for runner in optimizer.runners:
+    for runner in optimizer._runners:
         for matrix, owner in zip(runner.plan.matrices, runner.plan.owners, strict=True):
             owners.setdefault(matrix.name, owner)
     names = [parameter.name for parameter in parameters if parameter.muon]
     # NorMuon's row moments travel on top of what the planner counts.
-    moments = [runner._row_moments for runner in optimizer.runners if runner._row_moments is not None]
+    moments = [runner._row_moments for runner in optimizer._runners if runner._row_moments is not None]
     rows = 4 * sum(each.sent_elements for each in moments)
     result = {
         "flops": (inside.flops, float(exchange.flops[rank])),
@@ -134,11 +133,7 @@ def count_a_step(
             optimizer.stats.bytes_sent - rows,
             4.0 * float(exchange.gather_elements[rank] + exchange.scatter_elements[rank]),
         ),
-        "shared": [
-            len({m.name for runner in optimizer.runners for m in runner.plan.matrices if m.sharers}),
-            len(exchange.shared),
-        ],
-        "pieces": sum(len(runner.plan.matrices) for runner in optimizer.runners),
+        "pieces": sum(len(runner.plan.matrices) for runner in optimizer._runners),
         "owners": (owners, dict(zip(names, exchange.owners, strict=True))),
         "zero": (around.zero + inside.zero, zero_bytes(parameters, settings)),
         "collectives": str((around.sent, inside.sent)),

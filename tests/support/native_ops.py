@@ -68,7 +68,7 @@ def warm() -> Path:
     # The environment's folder is in the compiler's arguments: another one with the same versions builds anew.
     made_with = [f"{name}={metadata.version(name)}" for name in ("deepspeed", "torch")] + [
         sys.version,
-        sys.prefix,
+        os.path.realpath(sys.prefix),
         _sources(),
     ]
     state = "\n".join(made_with)

@@ -311,7 +311,7 @@ def assembled(engine: Any, key: str | None, group: Any) -> dict[str, Tensor]:
     optimizer = deepspeed_muon.muon_optimizer(engine)
     shapes = {route.name: route.shape for route in optimizer.routes}
     whole: dict[str, Tensor] = {}
-    for runner in optimizer.runners:
+    for runner in optimizer._runners:
         step_set = runner.step_set
         tensors = {p.index: p.tensor for p in step_set.partitions}
         for layout in (*step_set.matrices, *step_set.others):
@@ -396,7 +396,7 @@ def train(
         if optimizer.qk_clip is not None:
             largest.append(optimizer.qk_clip.report.largest["attn"])
             clipped.append(optimizer.qk_clip.report.clipped)
-    group = deepspeed_muon.muon_optimizer(engine).runners[0].step_set.tensor_group
+    group = deepspeed_muon.muon_optimizer(engine)._runners[0].step_set.tensor_group
     report = {
         "params": assembled(engine, None, group),
         "momentum": assembled(engine, "momentum_buffer", group),

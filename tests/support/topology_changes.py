@@ -65,6 +65,7 @@ CHANGES = {
     "AutoEP over 2 to 1": (at(4, "autoep", 2, 2), at(2, "autoep", 3, 1)),
     "AutoEP over 1 to 4": (at(2, "autoep", 1, 1), at(4, "autoep", 2, 4)),
     "AutoEP over 4 to 2": (at(4, "autoep", 3, 4), at(4, "autoep", 1, 2)),
+    "AutoEP over 4 to 2 without ZeRO": (at(4, "autoep", 3, 4), at(4, "autoep", 0, 2)),
     "AutoEP over 2, NorMuon, to 4": (
         at(4, "autoep", 3, 2, params={"variant": "normuon"}),
         at(4, "autoep", 2, 4, params={"variant": "normuon"}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import deepspeed
@@ -102,7 +101,7 @@ def _assemble(engine: Any, read: Any) -> dict[str, Tensor]:
     optimizer = deepspeed_muon.muon_optimizer(engine)
     shapes = {route.name: route.shape for route in optimizer.routes}
     full: dict[str, Tensor] = {}
-    for runner in optimizer.runners:
+    for runner in optimizer._runners:
         tensors = {p.index: read(optimizer, p.tensor) for p in runner.step_set.partitions}
         for layout in (*runner.step_set.matrices, *runner.step_set.others):
             tensor = tensors[layout.partition]
@@ -164,13 +163,13 @@ def train(
         "norms": norms,
         "losses": losses,
         "bytes_sent": optimizer.stats.bytes_sent,
-        "planned_bytes": sum(runner.wire_bytes_per_step for runner in optimizer.runners),
+        "planned_bytes": sum(runner.wire_bytes_per_step for runner in optimizer._runners),
         "orthogonalized": optimizer.stats.matrices_orthogonalized,
         "skipped": engine.skipped_steps,
         # Elements of each matrix, and how many of them travel in both directions together.
         "layout": [
             [matrix.numel, 2 * (matrix.numel - matrix.spread.held_by(owner))]
-            for runner in optimizer.runners
+            for runner in optimizer._runners
             for matrix, owner in zip(runner.plan.matrices, runner.plan.owners, strict=True)
         ],
     }
@@ -178,31 +177,26 @@ def train(
     return report
 
 
-# Seconds in which a disagreement must be reported; a hang would last for gloo's thirty minutes.
-PROMPT = 30.0
-
-
 def try_to_start(
     rank: int, world_size: int, *, stage: int, on_last_rank: dict[str, Any], common: dict[str, Any]
 ) -> Any:
-    """Start an engine whose configuration differs on the last rank; report the error and how long it took."""
+    """Start an engine whose configuration differs on the last rank; report the error."""
     changes = {**common, **(on_last_rank if rank == world_size - 1 else {})}
     config = ds_config(changes.pop("stage", stage), params=changes.pop("params", None))
     config.update(changes)
-    started = time.monotonic()
     try:
         engine = make_engine(config)
     except deepspeed_muon.MuonError as error:
-        return {"type": type(error).__name__, "message": str(error), "seconds": time.monotonic() - started}
+        return {"type": type(error).__name__, "message": str(error)}
     engine.destroy()
-    return {"type": None, "message": "", "seconds": time.monotonic() - started}
+    return {"type": None, "message": ""}
 
 
 def full_rows(engine: Any) -> dict[str, Tensor]:
     """Assemble every matrix's row moments from the ranks; empty where there are none."""
     optimizer = deepspeed_muon.muon_optimizer(engine)
     full = {}
-    for runner in optimizer.runners:
+    for runner in optimizer._runners:
         tensors = {p.index: optimizer.state[p.tensor].get(ROW_STATE_KEY) for p in runner.step_set.partitions}
         for places in runner.row_places:
             kept = tensors[places.matrix.partition]
@@ -220,5 +214,5 @@ def full_rows(engine: Any) -> dict[str, Tensor]:
 
 EVENTS = {
     "update_rms", "orthogonality_error", "sigma_max", "stable_rank", "alignment",
-    "time_gather", "time_newton_schulz", "time_scatter", "seconds", "redone", "failed",
+    "time_gather", "time_newton_schulz", "time_scatter", "seconds", "redone", "failed", "step",
 }  # fmt: skip

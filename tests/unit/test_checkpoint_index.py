@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 import deepspeed_muon
 from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.checkpoint.index import ParameterRecord, load_index
+from deepspeed_muon.checkpoint.sealed import sealed_json
 from deepspeed_muon.checkpoint.shards import PlannedTensor, ShardFile, pack, remove_stale, shard_name
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource, file_digest
 from deepspeed_muon.errors import CheckpointError
@@ -38,8 +39,19 @@ INDEX: dict[str, Any] = {
 }
 
 
+def seal(folder: Path, content: Any) -> None:
+    """Write an index with the checksum of its content."""
+    text = sealed_json(content)
+    if isinstance(content, dict) and "version" in content:
+        text = json.dumps({**json.loads(text), "version": content["version"]}).encode()
+    (folder / "muon_index.json").write_bytes(text)
+
+
 def refused(folder: Path, content: Any) -> str:
-    (folder / "muon_index.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    if isinstance(content, str):
+        (folder / "muon_index.json").write_text(content)
+    else:
+        seal(folder, content)
     with pytest.raises(CheckpointError) as caught:
         load_index(folder)
     assert "muon_index.json" in str(caught.value)
@@ -56,7 +68,7 @@ def changed(path: list[Any], value: Any) -> dict[str, Any]:
 
 
 def test_the_example_is_accepted(tmp_path: Path) -> None:
-    (tmp_path / "muon_index.json").write_text(json.dumps(INDEX))
+    seal(tmp_path, INDEX)
     assert load_index(tmp_path).parameters["w"].numel == 12
 
 
@@ -174,7 +186,7 @@ def test_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
     inside.mkdir()
     (tmp_path / "secret").write_bytes(b"x" * 4096)
     (inside / FILE).symlink_to(tmp_path / "secret")
-    (inside / "muon_index.json").write_text(json.dumps(INDEX))
+    seal(inside, INDEX)
     with pytest.raises(CheckpointError, match="not a regular file"):
         ConsolidatedSource(inside).verify(0, 1)
 
@@ -183,7 +195,7 @@ def test_damage_to_the_header_is_found_even_if_the_checksum_fits(tmp_path: Path)
     """An attacker can write a matching checksum; the header is parsed by safetensors, which bounds it."""
     (tmp_path / FILE).write_bytes((1 << 60).to_bytes(8, "little") + b"x" * 4088)
     content = changed(["files", FILE, "sha256"], file_digest(tmp_path / FILE))
-    (tmp_path / "muon_index.json").write_text(json.dumps(content))
+    seal(tmp_path, content)
     with pytest.raises(CheckpointError, match=FILE):
         ConsolidatedSource(tmp_path).verify(0, 1)
 
@@ -194,7 +206,7 @@ def test_row_moments_must_fit(tmp_path: Path) -> None:
     content = changed(["parameters", "w", "tensors"], tensors)
     assert "holds" in refused(tmp_path, content)
     content["parameters"]["w"]["rows"] = 4
-    (tmp_path / "muon_index.json").write_text(json.dumps(content))
+    seal(tmp_path, content)
     record = load_index(tmp_path).parameters["w"]
     assert record.shape_of("row_second_moment") == (4,) and record.shape_of("fp32") == (4, 3)
     content["parameters"]["w"]["rows"] = 13

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def test_precedence_of_rates() -> None:
 @pytest.mark.parametrize(
     ("params", "said"),
     [
-        ({"moun_lr": 0.1}, "unknown key 'moun_lr'; did you mean 'muon_lr'?"),
+        ({"moun_lr": 0.1, "momentm": 0.9}, "unknown key 'moun_lr'; did you mean 'muon_lr'?"),
         ({"zzz": 1}, "known keys: adam_lr"),
         ({"lr": -1.0}, "optimizer.params.lr"),
         ({"lr": math.inf}, "optimizer.params.lr"),
@@ -63,18 +64,19 @@ def test_precedence_of_rates() -> None:
         ({"lr": "auto"}, "only the Hugging Face integrations fill in"),
         ({"muon_lr": "auto"}, "optimizer.params.muon_lr"),
         ({"momentum": 1.0}, "optimizer.params.momentum"),
-        ({"betas": [0.9]}, "optimizer.params.betas"),
+        ({"moun_lr": 0.1, "momentm": 0.9}, "params: unknown key 'momentm'; did you mean 'momentum'?"),
+        ({"betas": [0.9]}, "optimizer.params.betas: must be two numbers, as in [0.9, 0.95] (got [0.9])"),
+        ({"betas": 0.9}, "must be two numbers"),
         ({"betas": [0.9, 1.5]}, "optimizer.params.betas"),
         ({"eps": 0}, "optimizer.params.eps"),
         ({"ns_method": "svd"}, "optimizer.params.ns_method"),
         ({"ns_dtype": "fp8"}, "optimizer.params.ns_dtype"),
         ({"ns_schedule": "nope"}, "optimizer.params.ns_schedule"),
         ({"adjust_lr_fn": "spectral_norm"}, "optimizer.params.adjust_lr_fn"),
-        ({"min_muon_params": -1}, "optimizer.params.min_muon_params"),
         ({"nonfinite_grad": "ignore"}, "optimizer.params.nonfinite_grad"),
         (
-            {"health": {"evry": 3}},
-            "optimizer.params.health: unknown key 'evry'; did you mean 'every'?",
+            {"health": {"evry": 3, "chek": True}},
+            "optimizer.params.health: unknown key 'evry'; did you mean 'every'?; unknown key 'chek'",
         ),
         ({"health": {"every": -1}}, "optimizer.params.health.every"),
         ({"health": {"matrices": 0}}, "optimizer.params.health.matrices"),
@@ -85,6 +87,30 @@ def test_bad_values_name_the_key(params: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         MuonConfig.from_params(params)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "said"),
+    [
+        ((0.02, 0.1, 0.95, True), {}, "got 3 more: name them.*ns_schedule .torch's ns_coefficients."),
+        ((object(), 0.02), {}, "got 1 more"),
+        (
+            (object(),),
+            {"mu": 0.9},
+            "'mu' is an argument of another Muon; write momentum\n.*'distributed_mesh'",
+        ),
+        ((), {"ns_coefficients": (1, 2, 3), "eps": 1e-7}, "ns_schedule: .*eps is AdamW's"),
+        ((), {"epsilon": 1e-8}, "write eps, which is AdamW's"),
+        (
+            (),
+            {"momentum_beta": 0.9, "num_ns_steps": 5, "scale_mode": "spectral"},
+            "(?s)ns_steps.*adjust_lr_fn",
+        ),
+    ],
+)
+def test_arguments_of_other_muons_name_our_key(arguments: Any, keywords: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Muon(nn.Linear(4, 4), *arguments, **keywords)
 
 
 def test_schedules() -> None:
@@ -143,6 +169,37 @@ def test_the_constructor_shows_every_key() -> None:
         assert field.description
     assert shown.keys() == {"params", "model", *MuonConfig.model_fields}
     assert "**settings" not in (Muon.__init__.__doc__ or "")
+
+
+def test_type_checkers_know_every_key(tmp_path: Path) -> None:
+    """A type checker refuses a misspelt key, a value of the wrong type and arguments by position; the rest is fine."""
+    mypy = pytest.importorskip("mypy.api")
+    script = runpy.run_path(str(ROOT / "scripts" / "settings_table.py"))
+    assert script["KEYWORDS"].read_text() == script["keywords"](), "run: python scripts/settings_table.py"
+    (tmp_path / "program.py").write_text(
+        "from typing import Any\nfrom deepspeed_muon.optimizer import Muon\nmodel: Any = 0\n"
+        "Muon(model, 0.02, betas=[0.9, 0.95], health=False, include=['*'], restore_from='set', model=model)\n"
+        "Muon(model, mun_lr='x')\nMuon(model, momentum='x')\nMuon(model, 0.02, 0.1)\n"
+    )
+    # Neither torch nor the rest of the package is looked into, which would take a minute.
+    arguments = [
+        "--follow-imports=skip",
+        "--cache-dir=/dev/null",
+        "--config-file=",
+        str(tmp_path / "program.py"),
+    ]
+    for module in ("config/__init__", "config/keywords", "config/documentation", "optimizer"):
+        arguments.append(str(ROOT / "deepspeed_muon" / f"{module}.py"))
+    found = mypy.run(arguments)[0]
+    assert re.findall(r"program\.py:(\d): error", found) == ["5", "6", "7"], found
+    assert 'Unexpected keyword argument "mun_lr" for "Muon"; did you mean "muon_lr"?' in found
+
+
+def test_help_shows_what_users_call() -> None:
+    """And not how the engine binds the optimizer and runs it."""
+    public = {name for name in dir(Muon) if not name.startswith("_")} - set(dir(torch.optim.Optimizer))
+    # DeepSpeed asks an offloaded optimizer for fp32_optimizer_states.
+    assert public == {"adam_report", "fp32_optimizer_states", "health", "kernel_report", "routes"}
 
 
 def test_a_subclass_has_its_own_signature() -> None:

@@ -1,26 +1,20 @@
-"""The documentation quotes the code as it is, its links lead somewhere, and its index names every page."""
+"""The links of the documentation lead somewhere, and its index names every page."""
 
 from __future__ import annotations
 
+import ast
+import json
 import re
-import textwrap
 from pathlib import Path
 
 import pytest
 
+from benchmarks import study
 from deepspeed_muon.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
-
-
-def test_the_loop_of_a_step_is_quoted() -> None:
-    page = (ROOT / "docs" / "step.md").read_text()
-    quoted = re.search(r"```python\n(.*?)\n```", page, re.DOTALL)
-    assert quoted is not None
-    lines = textwrap.indent(quoted[1], " " * 8, lambda line: bool(line.strip()))
-    assert lines in (ROOT / "deepspeed_muon" / "step" / "runner.py").read_text()
 
 
 def links(page: Path) -> list[str]:
@@ -43,3 +37,85 @@ def test_the_index_names_every_page() -> None:
 
 def test_the_citation_names_the_version() -> None:
     assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
+    said = {
+        re.sub(r"%\w", "", text)
+        for path in [*(ROOT / "deepspeed_muon").rglob("*.py"), *(ROOT / "ops").glob("*.py")]
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (text := literal(node))
+    }
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    messages = re.findall(r"^\| `([^`]*)` \|", page, re.MULTILINE)
+    foreign = ("Either train_batch_size", "FutureWarning")  # DeepSpeed's and torch's
+    ours = [message for message in messages if not message.startswith(foreign)]
+    parts = {part.strip(" ;?") for message in ours for part in message.split("...")} - {""}
+    assert len(messages) >= 17
+    assert not {part for part in parts if not any(part in text for text in said)}
+
+
+def literal(node: ast.AST) -> str:
+    """Return the constant text of a string, without what is filled in."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(part.value for part in node.values if isinstance(part, ast.Constant))
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def test_the_ratios_of_time_in_the_readme_are_ranges_over_the_table() -> None:
+    table = (ROOT / "benchmarks" / "results" / "optimizer_step-epyc-2cores.md").read_text()
+    readme = (ROOT / "README.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if "M | " in line]
+
+    def span(model: str, accumulation: str, optimizer: str) -> str:
+        found = sorted(
+            row[6]
+            for row in rows
+            if [row[0], row[3], row[4]] == [model, accumulation, optimizer]
+            and row[1] != "0"
+            and row[2] != "1"
+        )
+        return f"{found[0]} to {found[-1]}"
+
+    spans = [span("60M", "1", "DeepSpeed AdamW")]
+    for accumulation in ("1", "4"):
+        for optimizer in ("DeepSpeed Muon, standard", "DeepSpeed Muon, gram", "DeepSpeed AdamW"):
+            spans.append(span("5M", accumulation, optimizer))
+    assert not [each for each in spans if each not in readme]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_row_of_a_table_is_there_twice(page: Path) -> None:
+    for table in re.findall(r"(?:^\|.*\n)+", page.read_text(), re.MULTILINE):
+        subjects = [line.split(" | ")[0] for line in table.splitlines()[2:]]
+        assert len(set(subjects)) == len(subjects)
+
+
+ROWS = json.loads((ROOT / "benchmarks" / "results" / "study.json").read_text())
+
+
+def test_quoted_losses_are_those_of_the_study() -> None:
+    """README and docs quote means and deviations of ``benchmarks/results/study.json``, and no other losses."""
+    measured = {study.mean_and_deviation(ROWS["rows"], optimizer) for optimizer in study.GRIDS}
+    quoted = {page: re.findall(r"\d\.\d{3} ± \d\.\d{3}", page.read_text()) for page in PAGES}
+    assert set(quoted[ROOT / "README.md"]) == measured
+    for page, found in quoted.items():
+        assert set(found) <= measured, page
+        sentences = re.split(r"[|\n]", page.read_text())
+        others = [text for text in sentences if re.search(r"loss.*\b[1-9]\.\d{3,4}\b(?! ±)", text)]
+        assert not others, page
+
+
+def test_the_study_is_the_demos() -> None:
+    """The demo trains what the study trained, with its best rates, which do not lie at the end of their ranges."""
+    trained = {"steps": study.demo.STEPS, "config": study.demo.CONFIG.name, **study.demo.MODEL}
+    assert trained.items() <= ROWS["setting"].items()
+    for optimizer in study.GRIDS:
+        tried = study.trials(ROWS["rows"], optimizer)
+        assert len(study.losses(ROWS["rows"], optimizer)) == len(study.SEEDS)
+        for key, rate in tried[0]["rates"].items():
+            if key != "weight_decay":
+                values = [row["rates"][key] for row in tried]
+                assert min(values) < rate < max(values), (optimizer, key)
+        if optimizer != study.UNCLIPPED:
+            assert study.demo.RATES[optimizer] == tried[0]["rates"]

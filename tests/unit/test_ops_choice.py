@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,24 +24,49 @@ SETTINGS = NsSettings(resolve_schedule("quintic"))
 CPU = torch.device("cpu")
 
 
-def sleeping(name: str, seconds: float, factor: float = 1.0) -> Candidate:
-    def run(x: Tensor, settings: NsSettings) -> Tensor:
-        time.sleep(seconds)
-        return factor * orthogonalize(x, settings=settings)
+class Clock:
+    """Seconds that only candidates spend, so that no choice depends on the machine's other work."""
 
-    return Candidate(name, run)
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
 
 
-def test_the_fastest_candidate_with_a_right_result_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(autotune, "time", made)
+    return made
+
+
+Taking = Callable[..., Candidate]
+
+
+@pytest.fixture
+def taking(clock: Clock) -> Taking:
+    def make(name: str, seconds: float, factor: float = 1.0) -> Candidate:
+        def run(x: Tensor, settings: NsSettings) -> Tensor:
+            clock.now += seconds
+            return factor * orthogonalize(x, settings=settings)
+
+        return Candidate(name, run)
+
+    return make
+
+
+def test_the_fastest_candidate_with_a_right_result_is_taken(
+    caplog: pytest.LogCaptureFixture, taking: Taking
+) -> None:
     problem = problem_of(torch.empty(8, 12), SETTINGS)
-    wrong = sleeping("wrong", 0.0, 1.01)
+    wrong = taking("wrong", 0.0, 1.01)
 
     def fails(x: Tensor, settings: NsSettings) -> Tensor:
         raise RuntimeError("no such kernel")
 
     failing = Candidate("failing", fails)
     with caplog.at_level(logging.WARNING):
-        choice = measure(problem, [sleeping("slow", 0.02), wrong, failing, sleeping("fast", 0.001)], CPU)
+        choice = measure(problem, [taking("slow", 0.02), wrong, failing, taking("fast", 0.001)], CPU)
     assert choice.name == "fast" and choice.reason == "measured"
     assert choice.rejected["wrong"].startswith("relative error 0.01")
     assert choice.rejected["failing"] == "failed: no such kernel"
@@ -50,7 +75,7 @@ def test_the_fastest_candidate_with_a_right_result_is_taken(caplog: pytest.LogCa
     assert set(choice.milliseconds) == {"slow", "fast"}
 
 
-def test_only_a_part_of_a_large_batch_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_part_of_a_large_batch_is_built(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     monkeypatch.setattr(autotune, "BATCH_NUMEL", 1000)
     batches = []
 
@@ -65,31 +90,32 @@ def test_only_a_part_of_a_large_batch_is_built(monkeypatch: pytest.MonkeyPatch) 
         batches.clear()
 
 
-def test_the_expected_winner_stays_unless_another_is_clearly_faster() -> None:
+def test_the_expected_winner_stays_unless_another_is_clearly_faster(taking: Taking) -> None:
     problem = problem_of(torch.empty(8, 12), SETTINGS)
-    assert measure(problem, [sleeping("expected", 0.02), sleeping("same", 0.02)], CPU).name == "expected"
+    assert measure(problem, [taking("expected", 0.02), taking("same", 0.02)], CPU).name == "expected"
 
 
-def test_one_run_that_takes_too_long_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_run_that_takes_too_long_ends_the_measurement(
+    monkeypatch: pytest.MonkeyPatch, taking: Taking, clock: Clock
+) -> None:
     monkeypatch.setattr(autotune, "PROBLEM_SECONDS", 0.05)
     problem = problem_of(torch.empty(8, 12), SETTINGS)
-    started = time.monotonic()
-    choice = measure(problem, [sleeping("expected", 0.1), sleeping("other", 30.0)], CPU)
+    choice = measure(problem, [taking("expected", 0.1), taking("other", 30.0)], CPU)
     assert choice.name == "expected" and "too long" in choice.reason
-    assert time.monotonic() - started < 5
+    assert clock.now == 0.1, "the other one did not run"
 
 
-def test_choices_are_remembered_between_processes(tmp_path: Path) -> None:
+def test_choices_are_remembered_between_processes(tmp_path: Path, taking: Taking) -> None:
     problem = problem_of(torch.empty(8, 12), SETTINGS)
-    candidates = [sleeping("slow", 0.02), sleeping("fast", 0.001)]
+    candidates = [taking("slow", 0.02), taking("fast", 0.001)]
     assert Tuner(tmp_path).choose(problem, candidates, CPU).name == "fast"
     again = Tuner(tmp_path)
-    turned = [sleeping("slow", 0.0), sleeping("fast", 0.02)]  # measured anew it would be the other one
+    turned = [taking("slow", 0.0), taking("fast", 0.02)]  # measured anew it would be the other one
     assert again.choose(problem, turned, CPU).name == "fast"
     choice = again.choice(problem)
     assert choice is not None and choice.reason == "remembered"
     assert Tuner(tmp_path, library_key="new").choose(problem, turned, CPU).name == "slow"
-    more = [*turned, sleeping("fastest", 0.0)]
+    more = [*turned, taking("fastest", 0.0)]
     assert Tuner(tmp_path).choose(problem, more, CPU).name in ("slow", "fastest"), (
         "another list is measured anew"
     )
@@ -98,28 +124,28 @@ def test_choices_are_remembered_between_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", '{"identity": 1}', '{"identity": ["x"], "choices": {"a": 3}}']
 )
-def test_a_damaged_file_is_measured_over(tmp_path: Path, content: str) -> None:
+def test_a_damaged_file_is_measured_over(tmp_path: Path, content: str, taking: Taking) -> None:
     tuner = Tuner(tmp_path)
     tuner._file.write_text(content)
     problem = problem_of(torch.empty(8, 12), SETTINGS)
-    assert tuner.choose(problem, [sleeping("slow", 0.02), sleeping("fast", 0.001)], CPU).name == "fast"
+    assert tuner.choose(problem, [taking("slow", 0.02), taking("fast", 0.001)], CPU).name == "fast"
     assert problem.key() in json.loads(tuner._file.read_text())["choices"]
 
 
-def test_a_folder_that_cannot_be_made_is_no_obstacle(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_no_obstacle(tmp_path: Path, taking: Taking) -> None:
     (tmp_path / "file").touch()
     tuner = Tuner(tmp_path / "file" / "folder")
     problem = problem_of(torch.empty(8, 12), SETTINGS)
-    assert tuner.choose(problem, [sleeping("slow", 0.02), sleeping("fast", 0.001)], CPU).name == "fast"
+    assert tuner.choose(problem, [taking("slow", 0.02), taking("fast", 0.001)], CPU).name == "fast"
 
 
 def test_measuring_stops_when_a_process_has_spent_its_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taking: Taking
 ) -> None:
     monkeypatch.setattr(autotune, "PROCESS_SECONDS", 0.0)
     tuner = Tuner(tmp_path)
     problem = problem_of(torch.empty(8, 12), SETTINGS)
-    assert tuner.choose(problem, [sleeping("expected", 9.0), sleeping("other", 9.0)], CPU).name == "expected"
+    assert tuner.choose(problem, [taking("expected", 9.0), taking("other", 9.0)], CPU).name == "expected"
     choice = tuner.choice(problem)
     assert choice is not None and "used up" in choice.reason
 
@@ -178,7 +204,7 @@ def test_every_backend_has_the_contract_of_the_torch_code(
             assert entry["ran"].startswith(backend)
 
 
-def test_the_report_says_what_ran_and_why(tmp_path: Path) -> None:
+def test_the_report_says_what_ran_and_why(tmp_path: Path, clock: Clock) -> None:
     chosen = ops.select("auto", tuner=Tuner(tmp_path))
     for _ in range(3):
         chosen(torch.randn(24, 64), settings=SETTINGS)

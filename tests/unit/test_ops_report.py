@@ -9,7 +9,7 @@ import pytest
 
 from deepspeed_muon.cli import main
 from deepspeed_muon.errors import OpsUnavailableError
-from deepspeed_muon.ops import library, report
+from deepspeed_muon.ops import checks, library
 from tests.support.harness import run_command
 
 
@@ -37,7 +37,7 @@ def test_a_failed_check_is_a_failed_command(
     failed: list[dict[str, Any]] = [
         {"op": "sym_gemm", "device": "cpu", "error": 1.0, "bound": 1e-4, "ok": False}
     ]
-    monkeypatch.setattr(report, "self_test", lambda: failed)
+    monkeypatch.setattr(checks, "self_test", lambda: failed)
     assert main(["report", "--selftest"]) == 1
     assert "FAILED cpu   sym_gemm" in capsys.readouterr().out
 
@@ -48,7 +48,7 @@ def test_ops_that_cannot_be_built_are_one_line(
     def fail() -> None:
         raise OpsUnavailableError("no C++ compiler")
 
-    monkeypatch.setattr(report, "self_test", fail)
+    monkeypatch.setattr(checks, "self_test", fail)
     assert main(["report", "--selftest"]) == 2
     assert capsys.readouterr().err == "deepspeed_muon report: no C++ compiler\n"
 

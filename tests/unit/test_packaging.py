@@ -68,6 +68,18 @@ def test_a_wheel_holds_every_module_and_nothing_else(source: Path, wheel: Path) 
     assert packed == expected
 
 
+def test_the_switch_imports_nothing_where_python_starts() -> None:
+    """Every Python process under the variable pays for it, also those that never import DeepSpeed."""
+    folder = REPOSITORY / "deepspeed_muon" / "switch"
+    program = (
+        f"import os, sys; before = set(sys.modules); sys.path.insert(0, {str(folder)!r})\n"
+        f"exec(open({str(folder / 'deepspeed_muon.pth')!r}).read())\n"
+        f"print(sorted(set(sys.modules) - before))\n"
+    )
+    done = run_command(["python", "-B", "-I", "-S", "-c", program], env={"DEEPSPEED_MUON": "1"})
+    assert done.stdout.strip() == "['_deepspeed_muon_switch']"
+
+
 def test_an_environment_variable_switches_an_installed_wheel_on(wheel: Path, tmp_path: Path) -> None:
     """In every process that inherits it; without it Python reads one line and imports nothing."""
     command = ["python", "-m", "pip", "install", "-q", "--no-deps", "--target", str(tmp_path), str(wheel)]

@@ -1,4 +1,4 @@
-"""Owners at scale: balance where a balanced assignment exists, the same everywhere, and fast."""
+"""Owners at scale: balanced, the same everywhere, and fast."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_muon.plan.balance import Job, assign_jobs
 from deepspeed_muon.plan.holdings import flat_holdings, sharded_holdings
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.owners import (
@@ -36,34 +35,27 @@ def divisible(draw: st.DrawFn) -> tuple[list[float], int]:
 
 
 @settings(max_examples=300, deadline=None)
-@given(case=divisible())
-def test_balanced_where_a_balanced_assignment_exists(case: tuple[list[float], int]) -> None:
+@given(case=divisible(), seed=st.integers(0, 99))
+def test_longest_first_is_within_four_thirds_of_the_best(case: tuple[list[float], int], seed: int) -> None:
+    """Graham's bound, 4/3 - 1/(3 W), where an assignment with ratio 1 exists; the same on every rank."""
     costs, world = case
-    load = [0.0] * world
-    owners = assign_jobs([Job(cost) for cost in costs], load)
-    assert max(load) <= LIMIT * 10_000
+    load, again = [0.0] * world, [0.0] * world
+    owners = assign_owners(costs, [None] * len(costs), load=load)
+    assert max(load) <= (4 / 3 - 1 / (3 * world)) * 10_000 * (1 + 1e-9)
     for rank in range(world):
         assert load[rank] == pytest.approx(
             sum(c for c, o in zip(costs, owners, strict=True) if o == rank), abs=1e-6
         )
-
-
-@settings(max_examples=60, deadline=None)
-@given(case=divisible(), seed=st.integers(0, 99))
-def test_restricted_jobs_stay_on_their_ranks(case: tuple[list[float], int], seed: int) -> None:
-    costs, world = case
+    # One of two ranks holds most of each: nobody else may own it.
     generator = random.Random(seed)
-    allowed = [tuple(sorted(generator.sample(range(world), min(2, world)))) for _ in costs]
-    jobs = [Job(cost, ranks, (0.0,) * len(ranks)) for cost, ranks in zip(costs, allowed, strict=True)]
-    first, second = [0.0] * world, [0.0] * world
-    owners = assign_jobs(jobs, first)
-    assert all(owner in ranks for owner, ranks in zip(owners, allowed, strict=True))
-    assert assign_jobs(jobs, second) == owners and first == second
+    holders = [(tuple(sorted(generator.sample(range(world), 2))), (3.0, 1.0)) for _ in costs]
+    owners = assign_owners(costs, holders, load=again)
+    assert all(owner in ranks for owner, (ranks, _) in zip(owners, holders, strict=True))
 
 
 def test_load_of_earlier_sets_is_evened_out() -> None:
     load = [900.0, 0.0, 300.0]
-    assign_jobs([Job(100.0)] * 12, load)
+    assign_owners([100.0] * 12, [None] * 12, load=load)
     assert max(load) == 900.0 and min(load) >= 700.0
 
 
@@ -73,7 +65,6 @@ def test_ten_thousand_matrices_on_a_thousand_ranks_take_less_than_two_seconds() 
     chosen = [generator.choice(shapes) for _ in range(10_000)]
     numels = np.array([r * c for r, c in chosen], dtype=np.int64)
     costs = [matrix_flops(MatrixLayout("m", r, c, 0, flat_spread(0, r * c, r * c))) for r, c in chosen]
-    nodes = (np.arange(1024) // 8).tolist()
     offsets = np.cumsum(numels) - numels
     partition = -(-int(numels.sum()) // 1024)
     for holdings in (
@@ -82,10 +73,10 @@ def test_ten_thousand_matrices_on_a_thousand_ranks_take_less_than_two_seconds() 
     ):
         load = [0.0] * 1024
         start = time.process_time()
-        owners = assign_owners(costs, holders_in_holdings(holdings), load=load, nodes=nodes)
+        owners = assign_owners(costs, holders_in_holdings(holdings), load=load)
         assert time.process_time() - start < 2.0
         again = [0.0] * 1024
-        assert assign_owners(costs, holders_in_holdings(holdings), load=again, nodes=nodes) == owners
+        assert assign_owners(costs, holders_in_holdings(holdings), load=again) == owners
         assert again == load
         if holdings.last.max() == 1023 and holdings.first.max() == 0:
             assert max(load) / (sum(load) / 1024) <= LIMIT
@@ -122,12 +113,3 @@ def test_the_closed_form_says_what_the_fragments_say(
     closed = assign_owners(costs, holders_in_holdings(holdings), load=loads[0])
     assert closed == assign_owners(costs, holders_in_layouts(layouts, world), load=loads[1])
     assert loads[0] == loads[1]
-
-
-def test_the_node_that_holds_most_of_a_matrix_owns_it() -> None:
-    # Ranks 0, 1 are one node, 2 and 3 the other: the node of 0 and 1 holds six of ten rows, no rank most of them.
-    layout = MatrixLayout("m", 10, 4, 0, flat_spread(2, 40, 12))
-    assert [layout.spread.held_by(rank) for rank in range(4)] == [10, 12, 12, 6]
-    costs, holders = [matrix_flops(layout)], holders_in_layouts([layout], 64)
-    assert assign_owners(costs, holders, load=[0.0] * 64, nodes=[0, 0, 1, 1] + [2] * 60)[0] in (0, 1)
-    assert assign_owners(costs, holders, load=[0.0] * 64, nodes=[1, 0, 0, 0] + [2] * 60)[0] in (1, 2)

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_muon.forecast.live import planned_parameters
-from deepspeed_muon.forecast.model_shapes import load_model
-from deepspeed_muon.forecast.predict import parameter_flops
+from deepspeed_muon.forecast.model_shapes import PRESETS, from_config, load_model
+from deepspeed_muon.forecast.predict import exchange_of, parameter_flops
 from deepspeed_muon.forecast.settings import PlanSettings
 from deepspeed_muon.math.flops import orthogonalize_flops
 from deepspeed_muon.plan.order import balanced_order, order_quality
@@ -52,6 +52,23 @@ def test_real_models(model: str, world: int, part: float, balance: float) -> Non
     after = order_quality([numels[i] for i in order], [costs[i] for i in order], world)
     assert after.moved <= part * before.moved
     assert after.busiest <= balance * sum(costs) / world
+
+
+DEEPSEEK_V3 = {
+    **PRESETS["kimi-k2"],
+    "vocab_size": 129280,
+    "num_attention_heads": 128,
+    "n_routed_experts": 256,
+    "first_k_dense_replace": 3,
+}
+
+
+@pytest.mark.parametrize(("world", "balance"), [(256, 1.15), (512, 1.3), (1024, 1.6), (2048, 2.2)])
+def test_deepseek_v3_with_separate_experts(world: int, balance: float) -> None:
+    """The dear matrices of attention are in different partitions; what is left is their own cost."""
+    members = from_config(DEEPSEEK_V3, separate_experts=True)
+    muon = [p for p in planned_parameters(route_parameters(members)) if p.muon]
+    assert exchange_of(muon, PlanSettings(world, 1)).balance <= balance
 
 
 def test_layers_that_fit_stay_as_they_are() -> None:

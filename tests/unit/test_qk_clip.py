@@ -206,7 +206,7 @@ def test_hugging_face_models_that_cannot_be_clipped_are_refused(what: str) -> No
         model.config._attn_implementation = {"flash": "flash_attention_2", "flex": "flex_attention"}[what]
     optimizer = Muon(model, qk_clip={})
     with pytest.raises(ConfigError, match=text):
-        optimizer.clip_attention_of(model)
+        optimizer._clip_attention_of(model)
 
 
 def test_recorders_go_with_the_last_optimizer() -> None:
@@ -218,7 +218,7 @@ def test_recorders_go_with_the_last_optimizer() -> None:
     held = dict(vars(layer))
     optimizers = [Muon(model, qk_clip={}) for _ in range(2)]
     for optimizer in optimizers:
-        optimizer.clip_attention_of(model)
+        optimizer._clip_attention_of(model)
     del optimizer
     while optimizers:
         assert model.config._attn_implementation == f"qk_clip_{before}" and vars(layer) != held
@@ -232,4 +232,4 @@ def test_projections_stored_as_input_x_output_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"self_attn\.c_attn is a Conv1D, whose weight is stored as input x output"
     ):
-        Muon(model, qk_clip={}).clip_attention_of(model)
+        Muon(model, qk_clip={})._clip_attention_of(model)

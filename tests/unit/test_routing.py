@@ -240,14 +240,6 @@ def test_patterns() -> None:
         route_parameters(members, MuonConfig(include=["a.bias"]))
 
 
-def test_expectations() -> None:
-    members = list(model_parameters_by_name(nn.Linear(4, 4)).values())
-    with pytest.raises(RoutingError, match="expects at least 2 Muon matrices and routing found 1"):
-        route_parameters(members, MuonConfig(min_muon_params=2))
-    with pytest.raises(RoutingError, match="expects at least 1 Muon matrices and routing found 0"):
-        route_parameters(members, MuonConfig(exclude=["*"], min_muon_params=1))
-
-
 def test_groups_are_split_and_keep_their_settings() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     groups = [

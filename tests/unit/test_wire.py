@@ -68,7 +68,7 @@ def test_what_is_not_finite_stays_so(bad: float) -> None:
 
 
 def test_rounding_of_normal_numbers() -> None:
-    """The figures of docs/performance.md: 0.7 % of a normally distributed direction; bf16 0.17 %, e4m3 2.6 %."""
+    """The figures of docs/measured.md: 0.7 % of a normally distributed direction; bf16 0.17 %, e4m3 2.6 %."""
     values = torch.randn(1, 1 << 20, generator=torch.Generator().manual_seed(0))
     blocks = values.view(-1, CODED.block)
     scales = blocks.abs().amax(dim=1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max

@@ -1,4 +1,4 @@
-"""``deepspeed --module deepspeed_muon.run script.py``: a script that knows nothing of this project."""
+"""``DEEPSPEED_MUON=1 deepspeed script.py``: a script that knows nothing of this project."""
 
 from __future__ import annotations
 
@@ -41,11 +41,10 @@ def test_script_that_cannot_be_edited(tmp_path: Path) -> None:
             "2",
             "--master_port",
             str(free_port()),
-            "--module",
-            "deepspeed_muon.run",
             str(script),
             "--rate",
             "0.03",
-        ]
+        ],
+        env={"DEEPSPEED_MUON": "1"},
     )
     assert done.stdout.count("RESULT deepspeed_muon.optimizer.Muon 0.03") == 2, done.stdout

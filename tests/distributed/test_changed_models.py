@@ -1,0 +1,112 @@
+"""A model that is not the one that was saved: parameters renamed, added, removed, frozen or thawed in between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from torch import nn
+
+from deepspeed_muon.checkpoint import consolidate, restore
+from deepspeed_muon.errors import CheckpointError
+from tests.support import training
+from tests.support.checkpoints import STATES, report
+from tests.support.models import build
+
+UP = "blocks.0.up.weight"
+
+
+def changed(how: str, seed: int) -> Any:
+    model: Any = build("toy", seed=seed)
+    block = model.blocks[0]
+    if how == "renamed":
+        block.upper = block.up
+        del block.up
+        block.forward = lambda x: x + block.down(torch.tanh(block.upper(x))) * block.gain
+    elif how == "added":
+        model.extra = nn.Linear(16, 16)
+    elif how == "removed":
+        model.thin = None
+    elif how == "frozen":
+        block.up.weight.requires_grad_(False)
+    elif how == "frozen embedding":
+        model.embed.weight.requires_grad_(False)
+    return model
+
+
+def make_engine(how: str, stage: int, seed: int) -> Any:
+    model = changed(how, seed)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    config = training.ds_config(stage, clipping=0.5)
+    return deepspeed.initialize(model=model, model_parameters=trained, config=config)[0]
+
+
+def save(rank: int, world_size: int, *, how: str, stage: int, by: str, folder: str) -> Any:
+    engine = make_engine(how, stage, seed=0)
+    training.run_step(engine, 0, rank, world_size, 1)
+    consolidate(engine, folder) if by == "restore" else engine.save_checkpoint(folder)
+    found = report(engine)
+    engine.destroy()
+    return found
+
+
+def load(rank: int, world_size: int, *, how: str, stage: int, by: str, folder: str) -> Any:
+    """Load; return what the engine holds then, or the error of an engine that is unchanged and trains on."""
+    engine = make_engine(how, stage, seed=7)
+    before, error = report(engine), ""
+    try:
+        restore(engine, folder) if by == "restore" else engine.load_checkpoint(folder)
+    except CheckpointError as caught:
+        error = str(caught)
+    after = report(engine)
+    same = all(
+        torch.equal(before[key][name], after[key][name]) for key in ("fp32", *STATES) for name in before[key]
+    )
+    training.run_step(engine, 1, rank, world_size, 1)
+    engine.destroy()
+    return {**after, "error": error, "unchanged": same}
+
+
+CHANGES = [
+    ("", "renamed", f"parameter blocks.0.upper.weight is not in the checkpoint (renamed? it has {UP}"),
+    ("", "added", "parameter extra.weight is not in the checkpoint (it was frozen, or not in the model)"),
+    ("", "removed", "parameter thin.up.weight is in the checkpoint, but not in the optimizer"),
+    (
+        "",
+        "frozen",
+        f"parameter {UP} is in the checkpoint, but not in the optimizer (it is frozen, or not in the model)",
+    ),
+    ("frozen", "", f"parameter {UP} is not in the checkpoint (it was frozen, or not in the model)"),
+    ("frozen embedding", "", "parameter embed.weight is not in the checkpoint"),
+]
+
+
+@pytest.mark.parametrize("by", ["restore", "load_checkpoint"])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(0, marks=pytest.mark.full), pytest.param(1, marks=pytest.mark.full), 3]
+)
+def test_another_model_is_refused(ranks: Any, tmp_path: Path, stage: int, by: str) -> None:
+    """On every rank, before anything is changed, with what to do."""
+    for how in ("", "frozen", "frozen embedding"):
+        ranks(2).run(save, how=how, stage=stage, by=by, folder=str(tmp_path / how))
+    for saved, now, told in CHANGES:
+        said = told if by == "restore" else told.partition(" (")[0]
+        for result in ranks(2).run(load, how=now, stage=stage, by=by, folder=str(tmp_path / saved)):
+            assert said in result["error"] and "Make the model as the saved run did" in result["error"], (
+                result["error"]
+            )
+            assert result["unchanged"]
+
+
+@pytest.mark.parametrize("by", ["restore", "load_checkpoint"])
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.full)])
+def test_frozen_before_and_after(ranks: Any, tmp_path: Path, stage: int, by: str) -> None:
+    arguments = {"how": "frozen", "stage": stage, "by": by, "folder": str(tmp_path)}
+    saved, loaded = (ranks(2).run(function, **arguments)[0] for function in (save, load))
+    assert not loaded["error"]
+    for key in ("fp32", *STATES):
+        assert saved[key].keys() == loaded[key].keys()
+        assert all(torch.equal(value, loaded[key][name]) for name, value in saved[key].items()), key

@@ -1,0 +1,258 @@
+"""Checkpoints that another optimizer, stage, number of ranks or configuration saved: what they bring, what is said."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR, CosineAnnealingWarmRestarts, LambdaLR
+
+from deepspeed_muon import cli
+from deepspeed_muon.checkpoint import consolidate, restore
+from deepspeed_muon.checkpoint.offline import consolidate_files
+from deepspeed_muon.checkpoint.universal import convert_to_universal
+from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.logs import logger
+from tests.support import training
+from tests.support.checkpoints import SMALL, engine_for, save_other, save_ours
+
+WARMUP = {
+    "type": "WarmupLR",
+    "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.5, "warmup_num_steps": 20, "warmup_type": "linear"},
+}
+
+
+def settings(engine: Any) -> list[dict[str, Any]]:
+    return [
+        {k: v for k, v in group.items() if k != "params"} for group in engine.basic_optimizer.param_groups
+    ]
+
+
+def restored(rank: int, world_size: int, *, folder: str, stage: int, schedule: bool) -> dict[str, Any]:
+    """Restore a set and take a step; return the settings before and after, and the rates of the run's schedule."""
+    engine = engine_for(stage, 12, seed=7, kind="toy", extra=None if schedule else {"scheduler": {}})
+    before = settings(engine)
+    restore(engine, folder)
+    after, rates = settings(engine), engine.lr_scheduler and engine.lr_scheduler.get_lr()
+    training.run_step(engine, 2, rank, world_size, 1)
+    result = {"before": before, "after": after, "rates": rates, "steps": engine.global_steps}
+    engine.destroy()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "stage", "to_stage", "schedule"),
+    [
+        ("AdamW", 2, 0, False),
+        ("AdamW", 0, 3, True),
+        pytest.param("AdamW", 3, 1, True, marks=pytest.mark.full),
+        ("Muon", 3, 2, False),
+    ],
+)
+def test_a_converted_set_brings_no_settings(
+    ranks: Any, tmp_path: Path, optimizer: str, stage: int, to_stage: int, schedule: bool
+) -> None:
+    """The documented way from AdamW ran both halves at AdamW's rate, with its decay and betas."""
+    arguments = {"folder": str(tmp_path / "in"), "optimizer": optimizer, "stage": stage, "zero": {}}
+    ranks(2).run(save_other, extra={"scheduler": WARMUP} if schedule else None, **arguments)
+    assert cli.main(["checkpoint", "convert", str(tmp_path / "in"), str(tmp_path / "out")]) == 0
+    for result in ranks(2).run(restored, folder=str(tmp_path / "out"), stage=to_stage, schedule=schedule):
+        if schedule:
+            # The run's own schedule after two of its eight steps to 0.01; AdamW's half has 0.15 of that.
+            before, after = ([group.pop("lr") for group in result[key]] for key in ("before", "after"))
+            assert before == [0, 0] and after == result["rates"] == pytest.approx([0.00125, 0.0001875])
+        assert result["after"] == result["before"] and result["steps"] == 3
+
+
+def scheduled(rank: int, world_size: int, *, folder: str, kind: str) -> dict[str, Any]:
+    """Save a run with one of torch's schedulers after two steps; restore it twice with another rate."""
+    made = {
+        "LambdaLR": lambda optimizer: LambdaLR(optimizer, lambda step: 0.5**step),
+        "CosineAnnealingLR": lambda optimizer: CosineAnnealingLR(optimizer, 8),
+        "CosineAnnealingWarmRestarts": lambda optimizer: CosineAnnealingWarmRestarts(optimizer, 8),
+    }[kind]
+    found: dict[str, Any] = {}
+    for rate in (0.02, 0.04):
+        engine = training.make_engine(training.ds_config(1, params={"muon_lr": rate}))
+        engine.lr_scheduler = made(engine.basic_optimizer)
+        if rate == 0.02:
+            for step in range(2):
+                training.run_step(engine, step, rank, world_size, 1)
+            found["saved"] = [group["lr"] for group in engine.basic_optimizer.param_groups]
+            consolidate(engine, folder)
+        else:
+            try:
+                restore(engine, folder, hyperparameters=False)
+            except CheckpointError as error:
+                found["refused"] = str(error)
+            found["restored"] = [group["lr"] for group in engine.basic_optimizer.param_groups]
+            found["bases"] = engine.lr_scheduler.base_lrs
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["LambdaLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts"])
+def test_a_schedule_goes_on_with_the_configured_rates(ranks: Any, tmp_path: Path, kind: str) -> None:
+    """Without the saved settings, the state of torch's schedulers brought the saved rates nevertheless."""
+    for found in ranks(2).run(scheduled, folder=str(tmp_path), kind=kind):
+        assert found["bases"] == [0.04, 3e-3]
+        if kind == "CosineAnnealingWarmRestarts":
+            assert "scheduler=False" in found["refused"] and found["restored"] == [0.04, 3e-3]
+        else:
+            assert found["restored"] == pytest.approx([2 * found["saved"][0], found["saved"][1]])
+
+
+def loaded(
+    rank: int, world_size: int, *, folder: str, stage: int, by: str = "load_checkpoint", **given: Any
+) -> dict[str, Any]:
+    """Load into a new engine; return the warning, or the refusal and whether anything was changed."""
+    lines: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    engine = engine_for(stage, 12, seed=7, kind="toy", **given)
+    before, refused = training.full_masters(engine), ""
+    logger.addHandler(listener)
+    try:
+        if by == "load_checkpoint":
+            engine.load_checkpoint(folder)
+        else:
+            restore(engine, folder)
+    except CheckpointError as error:
+        refused = str(error)
+    finally:
+        logger.removeHandler(listener)
+    after = training.full_masters(engine)
+    engine.destroy()
+    return {
+        "lines": [line for line in lines if "replaced" in line],
+        "refused": refused,
+        "unchanged": all(torch.equal(before[name], after[name]) for name in before),
+    }
+
+
+def run_command_in(message: str) -> str:
+    """Run the command that a message names; return the path that it gives restore_from."""
+    command = re.search(r"'python -m deepspeed_muon (.*?)' and set", message)
+    path = re.search(r'"restore_from": "(.*?)"', message)
+    assert command and path, message
+    assert cli.main(shlex.split(command.group(1))) == 0
+    return path.group(1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "to_stage", "size"),
+    [
+        ("AdamW", 2, 2, 2),
+        ("AdamW", 0, 0, 2),
+        pytest.param("AdamW", 3, 3, 2, marks=pytest.mark.full),
+        pytest.param("AdamW", 1, 3, 3, marks=pytest.mark.full),
+        ("Muon", 2, 1, 2),
+        pytest.param("Muon", 3, 3, 2, marks=pytest.mark.full),
+        ("ours", 1, 3, 2),
+        ("ours", 3, 0, 2),
+        ("ours", 0, 2, 3),
+        ("ours", 3, 3, 3),
+        pytest.param("ours", 2, 2, 1, marks=pytest.mark.full),
+    ],
+)
+def test_a_foreign_checkpoint_names_the_command(
+    ranks: Any, tmp_path: Path, kind: str, stage: int, to_stage: int, size: int
+) -> None:
+    """DeepSpeed blamed parameter_alignment, raised an empty AssertionError, or loaded other shapes in silence."""
+    folder = str(tmp_path / "a run")
+    if kind == "ours":
+        ranks(2).run(save_ours, folder=folder, stage=stage)
+    else:
+        ranks(2).run(save_other, folder=folder, optimizer=kind, stage=stage, zero={})
+    saver = {"ours": "deepspeed_muon", "Muon": "DeepSpeed's Muon"}.get(kind, kind)
+    said = f"saved by {saver} at ZeRO stage {stage} on 2 data-parallel ranks"
+    native = ranks(size).run(loaded, folder=folder, stage=to_stage)
+    restoring = ranks(size).run(loaded, folder=folder, stage=to_stage, by="restore")
+    for result in (*native, *restoring):
+        assert said in result["refused"] and result["unchanged"], result
+        assert f"checkpoint {'consolidate' if kind == 'ours' else 'convert'} " in result["refused"]
+    path = run_command_in(native[0]["refused"])
+    for result in ranks(size).run(loaded, folder=path, stage=to_stage, by="restore"):
+        assert not result["refused"] and not result["unchanged"]
+    for result in ranks(size).run(loaded, folder=path, stage=to_stage):
+        assert "consolidated set, which engine.load_checkpoint does not read" in result["refused"]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_routes_that_changed_are_named(ranks: Any, tmp_path: Path, stage: int) -> None:
+    """The message said "another order (order was 'balanced') than this engine's ('balanced')"."""
+    saved = {"exclude": ["blocks.1.up.weight"]}
+    ranks(2).run(save_ours, folder=str(tmp_path), stage=stage, params=saved)
+    for result in ranks(2).run(loaded, folder=str(tmp_path), stage=stage, params={"exclude": ["blocks.0.*"]}):
+        assert result["unchanged"]
+        assert "blocks.0.up.weight went to muon, and goes to adamw now (exclude" in result["refused"], result
+        assert "blocks.1.up.weight went to adamw, and goes to muon now" in result["refused"]
+        assert '"include": [], "exclude": ["blocks.1.up.weight"]' in result["refused"]
+
+
+def test_a_universal_checkpoint_names_its_key(ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(save_ours, folder=str(tmp_path), stage=1)
+    convert_to_universal(tmp_path / "global_step2", tmp_path / "universal")
+    (tmp_path / "latest").write_text("universal")
+    for by in ("load_checkpoint", "restore"):
+        for result in ranks(2).run(loaded, folder=str(tmp_path), stage=1, by=by):
+            assert '"checkpoint": {"load_universal": true}' in result["refused"] and result["unchanged"]
+
+
+def test_a_universal_checkpoint_of_adamw_brings_no_settings(ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(save_other, folder=str(tmp_path / "in"), optimizer="AdamW", stage=2, zero={})
+    convert_to_universal(tmp_path / "in" / "global_step2", tmp_path / "universal")
+    extra = {"checkpoint": {"load_universal": True}, "scheduler": {}}
+    for result in ranks(2).run(loaded, folder=str(tmp_path), stage=1, extra=extra):
+        assert not result["lines"] and not result["refused"] and not result["unchanged"]
+
+
+def test_sub_groups_of_another_size_are_refused(ranks: Any, tmp_path: Path) -> None:
+    """DeepSpeed pairs the sub-groups by their numbers."""
+    ranks(2).run(save_ours, folder=str(tmp_path), stage=3, zero=SMALL)
+    for result in ranks(2).run(loaded, folder=str(tmp_path), stage=3):
+        assert "sub_group_size" in result["refused"] and result["unchanged"]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_replaced_settings_are_named_once(ranks: Any, tmp_path: Path, stage: int) -> None:
+    """``load_checkpoint`` keeps what was saved, and said nothing."""
+    folder, constant = str(tmp_path), {"scheduler": {}}
+    ranks(2).run(save_ours, folder=folder, stage=stage, extra=constant)
+    edited = {"muon_lr": 0.04, "nesterov": False, "weight_decay": 0.2, "adjust_lr_fn": "match_rms_adamw"}
+    first, second = ranks(2).run(loaded, folder=folder, stage=stage, extra=constant, params=edited)
+    (line,) = first["lines"]
+    assert not second["lines"] and not first["refused"]
+    for expected in (
+        "muon_lr is 0.02, configured 0.04",
+        "nesterov is True, configured False",
+        "weight_decay is 0.1, configured 0.2",
+        "adjust_lr_fn is 'original', configured 'match_rms_adamw'",
+        f'"restore_from": {{"path": "{folder}/global_step2_consolidated", "hyperparameters": false}}',
+    ):
+        assert line.count(expected) == 1, line
+    assert line.count(", configured ") == 4 and "adam_lr" not in line and "\n" not in line
+    consolidate_files(folder, f"{folder}/set")
+    both = {"folder": f"{folder}/set", "by": "restore", "stage": stage, "extra": constant}
+    (again,) = ranks(2).run(loaded, params=edited, **both)[0]["lines"]
+    assert again.count(", configured ") == 4 and '"hyperparameters": false' in again
+    for same in ({"folder": folder, "stage": stage, "extra": constant}, both):
+        for result in ranks(2).run(loaded, **same):
+            assert not result["lines"] and not result["refused"]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_rates_that_a_schedule_moved_were_not_replaced(ranks: Any, tmp_path: Path, stage: int) -> None:
+    """DeepSpeed's schedulers go on from the configured rates."""
+    ranks(2).run(save_ours, folder=str(tmp_path), stage=stage)
+    for result in ranks(2).run(loaded, folder=str(tmp_path), stage=stage):
+        assert not result["lines"] and not result["refused"]
+    first, _ = ranks(2).run(
+        loaded, folder=str(tmp_path), stage=stage, params={"momentum": 0.9, "muon_lr": 0.01}
+    )
+    assert "momentum is 0.95, configured 0.9. To" in first["lines"][0]

@@ -1,0 +1,239 @@
+"""Indexes and headers that somebody made to cost much: refused with a typed error, in 2 s of one core and 256 MB."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import deepspeed_muon.checkpoint.cli  # noqa: F401 - what a child would import counts as its memory
+from deepspeed_muon import cli
+from deepspeed_muon.checkpoint import consolidate, restore
+from deepspeed_muon.checkpoint.index import FORMAT, INDEX_NAME
+from deepspeed_muon.checkpoint.offline import consolidate_files, verify_folder
+from deepspeed_muon.checkpoint.sealed import sealed_json
+from deepspeed_muon.checkpoint.shards import PlannedTensor, ShardFile, shard_name
+from deepspeed_muon.checkpoint.universal import convert_to_universal
+from deepspeed_muon.errors import CheckpointError
+
+SECONDS, MEGABYTES = 2, 256
+FILE = shard_name("0123456789ab", 0)
+
+
+def write_set(folder: Path, names: tuple[str, ...] = ("w",), **progress: Any) -> Path:
+    """Write a set of matrices of 4 x 3 and return its shard."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = [PlannedTensor(name, key, (4, 3)) for name in names for key in ("fp32", "momentum_buffer")]
+    shard = ShardFile(folder / FILE, tensors)
+    shard.write(torch.arange(12.0 * len(tensors)))
+    record = shard.finish()
+    entry = {"shape": [4, 3], "algorithm": "muon", "step": 3, "group": 0}
+    document = {
+        "format": FORMAT,
+        "versions": {},
+        "groups": [{"lr": 0.1}],
+        "files": {FILE: record.model_dump()},
+        "progress": progress,
+        "parameters": {name: {**entry, "tensors": {"fp32": FILE, "momentum_buffer": FILE}} for name in names},
+    }
+    (folder / INDEX_NAME).write_bytes(sealed_json(document))
+    return folder / FILE
+
+
+def replace_header(shard: Path, change: Callable[[bytes], bytes]) -> None:
+    """Replace the header of a shard, and let size and checksum in the index fit."""
+    content = shard.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = change(content[8 : 8 + length])
+    content = len(header).to_bytes(8, "little") + header + content[8 + length :]
+    shard.write_bytes(content)
+    index = shard.with_name(INDEX_NAME)
+    document = json.loads(index.read_text())
+    document["files"][FILE] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    index.write_bytes(sealed_json(document))
+
+
+def outcome(folder: Path) -> str:
+    """Verify a set in a child process with limited memory and time; return how that ended."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        said = "accepted"
+        try:
+            with open("/proc/self/statm") as file:
+                now = int(file.read().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (now + (MEGABYTES << 20),) * 2)
+            resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+            verify_folder(folder)
+        except CheckpointError as error:
+            said = f"refused: {str(error)[:300]}"
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writing, said.encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as file:
+        said = file.read().decode()
+    _, status = os.waitpid(child, 0)
+    return said or f"killed by signal {os.WTERMSIG(status)}"
+
+
+RECORD = '{"shape":[4,3],"algorithm":"muon","step":3,"group":0,"tensors":{"fp32":"x","momentum_buffer":"x"}}'
+BEGIN = f'{{"format":"{FORMAT}","version":1,"versions":{{}},"groups":[],'
+
+
+def joined(texts: Any) -> str:
+    return ",".join(texts)
+
+
+HOSTILE: dict[str, Callable[[], str]] = {
+    "a million parameters": lambda: (
+        '"parameters":{' + joined(f'"p{i}":{{}}' for i in range(1_000_000)) + "}}"
+    ),
+    "as many parameters as are read": lambda: (
+        '"parameters":{' + joined(f'"p{i}":{RECORD}' for i in range(79_000)) + "}}"
+    ),
+    "as many files": lambda: '"files":{' + joined(f'"p{i}":{{}}' for i in range(150_000)) + "}}",
+    "numbers for versions": lambda: '"versions":{' + joined(f'"p{i}":1' for i in range(900_000)) + "}}",
+    "numbers for what was lost": lambda: '"lossy":[' + joined("1" for _ in range(1_900_000)) + "]}",
+    "lists": lambda: '"source":{"a":[' + joined("[]" for _ in range(900_000)) + "]}}",
+    "groups": lambda: '"groups":[' + joined('{"lr":1}' for _ in range(190_000)) + "]}",
+    "a grid": lambda: (
+        '"parameters":{"w":' + RECORD[:-1] + ',"grid":[[' + joined("0" for _ in range(1_900_000)) + "],[]]}}}"
+    ),
+    "depth": lambda: "[" * 30_000_000,
+    "a long number": lambda: '"version":' + "1" * 30_000_000 + "}",
+    "a long text": lambda: '"version":"' + "x" * 30_000_000 + '"}',
+    "one key again and again": lambda: '"files":{' + joined('"x":{}' for _ in range(150_000)) + "}}",
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_indexes(tmp_path: Path, kind: str) -> None:
+    (tmp_path / INDEX_NAME).write_text(BEGIN + HOSTILE[kind]())
+    assert outcome(tmp_path).startswith("refused")
+
+
+def test_an_index_of_a_gigabyte(tmp_path: Path) -> None:
+    with open(tmp_path / INDEX_NAME, "wb") as file:
+        file.truncate(1 << 30)
+    assert "larger than" in outcome(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text + b" " * (1 << 20), "its header has"),
+        (
+            lambda text: (
+                text.rstrip()[:-1]
+                + b"".join(
+                    b',"x%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % i for i in range(1_500_000)
+                )
+                + b"}"
+            ),
+            "its header has",
+        ),
+        (
+            lambda text: text.rstrip()[:-1] + b',"x":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}',
+            "does not know its tensor x",
+        ),
+        (lambda text: text.replace(b'"momentum_buffer/w"', b'"fp32/w"'), "is there twice"),
+        (lambda text: text.replace(b"[48,96]", b"[0,48]"), "does not lie where"),
+        (lambda text: text.replace(b"[48,96]", b'["x",{}]'), "cannot be read"),
+        (lambda text: text.replace(b"F32", b"F64"), "is F64 of shape"),
+        (lambda text: b"[" * 100_000, "its header has"),
+        (lambda text: b"[" * 1000, "cannot be read"),
+    ],
+)
+def test_headers(tmp_path: Path, change: Callable[[bytes], bytes], message: str) -> None:
+    replace_header(write_set(tmp_path), change)
+    found = outcome(tmp_path)
+    assert found.startswith("refused") and message in found, found
+
+
+def test_damaged_headers(tmp_path: Path) -> None:
+    """Bytes that are flipped, cut out or doubled: refused, or without meaning."""
+    shard = write_set(tmp_path)
+    good, index = shard.read_bytes(), shard.with_name(INDEX_NAME).read_bytes()
+    draw = random.Random(0)
+    accepted = 0
+    for _ in range(300):
+
+        def damage(text: bytes) -> bytes:
+            at, some = draw.randrange(len(text)), draw.randrange(1, 9)
+            middle = draw.choice((b"", bytes([draw.randrange(256)]), text[at : at + some] * 2))
+            return text[:at] + middle + text[at + some :]
+
+        replace_header(shard, damage)
+        try:
+            verify_folder(tmp_path)
+            accepted += 1
+        except CheckpointError:
+            pass
+        shard.write_bytes(good)
+        shard.with_name(INDEX_NAME).write_bytes(index)
+    assert accepted < 60
+    verify_folder(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["global_steps", "skipped_steps", "global_samples"])
+def test_counts_that_no_run_reaches(tmp_path: Path, key: str) -> None:
+    write_set(tmp_path, **{key: 1 << 62})
+    with pytest.raises(CheckpointError, match=key):
+        verify_folder(tmp_path)
+
+
+def test_escapes_are_shown_as_text(tmp_path: Path, capsys: Any) -> None:
+    """In the table of ``inspect``, as JSON, and in errors."""
+    write_set(tmp_path, ("a\x1b[31m\x9b31m\nb\u202e",))
+    for options in ([], ["--json"]):
+        assert not cli.main(["checkpoint", "inspect", str(tmp_path), *options])
+    (tmp_path / FILE).unlink()
+    assert cli.main(["checkpoint", "verify", str(tmp_path)])
+    shown = capsys.readouterr()
+    for text in (shown.out, shown.err):
+        assert "x1b[31m" in text or "u001b[31m" in text
+        assert not set(text) & set("\x1b\x9b\u202e")
+
+
+@pytest.mark.parametrize("path", ["", "a\0b", None, b"folder", 3])
+def test_paths_that_name_no_folder(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for call in (
+        lambda: consolidate(object(), path),
+        lambda: restore(object(), path),
+        lambda: consolidate_files(tmp_path, path),
+        lambda: convert_to_universal(tmp_path, path),
+    ):
+        with pytest.raises(CheckpointError, match=r"out_dir|folder"):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("size", ["8", 0, -1, True, 2.5])
+def test_sizes_that_no_file_has(tmp_path: Path, size: Any) -> None:
+    for call in (
+        lambda: consolidate(object(), tmp_path, shard_bytes=size),
+        lambda: consolidate_files(tmp_path, tmp_path / "out", shard_bytes=size),
+    ):
+        with pytest.raises(CheckpointError, match="shard_bytes must be"):
+            call()
+
+
+def test_a_path_that_is_not_utf8(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe"))
+    write_set(folder)
+    assert verify_folder(folder).parameters.keys() == {"w"}
+    (folder / FILE).unlink()
+    with pytest.raises(CheckpointError, match=r"udcff") as caught:
+        verify_folder(folder)
+    str(caught.value).encode()
