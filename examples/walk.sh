@@ -42,7 +42,7 @@ import sys
 out = sys.argv[1]
 config = json.load(open("ds_configs/zero3.json"))
 config["optimizer"]["params"] |= {
-    "restore_from": {"path": f"{out}/set", "hyperparameters": False, "progress": False},
+    "restore_from": {"path": f"{out}/set", "progress": False},
     "health": {"every": 5, "matrices": 4},
 }
 json.dump(config, open(f"{out}/muon.json", "w"), indent=2)

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +71,14 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 SMALL = {"sub_group_size": 600}
 NORMUON = {"variant": "normuon"}
 DISTRIBUTED = {"tensor_parallel_mode": "distributed"}
-SPLITS = {"heads": {"*q_proj.weight": 4, "*k_proj.weight": 2}}
-FUSED = {"per_head_muon": True, "split": {"*.qkv_proj.weight": "qkv", "*.gate_up_proj": "gate_up"}}
+SPLITS = {"matrices": {"*q_proj.weight": {"heads": 4}, "*k_proj.weight": {"heads": 2}}}
+FUSED = {
+    "matrices": {
+        "*": {"heads": "config"},
+        "*.qkv_proj.weight": {"split": "qkv"},
+        "*.gate_up_proj": {"split": "gate_up"},
+    }
+}
 
 # Tensor-parallel cases come last of their number of ranks: DeepSpeed keeps the groups that a program hands to it.
 CASES = {
@@ -118,6 +124,18 @@ def ds_config(case: Case) -> dict[str, Any]:
     return config
 
 
+def in_older_keys(params: dict[str, Any]) -> dict[str, Any]:
+    """Return settings as a base before 0.3 takes them, whose keys ``split`` and ``heads`` are now ``matrices``."""
+    older = {key: value for key, value in params.items() if key != "matrices"}
+    for pattern, entry in params.get("matrices", {}).items():
+        for key, value in entry.items():
+            if value == "config":
+                older["per_head_muon"] = True
+            else:
+                older.setdefault(key, {})[pattern] = value
+    return older
+
+
 def digest(value: Any) -> str:
     """Return the SHA-256 of a tensor's dtype, shape and bytes, or of a plain value."""
     import torch
@@ -147,6 +165,8 @@ def train(rank: int, world_size: int, *, tree: str, case: dict[str, Any]) -> dic
                 f"{module.__name__} was imported from {module.__file__}, which is not in {tree}"
             )
     this = Case(**case)
+    if "matrices" not in deepspeed_muon.MuonConfig.model_fields:
+        this = replace(this, params=in_older_keys(this.params))
     mpu = Mpu(this.tensor) if this.tensor > 1 else None
     model: Any = build(this.model) if mpu is None else megatron_model(mpu.tensor)
     engine, *_ = deepspeed.initialize(

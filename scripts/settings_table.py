@@ -29,8 +29,6 @@ from typing import Any, Literal, TypedDict
 
 from torch import Tensor
 
-__all__ = ["MuonKeywords"]
-
 
 # fmt: off
 class MuonKeywords(TypedDict, total=False):
@@ -64,7 +62,7 @@ def accepted(kind: Any) -> str:
     if get_origin(kind) in (list, tuple):
         return f"Sequence[{accepted(parts[0])}]"
     if get_origin(kind) is dict:
-        return f"Mapping[str, {accepted(parts[1])}]"
+        return "Mapping[str, Mapping[str, Any]]"
     if parts:
         return " | ".join(dict.fromkeys(map(accepted, parts)))
     if issubclass(kind, BaseModel):

@@ -85,9 +85,7 @@ def restore(
         error=error,
     )
     assert found is not None and source is not None and before is not None
-    before.warn_of_replaced(
-        str(found), 'restore it with hyperparameters=False (restore_from: "hyperparameters": false)'
-    )
+    before.warn_of_replaced(str(found), "call deepspeed_muon.restore with hyperparameters=False")
     return found
 
 

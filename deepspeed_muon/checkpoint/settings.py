@@ -235,8 +235,8 @@ def _follow_count(own: Any, optimizer: Muon) -> None:
 
 def _check_schedule(engine: Any, own: Any, progress: Progress, where: str, *, rates: bool) -> None:
     remedy = (
-        "to go on with this run's own schedule, call restore(..., scheduler=False), or write "
-        '"restore_from": {"path": ..., "scheduler": false}'
+        "to go on with this run's own schedule, call deepspeed_muon.restore(..., scheduler=False) and leave out "
+        "restore_from"
     )
     saved, saved_class = progress.lr_scheduler or {}, progress.lr_scheduler_class
     kind = type(own).__name__

@@ -76,16 +76,17 @@ class Glance:
                 f"configuration, and call engine.load_checkpoint"
             )
 
-    def way(self, **arguments: Any) -> str:
-        """Say how ``restore_from`` takes it, with other arguments of ``restore`` than the defaults."""
+    def way(self, arguments: str = "") -> str:
+        """Say how ``restore_from`` takes it, or ``restore`` with other ``arguments`` than the defaults."""
         out, run = str(self.folder), ""
         if not os.path.lexists(self.folder / CONSOLIDATED_FOLDER / INDEX_NAME):
             out = f"{self.folder}_consolidated"
             command = "consolidate" if self.kind == OURS else "convert"
             paths = shlex.join((str(self.folder), out))
             run = f"run 'python -m deepspeed_muon checkpoint {command} {paths}' and "
-        value = json.dumps({"path": out, **arguments} if arguments else out)
-        return f'{run}set "restore_from": {value} in optimizer.params'
+        if arguments:
+            return f"{run}call deepspeed_muon.restore(engine, {json.dumps(out)}, {arguments})"
+        return f'{run}set "restore_from": {json.dumps(out)} in optimizer.params'
 
 
 def glance(folder: Path, file: Path | None = None, *, trust: bool) -> Glance | None:

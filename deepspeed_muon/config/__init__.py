@@ -2,7 +2,7 @@
 
 from deepspeed_muon.config.documentation import takes_settings
 from deepspeed_muon.config.messages import TORCH_OPTIONS, unknown_key_message
-from deepspeed_muon.config.sections import HealthConfig, QkClipConfig, RestoreConfig
+from deepspeed_muon.config.sections import HealthConfig, MatricesConfig, QkClipConfig, RestoreConfig
 from deepspeed_muon.config.settings import DEFAULT_MUON_LR, GROUP_KEYS, RATE_KEYS, MuonConfig
 from deepspeed_muon.config.values import TensorParallelMode
 
@@ -12,6 +12,7 @@ __all__ = [
     "RATE_KEYS",
     "TORCH_OPTIONS",
     "HealthConfig",
+    "MatricesConfig",
     "MuonConfig",
     "QkClipConfig",
     "RestoreConfig",

@@ -7,8 +7,6 @@ from typing import Any, Literal, TypedDict
 
 from torch import Tensor
 
-__all__ = ["MuonKeywords"]
-
 
 # fmt: off
 class MuonKeywords(TypedDict, total=False):
@@ -36,10 +34,7 @@ class MuonKeywords(TypedDict, total=False):
     qk_clip: Mapping[str, Any] | str | bool | None
     momentum_dtype: Literal["fp32", "bf16"] | None
     wire_dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"]
-    split: Mapping[str, Literal["qkv", "gate_up"] | Sequence[int] | Sequence[float]]
-    per_head_muon: bool
-    heads: Mapping[str, int | Sequence[int]]
-    transposed: Sequence[str]
+    matrices: Mapping[str, Mapping[str, Any]]
     include: Sequence[str]
     exclude: Sequence[str]
     nonfinite_grad: Literal["skip", "error"]

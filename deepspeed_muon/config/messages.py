@@ -11,8 +11,6 @@ from pydantic import ValidationError
 
 from deepspeed_muon.math.coefficients import NsScheduleName
 
-__all__ = ["TORCH_OPTIONS", "readable", "shown", "unknown_key_message"]
-
 TORCH_OPTIONS = {
     "maximize": "negate the loss instead",
     "amsgrad": "it has no counterpart here",
@@ -72,8 +70,21 @@ REMOVED = {
         "0.3",
         "leave it out: a matrix has one owner; tensor_parallel_mode: distributed stays",
     ),
+    "split": ("0.3", 'write "matrices": {pattern: {"split": ...}}'),
+    "heads": ("0.3", 'write "matrices": {pattern: {"heads": ...}}'),
+    "per_head_muon": ("0.3", 'write "matrices": {"*": {"heads": "config"}}'),
+    "transposed": ("0.3", 'write "matrices": {pattern: {"transposed": true}}'),
+    "restore_from.hyperparameters": (
+        "0.3",
+        "it follows progress; deepspeed_muon.restore(engine, path, hyperparameters=...) takes it alone",
+    ),
+    "restore_from.scheduler": ("0.3", "call deepspeed_muon.restore(engine, path, scheduler=...) instead"),
+    "restore_from.allow_nonfinite": (
+        "0.3",
+        "call deepspeed_muon.restore(engine, path, allow_nonfinite=...) instead",
+    ),
 }
-"""Settings that are gone: the first version without them, and what to do instead."""
+"""Settings that are gone, after the key of their section: the first version without them, and what to do instead."""
 
 # Keys whose value may be of several kinds. Pydantic reports one error for each kind; these texts replace them.
 _ALLOWED = {
@@ -81,7 +92,7 @@ _ALLOWED = {
         ", ".join(map(repr, get_args(NsScheduleName)))
     ),
     "split": "must be 'qkv', 'gate_up', a list of whole sizes, or a list of at least 2 fractions between 0 and 1",
-    "heads": "must be a whole number of at least 1, or a list of those",
+    "heads": "must be 'config', a whole number of at least 1, or a list of those",
 }
 
 _BOUNDS = {
@@ -92,14 +103,22 @@ _BOUNDS = {
 }
 
 
-def unknown_key_message(key: str, known: Any, where: str = "") -> str:
-    """Return the text of an unknown-key error in the section ``where``, with a similar known key if there is one."""
+def unknown_key_message(key: str, known: Any, where: str = "", *, section: str = "") -> str:
+    """Return the text of an error about an unknown key, with what to write instead where that is known.
+
+    Args:
+        key: The unknown key.
+        known: The keys that there are.
+        where: What the text begins with.
+        section: The setting whose object holds the key; empty at the top.
+    """
     where = f"{where}: " if where else ""
     if key in TORCH_OPTIONS:
         return f"{where}{key!r} is an option of torch's optimizers that this one does not have; {TORCH_OPTIONS[key]}"
-    if key in REMOVED:
-        since, instead = REMOVED[key]
-        return f"{where}{key!r} is no setting since version {since}; {instead}"
+    path = f"{section}.{key}" if section else key
+    if path in REMOVED:
+        since, instead = REMOVED[path]
+        return f"{where}{path!r} is no setting since version {since}; {instead}"
     if key in _ELSEWHERE:
         return f"{where}{key!r} is an argument of another Muon; {_ELSEWHERE[key]}"
     names = sorted(str(name) for name in known)
@@ -113,21 +132,24 @@ def readable(error: ValidationError, params: Mapping[str, Any], where: str) -> s
     lines: dict[str, str] = {}
     for item in error.errors():
         location, value, message = item["loc"], item["input"], str(item["msg"])
-        key, context = str(location[0]), item.get("ctx", {})
+        context = item.get("ctx", {})
         if item["type"] in _BOUNDS:
             word, name = _BOUNDS[item["type"]]
             message = f"must be {word} {context[name]:g}"
         elif isinstance(context.get("error"), ValueError):
             message = str(context["error"])
-        if key in _ALLOWED:
-            value, message = params[key], _ALLOWED[key]
-            if key in ("split", "heads") and len(location) > 1:
-                key, value = f"{key}[{location[1]!r}]", value[location[1]]
-            elif key in ("split", "heads"):
-                message = f"must be an object: name pattern to a value, which {message}"
-        else:
-            for part in location[1:]:
-                key += f"[{part}]" if isinstance(part, int) else f".{part}"
+        # Below matrices, a pattern comes before the key.
+        end = 3 if location[0] == "matrices" else 1
+        if len(location) >= end and location[end - 1] in _ALLOWED:
+            location, message = location[:end], _ALLOWED[str(location[end - 1])]
+            inner: Any = params
+            for part in location:
+                inner = inner[part]
+            value = inner
+        key = str(location[0])
+        for position, part in enumerate(location[1:], start=1):
+            bracketed = isinstance(part, int) or (position, location[0]) == (1, "matrices")
+            key += f"[{part!r}]" if bracketed else f".{part}"
         lines.setdefault(key, f"{where}.{key}: {message} (got {shown(value)})")
     return "\n".join(lines.values())
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from deepspeed_muon.config import values as v
 from deepspeed_muon.config.messages import readable, shown, unknown_key_message
-from deepspeed_muon.config.sections import HealthConfig, QkClipConfig, RestoreConfig
+from deepspeed_muon.config.sections import HealthConfig, MatricesConfig, QkClipConfig, RestoreConfig
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.coefficients import (
     Coefficients,
@@ -35,8 +35,6 @@ from deepspeed_muon.math.weight_decay import WeightDecayMode
 from deepspeed_muon.ops import NsBackend
 from deepspeed_muon.plan.order import OrderName
 from deepspeed_muon.plan.wire import CODED, PLAIN, WireFormat
-
-__all__ = ["DEFAULT_MUON_LR", "GROUP_KEYS", "RATE_KEYS", "MuonConfig"]
 
 DEFAULT_MUON_LR = 0.02
 DEFAULT_ADAM_LR = 3e-4
@@ -151,24 +149,12 @@ class MuonConfig(BaseModel):
         "`int8`: one byte and a scale for 256 elements, half of bf16's bytes, with a loss that `health` reports "
         "([measured.md](measured.md)).",
     )
-    split: Annotated[
-        dict[str, Literal["qkv", "gate_up"] | v.Sizes | v.Fractions], BeforeValidator(v.empty_for_none)
-    ] = Field(
+    matrices: Annotated[dict[str, MatricesConfig], BeforeValidator(v.by_pattern)] = Field(
         default_factory=dict,
-        description="Name pattern to the parts of a fused projection, each a block of its own: sizes, fractions of "
-        "the output, `qkv` or `gate_up` ([routing.md](routing.md#which-matrices-a-weight-is-made-of)).",
-    )
-    per_head_muon: v.Flag = Field(
-        default=False,
-        description="Orthogonalise the heads of query, key and value projections separately, counted by the model's "
-        "`config` or DeepSpeed's tags.",
-    )
-    heads: Annotated[dict[str, v.Size | v.Sizes], BeforeValidator(v.empty_for_none)] = Field(
-        default_factory=dict,
-        description="Name pattern to the number of attention heads, or to one number for each part.",
-    )
-    transposed: tuple[str, ...] = Field(
-        default=(), description="Name patterns of weights stored as input x output, where not recognised."
+        description="Name pattern to the matrices that a weight is made of, as in "
+        '`{"*.qkv.weight": {"split": "qkv", "heads": "config"}}`; '
+        "each key of a value is taken from the first pattern that has it "
+        "([routing.md](routing.md#which-matrices-a-weight-is-made-of)).",
     )
     include: tuple[str, ...] = Field(
         default=(),
@@ -213,7 +199,7 @@ class MuonConfig(BaseModel):
     restore_from: RestoreConfig | None = Field(
         default=None,
         description="A consolidated set to start from, at any stage and number of ranks; or an object with `path` and "
-        "the arguments of `restore` ([checkpoints.md](checkpoints.md)).",
+        "`progress` ([checkpoints.md](checkpoints.md)).",
     )
 
     @classmethod

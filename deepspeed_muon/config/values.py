@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -62,9 +63,11 @@ def pair(value: Any) -> Any:
     return value
 
 
-def empty_for_none(value: Any) -> Any:
-    """Return an empty object for ``None``."""
-    return {} if value is None else value
+def by_pattern(value: Any) -> Any:
+    """Return an empty object for ``None``; raise for anything else that is no object."""
+    if not isinstance(value, (Mapping, type(None))):
+        raise ValueError("must be an object: name pattern to an object with split, heads or transposed")
+    return value or {}
 
 
 Number = Annotated[float, BeforeValidator(_number)]

@@ -248,7 +248,7 @@ def load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwa
         client_state.pop(SAVE_KEY, None)
     way = "restore a consolidated set with hyperparameters=False"
     if saved is not None:
-        way = f"{saved.way(hyperparameters=False)} instead of loading this"
+        way = f"{saved.way('hyperparameters=False')} instead of loading this"
     before.warn_of_replaced("engine.load_checkpoint", way)
     return path, client_state
 

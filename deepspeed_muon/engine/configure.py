@@ -10,6 +10,8 @@ import functools
 import json
 import weakref
 from collections.abc import Callable, Collection
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -97,13 +99,16 @@ _TAGS = ("use_muon", "muon_num_heads", "muon_head_dim")
 
 
 def set_optimizer_flags(original: Callable[..., Any], config: Any, model: nn.Module) -> None:
-    """Let DeepSpeed tag the heads of attention layers. With our optimizer it may find none."""
-    try:
-        original(config, model)
-    except ValueError:
-        per_head = (getattr(config, "optimizer_params", None) or {}).get("per_head_muon")
-        if not per_head or not _is_our_type(config.optimizer_name):
-            raise
+    """Let DeepSpeed tag the heads of attention layers where ``matrices`` asks for them. It may find none."""
+    entries = (config.optimizer_params or {}).get("matrices")
+    asked = isinstance(entries, dict) and any(
+        isinstance(entry, dict) and entry.get("heads") == "config" for entry in entries.values()
+    )
+    with suppress(ValueError):
+        original(
+            SimpleNamespace(optimizer_name=config.optimizer_name, optimizer_params={"per_head_muon": asked}),
+            model,
+        )
 
 
 def broadcast_model(original: Callable[..., Any], engine: Any) -> Any:

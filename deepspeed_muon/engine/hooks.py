@@ -59,7 +59,8 @@ HOOKS = (
     Hook(DeepSpeedEngine, "_configure_basic_optimizer", configure.configure_basic_optimizer),
     # Ranks that differ in what AutoEP goes by would make other process groups and wait for each other.
     Hook(DeepSpeedEngine, "_configure_expert_parallel", configure.configure_expert_parallel),
-    # per_head_muon would be refused where DeepSpeed finds no heads. Ours are found by other rules, and checked.
+    # DeepSpeed counts heads only for a key of its own, and refuses it where it finds none. Ours are found by other
+    # rules too, and checked.
     Hook(deepspeed, "set_optimizer_flags", configure.set_optimizer_flags),
     # Schedulers that write one number into every group would lose the ratio of Muon's rate and AdamW's. And the
     # schedule is the last thing that restore_from fills, so it is loaded here.

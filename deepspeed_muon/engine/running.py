@@ -37,9 +37,9 @@ def configure_lr_scheduler(original: Callable[..., Any], engine: Any, *args: Any
             and "warmup_max_lr" not in given
         ):
             _warn_of_default_peak(engine.lr_scheduler, configured, optimizer.config.reference_lr)
-        if optimizer.config.restore_from is not None:
-            arguments = optimizer.config.restore_from.model_dump()
-            restore(engine, arguments.pop("path"), **arguments)
+        source = optimizer.config.restore_from
+        if source is not None:
+            restore(engine, source.path, progress=source.progress, hyperparameters=source.progress)
     return result
 
 

@@ -71,12 +71,12 @@ def refuse_blocks_of_shards(engine: Any, config: MuonConfig) -> None:
     Raises:
         UnsupportedConfigError: Naming the config key, why, and what to do.
     """
-    wanted = [key for key in ("per_head_muon", "split", "heads") if getattr(config, key)]
-    if wanted and tensor_shards(engine):
+    blocks = any(entry.split or entry.heads for entry in config.matrices.values())
+    if blocks and tensor_shards(engine):
         raise UnsupportedConfigError(
-            f"optimizer.params.{wanted[0]} of layers that tensor parallelism cuts needs an optimizer that DeepSpeed "
-            f"makes from its configuration: the program's own was made before the number of tensor-parallel ranks was "
-            f'known. Write the settings under "optimizer": {{"type": "Muon", "params": ...}}'
+            "optimizer.params.matrices of layers that tensor parallelism cuts needs an optimizer that DeepSpeed "
+            "makes from its configuration: the program's own was made before the number of tensor-parallel ranks was "
+            'known. Write the settings under "optimizer": {"type": "Muon", "params": ...}'
         )
 
 

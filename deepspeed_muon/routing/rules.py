@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.config import MatricesConfig, MuonConfig
 from deepspeed_muon.errors import ParameterTypeError, RoutingError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.routing.names import ModelNames, leaf_name, matches, rule_by_name
@@ -25,7 +26,13 @@ from deepspeed_muon.routing.route import (
     format_routes,
     summarize_routes,
 )
-from deepspeed_muon.routing.shapes import cut_into_heads, share_of_blocks, split_output, true_shape
+from deepspeed_muon.routing.shapes import (
+    cut_into_heads,
+    heads_by_config,
+    share_of_blocks,
+    split_output,
+    true_shape,
+)
 
 __all__ = [
     "Algorithm",
@@ -81,12 +88,11 @@ def route_parameters(
             if route.algorithm == "muon"
             for name in item.names
         ]
-        for key in ("split", "heads", "transposed"):
-            for pattern in _unmatched(config, key, muon):
-                raise RoutingError(
-                    f"optimizer.params.{key}: pattern {pattern!r} matches no parameter that goes to Muon; their names "
-                    f"look like {muon[:3]}"
-                )
+        for pattern in _unmatched(config, "matrices", muon):
+            raise RoutingError(
+                f"optimizer.params.matrices: pattern {pattern!r} matches no parameter that goes to Muon; their names "
+                f"look like {muon[:3]}"
+            )
         check_routes(routes, all_names, config)
     return routes
 
@@ -97,18 +103,19 @@ def check_routes(routes: Sequence[Route], names: Sequence[str], config: MuonConf
     Raises:
         RoutingError: If a pattern matches nothing, or no heads were found.
     """
-    for key in ("include", "exclude", "split", "heads", "transposed"):
+    for key in ("include", "exclude", "matrices"):
         for pattern in _unmatched(config, key, names):
             raise RoutingError(
                 f"optimizer.params.{key}: pattern {pattern!r} matches no parameter name; "
                 f"names look like {list(names[:3])}"
             )
-    if config.per_head_muon and not any(route.per_head for route in routes):
+    by_config = any(entry.heads == "config" for entry in config.matrices.values())
+    if by_config and not any(route.per_head for route in routes):
         raise RoutingError(
-            "optimizer.params.per_head_muon: no attention projection was recognised, so no heads would be separate. "
-            "They are found by name (q_proj, k_proj, v_proj and the like) with the head counts of the model's config "
-            "(num_attention_heads, num_key_value_heads, head_dim; a client optimizer needs model=). A fused projection "
-            "needs 'split' too. Otherwise write the counts as 'heads': {pattern: count}, or unset per_head_muon"
+            "optimizer.params.matrices: 'heads' is 'config' and no attention projection was recognised, so no heads "
+            "would be separate. They are found by name (q_proj, k_proj, v_proj and the like) with the head counts of "
+            "the model's config (num_attention_heads, num_key_value_heads, head_dim; a client optimizer needs model=). "
+            "A fused projection needs 'split' too. Otherwise write their number, or leave 'heads' out"
         )
 
 
@@ -179,15 +186,16 @@ def _route(
             f"parameter {item.name} of shape {list(shape)} was sent to Muon ({reason}) but Muon orthogonalises "
             f"matrices, plain convolutions and stacked experts, none of them empty; remove it from the pattern or group"
         )
+    asked = _asked(item, config)
     transposed = kind != "convolution" and (
-        "transposed" in item.module_kinds or _chosen(item, config, "transposed") is not None
+        "transposed" in item.module_kinds if asked.transposed is None else asked.transposed
     )
     if kind == "experts":
         reason += f", {shape[0]} experts separately"
-    parts, per_head, how = _divide(item, shape, kind, transposed, config)
+    parts, per_head, how = _divide(item, shape, kind, transposed, asked)
     shards = item.shards
     if shards is not None:
-        fused = _chosen(item, config, "split") is not None
+        fused = asked.split is not None
         parts, shards = share_of_blocks(parts, shards, name=item.name, fused=fused, transposed=transposed)
         how += f", {len(shards.sizes)} tensor-parallel ranks"
     parts = parts if len(parts) > 1 else ()
@@ -203,43 +211,41 @@ def _whole_shape(item: NamedParameter) -> tuple[int, ...]:
 
 
 def _divide(
-    item: NamedParameter, shape: tuple[int, ...], kind: MatrixKind, transposed: bool, config: MuonConfig
+    item: NamedParameter, shape: tuple[int, ...], kind: MatrixKind, transposed: bool, asked: MatricesConfig
 ) -> tuple[tuple[int, ...], bool, str]:
     """Return the sizes of the blocks along the output, whether heads are among them, and the words for the reason.
 
     All of them are those of the whole layer, also if this rank has a shard of it.
     """
     if item.experts > 1:
-        return _by_expert(item, shape, kind, config), False, f", {item.experts} experts separately"
+        return _by_expert(item, shape, kind, asked), False, f", {item.experts} experts separately"
     output = shape[-1] if transposed else shape[1] if kind == "experts" else shape[0]
     if item.shards is not None and item.shards.dim == int(transposed):
         output = sum(item.shards.sizes)
     parts: tuple[int, ...] = (output,)
     how = ", stored as input x output" if transposed else ""
-    pattern = _chosen(item, config, "split")
-    if pattern is not None:
+    if asked.split is not None:
         parts = split_output(
-            config.split[pattern],
+            asked.split,
             name=item.name,
             output=output,
             attention=item.attention,
             interleaved="interleaved" in item.module_kinds,
         )
         how += f", split into {' + '.join(map(str, parts))}"
-    pattern = _chosen(item, config, "heads")
-    heads = cut_into_heads(
-        parts,
-        name=item.name,
-        explicit=None if pattern is None else config.heads[pattern],
+    by_config = asked.heads == "config" and kind == "matrix"
+    counts: int | Sequence[int] = (1,) * len(parts)
+    if by_config:
         # DeepSpeed's tag may be the number of the layer's heads or of this rank's.
-        tagged=item.heads if item.shards is None else 1,
-        attention=item.attention,
-        derive=config.per_head_muon and kind == "matrix",
-    )
+        tagged = item.heads if item.shards is None else 1
+        counts = heads_by_config(parts, leaf_name(item.name), tagged, item.attention)
+    elif isinstance(asked.heads, (int, list)):
+        counts = asked.heads
+    heads = cut_into_heads(parts, counts, name=item.name)
     per_head = max(heads) > 1
     if per_head:
         how += f", {' + '.join(map(str, heads))} heads separately"
-    elif config.per_head_muon and pattern is None and item.attention is not None and kind == "matrix":
+    elif by_config and item.attention is not None:
         doubt = item.attention.doubt(leaf_name(item.name), output)
         how += "" if doubt is None else f", {doubt}"
     blocks = tuple(size // count for size, count in zip(parts, heads, strict=True) for _ in range(count))
@@ -247,15 +253,14 @@ def _divide(
 
 
 def _by_expert(
-    item: NamedParameter, shape: tuple[int, ...], kind: MatrixKind, config: MuonConfig
+    item: NamedParameter, shape: tuple[int, ...], kind: MatrixKind, asked: MatricesConfig
 ) -> tuple[int, ...]:
     """Return the rows, or the columns, that each expert has of a half of peft's LoRA."""
-    for key in ("split", "heads", "transposed"):
-        if _chosen(item, config, key) is not None:
-            raise RoutingError(
-                f"optimizer.params.{key}: {item.name} of shape {list(shape)} is a LoRA of {item.experts} stacked "
-                f"experts, which are a matrix each; take it out of the pattern"
-            )
+    if asked != MatricesConfig():
+        raise RoutingError(
+            f"optimizer.params.matrices: {item.name} of shape {list(shape)} is a LoRA of {item.experts} stacked "
+            f"experts, which are a matrix each; take it out of the pattern"
+        )
     if item.shards is not None:
         raise RoutingError(
             f"{item.name} is a LoRA of stacked experts that tensor parallelism cuts; only AdamW can train it: take it "
@@ -263,6 +268,15 @@ def _by_expert(
         )
     side = shape[1] if kind == "interleaved experts" else shape[0]
     return (side // item.experts,) * item.experts
+
+
+def _asked(item: NamedParameter, config: MuonConfig) -> MatricesConfig:
+    """Return what ``matrices`` says of a parameter, each of its keys by the first pattern that has it."""
+    found: dict[str, Any] = {}
+    for pattern, entry in config.matrices.items():
+        if any(matches(pattern, name, "matrices") for name in item.names):
+            found = {**entry.model_dump(exclude_none=True), **found}
+    return MatricesConfig(**found)
 
 
 def _chosen(item: NamedParameter, config: MuonConfig, key: str) -> str | None:

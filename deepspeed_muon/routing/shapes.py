@@ -2,7 +2,7 @@
 
 The output of a layer is the first dimension of its weight, or the last if the weight is stored as input x output
 (Hugging Face's ``Conv1D``, the stacked experts of gpt-oss and Llama 4). ``split`` cuts the output into the parts of
-a fused projection, attention heads cut each part again, and every block has its own scale. The input is never cut: an
+a fused projection, ``heads`` cut each part again, and every block has its own scale. The input is never cut: an
 output projection, whose heads lie on its input, stays whole.
 """
 
@@ -179,7 +179,7 @@ def split_output(
     """Return the sizes of the parts of a fused projection.
 
     Args:
-        rule: The value in ``optimizer.params.split`` for this parameter.
+        rule: The value of ``split`` in ``optimizer.params.matrices`` for this parameter.
         name: The parameter's name.
         output: Outputs of the layer.
         attention: The heads of its model, for ``qkv``.
@@ -188,7 +188,7 @@ def split_output(
     Raises:
         RoutingError: If the outputs of a part do not follow each other, or the parts do not add up to the output.
     """
-    where = f"optimizer.params.split: {name} has {output} outputs"
+    where = f"optimizer.params.matrices: {name} has {output} outputs"
     if interleaved:
         raise RoutingError(
             f"{where} in which those of its parts alternate, so that no part is a run of them; leave it whole"
@@ -203,7 +203,7 @@ def split_output(
         if any(abs(size * output - whole) >= 0.5 for size, whole in zip(rule, sizes, strict=True)):
             sizes = ()
     if sum(sizes) != output or min(sizes, default=0) < 1:
-        raise RoutingError(f"{where}, which {rule!r} does not divide (it gives {list(sizes)})")
+        raise RoutingError(f"{where}, which split {rule!r} does not divide (it gives {list(sizes)})")
     return sizes
 
 
@@ -227,52 +227,49 @@ def _named_sizes(
     return sizes
 
 
-def cut_into_heads(
-    parts: Sequence[int],
-    *,
-    name: str,
-    explicit: int | Sequence[int] | None,
-    tagged: int,
-    attention: AttentionShape | None,
-    derive: bool,
-) -> tuple[int, ...]:
-    """Return the number of heads in every part, 1 for a part that stays whole.
-
-    The first of these that is given decides: ``optimizer.params.heads``, DeepSpeed's tag, the model's configuration.
+def heads_by_config(
+    parts: Sequence[int], leaf: str, tagged: int, attention: AttentionShape | None
+) -> int | Sequence[int]:
+    """Return the number of heads by DeepSpeed's tag or else the model's configuration, 1 where neither tells.
 
     Args:
         parts: Sizes of the parts of the output; one for a layer that is not split.
-        name: The parameter's name.
-        explicit: The value in ``optimizer.params.heads``: a number for every part, or one for the only part.
+        leaf: The last component of the layer's name.
         tagged: ``muon_num_heads`` of the parameter, 1 without a tag.
         attention: The heads of its model.
-        derive: Whether ``per_head_muon`` is set, which allows the last two sources.
+    """
+    if len(parts) == 1:
+        if tagged > 1:
+            return tagged
+        return (attention.heads_of(leaf, parts[0]) if attention is not None else None) or 1
+    if attention is not None and leaf in _FUSED_NAMES and tuple(parts) == attention.qkv_sizes():
+        return attention.heads, attention.kv_heads, attention.kv_heads
+    return (1,) * len(parts)
+
+
+def cut_into_heads(parts: Sequence[int], heads: int | Sequence[int], *, name: str) -> tuple[int, ...]:
+    """Return the number of heads in every part, 1 for a part that stays whole.
+
+    Args:
+        parts: Sizes of the parts of the output; one for a layer that is not split.
+        heads: A number for every part, or one for the only part.
+        name: The parameter's name.
 
     Raises:
         RoutingError: If a part does not divide into its heads.
     """
-    counts: Sequence[int] = (1,) * len(parts)
-    source = "optimizer.params.heads"
-    if explicit is not None:
-        counts = (explicit,) if isinstance(explicit, int) else explicit
-        if len(counts) != len(parts):
-            raise RoutingError(
-                f"{source}: {name} has {len(parts)} parts and {list(counts)} has {len(counts)} numbers; write one for "
-                f"each part, 1 for a part that stays whole"
-            )
-    elif derive:
-        source = "optimizer.params.per_head_muon"
-        leaf = leaf_name(name)
-        if len(parts) == 1 and tagged > 1:
-            counts = (tagged,)
-        elif attention is not None and len(parts) == 1:
-            counts = (attention.heads_of(leaf, parts[0]) or 1,)
-        elif attention is not None and leaf in _FUSED_NAMES and tuple(parts) == attention.qkv_sizes():
-            counts = (attention.heads, attention.kv_heads, attention.kv_heads)
+    counts = (heads,) if isinstance(heads, int) else tuple(heads)
+    if len(counts) != len(parts):
+        raise RoutingError(
+            f"optimizer.params.matrices: {name} has {len(parts)} parts and heads {list(counts)} has {len(counts)} "
+            f"numbers; write one for each part, 1 for a part that stays whole"
+        )
     for size, count in zip(parts, counts, strict=True):
         if size % count:
-            raise RoutingError(f"{source}: {name} has {size} outputs, not divisible by {count} heads")
-    return tuple(counts)
+            raise RoutingError(
+                f"optimizer.params.matrices: {name} has {size} outputs, not divisible by {count} heads"
+            )
+    return counts
 
 
 def share_of_blocks(
@@ -300,7 +297,7 @@ def share_of_blocks(
     where = (
         f"{name} has blocks of {_shown(blocks)} outputs and is cut over {len(shards.sizes)} tensor-parallel"
     )
-    remedy = "leave it whole (without 'split', 'heads' and per_head_muon it is one matrix), or exclude it"
+    remedy = "leave it whole (without 'split' and 'heads' it is one matrix), or exclude it"
     if shards.dim != int(transposed):
         # Every rank has some inputs of every block.
         share: tuple[tuple[int, ...], tuple[bool, ...]] | None = tuple(blocks), (False,) * len(blocks)

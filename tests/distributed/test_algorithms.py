@@ -58,7 +58,7 @@ def test_normuon_under_other_settings(ranks: Any, name: str) -> None:
 
 def test_normuon_by_heads(ranks: Any) -> None:
     """Every head is normalised to its own norm."""
-    params = {"variant": "normuon", "per_head_muon": True}
+    params = {"variant": "normuon", "matrices": {"*": {"heads": "config"}}}
     results = ranks(3).run(training.train, stage=3, kind="heads", params=params)
     compare(results, "heads", 3, 0.0, variant="normuon")
 

@@ -38,11 +38,11 @@ def test_predictions_are_what_runs(ranks: Any, stage: int, world: int) -> None:
     [
         (0, 2, "mixed", {}),
         (1, 4, "mixed", {"order": "given"}),
-        (2, 3, "heads", {"order": "given", "per_head_muon": True}),
+        (2, 3, "heads", {"order": "given", "matrices": {"*": {"heads": "config"}}}),
         (3, 2, "mixed", {}),
-        (3, 4, "heads", {"per_head_muon": True}),
+        (3, 4, "heads", {"matrices": {"*": {"heads": "config"}}}),
         (2, 4, "mixed", {"variant": "normuon"}),
-        (3, 3, "heads", {"variant": "normuon", "per_head_muon": True}),
+        (3, 3, "heads", {"variant": "normuon", "matrices": {"*": {"heads": "config"}}}),
     ],
 )
 def test_stacks_in_pieces(ranks: Any, stage: int, world: int, kind: str, params: dict[str, Any]) -> None:

@@ -15,10 +15,10 @@ from deepspeed_muon.checkpoint.index import load_index
 from deepspeed_muon.optimizer import Muon
 from tests.support import training
 from tests.support.contract import compare, reference
-from tests.support.models import FUSED_PARAMS, MATRICES, build
+from tests.support.models import FUSED_PARAMS, FUSED_SPLITS, MATRICES, build
 from tests.support.reference import relative
 
-WITHOUT_HEADS = {"split": FUSED_PARAMS["split"]}
+WITHOUT_HEADS = {"matrices": FUSED_SPLITS}
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,7 @@ def client(rank: int, world_size: int, *, stage: int, how: str) -> Any:
     settings: dict[str, Any] = {**training.MUON_PARAMS, **FUSED_PARAMS}
     model = build("fused")
     if how == "heads-key":
-        del settings["per_head_muon"]
-        settings["heads"] = {"*.qkv_proj.weight": [4, 2, 2]}
+        settings["matrices"] = {**FUSED_SPLITS, "*.qkv_proj.weight": {"split": "qkv", "heads": [4, 2, 2]}}
         optimizer: Any = Muon(model.named_parameters(), model=model, **settings)
     elif how == "model":
         optimizer = Muon(model, **settings)
@@ -175,10 +174,18 @@ def refused(rank: int, world_size: int, *, kind: str, params: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("kind", "params", "said"),
     [
-        ("fused", {"split": {"*.qkv_proj.weight": [16, 8, 9]}}, "self_attn.qkv_proj.weight has 32 outputs"),
-        ("fused", {"split": {"*.nothing": "qkv"}}, "matches no parameter that goes to Muon"),
-        ("toy", {"split": {"blocks.0.up.weight": "qkv"}}, "write the sizes of query, key and value"),
-        ("toy", {"per_head_muon": True}, "no attention projection was recognised"),
+        (
+            "fused",
+            {"matrices": {"*.qkv_proj.weight": {"split": [16, 8, 9]}}},
+            "self_attn.qkv_proj.weight has 32 outputs",
+        ),
+        ("fused", {"matrices": {"*.nothing": {"split": "qkv"}}}, "matches no parameter that goes to Muon"),
+        (
+            "toy",
+            {"matrices": {"blocks.0.up.weight": {"split": "qkv"}}},
+            "write the sizes of query, key and value",
+        ),
+        ("toy", {"matrices": {"*": {"heads": "config"}}}, "no attention projection was recognised"),
     ],
 )
 def test_refusals(ranks: Any, kind: str, params: dict[str, Any], said: str) -> None:

@@ -91,7 +91,7 @@ def test_autotp_cuts_each_part(ranks: Any) -> None:
         style="autotp-halves",
         tensor_size=2,
         stage=1,
-        params={"split": {"*.up.weight": [0.5, 0.5]}},
+        params={"matrices": {"*.up.weight": {"split": [0.5, 0.5]}}},
     )[0]
     start, end, _, _ = reference("even", 1, 0.0, cuts="even-halves")
     for name in MATRICES["even"]:
@@ -105,14 +105,12 @@ def test_autotp_cuts_each_part(ranks: Any) -> None:
 # What is divided into blocks: every part (the query in heads, key and value whole), also of a layer stored as input x
 # output and of one whose inputs are cut.
 BLOCKS: dict[str, Any] = {
-    "split": {
-        "*.qkv_proj.weight": [16, 8, 8],
-        "*.c_attn.weight": [16, 16, 16],
-        "*.o_proj.weight": [12, 4],
-        "*.gate_up_proj": "gate_up",
-    },
-    "heads": {"*.qkv_proj.weight": [4, 1, 1], "*.c_attn.weight": [4, 4, 4]},
-    "transposed": ["*.c_attn.weight"],
+    "matrices": {
+        "*.qkv_proj.weight": {"split": [16, 8, 8], "heads": [4, 1, 1]},
+        "*.c_attn.weight": {"split": [16, 16, 16], "heads": [4, 4, 4], "transposed": True},
+        "*.o_proj.weight": {"split": [12, 4]},
+        "*.gate_up_proj": {"split": "gate_up"},
+    }
 }
 BLOCK_CASES = each_value(
     itertools.product(
@@ -140,14 +138,14 @@ def test_blocks_of_cut_matrices(
 
 
 def test_heads_of_the_configuration(ranks: Any) -> None:
-    """``per_head_muon`` takes the counts of the model: two query heads and one key head on each of two ranks."""
+    """``heads: config`` takes the counts of the model: two query heads and one key head on each of two ranks."""
     results = ranks(2).run(
         tensor_parallel.train,
         style="sliced",
         kind="heads",
         tensor_size=2,
         stage=1,
-        params={"per_head_muon": True},
+        params={"matrices": {"*": {"heads": "config"}}},
     )
     compare(results, "heads", 1, 0.0)
 
@@ -218,8 +216,8 @@ def test_refused_on_every_rank(ranks: Any, what: str) -> None:
 
 
 UNKNOWN = {
-    "parts": ("Set partition_stride", {"split": {"blocks.0.up.weight": [0.5, 0.5]}}),
-    "heads": ("the ranks hold different blocks", {"heads": {"blocks.1.up.weight": 3}}),
+    "parts": ("Set partition_stride", {"matrices": {"blocks.0.up.weight": {"split": [0.5, 0.5]}}}),
+    "heads": ("the ranks hold different blocks", {"matrices": {"blocks.1.up.weight": {"heads": 3}}}),
 }
 
 
@@ -234,4 +232,4 @@ def test_blocks_that_no_rank_can_tell_are_refused_on_every_rank(ranks: Any, what
 
 def test_blocks_need_an_optimizer_from_the_configuration(ranks: Any) -> None:
     for message in ranks(2).run(tensor_parallel.with_own_optimizer):
-        assert message.startswith("UnsupportedConfigError: optimizer.params.heads of layers"), message
+        assert message.startswith("UnsupportedConfigError: optimizer.params.matrices of layers"), message

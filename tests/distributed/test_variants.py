@@ -105,9 +105,11 @@ def test_convolutions_and_stacked_experts(ranks: Any, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", FEW_STAGES)
-def test_per_head_muon(ranks: Any, stage: int) -> None:
+def test_heads_of_the_configuration(ranks: Any, stage: int) -> None:
     """Query and key heads are orthogonalised separately, the output projection is not."""
-    results = ranks(3).run(training.train, stage=stage, kind="heads", params={"per_head_muon": True})
+    results = ranks(3).run(
+        training.train, stage=stage, kind="heads", params={"matrices": {"*": {"heads": "config"}}}
+    )
     compare(results, "heads", 3, 0.0)
 
 

@@ -97,31 +97,49 @@ def test_a_scheduler_of_another_kind(ranks: Any, tmp_path: Path, saved: str, now
     for result in ranks(2).run(tried, folder=str(tmp_path), scheduler=now):
         message = result["message"]
         assert now in message and saved in message and "scheduler=False" in message, message
-        assert '"scheduler": false' in message
         assert not result["changed"] and result["steps"] == 2 and result["kept"]
 
 
-def taken_over(rank: int, world_size: int, *, folder: str, scheduler: str, restore_from: Any) -> Any:
-    params = {"restore_from": restore_from} if restore_from else None
-    engine = engine_with(scheduler, seed=7, params=params)
-    if not restore_from:
-        restore(engine, folder)
+def taken_over(rank: int, world_size: int, *, folder: str, scheduler: str, arguments: Any = None) -> Any:
+    engine = engine_with(scheduler, seed=7)
+    restore(engine, folder, **(arguments or {}))
     result = engine.global_steps, str(engine.lr_scheduler.state_dict())
     engine.destroy()
     return result
 
 
+def begun_anew(rank: int, world_size: int, *, folder: str) -> dict[str, Any]:
+    """Start a new run of another schedule and another momentum from the saved weights."""
+    params = {"momentum": 0.8, "restore_from": {"path": folder, "progress": False}}
+    engine = engine_with("StepLR", seed=7, params=params)
+    again = engine_with("WarmupLR", seed=7)
+    restore(again, folder)
+    result = {
+        "steps": engine.global_steps,
+        "schedule": engine.lr_scheduler.state_dict()["last_epoch"],
+        "momentum": engine.basic_optimizer.param_groups[0]["momentum"],
+        "weights": [training.full_masters(one) for one in (engine, again)],
+    }
+    engine.destroy()
+    again.destroy()
+    return result
+
+
 def test_what_still_restores(ranks: Any, tmp_path: Path) -> None:
-    """The same kind; another kind that counts alike; a set without the name of the class; and the key that skips."""
+    """The same kind; another kind that counts alike; a set without the class's name; what skips the schedule."""
     ranks(2).run(saved_with, folder=str(tmp_path), scheduler="WarmupLR")
-    arguments = {"folder": str(tmp_path), "restore_from": None}
+    arguments: dict[str, Any] = {"folder": str(tmp_path)}
     for now in ("WarmupLR", "WarmupDecayLR"):
         assert ranks(2).run(taken_over, scheduler=now, **arguments)[0] == [2, "{'last_batch_iteration': 1}"]
     edit(tmp_path / INDEX, lambda content: content["progress"].pop("lr_scheduler_class"))
     assert ranks(2).run(taken_over, scheduler="WarmupLR", **arguments)[0][0] == 2
-    arguments["restore_from"] = {"path": str(tmp_path), "scheduler": False}
-    steps, schedule = ranks(2).run(taken_over, scheduler="StepLR", **arguments)[1]
+    with_another = {"scheduler": "StepLR", "arguments": {"scheduler": False}}
+    steps, schedule = ranks(2).run(taken_over, **with_another, **arguments)[1]
     assert steps == 2 and "'last_epoch': 0" in schedule
+    result = ranks(2).run(begun_anew, **arguments)[0]
+    assert (result["steps"], result["schedule"], result["momentum"]) == (0, 0, 0.8)
+    own, saved = result["weights"]
+    assert own.keys() == saved.keys() and all(torch.equal(own[name], saved[name]) for name in own)
 
 
 class Picky(torch.optim.lr_scheduler.StepLR):

@@ -20,7 +20,7 @@ from deepspeed_muon.config.messages import REMOVED
 
 RATES = ("lr", "muon_lr", "adam_lr", "weight_decay", "muon_weight_decay", "adam_weight_decay")
 NUMBERS = (*RATES, "momentum", "eps", "beta2", "ns_steps")
-FLAGS = ("nesterov", "per_head_muon", "adam_w_mode", "consolidate_on_save")
+FLAGS = ("nesterov", "adam_w_mode", "consolidate_on_save")
 
 SENSELESS: list[tuple[dict[str, Any], str]] = [
     *(({key: 1e30}, f"{key}: must be at most") for key in (*RATES, "eps")),
@@ -47,11 +47,17 @@ SENSELESS: list[tuple[dict[str, Any], str]] = [
     ({"health": "no"}, "health: must be an object with every, matrices and check, or true or false"),
     ({"qk_clip": {"threshold": True}}, "qk_clip.threshold: must be a number"),
     ({"exchange_chunk_numel": 1e15}, "exchange_chunk_numel: must be at most"),
-    ({"split": 3}, "split: must be an object"),
-    ({"split": {"a.*": "qk"}}, "split['a.*']: must be 'qkv', 'gate_up', a list of whole sizes"),
-    ({"split": {"a.*": [4, "4"]}}, "split['a.*']: must be 'qkv', 'gate_up', a list of whole sizes"),
-    ({"heads": {"a.*": 0}}, "heads['a.*']: must be a whole number of at least 1"),
-    ({"heads": {"a.*": [True]}}, "heads['a.*']: must be a whole number of at least 1"),
+    ({"matrices": 3}, "matrices: must be an object: name pattern to an object"),
+    (
+        {"matrices": {"a.*": {"split": "qk"}}},
+        "matrices['a.*'].split: must be 'qkv', 'gate_up', a list of whole",
+    ),
+    ({"matrices": {"a.*": {"split": [4, "4"]}}}, "matrices['a.*'].split: must be 'qkv', 'gate_up', a list"),
+    (
+        {"matrices": {"a.*": {"heads": 0}}},
+        "matrices['a.*'].heads: must be 'config', a whole number of at least 1",
+    ),
+    ({"matrices": {"a.*": {"heads": [True]}}}, "matrices['a.*'].heads: must be 'config', a whole number"),
     ({"ns_schedule": "quintuple"}, "ns_schedule: must be one of 'quintic'"),
     ({"ns_schedule": [[1, 2]]}, "ns_schedule: must be one of 'quintic'"),
     ({"ns_schedule": [["3.4", -4.7, 2.0]]}, "ns_schedule: must be one of 'quintic'"),
@@ -72,19 +78,22 @@ def test_one_line_says_what_is_allowed(params: dict[str, Any], said: str) -> Non
 
 @pytest.mark.parametrize("key", REMOVED)
 def test_a_setting_that_is_gone_says_since_when_and_what_to_do(key: str) -> None:
+    section, _, inner = key.rpartition(".")
     with pytest.raises(ConfigError) as caught:
-        MuonConfig.from_params({key: 2})
+        MuonConfig.from_params({section: {"path": "a", inner: 2}} if section else {key: 2})
     since, instead = REMOVED[key]
     assert f"'{key}' is no setting since version {since}; {instead}" in str(caught.value)
 
 
 def test_each_bad_key_has_its_line() -> None:
     with pytest.raises(ConfigError) as caught:
-        MuonConfig.from_params({"lr": -1, "split": {"a": 1, "b": 2}, "tensor_parallel_mode": 1})
+        MuonConfig.from_params(
+            {"lr": -1, "matrices": {"a": {"split": 1}, "b": {"heads": "x"}}, "tensor_parallel_mode": 1}
+        )
     assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
         "optimizer.params.lr",
-        "optimizer.params.split['a']",
-        "optimizer.params.split['b']",
+        "optimizer.params.matrices['a'].split",
+        "optimizer.params.matrices['b'].heads",
         "optimizer.params.tensor_parallel_mode",
     ]
 
@@ -101,11 +110,13 @@ def test_what_people_run_is_accepted() -> None:
             "nesterov": np.bool_(False),
         },
         {"exchange_chunk_numel": 1e8, "ns_steps": 5.0, "nesterov": 0, "health": {"every": 1e6}},
-        {"lr": torch.tensor(0.1), "betas": (0.9, np.float64(0.95)), "heads": {"a": np.int64(2)}},
         {
-            "split": {"a": [0.5, 0.5], "b": "qkv", "c": [4, 4]},
-            "heads": {"a": [4, 2]},
+            "lr": torch.tensor(0.1),
+            "betas": (0.9, np.float64(0.95)),
+            "matrices": {"a": {"heads": np.int64(2)}},
         },
+        {"matrices": {"a": {"split": [0.5, 0.5], "heads": [4, 2]}, "b": {"split": "qkv", "heads": "config"}}},
+        {"matrices": {"c": {"split": [4, 4], "transposed": True}, "d": {}}},
     ):
         config = MuonConfig.from_params(params)
         assert MuonConfig.from_params(json.loads(config.digest())) == config

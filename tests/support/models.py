@@ -438,14 +438,12 @@ CUTS["fused-over-ranks"] = {
 CUTS["even-halves"] = {
     f"blocks.{i}.up.weight": ([size // 2] * 2, [16], False) for i, size in enumerate((16, 48, 8))
 }
-FUSED_PARAMS: dict[str, object] = {
-    "per_head_muon": True,
-    "split": {
-        "*.qkv_proj.weight": "qkv",
-        "*.c_attn.weight": [16, 16, 16],
-        "*.gate_up_proj": "gate_up",
-    },
+FUSED_SPLITS: dict[str, dict[str, object]] = {
+    "*.qkv_proj.weight": {"split": "qkv"},
+    "*.c_attn.weight": {"split": [16, 16, 16]},
+    "*.gate_up_proj": {"split": "gate_up"},
 }
+FUSED_PARAMS: dict[str, object] = {"matrices": {**FUSED_SPLITS, "*": {"heads": "config"}}}
 
 
 def build(kind: str, *, seed: int = 0, **kwargs: object) -> Toy:

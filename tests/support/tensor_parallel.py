@@ -423,7 +423,7 @@ def with_own_optimizer(rank: int, world_size: int) -> str:
     mpu = Mpu(world_size)
     model = megatron_model(mpu.tensor)
     config = ds_config(1)
-    settings = {**config.pop("optimizer")["params"], "heads": {"blocks.0.up.weight": 2}}
+    settings = {**config.pop("optimizer")["params"], "matrices": {"blocks.0.up.weight": {"heads": 2}}}
     try:
         deepspeed.initialize(
             model=model, optimizer=deepspeed_muon.Muon(model, **settings), config=config, mpu=mpu

@@ -17,7 +17,7 @@ SMALL = {"zero": {"sub_group_size": 300}}
 OFFLOAD = {"zero": {"offload_optimizer": {"device": "cpu"}}}
 BLOCKS_BY_ADAM = {"exclude": ["blocks.*"]}
 NORMUON = {"variant": "normuon"}
-HEADS = {**NORMUON, "heads": {"blocks.*.up.weight": 4}}
+HEADS = {**NORMUON, "matrices": {"blocks.*.up.weight": {"heads": 4}}}
 
 CHANGES = {
     # tensor parallelism: with it, without it, of another size, the other convention

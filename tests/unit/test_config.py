@@ -212,7 +212,7 @@ def test_a_subclass_has_its_own_signature() -> None:
 
 
 def test_constructor_and_json_take_the_same_keys() -> None:
-    params = {"muon_lr": 0.5, "split": None, "heads": None, "health": False, "consolidate_on_save": True}
+    params = {"muon_lr": 0.5, "matrices": None, "health": False, "consolidate_on_save": True}
     assert Muon(nn.Linear(4, 4), **params).config == MuonConfig.from_params(params)
 
 

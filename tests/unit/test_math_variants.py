@@ -180,8 +180,7 @@ def test_parts_of_fused_projections_are_normalised_apart(transposed: bool) -> No
         variant="normuon",
         ns_dtype="fp32",
         ns_backend="torch",
-        split={"fused.*": [8, 12]},
-        transposed=["fused.*"] if transposed else [],
+        matrices={"fused.*": {"split": [8, 12], "transposed": transposed}},
     )
     weight.grad = grad.clone()
     optimizer.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,13 +68,13 @@ def test_heads_are_those_of_the_config(
     model = Named(config, **{leaf: (rows, 7)})
     if not blocks:
         model.extra = Named(LLAMA, q_proj=(32, 7))  # so that some heads are found
-    assert routes(model, per_head_muon=True)[f"{leaf}.weight"].row_blocks == blocks
+    assert routes(model, matrices={"*": {"heads": "config"}})[f"{leaf}.weight"].row_blocks == blocks
     assert routes(model)[f"{leaf}.weight"].row_blocks == ()
 
 
 def test_a_size_that_does_not_fit_is_said_so() -> None:
     model = Named(LLAMA, q_proj=(32, 7), k_proj=(24, 7))
-    found = routes(model, per_head_muon=True)
+    found = routes(model, matrices={"*": {"heads": "config"}})
     assert found["k_proj.weight"].row_blocks == ()
     assert "2 heads of 8 are not its 24 outputs" in found["k_proj.weight"].reason
 
@@ -82,69 +83,77 @@ def test_the_nearest_config_counts() -> None:
     """The vision tower has another head count than the language model around it."""
     model = Named(LLAMA, q_proj=(32, 7))
     model.vision = Named({"num_attention_heads": 8, "hidden_size": 32}, q_proj=(32, 7))
-    found = routes(model, per_head_muon=True)
+    found = routes(model, matrices={"*": {"heads": "config"}})
     assert found["q_proj.weight"].row_blocks == (8,) * 4
     assert found["vision.q_proj.weight"].row_blocks == (4,) * 8
     assert nearest_attention({}, "a.b.weight") is None
     inner = Named()
     inner.config = SimpleNamespace(text_config=SimpleNamespace(**LLAMA))
     inner.q_proj = nn.Linear(7, 32, bias=False)
-    assert routes(inner, per_head_muon=True)["q_proj.weight"].row_blocks == (8,) * 4
+    assert routes(inner, matrices={"*": {"heads": "config"}})["q_proj.weight"].row_blocks == (8,) * 4
 
 
 def test_tags_and_the_explicit_key_come_first() -> None:
     model = Named(LLAMA, q_proj=(32, 7), odd=(30, 7))
     model.q_proj.weight.muon_num_heads = 2
-    assert routes(model, per_head_muon=True)["q_proj.weight"].row_blocks == (16, 16)
-    found = routes(model, per_head_muon=True, heads={"q_proj.*": 8, "odd.*": 3})
+    assert routes(model, matrices={"*": {"heads": "config"}})["q_proj.weight"].row_blocks == (16, 16)
+    found = routes(
+        model, matrices={"q_proj.*": {"heads": 8}, "odd.*": {"heads": 3}, "*": {"heads": "config"}}
+    )
     assert found["q_proj.weight"].row_blocks == (4,) * 8
     assert found["odd.weight"].row_blocks == (10,) * 3
-    assert routes(model, heads={"odd.*": 3})["q_proj.weight"].row_blocks == ()
+    assert routes(model, matrices={"odd.*": {"heads": 3}})["q_proj.weight"].row_blocks == ()
 
 
 def test_splits() -> None:
     model = Named(LLAMA, qkv_proj=(64, 7), gate_up_proj=(10, 7), thirds=(9, 7))
     found = routes(
         model,
-        split={"qkv_proj.*": "qkv", "*.weight": "gate_up", "gate_up_proj.*": [1, 9]},
+        matrices={
+            "qkv_proj.*": {"split": "qkv"},
+            "*.weight": {"split": "gate_up"},
+            "gate_up_proj.*": {"split": [1, 9]},
+        },
         exclude=["thirds.weight"],
     )
     assert found["qkv_proj.weight"].row_blocks == (32, 16, 16)
     assert found["gate_up_proj.weight"].row_blocks == (5, 5), "the first pattern that matches"
-    thirds = routes(model, split={"thirds.*": [0.3333, 0.3333, 0.3333]})["thirds.weight"]
+    thirds = routes(model, matrices={"thirds.*": {"split": [0.3333, 0.3333, 0.3333]}})["thirds.weight"]
     assert thirds.row_blocks == (3, 3, 3)
-    heads = routes(model, split={"qkv_proj.*": [32, 16, 16]}, per_head_muon=True)["qkv_proj.weight"]
+    heads = routes(model, matrices={"*": {"heads": "config"}, "qkv_proj.*": {"split": [32, 16, 16]}})[
+        "qkv_proj.weight"
+    ]
     assert heads.row_blocks == (8,) * 8, "sizes that are those of the config have its heads too"
-    own = routes(model, split={"qkv_proj.*": "qkv"}, heads={"qkv_proj.*": [4, 2, 1]})["qkv_proj.weight"]
+    own = routes(model, matrices={"qkv_proj.*": {"split": "qkv", "heads": [4, 2, 1]}})["qkv_proj.weight"]
     assert own.row_blocks == (8, 8, 8, 8, 8, 8, 16) and own.grid == (own.row_blocks, ())
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"split": {"qkv_proj.*": [32, 16]}}, r"64 outputs, which \[32, 16\] does not divide"),
-        ({"split": {"qkv_proj.*": [0.5, 0.25]}}, "does not divide"),
-        ({"split": {"odd.*": "gate_up"}}, "9 outputs, which 'gate_up' does not divide"),
-        ({"split": {"none.*": "qkv"}}, "split: pattern 'none.*' matches no parameter that goes to Muon"),
-        ({"split": {"query_key_value.*": "qkv"}}, "often stored head by head"),
-        ({"split": {"odd.*": "qkv"}}, "does not divide"),
-        ({"heads": {"odd.*": 2}}, "heads: odd.weight has 9 outputs, not divisible by 2 heads"),
-        ({"heads": {"odd.*": [3, 3]}}, "odd.weight has 1 parts and"),
-        ({"heads": {"re:(": 3}}, "heads: 're:\\(' is not a regular expression"),
-        ({"transposed": ["nothing"]}, "transposed: pattern 'nothing' matches no parameter"),
+        ({"qkv_proj.*": {"split": [32, 16]}}, r"64 outputs, which split \[32, 16\] does not divide"),
+        ({"qkv_proj.*": {"split": [0.5, 0.25]}}, "does not divide"),
+        ({"odd.*": {"split": "gate_up"}}, "9 outputs, which split 'gate_up' does not divide"),
+        ({"none.*": {"split": "qkv"}}, "matrices: pattern 'none.*' matches no parameter that goes to Muon"),
+        ({"query_key_value.*": {"split": "qkv"}}, "often stored head by head"),
+        ({"odd.*": {"split": "qkv"}}, "does not divide"),
+        ({"odd.*": {"heads": 2}}, "matrices: odd.weight has 9 outputs, not divisible by 2 heads"),
+        ({"odd.*": {"heads": [3, 3]}}, "odd.weight has 1 parts and"),
+        ({"re:(": {"heads": 3}}, "matrices: 're:\\(' is not a regular expression"),
+        ({"nothing": {"transposed": True}}, "matrices: pattern 'nothing' matches no parameter"),
     ],
 )
 def test_what_does_not_divide(settings: dict[str, Any], said: str) -> None:
     model = Named(LLAMA, qkv_proj=(64, 7), query_key_value=(64, 7), odd=(9, 7))
     with pytest.raises(RoutingError, match=said):
-        Muon(model, **settings)
+        Muon(model, matrices=settings)
 
 
 def test_words_that_need_a_config() -> None:
     with pytest.raises(RoutingError, match="write the sizes of query, key and value instead"):
-        Muon(Named(qkv_proj=(64, 7)), split={"qkv_proj.*": "qkv"})
+        Muon(Named(qkv_proj=(64, 7)), matrices={"qkv_proj.*": {"split": "qkv"}})
     with pytest.raises(RoutingError, match="no attention projection was recognised"):
-        Muon(Named(LLAMA, up_proj=(64, 7)), per_head_muon=True)
+        Muon(Named(LLAMA, up_proj=(64, 7)), matrices={"*": {"heads": "config"}})
     with pytest.raises(RoutingError, match="leave it whole"):
         split_output("gate_up", name="w", output=4, attention=None, interleaved=True)
 
@@ -152,18 +161,21 @@ def test_words_that_need_a_config() -> None:
 @pytest.mark.parametrize(
     ("params", "said"),
     [
-        ({"split": {"*": "kv"}}, "optimizer.params.split"),
-        ({"split": {"*": [4, 0]}}, "optimizer.params.split"),
-        ({"split": {"*": [0.5, 1.5]}}, "optimizer.params.split"),
-        ({"split": ["*"]}, "optimizer.params.split"),
-        ({"heads": {"*": 0}}, "optimizer.params.heads"),
-        ({"heads": {"*": []}}, "optimizer.params.heads"),
-        ({"transposed": {"a": 1}}, "optimizer.params.transposed"),
+        ({"*": {"split": "kv"}}, ".*.split: must be 'qkv', 'gate_up', a list"),
+        ({"*": {"split": [4, 0]}}, ".*.split: must be 'qkv', 'gate_up', a list"),
+        ({"*": {"split": [0.5, 1.5]}}, ".*.split: must be 'qkv', 'gate_up', a list"),
+        (["*"], ": must be an object: name pattern to"),
+        ({"*": "qkv"}, ".*: must be an object with split, heads or transposed"),
+        ({"*": {"heads": 0}}, ".*.heads: must be 'config', a whole number"),
+        ({"*": {"heads": []}}, ".*.heads: must be 'config', a whole number"),
+        ({"*": {"transposed": "a"}}, ".*.transposed: must be true or false"),
+        ({"*": {"transpose": True}}, ".*: unknown key 'transpose'; did you mean 'transposed'?"),
     ],
 )
 def test_bad_values(params: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        MuonConfig.from_params(params)
+    said = said.replace(".*", "['*']")
+    with pytest.raises(ConfigError, match=re.escape(f"optimizer.params.matrices{said}")):
+        MuonConfig.from_params({"matrices": params})
 
 
 def test_stored_transposes() -> None:
@@ -177,9 +189,11 @@ def test_stored_transposes() -> None:
     assert found["experts.gate_up_proj"].row_blocks == (12,) * 3
     assert found["turned.gate_up_proj"].row_blocks == (16,) * 3
     assert found["experts.gate_up_proj_bias"].algorithm == "adamw"
-    asked = routes(Named(a=(4, 8), b=(4, 8)), transposed=["a.*"], split={"a.*": [6, 2]})
+    asked = routes(Named(a=(4, 8), b=(4, 8)), matrices={"a.*": {"split": [6, 2], "transposed": True}})
     assert asked["a.weight"].transposed and asked["a.weight"].col_blocks == (6, 2)
     assert not asked["b.weight"].transposed
+    denied = Muon(build("fused"), matrices={"self_attn.c_attn.weight": {"transposed": False}}).routes
+    assert not next(route for route in denied if route.name == "self_attn.c_attn.weight").transposed
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -196,7 +210,7 @@ def test_the_scale_is_that_of_the_layer(transposed: bool) -> None:
         momentum=0.0,
         nesterov=False,
         ns_dtype="fp32",
-        transposed=["a.*"] if transposed else [],
+        matrices={"a.*": {"transposed": transposed}},
     )
     model.a.weight.grad = stored.clone()
     optimizer.step()
@@ -213,20 +227,24 @@ def test_hugging_face_models() -> None:
     gpt2 = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(n_layer=1, n_embd=32, n_head=4, vocab_size=50, bos_token_id=1, eos_token_id=2)
     )
-    found = routes(gpt2, split={"*.c_attn.weight": "qkv"}, per_head_muon=True)
+    found = routes(gpt2, matrices={"*.c_attn.weight": {"split": "qkv", "heads": "config"}})
     attention = found["transformer.h.0.attn.c_attn.weight"]
     assert attention.transposed and attention.col_blocks == (8,) * 12 and attention.row_blocks == ()
     assert found["transformer.h.0.mlp.c_fc.weight"].transposed
     phi = transformers.Phi3ForCausalLM(transformers.Phi3Config(**common))
-    found = routes(phi, split={"*.qkv_proj.weight": "qkv", "*.gate_up_proj.weight": "gate_up"})
+    found = routes(
+        phi, matrices={"*.qkv_proj.weight": {"split": "qkv"}, "*.gate_up_proj.weight": {"split": "gate_up"}}
+    )
     assert found["model.layers.0.self_attn.qkv_proj.weight"].row_blocks == (32, 16, 16)
     oss = transformers.GptOssForCausalLM(transformers.GptOssConfig(num_local_experts=4, **common))
-    experts = routes(oss, per_head_muon=True)["model.layers.0.mlp.experts.gate_up_proj"]
+    experts = routes(oss, matrices={"*": {"heads": "config"}})["model.layers.0.mlp.experts.gate_up_proj"]
     assert experts.transposed and experts.row_blocks == (32,) * 4
     with pytest.raises(RoutingError, match="alternate"):
-        Muon(oss, split={"*.gate_up_proj": "gate_up"})
+        Muon(oss, matrices={"*.gate_up_proj": {"split": "gate_up"}})
     mixtral = transformers.MixtralForCausalLM(transformers.MixtralConfig(num_local_experts=4, **common))
-    experts = routes(mixtral, split={"*.gate_up_proj": "gate_up"})["model.layers.0.mlp.experts.gate_up_proj"]
+    experts = routes(mixtral, matrices={"*.gate_up_proj": {"split": "gate_up"}})[
+        "model.layers.0.mlp.experts.gate_up_proj"
+    ]
     assert experts.row_blocks == (48,) * 8 and not experts.transposed
 
 

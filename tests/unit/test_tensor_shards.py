@@ -63,9 +63,9 @@ class Fused(nn.Module):
         self.embed = nn.Embedding(4, 4)
 
 
-def routed(parts: tuple[int, ...], **params: object) -> tuple[tuple[int, ...], TensorShards | None]:
+def routed(parts: tuple[int, ...], **asked: object) -> tuple[tuple[int, ...], TensorShards | None]:
     model = Fused()
-    config = MuonConfig.from_params({"split": {"qkv_proj.weight": [16, 8, 8]}, **params})
+    config = MuonConfig.from_params({"matrices": {"qkv_proj.weight": {"split": [16, 8, 8], **asked}}})
     shards = {id(model.qkv_proj.weight): TensorShards(0, (16, 16), parts)}
     (route, _) = build_groups(model, config, shards=shards).routes
     return route.parts, route.shards
@@ -74,23 +74,23 @@ def routed(parts: tuple[int, ...], **params: object) -> tuple[tuple[int, ...], T
 def test_counts_and_sizes_are_those_of_the_whole_layer() -> None:
     parts, shards = routed((16, 8, 8))
     assert parts == (8, 4, 4) and shards is not None and shards.whole == (False,) * 3
-    parts, shards = routed((16, 8, 8), heads={"qkv_proj.weight": [4, 2, 1]})
+    parts, shards = routed((16, 8, 8), heads=[4, 2, 1])
     assert parts == (4, 4, 4, 4) and shards is not None and shards.whole == (True, True, True, False)
 
 
 @pytest.mark.parametrize(
-    ("parts", "params", "said"),
+    ("parts", "asked", "said"),
     [
         ((), {}, "Set partition_stride"),
         ((32,), {}, "hold different blocks"),
-        ((16, 8, 8), {"heads": {"qkv_proj.weight": [4, 1, 1]}, "transposed": ["qkv_proj.weight"]}, "outputs"),
+        ((16, 8, 8), {"heads": [4, 1, 1], "transposed": True}, "outputs"),
     ],
 )
 def test_a_layout_that_is_not_known_is_refused(
-    parts: tuple[int, ...], params: dict[str, object], said: str
+    parts: tuple[int, ...], asked: dict[str, object], said: str
 ) -> None:
     with pytest.raises(RoutingError, match=said):
-        routed(parts, **params)
+        routed(parts, **asked)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
