@@ -118,7 +118,6 @@ class ParameterKind(_Record):
         algorithm: Whose state it is.
         heads: Blocks (attention heads, experts, parts) that were orthogonalised separately.
         grid: Their rows and columns where they are not ``heads`` equal blocks of rows.
-        interleaved: Whether the columns go to the column blocks in turn.
         transposed: Whether the weight is stored as input x output.
         group: Number of its param group.
     """
@@ -127,7 +126,6 @@ class ParameterKind(_Record):
     algorithm: Literal["muon", "adamw"]
     heads: Dimension = 1
     grid: tuple[Blocks, Blocks] | None = None
-    interleaved: Annotated[bool, Field(strict=True)] = False
     transposed: Annotated[bool, Field(strict=True)] = False
     group: Count
 
@@ -146,15 +144,12 @@ class ParameterKind(_Record):
 
 def described(kind: Any) -> dict[str, Any]:
     """Return the fields of :class:`ParameterKind` but ``group``, of a route or a saved parameter, as JSON has them."""
-    # Releases that do not know the key refuse it, so it is written only where it says something.
-    interleaved = {"interleaved": True} if kind.interleaved else {}
     return {
         "shape": list(kind.shape),
         "algorithm": kind.algorithm,
         "heads": kind.heads,
         "grid": None if kind.grid is None else [list(sizes) for sizes in kind.grid],
         "transposed": kind.transposed,
-        **interleaved,
     }
 
 
@@ -201,7 +196,7 @@ class InPartitions:
 class ParameterRecord(ParameterKind):
     """One parameter of a consolidated set.
 
-    The file leaves out ``grid``, ``interleaved``, ``transposed`` and ``rows`` where they are unset.
+    The file leaves out ``grid``, ``transposed`` and ``rows`` where they are unset.
 
     Attributes:
         rows: Length of NorMuon's ``row_second_moment``; 0 where there is none.
@@ -221,7 +216,7 @@ class ParameterRecord(ParameterKind):
     def _without_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         # Releases that do not know these keys refuse an index that has them.
         written = dict(serialize(self))
-        for key in ("grid", "interleaved", "transposed", "rows"):
+        for key in ("grid", "transposed", "rows"):
             if not written[key]:
                 del written[key]
         return written

@@ -121,7 +121,6 @@ class RecordedParameter(ParameterKind, InPartitions):
             self.spread,
             row_blocks=row_blocks,
             col_blocks=col_blocks,
-            interleaved=self.interleaved,
             transposed=self.transposed,
         )
 

@@ -150,7 +150,6 @@ class ExchangePlan:
                 matrix.rows,
                 matrix.cols,
                 [list(sizes) for sizes in matrix.grid],
-                matrix.interleaved,
                 matrix.transposed,
                 matrix.first_row,
                 self.owners[index],

@@ -13,22 +13,17 @@ from deepspeed_muon.plan.spread import Spread
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A rectangle of a stored matrix, from ``row`` and ``col`` on, that is orthogonalised and scaled by itself.
-
-    It has every ``col_step``-th column.
-    """
+    """A rectangle of a stored matrix, from ``row`` and ``col`` on, that is orthogonalised and scaled by itself."""
 
     row: int
     col: int
     rows: int
     cols: int
-    col_step: int = 1
 
     @property
     def area(self) -> tuple[slice, slice]:
         """The index of the block in a tensor of the stored matrix."""
-        last = self.col + (self.cols - 1) * self.col_step
-        return slice(self.row, self.row + self.rows), slice(self.col, last + 1, self.col_step)
+        return slice(self.row, self.row + self.rows), slice(self.col, self.col + self.cols)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +84,6 @@ class MatrixLayout:
         row_blocks: Rows of each block (attention head, expert, part of a fused projection), from the top; empty for
             one block with all rows.
         col_blocks: The same for columns. With both, every cell of the grid is a block.
-        interleaved: Whether the columns go to equal column blocks in turn: of 3, the second has columns 1, 4, 7, ...
         transposed: Whether it is stored as input x output, so that its scale is that of the transposed matrix.
         shards: How the whole matrix is spread over its group, if this is one shard or copy; ``None`` without a group.
         first_row: For a run of blocks with its own owner, its first row in the parameter.
@@ -102,7 +96,6 @@ class MatrixLayout:
     spread: Spread
     row_blocks: tuple[int, ...] = ()
     col_blocks: tuple[int, ...] = ()
-    interleaved: bool = False
     transposed: bool = False
     shards: TensorShards | None = None
     first_row: int = 0
@@ -143,7 +136,7 @@ class MatrixLayout:
     @property
     def first_cols(self) -> tuple[int, ...]:
         """The first column of each column block."""
-        return _first_cols(self.grid[1], self.interleaved)
+        return _first_cols(self.grid[1])
 
     @property
     def block_shape(self) -> tuple[int, int]:
@@ -159,7 +152,7 @@ class MatrixLayout:
 
     def blocks(self) -> tuple[Block, ...]:
         """Return all blocks, row by row of the grid."""
-        return _blocks(*self.grid, self.interleaved)
+        return _blocks(*self.grid)
 
     def layer_shape(self, rows: int, cols: int) -> tuple[int, int]:
         """Return output and input size of a stored ``rows x cols`` block."""
@@ -171,8 +164,6 @@ class MatrixLayout:
         for what, sizes, whole in zip(("row", "column"), self.grid, (self.rows, self.cols), strict=True):
             if min(sizes) < 1 or sum(sizes) != whole:
                 raise ValueError(f"{self.name}: {what} blocks {sizes} do not add up to {whole}")
-        if self.interleaved and (self.transposed or len(set(self.grid[1])) > 1):
-            raise ValueError(f"{self.name}: its columns cannot go to blocks of {self.grid[1]} in turn")
         if self.spread.numel != self.numel:
             raise ValueError(
                 f"{self.name}: {self.rows} x {self.cols} elements do not lie in the {self.spread.numel} of its spread"
@@ -215,14 +206,13 @@ def _blocks_on(rank: int, ranks: int, parts: Sequence[int], blocks: Sequence[int
 
 
 @functools.lru_cache(maxsize=512)
-def _blocks(row_blocks: tuple[int, ...], col_blocks: tuple[int, ...], interleaved: bool) -> tuple[Block, ...]:
+def _blocks(row_blocks: tuple[int, ...], col_blocks: tuple[int, ...]) -> tuple[Block, ...]:
     """Return the cells of a grid; matrices with the same grid share them."""
-    step = len(col_blocks) if interleaved else 1
     rows = zip(accumulate(row_blocks, initial=0), row_blocks, strict=False)
-    cols = [*zip(_first_cols(col_blocks, interleaved), col_blocks, strict=True)]
-    return tuple(Block(row, col, height, width, step) for row, height in rows for col, width in cols)
+    cols = [*zip(_first_cols(col_blocks), col_blocks, strict=True)]
+    return tuple(Block(row, col, height, width) for row, height in rows for col, width in cols)
 
 
-def _first_cols(col_blocks: tuple[int, ...], interleaved: bool) -> tuple[int, ...]:
+def _first_cols(col_blocks: tuple[int, ...]) -> tuple[int, ...]:
     """Return the first column of each column block."""
-    return tuple(range(len(col_blocks))) if interleaved else (0, *accumulate(col_blocks[:-1]))
+    return (0, *accumulate(col_blocks[:-1]))

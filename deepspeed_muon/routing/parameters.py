@@ -32,11 +32,11 @@ class NamedParameter:
         names: Every dotted name under which the model reaches it; empty if unknown.
         param: The parameter itself.
         module_kinds: The kinds of module that hold it: a subset of {"embedding", "head", "tied", "convolution",
-            "grouped convolution", "transposed convolution", "experts", "transposed", "interleaved", "adapter"}.
+            "grouped convolution", "transposed convolution", "experts", "transposed", "interleaved", "adapter",
+            "LoRA of experts"}.
         heads: Attention heads by DeepSpeed's tag, 1 without a tag.
         attention: The heads of the attention module around it, if a configuration tells them.
         shards: How tensor parallelism cuts it; ``None`` if it does not, or nobody has told.
-        experts: How many experts share it, if it is a half of peft's LoRA of stacked experts, else 1.
     """
 
     names: tuple[str, ...]
@@ -45,7 +45,6 @@ class NamedParameter:
     heads: int = 1
     attention: AttentionShape | None = None
     shards: TensorShards | None = None
-    experts: int = 1
 
     @property
     def name(self) -> str:
@@ -65,14 +64,12 @@ def model_parameters_by_name(
     names: dict[int, list[str]] = {}
     params: dict[int, nn.Parameter] = {}
     kinds: dict[int, set[str]] = {}
-    experts: dict[int, int] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
         params[id(param)] = param
     for module in model.modules():
         for param, kind in chain(_kinds_by_module(module), _outputs(module), _adapters(module)):
             kinds.setdefault(id(param), set()).add(kind)
-        experts.update({id(param): count for param, count in _adapters_of_experts(module)})
     last = _last_layer(model)
     if isinstance(last, nn.Linear) and _has_few_outputs(last):
         kinds.setdefault(id(last.weight), set()).add("head")
@@ -89,7 +86,6 @@ def model_parameters_by_name(
             getattr(param, "muon_num_heads", None) or 1,
             nearest_attention(shapes, names[key][0]),
             (shards or {}).get(key),
-            experts.get(key, 1),
         )
         for key, param in params.items()
     }
@@ -138,26 +134,14 @@ def _outputs(module: nn.Module) -> Iterator[tuple[nn.Parameter, str]]:
 
 
 def _adapters(module: nn.Module) -> Iterator[tuple[nn.Parameter, str]]:
-    """Yield the weights of peft's adapters around a module, but for those of a LoRA."""
+    """Yield the weights of peft's adapters around a module, but for a plain LoRA's."""
+    experts = getattr(module, "num_experts", 1)
+    of_experts = isinstance(experts, int) and experts > 1  # target_parameters
     for name in getattr(module, "adapter_layer_names", ()):
         held = getattr(module, name, None)
-        if isinstance(held, nn.Module) and name not in ("lora_A", "lora_B"):
-            yield from ((param, "adapter") for param in held.parameters())
-
-
-def _adapters_of_experts(module: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
-    """Yield the weights of peft's LoRA of a stack of experts (``target_parameters``), and the number of the experts.
-
-    peft keeps A as (experts * rank, in), one expert after the other, and B as (out, rank * experts), in turn.
-    """
-    experts = getattr(module, "num_experts", 1)
-    if hasattr(module, "adapter_layer_names") and isinstance(experts, int) and experts > 1:
-        for name in ("lora_A", "lora_B"):
-            half = getattr(module, name, None)
-            if isinstance(half, nn.Module):
-                yield from (
-                    (param, experts) for key, param in half.named_parameters() if key.endswith("weight")
-                )
+        half = name in ("lora_A", "lora_B")
+        if isinstance(held, nn.Module) and (of_experts or not half):
+            yield from ((param, "LoRA of experts" if half else "adapter") for param in held.parameters())
 
 
 def _last_layer(model: nn.Module) -> nn.Module:

@@ -14,7 +14,7 @@ from deepspeed_muon.plan.owners import grid_blocks
 __all__ = ["Algorithm", "MatrixKind", "Route", "Rule", "format_routes", "summarize_routes"]
 
 Algorithm = Literal["muon", "adamw", "frozen"]
-MatrixKind = Literal["matrix", "convolution", "experts", "interleaved experts"]
+MatrixKind = Literal["matrix", "convolution", "experts"]
 Rule = Literal[
     "frozen",  # requires_grad is False
     "group",  # the caller's param group
@@ -42,8 +42,8 @@ class Route:
         shape: The layer's shape, also under ZeRO 3.
         algorithm: ``muon``, ``adamw`` or ``frozen``.
         reason: The rule that decided, in words.
-        parts: Sizes of the blocks along the layer's output (attention heads, parts of a fused projection), or along its
-            input if :attr:`interleaved`; empty for one block.
+        parts: Sizes of the blocks along the layer's output (attention heads, parts of a fused projection); empty for
+            one block.
         kind: How a Muon parameter is read as a matrix; see :attr:`matrix_shape`.
         transposed: Whether the weight is stored as input x output, so that the output is its last dimension.
         per_head: Whether attention heads are among :attr:`parts`.
@@ -66,20 +66,15 @@ class Route:
     @property
     def row_blocks(self) -> tuple[int, ...]:
         """Rows of each block of the stored matrix; empty for one block with all rows."""
-        own = () if self.transposed or self.interleaved else self.parts
+        own = () if self.transposed else self.parts
         if self.kind == "experts":
             return (own or (self.shape[1],)) * self.shape[0]
         return own
 
     @property
-    def interleaved(self) -> bool:
-        """Whether the columns go to the column blocks in turn: the half B of peft's LoRA of stacked experts."""
-        return self.kind == "interleaved experts"
-
-    @property
     def col_blocks(self) -> tuple[int, ...]:
         """Columns of each block of the stored matrix; empty for one block with all columns."""
-        return self.parts if self.transposed or self.interleaved else ()
+        return self.parts if self.transposed else ()
 
     @property
     def heads(self) -> int:

@@ -217,8 +217,6 @@ def _divide(
 
     All of them are those of the whole layer, also if this rank has a shard of it.
     """
-    if item.experts > 1:
-        return _by_expert(item, shape, kind, asked), False, f", {item.experts} experts separately"
     output = shape[-1] if transposed else shape[1] if kind == "experts" else shape[0]
     if item.shards is not None and item.shards.dim == int(transposed):
         output = sum(item.shards.sizes)
@@ -252,24 +250,6 @@ def _divide(
     return blocks, per_head, how
 
 
-def _by_expert(
-    item: NamedParameter, shape: tuple[int, ...], kind: MatrixKind, asked: MatricesConfig
-) -> tuple[int, ...]:
-    """Return the rows, or the columns, that each expert has of a half of peft's LoRA."""
-    if asked != MatricesConfig():
-        raise RoutingError(
-            f"optimizer.params.matrices: {item.name} of shape {list(shape)} is a LoRA of {item.experts} stacked "
-            f"experts, which are a matrix each; take it out of the pattern"
-        )
-    if item.shards is not None:
-        raise RoutingError(
-            f"{item.name} is a LoRA of stacked experts that tensor parallelism cuts; only AdamW can train it: take it "
-            f"out of optimizer.params.include"
-        )
-    side = shape[1] if kind == "interleaved experts" else shape[0]
-    return (side // item.experts,) * item.experts
-
-
 def _asked(item: NamedParameter, config: MuonConfig) -> MatricesConfig:
     """Return what ``matrices`` says of a parameter, each of its keys by the first pattern that has it."""
     found: dict[str, Any] = {}
@@ -292,8 +272,7 @@ def _matrix_kind(item: NamedParameter, shape: tuple[int, ...]) -> MatrixKind | N
     if len(shape) < 2 or min(shape) == 0:
         return None
     if len(shape) == 2:
-        half_b = any("lora_B" in name.split(".") for name in item.names)
-        return "interleaved experts" if item.experts > 1 and half_b else "matrix"
+        return None if "LoRA of experts" in item.module_kinds else "matrix"
     if "convolution" in item.module_kinds:
         return "convolution"
     # (experts, out, in), as Hugging Face's mixture-of-experts models keep them.
@@ -301,17 +280,6 @@ def _matrix_kind(item: NamedParameter, shape: tuple[int, ...]) -> MatrixKind | N
     if len(shape) == 3 and in_experts:
         return "experts"
     return None
-
-
-def _block_shape(kind: MatrixKind, shape: tuple[int, ...], experts: int) -> tuple[int, int]:
-    """Return rows and columns of the matrix, or of each expert's."""
-    if kind == "experts":
-        return shape[1], shape[2]
-    if kind == "interleaved experts":
-        return shape[0], shape[1] // experts
-    if experts > 1:
-        return shape[0] // experts, shape[1]
-    return shape[0], math.prod(shape[1:])
 
 
 def _decide(
@@ -332,12 +300,14 @@ def _decide(
     if (pattern := _chosen(item, config, "include")) is not None:
         return "muon", "include", f"include pattern {pattern!r}"
     if kind is None:
+        if "LoRA of experts" in item.module_kinds:
+            return "adamw", "adapter", "LoRA of stacked experts, whose matrices alternate in one tensor"
         for other in ("grouped convolution", "transposed convolution"):
             if other in item.module_kinds:
                 return "adamw", "shape", f"filters of a {other}"
         what = {0: "a scalar", 1: "a vector", 2: "an empty matrix"}
         return "adamw", "shape", what.get(len(shape), f"{len(shape)}-dimensional, not a matrix")
-    if 1 in _block_shape(kind, shape, item.experts):
+    if 1 in (shape[1:] if kind == "experts" else (shape[0], math.prod(shape[1:]))):
         return "adamw", "shape", "a matrix with a side of 1, which is a vector"
     if "embedding" in item.module_kinds:
         return "adamw", "embedding", "weight of an embedding module"
@@ -355,12 +325,9 @@ def _decide(
             return "adamw", *found
     if "adapter" in item.module_kinds:
         return "adamw", "adapter", "an adapter of another kind than LoRA"
-    if item.experts > 1 and item.shards is not None:
-        return "adamw", "adapter", "LoRA of stacked experts, cut by tensor parallelism"
     words = {
         "matrix": "hidden matrix",
         "convolution": "filters of a convolution",
         "experts": "hidden matrices",
-        "interleaved experts": "hidden matrices",
     }
     return "muon", "hidden", words[kind]

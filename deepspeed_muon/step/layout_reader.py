@@ -79,7 +79,6 @@ class LayoutReader:
                     spread,
                     row_blocks=route.row_blocks,
                     col_blocks=route.col_blocks,
-                    interleaved=route.interleaved,
                     transposed=route.transposed,
                     shards=route.shards,
                 )

@@ -49,8 +49,6 @@ class Oracle:
     variant: str = "muon"
     beta2: float = 0.95
     decay_mode: str = "decoupled"
-    # Names of matrices whose columns belong to so many experts in turn.
-    interleaved: dict[str, int] = field(default_factory=dict)
     # Name to rows, columns and whether the weight is input x output; 3-D weights are stacked to one matrix first.
     cuts: dict[str, tuple[list[int], list[int], bool]] = field(default_factory=dict)
     keep: Callable[[Tensor], Tensor] = lambda buf: buf
@@ -79,12 +77,6 @@ class Oracle:
         self.state[name] = (self.keep(buf),)
         if name in self.cuts:
             update = self._cut(name, u.reshape(-1, u.shape[-1]), *self.cuts[name])
-        elif name in self.interleaved:
-            update = torch.empty_like(u)
-            for number in range(self.interleaved[name]):
-                own = slice(number, None, self.interleaved[name])
-                (factor,) = self._normalized(f"{name}[{number}]", [polar(u[:, own])])
-                update[:, own] = self.scale(*factor.shape) * factor
         else:
             blocks = list(u) if name in self.experts else u.flatten(1).chunk(self.heads.get(name, 1))
             factors = self._normalized(name, [polar(block) for block in blocks])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
@@ -144,14 +142,7 @@ def test_rows_of_blocks_and_of_transposed_matrices() -> None:
         (1, 3, 2),
         (2, 5, 1),
     ]
-    in_turn = replace(grid, col_blocks=(5, 5), row_blocks=(), interleaved=True)
-    (layout,) = row_places((in_turn,))
-    # Rows of blocks begin at 0, 1 | 10, 11 | 20, 21.
-    assert [(f.rank, f.matrix_offset, f.numel) for f in fragments_of(layout)] == [
-        (0, 0, 4),
-        (1, 4, 2),
-    ]
-    assert [layout.rank_at(row) for row in range(6)] == [0, 0, 0, 0, 1, 1]
+    assert [layout.rank_at(row) for row in range(6)] == [0, 0, 0, 1, 1, 2]
     flipped = MatrixLayout("t", 4, 5, 0, flat_spread(0, 20, 7), row_blocks=(2, 2), transposed=True)
     (layout,) = row_places((flipped,))
     # Columns of blocks begin at 0 to 4 and 10 to 14; ranks hold 7, 7 and 6 elements.

@@ -100,6 +100,22 @@ def test_a_gate_beside_experts_is_a_router() -> None:
     assert found.algorithm == "adamw" and "router" in found.reason
 
 
+def test_the_adapters_of_stacked_experts_go_to_adamw() -> None:
+    """As peft keeps them: several matrices in one tensor, whose columns alternate in B."""
+    model = nn.Module()
+    wrapped = model.experts = nn.Module()
+    wrapped.adapter_layer_names, wrapped.num_experts = ("lora_A", "lora_B"), 3
+    wrapped.lora_A = nn.ModuleDict({"default": nn.Linear(8, 6, bias=False)})
+    wrapped.lora_B = nn.ModuleDict({"default": nn.Linear(6, 8, bias=False)})
+    model.up = nn.Linear(8, 8, bias=False)
+    found = {route.name: route for route in Muon(model).routes}
+    for half in "AB":
+        route = found[f"experts.lora_{half}.default.weight"]
+        assert (route.algorithm, route.rule) == ("adamw", "adapter") and "stacked experts" in route.reason
+    with pytest.raises(RoutingError, match="Muon orthogonalises matrices"):
+        Muon(model, include=["*lora_B*"])
+
+
 def test_the_adapter_of_a_router_is_the_router() -> None:
     found = route(
         "layers.0.mlp.gate.lora_B.default.weight", 4, 2, siblings=("layers.0.mlp.experts.0.up.weight",)
