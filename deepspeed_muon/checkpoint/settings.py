@@ -24,6 +24,8 @@ from deepspeed_muon.config import GROUP_KEYS, MuonConfig
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import logger, warn
 from deepspeed_muon.optimizer import Muon
+from deepspeed_muon.variants import SETTINGS as VARIANT_SETTINGS
+from deepspeed_muon.variants import VARIANTS
 
 __all__ = [
     "Before",
@@ -356,8 +358,7 @@ class Before:
             keys = set(config.muon_defaults() if muon else config.adam_defaults())
             if getattr(scheduler, "cycle_momentum", False):
                 keys -= {"momentum", "betas"}
-            if config.variant == "muon":
-                keys.discard("beta2")
+            keys -= VARIANT_SETTINGS.keys() - {each.name for each in VARIANTS[config.variant].settings}
             for key in sorted(keys):
                 before, now = was[key], group[key]
                 if key == "lr" and rates is not None:

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from deepspeed_muon.config.settings import RATE_KEYS, MuonConfig
+from deepspeed_muon.variants import SETTINGS as VARIANT_SETTINGS
 
 __all__ = ["keys_with_sentences", "takes_settings"]
 
@@ -20,7 +21,8 @@ _Init = TypeVar("_Init", bound=Callable[..., None])
 
 def keys_with_sentences() -> Iterator[tuple[str, Any, str]]:
     """Yield name, default and sentence (Markdown) of every key, and of keys of objects, as in ``health.every``."""
-    for name, field in MuonConfig.model_fields.items():
+    # Settings of variants, which the model has first, come last.
+    for name, field in sorted(MuonConfig.model_fields.items(), key=lambda item: item[0] in VARIANT_SETTINGS):
         default = field.get_default(call_default_factory=True)
         yield (
             name,

@@ -12,6 +12,7 @@ from torch import Tensor
 class MuonKeywords(TypedDict, total=False):
     """The keys of :class:`~deepspeed_muon.config.MuonConfig` without ``lr``, and the types of their values."""
 
+    beta2: float
     muon_lr: Tensor | float | None
     adam_lr: Tensor | float | None
     momentum: float
@@ -30,7 +31,6 @@ class MuonKeywords(TypedDict, total=False):
     ns_dtype: Literal["auto", "fp32", "bf16", "fp16"]
     ns_backend: Literal["auto", "ops", "torch"]
     variant: Literal["muon", "normuon"]
-    beta2: float
     qk_clip: Mapping[str, Any] | str | bool | None
     momentum_dtype: Literal["fp32", "bf16"] | None
     wire_dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"]

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from deepspeed_muon.config import values as v
 from deepspeed_muon.config.messages import readable, shown, unknown_key_message
@@ -29,12 +29,13 @@ from deepspeed_muon.math.coefficients import (
     tolerates_rounding,
 )
 from deepspeed_muon.math.newton_schulz import DTYPES, NsDtypeName, NsMethod, NsSettings, resolve_ns_dtype
-from deepspeed_muon.math.normuon import VariantName
 from deepspeed_muon.math.scaling import AdjustLrName
 from deepspeed_muon.math.weight_decay import WeightDecayMode
 from deepspeed_muon.ops import NsBackend
 from deepspeed_muon.plan.order import OrderName
 from deepspeed_muon.plan.wire import CODED, PLAIN, WireFormat
+from deepspeed_muon.variants import SETTINGS as VARIANT_SETTINGS
+from deepspeed_muon.variants import VARIANTS
 
 DEFAULT_MUON_LR = 0.02
 DEFAULT_ADAM_LR = 3e-4
@@ -57,12 +58,29 @@ GROUP_KEYS = frozenset(
         "betas",
         "eps",
         "adjust_lr_fn",
-        "beta2",
+        *VARIANT_SETTINGS,
     }
 )
 
+# The names and settings of variants come from their files, which type checkers cannot follow.
+if TYPE_CHECKING:
+    VariantName: TypeAlias = str
+    _VariantSettings = BaseModel
+else:
+    VariantName = Literal[tuple(VARIANTS)]
+    _VariantSettings = create_model(
+        "_VariantSettings",
+        **{
+            each.name: (
+                Annotated[v.Number, each.limits],
+                Field(default=each.default, description=each.description),
+            )
+            for each in VARIANT_SETTINGS.values()
+        },
+    )
 
-class MuonConfig(BaseModel):
+
+class MuonConfig(_VariantSettings):
     """The settings of one optimizer. Frozen: what the ranks compared at start is what runs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -130,9 +148,12 @@ class MuonConfig(BaseModel):
     )
     variant: VariantName = Field(
         default="muon",
-        description="`muon`, or `normuon`: rows of the update are brought to equal size by a running second moment.",
+        description="; ".join(
+            f"`{each.name}`: {each.description}" if each.description else f"`{each.name}`"
+            for each in VARIANTS.values()
+        )
+        + ".",
     )
-    beta2: v.Fraction = Field(default=0.95, description="Decay of NorMuon's second moment of each row.")
     qk_clip: QkClipConfig | None = Field(
         default=None,
         description="MuonClip, as an object (`{}` takes its defaults): after each step, scale the query and key rows "
@@ -282,8 +303,8 @@ class MuonConfig(BaseModel):
             "nesterov": self.nesterov,
             "weight_decay": _first(self.muon_weight_decay, self.weight_decay),
             "adjust_lr_fn": self.adjust_lr_fn,
-            "beta2": self.beta2,
             "weight_decay_mode": self.weight_decay_mode,
+            **{key: getattr(self, key) for key in VARIANT_SETTINGS},
         }
 
     def adam_defaults(self) -> dict[str, Any]:

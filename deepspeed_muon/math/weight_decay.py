@@ -14,7 +14,7 @@ With ``u`` the update that is subtracted (``lr * u``: Muon's scaled orthogonal f
 =============== ======================================================================================================
 
 Every term reads ``p`` before the step. The float64 counterpart is
-:func:`deepspeed_muon.math.reference_variants.reference_decayed_step`.
+:func:`tests.support.reference.decayed_step`.
 """
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ class ResultCheck:
         result.finish.take_back(entry.member)
         if anew:
             result.finish.start_anew(entry.member)
-        return result.finish.normalize([entry.member], block)[0]
+        return result.finish.finish([entry.member], block)[0]
 
     def _norms_of(self, updates: Sequence[Tensor], together: Together | None) -> list[float]:
         own = torch.cat([self._norms(update.unsqueeze(0)) for update in updates])

@@ -17,9 +17,9 @@ Member = tuple[int, int]
 
 
 class Finish(Protocol):
-    """Turns orthogonalised blocks into updates, as :class:`deepspeed_muon.transport.row_moments.RowMoments` does."""
+    """Turns orthogonalised blocks into updates, as :class:`deepspeed_muon.transport.row_state.RowsAtOwner` does."""
 
-    def normalize(self, blocks: Sequence[Member], updates: Tensor, /) -> Tensor:
+    def finish(self, blocks: Sequence[Member], results: Tensor, /) -> Tensor:
         """Return the updates of orthogonalised ``(blocks, rows, cols)``, of the same shape and Frobenius norms.
 
         All blocks of a call are transposed, or none is.
@@ -74,9 +74,7 @@ class Result:
     updates: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.updates = (
-            self.blocks if self.finish is None else self.finish.normalize(self.members, self.blocks)
-        )
+        self.updates = self.blocks if self.finish is None else self.finish.finish(self.members, self.blocks)
 
 
 R = TypeVar("R", bound=Result)

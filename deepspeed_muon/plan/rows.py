@@ -1,9 +1,9 @@
-"""Which rank keeps NorMuon's number of a row, when ZeRO cuts the matrix anywhere.
+"""Which rank keeps a variant's number of a row, when ZeRO cuts the matrix anywhere.
 
-NorMuon keeps one number for each output of a matrix: for each row of each block, or for each column of a block if the
-matrix is stored transposed. The rank that holds the first element of that row (or column) keeps the number. It keeps
-all numbers of one flat partition in a compact tensor, in the order of its fragments in the partition. So the layouts
-alone say where a number is. Inside a matrix the numbers are ordered by those first elements.
+A variant may keep one number for each output of a matrix: for each row of each block, or for each column of a block if
+the matrix is stored transposed. The rank that holds the first element of that row (or column) keeps the number. It
+keeps all numbers of one flat partition in a compact tensor, in the order of its fragments in the partition. So the
+layouts alone say where a number is. Inside a matrix the numbers are ordered by those first elements.
 
 Example: rank 0 holds elements 0 to 4 of a 4 x 3 matrix, rank 1 the rest. Rows 0 and 1 begin on rank 0, rows 2 and 3 on
 rank 1: ``Fragment(0, 0, 0, 2)`` and ``Fragment(1, 2, 0, 2)``, counted in rows.
@@ -20,7 +20,7 @@ from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.spread import Fragment, Ints
 
 ROW_STATE_KEY = "row_second_moment"
-"""NorMuon's entry of the optimizer state: one fp32 number for each row that this rank keeps."""
+"""The entry of the optimizer state that has one fp32 number for each row that this rank keeps."""
 
 
 def row_count(matrix: MatrixLayout) -> int:

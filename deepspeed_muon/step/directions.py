@@ -14,7 +14,7 @@ from deepspeed_muon.step.update_rule import UpdateTable
 from deepspeed_muon.transport.buffers import aligned
 from deepspeed_muon.transport.context import StepContext
 from deepspeed_muon.transport.exchange import cut, part_of
-from deepspeed_muon.transport.row_moments import RowMoments, RowsAtOwner
+from deepspeed_muon.transport.row_state import RowsAtOwner
 
 
 class ChunkDirections:
@@ -40,7 +40,7 @@ class ChunkDirections:
             idle: Flat memory in which the matrices are put together, as far as it goes.
         """
         self.rules = step.table.rules
-        self.finish: RowsAtOwner | None = step.rows
+        self.finish = step.finish
         self._matrices = plan.matrices
         self._context = context
         self._local = step.directions
@@ -86,13 +86,13 @@ class Step:
         active: Whether any rank has a gradient, one flag for each matrix of the exchange plan.
         directions: The directions of this rank's fragments; it holds the gradients.
         table: How updates reach the weights.
-        rows: NorMuon's row moments at the owners; ``None`` without NorMuon.
+        finish: The variant's ``finish`` with the row state of owned matrices; ``None`` if it has none.
     """
 
     active: Sequence[bool]
     directions: LocalDirections
     table: UpdateTable
-    rows: RowMoments | None
+    finish: RowsAtOwner | None
 
 
 def together(parts: Sequence[Tensor]) -> Tensor | None:

@@ -17,7 +17,7 @@ from deepspeed_muon.ops import BATCH_NUMEL
 from deepspeed_muon.plan.layout import Block, MatrixLayout
 from deepspeed_muon.step.update_rule import UpdateRule
 from deepspeed_muon.transport.context import StepContext
-from deepspeed_muon.transport.row_moments import RowsAtOwner
+from deepspeed_muon.transport.row_state import RowsAtOwner
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
 from deepspeed_muon.transport.waiting import phase
 
@@ -36,7 +36,7 @@ class Directions(Protocol):
 
     @property
     def finish(self) -> RowsAtOwner | None:
-        """Turns orthogonalised blocks into updates (NorMuon's row moments); ``None`` if they are the updates."""
+        """Turns orthogonalised blocks into updates, as the variant says; ``None`` if they are the updates."""
 
     def stacked(self, indices: Sequence[int], /) -> Tensor:
         """Return ``(matrices, rows, cols)`` in the wire dtype, of matrices of one shape, or of this rank's parts."""

@@ -22,15 +22,16 @@ from deepspeed_muon.step.directions import ChunkDirections, Step
 from deepspeed_muon.step.gradients import GradientInspection, GradientReport
 from deepspeed_muon.step.momentum import LocalDirections, MomentumSource
 from deepspeed_muon.step.placements import CutOverGroup, Orthogonalize, Placement, WholeAtOwner
-from deepspeed_muon.step.state import State, StatePolicy, passes_for, row_moments_of, state_of
+from deepspeed_muon.step.state import State, StatePolicy, passes_for, row_state_of, state_of
 from deepspeed_muon.step.step_set import Refresh, StepSet
 from deepspeed_muon.step.tensor_parallel import OverTensorGroup
 from deepspeed_muon.step.update_rule import BlockScales, UpdateTable
 from deepspeed_muon.transport.buffers import ExchangeBuffers
 from deepspeed_muon.transport.context import StepContext, StepStats
 from deepspeed_muon.transport.exchange import ChunkExchange, Travel, cut, part_of
-from deepspeed_muon.transport.row_moments import RowMoments
+from deepspeed_muon.transport.row_state import RowStateExchange
 from deepspeed_muon.transport.wire import wire_for
+from deepspeed_muon.variants import VARIANTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +138,12 @@ class StepRunner:
             follows_pending=follows_pending,
         )
         self._place(config, resources)
-        normuon, tensor_group = config.variant == "normuon", step_set.tensor_group
-        self._row_moments = RowMoments(self.plan, context, tensor_group) if normuon else None
+        self._variant = VARIANTS[config.variant]
+        self._rows = (
+            RowStateExchange(self.plan, context, self._variant, step_set.tensor_group)
+            if self._variant.finish is not None
+            else None
+        )
         self._passes = {
             partition.index: passes_for(partition, config, resources.policy)
             for partition in step_set.partitions
@@ -174,13 +179,13 @@ class StepRunner:
     @property
     def wire_bytes_per_step(self) -> int:
         """Bytes that this rank sends to data-parallel ranks in a step in which every matrix has a gradient."""
-        rows = 0 if self._row_moments is None else self._row_moments.sent_elements
+        rows = 0 if self._rows is None else self._rows.sent_elements
         return self.plan.sent_elements * self.context.wire.dtype.itemsize + rows * torch.float32.itemsize
 
     @property
     def row_places(self) -> tuple[RowPlaces, ...]:
-        """Where NorMuon's row moments lie, for each matrix of the set; empty without NorMuon."""
-        return () if self._row_moments is None else row_places(self.step_set.matrices)
+        """Where the variant's row state lies, for each matrix of the set; empty if it has none."""
+        return row_places(self.step_set.matrices) if self._variant.state else ()
 
     def inspect_gradients(self, grads: Mapping[int, Tensor]) -> GradientReport:
         """Find out, together with the group, which parameters have a gradient and whether all are finite.
@@ -271,7 +276,7 @@ class StepRunner:
         state: State,
         flat: Mapping[int, Tensor],
     ) -> Iterator[Step]:
-        """Read the rates and momentum of this step; bring NorMuon's row moments to the owners, and back at the end."""
+        """Read the rates and momentum of this step; bring the row state to the owners, and back at the end."""
         muon = [partition for partition in self.step_set.partitions if partition.muon]
         sources: dict[int, MomentumSource] = {}
         for partition in muon:
@@ -284,23 +289,23 @@ class StepRunner:
                 self._passes[partition.index].momentum_pack,
             )
         active = [report.active[origin] for origin in self.assignment.origin]
-        rows = self._row_moments if any(active) else None
-        step = Step(
-            active,
-            LocalDirections(self.plan.matrices, self._held, sources, self.context),
-            UpdateTable(self.plan.matrices, self._scales, groups, self._passes, flat),
-            rows,
-        )
-        if rows is None:
-            yield step
+        directions = LocalDirections(self.plan.matrices, self._held, sources, self.context)
+        table = UpdateTable(self.plan.matrices, self._scales, groups, self._passes, flat)
+        rows = self._rows
+        if rows is None or not any(active):
+            yield Step(active, directions, table, None)
             return
         kept = {
-            partition.index: row_moments_of(partition, state, rows.numel(partition.index))
+            partition.index: row_state_of(partition, state, self._variant, rows.numel(partition.index))
             for partition in muon
         }
-        rows.gather(kept, beta2=[float(groups[matrix.partition]["beta2"]) for matrix in self.plan.matrices])
-        yield step
-        rows.scatter(kept)
+        settings = [
+            {each.name: float(groups[matrix.partition][each.name]) for each in self._variant.settings}
+            for matrix in self.plan.matrices
+        ]
+        finish = rows.gather(kept, settings)
+        yield Step(active, directions, table, finish)
+        rows.scatter(finish, kept)
 
     def _pack(self, travel: Travel, step: Step) -> None:
         """Update the momentum of a chunk's matrices and put the directions that travel into the send buffer."""

@@ -13,8 +13,8 @@ from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import BindingError
 from deepspeed_muon.logs import logger
 from deepspeed_muon.ops import FlatPasses, flat_passes, widened
-from deepspeed_muon.plan.rows import ROW_STATE_KEY
 from deepspeed_muon.step.step_set import BoundPartition
+from deepspeed_muon.variants import Variant
 
 State = MutableMapping[Tensor, dict[str, Any]]
 
@@ -94,30 +94,32 @@ def keep_saved_precision(
                     state[param][key] = value.to(device=param.device, dtype=dtype, copy=True)
 
 
-def row_moments_of(partition: BoundPartition, state: State, numel: int) -> Tensor:
-    """Return the ``numel`` row moments of NorMuon that this rank keeps of a partition; create them if missing.
+def row_state_of(partition: BoundPartition, state: State, variant: Variant, numel: int) -> dict[str, Tensor]:
+    """Return what a variant keeps for the ``numel`` rows of a partition on this rank; create what is missing.
 
     Raises:
         BindingError: If the state was saved with another layout.
     """
     own = state[partition.tensor]
-    if ROW_STATE_KEY not in own:
-        if own["step"] > 1 and numel:
-            logger.warning(
-                "deepspeed_muon: the state of partition %d has no %s after %d steps (saved with variant 'muon'?); "
-                "NorMuon starts it from zero",
-                partition.index,
-                ROW_STATE_KEY,
-                own["step"] - 1,
+    for each in variant.state:
+        if each.key not in own:
+            if own["step"] > 1 and numel:
+                logger.warning(
+                    "deepspeed_muon: the state of partition %d has no %s after %d steps (saved with another variant?); "
+                    "variant %r starts it from %g",
+                    partition.index,
+                    each.key,
+                    own["step"] - 1,
+                    variant.name,
+                    each.start,
+                )
+            own[each.key] = torch.full((numel,), each.start, dtype=each.dtype, device=partition.tensor.device)
+        if own[each.key].numel() != numel:
+            raise BindingError(
+                f"the optimizer state holds {own[each.key].numel()} {each.what} of partition {partition.index}, "
+                f"expected {numel}: it was saved with another layout. Restore it from a consolidated checkpoint"
             )
-        own[ROW_STATE_KEY] = torch.zeros(numel, dtype=torch.float32, device=partition.tensor.device)
-    kept: Tensor = own[ROW_STATE_KEY]
-    if kept.numel() != numel:
-        raise BindingError(
-            f"the optimizer state holds {kept.numel()} row moments of partition {partition.index}, expected {numel}: "
-            f"it was saved with another layout. Restore it from a consolidated checkpoint"
-        )
-    return kept
+    return {each.key: own[each.key] for each in variant.state}
 
 
 def passes_for(partition: BoundPartition, config: MuonConfig, policy: StatePolicy) -> FlatPasses:

@@ -26,7 +26,7 @@ from deepspeed_muon.step.placements import CutOverGroup, Directions, Updates, Wh
 from deepspeed_muon.step.update_rule import UpdateRule
 from deepspeed_muon.transport.context import StepContext
 from deepspeed_muon.transport.exchange import exchange_bytes
-from deepspeed_muon.transport.row_moments import RowsAtOwner
+from deepspeed_muon.transport.row_state import RowsAtOwner
 from deepspeed_muon.transport.waiting import phase
 
 
@@ -162,36 +162,39 @@ class OverTensorGroup:
             yield from zip(of_rank[rank], returned[rank], strict=True)
 
     def _gather_rows(self, kept: RowsAtOwner, of_rank: Sequence[Sequence[int]]) -> RowsAtOwner:
-        """Return the row moments of the matrices that this rank orthogonalises.
+        """Return the row state of the matrices that this rank orthogonalises.
 
-        Every rank keeps those of its rows. Where the inputs are cut, all ranks keep those of all rows.
+        Every rank has that of its rows. Where the inputs are cut, all ranks have that of all rows.
         """
         apart = [[index for index in each if self._matrices[index].cuts_outputs] for each in of_rank]
-        arrived = self._exchange(
-            [[kept.of(index) for index in each] for each in apart],
-            [[kept.of(index).numel() for index in apart[self._rank]] for _ in self._ranks],
-            torch.float32,
-        )
-        whole = {index: kept.of(index).clone() for index in of_rank[self._rank]}
-        for number, index in enumerate(apart[self._rank]):
-            whole[index] = torch.cat([parts[number] for parts in arrived])
-        return kept.at_one_rank(whole)
+        whole = {}
+        for key, rows in kept.rows.items():
+            arrived = self._exchange(
+                [[rows[index] for index in each] for each in apart],
+                [[rows[index].numel() for index in apart[self._rank]] for _ in self._ranks],
+                torch.float32,
+            )
+            whole[key] = {index: rows[index].clone() for index in of_rank[self._rank]}
+            for number, index in enumerate(apart[self._rank]):
+                whole[key][index] = torch.cat([parts[number] for parts in arrived])
+        return kept.with_whole(whole)
 
     def _return_rows(self, kept: RowsAtOwner, done: RowsAtOwner, of_rank: Sequence[Sequence[int]]) -> None:
-        """Bring the row moments that each rank has advanced to the ranks that keep them."""
-        sizes = [[kept.of(index).numel() for index in each] for each in of_rank]
-        parts = [
-            done.of(index).split(size)
-            if self._matrices[index].cuts_outputs
-            else [done.of(index)] * len(self._ranks)
-            for index, size in zip(of_rank[self._rank], sizes[self._rank], strict=True)
-        ]
-        returned = self._exchange(
-            [[each[rank] for each in parts] for rank in self._ranks], sizes, torch.float32
-        )
-        for indices, moments in zip(of_rank, returned, strict=True):
-            for index, own in zip(indices, moments, strict=True):
-                kept.of(index).copy_(own)
+        """Bring the row state that each rank has advanced to the ranks that have these rows."""
+        for key, rows in kept.rows.items():
+            sizes = [[rows[index].numel() for index in each] for each in of_rank]
+            parts = [
+                done.rows[key][index].split(size)
+                if self._matrices[index].cuts_outputs
+                else [done.rows[key][index]] * len(self._ranks)
+                for index, size in zip(of_rank[self._rank], sizes[self._rank], strict=True)
+            ]
+            returned = self._exchange(
+                [[each[rank] for each in parts] for rank in self._ranks], sizes, torch.float32
+            )
+            for indices, values in zip(of_rank, returned, strict=True):
+                for index, own in zip(indices, values, strict=True):
+                    rows[index].copy_(own)
 
     def _shards(self, index: int) -> tuple[int, tuple[int, ...]]:
         """Return the dimension that is cut, and the length of every rank's shard."""

@@ -14,8 +14,8 @@ import deepspeed_muon
 from deepspeed_muon import Muon
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.reference import reference_orthogonalize
-from deepspeed_muon.math.reference_variants import reference_normalize_rows
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
+from deepspeed_muon.variants.normuon import reference_finish
 from tests.support import training
 
 BETA2 = 0.9
@@ -50,7 +50,7 @@ def test_bad_moments_start_anew(caplog: pytest.LogCaptureFixture, value: float) 
         with caplog.at_level(logging.WARNING):
             optimizer.step()
         polar = reference_orthogonalize(gradient, resolve_schedule("quintic"))
-        expected, moments = reference_normalize_rows(polar, moments, beta2=BETA2)
+        expected, moments = reference_finish(polar, moments, beta2=BETA2)
         # fp32 against float64, as in the tests of the iteration.
         assert float((-weight.detach() - expected).norm() / expected.norm()) <= 1e-4
         torch.testing.assert_close(

@@ -124,9 +124,9 @@ def count_a_step(
         for matrix, owner in zip(runner.plan.matrices, runner.plan.owners, strict=True):
             owners.setdefault(matrix.name, owner)
     names = [parameter.name for parameter in parameters if parameter.muon]
-    # NorMuon's row moments travel on top of what the planner counts.
-    moments = [runner._row_moments for runner in optimizer._runners if runner._row_moments is not None]
-    rows = 4 * sum(each.sent_elements for each in moments)
+    # A variant's row state travels on top of what the planner counts.
+    exchanges = [runner._rows for runner in optimizer._runners if runner._rows is not None]
+    rows = 4 * sum(each.sent_elements for each in exchanges)
     result = {
         "flops": (inside.flops, float(exchange.flops[rank])),
         "exchange": (

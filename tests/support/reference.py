@@ -133,3 +133,17 @@ def relative(actual: Tensor, expected: Tensor, start: Tensor) -> float:
 def worst(pairs: Sequence[float]) -> float:
     """Return the largest error, treating NaN as infinite."""
     return max((math.inf if math.isnan(value) else value) for value in pairs)
+
+
+def decayed_step(p: Tensor, u: Tensor, *, lr: float, weight_decay: float, mode: str) -> Tensor:
+    """Return ``p`` after a step by the scaled update ``u`` with the weight decay ``mode``, one of three kinds."""
+    p, u = p.double(), u.double()
+    if mode == "decoupled":
+        decay = lr * weight_decay * p
+    elif mode == "independent":
+        decay = weight_decay * p
+    elif mode == "cautious":
+        decay = torch.where(u * p >= 0, lr * weight_decay * p, torch.zeros_like(p))
+    else:
+        raise ValueError(f"unknown mode {mode!r}")
+    return p - decay - lr * u

@@ -9,13 +9,14 @@ from torch import nn
 from deepspeed_muon import ConfigError, Muon, MuonConfig
 from deepspeed_muon.math.adamw import AdamStep, adam_step_
 from deepspeed_muon.math.coefficients import resolve_schedule
-from deepspeed_muon.math.normuon import normalize_rows
 from deepspeed_muon.math.reference import reference_orthogonalize
-from deepspeed_muon.math.reference_variants import reference_decayed_step, reference_normalize_rows
 from deepspeed_muon.math.weight_decay import cautious_apply_
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.rows import RowPlaces, row_places
 from deepspeed_muon.plan.spread import flat_spread, fragments_of, replicated_spread, sharded_spread
+from deepspeed_muon.variants import Sums
+from deepspeed_muon.variants.normuon import MOMENTS, finish, reference_finish
+from tests.support.reference import decayed_step
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -25,10 +26,10 @@ def test_rows_match_the_reference(shape: tuple[int, int, int], dtype: torch.dtyp
     moments = torch.rand(shape[:2]) * 0.1
     expected_moments = moments.double()
     updates = torch.randn(shape).mul_(torch.logspace(-4, 1, shape[1]).unsqueeze(-1)).to(dtype)
-    result = normalize_rows(updates, moments, beta2=0.9)
+    result = finish(updates, {MOMENTS: moments}, {"beta2": torch.full((shape[0], 1), 0.9)}, Sums())
     assert result.dtype == torch.float32
     for number in range(shape[0]):
-        update, moment = reference_normalize_rows(updates[number], expected_moments[number], beta2=0.9)
+        update, moment = reference_finish(updates[number], expected_moments[number], beta2=0.9)
         # A dozen fp32 roundings (6e-8) of sums of positive numbers.
         torch.testing.assert_close(result[number].double(), update, rtol=1e-6, atol=0)
         torch.testing.assert_close(moments[number].double(), moment, rtol=1e-6, atol=0)
@@ -40,7 +41,7 @@ def test_rows_keep_the_norm_and_zero_stays_zero() -> None:
     updates[0, 2] = 0.0
     updates[1] = 0.0
     moments = torch.zeros(2, 6)
-    result = normalize_rows(updates, moments, beta2=0.95)
+    result = finish(updates, {MOMENTS: moments}, {"beta2": torch.full((2, 1), 0.95)}, Sums())
     torch.testing.assert_close(result[0].norm(), updates[0].norm(), rtol=1e-6, atol=0)
     assert not result[0, 2].any() and not result[1].any()
     first = result[0].norm(dim=-1)
@@ -56,7 +57,7 @@ def test_adam_decays_by_its_mode(mode: str) -> None:
     m = 0.9 * first.double() + 0.1 * grad.double()
     v = 0.95 * second.double() + 0.05 * grad.double() ** 2
     update = m / (1 - 0.9**3) / ((v / (1 - 0.95**3)).sqrt() + 1e-8)
-    expected = reference_decayed_step(param, update, lr=0.1, weight_decay=0.3, mode=mode)
+    expected = decayed_step(param, update, lr=0.1, weight_decay=0.3, mode=mode)
     adam_step_([param], [grad], [first], [second], settings=settings)
     torch.testing.assert_close(param.double(), expected, rtol=1e-5, atol=1e-6)
 
@@ -65,7 +66,7 @@ def test_cautious_apply_matches_the_reference() -> None:
     torch.manual_seed(4)
     param, update = torch.randn(257), torch.randn(257).bfloat16()
     update[:3] = 0.0
-    expected = reference_decayed_step(param, update.double() * 2.0, lr=0.1, weight_decay=0.5, mode="cautious")
+    expected = decayed_step(param, update.double() * 2.0, lr=0.1, weight_decay=0.5, mode="cautious")
     cautious_apply_(param, update, lr_scale=0.2, decay=0.05)
     torch.testing.assert_close(param.double(), expected, rtol=1e-6, atol=1e-6)
 
@@ -180,7 +181,7 @@ def test_parts_of_fused_projections_are_normalised_apart(transposed: bool) -> No
     moments = []
     for part, moved in zip(direction.split([8, 12]), outputs.split([8, 12]), strict=True):
         factor = reference_orthogonalize(part, resolve_schedule("quintic", 5))
-        expected, moment = reference_normalize_rows(factor, torch.zeros(len(part)), beta2=0.95)
+        expected, moment = reference_finish(factor, torch.zeros(len(part)), beta2=0.95)
         moments.append(moment)
         scale = max(1.0, len(part) / 6) ** 0.5
         # Newton-Schulz in fp32 on Gaussian matrices: 1e-5 at most.

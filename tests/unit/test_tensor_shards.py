@@ -8,11 +8,12 @@ from torch import nn
 
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import RoutingError
-from deepspeed_muon.math.normuon import normalize_rows
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.plan.spread import flat_spread
 from deepspeed_muon.plan.stacks import shares_of_blocks
 from deepspeed_muon.routing.param_groups import build_groups
+from deepspeed_muon.variants import Sums
+from deepspeed_muon.variants.normuon import MOMENTS, finish
 
 SHARES = {
     "heads of one part": ((16,), [4] * 4, 2, ((4, 4), (True, True))),
@@ -100,21 +101,22 @@ def test_rows_of_shards_are_normalised_as_those_of_the_whole(dim: int) -> None:
     whole = torch.randn(2, 6, 8, generator=generator)
     moments = torch.rand(2, 6, generator=generator)
     expected_moments = moments.clone()
-    expected = normalize_rows(whole, expected_moments, beta2=0.9)
+    settings = {"beta2": torch.full((2, 1), 0.9)}
+    expected = finish(whole, {MOMENTS: expected_moments}, settings, Sums())
     shards = whole.chunk(2, dim=dim + 1)
     if dim == 1:
         squares = whole.square().sum(-1)
-        sums = {"sum_of_row": lambda _: squares.clone(), "cols": 8}
+        sums = Sums(cols=8, add_columns=lambda _: squares.clone())
         own_moments = [moments.clone(), moments.clone()]
     else:
         after = moments.lerp(whole.square().mean(-1), 0.1)
         factors = 1 / (after.sqrt() + 1e-8)
         rows = whole.square().mean(-1)
         total = torch.stack((rows.sum(1), (rows * factors.square()).sum(1)), dim=-1)
-        sums = {"sum_over_rows": lambda _: total}
+        sums = Sums(add_rows=lambda _: total)
         own_moments = [part.clone() for part in moments.chunk(2, dim=1)]
     done = [
-        normalize_rows(shard, own, beta2=0.9, **sums) for shard, own in zip(shards, own_moments, strict=True)
+        finish(shard, {MOMENTS: own}, settings, sums) for shard, own in zip(shards, own_moments, strict=True)
     ]
     torch.testing.assert_close(torch.cat(done, dim=dim + 1), expected)
     torch.testing.assert_close(

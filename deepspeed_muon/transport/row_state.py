@@ -1,0 +1,232 @@
+"""Brings what a variant keeps for each row from the ranks that keep it to the owners of the matrices, and back.
+
+It travels in fp32, in two small all-to-alls a step for each entry of the state (of replicated matrices, in broadcasts
+by the owners), and only if some matrix has rows that begin on another rank than its owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed_muon.plan.exchange import BufferPlan, ExchangePlan, build_chunk
+from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.rows import row_places
+from deepspeed_muon.transport.context import StepContext
+from deepspeed_muon.transport.exchange import broadcast_bytes, cut, part_of
+from deepspeed_muon.transport.waiting import phase
+from deepspeed_muon.variants import Sums, Variant
+
+Settings = Sequence[Mapping[str, float]]
+"""For each matrix of the plan, the values of the variant's settings in this step."""
+
+
+class RowsAtOwner:
+    """A variant's ``finish`` with the row state of matrices on this rank: whole matrices, or its shards of cut ones.
+
+    Attributes:
+        rows: Key of the state and index of the matrix to one number for each row, one-dimensional fp32.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[MatrixLayout],
+        variant: Variant,
+        settings: Settings,
+        rows: dict[str, dict[int, Tensor]],
+        *,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        """Keep the arguments; nothing is sent.
+
+        Args:
+            matrices: Of the exchange plan.
+            variant: One with ``finish``.
+            settings: For each of ``matrices``.
+            rows: See the class. Mutated.
+            group: The tensor-parallel group that has the other shards of cut matrices; ``None`` if they are whole here.
+        """
+        self.rows = rows
+        self._matrices = matrices
+        self._variant = variant
+        self._settings = settings
+        self._group = group
+        self._before: dict[tuple[int, int], dict[str, Tensor]] = {}
+
+    def with_whole(self, rows: dict[str, dict[int, Tensor]]) -> RowsAtOwner:
+        """Return the same for matrices whose shards were gathered here."""
+        return RowsAtOwner(self._matrices, self._variant, self._settings, rows, group=None)
+
+    def _sums(self, matrix: MatrixLayout) -> Sums:
+        group = self._group
+        if group is None or not matrix.is_cut:
+            return Sums()
+        assert matrix.shards is not None
+
+        def add_up(part: Tensor) -> Tensor:
+            with phase("sums of rows", group):
+                dist.all_reduce(part, group=group)
+            return part
+
+        if matrix.cuts_outputs:
+            return Sums(add_rows=add_up)
+        return Sums(cols=sum(matrix.shards.sizes), add_columns=add_up)
+
+    def finish(self, blocks: Sequence[tuple[int, int]], results: Tensor) -> Tensor:
+        """Turn orthogonalised blocks into updates and advance their state.
+
+        For shards of cut matrices it must be called by all ranks of the tensor-parallel group.
+
+        Args:
+            blocks: The block of each result: index of the matrix and number of the block. All are transposed, or none.
+            results: ``(blocks, rows, cols)``.
+
+        Returns:
+            A new tensor of the same shape.
+        """
+        assert self._variant.finish is not None
+        kept = {key: [self._of_block(each, *block) for block in blocks] for key, each in self.rows.items()}
+        state = {key: torch.stack(views) for key, views in kept.items()}
+        copies = {key: values.clone() for key, values in state.items()}
+        for number, block in enumerate(blocks):
+            self._before.setdefault(block, {key: values[number] for key, values in copies.items()})
+        settings = {
+            each.name: torch.tensor(
+                [self._settings[index][each.name] for index, _ in blocks], device=results.device
+            ).unsqueeze(-1)
+            for each in self._variant.settings
+        }
+        first = self._matrices[blocks[0][0]]
+        oriented = results.mT if first.transposed else results
+        updates = self._variant.finish(oriented, state, settings, self._sums(first))
+        for key, views in kept.items():
+            for view, new in zip(views, state[key], strict=True):
+                view.copy_(new)
+        return updates.mT if first.transposed else updates
+
+    def take_back(self, block: tuple[int, int]) -> None:
+        """Restore the state that a block had before this step."""
+        for key, rows in self.rows.items():
+            self._of_block(rows, *block).copy_(self._before[block][key])
+
+    def start_anew(self, block: tuple[int, int]) -> None:
+        """Give a block the state that it has before the first step."""
+        for each in self._variant.state:
+            self._of_block(self.rows[each.key], *block).fill_(each.start)
+
+    def _of_block(self, rows: Mapping[int, Tensor], index: int, number: int) -> Tensor:
+        """Return a view of the rows of one block of a matrix."""
+        matrix = self._matrices[index]
+        if matrix.is_cut:
+            return rows[index]
+        row, col = divmod(number, len(matrix.grid[1]))
+        block = matrix.blocks()[number]
+        if matrix.transposed:
+            return rows[index].view(-1, matrix.cols)[row].narrow(0, block.col, block.cols)
+        return rows[index].view(matrix.rows, -1)[:, col].narrow(0, block.row, block.rows)
+
+
+class RowStateExchange:
+    """Exchanges the row state of the matrices of one plan.
+
+    ``kept`` below is what this rank keeps: partition index and key to a one-dimensional tensor.
+    """
+
+    def __init__(
+        self,
+        plan: ExchangePlan,
+        context: StepContext,
+        variant: Variant,
+        tensor_group: dist.ProcessGroup | None,
+    ) -> None:
+        """Find out which rows this rank keeps; ``tensor_group`` has the other shards of cut matrices."""
+        places = row_places(plan.matrices)
+        self._matrices = plan.matrices
+        self._held = [each.on(plan.rank) for each in places]
+        self._chunk = build_chunk(places, plan.owners, range(len(places)), plan.rank)
+        self._counts = [each.numel for each in places]
+        self._context = context
+        self._variant = variant
+        self._tensor_group = tensor_group
+
+    @property
+    def sent_elements(self) -> int:
+        """Elements that this rank sends to other ranks per step."""
+        return self._chunk.sent_elements * len(self._variant.state)
+
+    def numel(self, partition: int) -> int:
+        """Return how many rows of a partition this rank keeps."""
+        held = zip(self._matrices, self._held, strict=True)
+        return sum(own.numel for matrix, own in held if own is not None and matrix.partition == partition)
+
+    def gather(self, kept: Mapping[int, Mapping[str, Tensor]], settings: Settings) -> RowsAtOwner:
+        """Bring the rows of every matrix to its owner. Must be called by all ranks of the group."""
+        chunk = self._chunk
+        rows: dict[str, dict[int, Tensor]] = {}
+        for key in (each.key for each in self._variant.state):
+            whole = rows[key] = {index: self._buffer(self._counts[index]) for index in chunk.owned}
+            for at_owner, own in self._own(whole, kept, key):
+                at_owner.copy_(own)
+            if chunk.gathers:
+                send = self._buffer(chunk.held_buffer.numel)
+                for segment in chunk.held_buffer.segments:
+                    cut(send, segment).copy_(self._kept(kept, segment.matrix, key))
+                received = self._buffer(chunk.owned_buffer.numel)
+                self._all_to_all(received, send, chunk.owned_buffer, chunk.held_buffer)
+                for segment in chunk.owned_buffer.segments:
+                    part_of(whole[segment.matrix], segment).copy_(cut(received, segment))
+        return RowsAtOwner(self._matrices, self._variant, settings, rows, group=self._tensor_group)
+
+    def scatter(self, done: RowsAtOwner, kept: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Bring the rows back to the ranks that keep them; those of inactive matrices are unchanged.
+
+        Must be called by all ranks of the group. The tensors in ``kept`` are mutated.
+        """
+        chunk = self._chunk
+        for key, whole in done.rows.items():
+            for at_owner, own in self._own(whole, kept, key):
+                own.copy_(at_owner)
+            if chunk.scatters:
+                send = self._buffer(chunk.owned_buffer.numel)
+                for segment in chunk.owned_buffer.segments:
+                    cut(send, segment).copy_(part_of(whole[segment.matrix], segment))
+                received = self._buffer(chunk.held_buffer.numel)
+                if chunk.copies:
+                    self._broadcast(received, send)
+                else:
+                    self._all_to_all(received, send, chunk.held_buffer, chunk.owned_buffer)
+                for segment in chunk.held_buffer.segments:
+                    self._kept(kept, segment.matrix, key).copy_(cut(received, segment).view(-1))
+
+    def _own(
+        self, whole: Mapping[int, Tensor], kept: Mapping[int, Mapping[str, Tensor]], key: str
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the rows that this rank keeps of each owned matrix: in the whole, and where it keeps them."""
+        for index in self._chunk.owned:
+            own = self._held[index]
+            if own is not None:
+                yield whole[index].narrow(0, own.matrix_offset, own.numel), self._kept(kept, index, key)
+
+    def _kept(self, kept: Mapping[int, Mapping[str, Tensor]], index: int, key: str) -> Tensor:
+        own = self._held[index]
+        assert own is not None
+        return kept[self._matrices[index].partition][key].narrow(0, own.partition_offset, own.numel)
+
+    def _buffer(self, numel: int) -> Tensor:
+        return torch.empty(numel, dtype=torch.float32, device=self._context.device)
+
+    def _broadcast(self, out: Tensor, send: Tensor) -> None:
+        group = self._context.group
+        with phase("exchange of row state", group):
+            for work in broadcast_bytes(self._chunk, self._context.rank, out, send, group=group):
+                work.wait()
+        self._context.stats.count_exchange(self._chunk.copies * send.numel() * send.element_size())
+
+    def _all_to_all(self, out: Tensor, send: Tensor, received: BufferPlan, sent: BufferPlan) -> None:
+        group, ranks = self._context.group, self._context.world_size
+        with phase("exchange of row state", group):
+            dist.all_to_all_single(out, send, received.splits(ranks), sent.splits(ranks), group=group)
+        self._context.stats.count_exchange(sent.numel * send.element_size())

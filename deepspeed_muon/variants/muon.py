@@ -1,0 +1,11 @@
+"""Muon itself: the orthogonalised direction is the update.
+
+Source: Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon/). :mod:`deepspeed_muon.math.reference` has the
+float64 counterpart.
+"""
+
+from __future__ import annotations
+
+from deepspeed_muon.variants.variant import Variant
+
+VARIANT = Variant("muon")

@@ -1,0 +1,75 @@
+"""NorMuon (arXiv 2510.05491): a running second moment brings the rows of the update to equal size.
+
+For each row ``i`` of the orthogonalised ``r x c`` update ``o``::
+
+    v_i <- beta2 * v_i + (1 - beta2) * mean_j(o_ij^2)
+    n_i  = o_i / (sqrt(v_i) + eps)
+    o_i <- n_i * |o|_F / |n|_F
+
+The last line restores the norm of the whole matrix, so the update is as large as plain Muon's and every
+``adjust_lr_fn`` keeps its meaning. It also cancels common factors, so ``v`` starts at zero without bias correction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from deepspeed_muon.variants.variant import RowState, Setting, Sums, Variant
+
+MOMENTS = "row_second_moment"
+_EPS = 1e-8
+"""Added to the root of the second moment, so that a row that was always zero stays zero and does not become NaN."""
+
+
+def finish(blocks: Tensor, state: Mapping[str, Tensor], settings: Mapping[str, Tensor], sums: Sums) -> Tensor:
+    """Normalise the rows of a batch of orthogonalised matrices; see :data:`.variant.Finish`.
+
+    Returns:
+        A new fp32 tensor. An all-zero matrix gives zeros.
+    """
+    moments = state[MOMENTS]
+    wide = torch.promote_types(blocks.dtype, torch.float32)
+    squares = sums.of_rows(torch.linalg.vector_norm(blocks, dim=-1, dtype=wide).square_())
+    squares = squares.div_(sums.cols or blocks.shape[-1]).float()
+    moments.lerp_(squares, 1.0 - settings["beta2"])
+    factors = moments.sqrt().add_(_EPS).reciprocal_()
+    # |o|^2 / |n|^2 from the mean squares of the rows; where the denominator is zero, so is the numerator.
+    norms = sums.over_rows(torch.stack((squares, squares * factors.square()), dim=-1))
+    before, after = norms.split(1, dim=-1)
+    factors *= (before / after.clamp_(min=torch.finfo(torch.float32).tiny)).sqrt_()
+    return blocks * factors.unsqueeze(-1)
+
+
+def reference_finish(o: Tensor, v: Tensor, *, beta2: float, eps: float = _EPS) -> tuple[Tensor, Tensor]:
+    """Do the same for one matrix, in float64 and written to be read; only tests call it.
+
+    Args:
+        o: ``(rows, cols)``.
+        v: ``(rows,)``: second moments before the step.
+        beta2: Decay of the second moments.
+        eps: Added to their roots.
+
+    Returns:
+        The new update and the new second moments.
+    """
+    o, v = o.double(), v.double().clone()
+    normalized = torch.zeros_like(o)
+    for i in range(o.shape[0]):
+        v[i] = beta2 * v[i] + (1 - beta2) * (o[i] ** 2).mean()
+        normalized[i] = o[i] / (v[i].sqrt() + eps)
+    if float(normalized.norm()) == 0.0:
+        return normalized, v
+    return normalized * (o.norm() / normalized.norm()), v
+
+
+VARIANT = Variant(
+    "normuon",
+    description="rows of the update are brought to equal size by a running second moment",
+    state=(RowState(MOMENTS, "row moments of NorMuon"),),
+    settings=(Setting("beta2", 0.95, Field(ge=0, lt=1), "Decay of NorMuon's second moment of each row."),),
+    finish=finish,
+)

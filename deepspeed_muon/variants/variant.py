@@ -1,0 +1,94 @@
+"""What a variant of Muon declares: its state, its settings, and the functions that make it another optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Finish = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, Tensor], "Sums"], Tensor]
+"""``(blocks, state, settings, sums)`` to the updates: a new tensor of the shape of ``blocks``.
+
+``blocks`` is ``(batch, rows, cols)``: orthogonalised matrices with a row for each output of the layer. ``state`` has
+``(batch, rows)`` for each key and is mutated; ``settings`` has ``(batch, 1)`` for each name.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RowState:
+    """An entry of the optimizer state with one number for each row: each output of a block.
+
+    Attributes:
+        key: The name in ``optimizer.state`` and in checkpoints.
+        what: What it holds, in the plural, for messages.
+        dtype: The dtype in which a rank keeps it; it is computed with in fp32.
+        start: The value before the first step.
+    """
+
+    key: str
+    what: str
+    dtype: torch.dtype = torch.float32
+    start: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A key of ``optimizer.params`` that only this variant reads; a param group may have its own value.
+
+    Attributes:
+        name: The key.
+        default: The default.
+        limits: The allowed numbers, as a pydantic ``Field``.
+        description: One sentence of Markdown for the docs.
+    """
+
+    name: str
+    default: float
+    limits: Any
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A variant of Muon.
+
+    Attributes:
+        name: The value of ``optimizer.params.variant``.
+        description: What it does, as Markdown for the docs; empty for Muon itself.
+        state: What it keeps beside the momentum.
+        settings: The keys that only this variant reads.
+        finish: Turns orthogonalised blocks into updates; ``None`` if they are the updates.
+    """
+
+    name: str
+    description: str = ""
+    state: tuple[RowState, ...] = ()
+    settings: tuple[Setting, ...] = ()
+    finish: Finish | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Adds up over rows and matrices; it alone knows whether the rest of them lies on other ranks.
+
+    Attributes:
+        cols: Columns of the whole matrix if other ranks hold some of them, else 0.
+        add_columns: Adds up what the ranks with other columns of the same rows have; ``None`` if there are none.
+        add_rows: Adds up what the ranks with other rows have; ``None`` if there are none.
+    """
+
+    cols: int = 0
+    add_columns: Callable[[Tensor], Tensor] | None = None
+    add_rows: Callable[[Tensor], Tensor] | None = None
+
+    def of_rows(self, part: Tensor) -> Tensor:
+        """Return the sums of whole rows from the sums ``(batch, rows)`` of this rank's columns."""
+        return part if self.add_columns is None else self.add_columns(part)
+
+    def over_rows(self, values: Tensor) -> Tensor:
+        """Return the sums ``(batch, n)`` over all rows of ``(batch, rows, n)``: numbers of this rank's whole rows."""
+        part = values.sum(dim=-2)
+        return part if self.add_rows is None else self.add_rows(part)
