@@ -54,7 +54,6 @@ def _predicted(row: Row, unlimited: float) -> float:
         wire_bytes=config.resolved_wire_dtype(torch.bfloat16).itemsize,
         chunk_numel=config.exchange_chunk_numel,
         overlap=config.exchange_overlap,
-        order=config.order,
     )
     parameters = _parameters(row["model"])
     network = Network(row["rate"], reduce_scatter=False)

@@ -40,7 +40,6 @@ class MuonKeywords(TypedDict, total=False):
     nonfinite_grad: Literal["skip", "error"]
     exchange_chunk_numel: int
     exchange_overlap: bool
-    order: Literal["balanced", "given"]
     tensor_parallel_mode: Literal["gather", "distributed"]
     health: Mapping[str, Any] | str | bool
     consolidate_on_save: bool

@@ -70,6 +70,11 @@ REMOVED = {
         "0.3",
         "leave it out: a matrix has one owner; tensor_parallel_mode: distributed stays",
     ),
+    "order": (
+        "0.3",
+        "leave it out: ZeRO 1 and 2 always lay the matrices out so that the ranks have equal work",
+    ),
+    "health.matrices": ("0.3", "leave it out: a sample measures four matrices, other ones each time"),
     "split": ("0.3", 'write "matrices": {pattern: {"split": ...}}'),
     "heads": ("0.3", 'write "matrices": {pattern: {"heads": ...}}'),
     "per_head_muon": ("0.3", 'write "matrices": {"*": {"heads": "config"}}'),

@@ -85,9 +85,6 @@ class HealthConfig(_Section):
         le=v.MAX_STEPS,
         description="Steps between samples, which go to DeepSpeed's monitor; 0: no samples.",
     )
-    matrices: v.Whole = Field(
-        default=4, ge=1, description="Matrices that a sample measures, other ones each time."
-    )
     check: v.Flag = Field(
         default=True, description="Check every orthogonalised matrix, and redo it in fp32 where it is wrong."
     )
@@ -99,7 +96,7 @@ class HealthConfig(_Section):
         if value is False:
             return {"every": 0, "check": False}
         if not isinstance(value, (Mapping, cls)):
-            raise ValueError("must be an object with every, matrices and check, or true or false")
+            raise ValueError("must be an object with every and check, or true or false")
         return value
 
 

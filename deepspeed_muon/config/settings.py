@@ -32,7 +32,6 @@ from deepspeed_muon.math.newton_schulz import DTYPES, NsDtypeName, NsMethod, NsS
 from deepspeed_muon.math.scaling import AdjustLrName
 from deepspeed_muon.math.weight_decay import WeightDecayMode
 from deepspeed_muon.ops import NsBackend
-from deepspeed_muon.plan.order import OrderName
 from deepspeed_muon.plan.wire import CODED, PLAIN, WireFormat
 from deepspeed_muon.variants import SETTINGS as VARIANT_SETTINGS
 from deepspeed_muon.variants import VARIANTS
@@ -198,11 +197,6 @@ class MuonConfig(_VariantSettings):
         description="Exchange one chunk while another is orthogonalised; with `false` the result is the same to "
         "the last bit, in a third of the buffers; there is none where these would take more than 1 GiB "
         "([measured.md](measured.md)).",
-    )
-    order: OrderName = Field(
-        default="balanced",
-        description="How ZeRO 1 and 2 lay the matrices out: `balanced`, so that few cross a partition's end and all "
-        "ranks have equal work; `given` keeps the model's order, also to resume older checkpoints.",
     )
     tensor_parallel_mode: v.TensorParallelMode = Field(
         default="gather",

@@ -31,7 +31,7 @@ from deepspeed_muon.checkpoint.tag_folder import Glance, glance
 from deepspeed_muon.checkpoint.universal import UniversalSource, convert_to_universal, is_ours
 from deepspeed_muon.engine.layouts import half_pairs
 from deepspeed_muon.engine.memory import memory_of
-from deepspeed_muon.engine.ordering import ORDER_KEY, same_order
+from deepspeed_muon.engine.ordering import same_order
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.plan.slices import TensorSlice
 from deepspeed_muon.transport.agreement import RankFacts, agree
@@ -398,12 +398,8 @@ def _rerouted(saved: Glance, lines: Sequence[str]) -> str:
 
 
 def _moved(engine: Any, saved: Glance) -> str:
-    order, own = saved.inner.get(ORDER_KEY, saved.settings).get("order"), optimizer_of(engine).config.order
-    if order == own:
-        cause = "param groups, sub_group_size, round_robin_gradients or the kind of device may differ"
-    else:
-        cause = f"set optimizer.params.order to {order!r} (it is {own!r} here)"
     return (
-        f"{saved.folder}: its flat partitions hold the parameters at other places than this engine's: {cause}; or "
+        f"{saved.folder}: its flat partitions hold the parameters at other places than this engine's: param groups, "
+        f"sub_group_size, round_robin_gradients, the kind of device or the version of deepspeed_muon may differ; or "
         f"{saved.way()} instead of loading this"
     )

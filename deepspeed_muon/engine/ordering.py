@@ -32,7 +32,7 @@ def order_parameters(engine: Any, optimizer: Muon, *, device: torch.device) -> N
         optimizer: Its optimizer. The lists in its param groups are replaced.
         device: Where the iteration will run.
     """
-    if optimizer.config.order == "given" or engine.zero_optimization_stage() not in (1, 2):
+    if engine.zero_optimization_stage() not in (1, 2):
         return
     if getattr(engine._config.zero_config, "round_robin_gradients", False):
         return
@@ -48,13 +48,13 @@ def has_flat_groups(engine: Any) -> bool:
 
 
 def record_order(engine: Any, optimizer: Muon) -> None:
-    """Let every saved state of a bound optimizer hold its order and a digest of its layout, where the order matters."""
+    """Let every saved state of a bound optimizer hold a digest of its layout, where the order matters."""
     if not has_flat_groups(engine):
         return
-    rule, order = _digest(_rules(optimizer)), optimizer.config.order
+    rule = _digest(_rules(optimizer))
 
     def add(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        state_dict[ORDER_KEY] = {"order": order, "rule": rule}
+        state_dict[ORDER_KEY] = {"rule": rule}
 
     optimizer.register_state_dict_post_hook(add)
 

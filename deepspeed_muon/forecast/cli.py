@@ -121,7 +121,6 @@ def _settings(arguments: argparse.Namespace, config: MuonConfig) -> PlanSettings
             direction_bytes=width,
             chunk_numel=config.exchange_chunk_numel,
             overlap=config.exchange_overlap,
-            order=config.order,
             efficiency=arguments.efficiency,
         )
     except ValueError as error:

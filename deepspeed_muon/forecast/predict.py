@@ -157,7 +157,7 @@ def _step_sets(muon: Sequence[PlannedParameter], settings: PlanSettings) -> list
     """Return the numbers of the matrices of each step set, in the order in which they lie."""
     if not muon:
         return []
-    if settings.stage in (1, 2) and settings.order == "balanced":
+    if settings.stage in (1, 2) and settings.reordered:
         return [
             balanced_order(
                 [parameter.numel for parameter in muon],

@@ -9,7 +9,6 @@ import torch
 
 from deepspeed_muon.math.newton_schulz import NsMethod
 from deepspeed_muon.plan.hardware import GPUS, Gpu
-from deepspeed_muon.plan.order import OrderName
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class PlanSettings:
         model_bytes: Bytes of an element of the forward pass's weights, and of its gradient.
         chunk_numel: ``exchange_chunk_numel``.
         overlap: ``exchange_overlap``.
-        order: Order of the matrices in the flat buffers of stages 1 and 2.
+        reordered: Whether stages 1 and 2 lay the matrices out by the rule of :mod:`deepspeed_muon.plan.order`.
         efficiency: Part of the GPU's tensor operations that the iteration reaches.
         link_efficiency: Part of the bandwidths that copies and collectives reach.
     """
@@ -71,7 +70,7 @@ class PlanSettings:
     model_bytes: int = 2
     chunk_numel: int = 1 << 26
     overlap: bool = True
-    order: OrderName = "balanced"
+    reordered: bool = True
     efficiency: float = 0.5
     link_efficiency: float = 0.7
 
@@ -124,7 +123,7 @@ def divisions(
         world_size=settings.world_size // ways,
         expert_parallel=1,
         gpus_per_node=max(1, settings.gpus_per_node // ways),
-        order="given",  # that of groups of experts is left alone
+        reordered=False,  # that of groups of experts is left alone
     )
     local = [_some_experts(parameters[number], ways) for number in experts]
     dense = replace(settings, expert_parallel=1)

@@ -13,14 +13,11 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from deepspeed_muon.plan.holdings import flat_holdings
 from deepspeed_muon.plan.owners import FLOPS_PER_MOVED_ELEMENT, assign_owners, holders_in_holdings
-
-OrderName = Literal["balanced", "given"]
 
 # ZeRO 1 and 2 pad the flat buffer to a multiple of this times the ranks (nccl_start_alignment_factor).
 _FLAT_ALIGNMENT = 2

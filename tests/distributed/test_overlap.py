@@ -157,7 +157,6 @@ def across_calls(
         "exchange_chunk_numel": CHUNK,
         "exchange_overlap": overlap,
         "wire_dtype": "bf16",
-        "order": "given",
     }
     config = training.ds_config(stage, zero=zero, extra=extra, params=params)
     model = build("toy", width=24)

@@ -37,8 +37,8 @@ def test_predictions_are_what_runs(ranks: Any, stage: int, world: int) -> None:
     ("stage", "world", "kind", "params"),
     [
         (0, 2, "mixed", {}),
-        (1, 4, "mixed", {"order": "given"}),
-        (2, 3, "heads", {"order": "given", "matrices": {"*": {"heads": "config"}}}),
+        (1, 4, "mixed", {}),
+        (2, 3, "heads", {"matrices": {"*": {"heads": "config"}}}),
         (3, 2, "mixed", {}),
         (3, 4, "heads", {"matrices": {"*": {"heads": "config"}}}),
         (2, 4, "mixed", {"variant": "normuon"}),

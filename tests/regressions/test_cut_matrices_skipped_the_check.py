@@ -139,7 +139,7 @@ def settle_parts(rank: int, world_size: int, *, dim: int) -> dict[str, Any]:
     )
     settings = NsSettings(resolve_schedule("quintic"))
     check = ResultCheck(
-        StepRecorder(every=0, matrices=1, check=True), [layout] * 3, device=torch.device("cpu"), ns=settings
+        StepRecorder(every=0, check=True), [layout] * 3, device=torch.device("cpu"), ns=settings
     )
     iterate = functools.partial(
         orthogonalize_sharded, group=dist.group.WORLD, shard_dim=dim - 2, shard_sizes=sizes

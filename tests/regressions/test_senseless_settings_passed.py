@@ -44,7 +44,7 @@ SENSELESS: list[tuple[dict[str, Any], str]] = [
     ({"health": {"every": 1e9}}, "health.every: must be at most"),
     ({"health": {"every": "5"}}, "health.every: must be a number, not a text: write 5"),
     ({"health": {"check": "no"}}, "health.check: must be true or false (got 'no')"),
-    ({"health": "no"}, "health: must be an object with every, matrices and check, or true or false"),
+    ({"health": "no"}, "health: must be an object with every and check, or true or false"),
     ({"qk_clip": {"threshold": True}}, "qk_clip.threshold: must be a number"),
     ({"exchange_chunk_numel": 1e15}, "exchange_chunk_numel: must be at most"),
     ({"matrices": 3}, "matrices: must be an object: name pattern to an object"),

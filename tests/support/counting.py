@@ -115,7 +115,6 @@ def count_a_step(
         ns_dtype=torch.float32,
         wire_bytes=4,
         model_bytes=4,
-        order=optimizer.config.order,
     )
     parameters = planned_parameters(optimizer.routes)
     exchange = exchange_of(parameters, settings)

@@ -79,7 +79,10 @@ def test_precedence_of_rates() -> None:
             "optimizer.params.health: unknown key 'evry'; did you mean 'every'?; unknown key 'chek'",
         ),
         ({"health": {"every": -1}}, "optimizer.params.health.every"),
-        ({"health": {"matrices": 0}}, "optimizer.params.health.matrices"),
+        (
+            {"health": {"matrices": 4}},
+            "optimizer.params.health: 'health.matrices' is no setting since version 0.3",
+        ),
         ({"health": 3}, "optimizer.params.health: must be an object"),
     ],
 )
@@ -139,16 +142,16 @@ def test_digest_is_canonical() -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (None, (100, 4, True)),
-        (True, (100, 4, True)),
-        (False, (0, 4, False)),
-        ({"every": 7}, (7, 4, True)),
-        ({"check": False, "matrices": 2}, (100, 2, False)),
+        (None, (100, True)),
+        (True, (100, True)),
+        (False, (0, False)),
+        ({"every": 7}, (7, True)),
+        ({"check": False}, (100, False)),
     ],
 )
-def test_health(given: Any, expected: tuple[int, int, bool]) -> None:
+def test_health(given: Any, expected: tuple[int, bool]) -> None:
     health = MuonConfig.from_params({"health": given}).health
-    assert (health.every, health.matrices, health.check) == expected
+    assert (health.every, health.check) == expected
 
 
 def test_auto_takes_fp32_for_a_schedule_without_a_margin_for_rounding() -> None:

@@ -207,7 +207,7 @@ def test_wrong_in_fp32_too(caplog: pytest.LogCaptureFixture, mode: Any) -> None:
 
 
 def check_of(*matrices: MatrixLayout) -> ResultCheck:
-    recorder = StepRecorder(every=0, matrices=1, check=True)
+    recorder = StepRecorder(every=0, check=True)
     return ResultCheck(recorder, matrices, device=torch.device("cpu"), ns=NsSettings(QUINTIC))
 
 
@@ -235,7 +235,7 @@ def test_a_head_without_a_gradient_is_right() -> None:
 def test_unequal_blocks_are_measured_and_redone() -> None:
     """A fused projection of 8 and 4 rows, two calls of the iteration; the scale of the second is twice as large."""
     layout = MatrixLayout("kv", 12, 9, 0, sharded_spread(0, 108, 108), row_blocks=(8, 4))
-    recorder = StepRecorder(every=1, matrices=1, check=True)
+    recorder = StepRecorder(every=1, check=True)
     check = ResultCheck(recorder, [layout], device=torch.device("cpu"), ns=NsSettings(QUINTIC))
     direction = torch.randn(12, 9, generator=torch.Generator().manual_seed(9))
     halves = [
@@ -291,7 +291,8 @@ def test_windows_keep_the_order(monkeypatch: pytest.MonkeyPatch, window: int) ->
 
 
 def test_samples_take_turns() -> None:
-    recorder = StepRecorder(every=3, matrices=2, check=True)
+    recorder = StepRecorder(every=3, check=True)
+    recorder.matrices = 2
     recorder.reset(torch.device("cpu"))
     assert recorder.reserve(5) == 0 and recorder.reserve(2) == 5
     seen: list[int] = []
@@ -306,7 +307,8 @@ def test_samples_take_turns() -> None:
 
 def test_plain_optimizer_reports() -> None:
     model = build("toy")
-    optimizer = Muon(model, health={"every": 2, "matrices": 100}, ns_dtype="fp32")
+    optimizer = Muon(model, health={"every": 2}, ns_dtype="fp32")
+    optimizer.recorder.matrices = 100
     assert optimizer.health() == {"redone": 0, "failed": 0}
     for step in range(3):
         model.zero_grad()
