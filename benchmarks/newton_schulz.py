@@ -39,8 +39,12 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 from deepspeed_muon import ops
 from deepspeed_muon.math.coefficients import resolve_schedule
-from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, resolve_ns_dtype
-from deepspeed_muon.math.reference import reference_orthogonalize
+from deepspeed_muon.math.newton_schulz import (
+    NsSettings,
+    orthogonalize,
+    reference_orthogonalize,
+    resolve_ns_dtype,
+)
 from deepspeed_muon.ops.autotune import Tuner, error_of, hardware_name
 from deepspeed_muon.ops.candidates import other_products
 

@@ -14,8 +14,6 @@ from deepspeed_muon.forecast import cli as plan_cli
 from deepspeed_muon.monitoring import cli as health_cli
 from deepspeed_muon.version import __version__
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status: 0, 1 if a check failed, 2 for an error of usage or configuration."""

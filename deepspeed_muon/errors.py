@@ -6,26 +6,6 @@ Every error says what is wrong, where (parameter, shape, rank, config key) and w
 
 from __future__ import annotations
 
-__all__ = [
-    "BindingError",
-    "CheckpointError",
-    "ConfigError",
-    "MuonError",
-    "NonFiniteGradientError",
-    "OpsUnavailableError",
-    "OrthogonalizationError",
-    "ParameterTypeError",
-    "PlanMismatchError",
-    "RankDisagreementError",
-    "RankMissingError",
-    "RegistrationError",
-    "RoutingError",
-    "ScheduleError",
-    "ShardingError",
-    "UnsupportedConfigError",
-    "printable",
-]
-
 
 def printable(text: str) -> str:
     """Return a text of unknown origin with what a terminal would obey, or cannot show, as escape sequences."""

@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from deepspeed_muon.errors import printable
 
-__all__ = ["announce", "counted", "logger", "warn", "warn_on_each_machine"]
-
 logger = logging.getLogger("deepspeed_muon")
 
 

@@ -42,8 +42,6 @@ from deepspeed_muon.transport.buffers import ExchangeBuffers
 from deepspeed_muon.transport.context import StepStats
 from deepspeed_muon.transport.members import Members
 
-__all__ = ["Muon"]
-
 
 class Muon(RoutedOptimizer):
     """Muon for hidden matrices, AdamW for everything else, at every ZeRO stage.
@@ -54,8 +52,8 @@ class Muon(RoutedOptimizer):
         u   <- g + momentum * (buf - g)   if nesterov else buf
         W   <- W * (1 - lr * weight_decay) - lr * scale(rows, cols) * orthogonalize(u)
 
-    A ``variant`` turns ``orthogonalize(u)`` into another update (:mod:`deepspeed_muon.variants`), and
-    ``weight_decay_mode`` chooses between kinds of decay (:mod:`deepspeed_muon.math.weight_decay`).
+        A ``variant`` turns ``orthogonalize(u)`` into another update (:mod:`deepspeed_muon.variants`), and
+    ``weight_decay_mode`` chooses between kinds of decay (:mod:`deepspeed_muon.math.updates`).
 
     A parameter whose gradient is zero on every rank counts as one without a gradient and is left alone, state
     included. ``state[...]["step"]`` counts optimizer steps.

@@ -11,13 +11,10 @@ from torch import Tensor, nn
 from deepspeed_muon.config import DEFAULT_MUON_LR, MuonConfig
 from deepspeed_muon.errors import BindingError, RoutingError
 from deepspeed_muon.logs import warn
-from deepspeed_muon.routing.order import order_of_matrices
-from deepspeed_muon.routing.param_groups import ParamGroup, RoutedGroups
-from deepspeed_muon.routing.renaming import with_names_of
-from deepspeed_muon.routing.rules import Route, warn_without_muon
+from deepspeed_muon.routing.param_groups import ParamGroup, RoutedGroups, with_names_of
+from deepspeed_muon.routing.route import Route, order_of_matrices
+from deepspeed_muon.routing.rules import warn_without_muon
 from deepspeed_muon.step.state import StatePolicy, keep_saved_precision
-
-__all__ = ["RoutedOptimizer"]
 
 SMALL_MUON_LR = DEFAULT_MUON_LR / 10
 """A rate below it, given as ``lr`` alone, is taken for one of AdamW's."""

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from deepspeed_muon.errors import OpsUnavailableError
 from deepspeed_muon.logs import logger
-from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
-from deepspeed_muon.math.reference import reference_orthogonalize
+from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, reference_orthogonalize
 
 from .candidates import BATCH_NUMEL, Candidate, Problem
 from .locks import locked

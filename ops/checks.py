@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from deepspeed_muon.math.coefficients import resolve_schedule
-from deepspeed_muon.math.newton_schulz import NsSettings, restart_steps
-from deepspeed_muon.math.reference import reference_orthogonalize
+from deepspeed_muon.math.newton_schulz import NsSettings, reference_orthogonalize, restart_steps
 
 from . import library, reference
 from .autotune import TOLERANCE, error_of

@@ -17,7 +17,7 @@ from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
 from deepspeed_muon.plan.rows import ROW_STATE_KEY, RowPlaces
 from deepspeed_muon.plan.slices import TensorSlice, whole_slice
 from deepspeed_muon.plan.spread import Fragment, Spread
-from deepspeed_muon.routing.rules import Route
+from deepspeed_muon.routing.route import Route
 from deepspeed_muon.step.step_set import BoundPartition
 
 __all__ = ["HeldParameter", "LiveParameter", "LiveState", "collect"]

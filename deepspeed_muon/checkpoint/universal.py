@@ -43,7 +43,7 @@ from deepspeed_muon.checkpoint.sources import WINDOW, StateSource, file_digest
 from deepspeed_muon.checkpoint.tag_folder import MODEL_FILES, model_file_in
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import logger, warn
-from deepspeed_muon.routing.rules import Route
+from deepspeed_muon.routing.route import Route
 
 __all__ = ["UniversalSource", "convert_to_universal", "is_ours"]
 

@@ -14,8 +14,6 @@ from torch import Tensor
 from deepspeed_muon.config.settings import RATE_KEYS, MuonConfig
 from deepspeed_muon.variants import SETTINGS as VARIANT_SETTINGS
 
-__all__ = ["keys_with_sentences", "takes_settings"]
-
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
 

@@ -29,8 +29,7 @@ from deepspeed_muon.math.coefficients import (
     tolerates_rounding,
 )
 from deepspeed_muon.math.newton_schulz import DTYPES, NsDtypeName, NsMethod, NsSettings, resolve_ns_dtype
-from deepspeed_muon.math.scaling import AdjustLrName
-from deepspeed_muon.math.weight_decay import WeightDecayMode
+from deepspeed_muon.math.updates import AdjustLrName, WeightDecayMode
 from deepspeed_muon.ops import NsBackend
 from deepspeed_muon.plan.wire import CODED, PLAIN, WireFormat
 from deepspeed_muon.variants import SETTINGS as VARIANT_SETTINGS

@@ -6,7 +6,7 @@ from typing import Any
 
 from deepspeed_muon.errors import BindingError
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.routing.rules import Route
+from deepspeed_muon.routing.route import Route
 
 __all__ = ["health", "is_active", "muon_of", "muon_optimizer", "routes"]
 

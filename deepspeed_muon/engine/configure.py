@@ -47,8 +47,9 @@ from deepspeed_muon.logs import announce, logger
 from deepspeed_muon.ops import loaded
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.param_groups import build_groups
-from deepspeed_muon.routing.pipeline_module import is_divided
-from deepspeed_muon.routing.rules import check_routes, format_routes, summarize_routes, warn_without_muon
+from deepspeed_muon.routing.parameters import is_divided
+from deepspeed_muon.routing.route import format_routes, summarize_routes
+from deepspeed_muon.routing.rules import check_routes, warn_without_muon
 from deepspeed_muon.transport.agreement import RankFacts, agree
 from deepspeed_muon.transport.members import Members, everyone
 from deepspeed_muon.version import __version__

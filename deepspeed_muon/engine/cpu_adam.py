@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.errors import OpsUnavailableError
-from deepspeed_muon.math.adamw import AdamStep
-from deepspeed_muon.math.reference import reference_adamw_step
+from deepspeed_muon.math.updates import AdamStep, reference_adamw_step
 
 __all__ = ["CpuAdam"]
 
@@ -57,7 +56,7 @@ class CpuAdam:
         *,
         settings: AdamStep,
     ) -> None:
-        """Update ``params`` and both moments in place; see :func:`deepspeed_muon.math.adamw.adam_step_`."""
+        """Update ``params`` and both moments in place; see :func:`deepspeed_muon.math.updates.adam_step_`."""
         self._forget_steps(settings)
         for tensors in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
             assert all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)

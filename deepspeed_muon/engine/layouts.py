@@ -28,7 +28,8 @@ from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group, with_te
 from deepspeed_muon.errors import BindingError, UnsupportedConfigError
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.spread import flat_spread, sharded_spread
-from deepspeed_muon.routing.rules import Route, true_shape
+from deepspeed_muon.routing.route import Route
+from deepspeed_muon.routing.shapes import true_shape
 from deepspeed_muon.step.layout_reader import LayoutReader, read_whole
 from deepspeed_muon.step.step_set import StepSet
 

@@ -10,7 +10,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 from torch import Tensor
 
 from deepspeed_muon.routing.param_groups import expert_group_name
-from deepspeed_muon.routing.rules import true_shape
+from deepspeed_muon.routing.shapes import true_shape
 from deepspeed_muon.transport.agreement import RankFacts, Scope
 from deepspeed_muon.transport.members import Members
 

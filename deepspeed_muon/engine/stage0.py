@@ -21,7 +21,7 @@ from deepspeed_muon.engine.memory import memory_of
 from deepspeed_muon.engine.ranks import has_experts
 from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group
 from deepspeed_muon.routing.param_groups import expert_group_name
-from deepspeed_muon.routing.pipeline_module import is_divided
+from deepspeed_muon.routing.parameters import is_divided
 
 __all__ = [
     "backward",

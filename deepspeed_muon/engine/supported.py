@@ -19,7 +19,7 @@ from deepspeed_muon.engine.offload import half_states, master_dtype, offload_dev
 from deepspeed_muon.engine.ranks import has_experts, members_of
 from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group, tensor_shards
 from deepspeed_muon.errors import UnsupportedConfigError
-from deepspeed_muon.routing.pipeline_module import is_divided
+from deepspeed_muon.routing.parameters import is_divided
 
 __all__ = [
     "expert_parallel",

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from deepspeed_muon.engine.tensor_cuts import is_marked, read_cut
 from deepspeed_muon.errors import PlanMismatchError, UnsupportedConfigError
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
-from deepspeed_muon.routing.rules import Route, true_shape
+from deepspeed_muon.routing.route import Route
+from deepspeed_muon.routing.shapes import true_shape
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.transport.waiting import phase
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from deepspeed_muon.engine.accessors import muon_optimizer
 from deepspeed_muon.forecast.report import live_report
 from deepspeed_muon.forecast.settings import PlannedParameter
-from deepspeed_muon.routing.rules import Route
+from deepspeed_muon.routing.route import Route
 
 
 def planned_parameters(routes: Sequence[Route]) -> list[PlannedParameter]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepspeed_muon.forecast.settings import PlannedParameter, PlanSettings, divisions
-from deepspeed_muon.math.flops import orthogonalize_flops
+from deepspeed_muon.math.newton_schulz import orthogonalize_flops
 from deepspeed_muon.plan.holdings import Floats, Holdings, flat_holdings, sharded_holdings
 from deepspeed_muon.plan.order import balanced_order, flat_partition_numel
 from deepspeed_muon.plan.owners import assign_owners, holders_in_holdings

@@ -16,8 +16,6 @@ import torch
 
 from deepspeed_muon.errors import ScheduleError
 
-__all__ = ["Coefficients", "NsSchedule", "NsScheduleName", "resolve_schedule", "tolerates_rounding"]
-
 Coefficients = tuple[float, float, float]
 NsScheduleName = Literal["quintic", "polar_express", "polar_express_5", "cans", "deepseekv4"]
 

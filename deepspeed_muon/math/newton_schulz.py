@@ -8,12 +8,13 @@ Two equal polynomials of the input, with different costs and rounding:
   nothing and run the standard iteration. In half formats the Gram matrix drifts away from that of ``X``, so the
   iteration restarts: it multiplies ``X`` by ``Q`` and computes ``R`` again.
 
-The readable float64 counterpart is :mod:`deepspeed_muon.math.reference`.
+The readable float64 counterpart is :func:`reference_orthogonalize`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,17 +22,6 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.math.coefficients import Coefficients
-
-__all__ = [
-    "DTYPES",
-    "NsDtypeName",
-    "NsMethod",
-    "NsSettings",
-    "Products",
-    "iterate_columns",
-    "orthogonalize",
-    "resolve_ns_dtype",
-]
 
 NsMethod = Literal["gram", "standard"]
 GramOf = Callable[[Tensor], Tensor]
@@ -224,3 +214,40 @@ def _gram(x: Tensor, settings: NsSettings, products: Products) -> Tensor:
     assert q is not None
     result = q @ x
     return result.unsqueeze(0) if single else result
+
+
+@functools.lru_cache(maxsize=4096)
+def orthogonalize_flops(
+    rows: int, cols: int, *, steps: int = 5, method: NsMethod = "standard", dtype: torch.dtype = torch.float32
+) -> float:
+    """Return the floating-point operations of orthogonalising one ``rows x cols`` matrix.
+
+    With ``m`` the short and ``n`` the long side, a standard step is ``X X^T`` (``2 m^2 n``), a square of the Gram
+    matrix (``2 m^3``) and a product with ``X`` (``2 m^2 n``). The Gram iteration has up to four ``m^3`` products in a
+    step. It multiplies with ``X`` twice, and twice more for every restart; the dtype decides how often it restarts.
+    """
+    short, long = min(rows, cols), max(rows, cols)
+    squares = passes = steps
+    if runs_gram(short, long, method):
+        restarts = restart_steps(steps, dtype)
+        squares, fresh = 0, True
+        for done in range(1, steps + 1):
+            squares += 1 if fresh else 2
+            fresh = done in restarts
+            if done < steps and not fresh:
+                squares += 2
+        passes = 1 + len(restarts)
+    return passes * 4.0 * short * short * long + squares * 2.0 * short**3
+
+
+def reference_orthogonalize(x: Tensor, coefficients: Sequence[Coefficients], eps: float = 1e-12) -> Tensor:
+    """Apply the polynomials to one matrix in float64: ``X <- a X + (b A + c A^2) X`` with ``A = X X^T``."""
+    x = x.double()
+    transposed = x.shape[0] > x.shape[1]
+    if transposed:
+        x = x.T
+    x = x / max(float(x.norm()), eps)
+    for a, b, c in coefficients:
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if transposed else x

@@ -7,7 +7,7 @@ Let ``p`` be the polynomial of all Newton-Schulz steps and ``s`` the singular va
 
 Stochastic Lanczos quadrature (Ubaru, Chen, Saad 2017, doi 10.1137/16M1104974) estimates the spectrum of a sampled
 matrix: a few Lanczos steps on ``X X^T`` from random signs give nodes and weights of a quadrature for the distribution
-of its eigenvalues. The exact counterpart is ``math.reference.reference_health``.
+of its eigenvalues. The exact counterpart is ``tests.support.reference_math.reference_health``.
 """
 
 from __future__ import annotations

@@ -18,8 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from deepspeed_muon.math.flops import orthogonalize_flops
-from deepspeed_muon.math.newton_schulz import NsMethod
+from deepspeed_muon.math.newton_schulz import NsMethod, orthogonalize_flops
 from deepspeed_muon.plan.holdings import Holdings
 from deepspeed_muon.plan.layout import MatrixLayout
 

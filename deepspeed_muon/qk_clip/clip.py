@@ -22,11 +22,9 @@ from deepspeed_muon.plan.spread import Fragment
 from deepspeed_muon.qk_clip import hugging_face
 from deepspeed_muon.qk_clip.logits import HeadRole, clip_factor
 from deepspeed_muon.qk_clip.recorder import AttentionHeads, QkRecorder, find_recorders
-from deepspeed_muon.routing.rules import Route
+from deepspeed_muon.routing.route import Route
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.transport.waiting import phase
-
-__all__ = ["HeadRun", "QkClip", "QkClipReport", "head_runs"]
 
 # If no logit of a layer can have exceeded this share of the threshold, the next step bounds its logits instead of
 # computing them.

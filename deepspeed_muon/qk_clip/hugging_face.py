@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.qk_clip.recorder import QkRecorder, recorders_of
-from deepspeed_muon.routing.rules import true_shape
-
-__all__ = ["attach", "detach"]
+from deepspeed_muon.routing.shapes import true_shape
 
 _ATTRIBUTE = "_deepspeed_muon_recorder"
 _PREFIX = "qk_clip_"

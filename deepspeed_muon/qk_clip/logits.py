@@ -8,7 +8,7 @@ For each head ``h`` with the largest scaled logit before the softmax, ``S_h``, o
     MLA: rotated queries       W <- eta_h             * W      (the rotated key is shared by all heads and stays)
 
 So the logits of a head become at most ``eta_h`` times what they were. The float64 counterpart is in
-:mod:`deepspeed_muon.math.reference_qk_clip`.
+:mod:`tests.support.reference_math`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-
-__all__ = ["HeadRole", "clip_factor", "logit_bounds", "max_logits"]
 
 HeadRole = Literal["query", "key", "rotated_query"]
 

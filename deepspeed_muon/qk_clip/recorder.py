@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.qk_clip.logits import HeadRole, logit_bounds, max_logits
-from deepspeed_muon.routing.rules import true_shape
-
-__all__ = ["AttentionHeads", "HeadRows", "QkRecorder", "find_recorders", "recorders_of"]
+from deepspeed_muon.routing.shapes import true_shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from deepspeed_muon.errors import RoutingError
 from deepspeed_muon.routing.route import Rule
 
-__all__ = ["ModelNames", "leaf_name", "matches", "rule_by_name"]
-
 # Components of a dotted name. An embedding's may stand anywhere in the path; a head's must be that of the module that
 # holds the weight, because BERT's "attention.output.dense.weight" is a hidden matrix.
 _EMBEDDING_COMPONENTS = frozenset({"wte", "wpe"})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,16 +16,9 @@ from torch import Tensor, nn
 from deepspeed_muon.config import GROUP_KEYS, TORCH_OPTIONS, MuonConfig, unknown_key_message
 from deepspeed_muon.errors import ConfigError, ParameterTypeError, RoutingError
 from deepspeed_muon.plan.layout import TensorShards
-from deepspeed_muon.routing.pipeline_module import is_divided
-from deepspeed_muon.routing.rules import (
-    Algorithm,
-    NamedParameter,
-    Route,
-    model_parameters_by_name,
-    route_parameters,
-)
-
-__all__ = ["ParamGroup", "ParamsInput", "RoutedGroups", "build_groups", "expert_group_name"]
+from deepspeed_muon.routing.parameters import NamedParameter, is_divided, model_parameters_by_name
+from deepspeed_muon.routing.route import Algorithm, Route
+from deepspeed_muon.routing.rules import route_parameters
 
 ParamsInput = nn.Module | Iterable[Any]
 
@@ -265,3 +258,34 @@ def _checked_settings(group: _CallerGroup, config: MuonConfig) -> MuonConfig:
             raise ConfigError(unknown_key_message(key, GROUP_KEYS, group.where))
     own = {key: value for key, value in group.settings.items() if key in GROUP_KEYS}
     return MuonConfig.from_params({**config.model_dump(), **own}, where=group.where)
+
+
+def with_names_of(model: nn.Module, routed: RoutedGroups) -> RoutedGroups:
+    """Return routes with the model's names in place of those made from shapes.
+
+    Ranks compare names, and messages refer to them. Routes that were made with names are returned as they are.
+
+    Args:
+        model: The module whose parameters were routed.
+        routed: Their groups and routes.
+
+    Raises:
+        RoutingError: Naming the first parameter that would go elsewhere by its name.
+    """
+    if not routed.unnamed:
+        return routed
+    named = model_parameters_by_name(model)
+    members = [member for key, member in named.items() if key in routed.by_id]
+    for member, better in zip(members, route_parameters(members), strict=True):
+        route = routed.by_id[id(member.param)]
+        if better.algorithm != route.algorithm and route.rule != "group":
+            raise RoutingError(
+                f"parameter {member.name} of shape {list(better.shape)} was given without its name and went to "
+                f"{route.algorithm}; by name it belongs to {better.algorithm} ({better.reason}). Pass "
+                f"model.named_parameters() to deepspeed_muon.Muon instead of model.parameters()"
+            )
+    renamed = {
+        key: replace(route, name=named[key].name) if key in named else route
+        for key, route in routed.by_id.items()
+    }
+    return RoutedGroups(routed.groups, list(renamed.values()), renamed, unnamed=False)

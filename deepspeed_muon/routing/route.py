@@ -8,10 +8,10 @@ from typing import Literal
 
 import torch
 
+from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize_flops
 from deepspeed_muon.plan.layout import TensorShards
+from deepspeed_muon.plan.order import balanced_order
 from deepspeed_muon.plan.owners import grid_blocks
-
-__all__ = ["Algorithm", "MatrixKind", "Route", "Rule", "format_routes", "summarize_routes"]
 
 Algorithm = Literal["muon", "adamw", "frozen"]
 MatrixKind = Literal["matrix", "convolution", "experts"]
@@ -119,3 +119,26 @@ def summarize_routes(routes: Sequence[Route]) -> str:
             numel = sum(torch.Size(route.shape).numel() for route in chosen)
             parts.append(f"{name} {len(chosen)} tensors ({numel:,} elements)")
     return ", ".join(parts)
+
+
+def order_of_matrices(routes: Sequence[Route], ranks: int, settings: NsSettings) -> Sequence[int]:
+    """Return the positions of matrices in the order that gives all ranks equal work; equal on all ranks.
+
+    Args:
+        routes: Of the matrices, in the order of the param group.
+        ranks: How many will divide the group.
+        settings: The iteration, which decides the cost of a matrix.
+    """
+
+    def flops(rows: int, cols: int) -> float:
+        return orthogonalize_flops(
+            rows, cols, steps=len(settings.coefficients), method=settings.method, dtype=settings.dtype
+        )
+
+    kinds = [route.kinds_of_blocks() for route in routes]
+    return balanced_order(
+        [torch.Size(route.shape).numel() for route in routes],
+        [sum(count * flops(rows, cols) for count, rows, cols in kind) for kind in kinds],
+        kinds,
+        ranks,
+    )

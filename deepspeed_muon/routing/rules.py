@@ -17,14 +17,12 @@ from deepspeed_muon.config import MatricesConfig, MuonConfig
 from deepspeed_muon.errors import ParameterTypeError, RoutingError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.routing.names import ModelNames, leaf_name, matches, rule_by_name
-from deepspeed_muon.routing.parameters import NamedParameter, model_parameters_by_name
+from deepspeed_muon.routing.parameters import NamedParameter
 from deepspeed_muon.routing.route import (
     Algorithm,
     MatrixKind,
     Route,
     Rule,
-    format_routes,
-    summarize_routes,
 )
 from deepspeed_muon.routing.shapes import (
     cut_into_heads,
@@ -33,19 +31,6 @@ from deepspeed_muon.routing.shapes import (
     split_output,
     true_shape,
 )
-
-__all__ = [
-    "Algorithm",
-    "NamedParameter",
-    "Route",
-    "check_routes",
-    "format_routes",
-    "model_parameters_by_name",
-    "route_parameters",
-    "summarize_routes",
-    "true_shape",
-    "warn_without_muon",
-]
 
 
 def route_parameters(

@@ -18,17 +18,6 @@ from deepspeed_muon.errors import RoutingError
 from deepspeed_muon.plan.layout import TensorShards
 from deepspeed_muon.routing.names import leaf_name
 
-__all__ = [
-    "AttentionShape",
-    "SplitRule",
-    "attention_shapes",
-    "cut_into_heads",
-    "nearest_attention",
-    "share_of_blocks",
-    "split_output",
-    "true_shape",
-]
-
 SplitRule = str | Sequence[int] | Sequence[float]
 """Sizes of the parts, fractions of the output, or the word ``qkv`` or ``gate_up``."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import OpsUnavailableError
 from deepspeed_muon.logs import warn_on_each_machine
-from deepspeed_muon.math.adamw import AdamStep, adam_step_
+from deepspeed_muon.math.updates import AdamStep, adam_step_
 from deepspeed_muon.ops import in_fp32
 from deepspeed_muon.plan.spread import Fragment
 from deepspeed_muon.step.state import State, StatePolicy, state_of
@@ -27,7 +27,7 @@ class AdamKernel:
     Attributes:
         name: ``deepspeed_cpu_adam``, ``torch_fused``, or ``none`` if there is nothing to update.
         reason: Why this kernel was chosen.
-        run: Called like :func:`deepspeed_muon.math.adamw.adam_step_`.
+        run: Called like :func:`deepspeed_muon.math.updates.adam_step_`.
         native: Whether it is DeepSpeed's.
         calls: How often AdamW ran.
         torch_calls: How often torch's kernel ran instead of the native one, which only knows the

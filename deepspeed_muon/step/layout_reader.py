@@ -11,7 +11,8 @@ from torch import Tensor
 from deepspeed_muon.errors import BindingError
 from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
 from deepspeed_muon.plan.spread import Spread, replicated_spread
-from deepspeed_muon.routing.rules import Route, true_shape
+from deepspeed_muon.routing.route import Route
+from deepspeed_muon.routing.shapes import true_shape
 from deepspeed_muon.step.step_set import BoundPartition, NativeAdam, Refresh, StepSet
 
 

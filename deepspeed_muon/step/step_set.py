@@ -56,7 +56,7 @@ class StepSet:
             without tensor parallelism.
         native_adam: Makes DeepSpeed's native AdamW if ZeRO-Offload keeps the partitions off the device, else ``None``.
             Called with ``decoupled``, ``master`` and ``moments``, it returns a function like
-            :func:`deepspeed_muon.math.adamw.adam_step_` or raises ``OpsUnavailableError``.
+            :func:`deepspeed_muon.math.updates.adam_step_` or raises ``OpsUnavailableError``.
         refresh: Copies elements of the partition into the weights of the forward pass again, after ZeRO has copied all
             of them. A set with ``refresh`` may leave its last updates in flight until the next set's call.
     """

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_muon.math.flops import orthogonalize_flops
+from deepspeed_muon.math.newton_schulz import orthogonalize_flops
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.step.placements import CutOverGroup, Directions, Updates, WholeAtOwner
 from deepspeed_muon.step.update_rule import UpdateRule

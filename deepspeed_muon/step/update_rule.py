@@ -8,8 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from deepspeed_muon.math.scaling import AdjustLrName, update_scale
-from deepspeed_muon.math.weight_decay import WeightDecayMode, cautious_apply_, decay_factor
+from deepspeed_muon.math.updates import (
+    AdjustLrName,
+    WeightDecayMode,
+    cautious_apply_,
+    decay_factor,
+    update_scale,
+)
 from deepspeed_muon.ops import FlatPasses, in_fp32
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.spread import Fragment

@@ -1,6 +1,6 @@
 """Muon itself: the orthogonalised direction is the update.
 
-Source: Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon/). :mod:`deepspeed_muon.math.reference` has the
+Source: Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon/). :mod:`tests.support.reference` has the
 float64 counterpart.
 """
 

@@ -17,7 +17,8 @@ from deepspeed_muon.forecast.live import planned_parameters
 from deepspeed_muon.forecast.predict import exchange_of
 from deepspeed_muon.forecast.settings import PlanSettings
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.routing.rules import model_parameters_by_name, route_parameters
+from deepspeed_muon.routing.parameters import model_parameters_by_name
+from deepspeed_muon.routing.rules import route_parameters
 from tests.support import training
 from tests.support.autoep_models import (
     AUTOEP_MATRICES,

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 import deepspeed_muon
-from deepspeed_muon.math.reference_qk_clip import reference_clip, reference_clip_latent, reference_max_logits
 from tests.support import pipelines, tensor_parallel, training
 from tests.support.attention_models import HEADS, KEY_HEADS, NOPE, ROPE, SCALE, THRESHOLD, WIDTH
 from tests.support.models import MATRICES, batch, build
 from tests.support.reference import Oracle, relative
+from tests.support.reference_math import reference_clip, reference_clip_latent, reference_max_logits
 
 CLIP = {"threshold": THRESHOLD, "alpha": 0.25}
 STEPS = 3

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from deepspeed_muon import MuonError, NsSettings, ShardingError, orthogonalize, orthogonalize_sharded
 from deepspeed_muon.math.coefficients import resolve_schedule
-from deepspeed_muon.math.reference import reference_orthogonalize
+from deepspeed_muon.math.newton_schulz import reference_orthogonalize
 from deepspeed_muon.transport import sharded
 from tests.support.matrices import TOLERANCE, matrix
 

@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 import deepspeed_muon
 from deepspeed_muon.math.coefficients import resolve_schedule
-from deepspeed_muon.math.newton_schulz import NsSettings
-from deepspeed_muon.math.reference import reference_orthogonalize
+from deepspeed_muon.math.newton_schulz import NsSettings, reference_orthogonalize
 from deepspeed_muon.monitoring.check import ResultCheck
 from deepspeed_muon.monitoring.measure import band_of, norm_bounds
 from deepspeed_muon.monitoring.recorder import StepRecorder

@@ -13,7 +13,7 @@ from torch import nn
 import deepspeed_muon
 from deepspeed_muon import Muon
 from deepspeed_muon.math.coefficients import resolve_schedule
-from deepspeed_muon.math.reference import reference_orthogonalize
+from deepspeed_muon.math.newton_schulz import reference_orthogonalize
 from deepspeed_muon.plan.rows import ROW_STATE_KEY
 from deepspeed_muon.variants.normuon import reference_finish
 from tests.support import training

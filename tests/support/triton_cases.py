@@ -15,8 +15,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from deepspeed_muon.math.coefficients import resolve_schedule
-from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
-from deepspeed_muon.math.reference import reference_orthogonalize
+from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, reference_orthogonalize
 from deepspeed_muon.ops import reference, triton_sym
 from deepspeed_muon.ops.autotune import TOLERANCE, error_of
 

@@ -25,8 +25,7 @@ from deepspeed_muon.forecast.predict import exchange_of
 from deepspeed_muon.forecast.settings import PlannedParameter, PlanSettings
 from deepspeed_muon.forecast.text import _elements
 from deepspeed_muon.math.coefficients import resolve_schedule
-from deepspeed_muon.math.flops import orthogonalize_flops
-from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
+from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, orthogonalize_flops
 from deepspeed_muon.routing.parameters import NamedParameter
 from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.version import __version__

@@ -10,14 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_muon.errors import ScheduleError
-from deepspeed_muon.math.adamw import AdamStep, adam_step_
 from deepspeed_muon.math.coefficients import resolve_schedule, tolerates_rounding
-from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, restart_steps
-from deepspeed_muon.math.reference import reference_adamw_step, reference_muon_step, reference_orthogonalize
-from deepspeed_muon.math.scaling import update_scale
+from deepspeed_muon.math.newton_schulz import (
+    NsSettings,
+    orthogonalize,
+    reference_orthogonalize,
+    restart_steps,
+)
+from deepspeed_muon.math.updates import AdamStep, adam_step_, reference_adamw_step, update_scale
 from deepspeed_muon.ops.reference import momentum_pack_, unpack_apply_
 from tests.support.matrices import TOLERANCE, matrix
 from tests.support.reference import polar
+from tests.support.reference_math import reference_muon_step
 
 SHAPES = [(1, 1), (1, 9), (9, 1), (17, 17), (13, 31), (31, 13), (64, 256), (256, 64), (96, 200)]
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 import deepspeed_muon
 from deepspeed_muon import Muon
 from deepspeed_muon.math.coefficients import resolve_schedule
-from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
-from deepspeed_muon.math.reference import reference_health, reference_orthogonalize
+from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, reference_orthogonalize
 from deepspeed_muon.monitoring.check import ResultCheck
 from deepspeed_muon.monitoring.measure import (
     SIGMA_TOLERANCE,
@@ -35,6 +34,7 @@ from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.spread import sharded_spread
 from deepspeed_muon.transport.members import Members, everyone
 from tests.support.models import batch, build
+from tests.support.reference_math import reference_health
 
 QUINTIC = resolve_schedule("quintic")
 SCHEDULES = ("quintic", "polar_express", "polar_express_5", "cans", "deepseekv4")

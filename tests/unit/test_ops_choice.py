@@ -14,8 +14,7 @@ from torch import Tensor
 from deepspeed_muon import ops
 from deepspeed_muon.errors import OpsUnavailableError
 from deepspeed_muon.math.coefficients import resolve_schedule
-from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
-from deepspeed_muon.math.reference import reference_orthogonalize
+from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, reference_orthogonalize
 from deepspeed_muon.ops import autotune, library
 from deepspeed_muon.ops.autotune import Tuner, measure
 from deepspeed_muon.ops.candidates import Candidate, candidates_for, has_kernel, problem_of

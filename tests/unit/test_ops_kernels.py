@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.math.coefficients import resolve_schedule
-from deepspeed_muon.math.newton_schulz import restart_steps
-from deepspeed_muon.math.reference import reference_orthogonalize
+from deepspeed_muon.math.newton_schulz import reference_orthogonalize, restart_steps
 from deepspeed_muon.ops import library, reference
 from tests.support.thinning import triples
 

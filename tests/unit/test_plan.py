@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_muon.math.flops import orthogonalize_flops
+from deepspeed_muon.math.newton_schulz import orthogonalize_flops
 from deepspeed_muon.plan.exchange import BufferPlan, ExchangePlan, build_exchange_plan
 from deepspeed_muon.plan.holdings import flat_holdings, sharded_holdings
 from deepspeed_muon.plan.layout import MatrixLayout

@@ -10,7 +10,7 @@ from deepspeed_muon.forecast.live import planned_parameters
 from deepspeed_muon.forecast.model_shapes import PRESETS, from_config, load_model
 from deepspeed_muon.forecast.predict import exchange_of, parameter_flops
 from deepspeed_muon.forecast.settings import PlanSettings
-from deepspeed_muon.math.flops import orthogonalize_flops
+from deepspeed_muon.math.newton_schulz import orthogonalize_flops
 from deepspeed_muon.plan.order import balanced_order, order_quality
 from deepspeed_muon.routing.rules import route_parameters
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from deepspeed_muon import ConfigError, Muon, MuonConfig, QkRecorder
-from deepspeed_muon.math.reference_qk_clip import reference_clip, reference_max_logits
 from deepspeed_muon.plan.spread import flat_spread
 from deepspeed_muon.qk_clip import logits as qk_clip
 from deepspeed_muon.qk_clip.clip import head_runs
@@ -18,6 +17,7 @@ from deepspeed_muon.qk_clip.logits import clip_factor, logit_bounds, max_logits
 from deepspeed_muon.qk_clip.recorder import AttentionHeads, HeadRows
 from tests.support.attention_models import THRESHOLD, AttendingToy
 from tests.support.models import batch, build
+from tests.support.reference_math import reference_clip, reference_max_logits
 
 
 @pytest.mark.parametrize("block", [1, 64, 1 << 24])

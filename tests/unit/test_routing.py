@@ -9,7 +9,9 @@ from torch import nn
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import ConfigError, RoutingError
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.routing.rules import NamedParameter, Route, model_parameters_by_name, route_parameters
+from deepspeed_muon.routing.parameters import NamedParameter, model_parameters_by_name
+from deepspeed_muon.routing.route import Route
+from deepspeed_muon.routing.rules import route_parameters
 
 
 def route(name: str, *shape: int, siblings: tuple[str, ...] = ()) -> Route:

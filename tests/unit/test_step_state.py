@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from deepspeed_muon import Muon
-from deepspeed_muon.math.adamw import AdamStep
-from deepspeed_muon.math.reference import reference_adamw_step
+from deepspeed_muon.math.updates import AdamStep, reference_adamw_step
 from deepspeed_muon.ops import flat_passes, widened
 from deepspeed_muon.step.adam import AdamKernel, _torch_step
 from deepspeed_muon.step.state import StatePolicy, state_bytes

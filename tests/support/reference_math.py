@@ -1,4 +1,4 @@
-"""The oracle of QK-clip, in float64 and written to be read."""
+"""Single formulas in float64, written to be read: a step of Muon, the measures of health, QK-clip."""
 
 from __future__ import annotations
 
@@ -7,7 +7,70 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["reference_clip", "reference_clip_latent", "reference_max_logits"]
+from deepspeed_muon.math.coefficients import Coefficients
+from deepspeed_muon.math.newton_schulz import reference_orthogonalize
+from deepspeed_muon.math.updates import update_scale
+
+
+def reference_muon_step(
+    param: Tensor,
+    grad: Tensor,
+    buf: Tensor,
+    *,
+    lr: float,
+    momentum: float,
+    nesterov: bool,
+    weight_decay: float,
+    coefficients: Sequence[Coefficients],
+) -> tuple[Tensor, Tensor]:
+    """One Muon step with the scale ``original``, in float64. Mutates nothing.
+
+    Args:
+        param: ``(rows, cols)``.
+        grad: Mean gradient of the whole step, after clipping.
+        buf: Momentum before the step.
+        lr: Learning rate of the Muon parameters.
+        momentum: Decay of the moving average.
+        nesterov: Whether to blend the gradient in once more.
+        weight_decay: Decoupled weight decay.
+        coefficients: One triple per Newton-Schulz step.
+
+    Returns:
+        The new parameter and the new momentum.
+    """
+    param, grad, buf = param.double(), grad.double(), buf.double()
+    buf = momentum * buf + (1 - momentum) * grad
+    direction = grad + momentum * (buf - grad) if nesterov else buf
+    update = reference_orthogonalize(direction, coefficients)
+    param = param * (1 - lr * weight_decay)
+    return param - lr * update_scale("original", *param.shape) * update, buf
+
+
+def reference_health(
+    direction: Tensor, result: Tensor, *, scale: float, low: float, high: float
+) -> dict[str, float]:
+    """Measure one orthogonalised matrix through its singular values, in float64.
+
+    Args:
+        direction: ``(rows, cols)``, what was orthogonalised.
+        result: ``(rows, cols)``, what came out.
+        scale: Factor of the scale rule.
+        low: Lower end of the band in which the singular values belong.
+        high: Upper end.
+
+    Returns:
+        The numbers of :class:`deepspeed_muon.monitoring.measure.MatrixHealth`, by name.
+    """
+    u, x = direction.double(), result.double()
+    sigma = torch.linalg.svdvals(x)
+    outside = torch.maximum(low - sigma, sigma - high).clamp(min=0)
+    return {
+        "update_rms": float((scale * x).square().mean().sqrt()),
+        "orthogonality_error": float(outside.square().mean().sqrt()),
+        "sigma_max": float(sigma.max()),
+        "stable_rank": float(u.square().sum() / torch.linalg.svdvals(u).max() ** 2),
+        "alignment": float((u * x).sum() / (u.norm() * x.norm())),
+    }
 
 
 def reference_max_logits(query: Tensor, key: Tensor, *, scale: float, causal: bool = True) -> list[float]:

@@ -1,0 +1,194 @@
+"""How an update is scaled and applied: ``adjust_lr_fn``, ``weight_decay_mode``, and AdamW by torch's fused kernels.
+
+``adjust_lr_fn``: the factor of an orthogonalised update. Each formula stands in this file only. Beware of "spectral":
+other projects call two different rules so. For a matrix of ``rows x cols``:
+
+==================  ===========================  ==================================================
+name                factor                       source
+==================  ===========================  ==================================================
+``original``        ``sqrt(max(1, rows/cols))``  Keller Jordan's Muon; ``torch.optim.Muon`` "original"
+``match_rms_adamw`` ``0.2 sqrt(max(rows, cols))``  Moonlight (arXiv 2502.16982); torch's name
+``spectral``        ``sqrt(max(rows, cols))``    TransformerEngine / Emerging-Optimizers "spectral"
+``unit_rms_norm``   ``sqrt(rows/cols)``          arXiv 2502.07529; Dion calls it "spectral_norm"
+==================  ===========================  ==================================================
+
+``weight_decay_mode``: how weight decay shrinks a parameter of Muon or of AdamW. With ``u`` the update
+that is subtracted (``lr * u``: Muon's scaled orthogonal factor, or Adam's ratio of moments)::
+
+    decoupled    p <- p - lr * wd * p                  - lr * u
+    independent  p <- p - wd * p                       - lr * u
+    cautious     p <- p - lr * wd * p * [u * p >= 0]   - lr * u
+
+=============== ======================================================================================================
+``decoupled``   ``torch.optim.AdamW``'s form of Loshchilov and Hutter (arXiv 1711.05101): decay scales with the rate
+``independent`` decay ignores the rate and its schedule (NVIDIA Emerging-Optimizers has the same name): a weight that
+                gets no update halves in ``0.69 / wd`` steps, so useful values are ``lr`` times those of decoupled
+``cautious``    Cautious Weight Decay (arXiv 2510.12402): only elements decay that the update pulls towards zero
+=============== ======================================================================================================
+
+Every term reads ``p`` before the step. The float64 counterpart is
+:func:`tests.support.reference.decayed_step`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+
+WeightDecayMode = Literal["decoupled", "independent", "cautious"]
+
+
+def decay_factor(mode: WeightDecayMode, *, lr: float, weight_decay: float) -> float:
+    """Return the factor of every element before the update is subtracted; not for ``cautious``, which has many."""
+    assert mode != "cautious"
+    return 1.0 - weight_decay * (lr if mode == "decoupled" else 1.0)
+
+
+def cautious_decay_(param: Tensor, direction: Tensor, *, decay: float) -> None:
+    """Shrink the elements of ``param`` whose update has their sign, or is zero.
+
+    Args:
+        param: Any shape. Mutated.
+        direction: Same shape, any floating dtype; its signs are those of the update.
+        decay: Learning rate times weight decay.
+    """
+    if decay != 0.0:
+        aligned = (param * direction).ge_(0.0)
+        param.sub_(aligned.mul_(param), alpha=decay)
+
+
+def cautious_apply_(param: Tensor, update: Tensor, *, lr_scale: float, decay: float) -> None:
+    """Write ``param <- param - decay * param * [update * param >= 0] - lr_scale * update``.
+
+    Args:
+        param: Flat. Mutated.
+        update: Flat, any floating dtype.
+        lr_scale: Learning rate times the scale of the matrix.
+        decay: Learning rate times weight decay.
+    """
+    with torch.no_grad():
+        cautious_decay_(param, update, decay=decay)
+        param.add_(update, alpha=-lr_scale)
+
+
+AdjustLrName = Literal["original", "match_rms_adamw", "spectral", "unit_rms_norm"]
+
+
+def update_scale(rule: AdjustLrName, rows: int, cols: int) -> float:
+    """Return the factor of the update ``lr * factor * orthogonalize(u)``.
+
+    Args:
+        rule: One of the names in the table above.
+        rows: Output features of the layer, however its weight is stored.
+        cols: Input features.
+    """
+    if rule == "original":
+        return math.sqrt(max(1.0, rows / cols))
+    if rule == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, cols))
+    if rule == "spectral":
+        return math.sqrt(max(rows, cols))
+    if rule == "unit_rms_norm":
+        return math.sqrt(rows / cols)
+    raise ValueError(f"adjust_lr_fn: unknown rule {rule!r}; expected one of {AdjustLrName.__args__}")
+
+
+@dataclass(frozen=True, slots=True)
+class AdamStep:
+    """Settings of one AdamW step.
+
+    Attributes:
+        lr: Learning rate.
+        betas: Decay of the first and second moment.
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled decay, or an L2 term of the gradient when ``decoupled`` is false.
+        step: Number of this step, counted from 1.
+        decoupled: AdamW when true, Adam when false (``adam_w_mode``).
+        decay_mode: How AdamW's decay shrinks the parameters; see :mod:`deepspeed_muon.math.updates`.
+    """
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    step: int
+    decoupled: bool = True
+    decay_mode: WeightDecayMode = "decoupled"
+
+
+def adam_step_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    settings: AdamStep,
+) -> None:
+    """Update ``params`` (float32, all on one device) and both moments in place with torch's fused kernel."""
+    if not params:
+        return
+    weight_decay = settings.weight_decay
+    if settings.decoupled and settings.decay_mode != "decoupled":
+        _decay(params, grads, exp_avgs, settings)
+        weight_decay = 0.0
+    device = params[0].device
+    # The kernel increments the counter before it uses it, and wants one tensor for each parameter.
+    steps = [torch.full((), float(settings.step - 1), device=device) for _ in params]
+    function = adamw if settings.decoupled else adam
+    function(
+        list(params),
+        list(grads),
+        list(exp_avgs),
+        list(exp_avg_sqs),
+        [],
+        steps,
+        fused=True,
+        amsgrad=False,
+        beta1=settings.betas[0],
+        beta2=settings.betas[1],
+        lr=settings.lr,
+        weight_decay=weight_decay,
+        eps=settings.eps,
+        maximize=False,
+    )
+
+
+def _decay(
+    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], settings: AdamStep
+) -> None:
+    """Shrink the parameters by a kind of decay that torch's kernel does not know."""
+    if settings.decay_mode == "cautious":
+        for param, grad, exp_avg in zip(params, grads, exp_avgs, strict=True):
+            # Adam's update has the sign of the new first moment, which the kernel computes only later.
+            first = torch.lerp(exp_avg, grad, 1.0 - settings.betas[0])
+            cautious_decay_(param, first, decay=settings.lr * settings.weight_decay)
+    else:
+        factor = decay_factor(settings.decay_mode, lr=settings.lr, weight_decay=settings.weight_decay)
+        torch._foreach_mul_(list(params), factor)
+
+
+def reference_adamw_step(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, settings: AdamStep
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One step of AdamW (arXiv 1711.05101) or Adam with decoupled or L2 decay, in float64. Mutates nothing.
+
+    Returns:
+        The new parameter, first and second moment.
+    """
+    param, grad = param.double(), grad.double()
+    beta1, beta2 = settings.betas
+    if settings.decoupled:
+        decayed = param * (1 - settings.lr * settings.weight_decay)
+    else:
+        decayed, grad = param, grad + settings.weight_decay * param
+    exp_avg = beta1 * exp_avg.double() + (1 - beta1) * grad
+    exp_avg_sq = beta2 * exp_avg_sq.double() + (1 - beta2) * grad**2
+    first, second = exp_avg / (1 - beta1**settings.step), exp_avg_sq / (1 - beta2**settings.step)
+    return decayed - settings.lr * first / (torch.sqrt(second) + settings.eps), exp_avg, exp_avg_sq
