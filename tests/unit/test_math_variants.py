@@ -9,7 +9,7 @@ from torch import nn
 from deepspeed_muon import ConfigError, Muon, MuonConfig
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import reference_orthogonalize
-from deepspeed_muon.math.updates import cautious_apply_
+from deepspeed_muon.math.updates import AdamStep, adam_step_, cautious_apply_
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.rows import RowPlaces, row_places
 from deepspeed_muon.plan.spread import flat_spread, fragments_of, replicated_spread, sharded_spread
