@@ -5,7 +5,8 @@ tensors, numbers, strings, lists and dicts. Three ways to use it:
 
 * ``ranks(2).run(fn, stage=3)`` in a test, through the ``ranks`` fixture: a pool of ranks that stays alive for the
   session, so that torch and DeepSpeed are imported once. The way for almost every test.
-* ``run_ranks(fn, 2, {"stage": 3})``: fresh ranks, for what must not share a process, or needs another environment.
+* ``run_ranks(fn, 2, {"stage": 3})``: fresh ranks, for what must not share a process. With ``env`` each is a new
+  interpreter; otherwise a fork of one that has imported torch and DeepSpeed and nothing else.
 * ``run_command([...])``: any other program, such as a launcher.
 
 When a rank raises, hangs or dies, ``RanksFailed`` is raised with all ranks' output and, for those that hang, the
@@ -44,6 +45,8 @@ from tests.support.hygiene import (
     tagged_processes,
 )
 from tests.support.native_ops import REPOSITORY, extensions_dir, warm
+from tests.support.rank_server import ForkedRank, RankServer
+from tests.support.rank_worker import GROUP_TIMEOUT_VARIABLE
 
 RankFunction = Callable[..., Any] | str
 
@@ -59,6 +62,7 @@ MAX_OUTPUT = 200_000
 """Characters of a rank's output that an error shows; beyond it, the middle is left out."""
 
 _FOREIGN_VARIABLES = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+_servers = (RankServer(), RankServer())
 _shm_prefixes: set[str] = set()
 """How the files start that any pool of this process may have put into /dev/shm."""
 
@@ -117,7 +121,7 @@ class CommandFailed(Exception):
 class _Rank:
     """One live rank process."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedRank
     channel: Connection
     log: Path
 
@@ -247,6 +251,11 @@ class RankPool:
                 rank.process.wait(max(0.0, deadline - time.monotonic()))
         self._kill()
 
+    @property
+    def _forks(self) -> bool:
+        """Whether ranks may start with what another process has imported."""
+        return not self._places and self._env.keys() <= {GROUP_TIMEOUT_VARIABLE}
+
     def _start(self) -> None:
         extensions = warm()
         self._folder = Path(tempfile.mkdtemp(prefix="deepspeed_muon_ranks_"))
@@ -256,6 +265,9 @@ class RankPool:
             # can take it between the choice and the use.
             self._store = torch.distributed.TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False)
             self._shm_prefixes.append(allreduce_buffer_prefix(ADDRESS, self._store.port))
+        if self._forks:
+            for server in _servers:
+                server.start(base_environment(extensions))
         for index in range(self.world_size):
             self._ranks.append(self._spawn(index, extensions))
         self._shm_prefixes += [f"torch_{pid}_" for pid in self.pids]
@@ -278,6 +290,12 @@ class RankPool:
         log = self._folder / f"rank{index}.log"
         ours, theirs = socket.socketpair()
         with ours, theirs, open(log, "ab") as output:
+            if self._forks:
+                server = _servers[index % len(_servers)]
+                forked = server.fork(
+                    environment, theirs.fileno(), output.fileno(), shm_all_reduce=self._shm_all_reduce
+                )
+                return _Rank(forked, Connection(ours.detach()), log)
             process = subprocess.Popen(
                 [
                     *(() if place is None else place.prefix),
@@ -453,7 +471,8 @@ def session_leftovers() -> tuple[list[str], list[int]]:
 
     Only the ranks of pools that are still alive belong there.
     """
-    return [name for name in sorted(shm_files()) if name.startswith(tuple(_shm_prefixes))], tagged_processes()
+    processes = [pid for pid in tagged_processes() if pid not in {server.pid for server in _servers}]
+    return [name for name in sorted(shm_files()) if name.startswith(tuple(_shm_prefixes))], processes
 
 
 def base_environment(extensions: Path | None = None) -> dict[str, str]:

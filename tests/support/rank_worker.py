@@ -1,4 +1,4 @@
-"""The program of one rank: ``python -m tests.support.rank_worker FD PARENT SHM``, started by tests/support/harness.py.
+"""The program of one rank: ``python -m tests.support.rank_worker FD PARENT SHM``, or a fork of rank_server.py.
 
 It imports torch and DeepSpeed once, joins the gloo process group, and then serves calls from the harness over a
 socket until it is told to stop or the socket closes. After every call it puts the process back as it was, so that
@@ -242,9 +242,9 @@ def serve(job: dict[str, str], state: ProcessState) -> dict[str, Any]:
     return {"ok": True}
 
 
-def main() -> None:
-    """Serve calls until told to stop."""
-    channel, parent, shm_all_reduce = Connection(int(sys.argv[1])), int(sys.argv[2]), sys.argv[3] == "1"
+def main(file: int, parent: int, *, shm_all_reduce: bool) -> None:
+    """Serve the calls that arrive at the socket ``file`` until told to stop, or until ``parent`` dies."""
+    channel = Connection(file)
     die_with_parent(parent)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the harness asks a rank that hangs where it is
@@ -269,4 +269,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]), int(sys.argv[2]), shm_all_reduce=sys.argv[3] == "1")
