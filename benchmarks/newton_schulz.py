@@ -45,8 +45,9 @@ from deepspeed_muon.math.newton_schulz import (
     reference_orthogonalize,
     resolve_ns_dtype,
 )
-from deepspeed_muon.ops.autotune import Tuner, error_of, hardware_name
+from deepspeed_muon.ops.autotune import Tuner, error_of
 from deepspeed_muon.ops.candidates import other_products
+from deepspeed_muon.ops.machine import hardware_name
 
 STEPS = 5
 QUINTIC = (3.4445, -4.7750, 2.0315)

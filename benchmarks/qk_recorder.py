@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from deepspeed_muon import QkRecorder
-from deepspeed_muon.ops.autotune import hardware_name
+from deepspeed_muon.ops.machine import hardware_name
 
 SHAPES = [(1, 16, 4, 1024, 64), (1, 16, 16, 2048, 64), (4, 32, 8, 4096, 128)]
 """Batch, query heads, key heads, positions, width."""

@@ -5,9 +5,17 @@ once. Every operator has a readable torch counterpart in :mod:`deepspeed_muon.op
 """
 
 from .candidates import BATCH_NUMEL
-from .dispatch import FlatPasses, NsBackend, Orthogonalizer, flat_passes, matrix_norms, select, trusted
+from .dispatch import (
+    FlatPasses,
+    NsBackend,
+    Orthogonalizer,
+    flat_passes,
+    in_fp32,
+    matrix_norms,
+    select,
+    widened,
+)
 from .library import load, loaded, try_load
-from .widened import in_fp32, widened
 
 __all__ = [
     "BATCH_NUMEL",
@@ -20,7 +28,6 @@ __all__ = [
     "loaded",
     "matrix_norms",
     "select",
-    "trusted",
     "try_load",
     "widened",
 ]

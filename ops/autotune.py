@@ -7,12 +7,8 @@ read what an earlier one found.
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import platform
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +21,7 @@ from deepspeed_muon.logs import logger
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, reference_orthogonalize
 
 from .candidates import BATCH_NUMEL, Candidate, Problem
-from .locks import locked
-
-__all__ = ["TOLERANCE", "Choice", "Tuner", "cache_folder", "error_of", "hardware_name", "measure"]
+from .machine import cache_folder, hardware_name, locked, read_json, write_json
 
 # Seconds for one problem, and for all problems of a process. A choice saves a few percent of many steps, so it must not
 # cost more than a step or two.
@@ -126,7 +120,7 @@ class Tuner:
             with locked(self._folder / ".measuring", 3 * PROBLEM_SECONDS) as mine:
                 if known := self._remembered(key, names):
                     return known
-                if not mine:
+                if mine is False:
                     return Choice(names[0], "expected; other processes were measuring for too long")
                 choice = measure(problem, candidates, device)
                 if choice.reason == "measured":
@@ -136,11 +130,9 @@ class Tuner:
             self._spent += time.perf_counter() - started
 
     def _read(self) -> dict[str, Any]:
-        try:
-            found = json.loads(self._file.read_text())
-            return found["choices"] if found["identity"] == self._identity else {}
-        except (OSError, ValueError, KeyError, TypeError):
-            return {}
+        found = read_json(self._file)
+        choices = found.get("choices")
+        return choices if found.get("identity") == self._identity and isinstance(choices, dict) else {}
 
     def _remembered(self, key: str, names: Sequence[str]) -> Choice | None:
         entry = self._read().get(key)
@@ -162,13 +154,7 @@ class Tuner:
             "errors": choice.errors,
             "rejected": choice.rejected,
         }
-        partial = self._file.with_suffix(f".{os.getpid()}")
-        try:
-            partial.write_text(json.dumps({"identity": self._identity, "choices": choices}, indent=1))
-            os.replace(partial, self._file)
-        except OSError:
-            with suppress(OSError):
-                partial.unlink()
+        write_json(self._file, {"identity": self._identity, "choices": choices})
 
 
 def measure(problem: Problem, candidates: Sequence[Candidate], device: torch.device) -> Choice:
@@ -187,13 +173,15 @@ def measure(problem: Problem, candidates: Sequence[Candidate], device: torch.dev
     times: dict[str, list[float]] = {}
     expected: Tensor | None = None
     for candidate in candidates:
-        # The first run warms up (oneDNN's kernels, page faults) and gives the result for the cross-check.
+        # Calls that compile or record do not count: else the first process, which compiles, would choose among fewer
+        # candidates than the second. The next run warms up the rest (oneDNN's kernels, page faults) and gives the
+        # result for the cross-check.
         try:
-            for _ in range(candidate.warm_calls):
-                candidate.run(x, sample.settings)
+            deadline += sum(_timed(candidate, x, sample.settings)[0] for _ in range(candidate.warm_calls))
             first, result = _timed(candidate, x, sample.settings)
-        except RuntimeError as error:
-            choice.rejected[candidate.name] = f"failed: {str(error).splitlines()[0]}"
+        except Exception as error:  # Triton's are no RuntimeError
+            told = str(error).strip() or type(error).__name__
+            choice.rejected[candidate.name] = f"failed: {told.splitlines()[0]}"
             continue
         if expected is None:
             if first > PROBLEM_SECONDS / 2:
@@ -267,26 +255,3 @@ def _timed(candidate: Candidate, x: Tensor, settings: NsSettings) -> tuple[float
     if x.is_cuda:
         torch.cuda.synchronize(x.device)
     return time.perf_counter() - started, result
-
-
-def cache_folder() -> Path:
-    """Return the folder of remembered choices: ``DS_MUON_CACHE_DIR``, or one in the user's cache."""
-    chosen = os.environ.get("DS_MUON_CACHE_DIR")
-    if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepspeed_muon"
-
-
-def hardware_name() -> str:
-    """Return the names of the processor, its instruction set and the GPU, if there is one."""
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            label, _, value = line.partition(":")
-            if label.strip() == "model name":
-                name = value.strip()
-                break
-    amx = ", AMX" if torch.cpu._is_amx_tile_supported() else ""
-    gpu = f" + {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    return f"{name} ({torch.backends.cpu.get_cpu_capability()}{amx}){gpu}"

@@ -6,8 +6,12 @@ process builds under a file lock, which the operating system releases if the pro
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,10 +25,8 @@ from deepspeed_muon.errors import OpsUnavailableError
 from deepspeed_muon.logs import announce, logger, warn_on_each_machine
 
 from . import toolchain
-from .locks import locked
+from .machine import locked
 from .toolchain import BuildSpec
-
-__all__ = ["MuonBuilder", "build_folder", "library_path", "ninja_folder", "prebuilt_path"]
 
 PACKAGE = Path(__file__).resolve().parent
 
@@ -43,7 +45,7 @@ class MuonBuilder(OpBuilder):  # type: ignore[misc]  # DeepSpeed has no annotati
 
     def absolute_name(self) -> str:
         """Return the module path of a library that was built ahead of time."""
-        return f"deepspeed_muon.ops.{toolchain.library_name(self.spec().portable_key)}"
+        return f"deepspeed_muon.ops.{toolchain.prebuilt_name(self.spec())}"
 
     def spec(self) -> BuildSpec:
         """Return sources and flags of a build on this machine. Compiles nothing and creates no CUDA context."""
@@ -90,7 +92,14 @@ class MuonBuilder(OpBuilder):  # type: ignore[misc]  # DeepSpeed has no annotati
     def built_path(self) -> Path | None:
         """Return the library that fits this torch and these sources, if it is built already."""
         spec = self.spec()
-        return next((path for path in (prebuilt_path(spec), library_path(spec)) if path.exists()), None)
+        return next(
+            (
+                path
+                for path in (prebuilt_path(spec), library_path(spec))
+                if path is not None and path.exists()
+            ),
+            None,
+        )
 
     def load(self, verbose: bool = False) -> Any:
         """Load the library, build it first if necessary, and return ``torch.ops.deepspeed_muon``.
@@ -148,16 +157,22 @@ def library_path(spec: BuildSpec) -> Path:
     return build_folder(spec) / f"{toolchain.library_name(spec.key)}.so"
 
 
-def prebuilt_path(spec: BuildSpec) -> Path:
-    """Return the path of the library that ``DS_BUILD_MUON=1 pip install`` builds."""
-    return PACKAGE / f"{toolchain.library_name(spec.portable_key)}.so"
+def prebuilt_path(spec: BuildSpec) -> Path | None:
+    """Return the library that ``DS_BUILD_MUON=1 pip install`` has built, if it has code for this machine's GPUs."""
+    wanted = set(toolchain.architectures(spec))
+    for path in sorted(PACKAGE.glob(f"{toolchain.library_name(spec.portable_key)}*.so")):
+        if wanted <= {f"sm_{name}" for name in path.stem.split("_sm_")[1:]}:
+            return path
+    return None
 
 
 def _build(spec: BuildSpec, verbose: bool) -> None:
     """Build a library unless it is there, and load it. A build that failed is not tried again."""
     target = library_path(spec)
-    failed = target.parent / "failed.txt"
-    with _exclusive(target.parent):
+    with _exclusive(target.parent) as shared:
+        if not shared:
+            target = _own_folder(target.parent) / target.name
+        failed = target.parent / "failed.txt"
         if not target.exists():
             if failed.exists():
                 raise OpsUnavailableError(failed.read_text())
@@ -200,17 +215,30 @@ def ninja_folder() -> str | None:
     return str(Path(found).parent) if found else None
 
 
+@functools.cache
+def _own_folder(folder: Path) -> Path:
+    """Return a temporary folder for the builds of this process alone, in place of one that cannot be shared."""
+    own = Path(tempfile.mkdtemp(prefix="deepspeed_muon_"))
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
+    warn_on_each_machine(
+        "deepspeed_muon: %s cannot be written, or its file system has no locks, so every process builds the native "
+        "operators for itself, in a temporary folder. Set TORCH_EXTENSIONS_DIR to a folder on a local disk",
+        folder,
+    )
+    return own
+
+
 @contextmanager
-def _exclusive(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, or raise after ``WAIT_SECONDS``."""
+def _exclusive(folder: Path) -> Iterator[bool]:
+    """Hold the folder's lock; yield whether it can be shared at all. Raise after ``WAIT_SECONDS``."""
     with locked(folder / ".building", WAIT_SECONDS) as mine:
-        if not mine:
+        if mine is False:
             raise OpsUnavailableError(
                 f"another process has been building the native ops in {folder} for {WAIT_SECONDS:g} s; raise "
                 f"DS_MUON_BUILD_TIMEOUT (seconds), or build before the ranks start with "
                 f"`python -m deepspeed_muon report --selftest`"
             )
-        yield
+        yield mine is not None
 
 
 def _compile(spec: BuildSpec, target: Path, verbose: bool) -> None:

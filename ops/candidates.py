@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,18 +19,6 @@ from torch import Tensor
 
 from deepspeed_muon.logs import logger
 from deepspeed_muon.math.newton_schulz import NsSettings, Products, orthogonalize, restart_steps
-
-from .graphs import Replayed
-
-__all__ = [
-    "BATCH_NUMEL",
-    "Candidate",
-    "Problem",
-    "candidates_for",
-    "has_kernel",
-    "other_products",
-    "problem_of",
-]
 
 # Elements that a batch may stack: stacking copies them, and the iteration needs three times as much again.
 BATCH_NUMEL = 1 << 25
@@ -121,7 +110,7 @@ class Candidate:
     Attributes:
         name: ``torch standard``, ``ops gram+symmetric``, ``ops gram+sm90+graph`` and the like.
         run: Called like :func:`deepspeed_muon.math.newton_schulz.orthogonalize`.
-        warm_calls: Calls with a shape that warm up; later ones take their usual time.
+        warm_calls: Calls with a shape that compile or record; later ones take their usual time.
     """
 
     name: str
@@ -154,7 +143,9 @@ def other_products() -> dict[str, Products]:
     return found
 
 
-def candidates_for(problem: Problem, operators: Any | None, *, graphs: bool = True) -> list[Candidate]:
+def candidates_for(
+    problem: Problem, operators: Any | None, *, without: Collection[str] = ()
+) -> list[Candidate]:
     """Return the ways to solve ``problem``, the expected winner first.
 
     The method ``standard`` fixes the order of the products; ``gram`` allows both, because it asks for the cheaper one.
@@ -162,25 +153,30 @@ def candidates_for(problem: Problem, operators: Any | None, *, graphs: bool = Tr
     Args:
         problem: What is to be computed.
         operators: ``torch.ops.deepspeed_muon``, or ``None`` for torch's code alone.
-        graphs: Whether CUDA graphs and other libraries may be used.
+        without: What must not be used: ``native`` operators, CUDA ``graphs``, the products of ``triton``, ``quack``.
     """
     methods = ["standard"]
     if problem.settings.method == "gram" and problem.ratio >= _GRAM_TRIED_FROM:
         methods = ["gram", "standard"] if problem.ratio >= 2.0 else ["standard", "gram"]
     native: list[Candidate] = []
-    if has_kernel(operators, problem.device):
+    if "native" not in without and has_kernel(operators, problem.device):
         for variant in _variants(problem, operators):
             native += [_native(method + variant, operators) for method in methods]
     # torch's code runs nearly square matrices in the standard order even if it is asked for Gram.
     in_torch = [method for method in methods if method == "standard" or problem.ratio >= 2.0]
     plain = native + [_torch(method) for method in in_torch]
     half = problem.settings.dtype in (torch.float16, torch.bfloat16)
-    if problem.device == "cuda" and graphs and half:
-        others = [_torch(method, name) for name in other_products() for method in in_torch]
+    if problem.device == "cuda" and half:
+        names = [name for name in other_products() if name not in without]
+        others = [_torch(method, name) for name in names for method in in_torch]
         plain[len(native) : len(native)] = others
-    if problem.device != "cuda" or not graphs or problem.flops > _GRAPH_UP_TO:
+    if problem.device != "cuda" or problem.flops > _GRAPH_UP_TO:
         return plain
-    return plain + [Candidate(f"{each.name}+graph", Replayed(each.run), warm_calls=1) for each in plain]
+    return plain + [
+        Candidate(f"{each.name}+graph", Replayed(each.run), warm_calls=each.warm_calls + 1)
+        for each in plain
+        if "graphs" not in without
+    ]
 
 
 def _variants(problem: Problem, operators: Any) -> list[str]:
@@ -236,4 +232,104 @@ def _torch(method: str, name: str = "torch") -> Candidate:
     def run(x: Tensor, settings: NsSettings) -> Tensor:
         return orthogonalize(x, settings=replace(settings, method=method), products=products)  # type: ignore[arg-type]
 
-    return Candidate(f"{name} {method}", run)
+    return Candidate(f"{name} {method}", run, warm_calls=0 if name == "torch" else 1)
+
+
+Run = Callable[[Tensor, NsSettings], Tensor]
+Replay = Callable[[Tensor], Tensor]
+Capture = Callable[[Run, Tensor, NsSettings], Replay]
+_Shape = tuple[torch.device, torch.dtype, tuple[int, ...], bool, NsSettings]
+
+# Graphs kept for one candidate; a model has a handful of shapes, times the batch sizes that its chunks give.
+GRAPHS_KEPT = 32
+
+_pools: dict[torch.device, Any] = {}
+# One stream for all captures of a device: cuBLAS keeps a workspace for every stream that it has seen.
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+class Replayed:
+    """Runs the function that it wraps; from the second call with a shape on it replays a CUDA graph.
+
+    An iteration of five steps launches some thirty kernels. For matrices up to about 2048 the host needs longer for
+    that than the GPU for the products (the authors of DMuon measured 2.5 ms against 26 us). A graph holds fixed
+    addresses, so each shape has an input buffer and an output buffer, and every call copies into one and out of the
+    other. All graphs of a device share one memory pool: they run one after another on the caller's stream, so their
+    workspaces may overlap.
+
+    The first call with a shape runs without a graph, because libraries create handles and workspaces in it, which a
+    capture forbids. While the caller captures its stream itself, every call runs without a graph.
+    """
+
+    def __init__(self, run: Run, capture: Capture | None = None) -> None:
+        """Wrap ``run``; nothing is captured yet.
+
+        Args:
+            run: Computes on the current stream without synchronising; the same input gives the same result.
+            capture: Makes the replay of one shape; by default :func:`capture_cuda`.
+        """
+        self._run = run
+        self._capture = capture_cuda if capture is None else capture
+        self._replays: OrderedDict[_Shape, Replay | None] = OrderedDict()
+
+    def __call__(self, x: Tensor, settings: NsSettings) -> Tensor:
+        """Return ``run(x, settings)`` in a new tensor; ``x`` that is not dense in either order runs without a graph."""
+        dense = x.is_contiguous() or x.mT.is_contiguous()
+        if not dense or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return self._run(x, settings)
+        key = (x.device, x.dtype, tuple(x.shape), x.is_contiguous(), settings)
+        if key not in self._replays:
+            self._replays[key] = None
+            if len(self._replays) > GRAPHS_KEPT:
+                self._replays.popitem(last=False)
+            return self._run(x, settings)
+        self._replays.move_to_end(key)
+        replay = self._replays[key]
+        if replay is None:
+            replay = self._replays[key] = self._capture(self._run, x, settings)
+        return replay(x)
+
+    def release(self) -> None:
+        """Free the graphs and their memory; the next call with a shape captures it again.
+
+        The pool goes too, because torch adds no graph to a pool whose graphs are all gone.
+        """
+        for device in {key[0] for key, replay in self._replays.items() if replay is not None}:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            _pools.pop(device, None)
+        self._replays = OrderedDict.fromkeys(self._replays)
+
+
+def capture_cuda(run: Run, x: Tensor, settings: NsSettings) -> Replay:
+    """Record ``run`` for tensors like ``x`` and return the function that replays it.
+
+    Args:
+        run: What to record; every kernel that it launches must be on the current stream.
+        x: A CUDA tensor with the shape, dtype and storage order of all later inputs.
+        settings: The iteration.
+
+    Raises:
+        RuntimeError: If something that ``run`` does cannot be captured.
+    """
+    pool = _pools.setdefault(x.device, None)
+    if pool is None:
+        pool = _pools[x.device] = torch.cuda.graph_pool_handle()
+    held = torch.empty_like(x)
+    held.copy_(x)
+    stream = _streams.get(x.device)
+    if stream is None:
+        stream = _streams[x.device] = torch.cuda.Stream(x.device)
+    stream.wait_stream(torch.cuda.current_stream(x.device))
+    graph = torch.cuda.CUDAGraph()
+    # thread_local, because NCCL's watchdog thread queries events at any time: in a global capture that is an error.
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        result = run(held, settings)
+    torch.cuda.current_stream(x.device).wait_stream(stream)
+
+    def replay(x: Tensor) -> Tensor:
+        held.copy_(x)
+        graph.replay()
+        return result.clone()
+
+    return replay

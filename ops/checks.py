@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -34,10 +34,27 @@ def self_test() -> list[dict[str, Any]]:
 
 
 def cuda_checks() -> list[dict[str, Any]]:
-    """Return the part of :func:`self_test` for the current GPU: the operators, if there are any, and graphs."""
+    """Return the part of :func:`self_test` for the current GPU: the operators, if there are any, and graphs.
+
+    Each check has the ``part`` that it belongs to, and ``raised`` where it raised instead of giving a number.
+    """
     operators = library.try_load()
-    checks = [] if operators is None else _test_operators(operators, "cuda")
-    return checks + _test_other_products() + _test_graphs(operators)
+    parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        name: functools.partial(_test_other_product, name) for name in other_products()
+    }
+    parts["graphs"] = lambda: _test_graphs(operators)
+    if operators is not None:
+        parts["native"] = lambda: _test_operators(operators, "cuda")
+    checks = []
+    for part, run in parts.items():
+        try:
+            found = run()
+            torch.cuda.synchronize()
+        except Exception as error:  # whatever a library raises on a GPU that it does not know
+            told = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+            found = [{**_check(part, "cuda", float("inf"), 0.0), "raised": told}]
+        checks += [{**check, "part": part} for check in found]
+    return checks
 
 
 def _test_operators(operators: Any, device: str) -> list[dict[str, Any]]:
@@ -87,13 +104,12 @@ def _test_sym_gemm(operators: Any, device: str) -> list[dict[str, Any]]:
     return [_test_product("sym_gemm", operators.sym_gemm, device, dtype) for dtype in _DTYPES]
 
 
-def _test_other_products() -> list[dict[str, Any]]:
-    checks = []
-    for name in other_products():
-        product = importlib.import_module(f"{__package__}.{name}_sym").sym_gemm
-        for dtype in (torch.float16, torch.bfloat16):
-            checks.append(_test_product(f"sym_gemm of {name}", product, "cuda", dtype))
-    return checks
+def _test_other_product(name: str) -> list[dict[str, Any]]:
+    product = importlib.import_module(f"{__package__}.{name}_sym").sym_gemm
+    return [
+        _test_product(f"sym_gemm of {name}", product, "cuda", dtype)
+        for dtype in (torch.float16, torch.bfloat16)
+    ]
 
 
 def _test_product(

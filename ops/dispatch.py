@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,11 +14,8 @@ from deepspeed_muon.math.newton_schulz import NsSettings
 
 from . import library, reference
 from .autotune import Choice, Tuner
-from .candidates import Candidate, Problem, candidates_for, has_kernel, problem_of
+from .candidates import Candidate, Problem, Replayed, candidates_for, has_kernel, problem_of
 from .gate import Verdict, cuda_verdict
-from .graphs import Replayed
-
-__all__ = ["FlatPasses", "NsBackend", "Orthogonalizer", "flat_passes", "matrix_norms", "select", "trusted"]
 
 NsBackend = Literal["auto", "ops", "torch"]
 
@@ -78,13 +75,13 @@ class Orthogonalizer:
             available = {each.name: each for each in candidates_for(problem, None)}
             candidate = available.get(f"torch {method}", available["torch standard"])
             return candidate, Ran(problem, candidate.name, Choice(candidate.name, "ns_backend is torch"))
-        verdict = trusted(device)
-        if self.backend == "ops" and not verdict.ok:
+        failed = trusted(device).failed
+        if self.backend == "ops" and "native" in failed:
             raise OpsUnavailableError(
-                f"ns_backend is 'ops', but the self-test of this machine failed: {verdict.why}. Use ns_backend 'auto' "
-                f"or 'torch'"
+                f"ns_backend is 'ops', but the self-test of this machine failed: {failed['native']}. Use ns_backend "
+                f"'auto' or 'torch'"
             )
-        candidates = candidates_for(problem, self._operators if verdict.ok else None, graphs=verdict.ok)
+        candidates = candidates_for(problem, self._operators, without=failed)
         if self.backend == "ops":
             candidates = [each for each in candidates if each.name.startswith("ops ")]
             if not candidates:
@@ -180,7 +177,7 @@ def flat_passes(backend: NsBackend, device: torch.device | str = "cpu") -> FlatP
         assert operators is not None
         # A library that was built ahead of time may hold code for other GPUs only.
         missing = operators.flat_passes_missing() if kind == "cuda" else ""
-        missing = missing or trusted(torch.device(device)).why
+        missing = missing or trusted(torch.device(device)).failed.get("native", "")
         if not missing:
             return FlatPasses("ops", operators.momentum_pack_, operators.unpack_apply_)
     if backend == "ops":
@@ -209,9 +206,9 @@ def matrix_norms(backend: NsBackend, device: torch.device | str = "cpu") -> Call
 
 
 def trusted(device: torch.device) -> Verdict:
-    """Return whether native code may run on a device. That for CPUs is tested in every run of this project's tests."""
+    """Return what must not run on a device. The code for CPUs is tested in every run of this project's tests."""
     if device.type != "cuda":
-        return Verdict(True)
+        return Verdict()
     return cuda_verdict(torch.cuda.current_device() if device.index is None else device.index)
 
 
@@ -223,3 +220,43 @@ def _operators(backend: str) -> Any | None:
     if backend == "auto":
         return library.try_load()
     raise ValueError(f"ns_backend must be 'auto', 'ops' or 'torch', got {backend!r}")
+
+
+_CPU_BLOCK = 1 << 16
+_GPU_BLOCK = 1 << 24
+
+
+def in_fp32(kernel: Callable[..., None], mutated: Sequence[Tensor], read: Sequence[Tensor]) -> None:
+    """Call ``kernel(*mutated, *read)`` on fp32 views or copies of one part after the other.
+
+    State in bf16 only saves memory: the arithmetic stays fp32, and every element is rounded once a step, when it is
+    written back. The parts are small enough for a core's cache on a CPU, and large enough for a launch on a GPU.
+
+    Args:
+        kernel: Elementwise, takes flat fp32 tensors of one length and writes to the first ``len(mutated)`` of them.
+        mutated: Flat tensors of one length, fp32 or half precision; half precision is rounded to nearest when it is
+            written back.
+        read: Flat tensors of the same length, not written to.
+    """
+    numel = mutated[0].numel()
+    block = _CPU_BLOCK if mutated[0].device.type == "cpu" else _GPU_BLOCK
+    for start in range(0, numel, block):
+        size = min(block, numel - start)
+        parts = [tensor.narrow(0, start, size) for tensor in (*mutated, *read)]
+        wide = [part if part.dtype == torch.float32 else part.float() for part in parts]
+        kernel(*wide)
+        for part, result in zip(parts[: len(mutated)], wide, strict=False):
+            if part is not result:
+                part.copy_(result)
+
+
+def widened(passes: FlatPasses) -> FlatPasses:
+    """Return fp32 passes that also take momentum, gradients and parameters in half precision."""
+
+    def momentum_pack(buf: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool) -> None:
+        in_fp32(lambda b, o, g: passes.momentum_pack(b, g, o, momentum, nesterov), [buf, out], [grad])
+
+    def unpack_apply(param: Tensor, update: Tensor, lr_scale: float, decay: float) -> None:
+        in_fp32(lambda p, u: passes.unpack_apply(p, u, lr_scale, decay), [param], [update])
+
+    return FlatPasses(f"{passes.name} on fp32 blocks", momentum_pack, unpack_apply)

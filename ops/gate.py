@@ -2,8 +2,9 @@
 
 A kernel that is wrong, hangs or crashes on some GPU would end or spoil a training run. So before the first use all of
 them run in a process of their own, with a time limit: ``python -m deepspeed_muon.ops.gate``. The result is kept in
-:func:`~deepspeed_muon.ops.autotune.cache_folder` for this GPU, driver, torch and source code, and the processes of a
-machine share it. After a failure the process runs torch's code, and one warning says what failed.
+:func:`~deepspeed_muon.ops.machine.cache_folder` for this GPU, driver, torch and source code, and the processes of a
+machine share it: wrong numbers for good, what raised, crashed or hung for some minutes, because it may have been the
+machine's state. What failed is replaced by torch's code, each part by itself, and one warning says so.
 """
 
 from __future__ import annotations
@@ -15,34 +16,50 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from deepspeed_muon.logs import warn_on_each_machine
 
 from . import library
-from .autotune import cache_folder
-from .locks import locked
-
-__all__ = ["Verdict", "cuda_verdict", "decide", "known_verdict"]
+from .machine import cache_folder, locked, read_json, write_json
 
 SECONDS = float(os.environ.get("DS_MUON_SELF_TEST_SECONDS", "300"))
 """How long the self-test may take; the start of torch and of a CUDA context counts."""
 
 _INSIDE = "DS_MUON_IN_SELF_TEST"
 
+# Seconds for which a failure is believed that may have passed since: so long that the processes which start together
+# test once.
+_PASSING_SECONDS = 600.0
+
+PARTS = ("native", "graphs", "triton", "quack")
+"""What is tested and kept out by itself: the native operators, CUDA graphs, and the products of two libraries."""
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether the native CUDA code of this machine may be used, and why not."""
+    """Which parts of the CUDA code must not be used on this machine, and why.
 
-    ok: bool
-    why: str = ""
+    Attributes:
+        failed: Part to what was wrong.
+        passing: Whether something else than a wrong number failed, which may pass.
+    """
+
+    failed: dict[str, str] = field(default_factory=dict)
+    passing: bool = False
+
+    @property
+    def why(self) -> str:
+        """What was wrong, in one line."""
+        texts = dict.fromkeys(self.failed.values())
+        if len(texts) < len(self.failed):
+            return "; ".join(texts)
+        return "; ".join(f"{part}: {text}" for part, text in self.failed.items())
 
 
 @functools.cache
@@ -53,7 +70,7 @@ def cuda_verdict(device: int) -> Verdict:
         device: Number of the GPU among those that this process sees.
     """
     if os.environ.get(_INSIDE):
-        return Verdict(True)
+        return Verdict()
     return decide(_identity(device), [sys.executable, "-m", "deepspeed_muon.ops.gate", str(device)])
 
 
@@ -82,8 +99,8 @@ def decide(
 
     Args:
         identity: What the verdict holds for.
-        command: The self-test: it ends with 0, or says on its last lines what is wrong.
-        folder: Where verdicts are kept; ``None`` for :func:`~deepspeed_muon.ops.autotune.cache_folder`.
+        command: The self-test. Its last line is a JSON object: part to what is wrong, and ``passing``.
+        folder: Where verdicts are kept; ``None`` for :func:`~deepspeed_muon.ops.machine.cache_folder`.
         seconds: The time limit.
     """
     folder = cache_folder() if folder is None else folder
@@ -93,12 +110,12 @@ def decide(
         verdict = _known(file, identity)
         if verdict is None:
             verdict = _tried(command, seconds)
-            with suppress(OSError):  # a home that cannot be written: the next process tests again
-                _keep(file, {"identity": list(identity), **asdict(verdict)})
-    if not verdict.ok:
+            until = time.time() + _PASSING_SECONDS if verdict.passing else None
+            write_json(file, {"identity": list(identity), "failed": verdict.failed, "until": until})
+    if verdict.failed:
         warn_on_each_machine(
-            "deepspeed_muon: the self-test of the native CUDA code failed on this machine, so torch's runs: %s\n"
-            "`%s` runs it again; remove %s to have the next process do so.",
+            "deepspeed_muon: the self-test of the native CUDA code failed on this machine, so torch's runs instead: "
+            "%s\n`%s` runs it again; remove %s to have the next process do so.",
             verdict.why,
             " ".join(command),
             file,
@@ -107,17 +124,13 @@ def decide(
 
 
 def _known(file: Path, identity: Sequence[str]) -> Verdict | None:
-    try:
-        found = json.loads(file.read_text())
-        return Verdict(found["ok"], found["why"]) if found["identity"] == list(identity) else None
-    except (OSError, ValueError, KeyError, TypeError):
+    found = read_json(file)
+    failed, until = found.get("failed"), found.get("until")
+    if found.get("identity") != list(identity) or not isinstance(failed, dict):
         return None
-
-
-def _keep(file: Path, found: dict[str, Any]) -> None:
-    partial = file.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(found, indent=1))
-    os.replace(partial, file)
+    if until is not None and not time.time() < until < time.time() + 2 * _PASSING_SECONDS:
+        return None
+    return Verdict(failed, passing=until is not None)
 
 
 def _tried(command: Sequence[str], seconds: float) -> Verdict:
@@ -132,40 +145,49 @@ def _tried(command: Sequence[str], seconds: float) -> Verdict:
             start_new_session=True,
         )
     except OSError as error:
-        return Verdict(False, f"it did not start: {error}")
+        return _nothing_works(f"it did not start: {error}")
     try:
         output, _ = child.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        return Verdict(False, f"it did not end within {seconds:g} s")
+        return _nothing_works(f"it did not end within {seconds:g} s")
     finally:
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-    if child.returncode == 0:
-        return Verdict(True)
-    last = "; ".join(output.strip().splitlines()[-3:]) or "no output"
+    lines = output.strip().splitlines()
+    last = "; ".join(lines[-3:]) or "no output"
     if child.returncode < 0:
-        return Verdict(False, f"it was ended by {signal.Signals(-child.returncode).name}: {last}")
-    return Verdict(False, f"it ended with {child.returncode}: {last}")
+        return _nothing_works(f"it was ended by {signal.Signals(-child.returncode).name}: {last}")
+    try:
+        found = json.loads(lines[-1]) if child.returncode == 0 and lines else None
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        return _nothing_works(f"it ended with {child.returncode}: {last}")
+    passing = bool(found.pop("passing", False))
+    return Verdict({part: str(text) for part, text in found.items()}, passing)
 
 
-def _failures(device: int) -> str | None:
-    """Run every native CUDA operator and replayed graphs against the reference; return what is wrong."""
+def _nothing_works(why: str) -> Verdict:
+    return Verdict(dict.fromkeys(PARTS, why), passing=True)
+
+
+def _failures(device: int) -> dict[str, str | bool]:
+    """Run every native CUDA operator and replayed graphs against the reference; return what is wrong, by part."""
     from .checks import cuda_checks
 
     torch.cuda.set_device(device)
-    checks = cuda_checks()
-    torch.cuda.synchronize()
-    return (
-        "\n".join(
-            f"{check['op']}: error {check['error']:.2g}, bound {check['bound']:.2g}"
-            for check in checks
-            if not check["ok"]
-        )
-        or None
-    )
+    failed: dict[str, list[str]] = {}
+    passing = False
+    for check in cuda_checks():
+        if "raised" in check:
+            passing = True
+            failed.setdefault(check["part"], []).append(check["raised"])
+        elif not check["ok"]:
+            text = f"{check['op']}: error {check['error']:.2g}, bound {check['bound']:.2g}"
+            failed.setdefault(check["part"], []).append(text)
+    return {**{part: "; ".join(texts[:3]) for part, texts in failed.items()}, "passing": passing}
 
 
 if __name__ == "__main__":
-    # A text ends the process with status 1.
-    raise SystemExit(_failures(int(sys.argv[1])))
+    sys.stdout.write("\n" + json.dumps(_failures(int(sys.argv[1]))) + "\n")

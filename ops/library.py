@@ -17,8 +17,6 @@ from deepspeed_muon.logs import warn_on_each_machine
 
 from . import toolchain
 
-__all__ = ["NAMES", "load", "loaded", "try_load"]
-
 _guard = threading.Lock()
 _operators: Any = None
 _failure: OpsUnavailableError | None = None

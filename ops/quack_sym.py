@@ -12,8 +12,6 @@ from torch import Tensor
 
 from deepspeed_muon.math.newton_schulz import Products
 
-__all__ = ["PRODUCTS", "mirror_diagonal", "sym_gemm"]
-
 # Its squares are as large as the tiles of a cluster: 128 or 256.
 _SQUARE = 256
 

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["frobenius_norms", "momentum_pack_", "orthogonalize", "sym_gemm", "unpack_apply_"]
-
 
 def sym_gemm(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, diag: float) -> Tensor:
     """Return ``alpha a b^T + beta c + diag I`` if that is symmetric; the result is symmetric to the last bit.

@@ -14,10 +14,10 @@ import torch
 from deepspeed_muon.errors import OpsUnavailableError
 
 from . import library, toolchain
-from .autotune import cache_folder, hardware_name
 from .builder import MuonBuilder, build_folder, ninja_folder, prebuilt_path
 from .candidates import has_kernel
 from .gate import known_verdict
+from .machine import cache_folder, hardware_name
 
 # Oldest compute capability of each CUDA kernel of sym_gemm, and the newest where it is for one generation only.
 _CUDA_KERNELS = {
@@ -32,6 +32,7 @@ def collect() -> dict[str, Any]:
     """Return everything that the report shows; builds nothing."""
     builder = MuonBuilder()
     spec = builder.spec()
+    ahead = prebuilt_path(spec)
     return {
         "versions": _versions(),
         "hardware": hardware_name(),
@@ -42,12 +43,12 @@ def collect() -> dict[str, Any]:
         },
         "build": {
             "folder": str(build_folder(spec)),
-            "ahead_of_time": str(prebuilt_path(spec)) if prebuilt_path(spec).exists() else None,
+            "ahead_of_time": None if ahead is None else str(ahead),
             "built": builder.built_path() is not None,
             "cannot_be_built": builder.unavailable_reason(),
             "with_cuda": spec.with_cuda,
             "without_cuda_because": toolchain.cuda_reason(torch),
-            "architectures": [flag.rpartition("=")[2] for flag in spec.nvcc_flags if "gencode" in flag],
+            "architectures": list(toolchain.architectures(spec)),
         },
         "ops": _ops(builder),
         "gpu": _gpu(),
@@ -139,7 +140,7 @@ def _gpu() -> dict[str, Any]:
     verdict = known_verdict(0) if names else None
     tested = "not run yet" if names else "no GPU here"
     if verdict is not None:
-        tested = "passed" if verdict.ok else f"failed, so torch's code runs: {verdict.why}"
+        tested = f"failed, so torch's code runs instead: {verdict.why}" if verdict.failed else "passed"
     return {"devices": names, "kernels": kernels, "sources": sources, "self_test": tested}
 
 

@@ -5,6 +5,7 @@ Only the standard library is imported here: ``setup.py`` loads this file before 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import platform
@@ -16,17 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-__all__ = [
-    "BuildSpec",
-    "arch_flags",
-    "build_spec",
-    "cuda_home",
-    "cxx_compiler",
-    "find_nvcc",
-    "find_program",
-    "library_name",
-]
 
 CSRC = Path(__file__).resolve().parent / "csrc"
 
@@ -50,8 +40,9 @@ class BuildSpec:
         cxx_flags: Flags of the host compiler.
         nvcc_flags: Flags of nvcc; empty without CUDA.
         with_cuda: Whether CUDA sources are among the sources.
-        key: Digest of all of this, of the headers and of the torch version.
-        portable_key: The same without the GPU architectures, because a machine without a GPU may build ahead of time.
+        key: Digest of all of this, of the headers, of the torch version and of nvcc's.
+        portable_key: The same without the GPU architectures and nvcc, because a machine without a GPU may build ahead
+            of time.
     """
 
     sources: tuple[str, ...]
@@ -68,6 +59,16 @@ def library_name(key: str) -> str:
     return f"muon_ops_{key}"
 
 
+def architectures(spec: BuildSpec) -> tuple[str, ...]:
+    """Return the GPU architectures that a build has code for, as in ``sm_90a``."""
+    return tuple(flag.rpartition("=")[2] for flag in spec.nvcc_flags if "gencode" in flag)
+
+
+def prebuilt_name(spec: BuildSpec) -> str:
+    """Return the file name, without suffix, of a library that is built ahead of time, maybe for another machine."""
+    return "_".join((library_name(spec.portable_key), *architectures(spec)))
+
+
 def cxx_compiler() -> str | None:
     """Return the path of the C++ compiler that torch would use, or ``None``."""
     return shutil.which(os.environ.get("CXX", "c++"))
@@ -80,6 +81,20 @@ def find_nvcc() -> str | None:
         if home and (found := shutil.which("nvcc", path=str(Path(home) / "bin"))):
             return found
     return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
+@functools.cache
+def _nvcc_release() -> str:
+    """Return what nvcc says of its version, so that an upgrade builds anew; empty without nvcc."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        return ""
+    try:
+        return subprocess.run(
+            [nvcc, "--version"], capture_output=True, text=True, timeout=60, check=False
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def cuda_home(nvcc: str) -> str:
@@ -123,6 +138,8 @@ def build_spec(
         digest.update(path.relative_to(CSRC).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     portable_key = digest.hexdigest()[:16]
     digest.update("\0".join(nvcc_flags).encode())
+    if with_cuda:
+        digest.update(_nvcc_release().encode())
     return BuildSpec(
         sources=tuple(map(str, sources)),
         include_dirs=(str(CSRC), str(CSRC / "include")),
@@ -170,7 +187,7 @@ def setuptools_extension(spec: BuildSpec, package: str, root: Path | None = None
     sources = [os.path.relpath(source, root) if root else source for source in spec.sources]
     make: Callable[..., Any] = CUDAExtension if spec.with_cuda else CppExtension
     return make(
-        name=f"{package}.{library_name(spec.portable_key)}",
+        name=f"{package}.{prebuilt_name(spec)}",
         sources=sources,
         include_dirs=list(spec.include_dirs),
         extra_compile_args=flags,

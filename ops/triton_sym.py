@@ -12,8 +12,6 @@ from torch import Tensor
 
 from deepspeed_muon.math.newton_schulz import Products
 
-__all__ = ["PRODUCTS", "sym_gemm"]
-
 # Tiles of 128 need so many of them to fill the multiprocessors of a GPU; fewer are cut into tiles of 64.
 _TILES_FROM = 128
 _DEPTH = 64

@@ -26,6 +26,8 @@ def command(code: str) -> list[str]:
     return [sys.executable, "-c", textwrap.dedent(code)]
 
 
+GOOD = command("print('{}')")
+
 PLANTED = {
     "hangs": (
         command("import time; print('sym_gemm', flush=True); time.sleep(600)"),
@@ -36,9 +38,10 @@ PLANTED = {
         "ended by SIGABRT: sym_gemm",
     ),
     "is wrong": (
-        command("raise SystemExit('sym_gemm: error 0.5, bound 0.001')"),
-        "with 1: sym_gemm: error 0.5",
+        command("""print('{"native": "sym_gemm: error 0.5, bound 0.001"}')"""),
+        "native: sym_gemm: error 0.5",
     ),
+    "ends badly": (command("raise SystemExit('no such device')"), "with 1: no such device"),
 }
 
 
@@ -46,15 +49,16 @@ PLANTED = {
 def test_a_bad_kernel_is_kept_out(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
     bad, why = PLANTED[how]
     verdict = gate.decide(IDENTITY, bad, folder=tmp_path, seconds=1.0 if how == "hangs" else 60.0)
-    assert not verdict.ok and why in verdict.why
+    assert "native" in verdict.failed and why in verdict.why
+    assert verdict.passing == (how != "is wrong")
     (warning,) = caplog.records
     assert why in warning.getMessage() and "runs it again" in warning.getMessage()
     # The next process believes it and warns too, without running anything.
     again = gate.decide(IDENTITY, command("raise SystemExit('not run')"), folder=tmp_path)
     assert again == verdict and len(caplog.records) == 2
     # Another driver is another machine.
-    other = gate.decide([*IDENTITY[:1], "13010", *IDENTITY[2:]], command("pass"), folder=tmp_path)
-    assert other.ok and len(caplog.records) == 2
+    other = gate.decide([*IDENTITY[:1], "13010", *IDENTITY[2:]], GOOD, folder=tmp_path)
+    assert not other.failed and len(caplog.records) == 2
 
 
 def test_what_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
@@ -66,7 +70,7 @@ def test_what_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
         time.sleep(600)
     """
     for seconds in (3.0, 100.0):  # it may end before the child has begun, on a busy machine
-        assert not gate.decide([*IDENTITY, str(seconds)], command(code), folder=tmp_path, seconds=seconds).ok
+        assert gate.decide([*IDENTITY, str(seconds)], command(code), folder=tmp_path, seconds=seconds).failed
         if (tmp_path / "child").exists():
             break
     child = Path("/proc", (tmp_path / "child").read_text())
@@ -79,19 +83,19 @@ def test_processes_that_start_at_once_test_once(tmp_path: Path) -> None:
         import sys
         from pathlib import Path
         from deepspeed_muon.ops import gate
-        count = "import time; time.sleep(1); open({str(tmp_path / "count")!r}, 'a').write('x')"
-        print(gate.decide(["same"], [sys.executable, "-c", count], folder=Path({str(tmp_path)!r})).ok)
+        count = "import time; time.sleep(1); open({str(tmp_path / "count")!r}, 'a').write('x'); print('{{}}')"
+        print(gate.decide(["same"], [sys.executable, "-c", count], folder=Path({str(tmp_path)!r})).failed)
     """
     started = [
         subprocess.Popen(command(code), cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]
-    assert [each.communicate(timeout=120)[0].strip() for each in started] == ["True", "True"]
+    assert [each.communicate(timeout=120)[0].strip() for each in started] == ["{}", "{}"]
     assert (tmp_path / "count").read_text() == "x"
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert gate.decide(IDENTITY, command("pass"), folder=tmp_path / "file").ok
+    assert not gate.decide(IDENTITY, GOOD, folder=tmp_path / "file").failed
 
 
 def test_without_trust_only_torch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +112,11 @@ def test_without_trust_only_torch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         choice=lambda _: None,
     )
     for ok in (True, False):
-        monkeypatch.setattr(dispatch, "trusted", lambda _, ok=ok: gate.Verdict(ok, "" if ok else "it hangs"))
+        monkeypatch.setattr(
+            dispatch,
+            "trusted",
+            lambda _, ok=ok: gate.Verdict({} if ok else dict.fromkeys(gate.PARTS, "it hangs")),
+        )
         dispatch.Orthogonalizer("auto", operators, tuner)._choose(problem, torch.device("cuda"))  # type: ignore[arg-type]
         assert dispatch.flat_passes("auto", "cuda").name == ("ops" if ok else "torch")
     assert any(name.startswith("ops ") for name in seen[0]) and any(
@@ -125,7 +133,7 @@ def test_a_library_for_other_gpus_has_no_flat_passes(monkeypatch: pytest.MonkeyP
     operators = SimpleNamespace(flat_passes_missing=lambda: "no code for this device")
     monkeypatch.setattr(dispatch, "has_kernel", lambda *_: True)
     monkeypatch.setattr(dispatch, "_operators", lambda _: operators)
-    monkeypatch.setattr(dispatch, "trusted", lambda _: gate.Verdict(True))
+    monkeypatch.setattr(dispatch, "trusted", lambda _: gate.Verdict())
     assert dispatch.flat_passes("auto", "cuda").name == "torch"
     with pytest.raises(OpsUnavailableError, match="no code for this device"):
         dispatch.flat_passes("ops", "cuda")

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
-from deepspeed_muon.ops import candidates, graphs
-from deepspeed_muon.ops.candidates import Problem, candidates_for
-from deepspeed_muon.ops.graphs import Replay, Replayed, Run
+from deepspeed_muon.ops import candidates
+from deepspeed_muon.ops.candidates import Problem, Replay, Replayed, Run, candidates_for
 
 SETTINGS = NsSettings(resolve_schedule("quintic"))
 
@@ -71,7 +70,7 @@ def test_shape_dtype_storage_order_and_settings_have_graphs_of_their_own() -> No
 
 
 def test_the_least_used_graph_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "GRAPHS_KEPT", 2)
+    monkeypatch.setattr(candidates, "GRAPHS_KEPT", 2)
     record = Recorder()
     run = Replayed(plain, record)
     first, second, third = (torch.randn(4, 4 + extra) for extra in range(3))
@@ -120,11 +119,11 @@ def test_graphs_are_tried_after_the_plain_calls_and_only_where_the_host_may_be_s
 
 def test_released_graphs_are_captured_anew_and_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """``engine.offload_states`` gives the graphs' memory up; the pool of torch goes with its last graph."""
-    monkeypatch.setattr(graphs, "_pools", {torch.device("cpu"): "handle"})
+    monkeypatch.setattr(candidates, "_pools", {torch.device("cpu"): "handle"})
     record = Recorder()
     run = Replayed(plain, record)
     x = torch.randn(2, 6, 9)
     before = [run(x, SETTINGS) for _ in range(2)]
     run.release()
-    assert all(replay is None for replay in run._replays.values()) and not graphs._pools
+    assert all(replay is None for replay in run._replays.values()) and not candidates._pools
     assert torch.equal(run(x, SETTINGS), before[1]) and record.captures == 2

@@ -1,0 +1,104 @@
+"""A home that cannot be written ended training; a file system without locks made it wait; old builds stayed.
+
+``failed.txt`` of a build survived an upgrade of nvcc, and a wheel with code for other GPUs meant cuBLAS in silence.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_muon.ops import builder, machine, toolchain
+
+
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Replace the compiler; return the libraries that were made."""
+    made: list[Path] = []
+
+    def compile_(spec: toolchain.BuildSpec, target: Path, verbose: bool) -> None:
+        target.touch()
+        made.append(target)
+
+    monkeypatch.setattr(builder, "_compile", compile_)
+    monkeypatch.setattr(builder, "_load_library", lambda path: None)
+    monkeypatch.setattr(machine.time, "sleep", lambda seconds: pytest.fail("it waits for nobody"))
+    return made
+
+
+def test_a_folder_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
+    for _ in range(2):
+        builder.MuonBuilder().jit_load()
+    (own,) = compiled
+    assert own.exists() and tmp_path not in own.parents
+    assert len(caplog.records) == 1 and "temporary folder" in caplog.text
+
+
+def refusing(code: int) -> Any:
+    def flock(file: Any, operation: int) -> None:
+        raise OSError(code, "no")
+
+    return flock
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[Path], code: int
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", refusing(code))
+    with machine.locked(tmp_path / "lock", 60.0) as mine:
+        assert mine is None
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / str(code)))
+    builder.MuonBuilder().jit_load()
+    assert len(compiled) == 1 and tmp_path not in compiled[0].parents
+
+
+def test_who_waits_asks_less_and_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network file system gets a request for every try."""
+    pauses: list[float] = []
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(fcntl, "flock", refusing(errno.EWOULDBLOCK))
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with machine.locked(tmp_path / "lock", 100.0) as mine:
+        assert mine is False
+    assert max(pauses) == 1.0 and len(pauses) < 120 and sum(pauses) == pytest.approx(100.0)
+
+
+def test_another_nvcc_is_another_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = set()
+    for release in ("12.4", "13.0"):
+        monkeypatch.setattr(toolchain, "_nvcc_release", lambda release=release: release)
+        spec = toolchain.build_spec(torch_version=torch.__version__, with_cuda=True, capabilities=[(9, 0)])
+        keys.add(spec.key)
+        plain = toolchain.build_spec(torch_version=torch.__version__, with_cuda=False)
+        assert plain.key == plain.portable_key
+    assert len(keys) == 2
+
+
+def test_a_library_for_other_gpus_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spec(*capabilities: tuple[int, int]) -> toolchain.BuildSpec:
+        return toolchain.build_spec(torch_version="2.13.0", with_cuda=True, capabilities=capabilities)
+
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    monkeypatch.setattr(builder, "PACKAGE", tmp_path)
+    (tmp_path / f"{toolchain.prebuilt_name(spec((8, 0)))}.so").touch()
+    assert builder.prebuilt_path(spec((8, 0))) is not None
+    assert builder.prebuilt_path(spec((9, 0))) is None
+    (tmp_path / f"{toolchain.prebuilt_name(spec((8, 0), (9, 0)))}.so").touch()
+    assert builder.prebuilt_path(spec((9, 0))) is not None
