@@ -127,6 +127,7 @@ def stage1_wrapper(optimizer: Any, world: int, rank: int) -> Any:
     wrapper.bit16_groups, wrapper.bit16_groups_flat = groups, flats
     wrapper.real_dp_process_group = [dist.group.WORLD] * len(groups)
     wrapper.single_partition_of_fp32_groups = masters
+    wrapper.parallel_partitioned_bit16_groups = [{rank: flat} for flat in flats]
     wrapper.cpu_offload = False
     return wrapper
 

@@ -27,7 +27,7 @@ import torch  # noqa: E402
 from gpt import GPT, GPTConfig  # noqa: E402
 
 from deepspeed_muon import Muon  # noqa: E402
-from deepspeed_muon.engine.cpu_adam import CpuAdam  # noqa: E402
+from deepspeed_muon.engine.offload import CpuAdam  # noqa: E402
 from deepspeed_muon.math.updates import AdamStep, adam_step_  # noqa: E402
 from deepspeed_muon.ops import flat_passes, widened  # noqa: E402
 from deepspeed_muon.step.state import state_bytes  # noqa: E402

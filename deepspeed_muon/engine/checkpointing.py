@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 import weakref
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -11,13 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from deepspeed_muon.checkpoint.host import optimizer_of, require_all_ranks
@@ -29,20 +23,16 @@ from deepspeed_muon.checkpoint.sealed import load_pickle, refusing
 from deepspeed_muon.checkpoint.settings import Before
 from deepspeed_muon.checkpoint.tag_folder import Glance, glance
 from deepspeed_muon.checkpoint.universal import UniversalSource, convert_to_universal, is_ours
-from deepspeed_muon.engine.layouts import half_pairs
-from deepspeed_muon.engine.memory import memory_of
-from deepspeed_muon.engine.ordering import same_order
+from deepspeed_muon.engine.zero import FlatView, View, view_of
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.slices import TensorSlice
 from deepspeed_muon.transport.agreement import RankFacts, agree
 
+_ORDER_KEY = "deepspeed_muon_order"
 _ONE_SAVE = (
     "a save was killed, or files were mixed: load another tag, or copy all files of one save into the folder"
 )
-
-
-# Elements of the weights that the ranks gather at once after a restore.
-_GATHERED = 1 << 18
 
 
 class DeepSpeedHost:
@@ -53,7 +43,7 @@ class DeepSpeedHost:
 
         Args:
             engine: A ``DeepSpeedEngine`` whose optimizer is ours and bound.
-            parts: See :func:`deepspeed_muon.engine.parts.parts_of`.
+            parts: See :func:`deepspeed_muon.engine.topology.parts_of`.
         """
         self._reference = weakref.ref(engine)
         self.parts = parts
@@ -90,16 +80,11 @@ class DeepSpeedHost:
 
     def param_group_numbers(self) -> list[int]:
         """Return the number of the param group that every partition belongs to, in the order of the partitions."""
-        wrapper, groups = self._engine.optimizer, self._engine.basic_optimizer.param_groups
-        if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
-            return [int(wrapper.sub_group_to_group_id[index]) for index in range(len(wrapper.fp16_groups))]
-        if isinstance(wrapper, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
-            return list(range(len(groups)))
-        return [number for number, group in enumerate(groups) for _ in group["params"]]
+        return view_of(self._engine.optimizer).group_numbers()
 
     def loss_scale(self) -> dict[str, float] | None:
         """Return what the dynamic loss scale needs to continue, or ``None`` where there is none."""
-        scaler = _scaler(self._engine.optimizer)
+        scaler = view_of(self._engine.optimizer).dynamic_scaler()
         if scaler is None:
             return None
         values = {key: getattr(scaler, key, None) for key in SCALE_KEYS}
@@ -107,7 +92,7 @@ class DeepSpeedHost:
 
     def set_loss_scale(self, state: Mapping[str, float]) -> None:
         """Let a dynamic loss scale continue from :meth:`loss_scale`; others are left alone."""
-        scaler = _scaler(self._engine.optimizer)
+        scaler = view_of(self._engine.optimizer).dynamic_scaler()
         for key in SCALE_KEYS:
             if scaler is not None and key in state and hasattr(scaler, key):
                 setattr(scaler, key, state[key])
@@ -115,18 +100,7 @@ class DeepSpeedHost:
     @torch.no_grad()
     def refresh_weights(self) -> None:
         """Round the fp32 masters into the weights of the forward pass. Must be called by all ranks."""
-        wrapper = self._engine.optimizer
-        if isinstance(wrapper, DeepSpeedZeroOptimizer):
-            _refresh_flat(
-                wrapper, wrapper.parallel_partitioned_bit16_groups, wrapper.single_partition_of_fp32_groups
-            )
-        elif isinstance(wrapper, BF16_Optimizer):
-            _refresh_flat(wrapper, wrapper.bf16_partitioned_groups, wrapper.fp32_groups_flat_partition)
-        elif isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
-            _refresh_stage3(wrapper)
-        elif isinstance(wrapper, FP16_UnfusedOptimizer):
-            for model, master in half_pairs(wrapper):
-                model.data.copy_(master.data)
+        view_of(self._engine.optimizer).refresh_weights()
 
     def begin_restore(self, where: str) -> None:
         """Let steps, saves and forward passes raise from now on, until :meth:`end_restore`; may be called again."""
@@ -151,40 +125,6 @@ class DeepSpeedHost:
             )
 
 
-def _refresh_flat(wrapper: Any, weights: Sequence[Sequence[Tensor]], masters: Sequence[Tensor]) -> None:
-    """Round each group's master partition and gather those of all ranks: gloo copies all that it gathers at once.
-
-    DeepSpeed's ``update_lp_params`` gathers the whole group.
-    """
-    for group, partitions, master in zip(wrapper.real_dp_process_group, weights, masters, strict=True):
-        rank = dist.get_rank(group)
-        partitions[rank].copy_(master)
-        step = max(1, _GATHERED // len(partitions))
-        for start in range(0, master.numel(), step) if len(partitions) > 1 else ():
-            pieces = [each.narrow(0, start, min(step, master.numel() - start)) for each in partitions]
-            dist.all_gather(pieces, pieces[rank], group=group)
-
-
-def _refresh_stage3(wrapper: Any) -> None:
-    """Copy every sub-group's partition; persistent parameters are divided meanwhile, and gathered again afterwards."""
-    wrapper.checkpoint_event_prologue()
-    for index, master in enumerate(wrapper.fp32_partitioned_groups_flat):
-        flat = wrapper.fp16_partitioned_groups_flat[index]
-        if master.numel() == 0 or flat is None:
-            continue
-        flat.data.copy_(master.data)
-        wrapper._unflatten_partitioned_parameters(index)
-    wrapper.checkpoint_event_epilogue()
-
-
-def _scaler(wrapper: Any) -> Any:
-    """Return the object that holds a dynamic loss scale, or ``None``."""
-    if isinstance(wrapper, FP16_UnfusedOptimizer):
-        config = wrapper.loss_scale_config
-        return config if config.dynamic_loss_scale else None
-    return getattr(wrapper, "loss_scaler", None) if getattr(wrapper, "dynamic_loss_scale", False) else None
-
-
 def convert(original: Callable[..., Any], args: Any) -> None:
     """Convert a checkpoint of ours. DeepSpeed gets all others, also those that cannot be read: it says why."""
     if is_ours(args.input_folder):
@@ -193,21 +133,16 @@ def convert(original: Callable[..., Any], args: Any) -> None:
         original(args)
 
 
-def loads_universal(engine: Any) -> bool:
-    """Return whether the wrapper of ``engine`` can load universal checkpoints."""
-    return hasattr(engine.optimizer, "_load_universal_checkpoint")
-
-
 def load_universal_checkpoint(
     original: Callable[..., Any],
-    wrapper: Any,
+    view: View,
     checkpoint_folder: str,
     load_optimizer_states: bool = True,
     *_: Any,
     **__: Any,
 ) -> None:
     """Load a universal checkpoint through our layouts. Must be called by all ranks."""
-    engine = memory_of(wrapper).engine()
+    engine = view.memory.engine()
     require_all_ranks(engine)
     source: UniversalSource | None = None
     error: Exception | None = None
@@ -232,17 +167,15 @@ def load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwa
     universal = bool(engine.load_universal_checkpoint())
     saved: Glance | None = None
     if not universal:
-        place = given.get("load_dir"), given.get("tag")
-        saved = _native(engine, *place, with_state=with_state)
-        _refuse_mixed_saves(engine, *place, with_state=with_state)
+        saved = _native(engine, given.get("load_dir"), given.get("tag"), with_state=with_state)
     before = Before(engine)
     try:
         path, client_state = original(*args, **kwargs)
     except Exception as error:
         if universal:
             before.put_back()
-            if isinstance(error, CheckpointError) and hasattr(engine.optimizer, "checkpoint_event_epilogue"):
-                engine.optimizer.checkpoint_event_epilogue()  # all ranks are here: they agreed to refuse
+            if isinstance(error, CheckpointError):  # all ranks are here: they agreed to refuse
+                view_of(engine.optimizer).end_of_load()
         raise
     if client_state is not None:
         client_state.pop(SAVE_KEY, None)
@@ -253,32 +186,27 @@ def load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwa
     return path, client_state
 
 
-def _refuse_mixed_saves(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> None:
-    """Raise on every rank if the files that the ranks will read are not of one save. Must be called by all ranks."""
-    facts, error = {}, None
-    try:
-        with refusing(f"{load_dir!r}"):
-            if tag is None and (latest := Path(load_dir, "latest")).is_file():
-                tag = latest.read_text().strip()
-            if tag is not None:
-                files = [engine._get_ckpt_name(load_dir, str(tag))]
-                if with_state:
-                    if engine.zero_optimization():
-                        files.append(engine._get_zero_ckpt_name(load_dir, str(tag)))
-                    else:  # of experts; else the state is in the file with the model
-                        files += map(str, Path(load_dir, str(tag)).glob("expp_rank_*_optim_states.pt"))
-                found = {file: _save_of(file) for file in files if os.path.isfile(file)}
-                if len(set(found.values())) > 1:
-                    raise CheckpointError(f"{' and '.join(found)} are of different saves: {_ONE_SAVE}")
-                facts[f"save of the rank's files ({_ONE_SAVE})"] = str(next(iter(found.values()), None))
-    except Exception as caught:
-        error = caught
-    agree(RankFacts(facts), error=error, kind=CheckpointError, members=engine.basic_optimizer.members)
+def record_order(engine: Any, optimizer: Muon) -> None:
+    """Let every saved state hold a digest of the layout, where matrices lie in flat buffers.
+
+    DeepSpeed's files hold flat partitions without names. An engine with another order would load them into the wrong
+    matrices, so the digests are compared before anything of the optimizer is loaded.
+    """
+    if not isinstance(view_of(engine.optimizer), FlatView):
+        return
+    rule = _digest_of_layout(optimizer)
+
+    def add(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        state_dict[_ORDER_KEY] = {"rule": rule}
+
+    optimizer.register_state_dict_post_hook(add)
 
 
-def _save_of(file: str) -> str | None:
-    """Return the id of the save that a file is of; ``None`` for formats that DeepSpeed's other writers have."""
-    return save_of(load_pickle(Path(file), trust=True)) if zipfile.is_zipfile(file) else None
+def _digest_of_layout(optimizer: Muon) -> str:
+    """Return a digest of name, partition and rule of every Muon matrix."""
+    matrices = (matrix for runner in optimizer._runners for matrix in runner.step_set.matrices)
+    rows = sorted([m.name, m.partition, m.spread.numbers()] for m in matrices)
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
 _ARGUMENTS = (
@@ -298,6 +226,7 @@ def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> Glance
     rerouted: list[str] = []
     names: list[set[str]] = [set(), set()]
     moved = False
+    save_id: str | None = None
     error: Exception | None = None
     try:
         folder = Path(load_dir)
@@ -316,6 +245,9 @@ def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> Glance
         if saved is not None and with_state:
             _require_own(engine, saved)
             rerouted, names, moved = _differences(engine, saved)
+        if tag is not None:
+            with refusing(f"{load_dir!r}"):
+                save_id = _save_id(engine, folder, str(tag), with_state=with_state)
     except Exception as caught:
         error = caught
     seen = (
@@ -323,7 +255,8 @@ def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> Glance
         if saved is None
         else f"{saved.folder.name} of {saved.kind}, stage {saved.stage}, {saved.ranks} ranks"
     )
-    agree(RankFacts({"checkpoint": seen}), error=error, kind=CheckpointError, members=members)
+    facts = {"checkpoint": seen, f"save of the rank's files ({_ONE_SAVE})": str(save_id)}
+    agree(RankFacts(facts), error=error, kind=CheckpointError, members=members)
     if saved is None:
         return None
     # A rank's file describes a share of the parameters, or at stage 0 all.
@@ -344,8 +277,27 @@ def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> Glance
                 f"Make the model as the saved run did (with the same parameters frozen), or take its weights alone "
                 f"with engine.load_checkpoint(..., load_optimizer_states=False)"
             )
-        raise CheckpointError(_rerouted(saved, rerouted) if rerouted else _moved(engine, saved))
+        raise CheckpointError(_rerouted(saved, rerouted) if rerouted else _moved(saved))
     return saved
+
+
+def _save_id(engine: Any, folder: Path, tag: str, *, with_state: bool) -> str | None:
+    """Return the id of the save that this rank's files are of, ``None`` where another optimizer saved them.
+
+    Raises:
+        CheckpointError: If they are of different saves.
+    """
+    files = [engine._get_ckpt_name(str(folder), tag)]
+    if with_state and engine.zero_optimization():
+        files.append(engine._get_zero_ckpt_name(str(folder), tag))
+    elif with_state:  # of experts; else the state is in the file with the model
+        files += map(str, (folder / tag).glob("expp_rank_*_optim_states.pt"))
+    # DeepSpeed's other writers have other formats.
+    found = [file for file in files if Path(file).is_file() and zipfile.is_zipfile(file)]
+    ids = {file: save_of(load_pickle(Path(file), trust=True)) for file in found}
+    if len(set(ids.values())) > 1:
+        raise CheckpointError(f"{' and '.join(ids)} are of different saves: {_ONE_SAVE}")
+    return next(iter(ids.values()), None)
 
 
 def _require_own(engine: Any, saved: Glance) -> None:
@@ -371,7 +323,8 @@ def _differences(engine: Any, saved: Glance) -> tuple[list[str], list[set[str]],
         live = collect(engine).by_name
     except CheckpointError:  # nobody knows what a parameter is a part of; the digest of the order is left
         live = {}
-    rerouted, moved = [], not same_order(saved.inner, optimizer)
+    order = saved.inner.get(_ORDER_KEY)
+    rerouted, moved = [], order is not None and order["rule"] != _digest_of_layout(optimizer)
     names = (
         [{entry["name"] for entry in saved.entries}, set(live)] if live and saved.entries else [set(), set()]
     )
@@ -397,7 +350,7 @@ def _rerouted(saved: Glance, lines: Sequence[str]) -> str:
     )
 
 
-def _moved(engine: Any, saved: Glance) -> str:
+def _moved(saved: Glance) -> str:
     return (
         f"{saved.folder}: its flat partitions hold the parameters at other places than this engine's: param groups, "
         f"sub_group_size, round_robin_gradients, the kind of device or the version of deepspeed_muon may differ; or "

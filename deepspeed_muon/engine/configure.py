@@ -17,23 +17,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from deepspeed_muon.checkpoint.record_hook import add_record_to_state_dict
 from deepspeed_muon.config import MuonConfig
-from deepspeed_muon.engine import stage0
-from deepspeed_muon.engine.accessors import muon_of
-from deepspeed_muon.engine.checkpointing import DeepSpeedHost
+from deepspeed_muon.engine import muon_of
+from deepspeed_muon.engine.checkpointing import DeepSpeedHost, record_order
 from deepspeed_muon.engine.engine_hooks import hook_engine
-from deepspeed_muon.engine.layouts import read_step_sets
+from deepspeed_muon.engine.layouts import order_parameters, read_step_sets
 from deepspeed_muon.engine.leaf_modules import mark_moe_layers, prepare_inputs
-from deepspeed_muon.engine.loss_scale import look_for_overflow, use_deepspeed_scaler
+from deepspeed_muon.engine.norms import total_norm
 from deepspeed_muon.engine.offload import Admission
-from deepspeed_muon.engine.ordering import order_parameters, record_order
-from deepspeed_muon.engine.parts import no_checkpoint, parts_of
-from deepspeed_muon.engine.ranks import data_parallel_scope, has_experts, members_of, model_facts
-from deepspeed_muon.engine.rates import name_rates_in_trainer
+from deepspeed_muon.engine.running import name_rates_in_trainer
 from deepspeed_muon.engine.supported import (
     expert_parallel,
     refuse_blocks_of_shards,
@@ -42,6 +37,15 @@ from deepspeed_muon.engine.supported import (
     refuse_with_qk_clip,
 )
 from deepspeed_muon.engine.tensor_parallel import tensor_shards
+from deepspeed_muon.engine.topology import (
+    data_parallel_scope,
+    has_experts,
+    members_of,
+    model_facts,
+    no_checkpoint,
+    parts_of,
+)
+from deepspeed_muon.engine.zero import Zero12View, view_of
 from deepspeed_muon.errors import PlanMismatchError, UnsupportedConfigError
 from deepspeed_muon.logs import announce, logger
 from deepspeed_muon.ops import loaded
@@ -53,15 +57,6 @@ from deepspeed_muon.routing.rules import check_routes, warn_without_muon
 from deepspeed_muon.transport.agreement import RankFacts, agree
 from deepspeed_muon.transport.members import Members, everyone
 from deepspeed_muon.version import __version__
-
-__all__ = [
-    "broadcast_model",
-    "configure_basic_optimizer",
-    "configure_expert_parallel",
-    "configure_optimizer",
-    "set_optimizer_flags",
-]
-
 
 OPTIMIZER_TYPE = "muon"
 
@@ -268,9 +263,6 @@ def _remove_tags(model: nn.Module) -> None:
 
 def _bind(engine: Any, optimizer: Muon) -> None:
     """Read the wrapper's layout, compare the plans, hook the engine; every rank raises if one of them fails."""
-    wrapper = engine.optimizer
-    use_deepspeed_scaler(engine)
-    look_for_overflow(wrapper)
     error: Exception | None = None
     members = members_of(engine)
     try:
@@ -284,12 +276,12 @@ def _bind(engine: Any, optimizer: Muon) -> None:
         error, facts = caught, RankFacts({})
     agree(facts, error=error, kind=PlanMismatchError, members=members)
     if is_divided(engine.module):
-        by_group = isinstance(wrapper, DeepSpeedZeroOptimizer)
+        by_group = isinstance(view_of(engine.optimizer), Zero12View)
         _check_all_stages(optimizer, engine.seq_data_parallel_group, norm_by_group=by_group)
-    if wrapper is not optimizer:
+    if engine.optimizer is not optimizer:
         optimizer.step_ends_outside = True
     elif engine.gradient_clipping() <= 0.0:
-        optimizer.measure_norm = functools.partial(stage0.total_norm, weakref.ref(engine))
+        optimizer.measure_norm = functools.partial(total_norm, weakref.ref(engine))
     parts = parts_of(engine, optimizer._route_table())
     agree(RankFacts({}), error=no_checkpoint(optimizer.config, parts), members=members)
     optimizer.host = DeepSpeedHost(engine, parts)

@@ -1,15 +1,19 @@
-"""What is changed in one engine whose optimizer is ours, and in the wrapper around it: one table.
+"""What is changed in one engine whose optimizer is ours, and in the wrapper around it: four tables.
 
-Each row replaces a method of that one object. Nothing is undone, because the changes disappear with the engine.
-``step`` of a wrapper is replaced once, and :data:`STEP_DUTIES` says what happens before and after it.
+:data:`ADJUSTMENTS` are made once. Each row of :data:`MENDS` and :data:`ENGINE_HOOKS` replaces a method of that one
+object. ``step`` of a wrapper is replaced once, and :data:`STEP_DUTIES` says what happens before and after it. Nothing
+is undone, because the changes disappear with the engine.
 
-Attributes that are no methods are set elsewhere:
+:data:`MENDS`, and rows of other tables that say so, mend defects of DeepSpeed, which every optimizer has; the others
+are what our optimizer adds. The sources of 0.19.2 and 0.19.8 both have each of the defects. Where a release mends one
+itself, its row gets ``releases=">=0.19.2,<0.20"``.
 
-- the wrapper's loss scaler and ``check_grad_overflow``: :mod:`deepspeed_muon.engine.loss_scale`;
-- the wrapper's ``backup_optimizer`` and, before there is a wrapper, the engine's ``zero_force_ds_cpu_optimizer``:
-  :mod:`deepspeed_muon.engine.offload`;
-- during one call, the classes that ZeRO's modules compare an optimizer with, ``DeepSpeedCPUAdam`` and
-  ``FusedAdam``: :mod:`deepspeed_muon.engine.offload`.
+Changed elsewhere, because there is no wrapper yet or for the length of one call:
+
+- the engine's ``zero_force_ds_cpu_optimizer``, the wrapper's ``backup_optimizer``, and the classes that ZeRO's modules
+  compare an optimizer with, ``DeepSpeedCPUAdam`` and ``FusedAdam``: :mod:`deepspeed_muon.engine.offload`;
+- inputs of leaf modules without a gradient, at which ZeRO 3 ends a backward pass before it has begun:
+  :func:`deepspeed_muon.engine.leaf_modules.prepare_inputs`.
 """
 
 from __future__ import annotations
@@ -21,22 +25,29 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Literal
 
+import deepspeed
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from packaging.specifiers import SpecifierSet
 
 from deepspeed_muon.engine import (
     checkpointing,
-    gradient_flags,
-    idle,
+    gradients,
     leaf_modules,
     loss_scale,
+    norms,
     offload,
     running,
-    stage0,
 )
-from deepspeed_muon.engine.memory import Memory, memory_of
+from deepspeed_muon.engine.zero import Memory, View, Zero3View, view_of
 
-__all__ = ["ENGINE_HOOKS", "STEP_DUTIES", "EngineHook", "StepDuty", "hook_engine"]
+
+def _is_any(_: Any) -> bool:
+    return True
+
+
+def _is_wrapped(engine: Any) -> bool:
+    return engine.optimizer is not engine.basic_optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +57,17 @@ class EngineHook:
     Attributes:
         owner: Whose method.
         attribute: Its name.
-        function: Is called instead, with the original, the owner, and the arguments of the call.
+        function: Is called instead, with the original, the engine or the view of the wrapper, and the arguments of the
+            call.
         applies: Whether an engine needs it.
+        releases: Those of DeepSpeed that need it; the next one is taken to need it too.
     """
 
     owner: Literal["engine", "wrapper"]
     attribute: str
     function: Callable[..., Any]
     applies: Callable[[Any], bool]
+    releases: str = ">=0.19.2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +75,14 @@ class StepDuty:
     """Something to do before and after a wrapper's step.
 
     Attributes:
-        around: Returns a context manager for a wrapper, in which the step runs.
+        around: Returns a context manager for the view of a wrapper, in which the step runs.
         applies: Whether an engine needs it.
+        releases: As for :class:`EngineHook`.
     """
 
     around: Callable[[Any], contextlib.AbstractContextManager[None]]
     applies: Callable[[Any], bool]
-
-
-def _is_any(_: Any) -> bool:
-    return True
-
-
-def _is_wrapped(engine: Any) -> bool:
-    return not stage0.is_plain(engine)
+    releases: str = ">=0.19.2"
 
 
 def _clips_attention(engine: Any) -> bool:
@@ -82,17 +90,26 @@ def _clips_attention(engine: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _forget_logits(wrapper: Any) -> Iterator[None]:
+def _forget_logits(view: View) -> Iterator[None]:
     """Clear the attention logits after a step."""
     try:
         yield
     finally:
-        wrapper.optimizer.qk_clip.clear()
+        assert view.optimizer.qk_clip is not None
+        view.optimizer.qk_clip.clear()
 
 
-def _release_destroyed(original: Callable[..., Any], wrapper: Any) -> None:
+def _step(original: Callable[..., Any], view: View, *args: Any, **kwargs: Any) -> Any:
+    """Take the wrapper's step, with its duties around it."""
+    with contextlib.ExitStack() as duties:
+        for duty in view.memory.duties:
+            duties.enter_context(duty(view))
+        return original(*args, **kwargs)
+
+
+def _release_destroyed(original: Callable[..., Any], view: Zero3View) -> None:
     """Destroy the wrapper, then drop what refers to each engine of stage 3 for the length of the program."""
-    module = wrapper.parameter_offload.module
+    module = view.module
     original()
     stack = parameter_offload.FWD_MODULE_STACK
     stack[:] = [each for each in stack if each is not module]
@@ -101,57 +118,57 @@ def _release_destroyed(original: Callable[..., Any], wrapper: Any) -> None:
         cell.cell_contents.cache_clear()
 
 
-# Above each row, here and in ENGINE_HOOKS: what would be wrong without it. The first duty begins first and ends last.
+# Above each row of all tables: what would be wrong without it.
+ADJUSTMENTS = (
+    # A mend: with torch_autocast in fp16 the norm is that of scaled gradients, and once it is not finite every later
+    # step is skipped. An engine made after such a one would not use its own loss scale.
+    loss_scale.use_deepspeed_scaler,
+    # ZeRO 1 and 2 in bf16 would look for no gradients that are not finite, and update some partitions of a step only.
+    loss_scale.look_for_overflow,
+)
+
+# The first duty begins first and ends last.
 STEP_DUTIES = (
     # With nonfinite_grad 'error' ZeRO would skip a step by itself and tell nobody.
     StepDuty(loss_scale.raise_on_overflow, loss_scale.overflow_is_error),
     # ZeRO calls our step several times, or never if the gradients overflowed; the logits are those of one step.
     StepDuty(_forget_logits, _clips_attention),
-    # Stage 0 divides by the scale of the next step when it has just grown, and reports the norm of scaled gradients.
-    StepDuty(stage0.keep_applied_scale, stage0.is_half),
+    # A mend: stage 0 divides by the scale of the next step when it has just grown, and reports the norm of scaled
+    # gradients.
+    StepDuty(loss_scale.keep_applied_scale, loss_scale.is_half),
     # The wrapper does not know that our optimizer skipped the step, so the learning-rate schedule would go on.
     StepDuty(loss_scale.report_skipped_step, _is_wrapped),
-    # Gradients outlive the step in buffers: a parameter that gets none would be updated with its last one.
-    StepDuty(idle.only_gradients_of_the_step, idle.keeps_gradients),
+    # A mend: gradients outlive the step in buffers, and a parameter that gets none is updated with its last one.
+    StepDuty(gradients.only_gradients_of_the_step, gradients.keeps_gradients),
     # The ranks would exchange flags once for each group, besides ZeRO's overflow check. After the row above: the
     # gradients must be complete.
-    StepDuty(gradient_flags.exchange_first, gradient_flags.holds_gradients),
-    # ZeRO updates the scale first and unscales by the new one.
+    StepDuty(gradients.exchange_flags_first, gradients.holds_gradients),
+    # A mend: ZeRO updates the scale first and unscales by the new one.
     StepDuty(loss_scale.grow_after_step, loss_scale.scale_may_grow),
 )
 
-
-def _step(original: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-    """Take the wrapper's step, with its duties around it."""
-    with contextlib.ExitStack() as duties:
-        for duty in memory_of(wrapper).duties:
-            duties.enter_context(duty(wrapper))
-        return original(*args, **kwargs)
-
-
-ENGINE_HOOKS = (
-    # The duties would not be done.
-    EngineHook("wrapper", "step", _step, _is_wrapped),
-    # ZeRO would let the loss scale grow before the step as well; a duty lets it grow afterwards.
+MENDS = (
+    # ZeRO lets the loss scale grow before the step as well; a duty lets it grow afterwards.
     EngineHook("wrapper", "_update_scale", loss_scale.shrink_scale, loss_scale.scale_may_grow),
-    # ZeRO would read all gradients twice more and send a message, to learn what the flags say.
-    EngineHook("wrapper", "has_overflow", gradient_flags.has_overflow, gradient_flags.holds_gradients),
     # ZeRO 3 adds the first gradient of a parameter to that of the last step if it comes in a later micro-step.
-    EngineHook("wrapper", "partition_grads", idle.partition_grads, idle.divides_gradients),
+    EngineHook("wrapper", "partition_grads", gradients.partition_grads, gradients.divides_gradients),
     # ZeRO 3 would add to gradients that the program has thrown away.
-    EngineHook("wrapper", "zero_grad", idle.zero_grad, idle.divides_gradients),
+    EngineHook("wrapper", "zero_grad", gradients.zero_grad, gradients.divides_gradients),
     # ZeRO 1 and 2 with offload add the first gradient of a parameter to that of the last step, as ZeRO 3 does.
     EngineHook(
-        "wrapper", "copy_grads_in_partition", idle.copy_grads_in_partition, idle.keeps_offloaded_gradients
+        "wrapper",
+        "copy_grads_in_partition",
+        gradients.copy_grads_in_partition,
+        gradients.keeps_offloaded_gradients,
     ),
     # What a backward pass did not reduce must be zero before anybody reads it.
     EngineHook(
         "wrapper",
         "independent_gradient_partition_epilogue",
-        idle.gradient_partition_epilogue,
-        idle.keeps_gradients,
+        gradients.gradient_partition_epilogue,
+        gradients.keeps_gradients,
     ),
-    # ZeRO 1 and 2 would reduce gradients of different experts with each other where ranks run different ones.
+    # ZeRO 1 and 2 reduce gradients of different experts with each other where ranks run different ones.
     EngineHook(
         "wrapper",
         "reduce_ready_partitions_and_remove_grads",
@@ -170,29 +187,51 @@ ENGINE_HOOKS = (
     EngineHook(
         "wrapper",
         "reduce_independent_p_g_buckets_and_remove_grads",
-        idle.reduce_independent_gradient,
-        idle.reduces_last_gradients_only,
+        gradients.reduce_independent_gradient,
+        gradients.reduces_last_gradients_only,
     ),
     # ZeRO 1 with overlap_comm leaves out what the last micro-step did not add to.
-    EngineHook("wrapper", "reduce_gradients", idle.reduce_gradients, idle.reduces_last_gradients_only),
-    # Stage 0 in half precision must divide by the scale that was applied, and its norm leaves experts out.
-    EngineHook("wrapper", "unscale_and_clip_grads", stage0.unscale_and_clip_grads, stage0.is_half),
+    EngineHook(
+        "wrapper",
+        "reduce_gradients",
+        gradients.reduce_gradients,
+        gradients.reduces_last_gradients_only,
+    ),
+    # Stage 0 in half precision divides by a scale that was not applied, and its norm leaves experts out.
+    EngineHook("wrapper", "unscale_and_clip_grads", norms.unscale_and_clip_grads, loss_scale.is_half),
     # Stage 0 in half precision divides by a scale that nobody multiplied the loss with.
-    EngineHook("engine", "backward", stage0.backward, stage0.loss_is_not_scaled),
+    EngineHook("engine", "backward", loss_scale.backward, loss_scale.loss_is_not_scaled),
     # The same, for a program that calls backward of the loss itself.
-    EngineHook("engine", "scale", stage0.scale, stage0.loss_is_not_scaled),
+    EngineHook("engine", "scale", loss_scale.scale, loss_scale.loss_is_not_scaled),
     # The plain engine throws the norm away, and counts one stage of a pipeline and one rank's experts.
-    EngineHook("engine", "clip_fp32_gradients", stage0.clip_fp32_gradients, stage0.is_plain),
-    # An engine of stage 3 would stay in memory after engine.destroy(), with all that it holds.
-    EngineHook("wrapper", "destroy", _release_destroyed, idle.divides_gradients),
+    EngineHook(
+        "engine",
+        "clip_fp32_gradients",
+        norms.clip_fp32_gradients,
+        lambda engine: not _is_wrapped(engine),
+    ),
+    # An engine of stage 3 stays in memory after engine.destroy(), with all that it holds.
+    EngineHook("wrapper", "destroy", _release_destroyed, gradients.divides_gradients),
+)
+
+ENGINE_HOOKS = (
+    # The duties would not be done.
+    EngineHook("wrapper", "step", _step, _is_wrapped),
+    # ZeRO would read all gradients twice more and send a message, to learn what the flags say.
+    EngineHook("wrapper", "has_overflow", gradients.has_overflow, gradients.holds_gradients),
     # Stage 3 moves the state of FusedAdam alone, and the exchange would keep its buffers on the device.
-    EngineHook("wrapper", "offload_states", offload.offload_states, offload.can_move),
+    EngineHook(
+        "wrapper",
+        "offload_states",
+        offload.offload_states,
+        lambda engine: hasattr(engine.optimizer, "offload_states"),
+    ),
     # DeepSpeed's loader knows Adam's state only, and reads parameters from places that can be wrong.
     EngineHook(
         "wrapper",
         "_load_universal_checkpoint",
         checkpointing.load_universal_checkpoint,
-        checkpointing.loads_universal,
+        lambda engine: hasattr(engine.optimizer, "_load_universal_checkpoint"),
     ),
     # consolidate_on_save would write nothing, and nobody could tell the files of two saves of one step apart.
     EngineHook("engine", "save_checkpoint", running.save_checkpoint, _is_any),
@@ -204,41 +243,44 @@ ENGINE_HOOKS = (
 
 
 def hook_engine(engine: Any) -> None:
-    """Replace what the tables say of one engine.
+    """Change what the tables say of one engine.
 
     Args:
         engine: A ``DeepSpeedEngine`` whose optimizer is ours and bound. Mutated, and so is its wrapper.
     """
+    for adjust in ADJUSTMENTS:
+        adjust(engine)
     wrapper = engine.optimizer
     if _is_wrapped(engine):
-        duties = [duty.around for duty in STEP_DUTIES if duty.applies(engine)]
+        duties = [duty.around for duty in STEP_DUTIES if _is_needed(duty, engine)]
         waiting = leaf_modules.waiting_parameters(engine)
         wrapper._deepspeed_muon_memory = Memory(weakref.ref(engine), duties, waiting=waiting)
     # All conditions are asked before anything is replaced.
-    for hook in [hook for hook in ENGINE_HOOKS if hook.applies(engine)]:
-        _replace_method(engine if hook.owner == "engine" else wrapper, hook.attribute, hook.function)
+    for hook in [hook for hook in (*MENDS, *ENGINE_HOOKS) if _is_needed(hook, engine)]:
+        _replace_method(engine if hook.owner == "engine" else wrapper, hook)
 
 
-def _replace_method(owner: Any, attribute: str, function: Callable[..., Any]) -> None:
-    """Let ``owner.attribute(...)`` call ``function(original, owner, ...)``.
+def _is_needed(row: EngineHook | StepDuty, engine: Any) -> bool:
+    releases = SpecifierSet(row.releases, prereleases=True)
+    return releases.contains(deepspeed.__version__) and row.applies(engine)
+
+
+def _replace_method(owner: Any, hook: EngineHook) -> None:
+    """Let a call of the hook's method call its function.
 
     The replacement refers to its owner weakly. A bound method would make a cycle, and the owner's memory on the device
     would wait for the garbage collector.
-
-    Args:
-        owner: An engine or a wrapper. Mutated.
-        attribute: The name of a method.
-        function: Gets the original, bound to ``owner``, then ``owner`` and the arguments of the call.
     """
-    reference = weakref.ref(owner)
-    method = getattr(owner, attribute)
+    reference, function, has_view = weakref.ref(owner), hook.function, hook.owner == "wrapper"
+    method = getattr(owner, hook.attribute)
     is_own = isinstance(method, MethodType) and method.__self__ is owner
     plain: Callable[..., Any] = method.__func__ if is_own else method
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         owner = reference()
         assert owner is not None
-        return function(MethodType(plain, owner) if is_own else plain, owner, *args, **kwargs)
+        original = MethodType(plain, owner) if is_own else plain
+        return function(original, view_of(owner) if has_view else owner, *args, **kwargs)
 
-    replacement.__name__, replacement.__doc__ = attribute, method.__doc__
-    setattr(owner, attribute, replacement)
+    replacement.__name__, replacement.__doc__ = hook.attribute, method.__doc__
+    setattr(owner, hook.attribute, replacement)

@@ -19,11 +19,8 @@ from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from packaging.version import Version
 
 from deepspeed_muon.engine import checkpointing, configure, running
-from deepspeed_muon.engine.rates import forget_trainer
 from deepspeed_muon.errors import RegistrationError
 from deepspeed_muon.optimizer import Muon
-
-__all__ = ["HOOKS", "Hook", "is_registered", "register", "unregister"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +129,7 @@ def unregister() -> None:
     optimizers, ours = LISTED
     if ours in optimizers:
         optimizers.remove(ours)
-    forget_trainer()
+    running.forget_trainer()
 
 
 def _replacement(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:

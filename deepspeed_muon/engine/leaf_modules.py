@@ -19,22 +19,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import get_z3_leaf_modules
 from torch import Tensor, nn
 
-from deepspeed_muon.engine import stage0
-from deepspeed_muon.engine.memory import at_boundary, memory_of
+from deepspeed_muon.engine.zero import Zero12View, view_of
 from deepspeed_muon.logs import logger
-
-__all__ = [
-    "has_waiting_gradients",
-    "mark_moe_layers",
-    "prepare_inputs",
-    "reduce_ready_partitions",
-    "reduce_waiting_gradients",
-    "waiting_parameters",
-]
 
 _MARK = "_z3_leaf"
 
@@ -103,7 +92,7 @@ def waiting_parameters(engine: Any) -> frozenset[int]:
     They are those of leaf modules at stages 1 and 2. Stacked experts need not wait: every rank has a gradient of the
     whole stack.
     """
-    if not isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
+    if not isinstance(view_of(engine.optimizer), Zero12View):
         return frozenset()
     leaves = get_z3_leaf_modules(engine.module)
     chosen = [leaf for leaf in leaves if not _are_stacked(getattr(leaf, "experts", None))]
@@ -112,35 +101,31 @@ def waiting_parameters(engine: Any) -> frozenset[int]:
 
 def has_waiting_gradients(engine: Any) -> bool:
     """Return whether gradients of the engine wait for the end of the backward pass."""
-    return not stage0.is_plain(engine) and bool(memory_of(engine.optimizer).waiting)
+    view = view_of(engine.optimizer)
+    return isinstance(view, Zero12View) and bool(view.memory.waiting)
 
 
-def reduce_ready_partitions(original: Callable[..., Any], wrapper: Any, param: Tensor, number: int) -> None:
+def reduce_ready_partitions(
+    original: Callable[..., Any], view: Zero12View, param: Tensor, number: int
+) -> None:
     """Let the gradient of a leaf module wait; reduce any other."""
-    if id(param) not in memory_of(wrapper).waiting:
+    if id(param) not in view.memory.waiting:
         original(param, number)
 
 
-def reduce_waiting_gradients(original: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+def reduce_waiting_gradients(
+    original: Callable[..., Any], view: Zero12View, *args: Any, **kwargs: Any
+) -> Any:
     """Reduce the gradients of leaf modules in one order on all ranks, then end the backward pass."""
-    waiting = memory_of(wrapper).waiting
-    if wrapper.partition_gradients or at_boundary(wrapper):
-        for number, group in enumerate(wrapper.bit16_groups):
+    waiting = view.memory.waiting
+    if view.reduces_every_backward or view.at_boundary:
+        for number, group in enumerate(view.params):
             for param in group:
                 if id(param) in waiting:
-                    _fill_gradient(wrapper, param)
-                    wrapper.reduce_independent_p_g_buckets_and_remove_grads(param, number)
+                    if not view.has_gradient(param):
+                        view.zero_gradient(param)
+                    view.reduce_now(param, number)
     return original(*args, **kwargs)
-
-
-def _fill_gradient(wrapper: Any, param: Any) -> None:
-    """Give a parameter without a gradient one of zero, where ZeRO 1 and 2 look for it."""
-    if wrapper.get_gradient_for_reduction(param) is not None:
-        return
-    if wrapper.use_grad_accum_attribute:
-        param.grad_accum = torch.zeros_like(param, dtype=wrapper.gradient_accumulation_dtype)
-    else:
-        param.grad = torch.zeros_like(param)
 
 
 def _is_moe_layer(module: nn.Module) -> bool:

@@ -16,19 +16,10 @@ from deepspeed.utils import groups
 from deepspeed_muon.checkpoint.host import SOME_RANKS
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.engine.offload import half_states, master_dtype, offload_device
-from deepspeed_muon.engine.ranks import has_experts, members_of
 from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group, tensor_shards
+from deepspeed_muon.engine.topology import has_experts, members_of
 from deepspeed_muon.errors import UnsupportedConfigError
 from deepspeed_muon.routing.parameters import is_divided
-
-__all__ = [
-    "expert_parallel",
-    "refuse_blocks_of_shards",
-    "refuse_checkpoints",
-    "refuse_unsupported",
-    "refuse_with_qk_clip",
-]
-
 
 _Table = Mapping[str, tuple[Callable[[Any], Any], str]]
 """What is refused: its config key to whether an engine asks for it, and why (with what to do instead)."""

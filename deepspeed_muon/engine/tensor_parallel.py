@@ -3,23 +3,26 @@
 Orthogonalisation commutes with permutations of rows and of columns. So nobody needs to know how shards interleave the
 rows of a fused matrix (query, key and value of every head group, gate and up) that is orthogonalised as one: the shards
 one after the other are the same matrix with its rows in another order. But every row must be on exactly one rank. Where
-parts of the matrix are blocks of their own, the layer must say whether each part is cut: see ``_Cut.parts``.
+parts of the matrix are blocks of their own, the layer must say whether each part is cut: see :attr:`Cut.parts`.
+
+There are two conventions of saying it. AutoTP (``tensor_parallel.autotp_size``) replaces linear layers and describes
+their weights in an attribute. Megatron-style models set ``tensor_model_parallel`` and ``partition_dim`` on parameters
+and hand DeepSpeed an ``mpu`` object.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_group, bwc_tensor_model_parallel_world_size
 from torch import Tensor, nn
 
-from deepspeed_muon.engine.tensor_cuts import is_marked, read_cut
 from deepspeed_muon.errors import PlanMismatchError, UnsupportedConfigError
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.routing.route import Route
@@ -27,31 +30,127 @@ from deepspeed_muon.routing.shapes import true_shape
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.transport.waiting import phase
 
-__all__ = ["tensor_parallel_group", "tensor_shards", "with_tensor_parallel"]
+_META = "ds_autotp_universal_checkpoint_meta"
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
-    """What a layer says of a shard of a matrix: :class:`~deepspeed_muon.engine.tensor_cuts.Cut` as rows and columns.
+class Cut:
+    """How a parameter is cut over the tensor-parallel ranks.
 
     Attributes:
-        dim: The dimension that is cut.
+        dim: The dimension that is cut, as the layer says it.
         parts: Length along ``dim`` of each part that is cut over all ranks, or their number if they are equal; ``None``
             if the layer does not say.
-        numel: Elements of the whole matrix, ``None`` where that is not known.
+        shape: Of the whole tensor, from AutoTP's record; empty without one.
+        widths: For each fused part the shares of all ranks, if the record has them.
+        is_legible: Whether the record tells which elements a rank has.
     """
 
-    dim: Literal[0, 1]
-    parts: int | tuple[int, ...] | None
-    numel: int | None = None
+    dim: int
+    parts: int | tuple[int, ...] | None = None
+    shape: tuple[int, ...] = ()
+    widths: tuple[tuple[int, ...], ...] = ()
+    is_legible: bool = True
+
+    def shares(self, sizes: Sequence[int]) -> list[list[int]]:
+        """Return, for each fused part, the lengths of the shares that the ranks have of it.
+
+        Args:
+            sizes: The lengths of the ranks' shards along :attr:`dim`.
+
+        Raises:
+            ValueError: If nobody says it, or the parts do not divide.
+        """
+        if not self.is_legible:
+            raise ValueError("AutoTP cuts it in a way that is not read here")
+        if self.widths:
+            return [list(each) for each in self.widths]
+        parts = self.parts or 1
+        if parts == 1:
+            return [list(sizes)]
+        if isinstance(parts, int):
+            parts = (sum(sizes) // parts,) * parts
+        ranks = len(sizes)
+        if len(set(sizes)) > 1 or sum(parts) != sum(sizes) or any(part % ranks for part in parts):
+            raise ValueError(
+                f"its fused parts {list(parts)} are not divided equally over shards of {list(sizes)}"
+            )
+        return [[part // ranks] * ranks for part in parts]
+
+    @property
+    def numel(self) -> int | None:
+        """Elements of the whole tensor, ``None`` where that is not known."""
+        return torch.Size(self.shape).numel() if self.shape else None
+
+    def of_matrix(self) -> Cut:
+        """Return the cut of the parameter as a matrix, whose dimension is 0 or 1 and whose parts are known if equal.
+
+        Raises:
+            ValueError: If a matrix has no such dimension.
+        """
+        shape = self.shape
+        if not shape:
+            if self.dim not in (0, 1):
+                raise ValueError(
+                    f"it is marked as a shard of dimension {self.dim} (partition_dim), which a matrix does not have"
+                )
+            return self
+        # The shape that AutoTP has recorded may have more than two dimensions.
+        dim = self.dim % len(shape)
+        widths = self.widths or ((shape[dim],),)
+        uneven = any(len(set(each)) > 1 for each in widths)
+        if dim == len(shape) - 1:
+            return replace(self, dim=1, parts=None if uneven else tuple(sum(each) for each in widths))
+        # As a matrix, the indices before dim repeat the parts, and those behind it (but the last) make them longer.
+        inner = torch.Size(shape[dim + 1 : -1]).numel()
+        parts = tuple(sum(each) * inner for each in widths) * torch.Size(shape[:dim]).numel()
+        return replace(self, dim=0, parts=None if uneven else parts)
 
     def shards(self, length: int, ranks: int) -> TensorShards:
-        """Return the shards of a group; ``length`` is that of this rank's shard along ``dim``."""
+        """Return the shards of a matrix; ``length`` is that of this rank's shard along :attr:`dim`."""
         parts = self.parts or ()
         if isinstance(parts, int):
             count, whole = parts, length * ranks
             parts = (whole // count,) * count if whole % count == 0 else ()
-        return TensorShards(self.dim, (length,) * ranks, parts)
+        return TensorShards(1 if self.dim else 0, (length,) * ranks, parts)
+
+
+def is_marked(param: Tensor) -> bool:
+    """Return whether a parameter is marked as a shard, as both conventions do."""
+    return bool(getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False))
+
+
+def is_copy(param: Tensor) -> bool:
+    """Return whether every rank has the whole parameter, as far as it is marked."""
+    meta = getattr(param, _META, None) or {}
+    return bool(meta.get("replicated")) or not (meta or is_marked(param))
+
+
+def read_cut(param: Tensor) -> Cut:
+    """Return what is said of how a shard was cut.
+
+    Raises:
+        ValueError: Saying why that is too little.
+    """
+    meta = getattr(param, _META, None)
+    if meta:
+        return _recorded(meta)
+    dim = getattr(param, "partition_dim", None)
+    if dim is None:
+        raise ValueError("it is marked as a shard without the dimension that is cut (partition_dim)")
+    own = getattr(param, "partition_sizes", getattr(param, "partition_stride", None))
+    return Cut(dim, tuple(own) if isinstance(own, (tuple, list)) else own)
+
+
+def _recorded(meta: Mapping[str, Any]) -> Cut:
+    """Return what AutoTP has recorded; its dimensions are those of a shape that may have more than two."""
+    conversion = meta.get("conversion") or {}
+    shape, dim = meta.get("logical_shape"), meta.get("partition_dim")
+    if conversion.get("unsupported_reason") or not shape or dim is None:
+        raise ValueError(conversion.get("unsupported_reason") or "AutoTP does not say how it was cut")
+    widths = tuple(tuple(map(int, each)) for each in meta.get("sub_param_shard_widths") or ())
+    legible = bool(widths) or "affine_map" not in conversion or bool(meta.get("partition_sizes"))
+    return Cut(dim, None, tuple(map(int, shape)), widths, legible)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +195,13 @@ def tensor_shards(engine: Any) -> dict[int, TensorShards]:
     for module in engine.module.modules():
         for param in module.parameters(recurse=False):
             shape = true_shape(param)
-            cut = _cut(param) if is_marked(param) and len(shape) == 2 else ""
-            if isinstance(cut, _Cut):
-                found[id(param)] = cut.shards(shape[cut.dim], dist.get_world_size(group))
+            if not is_marked(param) or len(shape) != 2:
+                continue
+            try:
+                cut = read_cut(param).of_matrix()
+            except ValueError:  # with_tensor_parallel refuses it, if it is Muon's
+                continue
+            found[id(param)] = cut.shards(shape[cut.dim], dist.get_world_size(group))
     return found
 
 
@@ -169,7 +272,7 @@ def _compare_names(told: list[list[tuple[int, str]]]) -> None:
             )
 
 
-def _cuts(model: nn.Module, routes: Mapping[int, Route]) -> dict[str, _Cut]:
+def _cuts(model: nn.Module, routes: Mapping[int, Route]) -> dict[str, Cut]:
     """Return what the layers say of each shard of a matrix of Muon's, by its name."""
     found = {}
     for module in model.modules():
@@ -179,33 +282,11 @@ def _cuts(model: nn.Module, routes: Mapping[int, Route]) -> dict[str, _Cut]:
                 continue
             if len(route.shape) != 2:
                 _refuse(route.name, f"a tensor-parallel shard of shape {list(route.shape)} is not a matrix")
-            cut = _cut(param)
-            if isinstance(cut, str):
-                _refuse(route.name, cut)
-            found[route.name] = cut
+            try:
+                found[route.name] = read_cut(param).of_matrix()
+            except ValueError as error:
+                _refuse(route.name, str(error))
     return found
-
-
-def _cut(param: Tensor) -> _Cut | str:
-    """Return what a layer says of its shard of a matrix, or why it says too little."""
-    cut = read_cut(param)
-    if isinstance(cut, str):
-        return cut
-    if not cut.shape:
-        if cut.dim not in (0, 1):
-            return f"it is marked as a shard of dimension {cut.dim} (partition_dim), which a matrix does not have"
-        return _Cut(1 if cut.dim else 0, cut.parts)
-    # The shape that AutoTP has recorded may have more than two dimensions.
-    shape, dim = cut.shape, cut.dim % len(cut.shape)
-    numel = torch.Size(shape).numel()
-    widths = cut.widths or ((shape[dim],),)
-    uneven = any(len(set(each)) > 1 for each in widths)
-    if dim == len(shape) - 1:
-        return _Cut(1, None if uneven else tuple(sum(each) for each in widths), numel)
-    # As a matrix, the indices before dim repeat the parts, and those behind it (but the last) make them longer.
-    inner = torch.Size(shape[dim + 1 : -1]).numel()
-    parts = tuple(sum(each) * inner for each in widths) * torch.Size(shape[:dim]).numel()
-    return _Cut(0, None if uneven else parts, numel)
 
 
 def _refuse(name: str, why: str) -> NoReturn:
@@ -215,7 +296,7 @@ def _refuse(name: str, why: str) -> NoReturn:
     )
 
 
-def _describe(step_set: StepSet, cuts: Mapping[str, _Cut], ranks: int) -> list[_Matrix]:
+def _describe(step_set: StepSet, cuts: Mapping[str, Cut], ranks: int) -> list[_Matrix]:
     if step_set.stack_group is not None:
         return []  # every rank of the group has other experts, all of them whole
     tensors = {partition.index: partition.tensor for partition in step_set.partitions}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from deepspeed_muon.engine.accessors import muon_optimizer
+from deepspeed_muon.engine import muon_optimizer
 from deepspeed_muon.forecast.report import live_report
 from deepspeed_muon.forecast.settings import PlannedParameter
 from deepspeed_muon.routing.route import Route

@@ -84,7 +84,7 @@ def test_adam_kernels(kernel: str, decoupled: bool, master: torch.dtype, moments
     """One step of each kernel in each pair of dtypes, on a length that no vector divides."""
     run: Any = _torch_step
     if kernel == "deepspeed":
-        from deepspeed_muon.engine.cpu_adam import CpuAdam
+        from deepspeed_muon.engine.offload import CpuAdam
 
         run = CpuAdam(decoupled=decoupled, master=master, moments=moments)
     numel = 1003

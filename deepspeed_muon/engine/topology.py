@@ -1,7 +1,7 @@
-"""Which part of a whole tensor each parameter of a rank is: experts, and what tensor parallelism cuts.
+"""The topology of an engine: its ranks, which of them train a parameter, and which part of a whole tensor it is.
 
-What nobody says is not guessed: such a parameter gets a sentence in place of its part, and checkpoints that outlive the
-topology refuse it. Training does not need the parts.
+Parts are those of experts, and of what tensor parallelism cuts. What nobody says is not guessed: such a parameter gets
+a sentence in place of its part, and checkpoints that outlive the topology refuse it. Training does not need the parts.
 """
 
 from __future__ import annotations
@@ -12,25 +12,101 @@ from typing import Any
 
 import torch.distributed as dist
 from deepspeed.utils import groups
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 from torch import Tensor, nn
 
 from deepspeed_muon.config import MuonConfig
-from deepspeed_muon.engine.tensor_cuts import is_copy, read_cut
-from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group
+from deepspeed_muon.engine.tensor_parallel import is_copy, read_cut, tensor_parallel_group
 from deepspeed_muon.errors import UnsupportedConfigError
 from deepspeed_muon.plan.slices import TensorSlice, whole_slice
 from deepspeed_muon.routing.param_groups import expert_group_name
 from deepspeed_muon.routing.route import Route
+from deepspeed_muon.routing.shapes import true_shape
+from deepspeed_muon.transport.agreement import RankFacts, Scope
+from deepspeed_muon.transport.members import Members
 from deepspeed_muon.transport.waiting import phase
-
-__all__ = ["no_checkpoint", "parts_of"]
 
 # What AutoEP says of its stacks of experts, and which experts a rank's stack has.
 _STACK, _EXPERTS = "ds_autoep_uc_meta", "local_experts"
 
 
-class _UnknownPartError(Exception):
-    """Why nobody knows which part of a whole tensor a parameter is."""
+def members_of(engine: Any) -> Members:
+    """Return the ranks that make up an engine: data-parallel, sequence-, tensor- and pipeline-parallel ones.
+
+    Args:
+        engine: A ``DeepSpeedEngine`` that knows its process groups: from its ``_broadcast_model`` on.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return Members()
+    found = [engine.seq_data_parallel_group]
+    mpu = engine.mpu
+    if engine.mp_world_size > 1:
+        # Not mpu.get_model_parallel_group: in a pipeline that spans the stages too.
+        found.append(bwc_tensor_model_parallel_group(mpu))
+    pipeline = getattr(
+        mpu, "get_pipeline_model_parallel_group", getattr(mpu, "get_pipe_parallel_group", None)
+    )
+    if pipeline is not None:
+        found.append(pipeline())
+    return Members.of(found)
+
+
+def holders(param: Tensor, default: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return the ranks that train ``param`` together.
+
+    An expert's parameters carry ``allreduce = False`` and the name of their expert-parallel group. The ranks that hold
+    the same expert are its expert-data-parallel group; they partition (or replicate) it among themselves.
+
+    Args:
+        param: A parameter of the model.
+        default: The data-parallel group of everything that is no expert.
+    """
+    name = expert_group_name(param)
+    return default if name is None else groups._get_expert_data_parallel_group(name)
+
+
+def skips_with(
+    param: Tensor, default: dist.ProcessGroup
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Return ``wider_group`` and ``stack_group`` (:class:`deepspeed_muon.step.step_set.StepSet`) of a parameter's set.
+
+    A stack of some experts of a layer (AutoEP) has no wider group: other ranks hold the rest of it.
+
+    Args:
+        param: A parameter of the model.
+        default: The data-parallel group of everything that is no expert.
+    """
+    name = expert_group_name(param)
+    if name is None or not hasattr(param, _STACK):
+        return default, None
+    group = groups._get_expert_parallel_group(name)
+    return None, group if dist.get_world_size(group) > 1 else None
+
+
+def has_experts(engine: Any) -> bool:
+    """Return whether the model has mixture-of-experts layers of DeepSpeed: ``deepspeed.moe``, or those of AutoEP."""
+    return bool(getattr(engine, "has_moe_layers", False))
+
+
+def data_parallel_scope(engine: Any) -> Scope | None:
+    """Return the ranks that train the same parameters; ``None`` for all ranks of the engine."""
+    group = getattr(engine, "seq_data_parallel_group", None)
+    return None if group is None else Scope.of(group)
+
+
+def model_facts(engine: Any) -> RankFacts:
+    """Return dtype and shape of every parameter, to be equal on the ranks between which DeepSpeed broadcasts it."""
+    data_parallel = engine.seq_data_parallel_group
+    facts, scopes = {}, {}
+    known = {data_parallel: Scope.of(data_parallel)}
+    for name, param in engine.module.named_parameters():
+        fact = f"parameter {name}"
+        facts[fact] = f"{str(param.dtype).removeprefix('torch.')} {list(true_shape(param))}"
+        group = holders(param, data_parallel)
+        if group not in known:
+            known[group] = Scope.of(group)
+        scopes[fact] = known[group]
+    return RankFacts(facts, scopes=scopes)
 
 
 def parts_of(engine: Any, routes: Mapping[int, Route]) -> dict[str, TensorSlice | str]:
@@ -67,7 +143,7 @@ def parts_of(engine: Any, routes: Mapping[int, Route]) -> dict[str, TensorSlice 
                     )
                 if part != whole_slice(route.name, route.shape):
                     found[route.name] = part
-            except (_UnknownPartError, ValueError) as error:
+            except ValueError as error:
                 found[route.name] = str(error)
     return found
 
@@ -108,11 +184,11 @@ def _part_of_expert(param: Tensor, route: Route, numbers: Mapping[int, tuple[int
         own, count = numbers[id(param)]
         before, mark, behind = route.name.rpartition(f"deepspeed_experts.{own}.")
         if not mark:
-            raise _UnknownPartError("it belongs to an expert whose number its name does not have")
+            raise ValueError("it belongs to an expert whose number its name does not have")
         return whole_slice(f"{before}deepspeed_experts.{rank * count + own}.{behind}", route.shape)
     stack = getattr(param, _STACK, None)
     if stack is None:
-        raise _UnknownPartError("it belongs to experts of which nothing says which of all experts they are")
+        raise ValueError("it belongs to experts of which nothing says which of all experts they are")
     ranges = tuple((number, number + 1) for number in stack[_EXPERTS])
     if ranges == tuple((number, number + 1) for number in range(ranges[0][0], ranges[-1][1])):
         ranges = ((ranges[0][0], ranges[-1][1]),)
@@ -125,21 +201,17 @@ def _part_of_shard(
     """Return the part that tensor parallelism leaves of ``part``; ``shapes`` are those of the group's ranks."""
     if is_copy(param):
         if len(set(shapes)) > 1:
-            raise _UnknownPartError(
+            raise ValueError(
                 f"its shape differs between tensor-parallel ranks, {[list(shape) for shape in shapes]}, but it is not "
                 f"marked as a shard (tensor_model_parallel, partition_dim)"
             )
         return part
     if not part.is_whole:
-        raise _UnknownPartError("a stack of experts is cut by tensor parallelism too")
+        raise ValueError("a stack of experts is cut by tensor parallelism too")
     told = read_cut(param)
-    if isinstance(told, str):
-        raise _UnknownPartError(told)
     dimensions = len(shapes[rank])
     if not -dimensions <= told.dim < dimensions:
-        raise _UnknownPartError(
-            f"it is marked as cut along dimension {told.dim} of {dimensions} (partition_dim)"
-        )
+        raise ValueError(f"it is marked as cut along dimension {told.dim} of {dimensions} (partition_dim)")
     dim = told.dim % dimensions
     sizes = [shape[dim] for shape in shapes]
     starts = [list(accumulate(each, initial=0)) for each in told.shares(sizes)]
@@ -150,7 +222,7 @@ def _part_of_shard(
     length = told.shape[dim] if told.shape else sum(sizes)
     cut = TensorSlice(part.name, (*part.shape[:dim], length, *part.shape[dim + 1 :]), dim, ranges)
     if cut.own_shape != part.shape:
-        raise _UnknownPartError(
+        raise ValueError(
             f"its shape {list(part.shape)} is not that of its part {list(ranges)} along dimension {dim}"
         )
     return cut

@@ -1,49 +1,23 @@
-"""ZeRO stage 0: norm, clipping and loss scale of the gradients, where DeepSpeed gets them wrong or discards them."""
+"""The norm of the gradients at ZeRO 0, and clipping by it, where DeepSpeed gets it wrong or discards it."""
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import clip_grad_norm_, is_model_parallel_parameter
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor
 
-from deepspeed_muon.engine.layouts import half_pairs
-from deepspeed_muon.engine.memory import memory_of
-from deepspeed_muon.engine.ranks import has_experts
 from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group
+from deepspeed_muon.engine.topology import has_experts
+from deepspeed_muon.engine.zero import HalfView
 from deepspeed_muon.routing.param_groups import expert_group_name
 from deepspeed_muon.routing.parameters import is_divided
-
-__all__ = [
-    "backward",
-    "clip_fp32_gradients",
-    "is_half",
-    "is_plain",
-    "keep_applied_scale",
-    "loss_is_not_scaled",
-    "scale",
-    "total_norm",
-    "unscale_and_clip_grads",
-]
-
-
-def is_plain(engine: Any) -> bool:
-    """Return whether the engine calls our optimizer itself, with no wrapper around it."""
-    return engine.optimizer is engine.basic_optimizer
-
-
-def is_half(engine: Any) -> bool:
-    """Return whether the engine keeps half-precision weights beside whole fp32 copies."""
-    return isinstance(engine.optimizer, FP16_UnfusedOptimizer)
 
 
 def clip_fp32_gradients(original: Callable[..., Any], engine: Any) -> None:
@@ -135,61 +109,16 @@ def _norm_of_all_experts(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Tenso
     return total.sqrt()
 
 
-def loss_is_not_scaled(engine: Any) -> bool:
-    """Return whether ``FP16_UnfusedOptimizer`` divides by a loss scale that the engine does not multiply with.
-
-    Engines that know ``ZeROOptimizer.scale_if_loss`` scale the loss only for wrappers of that class.
-    """
-    return (
-        is_half(engine)
-        and _divides(engine.optimizer)
-        and not isinstance(engine.optimizer, ZeROOptimizer)
-        and hasattr(ZeROOptimizer, "scale_if_loss")
-    )
-
-
-def _divides(wrapper: Any) -> bool:
-    config = getattr(wrapper, "loss_scale_config", None)
-    return config is None or bool(config.use_grad_scaling)
-
-
-@contextlib.contextmanager
-def keep_applied_scale(wrapper: Any) -> Iterator[None]:
-    """Remember the loss scale that is in this step's gradients, and report their unscaled norm.
-
-    ``FP16_UnfusedOptimizer`` divides by the scale of the *next* step when the scale has just grown, and the norm that
-    it reports is that of the scaled gradients.
-    """
-    applied = float(wrapper.loss_scale) if _divides(wrapper) else 1.0
-    memory_of(wrapper).applied_scale = applied
-    yield
-    if not wrapper.overflow:
-        wrapper._global_grad_norm = wrapper._global_grad_norm / applied
-
-
 def unscale_and_clip_grads(
-    original: Callable[..., Any], wrapper: Any, total_norm: Any, apply_scale: bool = True
+    original: Callable[..., Any], view: HalfView, total_norm: Any, apply_scale: bool = True
 ) -> float:
     """Divide by the scale that was applied, and clip by a norm that counts every expert."""
-    applied = divisor = memory_of(wrapper).applied_scale
-    if has_experts(memory_of(wrapper).engine()):
-        pairs = [(model, master.grad) for model, master in half_pairs(wrapper)]
-        total_norm = wrapper._global_grad_norm = _norm_of_all_experts(pairs)
-    if wrapper.clip_grad > 0.0:
-        divisor *= max(1.0, (float(total_norm) / applied + 1e-6) / wrapper.clip_grad)
+    applied = divisor = view.memory.applied_scale
+    if has_experts(view.memory.engine()):
+        pairs = [(model, master.grad) for (model,), master in zip(view.params, view.masters, strict=True)]
+        total_norm = view.norm = _norm_of_all_experts(pairs)
+    if view.max_norm > 0.0:
+        divisor *= max(1.0, (float(total_norm) / applied + 1e-6) / view.max_norm)
     if apply_scale and divisor != 1.0:
-        grads = [p.grad for group in wrapper.fp32_groups for p in group if p.grad is not None]
-        torch._foreach_mul_(grads, 1.0 / divisor)
+        torch._foreach_mul_([p.grad for p in view.masters if p.grad is not None], 1.0 / divisor)
     return divisor
-
-
-def backward(original: Callable[..., Any], engine: Any, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Scale the loss, and return it unscaled."""
-    scale = float(engine.optimizer.loss_scale)
-    unscaled = original(loss.float() * scale, *args, **kwargs)
-    return unscaled / scale if isinstance(unscaled, Tensor) else unscaled
-
-
-def scale(original: Callable[..., Any], engine: Any, loss: Tensor) -> Any:
-    """Scale the loss for a program that calls ``backward`` of the loss itself."""
-    return original(loss.float() * float(engine.optimizer.loss_scale))

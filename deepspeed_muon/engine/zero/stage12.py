@@ -1,0 +1,145 @@
+"""The wrappers that cut a flat buffer for each param group into equal partitions: ZeRO 1, 2 and ``BF16_Optimizer``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed_muon.engine.zero.views import View, ZeroView
+from deepspeed_muon.errors import BindingError
+from deepspeed_muon.plan.spread import Spread, flat_spread
+from deepspeed_muon.routing.shapes import true_shape
+
+# Elements of the weights that the ranks gather at once after a restore.
+_GATHERED = 1 << 18
+
+
+class FlatView(View):
+    """A flat buffer for each param group, cut into equal partitions.
+
+    Attributes:
+        flats: The buffer of each group, with the weights of the forward pass.
+        cut_flats: The buffer of each group as its partitions, of all ranks.
+    """
+
+    flats: Sequence[Tensor]
+    cut_flats: Sequence[Sequence[Tensor]]
+
+    def group(self, index: int) -> dist.ProcessGroup | None:
+        group: dist.ProcessGroup = self.wrapper.real_dp_process_group[index]
+        return group
+
+    def spreads(self, index: int, ranks: int) -> Iterator[tuple[Tensor, Spread]]:
+        # Addresses hold under round-robin order, padding and alignment; DeepSpeed's own mapping (_hp_mapping) does not.
+        flat = self.flats[index]
+        for param in self.params[index]:
+            numel = param.numel()
+            if numel == 0:
+                continue
+            offset, remainder = divmod(param.data_ptr() - flat.data_ptr(), flat.element_size())
+            if remainder or offset < 0 or offset + numel > flat.numel():
+                raise BindingError(
+                    f"parameter of shape {true_shape(param)} does not lie in the flat buffer of its param group "
+                    f"{index}; its data was replaced after deepspeed.initialize"
+                )
+            yield param, flat_spread(offset, numel, flat.numel() // ranks)
+
+    def group_numbers(self) -> list[int]:
+        return list(range(len(self.params)))
+
+    def refresh_weights(self) -> None:
+        # gloo copies all that it gathers at once, and DeepSpeed's update_lp_params gathers the whole group.
+        for index, (partitions, master) in enumerate(zip(self.cut_flats, self.masters, strict=True)):
+            group = self.group(index)
+            rank = dist.get_rank(group)
+            partitions[rank].copy_(master)
+            step = max(1, _GATHERED // len(partitions))
+            for start in range(0, master.numel(), step) if len(partitions) > 1 else ():
+                pieces = [each.narrow(0, start, min(step, master.numel() - start)) for each in partitions]
+                dist.all_gather(pieces, pieces[rank], group=group)
+
+
+class Bf16View(FlatView):
+    """ZeRO 1 with bf16 weights and fp32 gradients."""
+
+    def __init__(self, wrapper: Any) -> None:
+        super().__init__(wrapper, wrapper.bf16_groups, wrapper.fp32_groups_flat_partition)
+        self.flats, self.cut_flats = wrapper.bf16_groups_flat, wrapper.bf16_partitioned_groups
+
+
+class Zero12View(FlatView, ZeroView):
+    """ZeRO 1 and 2."""
+
+    def __init__(self, wrapper: Any) -> None:
+        super().__init__(wrapper, wrapper.bit16_groups, wrapper.single_partition_of_fp32_groups)
+        self.flats, self.cut_flats = wrapper.bit16_groups_flat, wrapper.parallel_partitioned_bit16_groups
+        self.offloads = self.keeps_gradients = bool(wrapper.cpu_offload)
+
+    def weights(self, index: int) -> Tensor | None:
+        return None if self.offloads else self.cut_flats[index][dist.get_rank(self.group(index))]
+
+    def forget_gradients(self) -> None:
+        super().forget_gradients()
+        # fp32 sums of gradients in half precision.
+        self.wrapper.averaged_gradients = dict.fromkeys(self.wrapper.averaged_gradients)
+
+    def use_scaler(self, scaler: Any) -> None:
+        super().use_scaler(scaler)
+        self.wrapper.check_grad_overflow = True
+
+    def look_for_overflow(self) -> None:
+        """Always look for gradients that are not finite, so that a step is skipped as a whole."""
+        looks = self.wrapper.dtype != torch.bfloat16 and getattr(self.wrapper, "compute_grad_norm", True)
+        self.wrapper.check_grad_overflow = getattr(self.wrapper, "check_grad_overflow", False) or not looks
+
+    @property
+    def reduces_every_backward(self) -> bool:
+        """Whether gradients are reduced and divided after every micro-step (stage 2), not after the last one."""
+        return bool(self.wrapper.partition_gradients)
+
+    @property
+    def reduces_last_only(self) -> bool:
+        """Whether only gradients that the last micro-step adds to are reduced (stage 1 with ``overlap_comm``)."""
+        return bool(self.wrapper.overlap_comm) and not self.reduces_every_backward
+
+    def has_gradient(self, param: Tensor) -> bool:
+        """Return whether a parameter has a gradient that can be reduced."""
+        return self.wrapper.get_gradient_for_reduction(param) is not None
+
+    def undelivered(self, reduced: Collection[int]) -> Iterator[Tensor]:
+        """Yield this rank's parameters with offloaded gradients that have not reached the masters, one by one.
+
+        Args:
+            reduced: ``id`` of the parameters with gradients. Of others DeepSpeed itself reports that they have none,
+                with ``ignore_unused_parameters`` false.
+        """
+        ignores_unused = self.wrapper.ignore_unused_parameters
+        for param in chain(*self.wrapper.params_in_partition):
+            if (ignores_unused or id(param) in reduced) and self.is_undelivered(param):
+                yield param
+
+    def zero_gradient(self, param: Any) -> None:
+        """Give a parameter a gradient of zero, where DeepSpeed looks for it."""
+        if self.wrapper.use_grad_accum_attribute:
+            param.grad_accum = torch.zeros_like(param, dtype=self.wrapper.gradient_accumulation_dtype)
+        else:
+            param.grad = torch.zeros_like(param)
+
+    def deliver_zero(self, param: Any) -> None:
+        """Put zeros where offloaded gradients of a parameter go."""
+        self.zero_gradient(param)
+        self.wrapper.copy_grads_in_partition(param)
+        setattr(param, "grad_accum" if self.wrapper.use_grad_accum_attribute else "grad", None)
+
+    def reduce(self, param: Tensor, group_number: int) -> None:
+        """Reduce a gradient as after a parameter's part of the backward pass."""
+        self.wrapper.reduce_ready_partitions_and_remove_grads(param, group_number)
+
+    def reduce_now(self, param: Tensor, group_number: int) -> None:
+        """Reduce a gradient that was kept from :meth:`reduce`."""
+        self.wrapper.reduce_independent_p_g_buckets_and_remove_grads(param, group_number)

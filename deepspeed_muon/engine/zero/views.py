@@ -1,0 +1,217 @@
+"""What the wrappers of all ZeRO stages have in common, and those of ZeRO 0."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed_muon.optimizer import Muon
+from deepspeed_muon.plan.spread import Spread, replicated_spread
+
+
+@dataclass(slots=True)
+class Memory:
+    """What the replaced methods of a wrapper remember between calls, in its attribute ``_deepspeed_muon_memory``.
+
+    Attributes:
+        engine: The wrapper's engine, referred to weakly.
+        duties: Make the context managers in which each step runs, outermost first.
+        reduced: ``id`` of every parameter whose gradient was reduced since the last step.
+        queued: The same since the last call of ``reduce_gradients`` (ZeRO 1 with ``overlap_comm``).
+        restart: Whether the next gradient is the first of a step (after ``zero_grad``).
+        waiting: ``id`` of every parameter whose gradient waits for the end of the backward pass (ZeRO 1 and 2).
+        applied_scale: The loss scale of the gradients of the running step (ZeRO 0 in half precision).
+    """
+
+    engine: weakref.ref[Any]
+    duties: Sequence[Callable[[Any], AbstractContextManager[None]]]
+    reduced: set[int] = field(default_factory=set)
+    queued: set[int] = field(default_factory=set)
+    restart: bool = False
+    waiting: frozenset[int] = frozenset()
+    applied_scale: float = 1.0
+
+
+class View:
+    """What all wrappers have in common; what is not overridden holds for parameters that every rank holds whole.
+
+    ``overflow`` and ``loss_scale``, which DeepSpeed's engine reads too, are read from the wrapper itself.
+
+    Attributes:
+        wrapper: The wrapper, or our optimizer where there is none.
+        optimizer: Our optimizer inside the wrapper.
+        memory: What the replaced methods remember, once they are replaced.
+        params: The model's parameters in each partition.
+        masters: What our optimizer updates of each partition.
+        offloads: Whether gradients and masters are kept on the CPU.
+        is_one_call: Whether one call of the inner step updates all partitions, and not one each.
+        keeps_gradients: Whether gradients outlive the step in buffers.
+    """
+
+    offloads = False
+    is_one_call = True
+    keeps_gradients = False
+
+    def __init__(self, wrapper: Any, params: Sequence[Sequence[Tensor]], masters: Sequence[Tensor]) -> None:
+        self.wrapper, self.params, self.masters = wrapper, params, masters
+        self.optimizer: Muon = wrapper if isinstance(wrapper, Muon) else wrapper.optimizer
+        self.memory: Memory = getattr(wrapper, "_deepspeed_muon_memory", None)  # type: ignore[assignment]
+
+    def group(self, index: int) -> dist.ProcessGroup | None:
+        """Return the ranks that divide a partition among them, ``None`` where each holds it whole."""
+        return None
+
+    def spreads(self, index: int, ranks: int) -> Iterator[tuple[Tensor, Spread]]:
+        """Yield where each parameter of a partition lies on the ranks that divide it; empty ones are left out."""
+        (param,) = self.params[index]
+        if param.numel():
+            yield param, replicated_spread(0, param.numel(), ranks)
+
+    def weights(self, index: int) -> Tensor | None:
+        """Return this rank's partition of the weights beside its master, ``None`` where there is none."""
+        return None
+
+    def group_numbers(self) -> list[int]:
+        """Return the number of the param group of every partition."""
+        groups = self.optimizer.param_groups
+        return [number for number, group in enumerate(groups) for _ in group["params"]]
+
+    def refresh_weights(self) -> None:
+        """Round the masters into the weights of the forward pass. Must be called by all ranks."""
+
+    def end_of_load(self) -> None:
+        """Undo what the wrapper did before it loads a checkpoint, where it raised. Must be called by all ranks."""
+
+    def dynamic_scaler(self) -> Any:
+        """Return the object with the attributes of a dynamic loss scale, or ``None``."""
+        has_one = getattr(self.wrapper, "dynamic_loss_scale", False)
+        return getattr(self.wrapper, "loss_scaler", None) if has_one else None
+
+
+class PlainView(View):
+    """ZeRO 0 in fp32."""
+
+    def __init__(self, optimizer: Muon) -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        super().__init__(optimizer, [[param] for param in params], params)
+
+
+class HalfView(View):
+    """ZeRO 0 in half precision.
+
+    Attributes:
+        divides: Whether the wrapper divides gradients by its loss scale.
+        max_norm: The norm to which gradients are clipped; 0 for no clipping.
+    """
+
+    def __init__(self, wrapper: Any) -> None:
+        models, masters = (list(chain(*groups)) for groups in (wrapper.fp16_groups, wrapper.fp32_groups))
+        super().__init__(wrapper, [[model] for model in models], masters)
+        config = getattr(wrapper, "loss_scale_config", None)
+        self.divides = config is None or bool(config.use_grad_scaling)
+        self.max_norm: float = wrapper.clip_grad
+
+    def refresh_weights(self) -> None:
+        for (model,), master in zip(self.params, self.masters, strict=True):
+            model.data.copy_(master.data)
+
+    def dynamic_scaler(self) -> Any:
+        config = self.wrapper.loss_scale_config
+        return config if config.dynamic_loss_scale else None
+
+    @property
+    def norm(self) -> Any:
+        """The norm that the engine reports."""
+        return self.wrapper._global_grad_norm
+
+    @norm.setter
+    def norm(self, value: Any) -> None:
+        self.wrapper._global_grad_norm = value
+
+
+class ZeroView(View):
+    """ZeRO 1, 2 or 3: gradients are reduced into partitions."""
+
+    is_one_call = False
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether all gradients are in memory when the wrapper's step begins."""
+        return not getattr(self.wrapper, "swap_optimizer", False)
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether the last micro-step is running."""
+        boundary = self.wrapper.is_gradient_accumulation_boundary  # an attribute in DeepSpeed 0.19.2
+        return bool(boundary() if callable(boundary) else boundary)
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The data-parallel ranks of everything that is no expert."""
+        return self.wrapper.dp_process_group
+
+    def gradients(self) -> dict[int, Tensor | Sequence[Tensor]]:
+        """Return this rank's gradient of each partition that has one: one tensor, or several that follow each other."""
+        waits = getattr(self.wrapper, "_wait_for_offload_copies", None)  # DeepSpeed 0.19.2 copies at once
+        if waits is not None:
+            waits()
+        if self.offloads:
+            kept = {index: master.grad for index, master in enumerate(self.masters)}
+        else:
+            kept = {index: self.wrapper.averaged_gradients.get(index) for index in range(len(self.masters))}
+        return {index: gradient for index, gradient in kept.items() if gradient is not None}
+
+    def is_true_of_any(self, flag: Tensor) -> bool:
+        """Return whether a flag is set on any model-parallel rank. Must be called by all of them."""
+        self.wrapper._model_parallel_all_reduce(tensor=flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    @contextlib.contextmanager
+    def in_micro_step(self, *, first: bool) -> Iterator[None]:
+        """Let DeepSpeed copy gradients as in the first micro-step, or add them as in later ones."""
+        number = self.wrapper.micro_step_id
+        self.wrapper.micro_step_id = 0 if first else max(1, number)
+        try:
+            yield
+        finally:
+            self.wrapper.micro_step_id = number
+
+    def is_undelivered(self, param: Tensor) -> bool:
+        """Return whether an offloaded parameter's sum of gradients has not reached its master yet."""
+        return self.wrapper.get_param_id(param) not in self.wrapper.norm_for_param_grads
+
+    def forget_gradients(self) -> None:
+        """Drop what was reduced."""
+        if self.offloads:
+            # Also the record of what has reached the gradients of the masters.
+            self.wrapper.reset_cpu_buffers()
+
+    @property
+    def scale_may_grow(self) -> bool:
+        """Whether the wrapper has a dynamic loss scale."""
+        return bool(self.wrapper.dynamic_loss_scale)
+
+    def grow_scale(self) -> None:
+        """Update the loss scale after a step without overflow, whatever replaces the wrapper's method."""
+        type(self.wrapper)._update_scale(self.wrapper, False)
+
+    def take_grad_scaler(self) -> torch.amp.GradScaler | None:
+        """Remove the wrapper's ``GradScaler`` and return it."""
+        scaler: torch.amp.GradScaler | None = getattr(self.wrapper, "torch_autocast_gradscaler", None)
+        if scaler is not None:
+            self.wrapper.torch_autocast_gradscaler = None
+        return scaler
+
+    def use_scaler(self, scaler: Any) -> None:
+        """Let a ``DynamicLossScaler`` scale the loss."""
+        self.wrapper.loss_scaler = scaler
+        self.wrapper.dynamic_loss_scale = True
