@@ -128,7 +128,7 @@ class Muon(RoutedOptimizer):
     def _start(self) -> None:
         """Begin unbound, with all counters at zero."""
         self.stats = StepStats()
-        self.recorder = StepRecorder(**self.config.health.model_dump())
+        self.recorder = StepRecorder(every=self.config.health, check=self.config.health > 0)
         self.health_log = HealthLog(self.recorder)
         self.skipped_steps = 0
         # ``id`` of each param group to its rate in the last step. A schedule changes the groups behind it.
@@ -252,7 +252,7 @@ class Muon(RoutedOptimizer):
                 fact = f"attention layers of qk_clip on ranks {scope.name}"
                 facts[fact], scopes[fact] = self.qk_clip.description(), scope
         # All ranks enter the exchange of a sampled step, also those that share no parameter.
-        facts["optimizer.params.health"] = self.config.health.model_dump_json()
+        facts["optimizer.params.health"] = str(self.config.health)
         return RankFacts(facts, scopes=scopes)
 
     @torch.no_grad()

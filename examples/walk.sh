@@ -43,7 +43,7 @@ out = sys.argv[1]
 config = json.load(open("ds_configs/zero3.json"))
 config["optimizer"]["params"] |= {
     "restore_from": {"path": f"{out}/set", "progress": False},
-    "health": {"every": 5, "matrices": 4},
+    "health": 5,
 }
 json.dump(config, open(f"{out}/muon.json", "w"), indent=2)
 PYTHON

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ MUON = {
     "ns_backend": "torch",
     "ns_dtype": "fp32",  # bf16 would hide a difference in the last bits of the momentum
     "exchange_chunk_numel": 700,
-    "health": {"every": 2},
+    "health": 2,
 }
 
 
@@ -105,14 +105,15 @@ CASES = {
 }
 
 
-def ds_config(case: Case) -> dict[str, Any]:
+def ds_config(case: Case, *, older: bool = False) -> dict[str, Any]:
     """Return DeepSpeed's configuration of a case."""
+    params = {**MUON, **case.params}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": case.accumulation,
         "gradient_clipping": case.clipping,
         "steps_per_print": 1_000_000,
-        "optimizer": {"type": "Muon", "params": {**MUON, **case.params}},
+        "optimizer": {"type": "Muon", "params": in_older_keys(params) if older else params},
         "zero_optimization": {"stage": case.stage, **case.zero},
     }
     if case.stage == 3:
@@ -127,6 +128,7 @@ def ds_config(case: Case) -> dict[str, Any]:
 def in_older_keys(params: dict[str, Any]) -> dict[str, Any]:
     """Return settings as a base before 0.3 takes them, whose keys ``split`` and ``heads`` are now ``matrices``."""
     older = {key: value for key, value in params.items() if key != "matrices"}
+    older["health"] = {"every": params["health"]}
     for pattern, entry in params.get("matrices", {}).items():
         for key, value in entry.items():
             if value == "config":
@@ -165,12 +167,11 @@ def train(rank: int, world_size: int, *, tree: str, case: dict[str, Any]) -> dic
                 f"{module.__name__} was imported from {module.__file__}, which is not in {tree}"
             )
     this = Case(**case)
-    if "matrices" not in deepspeed_muon.MuonConfig.model_fields:
-        this = replace(this, params=in_older_keys(this.params))
     mpu = Mpu(this.tensor) if this.tensor > 1 else None
     model: Any = build(this.model) if mpu is None else megatron_model(mpu.tensor)
+    older = "matrices" not in deepspeed_muon.MuonConfig.model_fields
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), config=ds_config(this), mpu=mpu
+        model=model, model_parameters=list(model.parameters()), config=ds_config(this, older=older), mpu=mpu
     )
     optimizer = deepspeed_muon.muon_optimizer(engine)
     masters = getattr(engine.optimizer, "fp32_partitioned_groups_flat", None)

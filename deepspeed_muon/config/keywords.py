@@ -41,6 +41,6 @@ class MuonKeywords(TypedDict, total=False):
     exchange_chunk_numel: int
     exchange_overlap: bool
     tensor_parallel_mode: Literal["gather", "distributed"]
-    health: Mapping[str, Any] | str | bool
+    health: int
     consolidate_on_save: bool
     restore_from: Mapping[str, Any] | str | bool | None

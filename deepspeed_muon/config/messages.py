@@ -74,6 +74,8 @@ REMOVED = {
         "0.3",
         "leave it out: ZeRO 1 and 2 always lay the matrices out so that the ranks have equal work",
     ),
+    "health.every": ("0.3", 'write the number of steps: "health": 100'),
+    "health.check": ("0.3", 'leave it out: "health": false switches checks and samples off'),
     "health.matrices": ("0.3", "leave it out: a sample measures four matrices, other ones each time"),
     "split": ("0.3", 'write "matrices": {pattern: {"split": ...}}'),
     "heads": ("0.3", 'write "matrices": {pattern: {"heads": ...}}'),

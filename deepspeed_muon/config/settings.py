@@ -20,7 +20,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from deepspeed_muon.config import values as v
 from deepspeed_muon.config.messages import readable, shown, unknown_key_message
-from deepspeed_muon.config.sections import HealthConfig, MatricesConfig, QkClipConfig, RestoreConfig
+from deepspeed_muon.config.values import MatricesConfig, QkClipConfig, RestoreConfig
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.coefficients import (
     Coefficients,
@@ -202,10 +202,11 @@ class MuonConfig(_VariantSettings):
         description="A matrix that tensor parallelism cuts goes whole to one of its ranks (`gather`), or stays cut and "
         "its Gram matrix is summed over them (`distributed`); see [tensor_parallel.md](tensor_parallel.md).",
     )
-    health: HealthConfig = Field(
-        default=HealthConfig(),
-        description="Every orthogonalised matrix is checked and redone in fp32 if wrong, and a few are measured now "
-        "and then ([health.md](health.md)); `false`: neither.",
+    health: Annotated[int, BeforeValidator(v.steps_between_samples), Field(ge=0, le=v.MAX_STEPS)] = Field(
+        default=v.HEALTH_EVERY,
+        description="Steps between two samples of a few matrices, which go to DeepSpeed's monitor. Every "
+        "orthogonalised matrix is checked in every step and redone in fp32 if wrong; `false`: neither "
+        "([health.md](health.md)).",
     )
     consolidate_on_save: v.Flag = Field(
         default=False, description="`save_checkpoint` also writes a consolidated set."

@@ -1,14 +1,16 @@
-"""Types of the settings' values: what a number, a flag, a rate or a list of sizes may be."""
+"""Types of the settings' values: numbers, flags, rates, lists of sizes, and the settings that are objects."""
 
 from __future__ import annotations
 
 import numbers
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from pydantic import BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from deepspeed_muon.config.messages import REMOVED, unknown_key_message
 
 WireDtypeName = Literal["auto", "fp32", "bf16", "fp16", "int8"]
 MomentumDtypeName = Literal["fp32", "bf16"]
@@ -23,6 +25,8 @@ MIN_EPS = 1e-30
 """Smallest ``eps``: well inside fp32, where 1e-46 becomes 0 and 0 / 0 is NaN."""
 MAX_STEPS = 1_000_000
 """Largest number of steps between two samples of ``health``."""
+HEALTH_EVERY = 100
+"""Steps between two samples of ``health`` by default."""
 MAX_CHUNK_NUMEL = 1 << 40
 
 
@@ -63,6 +67,18 @@ def pair(value: Any) -> Any:
     return value
 
 
+def steps_between_samples(value: Any) -> Any:
+    """Return the steps between two samples of health: 0 for ``False``, the default for ``True`` and ``None``."""
+    if isinstance(value, Mapping):
+        gone = [
+            unknown_key_message(str(key), (), section="health") for key in value if f"health.{key}" in REMOVED
+        ]
+        raise ValueError("; ".join(gone) or "must be the steps between two samples, or true or false")
+    if value is None or value is True:
+        return HEALTH_EVERY
+    return 0 if value is False else _number(value)
+
+
 def by_pattern(value: Any) -> Any:
     """Return an empty object for ``None``; raise for anything else that is no object."""
     if not isinstance(value, (Mapping, type(None))):
@@ -83,3 +99,89 @@ ChunkNumel = Annotated[Whole, Field(ge=1, le=MAX_CHUNK_NUMEL)]
 Size = Annotated[Whole, Field(ge=1, strict=True)]
 Sizes = Annotated[list[Size], Field(min_length=1)]
 Fractions = Annotated[list[Annotated[Number, Field(gt=0, lt=1)]], Field(min_length=2)]
+
+
+class _Section(BaseModel):
+    """An object among the settings. Unknown keys in it are errors; a short form may stand for it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    key: ClassVar[str]
+    """The key that holds it."""
+
+    @classmethod
+    def _long_form(cls, value: Any) -> Any:
+        """Return the object that a short form stands for, and any other value as it is."""
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, value: Any) -> Any:
+        value = cls._long_form(value)
+        unknown = (
+            [str(key) for key in value if key not in cls.model_fields] if isinstance(value, Mapping) else []
+        )
+        if unknown:
+            texts = [unknown_key_message(key, cls.model_fields, section=cls.key) for key in unknown]
+            raise ValueError("; ".join(texts))
+        return value
+
+
+class MatricesConfig(_Section):
+    """A value of ``matrices``: which matrices the weights that its pattern matches are made of."""
+
+    key = "matrices"
+
+    split: Literal["qkv", "gate_up"] | Sizes | Fractions | None = Field(
+        default=None,
+        description="Parts of a fused projection, each a matrix of its own: `qkv`, `gate_up`, sizes, or fractions of "
+        "the output.",
+    )
+    heads: Literal["config"] | Size | Sizes | None = Field(
+        default=None,
+        description="Attention heads, each a matrix of its own: their number, or one number for each part; `config`: "
+        "query, key and value projections have the heads that the model's `config` or DeepSpeed's tags say.",
+    )
+    transposed: Flag | None = Field(
+        default=None, description="Whether the weight is stored as input x output; unset: its module tells."
+    )
+
+    @classmethod
+    def _long_form(cls, value: Any) -> Any:
+        if not isinstance(value, (Mapping, cls)):
+            raise ValueError("must be an object with split, heads or transposed")
+        return value
+
+
+class QkClipConfig(_Section):
+    """The object under ``qk_clip`` (:mod:`deepspeed_muon.qk_clip.logits`)."""
+
+    key = "qk_clip"
+
+    threshold: Positive = Field(default=100.0, description="Attention logits above it are clipped.")
+    alpha: Annotated[Number, Field(ge=0, le=1)] = Field(
+        default=0.5, description="Share of the factor that the queries get; the keys get the rest."
+    )
+
+
+class RestoreConfig(_Section):
+    """The object under ``restore_from``: what :func:`deepspeed_muon.checkpoint.restore` reads before the first step."""
+
+    key = "restore_from"
+
+    path: str = Field(min_length=1, description="The folder to read.")
+    progress: Flag = Field(
+        default=True,
+        description="Go on with the saved run: its step counters, schedule, loss scale, rates and other settings of "
+        "the param groups; false: a new run that starts from the saved weights and momentum.",
+    )
+
+    @classmethod
+    def _long_form(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            value = {"path": value}
+        if isinstance(value, Mapping) and "\0" in str(value.get("path", "")):
+            raise ValueError("holds a NUL character, which no path can")
+        if not isinstance(value, (Mapping, cls)):
+            raise ValueError("must be a path, or an object with path and progress")
+        return value

@@ -55,7 +55,7 @@ def routes(engine: Any) -> list[Route]:
 def health(engine: Any) -> dict[str, Any]:
     """Return what the last sampled step measured; ``docs/health.md`` says what each number means.
 
-    Equal on all ranks. Steps are sampled every ``health.every`` optimizer steps, with or without a monitor.
+    Equal on all ranks. Every so many optimizer steps as ``health`` says are sampled, with or without a monitor.
 
     Args:
         engine: A ``DeepSpeedEngine`` made with this optimizer.

@@ -158,7 +158,7 @@ def findings(run: Mapping[str, Series]) -> list[Finding]:
         found.append(
             Finding(
                 "look",
-                "There are no samples of health: the run was shorter than health.every steps, health was off, or "
+                "There are no samples of health: the run was shorter than `health` says, health was off, or "
                 "another Muon ran.",
             )
         )

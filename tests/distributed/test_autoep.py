@@ -393,7 +393,7 @@ def test_the_plan_is_what_runs(ranks: Any, stage: int, ep_size: int) -> None:
 
 def sampled(rank: int, world_size: int, *, stage: int) -> Any:
     """Train with samples of health in every step; return the report and the plan."""
-    engine = make_engine(2, stage, params={"health": {"every": 1}})
+    engine = make_engine(2, stage, params={"health": 1})
     deepspeed_muon.muon_optimizer(engine).recorder.matrices = 100
     for step in range(2):
         training.run_step(engine, step, rank, world_size, 1)

@@ -68,7 +68,7 @@ def test_samples_reach_the_monitor(
     results = ranks(world).run(
         watch,
         stage=stage,
-        health={"every": 2},
+        health=2,
         folder=str(tmp_path),
         accumulation=accumulation,
         precision=precision,
@@ -92,7 +92,7 @@ def test_samples_reach_the_monitor(
 
 def test_fewer_matrices_than_ranks(ranks: Any) -> None:
     """Ranks that own nothing enter the exchange with empty hands; sub-groups make several inner steps of one."""
-    results = ranks(4).run(watch, stage=3, health={"every": 1}, kind="single", zero={"sub_group_size": 16})
+    results = ranks(4).run(watch, stage=3, health=1, kind="single", zero={"sub_group_size": 16})
     assert all(set(result["report"]["matrices"]) == {"mix.weight"} for result in results)
     off = ranks(4).run(watch, stage=3, health=False, kind="single")
     assert all(result["report"] == {"redone": 0, "failed": 0} for result in off)
@@ -100,7 +100,7 @@ def test_fewer_matrices_than_ranks(ranks: Any) -> None:
 
 def overflowing(rank: int, world_size: int) -> Any:
     """An fp16 step that overflows is a sampled step without samples."""
-    config = training.ds_config(2, precision="fp16", params={"health": {"every": 1}})
+    config = training.ds_config(2, precision="fp16", params={"health": 1})
     config["fp16"].update(initial_scale_power=32, hysteresis=1)
     engine = training.make_engine(config, exact=False)
     training.run_step(engine, 0, rank, world_size, 1)
@@ -122,7 +122,7 @@ def broken(rank: int, world_size: int, *, stage: int, names: list[str], how: str
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("deepspeed_muon").addHandler(handler)
-    config = training.ds_config(stage, params={"ns_dtype": "bf16", "health": {"every": 5}})
+    config = training.ds_config(stage, params={"ns_dtype": "bf16", "health": 5})
     engine = training.make_engine(config)
     optimizer = deepspeed_muon.muon_optimizer(engine)
     optimizer.recorder.matrices = 8
@@ -178,7 +178,7 @@ def test_a_schedule_that_diverges_in_bf16(ranks: Any) -> None:
 
 def disagree(rank: int, world_size: int) -> str:
     try:
-        training.make_engine(training.ds_config(1, params={"health": {"every": 1 + rank}}))
+        training.make_engine(training.ds_config(1, params={"health": 1 + rank}))
     except deepspeed_muon.RankDisagreementError as error:
         return str(error)
     return ""

@@ -18,9 +18,7 @@ EVERY = 2
 
 def train_with(rank: int, world_size: int, *, section: str, settings: dict[str, Any]) -> Any:
     """Train under a monitor; return the last report, and what wandb holds of the run on this rank."""
-    config = training.ds_config(
-        2, params={"health": {"every": EVERY}}, extra={section: {"enabled": True, **settings}}
-    )
+    config = training.ds_config(2, params={"health": EVERY}, extra={section: {"enabled": True, **settings}})
     engine = training.make_engine(config)
     for step in range(STEPS):
         training.run_step(engine, step, rank, world_size, 1)

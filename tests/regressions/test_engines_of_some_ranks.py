@@ -77,7 +77,7 @@ def alone(rank: int, world_size: int, *, stage: int, seed: int, params: dict[str
 )
 def test_it_trains_as_if_it_were_the_program(ranks: Any, stage: int, parts: list[list[int]]) -> None:
     """Health is sampled over its ranks; weights are those of a program of as many ranks, bit for bit."""
-    params = {"health": {"every": 1}}
+    params = {"health": 1}
     results = ranks(3).run(two_engines, stage=stage, parts=parts, params=params)
     for number, part in enumerate(parts):
         if len(part) == 1:

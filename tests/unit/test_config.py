@@ -74,16 +74,20 @@ def test_precedence_of_rates() -> None:
         ({"ns_schedule": "nope"}, "optimizer.params.ns_schedule"),
         ({"adjust_lr_fn": "spectral_norm"}, "optimizer.params.adjust_lr_fn"),
         ({"nonfinite_grad": "ignore"}, "optimizer.params.nonfinite_grad"),
+        ({"health": {"evry": 3}}, "optimizer.params.health: must be the steps between two samples"),
         (
-            {"health": {"evry": 3, "chek": True}},
-            "optimizer.params.health: unknown key 'evry'; did you mean 'every'?; unknown key 'chek'",
+            {"qk_clip": {"treshold": 3}},
+            "optimizer.params.qk_clip: unknown key 'treshold'; did you mean 'threshold'?",
         ),
-        ({"health": {"every": -1}}, "optimizer.params.health.every"),
+        ({"health": -1}, "optimizer.params.health: must be at least 0"),
         (
             {"health": {"matrices": 4}},
             "optimizer.params.health: 'health.matrices' is no setting since version 0.3",
         ),
-        ({"health": 3}, "optimizer.params.health: must be an object"),
+        (
+            {"health": {"every": 4, "check": True}},
+            "optimizer.params.health: 'health.every' is no setting since version 0.3",
+        ),
     ],
 )
 def test_bad_values_name_the_key(params: dict[str, Any], said: str) -> None:
@@ -145,13 +149,13 @@ def test_digest_is_canonical() -> None:
         (None, (100, True)),
         (True, (100, True)),
         (False, (0, False)),
-        ({"every": 7}, (7, True)),
-        ({"check": False}, (100, False)),
+        (7, (7, True)),
+        (0, (0, False)),
     ],
 )
 def test_health(given: Any, expected: tuple[int, bool]) -> None:
-    health = MuonConfig.from_params({"health": given}).health
-    assert (health.every, health.check) == expected
+    recorder = Muon(nn.Linear(4, 4), health=given).recorder
+    assert (recorder.every, recorder.check) == expected
 
 
 def test_auto_takes_fp32_for_a_schedule_without_a_margin_for_rounding() -> None:

@@ -181,7 +181,7 @@ def test_a_wrong_result_is_redone_and_counted(caplog: pytest.LogCaptureFixture) 
 
 
 def test_without_the_check_nothing_is_redone() -> None:
-    weight, optimizer = one_matrix(ns_backend="torch", health={"check": False})
+    weight, optimizer = one_matrix(ns_backend="torch", health=False)
     weight.grad = torch.full((12, 20), 1e20)
     optimizer.step()
     assert float(weight.detach().abs().max()) == 0.0 and optimizer.health() == {"redone": 0, "failed": 0}
@@ -307,7 +307,7 @@ def test_samples_take_turns() -> None:
 
 def test_plain_optimizer_reports() -> None:
     model = build("toy")
-    optimizer = Muon(model, health={"every": 2}, ns_dtype="fp32")
+    optimizer = Muon(model, health=2, ns_dtype="fp32")
     optimizer.recorder.matrices = 100
     assert optimizer.health() == {"redone": 0, "failed": 0}
     for step in range(3):
@@ -322,7 +322,7 @@ def test_plain_optimizer_reports() -> None:
 
 def test_sampling_changes_no_weight() -> None:
     models = [build("toy") for _ in range(2)]
-    for model, health in zip(models, ({"every": 1}, False), strict=True):
+    for model, health in zip(models, (1, False), strict=True):
         optimizer = Muon(model, health=health)
         for step in range(2):
             model.zero_grad()
