@@ -34,9 +34,8 @@ from deepspeed_muon.qk_clip.clip import QkClip
 from deepspeed_muon.routed_optimizer import RoutedOptimizer
 from deepspeed_muon.routing.param_groups import ParamsInput, build_groups
 from deepspeed_muon.step.bound import BoundSteps, flat_gradients, overlaps
-from deepspeed_muon.step.layout_reader import read_whole
 from deepspeed_muon.step.runner import PendingUpdates, StepResources, StepRunner
-from deepspeed_muon.step.step_set import StepSet
+from deepspeed_muon.step.step_set import StepSet, read_whole
 from deepspeed_muon.transport.agreement import RankFacts
 from deepspeed_muon.transport.buffers import ExchangeBuffers
 from deepspeed_muon.transport.context import StepStats

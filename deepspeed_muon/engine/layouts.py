@@ -16,8 +16,7 @@ from deepspeed_muon.engine.topology import holders, skips_with
 from deepspeed_muon.engine.zero import View, view_of
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.route import Route
-from deepspeed_muon.step.layout_reader import LayoutReader
-from deepspeed_muon.step.step_set import StepSet
+from deepspeed_muon.step.step_set import LayoutReader, StepSet
 
 
 def order_parameters(engine: Any, optimizer: Muon, *, device: torch.device) -> None:

@@ -14,21 +14,24 @@ from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.monitoring.check import ResultCheck
 from deepspeed_muon.monitoring.recorder import StepRecorder, Travelling
 from deepspeed_muon.ops import matrix_norms
-from deepspeed_muon.plan.exchange import Chunk, Segment
 from deepspeed_muon.plan.rows import RowPlaces, row_places
 from deepspeed_muon.step.adam import AdamUpdates
 from deepspeed_muon.step.assignment import planned
-from deepspeed_muon.step.directions import ChunkDirections, Step
 from deepspeed_muon.step.gradients import GradientInspection, GradientReport
-from deepspeed_muon.step.momentum import LocalDirections, MomentumSource
-from deepspeed_muon.step.placements import CutOverGroup, Orthogonalize, Placement, WholeAtOwner
+from deepspeed_muon.step.passes import RateTable, Step, Weights, apply, pack, pack_into, tables_of
 from deepspeed_muon.step.state import State, StatePolicy, passes_for, row_state_of, state_of
 from deepspeed_muon.step.step_set import Refresh, StepSet
+from deepspeed_muon.step.strategies import (
+    ChunkDirections,
+    CutOverGroup,
+    Orthogonalize,
+    Strategy,
+    WholeAtOwner,
+)
 from deepspeed_muon.step.tensor_parallel import OverTensorGroup
-from deepspeed_muon.step.update_rule import BlockScales, UpdateTable
 from deepspeed_muon.transport.buffers import ExchangeBuffers
 from deepspeed_muon.transport.context import StepContext, StepStats
-from deepspeed_muon.transport.exchange import ChunkExchange, Travel, cut, part_of
+from deepspeed_muon.transport.exchange import ChunkExchange, InFlight, cut, part_of
 from deepspeed_muon.transport.row_state import RowStateExchange
 from deepspeed_muon.transport.wire import wire_for
 from deepspeed_muon.variants import VARIANTS
@@ -63,21 +66,19 @@ class PendingUpdates:
 
     Attributes:
         runner: The runner of the step set.
-        travel: The chunk that is in flight.
-        active: Whether any rank has a gradient, one flag for each matrix of the exchange plan.
-        table: How the updates reach the weights.
+        flight: The chunk that is in flight.
+        weights: Where the updates go.
         next_slot: The slot for the first chunk of the next step set.
     """
 
     runner: StepRunner
-    travel: Travel
-    active: Sequence[bool]
-    table: UpdateTable
+    flight: InFlight
+    weights: Weights
     next_slot: int
 
     def wait_and_apply(self) -> None:
         """Wait for the updates, apply them, and refresh the weights of the forward pass; communicates nothing."""
-        self.runner.apply_arrived(self.travel, self.active, self.table, refresh=self.runner.step_set.refresh)
+        self.runner.apply_arrived(self.flight, self.weights, refresh=self.runner.step_set.refresh)
 
 
 class StepRunner:
@@ -127,8 +128,7 @@ class StepRunner:
             device=resources.device,
             load=load,
         )
-        self._held = [matrix.spread.on(step_set.rank) for matrix in self.plan.matrices]
-        self._scales = BlockScales(self.plan.matrices)
+        self._rates = RateTable(self.plan.matrices)
         self._exchange = ChunkExchange(
             self.plan,
             context,
@@ -137,7 +137,8 @@ class StepRunner:
             leaves_pending=leaves_pending,
             follows_pending=follows_pending,
         )
-        self._place(config, resources)
+        self._choose_strategy(config, resources)
+        self._tables = tables_of(self.plan, self._whole.batches)
         self._variant = VARIANTS[config.variant]
         self._rows = (
             RowStateExchange(self.plan, context, self._variant, step_set.tensor_group)
@@ -153,8 +154,8 @@ class StepRunner:
         self._adam = AdamUpdates(step_set, config, resources.policy)
         self.adam = self._adam.kernel
 
-    def _place(self, config: MuonConfig, resources: StepResources) -> None:
-        """Make the placement."""
+    def _choose_strategy(self, config: MuonConfig, resources: StepResources) -> None:
+        """Choose how matrices are orthogonalised."""
         matrices, context, tensor_group = self.plan.matrices, self.context, self.step_set.tensor_group
         self._check = ResultCheck(
             resources.recorder,
@@ -164,10 +165,10 @@ class StepRunner:
             norms=matrix_norms(config.ns_backend, context.device),
         )
         self._whole = WholeAtOwner(matrices, context, resources.orthogonalize, self._check)
-        self._placement: Placement = self._whole
+        self._strategy: Strategy = self._whole
         if tensor_group is not None:
             distributed = config.tensor_parallel_mode == "distributed"
-            self._placement = OverTensorGroup(
+            self._strategy = OverTensorGroup(
                 matrices,
                 context,
                 group=tensor_group,
@@ -232,40 +233,40 @@ class StepRunner:
             The pending updates of this set, if it was made with ``leaves_pending``.
         """
         with self.step_set.flat_partitions() as flat, self._begin(report, grads, groups, state, flat) as step:
-            chunks = [chunk for chunk in self.plan.chunks if chunk.active(step.active)]
-            moving = [chunk for chunk in chunks if chunk.scatters]
-            staying = [chunk for chunk in chunks if not chunk.scatters]
+            active = step.weights.active
+            chunks = [number for number, chunk in enumerate(self.plan.chunks) if chunk.active(active)]
+            moving = [number for number in chunks if self.plan.chunks[number].scatters]
+            staying = [number for number in chunks if not self.plan.chunks[number].scatters]
             slot = 0 if previous is None else previous.next_slot
             # With overlap a chunk's gather starts one turn before it is orthogonalised, and its updates are applied one
-            # turn after; what travels is never waited for at once.
+            # turn after; what is in flight is never waited for at once.
             early = late = int(self._overlap)
             # Half of what never moves hides the first gather, half the last scatter.
             half = len(staying) - (len(staying) // 2 if early and moving else 0)
             pending = self._leaves_pending and bool(moving)
-            travels: list[Travel] = []
+            flights: list[InFlight] = []
             for turn in range(-early, max(len(moving), 1) + late - pending):
                 if turn + early < len(moving):
-                    travels.append(self._exchange.open(moving[turn + early], slot + turn + early))
-                    self._pack(travels[-1], step)
-                    self._exchange.gather(travels[-1])
+                    flights.append(self._exchange.open(moving[turn + early], slot + turn + early))
+                    self._pack(flights[-1], step)
+                    self._exchange.gather(flights[-1])
                 if turn == -early:
                     self._adam.run(report.active, grads, groups, state, flat)
                     if previous is not None:
                         previous.wait_and_apply()
                     self._update_in_place(staying[:half], step)
                 if 0 <= turn < len(moving):
-                    self._wait_for_gather(travels[turn])
-                    travel = travels[turn]
-                    self._orthogonalize(travel.chunk, travel.owned, step, idle=travel.idle)
-                    self._exchange.scatter(travels[turn])
+                    self._wait_for_gather(flights[turn])
+                    self._orthogonalize(flights[turn], step)
+                    self._exchange.scatter(flights[turn])
                 if turn == len(moving) - 1:
                     self._update_in_place(staying[half:], step)
                 if 0 <= turn - late < len(moving):
-                    self.apply_arrived(travels[turn - late], step.active, step.table)
+                    self.apply_arrived(flights[turn - late], step.weights)
         if not pending:
             return None
         next_slot = (slot + len(moving)) % self._exchange.slots
-        return PendingUpdates(self, travels[-1], step.active, step.table, next_slot)
+        return PendingUpdates(self, flights[-1], step.weights, next_slot)
 
     @contextlib.contextmanager
     def _begin(
@@ -278,22 +279,14 @@ class StepRunner:
     ) -> Iterator[Step]:
         """Read the rates and momentum of this step; bring the row state to the owners, and back at the end."""
         muon = [partition for partition in self.step_set.partitions if partition.muon]
-        sources: dict[int, MomentumSource] = {}
-        for partition in muon:
-            own, group = state_of(partition, state, self._policy), groups[partition.index]
-            sources[partition.index] = MomentumSource(
-                own["momentum_buffer"].view(-1),
-                grads.get(partition.index),
-                float(group["momentum"]),
-                bool(group["nesterov"]),
-                self._passes[partition.index].momentum_pack,
-            )
+        own = {partition.index: state_of(partition, state, self._policy) for partition in muon}
         active = [report.active[origin] for origin in self.assignment.origin]
-        directions = LocalDirections(self.plan.matrices, self._held, sources, self.context)
-        table = UpdateTable(self.plan.matrices, self._scales, groups, self._passes, flat)
+        rates = self._rates.of({index: groups[index] for index in own})
+        weights = Weights(active, rates, flat, self._passes, self._variant)
+        momentum = {index: each["momentum_buffer"].view(-1) for index, each in own.items()}
         rows = self._rows
         if rows is None or not any(active):
-            yield Step(active, directions, table, None)
+            yield Step(weights, momentum, grads, None)
             return
         kept = {
             partition.index: row_state_of(partition, state, self._variant, rows.numel(partition.index))
@@ -304,52 +297,48 @@ class StepRunner:
             for matrix in self.plan.matrices
         ]
         finish = rows.gather(kept, settings)
-        yield Step(active, directions, table, finish)
+        yield Step(weights, momentum, grads, finish)
         rows.scatter(finish, kept)
 
-    def _pack(self, travel: Travel, step: Step) -> None:
+    def _pack(self, flight: InFlight, step: Step) -> None:
         """Update the momentum of a chunk's matrices and put the directions that travel into the send buffer."""
-        # The momentum of a replicated matrix is updated on every rank, and its direction travels nowhere.
-        step.directions.prepare(self._in_batches(travel.chunk, step.active, others=not travel.chunk.gathers))
-        for segment in travel.chunk.held_buffer.segments if travel.chunk.gathers else ():
+        table = self._tables[flight.number]
+        flight.directions = pack((*table.own.values(), *table.copies), step, self.context.wire_dtype)
+        for row in table.sent if flight.chunk.gathers else ():
             # The buffer keeps old data for a matrix without a gradient: nobody reads it.
-            if step.active[segment.matrix]:
-                place = cut(travel.held, segment)
+            if step.weights.active[row.matrix]:
+                assert row.segment is not None
+                place = cut(flight.held, row.segment)
                 if self.context.wire.exact:
-                    step.directions.write(segment.matrix, place.view(-1))
+                    pack_into(place.view(-1), row, step)
                     continue
-                made = torch.empty(segment.numel, dtype=self.context.wire_dtype, device=self.context.device)
-                step.directions.write(segment.matrix, made)
+                made = torch.empty(row.numel, dtype=self.context.wire_dtype, device=self.context.device)
+                pack_into(made, row, step)
                 self._write(place, made.unsqueeze(0), "direction")
 
-    def _wait_for_gather(self, travel: Travel) -> None:
+    def _wait_for_gather(self, flight: InFlight) -> None:
         with self._check.recorder.span("gather"):
-            self._exchange.wait("gather", travel)
+            self._exchange.wait("gather", flight)
 
-    def _orthogonalize(
-        self, chunk: Chunk, buffer: Tensor | None, step: Step, *, idle: Tensor | None = None
-    ) -> None:
-        """Orthogonalise the owned matrices of a chunk; apply what stays, and put what travels into ``buffer``.
+    def _orthogonalize(self, flight: InFlight, step: Step) -> None:
+        """Orthogonalise the owned matrices of a chunk; apply what stays, and put what travels into ``flight.owned``.
 
         There the updates overwrite the directions that the gather brought. The matrices lie in ``idle`` meanwhile.
         """
-        outgoing: dict[int, list[Segment]] = {}
-        for segment in chunk.owned_buffer.segments:
-            outgoing.setdefault(segment.matrix, []).append(segment)
-        owned = [index for index in chunk.owned if step.active[index]]
-        directions = ChunkDirections(self.plan, self.context, step, chunk, buffer, idle)
-        for index, update in self._placement.updates(owned, directions):
-            segments = outgoing.get(index, [])
+        table = self._tables[flight.number]
+        owned = [index for index in flight.chunk.owned if step.weights.active[index]]
+        directions = ChunkDirections(self.plan, self.context, table, flight, step)
+        for index, update in self._strategy.updates(owned, directions):
+            segments = table.segments.get(index, [])
             for segment in segments:
-                assert buffer is not None
-                self._write(cut(buffer, segment), part_of(update, segment), "update")
-            if buffer is not None and segments and self.plan.matrices[index].replicated:
+                self._write(cut(flight.owned, segment), part_of(update, segment), "update")
+            if segments and self.plan.matrices[index].replicated:
                 # All copies of a replicated matrix get the same numbers, also the owner's.
-                update = self.context.wire.read(cut(buffer, segments[0]), segments[0].numel).view(-1)
-            own = self._held[index]
-            if own is not None:
-                step.table.apply(index, own, update.narrow(0, own.matrix_offset, own.numel))
-        step.directions.release(chunk.active(step.active))
+                update = self.context.wire.read(cut(flight.owned, segments[0]), segments[0].numel).view(-1)
+            row = table.own.get(index)
+            if row is not None:
+                apply(row, step.weights, update.narrow(0, row.matrix_offset, row.numel))
+        flight.directions.clear()
 
     def _write(self, place: Tensor, values: Tensor, what: Travelling) -> None:
         """Write what travels to its place in a buffer; note in sampled steps what the wire loses."""
@@ -358,33 +347,21 @@ class StepRunner:
         if recorder.sampling and not wire.exact:
             recorder.keep_loss(what, values, wire.read(place[: len(values)], values.shape[1]))
 
-    def _update_in_place(self, chunks: Sequence[Chunk], step: Step) -> None:
+    def _update_in_place(self, numbers: Sequence[int], step: Step) -> None:
         """Update the matrices of chunks in which nothing moves."""
-        for chunk in chunks:
-            step.directions.prepare(self._in_batches(chunk, step.active, others=True))
-            self._orthogonalize(chunk, None, step)
+        for number in numbers:
+            chunk = self._exchange.open(number, None)
+            self._pack(chunk, step)
+            self._orthogonalize(chunk, step)
 
-    def apply_arrived(
-        self,
-        travel: Travel,
-        active: Sequence[bool],
-        table: UpdateTable,
-        *,
-        refresh: Refresh | None = None,
-    ) -> None:
+    def apply_arrived(self, flight: InFlight, weights: Weights, *, refresh: Refresh | None = None) -> None:
         """Wait for the scatter of a chunk and apply its updates; call ``refresh`` for every fragment that changed."""
         with self._check.recorder.span("scatter"):
-            self._exchange.wait("scatter", travel)
-        for segment in travel.chunk.held_buffer.segments:
-            own = self._held[segment.matrix]
-            if own is not None and active[segment.matrix]:
-                update = self.context.wire.read(cut(travel.held, segment), segment.numel)
-                table.apply(segment.matrix, own, update.view(-1))
+            self._exchange.wait("scatter", flight)
+        for row in self._tables[flight.number].sent:
+            if weights.active[row.matrix]:
+                assert row.segment is not None
+                update = self.context.wire.read(cut(flight.held, row.segment), row.numel)
+                apply(row, weights, update.view(-1))
                 if refresh is not None:
-                    refresh(own.partition_offset, own.numel)
-
-    def _in_batches(self, chunk: Chunk, active: Sequence[bool], *, others: bool) -> list[int]:
-        """Return the active matrices that this rank owns in the order of its batches, and then ``others`` or not."""
-        owned = [index for index in chunk.owned if active[index]]
-        rest = (index for index in chunk.active(active) if self.plan.owners[index] != self.plan.rank)
-        return [index for batch in self._whole.batches(owned) for index in batch] + [*rest] * others
+                    refresh(row.offset, row.numel)

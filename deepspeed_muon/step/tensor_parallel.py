@@ -1,11 +1,11 @@
-"""The placement of matrices that tensor parallelism cuts or copies.
+"""The strategy for matrices that tensor parallelism cuts or copies.
 
 Each data-parallel group holds one tensor-parallel shard of a matrix and gathers it on one rank, the shard's owner. The
 owners of all shards of a matrix are the ranks of one tensor-parallel group. They have two ways to orthogonalise it:
 
 * ``gather``: one rank receives the whole matrix, orthogonalises it and sends the shards of the update back. The
   matrices of a chunk are divided by their cost, so that all ranks work at the same time.
-* ``distributed``: the matrix stays cut, see :class:`deepspeed_muon.step.placements.CutOverGroup`.
+* ``distributed``: the matrix stays cut, see :class:`deepspeed_muon.step.strategies.CutOverGroup`.
 
 Every rank of the group holds a whole copy of a matrix that tensor parallelism does not cut. In both modes one rank
 orthogonalises it and sends the update to the others, so that the copies stay equal bit for bit, whatever kernels run.
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from deepspeed_muon.math.newton_schulz import orthogonalize_flops
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
-from deepspeed_muon.step.placements import CutOverGroup, Directions, Updates, WholeAtOwner
-from deepspeed_muon.step.update_rule import UpdateRule
+from deepspeed_muon.step.passes import Rate
+from deepspeed_muon.step.strategies import CutOverGroup, Directions, Updates, WholeAtOwner
 from deepspeed_muon.transport.context import StepContext
 from deepspeed_muon.transport.exchange import exchange_bytes
 from deepspeed_muon.transport.row_state import RowsAtOwner
@@ -145,7 +145,7 @@ class OverTensorGroup:
         rows = None if kept is None else self._gather_rows(kept, of_rank)
         gathered = _Gathered(
             {index: torch.cat(parts, dim=self._shards(index)[0]) for index, parts in shards.items()},
-            directions.rules,
+            directions.rates,
             rows,
         )
         back: dict[int, Sequence[Tensor]] = {}
@@ -238,7 +238,7 @@ class _Gathered:
     """Whole directions of matrices that this rank of the tensor-parallel group orthogonalises."""
 
     matrices: Mapping[int, Tensor]
-    rules: Sequence[UpdateRule]
+    rates: Sequence[Rate]
     finish: RowsAtOwner | None
 
     def stacked(self, indices: Sequence[int]) -> Tensor:

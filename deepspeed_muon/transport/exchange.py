@@ -26,16 +26,17 @@ _OVERLAP_BYTES = 1 << 30
 
 
 @dataclass(slots=True)
-class Travel:
-    """A chunk that travels, in one slot of the buffers.
+class InFlight:
+    """A chunk between its pack and its apply.
 
     Attributes:
-        chunk: What travels.
+        chunk: The chunk.
         number: Its number in the plan.
         held: Fragments that this rank holds of other ranks' matrices: directions leave from here, updates arrive here.
         owned: Fragments that other ranks hold of this rank's matrices: directions arrive here, updates leave from here.
         idle: Without overlap, what was sent from before the matrices are orthogonalised: room for them. It is the
             memory of ``held``.
+        directions: Directions of fragments that this rank needs itself, by matrix.
         works: The messages that are under way.
     """
 
@@ -44,6 +45,7 @@ class Travel:
     held: Tensor
     owned: Tensor
     idle: Tensor | None
+    directions: dict[int, Tensor] = field(default_factory=dict)
     works: list[dist.Work] = field(default_factory=list)
 
 
@@ -78,7 +80,6 @@ class ChunkExchange:
         self._plan = plan
         self._buffers = buffers
         self._overlap = overlap
-        self._number_of = {id(chunk): number for number, chunk in enumerate(plan.chunks)}
         moving = [chunk for chunk in plan.chunks if chunk.scatters]
         most = SLOTS if overlap else 1
         # Step sets with pending updates between them must have the same number of slots.
@@ -90,14 +91,17 @@ class ChunkExchange:
             buffers.reserve(f"held {slot}", held)
             buffers.reserve(f"owned {slot}", owned)
 
-    def open(self, chunk: Chunk, slot: int) -> Travel:
-        """Give a chunk its slot; the buffers keep what they held before."""
+    def open(self, number: int, slot: int | None) -> InFlight:
+        """Give a chunk of the plan its slot, or none if nothing moves; the buffers keep what they held before."""
+        chunk, dtype = self._plan.chunks[number], self._context.wire.dtype
+        if slot is None:
+            nothing = torch.empty(0, dtype=dtype, device=self._context.device)
+            return InFlight(chunk, number, nothing, nothing, None)
         slot %= self.slots
-        dtype = self._context.wire.dtype
         room = self._idle_numel(chunk)
-        return Travel(
+        return InFlight(
             chunk,
-            self._number_of[id(chunk)],
+            number,
             held=self._buffers.take(f"held {slot}", chunk.held_buffer.numel, dtype),
             owned=self._buffers.take(f"owned {slot}", chunk.owned_buffer.numel, dtype),
             idle=self._buffers.take(f"held {slot}", room, self._context.wire_dtype) if room else None,
@@ -109,54 +113,54 @@ class ChunkExchange:
             return 0
         return sum(aligned(self._plan.matrices[index].numel) for index in chunk.owned)
 
-    def gather(self, travel: Travel) -> None:
+    def gather(self, flight: InFlight) -> None:
         """Start to send what is in ``held`` to the owners. Must be called by all ranks of the group."""
-        chunk = travel.chunk
+        chunk = flight.chunk
         if chunk.gathers:
-            with self._phase("gather", travel):
-                self._all_to_all(travel, travel.owned, travel.held, chunk.owned_buffer, chunk.held_buffer)
+            with self._phase("gather", flight):
+                self._all_to_all(flight, flight.owned, flight.held, chunk.owned_buffer, chunk.held_buffer)
 
-    def scatter(self, travel: Travel) -> None:
+    def scatter(self, flight: InFlight) -> None:
         """Start to send what is in ``owned`` to the holders. Must be called by all ranks of the group."""
-        chunk = travel.chunk
-        with self._phase("scatter", travel):
+        chunk = flight.chunk
+        with self._phase("scatter", flight):
             if chunk.copies:
-                self._broadcast(travel)
+                self._broadcast(flight)
             else:
-                self._all_to_all(travel, travel.held, travel.owned, chunk.held_buffer, chunk.owned_buffer)
+                self._all_to_all(flight, flight.held, flight.owned, chunk.held_buffer, chunk.owned_buffer)
 
-    def wait(self, what: Literal["gather", "scatter"], travel: Travel) -> None:
+    def wait(self, what: Literal["gather", "scatter"], flight: InFlight) -> None:
         """Wait for the messages of a chunk; on a GPU the current stream waits, not the process."""
-        with self._phase(what, travel):
-            while travel.works:
-                travel.works.pop(0).wait()
+        with self._phase(what, flight):
+            while flight.works:
+                flight.works.pop(0).wait()
 
-    def _phase(self, what: str, travel: Travel) -> AbstractContextManager[None]:
+    def _phase(self, what: str, flight: InFlight) -> AbstractContextManager[None]:
         return phase(
-            f"{what} of chunk {travel.number} of step set {self._context.number}", self._context.group
+            f"{what} of chunk {flight.number} of step set {self._context.number}", self._context.group
         )
 
     def _all_to_all(
-        self, travel: Travel, out: Tensor, send: Tensor, received: BufferPlan, sent: BufferPlan
+        self, flight: InFlight, out: Tensor, send: Tensor, received: BufferPlan, sent: BufferPlan
     ) -> None:
         ranks = self._context.world_size
         work = exchange_bytes(
             out, send, received.splits(ranks), sent.splits(ranks), group=self._context.group
         )
-        self._started(travel, [work], sent.numel * send.element_size())
+        self._started(flight, [work], sent.numel * send.element_size())
 
-    def _broadcast(self, travel: Travel) -> None:
+    def _broadcast(self, flight: InFlight) -> None:
         """Start to send each owner's updates to all other ranks."""
-        chunk, own = travel.chunk, travel.owned
-        works = broadcast_bytes(chunk, self._plan.rank, travel.held, own, group=self._context.group)
-        self._started(travel, works, chunk.copies * own.numel() * own.element_size())
+        chunk, own = flight.chunk, flight.owned
+        works = broadcast_bytes(chunk, self._plan.rank, flight.held, own, group=self._context.group)
+        self._started(flight, works, chunk.copies * own.numel() * own.element_size())
 
-    def _started(self, travel: Travel, works: list[dist.Work], nbytes: int) -> None:
+    def _started(self, flight: InFlight, works: list[dist.Work], nbytes: int) -> None:
         """Count messages that were started; without overlap wait for them."""
         self._context.stats.count_exchange(nbytes)
-        travel.works += works
-        while travel.works and not self._overlap:
-            travel.works.pop(0).wait()
+        flight.works += works
+        while flight.works and not self._overlap:
+            flight.works.pop(0).wait()
 
 
 def overlap_fits(numel: int, wire_bytes: float) -> bool:

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+OnFragment = Callable[[Tensor, Tensor], Tensor]
+"""``(values, weights)`` of a fragment, flat, to new values of the same length; computed element by element."""
+
 Finish = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, Tensor], "Sums"], Tensor]
 """``(blocks, state, settings, sums)`` to the updates: a new tensor of the shape of ``blocks``.
 
@@ -60,14 +63,18 @@ class Variant:
         description: What it does, as Markdown for the docs; empty for Muon itself.
         state: What it keeps beside the momentum.
         settings: The keys that only this variant reads.
+        before_momentum: Changes the gradient of a fragment before it enters the momentum.
         finish: Turns orthogonalised blocks into updates; ``None`` if they are the updates.
+        before_apply: Changes the update of a fragment, in units of the first block's scale, before it is applied.
     """
 
     name: str
     description: str = ""
     state: tuple[RowState, ...] = ()
     settings: tuple[Setting, ...] = ()
+    before_momentum: OnFragment | None = None
     finish: Finish | None = None
+    before_apply: OnFragment | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.monitoring.results import Result, Together
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.plan.spread import sharded_spread
-from deepspeed_muon.step import placements
+from deepspeed_muon.step import strategies
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
 from tests.support import tensor_parallel
 from tests.support.contract import MUON_TOLERANCE, reference
@@ -53,7 +53,7 @@ def train_scaled(
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("deepspeed_muon").addHandler(handler)
     left = [garbage if rank == 1 else 0]
-    original = placements.orthogonalize_sharded
+    original = strategies.orthogonalize_sharded
 
     def spoiling(iterate: Any) -> Any:
         def broken(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -62,7 +62,7 @@ def train_scaled(
 
         return broken
 
-    placements.orthogonalize_sharded = spoiling(original)
+    strategies.orthogonalize_sharded = spoiling(original)
     config = ds_config(1, params={"tensor_parallel_mode": mode, **(params or {})})
     engine = tensor_parallel._engine("megatron", 2, config)
     optimizer = deepspeed_muon.muon_optimizer(engine)
@@ -80,7 +80,7 @@ def train_scaled(
                 error = f"step {step}: {type(caught).__name__}: {caught}"
             masters.append(tensor_parallel.assembled(engine, None, group))
     finally:
-        placements.orthogonalize_sharded = original
+        strategies.orthogonalize_sharded = original
         logging.getLogger("deepspeed_muon").removeHandler(handler)
     report = deepspeed_muon.health(engine)
     engine.destroy()

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from deepspeed_muon import Muon
-from deepspeed_muon.step import placements
+from deepspeed_muon.step import strategies
 
 
 def updated(monkeypatch: pytest.MonkeyPatch, bound: int) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
     """Update five experts of 6 x 4 once; return the weights and the shapes that went through the iteration."""
-    monkeypatch.setattr(placements, "BATCH_NUMEL", bound)
+    monkeypatch.setattr(strategies, "BATCH_NUMEL", bound)
     weight = nn.Parameter(torch.zeros(5, 6, 4))
     optimizer = Muon([("layers.0.experts.up", weight)], muon_lr=1.0, ns_dtype="fp32", ns_backend="torch")
     weight.grad = torch.randn(5, 6, 4, generator=torch.Generator().manual_seed(3))

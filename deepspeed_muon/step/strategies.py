@@ -1,4 +1,4 @@
-"""Placements: a matrix is orthogonalised whole at its owner, or cut over a process group. All results are checked."""
+"""Strategies: a matrix is orthogonalised whole at its owner, or cut over a process group. All results are checked."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from torch import Tensor
 from deepspeed_muon.monitoring.check import ResultCheck
 from deepspeed_muon.monitoring.results import Member, Result, Together
 from deepspeed_muon.ops import BATCH_NUMEL
+from deepspeed_muon.plan.exchange import ExchangePlan, Segment
 from deepspeed_muon.plan.layout import Block, MatrixLayout
-from deepspeed_muon.step.update_rule import UpdateRule
+from deepspeed_muon.step.passes import ChunkTable, Rate, Step
+from deepspeed_muon.transport.buffers import aligned
 from deepspeed_muon.transport.context import StepContext
+from deepspeed_muon.transport.exchange import InFlight, cut, part_of
 from deepspeed_muon.transport.row_state import RowsAtOwner
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
 from deepspeed_muon.transport.waiting import phase
@@ -31,8 +34,8 @@ class Directions(Protocol):
     """The directions of one chunk, as matrices."""
 
     @property
-    def rules(self) -> Sequence[UpdateRule]:
-        """The update rule of every matrix of the plan."""
+    def rates(self) -> Sequence[Rate]:
+        """How each matrix of the plan is updated."""
 
     @property
     def finish(self) -> RowsAtOwner | None:
@@ -42,11 +45,64 @@ class Directions(Protocol):
         """Return ``(matrices, rows, cols)`` in the wire dtype, of matrices of one shape, or of this rank's parts."""
 
 
-class Placement(Protocol):
+class Strategy(Protocol):
     """One way to turn the directions of matrices into updates."""
 
     def updates(self, owned: Sequence[int], directions: Directions, /) -> Updates:
         """Yield the checked update of every matrix in ``owned``; must be exhausted."""
+
+
+class ChunkDirections:
+    """The directions of one chunk's owned matrices: this rank's fragments, and what the gather brought."""
+
+    def __init__(
+        self, plan: ExchangePlan, context: StepContext, table: ChunkTable, flight: InFlight, step: Step
+    ) -> None:
+        """Keep the arguments; nothing is copied. The matrices lie in ``flight.idle``, as far as it goes."""
+        self.rates = step.weights.rates
+        self.finish = step.finish
+        self._matrices = plan.matrices
+        self._context = context
+        self._rows = table.own
+        self._own = flight.directions
+        self._received = flight.owned
+        self._segments: dict[int, list[Segment]] = table.segments if flight.chunk.gathers else {}
+        self._idle = flight.idle
+
+    def stacked(self, indices: Sequence[int]) -> Tensor:
+        """Return ``(matrices, rows, cols)``. Matrices that lie whole on this rank are used in place."""
+        first = self._matrices[indices[0]]
+        shape = (len(indices), first.rows, first.cols)
+        if all(index not in self._segments for index in indices):
+            whole = joined([self._own[index] for index in indices])
+            if whole is not None:
+                return whole.to(self._context.device).view(shape)
+        full = self._empty(len(indices) * first.numel)
+        for index, matrix in zip(indices, full.split(first.numel), strict=True):
+            row = self._rows.get(index)
+            if row is not None:
+                matrix.narrow(0, row.matrix_offset, row.numel).copy_(self._own[index])
+            for segment in self._segments.get(index, ()):
+                read = self._context.wire.read(cut(self._received, segment), segment.numel)
+                part_of(matrix, segment).copy_(read)
+        return full.view(shape)
+
+    def _empty(self, numel: int) -> Tensor:
+        """Return flat memory in the wire dtype that nobody else uses before the chunk is done."""
+        if self._idle is None or self._idle.numel() < aligned(numel):
+            return torch.empty(numel, dtype=self._context.wire_dtype, device=self._context.device)
+        place, self._idle = self._idle.tensor_split([aligned(numel)])
+        return place.narrow(0, 0, numel)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return one view of tensors of equal length that follow each other in memory, ``None`` if they do not."""
+    first, step = parts[0], parts[0].numel() * parts[0].element_size()
+    if any(part.data_ptr() != first.data_ptr() + number * step for number, part in enumerate(parts)):
+        return None
+    if any(part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() for part in parts):
+        return None
+    return first.as_strided((len(parts) * first.numel(),), (1,))
 
 
 def _batch_size(context: StepContext, rows: int, cols: int, *, numel: int = 0) -> int:
@@ -106,8 +162,9 @@ class WholeAtOwner:
             for members, inputs in stack.groups(context):
                 with self._check.recorder.span("newton_schulz"):
                     blocks = self._orthogonalize(inputs, settings=context.ns_settings)
-                scales = [directions.rules[index].block_scales[number] for index, number in members]
-                relative = [directions.rules[index].relative_scale(number) for index, number in members]
+                factors = [(directions.rates[index].scales, number) for index, number in members]
+                scales = [each[number] for each, number in factors]
+                relative = [each[number] / each[0] for each, number in factors]
                 yield _StackResult(
                     members, inputs, blocks, scales, directions.finish, stack=stack, relative=relative
                 )
@@ -219,7 +276,7 @@ class CutOverGroup:
             blocks = iterate(inputs, settings=self._context.ns_settings)
         first_blocks = sum(self._matrices[index].first_row == 0 for index in batch)
         self._context.stats.matrices_orthogonalized += first_blocks if counts else 0
-        scales = [directions.rules[index].block_scales[0] for index in batch]
+        scales = [directions.rates[index].scales[0] for index in batch]
         together = Together(group, dim, sizes, iterate, counts)
         members = [(index, 0) for index in batch]
         return Result(members, inputs, blocks, scales, directions.finish, together)
