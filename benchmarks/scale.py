@@ -164,8 +164,8 @@ def measure(parameters: int, stage: int, world: int, rank: int, trace: bool) -> 
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     import deepspeed_muon
+    from deepspeed_muon.checkpoint.layout_record import record_of
     from deepspeed_muon.checkpoint.live import collect
-    from deepspeed_muon.checkpoint.record_hook import record_of
     from deepspeed_muon.engine.layouts import read_step_sets
     from deepspeed_muon.transport.agreement import agree
     from deepspeed_muon.transport.members import Members

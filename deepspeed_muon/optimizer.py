@@ -135,7 +135,7 @@ class Muon(RoutedOptimizer):
         # Whether the last step was skipped. DeepSpeed's engine reads it where this is what it calls an optimizer.
         self.overflow = False
         self.members = Members()
-        # What checkpoints need of the engine, which sets it: a checkpoint.host.Host.
+        # What checkpoints need of the engine, which sets it: a checkpoint.live.Host.
         self.host: Any = None
         # Without ZeRO and clipping nobody else computes the norm of the raw gradients; an adapter sets this.
         self.measure_norm: Callable[[], Tensor] | None = None

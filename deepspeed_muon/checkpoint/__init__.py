@@ -2,6 +2,7 @@
 
 from deepspeed_muon.checkpoint.consolidate import consolidate
 from deepspeed_muon.checkpoint.index import CheckpointIndex, load_index
-from deepspeed_muon.checkpoint.restore import CONSOLIDATED_FOLDER, restore
+from deepspeed_muon.checkpoint.restore import restore
+from deepspeed_muon.checkpoint.tag_folder import CONSOLIDATED_FOLDER
 
 __all__ = ["CONSOLIDATED_FOLDER", "CheckpointIndex", "consolidate", "load_index", "restore"]

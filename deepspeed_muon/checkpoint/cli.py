@@ -5,19 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
-from deepspeed_muon.checkpoint.index import INDEX_NAME, CheckpointIndex, load_index
+from deepspeed_muon.checkpoint.index import INDEX_NAME, CheckpointIndex, ParameterRecord, load_index
 from deepspeed_muon.checkpoint.offline import consolidate_files, export_to_torch, verify_folder
 from deepspeed_muon.checkpoint.shards import DEFAULT_SHARD_BYTES
 from deepspeed_muon.checkpoint.universal import convert_to_universal
 from deepspeed_muon.errors import CheckpointError, printable
 from deepspeed_muon.logs import counted
-
-__all__ = ["add_subcommands"]
 
 
 def add_subcommands(subparsers: Any) -> None:
@@ -116,7 +114,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
         print(json.dumps(index.model_dump(mode="json"), indent=1) if arguments.json else _described(index))
         return 0 if arguments.json else _print_lossy(index.lossy)
     saved = DeepSpeedFiles(arguments.dir, verify=False, **_reading(arguments))
-    rows = {name: _row(parameter, parameter.keys) for name, parameter in saved.parameters.items()}
+    rows = {name: _row(record) for name, record in saved.records.items()}
     if arguments.json:
         print(json.dumps({"optimizer": saved.kind, "zero_stage": saved.stage, "parameters": rows}, indent=1))
         return 0
@@ -131,7 +129,7 @@ def _described(index: CheckpointIndex) -> str:
     source = ", ".join(f"{key} {value}" for key, value in index.source.items())
     versions = ", ".join(f"{key} {value}" for key, value in index.versions.items())
     size = sum(record.bytes for record in index.files.values())
-    rows = {name: _row(record, record.tensors) for name, record in index.parameters.items()}
+    rows = {name: _row(record) for name, record in index.parameters.items()}
     lines = [
         f"consolidated checkpoint, format {index.version}",
         f"from {printable(source)}",
@@ -143,12 +141,12 @@ def _described(index: CheckpointIndex) -> str:
     return "\n".join(lines)
 
 
-def _row(parameter: Any, tensors: Iterable[str]) -> dict[str, Any]:
+def _row(record: ParameterRecord) -> dict[str, Any]:
     return {
-        "shape": list(parameter.shape),
-        "algorithm": parameter.algorithm,
-        "step": parameter.step,
-        "tensors": list(tensors),
+        "shape": list(record.shape),
+        "algorithm": record.algorithm,
+        "step": record.step,
+        "tensors": list(record.tensor_keys),
     }
 
 

@@ -1,4 +1,4 @@
-"""How a save replaces the checkpoint of a folder: at every instant the folder holds the old set or the new one, whole.
+"""How a save replaces the set of a folder: at every instant the folder holds the old set or the new one, whole.
 
 Before anything is written, the first rank puts a file with a random name into the folder, and all ranks read it: ranks
 with folders of their own would write shards that nobody finds. Then each step is on the disk before the next begins:
@@ -13,56 +13,46 @@ with folders of their own would write shards that nobody finds. Then each step i
 After a failure a rank removes its own shards only while it is certain that no index names them: until it told the
 others that they are there, and after the first rank said that it renamed nothing. The next save removes whatever else
 is left. A lock keeps a second save out of the folder meanwhile, which would remove the shards of this one as leftovers.
+A conversion without an engine takes the same steps, as a single rank.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
-import glob
 import os
+import re
 import secrets
-import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from deepspeed_muon.checkpoint.index import INDEX_NAME, CheckpointIndex, load_index
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed_muon.checkpoint.atomic import (
+    UnsettledError,
+    lock,
+    replace_file,
+    unlink,
+    unlock,
+    write_synced,
+)
+from deepspeed_muon.checkpoint.index import INDEX_NAME, SHARD_PATTERN, CheckpointIndex, FileRecord, load_index
 from deepspeed_muon.checkpoint.sealed import read_regular, regular_size
-from deepspeed_muon.checkpoint.shards import fsync_folder, remove_shards, remove_stale, write_synced
-from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.checkpoint.shards import Piece, SavePlan, log_stage, shard_name, write_shards
+from deepspeed_muon.errors import CheckpointError, MuonError, RankMissingError
 from deepspeed_muon.logs import logger
 from deepspeed_muon.transport.agreement import RankFacts, agree
-from deepspeed_muon.transport.members import everyone
+from deepspeed_muon.transport.members import Members, everyone
 
 LOCK_NAME = ".muon_save.lock"
 
-# NFS answers EBADF for a folder, which cannot be opened for writing.
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
-
-
-class UnsettledError(CheckpointError):
-    """A save failed when the index that is in place names its shards, or may name them: they must stay."""
-
-
-@contextlib.contextmanager
-def removed_on_failure(
-    folder: Path, files: Iterable[str], failure: type[BaseException] = CheckpointError
-) -> Iterator[None]:
-    """Remove the shards of this save if it fails while no index can name them.
-
-    Args:
-        folder: Where they are.
-        files: Their names; may grow meanwhile.
-        failure: The errors after which no index names them. An :class:`UnsettledError` is never one.
-    """
-    try:
-        yield
-    except UnsettledError:
-        raise
-    except failure:
-        remove_shards(folder, files)
-        raise
+# What killed saves leave of shards and of the index.
+_LEFTOVER = re.compile(
+    rf"\.({SHARD_PATTERN.pattern}|({re.escape(INDEX_NAME)}|muon_token)\.[0-9a-f]{{12}})\.tmp"
+)
+_UNTOUCHED = "{folder}: what it held before is untouched"
+_UNKNOWN = "{folder}: it holds the new set or the one before, complete; 'checkpoint inspect' says which"
 
 
 class FolderWriter:
@@ -100,12 +90,6 @@ class FolderWriter:
                 folder,
             )
 
-    def __enter__(self) -> FolderWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def commit(self, index: CheckpointIndex) -> None:
         """Make the shards that ``index`` names the set of the folder; shards and names must be synced to the disk.
 
@@ -116,32 +100,10 @@ class FolderWriter:
             UnsettledError: If the index was renamed, or may have been.
             CheckpointError: If it was not; the set that was there before is untouched.
         """
-        path = self._folder / INDEX_NAME
-        # Its name has the save's id, as the shards' have: two saves never write to one file.
-        aside = path.with_name(f".{INDEX_NAME}.{self.save_id}.tmp")
-        content = index.to_bytes()
         if self._lock is None:
             with contextlib.suppress(CheckpointError):
                 self._replaced = list(load_index(self._folder).files)
-        try:
-            write_synced(aside, content)
-            self._require_files(index)
-        except (OSError, CheckpointError) as error:
-            _unlink(aside)
-            raise CheckpointError(f"{path}: {error}; what the folder held before is untouched") from error
-        try:
-            os.replace(aside, path)
-        except OSError as error:
-            left = _what_is_there(path, content)
-            _unlink(aside)
-            raise UnsettledError(f"{path}: {error}; {left}") from error
-        try:
-            fsync_folder(self._folder)
-        except OSError as error:
-            raise UnsettledError(
-                f"{self._folder}: {error}; the new set is in place and complete, but its index may not be on the disk: "
-                f"after a power cut the set before it may be back, complete too. Save again"
-            ) from error
+        replace_file(self._folder / INDEX_NAME, index.to_bytes(), check=lambda: self._require_files(index))
 
     def _require_files(self, index: CheckpointIndex) -> None:
         """Raise unless every file that the index names is in the folder with its size."""
@@ -160,9 +122,125 @@ class FolderWriter:
     def close(self) -> None:
         """Let other saves in; may be called twice."""
         if self._lock is not None:
-            _unlink(self._folder / LOCK_NAME)
+            unlink(self._folder / LOCK_NAME)
             unlock(self._lock)
             self._lock = None
+
+
+def write_set(
+    folder: Path,
+    plan: SavePlan,
+    fill: Callable[[Sequence[Piece | None], Tensor], None],
+    about: Callable[[], dict[str, Any]],
+    writer: FolderWriter | None,
+    save_id: str,
+    members: Members,
+) -> CheckpointIndex | None:
+    """Replace the set of a folder, in the order above. Must be called by all ``members``.
+
+    Args:
+        folder: Where the set is to be.
+        plan: What to write.
+        fill: See :func:`~deepspeed_muon.checkpoint.shards.write_shards`.
+        about: Returns what the index says besides files and parameters.
+        writer: Of the folder, on the first rank.
+        save_id: Of the writer.
+        members: The ranks that save.
+
+    Returns:
+        The index, on the first rank.
+
+    Raises:
+        CheckpointError: On every rank. The message says which set the folder holds.
+    """
+    log_stage(folder, "start")
+    files: dict[str, FileRecord] = {}
+    names = [shard_name(save_id, number) for number in range(len(plan.shards))]
+    untouched = _UNTOUCHED.format(folder=folder)
+    with rank_lost(untouched), _removed_on_failure(folder, files, BaseException):
+        log_stage(folder, "shards")
+        error = write_shards(plan, members.position, fill, folder, names, files)
+    if error is not None:
+        remove_shards(folder, files)
+    # From here on the other ranks may know that this rank's shards are there, and rank 0 may write the index.
+    with rank_lost(_UNKNOWN.format(folder=folder) if writer is None else untouched, UnsettledError):
+        # If one rank has no shards, every rank raises this error: nobody writes the index.
+        with _removed_on_failure(folder, files):
+            agree(RankFacts({}), error=error, kind=CheckpointError, members=members)
+        log_stage(folder, "shards written")
+        shares = members.gather(files, what="gathering of the index").values()
+        every = {name: record for share in shares for name, record in share.items()}
+    index: CheckpointIndex | None = None
+    failure: CheckpointError | None = None
+    with _removed_on_failure(folder, files):
+        if writer is not None:
+            try:
+                files_of_set = dict(sorted(every.items()))
+                index = CheckpointIndex.made_now(
+                    **about(), files=files_of_set, parameters=plan.records(names)
+                )
+                writer.commit(index)
+            except CheckpointError as caught:
+                failure = caught
+            except Exception as caught:  # the other ranks wait to hear of it
+                failure = CheckpointError(f"the index cannot be made: {type(caught).__name__}: {caught}")
+        _announce(folder, failure, members)
+    log_stage(folder, "index written")
+    if writer is not None and index is not None:
+        writer.clear(index)
+    log_stage(folder, "done")
+    return index
+
+
+def _announce(folder: Path, failure: CheckpointError | None, members: Members) -> None:
+    """Tell every rank what became of the index; all raise if it was not written, or may not last."""
+    said = [(failure is not None, isinstance(failure, UnsettledError), str(failure))]
+    if members.size > 1:
+        committed = "the new set is complete and in place, but not every rank may know"
+        knows = members.position == 0 and failure is None
+        left = f"{folder}: {committed}" if knows else _UNKNOWN.format(folder=folder)
+        try:
+            with rank_lost(left, UnsettledError):
+                dist.broadcast_object_list(said, src=0)
+        except UnsettledError:
+            if failure is None:
+                raise
+    if failure is not None:
+        raise failure
+    failed, unsettled, text = said[0]
+    if failed:
+        raise (UnsettledError if unsettled else CheckpointError)(f"rank 0: {text}")
+
+
+@contextlib.contextmanager
+def rank_lost(left: str, kind: type[CheckpointError] = CheckpointError) -> Iterator[None]:
+    """Name what is left of a save when a collective fails because a rank died or did not come."""
+    try:
+        yield
+    except (MuonError, RuntimeError) as error:
+        if isinstance(error, MuonError) and not isinstance(error, RankMissingError):
+            raise
+        raise kind(f"{left}. The ranks did not finish the save together: {error}") from error
+
+
+@contextlib.contextmanager
+def _removed_on_failure(
+    folder: Path, files: Iterable[str], failure: type[BaseException] = CheckpointError
+) -> Iterator[None]:
+    """Remove the shards of this save if it fails while no index can name them.
+
+    Args:
+        folder: Where they are.
+        files: Their names; may grow meanwhile.
+        failure: The errors after which no index names them. An :class:`UnsettledError` is never one.
+    """
+    try:
+        yield
+    except UnsettledError:
+        raise
+    except failure:
+        remove_shards(folder, files)
+        raise
 
 
 def require_one_folder(folder: Path, writer: FolderWriter | None) -> str:
@@ -199,7 +277,7 @@ def require_one_folder(folder: Path, writer: FolderWriter | None) -> str:
         agree(RankFacts({}), error=error, kind=CheckpointError)
     finally:
         if token is not None:
-            _unlink(token)
+            unlink(token)
     return str(save_id)
 
 
@@ -207,125 +285,39 @@ def _token(folder: Path, save_id: str) -> Path:
     return folder / f".muon_token.{save_id}.tmp"
 
 
-def _unlink(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink(missing_ok=True)
-
-
-def lock(path: Path, flags: int = os.O_RDONLY) -> int | None:
-    """Lock a file or folder without waiting, and return the descriptor for :func:`unlock`.
-
-    The lock ends with the process. On a file system without locks nothing is locked, and ``None`` is returned.
-
-    Args:
-        path: What to lock.
-        flags: How to open it.
-
-    Raises:
-        BlockingIOError: If another process has it.
-        OSError: If it cannot be opened.
-    """
-    while True:
-        descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
+def remove_shards(folder: Path, names: Iterable[str]) -> None:
+    """Remove shards of this save, or of a set that was replaced. What cannot be removed stays, with a warning."""
+    stuck: list[OSError] = []
+    for name in list(names):  # a thread of the save may still be adding to them
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever had the lock may have removed the file between the two calls.
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                    return descriptor
+            (folder / name).unlink(missing_ok=True)
         except OSError as error:
-            os.close(descriptor)
-            if error.errno not in _NO_LOCKS:
-                raise
-            return None
-        os.close(descriptor)
+            stuck.append(error)
+    if stuck:
+        _warn_of_leftovers(folder, stuck)
 
 
-def unlock(descriptor: int) -> None:
-    """End a lock of :func:`lock`."""
-    with contextlib.suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may have the descriptor too
-    with contextlib.suppress(OSError):
-        os.close(descriptor)
-
-
-def _what_is_there(path: Path, content: bytes) -> str:
-    """Say which set the folder holds after a rename that reported an error."""
-    try:
-        new = path.read_bytes() == content
-    except FileNotFoundError:
-        return "the folder holds no set, as before"
-    except OSError as error:
-        return f"the folder holds the new set or the one before, complete; its index cannot be read: {error}"
-    return "the new set is in place" if new else "what the folder held before is untouched"
-
-
-def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, so that they are still there after a power cut.
-
-    Raises:
-        OSError: If one cannot be made or synced.
-    """
-    missing = []
-    place = Path(os.path.realpath(folder))
-    while not place.exists() and place != place.parent:
-        missing.append(place)
-        place = place.parent
-    if not os.path.ismount(place):
-        # A save that was killed may have made this one without syncing the folder above. One that cannot be opened for
-        # reading was not made by a save.
-        with contextlib.suppress(PermissionError):
-            fsync_folder(place.parent)
-    for each in reversed(missing):
-        each.mkdir(exist_ok=True)
-        fsync_folder(each.parent)
-    folder.mkdir(exist_ok=True)
-
-
-@contextlib.contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder to fill, which gets its name when everything in it is on the disk, and is removed on failure.
+def remove_stale(folder: Path, keep: Iterable[str]) -> None:
+    """Remove shards, and what killed saves left of them, that no index names any more.
 
     Args:
-        out: The name; a folder there must be empty. Those above it are made.
-
-    Raises:
-        CheckpointError: If it cannot be written, or holds something.
+        folder: A consolidated checkpoint; no other save may be writing into it.
+        keep: Names of the files that its index names.
     """
-    # No other process that writes to the same place has a folder of this name.
-    partial = out.with_name(f".{out.name}.{secrets.token_hex(6)}.tmp")
-    held: int | None = None
+    kept = set(keep)
     try:
-        if out.exists() and any(out.iterdir()):
-            raise CheckpointError(f"{out}: already holds something; name a new folder")
-        _remove_abandoned(out)
-        partial.mkdir(parents=True)
-        held = lock(partial)
-        yield partial
-        for place, _, files in os.walk(partial):
-            for name in files:
-                with open(os.path.join(place, name), "rb") as file:
-                    os.fsync(file.fileno())
-            fsync_folder(Path(place))
-        if out.exists():
-            out.rmdir()
-        os.replace(partial, out)
-        fsync_folder(out.parent)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise CheckpointError(f"{out}: {error}") from error
-        raise
-    finally:
-        if held is not None:
-            unlock(held)
+        names = os.listdir(folder)
+    except OSError as error:
+        _warn_of_leftovers(folder, [error])
+        return
+    ours = (name for name in names if _LEFTOVER.fullmatch(name) or SHARD_PATTERN.fullmatch(name))
+    remove_shards(folder, [name for name in ours if name not in kept])
 
 
-def _remove_abandoned(out: Path) -> None:
-    """Remove what killed processes left that wrote ``out``: a living one holds the lock of its folder."""
-    for left in out.parent.glob(f".{glob.escape(out.name)}.{'[0-9a-f]' * 12}.tmp"):
-        with contextlib.suppress(OSError):
-            held = lock(left)
-            if held is not None:
-                shutil.rmtree(left, ignore_errors=True)
-                unlock(held)
+def _warn_of_leftovers(folder: Path, errors: list[OSError]) -> None:
+    logger.warning(
+        "deepspeed_muon: %s: %d files that no index names could not be removed, which the next save tries again: %s",
+        folder,
+        len(errors),
+        errors[0],
+    )

@@ -1,47 +1,36 @@
 """Write the state of a running engine as one safetensors set, by all ranks in parallel.
 
-:mod:`deepspeed_muon.checkpoint.plan` says how the tensors get into the files, and
+:mod:`deepspeed_muon.checkpoint.shards` says how the tensors get into the files, and
 :mod:`deepspeed_muon.checkpoint.commit` how the new set replaces the one before.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from deepspeed_muon.checkpoint.commit import (
-    FolderWriter,
-    UnsettledError,
-    make_folder,
-    removed_on_failure,
-    require_one_folder,
-)
-from deepspeed_muon.checkpoint.host import require_all_ranks
-from deepspeed_muon.checkpoint.index import OURS, CheckpointIndex, FileRecord, ParameterRecord, described
-from deepspeed_muon.checkpoint.live import HeldParameter, LiveState, collect
-from deepspeed_muon.checkpoint.plan import SavePlan, log_stage, write_shards
+from deepspeed_muon.checkpoint.atomic import make_folder
+from deepspeed_muon.checkpoint.commit import FolderWriter, rank_lost, require_one_folder, write_set
+from deepspeed_muon.checkpoint.index import OURS
+from deepspeed_muon.checkpoint.live import LiveState, collect, require_all_ranks
+from deepspeed_muon.checkpoint.parts import HeldParameter, Transfer, put_together
 from deepspeed_muon.checkpoint.sealed import folder_of, json_settings, refusing
 from deepspeed_muon.checkpoint.settings import read_progress
-from deepspeed_muon.checkpoint.shards import (
-    DEFAULT_SHARD_BYTES,
-    check_shard_bytes,
-    files_of,
-    remove_shards,
-    shard_name,
-)
-from deepspeed_muon.errors import CheckpointError, MuonError, RankMissingError
-from deepspeed_muon.plan.rows import ROW_STATE_KEY
+from deepspeed_muon.checkpoint.shards import DEFAULT_SHARD_BYTES, Piece, SavePlan, check_shard_bytes
+from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.transport.agreement import RankFacts, Scope, agree
 from deepspeed_muon.transport.members import everyone, is_first_rank
-
-__all__ = ["consolidate"]
+from deepspeed_muon.transport.waiting import phase
 
 # How many of the first elements of copies are compared, and how far apart they may be, relative to the largest.
 _COMPARED = 64
@@ -74,100 +63,24 @@ def consolidate(
             were taken, or when another save is writing into ``out_dir``. The message says which set the folder holds.
     """
     require_all_ranks(engine)
-    with _rank_lost(f"{out_dir}: what it held before is untouched"):
-        folder, plan, writer, save_id = _prepare(engine, out_dir, shard_bytes)
+    with rank_lost(f"{out_dir}: what it held before is untouched"):
+        folder, state, plan, writer, save_id = _prepare(engine, out_dir, shard_bytes)
     try:
-        _save(plan, folder, writer, save_id)
+        fill, about = _Exchange(state, plan).fill, functools.partial(_about, state)
+        write_set(folder, plan, fill, about, writer, save_id, everyone())
     finally:
         if writer is not None:
             writer.close()
     return folder
 
 
-def _save(plan: SavePlan, folder: Path, writer: FolderWriter | None, save_id: str) -> None:
-    """Write shards and index in the order of :mod:`deepspeed_muon.checkpoint.commit`."""
-    log_stage(folder, "start")
-    files: dict[str, FileRecord] = {}
-    untouched = f"{folder}: what it held before is untouched"
-    with _rank_lost(untouched):
-        names = [shard_name(save_id, number) for number in range(len(plan.shards))]
-        with removed_on_failure(folder, files, BaseException):
-            error = write_shards(plan, folder, names, files)
-    if error is not None:
-        remove_shards(folder, files)
-    # From here on the other ranks may know that this rank's shards are there, and rank 0 may write the index.
-    with _rank_lost(_UNKNOWN.format(folder=folder) if writer is None else untouched, UnsettledError):
-        # If one rank has no shards, every rank raises this error: nobody writes the index.
-        with removed_on_failure(folder, files):
-            agree(RankFacts({}), error=error, kind=CheckpointError)
-        log_stage(folder, "shards written")
-        shares = everyone().gather(files, what="gathering of the index").values()
-        every = {name: record for share in shares for name, record in share.items()}
-    with removed_on_failure(folder, files):
-        index, failure = (None, None) if writer is None else _commit(writer, plan, names, every)
-        _announce(folder, failure)
-    log_stage(folder, "index written")
-    if writer is not None and index is not None:
-        writer.clear(index)
-    log_stage(folder, "done")
-
-
-def _commit(
-    writer: FolderWriter,
-    plan: SavePlan,
-    names: Sequence[str],
-    files: dict[str, FileRecord],
-) -> tuple[CheckpointIndex | None, CheckpointError | None]:
-    """Write the index. Its failure is returned: the other ranks wait to hear of it."""
-    try:
-        index = _index(plan, names, files)
-        writer.commit(index)
-    except CheckpointError as error:
-        return None, error
-    except Exception as error:
-        return None, CheckpointError(f"the index cannot be made: {type(error).__name__}: {error}")
-    return index, None
-
-
-def _announce(folder: Path, failure: CheckpointError | None) -> None:
-    """Tell every rank what became of the index; all raise if it was not written, or may not last."""
-    said = [(failure is not None, isinstance(failure, UnsettledError), str(failure))]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        committed = "the new set is complete and in place, but not every rank may know"
-        knows = is_first_rank() and failure is None
-        left = f"{folder}: {committed}" if knows else _UNKNOWN.format(folder=folder)
-        try:
-            with _rank_lost(left, UnsettledError):
-                dist.broadcast_object_list(said, src=0)
-        except UnsettledError:
-            if failure is None:
-                raise
-    if failure is not None:
-        raise failure
-    failed, unsettled, text = said[0]
-    if failed:
-        raise (UnsettledError if unsettled else CheckpointError)(f"rank 0: {text}")
-
-
-_UNKNOWN = "{folder}: it holds the new set or the one before, complete; 'checkpoint inspect' says which"
-
-
-@contextlib.contextmanager
-def _rank_lost(left: str, kind: type[CheckpointError] = CheckpointError) -> Iterator[None]:
-    """Name what is left of a save when a collective fails because a rank died or did not come."""
-    try:
-        yield
-    except (MuonError, RuntimeError) as error:
-        if isinstance(error, MuonError) and not isinstance(error, RankMissingError):
-            raise
-        raise kind(f"{left}. The ranks did not finish the save together: {error}") from error
-
-
-def _prepare(engine: Any, out_dir: Any, shard_bytes: Any) -> tuple[Path, SavePlan, FolderWriter | None, str]:
+def _prepare(
+    engine: Any, out_dir: Any, shard_bytes: Any
+) -> tuple[Path, LiveState, SavePlan, FolderWriter | None, str]:
     """Make the plan and the folder, locked by the first rank; every rank raises if one of them fails or differs.
 
     Returns:
-        The folder, the plan, the writer on the first rank, and the id of the save.
+        The folder, what this rank holds, the plan, the writer on the first rank, and the id of the save.
     """
     error: Exception | None = None
     facts = RankFacts({})
@@ -187,14 +100,16 @@ def _prepare(engine: Any, out_dir: Any, shard_bytes: Any) -> tuple[Path, SavePla
     try:
         agree(facts, error=error, kind=CheckpointError)
         save_id = require_one_folder(folder, writer)
-        held = _held_anywhere(state)
-        plan = SavePlan(state, held, shard_bytes)
+        # What every data-parallel group holds, from the first rank of each.
+        own = [each.told() for each in state.parameters if each.rank == 0]
+        held = list(chain.from_iterable(everyone().gather(own, what="plan of a save").values()))
+        plan = SavePlan(put_together(held), shard_bytes, state.world_size)
         _compare_copies(state, held)
     except BaseException:
         if writer is not None:
             writer.close()
         raise
-    return folder, plan, writer, save_id
+    return folder, state, plan, writer, save_id
 
 
 def _facts(state: LiveState, folder: Path, shard_bytes: int) -> RankFacts:
@@ -206,24 +121,17 @@ def _facts(state: LiveState, folder: Path, shard_bytes: int) -> RankFacts:
     }
     scopes: dict[str, Scope] = {}
     for held in state.groups:
-        scope = Scope.among(held[0].ranks, held[0].rank)
+        scope = Scope.among(held[0].holders, held[0].rank)
         place = "" if scope.size == state.world_size else f" of ranks {scope.name}"
         steps: dict[int, str] = {}
         for each in held:
-            steps.setdefault(each.step, each.name)
+            steps.setdefault(each.record.step, each.name)
         shown = ", ".join(f"{step} ({name}, ...)" for step, name in sorted(steps.items()))
         facts[f"optimizer steps{place}"] = shown
-        told = repr([(each.route, each.part, each.spread, each.group, each.step, each.keys) for each in held])
+        told = repr([(each.route, each.part, each.spread, each.record) for each in held])
         facts[f"plan of the save{place}"] = hashlib.sha256(told.encode()).hexdigest()
         scopes |= {f"{fact}{place}": scope for fact in ("optimizer steps", "plan of the save")}
     return RankFacts(facts, scopes=scopes)
-
-
-def _held_anywhere(state: LiveState) -> list[HeldParameter]:
-    """Return what every data-parallel group holds, from the first rank of each. Must be called by all ranks."""
-    own = [each.told() for each in state.parameters if each.rank == 0]
-    told = everyone().gather(own, what="plan of a save")
-    return [each for held in told.values() for each in held]
 
 
 def _compare_copies(state: LiveState, held: Sequence[HeldParameter]) -> None:
@@ -239,7 +147,7 @@ def _compare_copies(state: LiveState, held: Sequence[HeldParameter]) -> None:
     for each in state.parameters:
         fragment = each.own_fragment("fp32")
         if copies[each.name, each.part] > 1 and fragment is not None and fragment.matrix_offset == 0:
-            start = state.tensor(each.partition, "fp32").narrow(0, fragment.partition_offset, fragment.numel)
+            start = state.tensor(each.bound, "fp32").narrow(0, fragment.partition_offset, fragment.numel)
             own[each.name] = start[:_COMPARED].tolist()
     first: dict[str, tuple[int, list[float]]] = {}
     for rank, found in everyone().gather(own, what="comparison of copies").items():
@@ -255,24 +163,77 @@ def _compare_copies(state: LiveState, held: Sequence[HeldParameter]) -> None:
                 )
 
 
-def _index(plan: SavePlan, names: Sequence[str], files: dict[str, FileRecord]) -> CheckpointIndex:
-    state, where = plan.state, files_of(plan.shards, names)
-    parameters = {}
-    for name, (first, *_) in plan.parts.items():
-        rows = first.part_of(ROW_STATE_KEY).length if ROW_STATE_KEY in first.keys else 0
-        parameters[name] = ParameterRecord(
-            **described(first.whole), rows=rows, step=first.step, group=first.group, tensors=where[name]
-        )
-    return CheckpointIndex.made_now(
-        source={
+def _about(state: LiveState) -> dict[str, Any]:
+    """Return what the index says of the run."""
+    return {
+        "source": {
             "writer": "engine",
             "optimizer": OURS,
             "zero_stage": state.host.zero_stage,
             "world_size": state.world_size,
         },
-        optimizer=state.optimizer.config.model_dump(mode="json"),
-        groups=[json_settings(group) for group in state.optimizer.param_groups],
-        progress=read_progress(state.host),
-        files=dict(sorted(files.items())),
-        parameters=parameters,
-    )
+        "optimizer": state.optimizer.config.model_dump(mode="json"),
+        "groups": [json_settings(group) for group in state.optimizer.param_groups],
+        "progress": read_progress(state.host),
+    }
+
+
+class _Exchange:
+    """Brings every rank its piece of a round with one all-to-all.
+
+    All rounds share its buffers: to allocate them in each round would cost more than the copies.
+    """
+
+    def __init__(self, state: LiveState, plan: SavePlan) -> None:
+        self._state = state
+        self._plan = plan
+        self._by_name = state.by_name
+        self._buffers = dict.fromkeys(
+            ("outgoing", "incoming"), torch.empty(0, dtype=torch.float32, device=state.device)
+        )
+
+    def _buffer(self, name: str, numel: int) -> Tensor:
+        """Return a buffer on the exchange's device; its content is whatever it was."""
+        if self._buffers[name].numel() < numel:
+            self._buffers[name] = torch.empty(numel, dtype=torch.float32, device=self._state.device)
+        return self._buffers[name].narrow(0, 0, numel)
+
+    def _elements(self, transfer: Transfer) -> Tensor:
+        """Return the elements of a transfer that this rank sends."""
+        own = self._by_name[transfer.held.name]
+        flat = self._state.tensor(own.bound, transfer.key)
+        return flat.narrow(0, own.offset(transfer.key, own.rank, transfer.start), transfer.numel)
+
+    def fill(self, pieces: Sequence[Piece | None], content: Tensor) -> None:
+        """Send every rank its piece of this round; this rank's own comes into ``content``, on the CPU."""
+        rank = self._state.rank
+        sent: list[list[Transfer]] = [[] for _ in pieces]
+        received: list[list[Transfer]] = [[] for _ in pieces]
+        traffic = False
+        for writer, piece in enumerate(pieces):
+            for transfer in self._plan.transfers(writer, piece) if piece else ():
+                traffic = traffic or transfer.source != writer
+                if transfer.source == writer == rank:
+                    transfer.put(self._elements(transfer), content)
+                elif transfer.source == rank:
+                    sent[writer].append(transfer)
+                elif writer == rank:
+                    received[transfer.source].append(transfer)
+        if not traffic:
+            return
+        out_splits = [sum(transfer.numel for transfer in transfers) for transfers in sent]
+        in_splits = [sum(transfer.numel for transfer in transfers) for transfers in received]
+        outgoing = self._buffer("outgoing", sum(out_splits))
+        leaving = list(chain.from_iterable(sent))
+        for transfer, part in zip(leaving, _split(outgoing, leaving), strict=True):
+            part.copy_(self._elements(transfer))
+        incoming = self._buffer("incoming", sum(in_splits))
+        with phase("exchange of a checkpoint's pieces", None):
+            dist.all_to_all_single(incoming, outgoing, in_splits, out_splits)
+        arrived = list(chain.from_iterable(received))
+        for transfer, part in zip(arrived, _split(incoming, arrived), strict=True):
+            transfer.put(part, content)
+
+
+def _split(buffer: Tensor, transfers: Sequence[Transfer]) -> Sequence[Tensor]:
+    return buffer.split_with_sizes([transfer.numel for transfer in transfers])

@@ -7,13 +7,16 @@ lead out of the folder, and sizes are compared with the files before memory is a
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 import os
 import platform
 import re
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -21,6 +24,7 @@ from pydantic import (
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
+    SkipValidation,
     ValidationError,
     field_validator,
     model_serializer,
@@ -29,41 +33,21 @@ from pydantic import (
 
 from deepspeed_muon.checkpoint.sealed import VERSION, read_sealed, sealed_json
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.plan.rows import ROW_STATE_KEY, RowPlaces
-from deepspeed_muon.plan.slices import TensorSlice, whole_slice
-from deepspeed_muon.plan.spread import Places, Spread
-
-__all__ = [
-    "COUNTERS",
-    "FORMAT",
-    "INDEX_NAME",
-    "OURS",
-    "SCALE_KEYS",
-    "SHARD_PATTERN",
-    "STATE_KEYS",
-    "VERSION",
-    "CheckpointIndex",
-    "Count",
-    "Dimension",
-    "FileRecord",
-    "InPartitions",
-    "ParameterKind",
-    "ParameterRecord",
-    "Progress",
-    "Steps",
-    "checked",
-    "described",
-    "load_index",
-    "tensor_name",
-]
+from deepspeed_muon.variants import ROW_STATE
 
 FORMAT: Literal["deepspeed_muon.consolidated"] = "deepspeed_muon.consolidated"
 INDEX_NAME = "muon_index.json"
+UNIVERSAL_FORMAT: Literal["deepspeed_muon.universal"] = "deepspeed_muon.universal"
 OURS = "deepspeed_muon"
 """The optimizer of a checkpoint that was not converted from another one."""
 SHARD_PATTERN = re.compile(r"muon-[0-9a-f]{12}-[0-9]{5,}\.safetensors")
 STATE_KEYS: dict[str, tuple[str, ...]] = {"muon": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}
-"""What the optimizer keeps for a parameter of each algorithm, next to the fp32 master. NorMuon keeps rows besides."""
+"""What the optimizer keeps for each element of a parameter of an algorithm, next to the fp32 master."""
+ROW_KEYS: dict[str, tuple[str, ...]] = {"muon": tuple(ROW_STATE), "adamw": ()}
+"""What a variant of the algorithm keeps besides, one number for each row of each block."""
+
+ITEM_BYTES = 4
+"""All tensors of a set are fp32."""
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 """What an engine counts."""
@@ -110,8 +94,10 @@ class FileRecord(_Record):
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class ParameterKind(_Record):
-    """What every record of a parameter says.
+class ParameterRecord(_Record):
+    """One parameter: its whole tensor, how it is updated, and the tensors of a set that hold its state.
+
+    JSON leaves out ``grid``, ``transposed`` and ``rows`` where they are unset.
 
     Attributes:
         shape: The layer's true shape.
@@ -120,6 +106,10 @@ class ParameterKind(_Record):
         grid: Their rows and columns where they are not ``heads`` equal blocks of rows.
         transposed: Whether the weight is stored as input x output.
         group: Number of its param group.
+        rows: Numbers in each entry of its state that has one a row; 0 where there is no such entry.
+        step: Optimizer steps taken; 0 when there is no optimizer state.
+        tensors: Each of :attr:`tensor_keys` to its file, or to its checksum where each has a file of its own.
+            Empty as long as nothing is written.
     """
 
     shape: Annotated[tuple[Dimension, ...], _at_most(64)]
@@ -128,112 +118,51 @@ class ParameterKind(_Record):
     grid: tuple[Blocks, Blocks] | None = None
     transposed: Annotated[bool, Field(strict=True)] = False
     group: Count
+    rows: Annotated[int, Field(ge=0, le=_MAX_NUMEL, strict=True)] = 0
+    step: Steps = 0
+    tensors: dict[str, str] = {}
+
+    @classmethod
+    def of(cls, route: Any, **more: Any) -> ParameterRecord:
+        """Return the record of a parameter with a route, or with another record; ``more`` are further fields."""
+        fields = ("shape", "algorithm", "heads", "grid", "transposed")
+        return cls(**{**{name: getattr(route, name) for name in fields}, **more})
 
     @property
     def numel(self) -> int:
         """Elements of the parameter."""
         return math.prod(self.shape)
 
-    @field_validator("shape")
-    @classmethod
-    def _bounded(cls, shape: tuple[int, ...]) -> tuple[int, ...]:
-        if math.prod(shape) > _MAX_NUMEL:
-            raise ValueError(f"shape {list(shape)} is absurd")
-        return shape
-
-
-def described(kind: Any) -> dict[str, Any]:
-    """Return the fields of :class:`ParameterKind` but ``group``, of a route or a saved parameter, as JSON has them."""
-    return {
-        "shape": list(kind.shape),
-        "algorithm": kind.algorithm,
-        "heads": kind.heads,
-        "grid": None if kind.grid is None else [list(sizes) for sizes in kind.grid],
-        "transposed": kind.transposed,
-    }
-
-
-class InPartitions:
-    """What the ranks of a data-parallel group hold of a parameter: its elements lie in their flat partitions.
-
-    Attributes:
-        shape: True shape of what they hold.
-        part: Which part of the whole tensor that is.
-        spread: Where the master and the entries of the state lie, except for the row moments.
-        row_places: Where NorMuon's row moments lie; ``None`` where there are none.
-    """
-
-    if TYPE_CHECKING:  # no fields where a pydantic model inherits this
-        shape: tuple[int, ...]
-        part: TensorSlice
-        spread: Spread
-        row_places: RowPlaces | None
-
     @property
-    def row_count(self) -> int:
-        """How many row moments there are."""
-        return 0 if self.row_places is None else self.row_places.numel
-
-    def places_of(self, key: str) -> Places:
-        """Return where the master (``fp32``) or an entry of the state lies."""
-        return self.row_places if key == ROW_STATE_KEY and self.row_places is not None else self.spread
-
-    def part_of(self, key: str) -> TensorSlice:
-        """Return which part of the whole master or entry of the state the ranks hold.
-
-        Raises:
-            ValueError: If the row moments do not divide as the parameter does.
-        """
-        if key != ROW_STATE_KEY or self.row_places is None:
-            return self.part
-        # A moment belongs to an output of the layer. Ranks that cut the inputs keep the moments of all outputs each.
-        cuts_outputs = len(self.shape) > 2 or (self.part.dim == 1) == self.row_places.matrix.transposed
-        if self.part.is_whole or not cuts_outputs:
-            return whole_slice(self.part.name, (self.row_count,))
-        return self.part.scaled(self.row_count)
-
-
-class ParameterRecord(ParameterKind):
-    """One parameter of a consolidated set.
-
-    The file leaves out ``grid``, ``transposed`` and ``rows`` where they are unset.
-
-    Attributes:
-        rows: Length of NorMuon's ``row_second_moment``; 0 where there is none.
-        step: Optimizer steps taken; 0 when there is no optimizer state.
-        tensors: ``fp32`` and the state keys of the algorithm, each with the file that holds it.
-    """
-
-    rows: Annotated[int, Field(ge=0, le=_MAX_NUMEL, strict=True)] = 0
-    step: Steps
-    tensors: dict[str, str]
+    def tensor_keys(self) -> tuple[str, ...]:
+        """``fp32``, and the entries of the state once a step was taken."""
+        if not self.step:
+            return ("fp32",)
+        return ("fp32", *STATE_KEYS[self.algorithm], *(ROW_KEYS[self.algorithm] if self.rows else ()))
 
     def shape_of(self, key: str) -> tuple[int, ...]:
-        """Return the shape of one of the parameter's tensors."""
-        return (self.rows,) if key == ROW_STATE_KEY else self.shape
+        """Return the shape of the whole master (``fp32``) or of an entry of the state."""
+        return (self.rows,) if key in ROW_KEYS[self.algorithm] else self.shape
 
     @model_serializer(mode="wrap")
     def _without_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # Releases that do not know these keys refuse an index that has them.
         written = dict(serialize(self))
         for key in ("grid", "transposed", "rows"):
-            if not written[key]:
-                del written[key]
+            if not written.get(key):
+                written.pop(key, None)
         return written
 
     @model_validator(mode="after")
-    def _complete(self) -> ParameterRecord:
-        expected = {"fp32", *(STATE_KEYS[self.algorithm] if self.step else ())}
-        if self.rows:
-            if self.algorithm != "muon" or not self.step or self.rows > self.numel:
-                raise ValueError(
-                    f"{self.rows} rows of moments do not fit {self.algorithm} and shape {list(self.shape)}"
-                )
-            expected.add(ROW_STATE_KEY)
-        if self.heads > self.numel:
+    def _possible(self) -> ParameterRecord:
+        numel = self.numel
+        if numel > _MAX_NUMEL:
+            raise ValueError(f"shape {list(self.shape)} is absurd")
+        if self.heads > numel:
             raise ValueError(f"{self.heads} heads do not fit shape {list(self.shape)}")
-        if set(self.tensors) != expected:
-            raise ValueError(f"holds {sorted(self.tensors)}, expected {sorted(expected)}")
+        if self.rows > numel or (self.rows and not ROW_KEYS[self.algorithm]):
+            raise ValueError(
+                f"{self.rows} rows of moments do not fit {self.algorithm} and shape {list(self.shape)}"
+            )
         return self
 
 
@@ -275,10 +204,10 @@ def _each(model: type[_Model]) -> BeforeValidator:
 
 
 class CheckpointIndex(_Record):
-    """The whole index.
+    """The whole index of a consolidated set, or the record of a universal checkpoint.
 
     Attributes:
-        format: Always :data:`FORMAT`.
+        format: :data:`FORMAT`, or :data:`UNIVERSAL_FORMAT`: there each tensor has a file of its own.
         version: Of the format.
         versions: Of the software that wrote it.
         source: Where the state came from, in words and numbers; ``optimizer`` is :data:`OURS`, or what it was converted
@@ -287,11 +216,11 @@ class CheckpointIndex(_Record):
         optimizer: The settings of the optimizer.
         groups: Hyperparameters of the param groups.
         progress: Where the run stood.
-        files: The safetensors files.
+        files: The safetensors files; none in a universal checkpoint.
         parameters: Name of every parameter to its record.
     """
 
-    format: Literal["deepspeed_muon.consolidated"]
+    format: Literal["deepspeed_muon.consolidated", "deepspeed_muon.universal"]
     version: Literal[1]
     versions: dict[str, str]
     source: dict[str, Any] = {}
@@ -299,13 +228,13 @@ class CheckpointIndex(_Record):
     optimizer: dict[str, Any] = {}
     groups: Annotated[list[dict[str, Any]], Field(max_length=1024)]
     progress: Progress = Progress()
-    files: Annotated[dict[str, FileRecord], _each(FileRecord)]
-    parameters: Annotated[dict[str, ParameterRecord], _each(ParameterRecord)]
+    files: Annotated[dict[str, SkipValidation[FileRecord]], _each(FileRecord)] = {}
+    parameters: Annotated[dict[str, SkipValidation[ParameterRecord]], _each(ParameterRecord)]
 
     @classmethod
-    def made_now(cls, **content: Any) -> CheckpointIndex:
+    def made_now(cls, form: str = FORMAT, **content: Any) -> CheckpointIndex:
         """Return an index of this release's format with the versions of the software that runs."""
-        return cls(format=FORMAT, version=VERSION, versions=_versions(), **content)
+        return cls(format=form, version=VERSION, versions=_versions(), **content)  # type: ignore[arg-type]
 
     def to_bytes(self) -> bytes:
         """Return the file's content, with the checksum."""
@@ -325,10 +254,14 @@ class CheckpointIndex(_Record):
         for name, record in self.parameters.items():
             if record.group >= len(self.groups):
                 raise ValueError(f"parameter {name}: param group {record.group} does not exist")
-            for key, file in record.tensors.items():
+            if record.tensors.keys() != set(record.tensor_keys) or (record.rows and not record.step):
+                raise ValueError(
+                    f"parameter {name}: holds {sorted(record.tensors)}, expected {sorted(record.tensor_keys)}"
+                )
+            for key, file in record.tensors.items() if self.format == FORMAT else ():
                 if file not in self.files:
                     raise ValueError(f"parameter {name}: {key} is in {file!r}, which is not among the files")
-                used[file] += 4 * math.prod(record.shape_of(key))
+                used[file] += ITEM_BYTES * math.prod(record.shape_of(key))
         for file, size in used.items():
             if size > self.files[file].bytes:
                 raise ValueError(f"{file} has {self.files[file].bytes} bytes, its tensors need {size}")
@@ -350,23 +283,38 @@ def tensor_name(key: str, parameter: str) -> str:
     return f"{key}/{parameter}"
 
 
-def load_index(folder: str | os.PathLike[str]) -> CheckpointIndex:
-    """Read and check the index of a consolidated checkpoint; the files that it names are not opened.
+def load_index(folder: str | os.PathLike[str], name: str = INDEX_NAME, form: str = FORMAT) -> CheckpointIndex:
+    """Read and check the index of a checkpoint; the files that it names are not opened.
 
     Args:
         folder: The folder.
+        name: Of the index in it.
+        form: The format that it must have.
 
     Raises:
         CheckpointError: Naming the file and, where one is to blame, the parameter.
     """
-    path = Path(folder) / INDEX_NAME
+    path = Path(folder) / name
+    with _without_collections():
+        try:
+            content = read_sealed(path, form)
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{folder}: no {name}: not a consolidated checkpoint, or its save did not finish"
+            ) from None
+        return checked(CheckpointIndex, content, f"{path}: refused:\n")
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Pause the garbage collector, which would take half of the time to look at a growing index again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
-        content = read_sealed(path, FORMAT)
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{folder}: no {INDEX_NAME}: not a consolidated checkpoint, or its save did not finish"
-        ) from None
-    return checked(CheckpointIndex, content, f"{path}: refused:\n")
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def checked(model: type[_Model], content: Any, refusal: str) -> _Model:

@@ -13,20 +13,26 @@ the same step.
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, PrivateAttr, model_validator
+import torch
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
-from deepspeed_muon.checkpoint.index import Count, Dimension, InPartitions, ParameterKind, checked
+from deepspeed_muon.checkpoint.index import Count, Dimension, ParameterRecord, checked
+from deepspeed_muon.checkpoint.live import LiveParameter, LiveState, collect
+from deepspeed_muon.checkpoint.parts import HeldParameter
 from deepspeed_muon.checkpoint.sealed import refusing
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.logs import warn
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.rows import RowPlaces, row_places
 from deepspeed_muon.plan.slices import TensorSlice, whole_slice
 from deepspeed_muon.plan.spread import Places, Spread
+from deepspeed_muon.transport.agreement import Scope
 
 RECORD_KEY = "deepspeed_muon_layout"
 RECORD_VERSION = 1
@@ -44,15 +50,15 @@ def _spread(value: Any) -> Spread:
     return Spread(*value)
 
 
-class RecordedPart(BaseModel):
-    """Which part of a whole tensor a parameter is, where it is not all of it.
+class _Whole(BaseModel):
+    """What an entry says of the whole tensor, where the parameter is a part of it.
 
     Attributes:
         shape: Of the whole tensor.
         dim: The dimension that is cut.
         ranges: As :class:`~deepspeed_muon.plan.slices.TensorSlice` has them.
         heads: Blocks of the whole tensor.
-        grid: Their rows and columns, see :class:`~deepspeed_muon.checkpoint.index.ParameterKind`.
+        grid: Their rows and columns, see :class:`~deepspeed_muon.checkpoint.index.ParameterRecord`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -64,46 +70,30 @@ class RecordedPart(BaseModel):
     grid: tuple[tuple[Dimension, ...], tuple[Dimension, ...]] | None = None
 
 
-class RecordedParameter(ParameterKind, InPartitions):
-    """One parameter of the record.
+class _Entry(ParameterRecord):
+    """One parameter of the record, as the ranks of the group hold it.
 
     Attributes:
         name: Dotted name of the whole tensor.
         partition: Index of the flat partition in every rank's file.
         spread: Where it lies; the file has the numbers of the rule.
-        rows: Length of NorMuon's ``row_second_moment``; 0 where there is none.
         whole: Which part of the whole tensor it is; ``None`` for all of it.
     """
 
     name: str
     partition: Count
     spread: Annotated[Spread, PlainValidator(_spread)]
-    rows: Count = 0
-    whole: RecordedPart | None = None
-    _row_places: RowPlaces | None = PrivateAttr(None)
+    whole: _Whole | None = None
 
     @property
-    def part(self) -> TensorSlice:  # type: ignore[override]
-        """Which part of the whole tensor it is.
-
-        Raises:
-            ValueError: If it is none.
-        """
+    def part(self) -> TensorSlice:
+        """Which part of the whole tensor it is; raises a ValueError if it is none."""
         if self.whole is None:
             return whole_slice(self.name, self.shape)
         return TensorSlice(self.name, self.whole.shape, self.whole.dim, self.whole.ranges)
 
-    @property
-    def row_places(self) -> RowPlaces | None:  # type: ignore[override]
-        """Where the row moments lie; known once all parameters of the partition are."""
-        return self._row_places
-
     def matrix(self) -> MatrixLayout:
-        """Return the layout of a parameter with row moments.
-
-        Raises:
-            ValueError: If its rows do not fit.
-        """
+        """Return the layout of a parameter with rows; raises a ValueError if they do not fit."""
         row_blocks, col_blocks = self.grid or ((), ())
         if self.transposed:
             stripes = len(row_blocks) or self.heads
@@ -124,6 +114,12 @@ class RecordedParameter(ParameterKind, InPartitions):
             transposed=self.transposed,
         )
 
+    def held(self, rows: RowPlaces | None, files: tuple[int, ...]) -> HeldParameter:
+        """Return what the files hold of it, before any step; the record has no rows yet."""
+        whole = {} if self.whole is None else self.whole.model_dump(exclude={"dim", "ranges"})
+        record = ParameterRecord.of(self, group=self.group, **whole)
+        return HeldParameter(record, self.part, self.spread, rows, files, self.partition)
+
 
 class LayoutRecord(BaseModel):
     """The record of a data-parallel group, checked: nothing lies in two places, or where something else lies.
@@ -138,7 +134,7 @@ class LayoutRecord(BaseModel):
 
     world_size: Annotated[int, Field(ge=1, le=1 << 24, strict=True)]
     optimizer: dict[str, Any]
-    parameters: Annotated[tuple[RecordedParameter, ...], Field(min_length=1)]
+    parameters: Annotated[tuple[_Entry, ...], Field(min_length=1)]
 
     @model_validator(mode="after")
     def _consistent(self) -> LayoutRecord:
@@ -152,15 +148,23 @@ class LayoutRecord(BaseModel):
             partitions.setdefault(entry.partition, []).append((entry.name, entry.spread))
         for partition, members in partitions.items():
             _refuse_overlaps(partition, members)
-        with_rows = [entry for entry in self.parameters if entry.rows]
-        for entry, places in zip(with_rows, row_places([entry.matrix() for entry in with_rows]), strict=True):
-            if places.numel != entry.rows:
+        places = self._row_places()
+        for entry in self.parameters:
+            if entry.rows and entry.rows != places[entry.name].numel:
                 raise ValueError(f"parameter {entry.name}: {entry.rows} row moments do not fit")
-            entry._row_places = places
         return self
 
+    def _row_places(self) -> dict[str, RowPlaces]:
+        places = row_places([entry.matrix() for entry in self.parameters if entry.rows])
+        return {each.matrix.name: each for each in places}
 
-def _require_fit(entry: RecordedParameter, world_size: int) -> None:
+    def held(self, files: Sequence[int]) -> list[HeldParameter]:
+        """Return what the files of the group's ranks hold of each parameter, before any step."""
+        rows, holders = self._row_places(), tuple(files)
+        return [entry.held(rows.get(entry.name), holders) for entry in self.parameters]
+
+
+def _require_fit(entry: _Entry, world_size: int) -> None:
     """Raise unless a parameter has as many elements as its spread, on ranks that exist."""
     where = f"parameter {entry.name}: "
     if entry.part.own_shape != entry.shape:
@@ -169,10 +173,6 @@ def _require_fit(entry: RecordedParameter, world_size: int) -> None:
         raise ValueError(f"{where}its spread has {entry.spread.numel} of {entry.numel} elements")
     if entry.spread.ranks.stop > world_size or entry.spread.copies not in (0, world_size):
         raise ValueError(f"{where}ranks {entry.spread.ranks} are not those of {world_size}")
-    if entry.rows and (entry.algorithm != "muon" or entry.rows > entry.numel):
-        raise ValueError(f"{where}{entry.rows} row moments do not fit")
-    if entry.heads > entry.numel:
-        raise ValueError(f"{where}{entry.heads} heads do not fit shape {list(entry.shape)}")
     if entry.rows and entry.heads > min(entry.rows, _MOST_BLOCKS):
         raise ValueError(f"{where}{entry.heads} blocks do not fit {entry.rows} row moments")
 
@@ -265,3 +265,84 @@ def read_records(contents: Sequence[Any], where: str) -> list[tuple[LayoutRecord
             }
             found.append((checked(LayoutRecord, whole, f"{where}: layout record refused:\n"), numbers))
     return found
+
+
+def add_record_to_state_dict(engine: Any) -> None:
+    """Let the optimizer of ``engine``, which must be ours, add the record to every state dict that it returns."""
+    engine.basic_optimizer.register_state_dict_post_hook(_RecordHook(engine))
+
+
+class _RecordHook:
+    """Adds the record to a state dict. It refers to the engine weakly: the optimizer must not keep it alive."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = weakref.ref(engine)
+        self._warned = False
+
+    def __call__(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        engine = self._engine()
+        if engine is None:
+            return
+        try:
+            state_dict[RECORD_KEY] = record_of(collect(engine))
+        except CheckpointError as error:
+            # DeepSpeed's own resume works without the record. A reader must learn why there is none, or it would take
+            # the state for that of another optimizer.
+            state_dict[RECORD_KEY] = {
+                "version": RECORD_VERSION,
+                "save": engine.basic_optimizer.host.save_id,
+                "missing": str(error),
+            }
+            if not self._warned:
+                warn(
+                    "deepspeed_muon: the saved optimizer state has no record of its layout: %s. engine.load_checkpoint "
+                    "resumes it at the same ZeRO stage and number of ranks; 'checkpoint consolidate' and 'universal' "
+                    "cannot read it",
+                    error,
+                )
+            self._warned = True
+
+
+def record_of(state: LiveState) -> Mapping[str, Any]:
+    """Return what this rank's file says of the layout."""
+    if state.host.save_id is None:
+        raise CheckpointError("engine.save_checkpoint did not write it")
+    return {
+        "version": RECORD_VERSION,
+        "save": state.host.save_id,
+        "optimizer": state.optimizer.config.model_dump(mode="json"),
+        "groups": [_record_of_group(state, held) for held in state.groups],
+    }
+
+
+def _record_of_group(state: LiveState, held: Sequence[LiveParameter]) -> dict[str, Any]:
+    """Return what this rank's file says of the parameters of one data-parallel group."""
+    order = {route.name: number for number, route in enumerate(state.optimizer.routes)}
+    entries = [_entry(each) for each in sorted(held, key=lambda each: order[each.route.name])]
+    first = held[0]
+    # Where every rank holds everything, only one of them writes a file.
+    in_one_file = all(each.spread.replicated for each in held)
+    return {
+        "name": Scope.among(first.holders, first.rank).name,
+        "rank": first.rank,
+        "world_size": len(first.holders),
+        "parameters": entries if in_one_file else entries[first.rank :: len(first.holders)],
+    }
+
+
+def _entry(parameter: LiveParameter) -> dict[str, Any]:
+    own = ParameterRecord.of(parameter.route, group=parameter.record.group, rows=parameter.row_count)
+    entry = {
+        "name": parameter.name,
+        **own.model_dump(mode="json", exclude={"step", "tensors"}),
+        "partition": parameter.partition,
+        "spread": parameter.spread.numbers(),
+    }
+    if not parameter.part.is_whole:
+        whole = parameter.record.model_dump(mode="json", include={"shape", "heads", "grid"})
+        entry["whole"] = {
+            **whole,
+            "dim": parameter.part.dim,
+            "ranges": list(map(list, parameter.part.ranges)),
+        }
+    return entry

@@ -2,59 +2,126 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.host import Host, optimizer_of
-from deepspeed_muon.checkpoint.index import STATE_KEYS, InPartitions
+from deepspeed_muon.checkpoint.index import ParameterRecord
+from deepspeed_muon.checkpoint.parts import HeldParameter, with_state
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
-from deepspeed_muon.plan.rows import ROW_STATE_KEY, RowPlaces
 from deepspeed_muon.plan.slices import TensorSlice, whole_slice
-from deepspeed_muon.plan.spread import Fragment, Spread
+from deepspeed_muon.plan.spread import Fragment
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.step.step_set import BoundPartition
 
-__all__ = ["HeldParameter", "LiveParameter", "LiveState", "collect"]
+SOME_RANKS = (
+    "the ranks of a save agree over the default process group, whose other ranks would not come, as in DeepSpeed's own "
+    "save_checkpoint; save module.state_dict() and optimizer.state_dict() of each rank instead"
+)
 
 
-@dataclass(frozen=True, slots=True)
-class HeldParameter(InPartitions):
-    """One parameter as the ranks of its data-parallel group hold it; other ranks may hold other parts of it.
+class Host(Protocol):
+    """The engine around an optimizer. The engine sets it as ``Muon.host`` when it binds the optimizer.
 
     Attributes:
-        route: Name, true shape and algorithm on these ranks.
-        part: The part of the whole tensor that they hold, with its name.
-        ranks: The ranks of the group, as global ranks: one object for all parameters of the group.
-        group: Number of its param group.
-        step: Optimizer steps taken.
-        keys: What there is to save: ``fp32``, and the state once a step was taken.
+        step_thread: The thread that took the last step; ``None`` before the first one.
+        save_id: Random id of the save that ``engine.save_checkpoint`` is writing, equal on all ranks; else ``None``.
     """
 
-    route: Route
-    shape: tuple[int, ...]
-    part: TensorSlice
-    spread: Spread
-    row_places: RowPlaces | None
-    ranks: tuple[int, ...]
-    group: int
-    step: int
-    keys: tuple[str, ...]
+    step_thread: int | None
+    save_id: str | None
 
     @property
-    def name(self) -> str:
-        """The name of the whole tensor."""
-        return self.part.name
+    def zero_stage(self) -> int:
+        """The ZeRO stage."""
 
     @property
-    def whole(self) -> Route:
-        """The route as it would be on a rank that has the whole tensor."""
-        return replace(self.route, name=self.part.name, shape=self.part.shape)
+    def parts(self) -> Mapping[str, TensorSlice | str]:
+        """Name of each parameter that is a part of a whole tensor, or has another name there, to that part.
+
+        A text in its place says why nobody knows it.
+        """
+
+    @property
+    def scheduler(self) -> Any:
+        """The learning-rate scheduler, or ``None``."""
+
+    def counters(self) -> dict[str, int]:
+        """Return ``global_steps``, ``global_samples`` and ``skipped_steps``."""
+
+    def set_counters(self, counters: Mapping[str, int]) -> None:
+        """Set the counters that :meth:`counters` returns."""
+
+    def param_group_numbers(self) -> list[int]:
+        """Return the number of the param group of every partition, in the order of the partitions."""
+
+    def loss_scale(self) -> dict[str, float] | None:
+        """Return what the dynamic loss scale needs to continue, or ``None`` where there is none."""
+
+    def set_loss_scale(self, state: Mapping[str, float]) -> None:
+        """Continue with a loss scale from :meth:`loss_scale`; nothing happens where there is no dynamic one."""
+
+    def refresh_weights(self) -> None:
+        """Round the fp32 masters into the weights of the forward pass. Must be called by all ranks."""
+
+    def begin_restore(self, where: str) -> None:
+        """Let steps, saves and forward passes raise from now on, until :meth:`end_restore`; may be called again.
+
+        Args:
+            where: What is restored, for the message.
+        """
+
+    def end_restore(self) -> None:
+        """Let the engine train again."""
+
+    def require_restored(self) -> None:
+        """Raise if a restore began and did not end.
+
+        Raises:
+            CheckpointError: Naming what was restored and the remedy.
+        """
+
+
+def optimizer_of(engine: Any) -> Muon:
+    """Return our optimizer inside an engine.
+
+    Raises:
+        CheckpointError: If the engine runs another optimizer, or is not made yet.
+    """
+    optimizer = getattr(engine, "basic_optimizer", None)
+    if not isinstance(optimizer, Muon):
+        raise CheckpointError(
+            f"this engine's optimizer is {type(optimizer).__name__}, not deepspeed_muon.Muon: use DeepSpeed's own "
+            f"checkpoints for it"
+        )
+    if optimizer.host is None:
+        raise CheckpointError("the engine's optimizer holds no parameters")
+    return optimizer
+
+
+def require_all_ranks(engine: Any) -> None:
+    """Raise on every rank, without waiting for others, where the ranks cannot save or restore together.
+
+    Raises:
+        CheckpointError: If the engine does not have all ranks of the program, or another thread takes its steps: its
+            collectives and those of the save would meet in another order on each rank.
+    """
+    optimizer = getattr(engine, "basic_optimizer", None)
+    members = getattr(optimizer, "members", None)
+    if members is not None and not members.are_everyone:
+        raise CheckpointError(f"this engine has some of the program's ranks only: {SOME_RANKS}")
+    thread = getattr(getattr(optimizer, "host", None), "step_thread", None)
+    if thread not in (None, threading.get_ident()):
+        raise CheckpointError(
+            "another thread takes the steps of this engine: save and restore in the thread that calls engine.step"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +129,13 @@ class LiveParameter(HeldParameter):
     """One parameter of a running engine, and where it lies.
 
     Attributes:
-        partition: The partition that holds this rank's fragments.
+        route: Name, true shape and algorithm on this rank.
+        bound: The partition that holds this rank's fragments.
         rank: This rank inside the group.
     """
 
-    partition: BoundPartition
+    route: Route
+    bound: BoundPartition
     rank: int
 
     def own_fragment(self, key: str) -> Fragment | None:
@@ -74,19 +143,9 @@ class LiveParameter(HeldParameter):
         return self.places_of(key).on(self.rank)
 
     def told(self) -> HeldParameter:
-        """Return what the other ranks are told: no tensors, and of the row moments' places what tells the rank."""
+        """Return what the other ranks are told: no tensors, and of the rows' places what tells the rank."""
         rows = None if self.row_places is None else self.row_places.alone()
-        return HeldParameter(
-            self.route,
-            self.shape,
-            self.part,
-            self.spread,
-            rows,
-            self.ranks,
-            self.group,
-            self.step,
-            self.keys,
-        )
+        return HeldParameter(self.record, self.part, self.spread, rows, self.holders, self.partition)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +178,7 @@ class LiveState:
         """The parameters of each data-parallel group that this rank is in."""
         found: dict[int, list[LiveParameter]] = {}
         for parameter in self.parameters:
-            found.setdefault(id(parameter.ranks), []).append(parameter)
+            found.setdefault(id(parameter.holders), []).append(parameter)
         return list(found.values())
 
     def tensor(self, partition: BoundPartition, key: str) -> Tensor:
@@ -163,26 +222,27 @@ def collect(engine: Any) -> LiveState:
     for runner in optimizer._runners:
         step_set = runner.step_set
         rows = {places.matrix.name: places for places in runner.row_places}
-        ranks = _ranks(step_set.group)
+        ranks = (0,) if step_set.group is None else tuple(dist.get_process_group_ranks(step_set.group))
         ranks = members.setdefault(ranks, ranks)
         partitions = {partition.index: partition for partition in step_set.partitions}
         layouts: tuple[MatrixLayout | ParameterLayout, ...] = (*step_set.matrices, *step_set.others)
         for layout in layouts:
-            route, partition = routes[layout.name], partitions[layout.partition]
-            state = optimizer.state.get(partition.tensor, {})
+            route, bound = routes[layout.name], partitions[layout.partition]
+            part = _part(host, route)
+            state = optimizer.state.get(bound.tensor, {})
+            whole = replace(route, name=part.name, shape=part.shape)
             found = LiveParameter(
-                route,
-                route.shape,
-                _part(host, route),
+                ParameterRecord.of(whole, group=groups[bound.index]),
+                part,
                 layout.spread,
                 rows.get(layout.name),
                 ranks,
-                groups[layout.partition],
-                int(state.get("step", 0)),
-                _keys(route, state, layout.name in rows),
-                partition,
+                bound.index,
+                route,
+                bound,
                 step_set.rank,
             )
+            found = with_state(found, state, int(state.get("step", 0)))
             if parameters.setdefault(found.name, found) is not found:
                 raise CheckpointError(
                     f"{parameters[found.name].route.name} and {route.name} are both {found.name}"
@@ -201,14 +261,3 @@ def _part(host: Host, route: Route) -> TensorSlice:
             f"parameter {route.name}: {part}. engine.save_checkpoint and load_checkpoint resume it at the same ranks"
         )
     return part or whole_slice(route.name, route.shape)
-
-
-def _keys(route: Route, state: dict[str, Any], with_rows: bool) -> tuple[str, ...]:
-    if not state.get("step", 0):
-        return ("fp32",)
-    rows = (ROW_STATE_KEY,) if with_rows and ROW_STATE_KEY in state else ()
-    return ("fp32", *STATE_KEYS[route.algorithm], *rows)
-
-
-def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    return (0,) if group is None else tuple(dist.get_process_group_ranks(group))

@@ -8,27 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from deepspeed_muon.checkpoint.commit import FolderWriter, make_folder, new_folder, removed_on_failure
+from deepspeed_muon.checkpoint.atomic import make_folder, new_folder
+from deepspeed_muon.checkpoint.commit import FolderWriter, write_set
 from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
-from deepspeed_muon.checkpoint.index import CheckpointIndex, FileRecord, ParameterRecord, described
+from deepspeed_muon.checkpoint.index import ROW_KEYS, CheckpointIndex
 from deepspeed_muon.checkpoint.sealed import folder_of, refusing
 from deepspeed_muon.checkpoint.settings import check_loss_scale, checked_settings
-from deepspeed_muon.checkpoint.shards import (
-    DEFAULT_SHARD_BYTES,
-    PlannedTensor,
-    ShardFile,
-    check_shard_bytes,
-    files_of,
-    fsync_folder,
-    pack,
-    shard_name,
-)
+from deepspeed_muon.checkpoint.shards import DEFAULT_SHARD_BYTES, Piece, SavePlan, check_shard_bytes
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource, nonfinite_text
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.plan.rows import ROW_STATE_KEY
-
-__all__ = ["consolidate_files", "export_to_torch", "verify_folder"]
+from deepspeed_muon.transport.members import Members
 
 # Settings of torch's optimizers that ours have too. Our eps is that of AdamW in every group.
 _TAKEN_OVER = {
@@ -68,73 +59,19 @@ def consolidate_files(
     saved = DeepSpeedFiles(folder, trust=trust, include=include, exclude=exclude)
     with refusing(f"{out}: cannot be made"):
         make_folder(out)
-    with FolderWriter(out) as writer:
-        index = _replace_set(saved, out, shard_bytes, writer)
-        writer.clear(index)
-    return index
+    plan = SavePlan(saved.parameters, shard_bytes)
 
+    def fill(pieces: Sequence[Piece | None], content: Tensor) -> None:
+        with refusing(str(saved.folder)):
+            saved.bring(plan.transfers(0, pieces[0]) if pieces[0] else (), content)
 
-def _replace_set(saved: DeepSpeedFiles, out: Path, shard_bytes: int, writer: FolderWriter) -> CheckpointIndex:
-    """Write shards and index in the order of :mod:`deepspeed_muon.checkpoint.commit`."""
-    tensors = [
-        PlannedTensor(name, key, parameter.shape_of(key))
-        for name, parameter in saved.parameters.items()
-        for key in parameter.keys
-    ]
-    files: dict[str, FileRecord] = {}
-    shards = pack(tensors, shard_bytes)
-    with removed_on_failure(out, files, BaseException):
-        try:
-            for number, shard in enumerate(shards):
-                name = shard_name(writer.save_id, number)
-                files[name] = _write_shard(saved, out / name, shard)
-            fsync_folder(out)
-        except OSError as error:
-            raise CheckpointError(f"{out}: {error}; what it held before is untouched") from error
-        index = _index(saved, files, files_of(shards, list(files)))
-    with removed_on_failure(out, files):
-        writer.commit(index)
-    return index
-
-
-def _write_shard(saved: DeepSpeedFiles, path: Path, tensors: Sequence[PlannedTensor]) -> FileRecord:
-    file = ShardFile(path, tensors)
+    writer = FolderWriter(out)
     try:
-        for tensor in tensors:
-            for piece in saved.pieces(tensor.parameter, tensor.key):
-                file.write(piece)
-        return file.finish()
-    except BaseException:
-        file.discard()
-        raise
-
-
-def _index(
-    saved: DeepSpeedFiles, files: dict[str, FileRecord], where: dict[str, dict[str, str]]
-) -> CheckpointIndex:
-    return CheckpointIndex.made_now(
-        source={
-            "writer": "offline",
-            "optimizer": saved.kind,
-            "zero_stage": saved.stage,
-            "world_size": saved.world_size,
-        },
-        lossy=saved.lossy,
-        optimizer=saved.optimizer,
-        groups=saved.groups,
-        progress=saved.progress,
-        files=files,
-        parameters={
-            name: ParameterRecord(
-                **described(parameter),
-                rows=parameter.row_count,
-                step=parameter.step,
-                group=parameter.group,
-                tensors=where[name],
-            )
-            for name, parameter in saved.parameters.items()
-        },
-    )
+        index = write_set(out, plan, fill, saved.about, writer, writer.save_id, Members())
+    finally:
+        writer.close()
+    assert index is not None
+    return index
 
 
 def verify_folder(folder: str | os.PathLike[str], *, allow_nonfinite: bool = False) -> CheckpointIndex:
@@ -196,7 +133,7 @@ def export_to_torch(folder: str | os.PathLike[str], out_dir: str | os.PathLike[s
             entries: dict[str, Any] = {
                 key: source.read(name, key, 0, record.numel).view(record.shape)
                 for key in record.tensors
-                if key not in ("fp32", ROW_STATE_KEY)
+                if key not in ("fp32", *ROW_KEYS[algorithm])
             }
             if entries and algorithm == "adamw":
                 entries["step"] = torch.tensor(float(record.step))
@@ -236,7 +173,7 @@ def _torch_settings(
     if any(record.heads > 1 for record in records):
         lossy.append("torch.optim.Muon does not orthogonalise heads, experts or parts separately")
     if any(record.rows for record in records):
-        lossy.append("torch.optim.Muon has no NorMuon: the row moments are dropped")
+        lossy.append("torch.optim.Muon keeps a momentum only: the row moments are dropped")
     if any(record.transposed for record in records):
         lossy.append("torch.optim.Muon takes the scale of a transposed weight from its stored shape")
     return defaults

@@ -15,20 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.host import require_all_ranks
-from deepspeed_muon.checkpoint.index import INDEX_NAME, STATE_KEYS, ParameterRecord, Progress, load_index
-from deepspeed_muon.checkpoint.live import LiveParameter, LiveState, collect
+from deepspeed_muon.checkpoint.index import (
+    INDEX_NAME,
+    ROW_KEYS,
+    STATE_KEYS,
+    ParameterRecord,
+    Progress,
+    load_index,
+)
+from deepspeed_muon.checkpoint.live import LiveParameter, LiveState, collect, require_all_ranks
 from deepspeed_muon.checkpoint.sealed import folder_of, read_regular, refusing, regular_size
 from deepspeed_muon.checkpoint.settings import Before, check_progress, group_settings, write_progress
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource, StateSource, nonfinite_text
 from deepspeed_muon.checkpoint.tag_folder import CONSOLIDATED_FOLDER, glance
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
-from deepspeed_muon.plan.rows import ROW_STATE_KEY
 from deepspeed_muon.transport.agreement import RankFacts, agree
 from deepspeed_muon.transport.members import everyone
-
-__all__ = ["CONSOLIDATED_FOLDER", "restore", "restore_from_source"]
+from deepspeed_muon.variants import ROW_STATE
 
 
 def restore(
@@ -238,7 +242,7 @@ def _compare(state: LiveState, source: StateSource, state_too: bool) -> list[str
         hint = f"renamed? it has {twin} of the same shape" if twin else "it was frozen, or not in the model"
         problems.append(f"parameter {name} is not in the checkpoint ({hint})")
     for name in live.keys() & saved.keys():
-        problems += _differences(live[name], saved[name], state_too)
+        problems += _differences(live[name], saved[name], source.file_of(name, "fp32"), state_too)
     return problems
 
 
@@ -272,9 +276,8 @@ def _refuse_another_model(state: LiveState, source: StateSource, problems: Seque
     agree(RankFacts({}), error=error, kind=CheckpointError)
 
 
-def _differences(parameter: LiveParameter, record: ParameterRecord, state_too: bool) -> list[str]:
-    route, file = parameter.route, record.tensors["fp32"]
-    name, shape = parameter.name, parameter.part.shape
+def _differences(parameter: LiveParameter, record: ParameterRecord, file: str, state_too: bool) -> list[str]:
+    route, name, shape = parameter.route, parameter.name, parameter.record.shape
     if record.shape != shape:
         return [f"parameter {name} has shape {list(shape)}, in the checkpoint {list(record.shape)} ({file})"]
     if state_too and record.algorithm != route.algorithm:
@@ -283,12 +286,13 @@ def _differences(parameter: LiveParameter, record: ParameterRecord, state_too: b
             f"{record.algorithm} ({file}); set include / exclude in optimizer.params as the saved run did, or "
             f"convert it again with --include / --exclude"
         ]
-    rows = parameter.part_of(ROW_STATE_KEY).length if parameter.row_places else 0
-    if state_too and record.rows and rows and record.rows != rows:
-        return [
-            f"parameter {name} has {rows} row moments of NorMuon, in the checkpoint {record.rows} "
-            f"({record.tensors[ROW_STATE_KEY]}): it was divided into other blocks"
-        ]
+    for key in ROW_KEYS[route.algorithm] if state_too and record.rows and parameter.row_places else ():
+        rows = parameter.part_of(key).length
+        if record.rows != rows:
+            return [
+                f"parameter {name} has {rows} numbers in {key}, in the checkpoint {record.rows} ({file}): it was "
+                f"divided into other blocks"
+            ]
     return []
 
 
@@ -319,9 +323,11 @@ class _Plan:
         if state_too:
             _say_what_happens_to_rows(state, source)
         for parameter in state.parameters:
-            rows = (ROW_STATE_KEY,) if parameter.row_places else ()
-            stateful = state_too and plan.steps[parameter.partition.index] > 0
-            for key in ("fp32", *((*STATE_KEYS[parameter.route.algorithm], *rows) if stateful else ())):
+            algorithm = parameter.route.algorithm
+            keys: tuple[str, ...] = ()
+            if state_too and plan.steps[parameter.partition] > 0:
+                keys = STATE_KEYS[algorithm] + (ROW_KEYS[algorithm] if parameter.row_places else ())
+            for key in ("fp32", *keys):
                 target = plan._target(parameter, key)
                 own = parameter.own_fragment(key)
                 if own is not None and own.partition_offset + own.numel > target.numel():
@@ -336,18 +342,19 @@ class _Plan:
 
     def _target(self, parameter: LiveParameter, key: str) -> Tensor:
         """Return the flat tensor to write to: the engine's own, or one that it will get."""
-        partition = parameter.partition
-        if key == "fp32" or key in self.state.optimizer.state.get(partition.tensor, {}):
-            return self.state.tensor(partition, key)
-        place = (partition.index, key)
+        bound = parameter.bound
+        if key == "fp32" or key in self.state.optimizer.state.get(bound.tensor, {}):
+            return self.state.tensor(bound, key)
+        place = (bound.index, key)
         if place not in self.made:
-            if key == ROW_STATE_KEY:
-                sharing = [other for other in self.state.parameters if other.partition is partition]
+            if key in ROW_KEYS[parameter.route.algorithm]:
+                sharing = [other for other in self.state.parameters if other.partition == bound.index]
                 kept = (other.own_fragment(key) for other in sharing if other.row_places)
                 numel = sum(own.numel for own in kept if own is not None)
-                self.made[place] = torch.zeros(numel, dtype=torch.float32, device=partition.tensor.device)
+                kind, device = ROW_STATE[key], bound.tensor.device
+                self.made[place] = torch.full((numel,), kind.start, dtype=kind.dtype, device=device)
             else:
-                self.made[place] = self.state.optimizer.state_policy.make(key, partition.tensor)
+                self.made[place] = self.state.optimizer.state_policy.make(key, bound.tensor)
         return self.made[place].view(-1)
 
 
@@ -365,12 +372,13 @@ def _fill(plan: _Plan, source: StateSource) -> None:
     try:
         for parameter, key, target in plan.writes:
             own = parameter.own_fragment(key)
-            if own is not None and key in source.parameters[parameter.name].tensors:
+            if own is not None and key in source.parameters[parameter.name].tensor_keys:
                 source.fill(parameter.part_of(key), key, own, target)
             elif own is not None:
-                target.narrow(0, own.partition_offset, own.numel).zero_()
-            if (parameter.partition.index, key) not in plan.made:
-                state.keep(parameter.partition, key, target)
+                start = ROW_STATE[key].start if key in ROW_STATE else 0.0
+                target.narrow(0, own.partition_offset, own.numel).fill_(start)
+            if (parameter.partition, key) not in plan.made:
+                state.keep(parameter.bound, key, target)
     except BaseException as caught:
         interrupt = None if isinstance(caught, Exception) else caught
         error = CheckpointError(
@@ -383,14 +391,14 @@ def _fill(plan: _Plan, source: StateSource) -> None:
         if interrupt is not None:
             raise interrupt from None
         raise
-    partitions = {parameter.partition.index: parameter.partition for parameter in state.parameters}
-    for partition in partitions.values():
-        steps = plan.steps.get(partition.index)
+    tensors = {parameter.partition: parameter.bound.tensor for parameter in state.parameters}
+    for partition, tensor in tensors.items():
+        steps = plan.steps.get(partition)
         if steps == 0:
-            state.optimizer.state[partition.tensor].clear()
+            state.optimizer.state[tensor].clear()
         elif steps is not None:
-            made = {key: tensor for (index, key), tensor in plan.made.items() if index == partition.index}
-            state.optimizer.state[partition.tensor].update(made, step=steps)
+            made = {key: each for (index, key), each in plan.made.items() if index == partition}
+            state.optimizer.state[tensor].update(made, step=steps)
     state.host.refresh_weights()
 
 
@@ -398,7 +406,7 @@ def _steps(state: LiveState, source: StateSource) -> dict[int, int]:
     """Return the steps of every partition. Its parameters share one count, which Adam's bias correction uses."""
     found: dict[int, set[int]] = {}
     for parameter in state.parameters:
-        found.setdefault(parameter.partition.index, set()).add(source.parameters[parameter.name].step)
+        found.setdefault(parameter.partition, set()).add(source.parameters[parameter.name].step)
     for index, steps in found.items():
         if len(steps) > 1:
             warn(
@@ -411,21 +419,22 @@ def _steps(state: LiveState, source: StateSource) -> dict[int, int]:
 
 
 def _say_what_happens_to_rows(state: LiveState, source: StateSource) -> None:
-    """Warn where NorMuon's row moments start from zero or are dropped, because the saved run had another variant."""
+    """Warn where entries of a variant's state start from zero or are dropped, because the saved run had another one."""
     pairs = [(parameter, source.parameters[parameter.name]) for parameter in state.parameters]
     without = [live.name for live, saved in pairs if live.row_places and saved.step and not saved.rows]
     dropped = [live.name for live, saved in pairs if saved.rows and not live.row_places]
     if without:
         warn(
-            "deepspeed_muon: %s holds no row moments of NorMuon for %d matrices (%s, ...); they start from zero",
+            "deepspeed_muon: %s holds no row moments for %d matrices (%s, ...); they start anew",
             source.where,
             len(without),
             without[0],
         )
     if dropped:
         warn(
-            "deepspeed_muon: %s was saved with variant 'normuon', this run has 'muon': the row moments of %d matrices "
-            "are dropped",
+            "deepspeed_muon: %s was saved with a variant that keeps row moments, this run has variant %r: those of %d "
+            "matrices are dropped",
             source.where,
+            state.optimizer.config.variant,
             len(dropped),
         )

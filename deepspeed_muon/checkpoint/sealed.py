@@ -27,24 +27,6 @@ from torch import Tensor
 
 from deepspeed_muon.errors import CheckpointError, MuonError
 
-__all__ = [
-    "VERSION",
-    "check_tensor",
-    "drop_pages",
-    "folder_of",
-    "is_json",
-    "json_settings",
-    "load_pickle",
-    "open_regular",
-    "parse_json",
-    "parse_sealed",
-    "read_regular",
-    "read_sealed",
-    "refusing",
-    "regular_size",
-    "sealed_json",
-]
-
 VERSION: Literal[1] = 1
 """Of the documents."""
 

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from deepspeed_muon.checkpoint.host import Host, optimizer_of
 from deepspeed_muon.checkpoint.index import COUNTERS, Progress
-from deepspeed_muon.checkpoint.live import LiveState
+from deepspeed_muon.checkpoint.live import Host, LiveState, optimizer_of
 from deepspeed_muon.checkpoint.sealed import is_json
 from deepspeed_muon.checkpoint.sources import StateSource
 from deepspeed_muon.config import GROUP_KEYS, MuonConfig
@@ -26,16 +25,6 @@ from deepspeed_muon.logs import logger, warn
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.variants import SETTINGS as VARIANT_SETTINGS
 from deepspeed_muon.variants import VARIANTS
-
-__all__ = [
-    "Before",
-    "check_loss_scale",
-    "check_progress",
-    "checked_settings",
-    "group_settings",
-    "read_progress",
-    "write_progress",
-]
 
 # What a scheduler or the user changes in the course of a run. The algorithm itself belongs to the model.
 _CONFIG_SETTINGS = GROUP_KEYS - {"muon_lr", "adam_lr", "muon_weight_decay", "adam_weight_decay"}
@@ -86,10 +75,10 @@ def checked_settings(groups: Sequence[Mapping[str, Any]], where: str) -> list[di
 
 def group_settings(state: LiveState, source: StateSource) -> dict[int, dict[str, Any]]:
     """Return, by number of the param group, the settings on which the checkpoint agrees for all its parameters."""
-    groups = checked_settings(source.groups, source.where)
+    groups = checked_settings(source.index.groups, source.where)
     saved: dict[int, set[int]] = {}
     for parameter in state.parameters:
-        saved.setdefault(parameter.group, set()).add(source.parameters[parameter.name].group)
+        saved.setdefault(parameter.record.group, set()).add(source.parameters[parameter.name].group)
     found: dict[int, dict[str, Any]] = {}
     for number, origins in saved.items():
         group = state.optimizer.param_groups[number]
@@ -98,7 +87,7 @@ def group_settings(state: LiveState, source: StateSource) -> dict[int, dict[str,
             groups[origin]
             for origin in sorted(origins)
             if origin < len(groups)
-            and source.groups[origin].get("algorithm", group["algorithm"]) == group["algorithm"]
+            and source.index.groups[origin].get("algorithm", group["algorithm"]) == group["algorithm"]
         ]
         found[number] = {}
         keys = group.keys() & (set.intersection(*map(set, settings)) if settings else set())

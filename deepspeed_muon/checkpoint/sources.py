@@ -8,28 +8,27 @@ import json
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.index import OURS, ParameterRecord, Progress, load_index, tensor_name
+from deepspeed_muon.checkpoint.index import (
+    ITEM_BYTES,
+    OURS,
+    CheckpointIndex,
+    ParameterRecord,
+    Progress,
+    load_index,
+    tensor_name,
+)
+from deepspeed_muon.checkpoint.parts import views
 from deepspeed_muon.checkpoint.sealed import open_regular, parse_json, refusing, regular_size
-from deepspeed_muon.checkpoint.shards import ITEM_BYTES
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.plan.slices import TensorSlice
 from deepspeed_muon.plan.spread import Fragment
-
-__all__ = [
-    "ConsolidatedSource",
-    "StateSource",
-    "file_digest",
-    "listed",
-    "nonfinite_text",
-    "views",
-]
 
 _READ_BYTES = 16 << 20
 WINDOW = 1 << 20
@@ -41,21 +40,27 @@ class StateSource(ABC):
 
     Attributes:
         where: What error messages call it.
-        parameters: What there is.
-        groups: Settings of the param groups; may be empty.
-        progress: Where the run stood, if the source says so.
-        converted: Whether another optimizer saved it, whose rates and settings are no concern of the run.
+        index: What the checkpoint says of itself.
+        progress: Where the run stood, if the run goes on from there.
     """
 
     where: str
-    parameters: Mapping[str, ParameterRecord]
-    groups: Sequence[Mapping[str, Any]] = ()
+    index: CheckpointIndex
     progress: Progress | None = None
-    converted: bool = False
 
-    @abstractmethod
+    @property
+    def parameters(self) -> Mapping[str, ParameterRecord]:
+        """What there is."""
+        return self.index.parameters
+
+    @property
+    def converted(self) -> bool:
+        """Whether another optimizer saved it, whose rates and settings are no concern of the run."""
+        return self.index.source.get("optimizer") != OURS
+
     def digest(self) -> str:
         """Return a text that is equal on all ranks that see the same checkpoint."""
+        return hashlib.sha256(self.index.model_dump_json().encode()).hexdigest()
 
     @abstractmethod
     def verify(self, share: int, shares: int) -> list[str]:
@@ -67,6 +72,10 @@ class StateSource(ABC):
         Raises:
             CheckpointError: Naming the file and the parameter.
         """
+
+    def file_of(self, parameter: str, key: str) -> str:
+        """Return the name of the file that holds a tensor."""
+        return self.parameters[parameter].tensors[key]
 
     @abstractmethod
     def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
@@ -105,19 +114,13 @@ class ConsolidatedSource(StateSource):
         self._folder = Path(folder)
         self.where = str(folder)
         self.index = load_index(folder)
-        self.parameters, self.groups = self.index.parameters, self.index.groups
         self.progress = self.index.progress
-        self.converted = self.index.source.get("optimizer") != OURS
         self._inside: dict[str, dict[str, tuple[str, str]]] = {name: {} for name in self.index.files}
         for parameter, record in self.parameters.items():
             for key, file in record.tensors.items():
                 self._inside[file][tensor_name(key, parameter)] = parameter, key
         self._files = contextlib.ExitStack()
         self._open: dict[str, tuple[BinaryIO, dict[str, int]]] = {}
-
-    def digest(self) -> str:
-        """Return the checksum of the index."""
-        return hashlib.sha256(self.index.model_dump_json().encode()).hexdigest()
 
     def verify(self, share: int, shares: int) -> list[str]:
         """Check presence, size, header and checksum of this share's files; see :class:`StateSource`."""
@@ -159,7 +162,7 @@ class ConsolidatedSource(StateSource):
 
     def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
         """Return a range of a tensor; see :class:`StateSource`."""
-        name = self.parameters[parameter].tensors[key]
+        name = self.file_of(parameter, key)
         with refusing(f"{self._folder / name}: {parameter} ({key})"):
             file, places = self._opened(name)
             found = torch.empty(numel, dtype=torch.float32)
@@ -237,28 +240,6 @@ def _read_into(file: BinaryIO, place: int, target: Tensor) -> None:
         if not count:
             raise CheckpointError("the file ends early")
         buffer, place = buffer[count:], place + count
-
-
-def views(
-    part: TensorSlice, start: int, stop: int, own: Tensor, own_start: int, whole: Tensor, whole_start: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield views that show the same elements of a rank's part and of the whole tensor.
-
-    Args:
-        part: The part.
-        start: First element of the part to show.
-        stop: The one behind the last.
-        own: Elements of the part, one-dimensional and contiguous.
-        own_start: Which element of the part comes first in it.
-        whole: Elements of the whole tensor, one-dimensional and contiguous.
-        whole_start: Which element of the whole tensor comes first in it.
-    """
-    for each in part.runs(start, stop):
-        size = each.count, each.numel
-        yield (
-            own.as_strided(size, (each.own_step, 1), own.storage_offset() + each.own - own_start),
-            whole.as_strided(size, (each.step, 1), whole.storage_offset() + each.whole - whole_start),
-        )
 
 
 def listed(names: Sequence[str], most: int) -> str:

@@ -153,15 +153,15 @@ class TagFolder:
                     f"{self.folder}: no model_states file: not the folder of a tag of DeepSpeed"
                 )
             self.model_file = model_file
-            self._model = load_pickle(self.model_file, trust=trust)
-            if not isinstance(self._model, dict):
+            self.model = load_pickle(self.model_file, trust=trust)
+            if not isinstance(self.model, dict):
                 raise CheckpointError(f"{self.model_file}: not a checkpoint of DeepSpeed")
-            self._ranks = self._read_ranks()
+            self.ranks = self._read_ranks()
             self.stage = self._read_stage()
-            if not self._ranks:
-                self._files, self._whole = self._read_whole()
-            self.world_size = len(self._files)
-            self._inner = [self._inner_state(number) for number in range(self.world_size)]
+            if not self.ranks:
+                self.files, self.whole = self._read_whole()
+            self.world_size = len(self.files)
+            self.inner = [self._inner_state(number) for number in range(self.world_size)]
             self._refuse_mixed_saves()
             self.progress = self._read_progress()
 
@@ -183,12 +183,12 @@ class TagFolder:
                 )
         if not files:
             return []
-        data, model = (int(self._model.get(f"{kind}_world_size") or 1) for kind in ("dp", "mp"))
+        data, model = (int(self.model.get(f"{kind}_world_size") or 1) for kind in ("dp", "mp"))
         data = max(data, 1 + max(rank for _, rank in files))
         model = max(model, 1 + max(rank for rank, _ in files))
         places = [(part, rank) for part in range(model) for rank in range(data)]
         missing = next((place for place in places if place not in files), None)
-        expected = int(self._model.get("dp_world_size", 0)) * int(self._model.get("mp_world_size") or 1)
+        expected = int(self.model.get("dp_world_size", 0)) * int(self.model.get("mp_world_size") or 1)
         if missing is not None:
             name = re.sub(r"pp_rank_\d+", f"pp_rank_{missing[1]}", next(iter(files.values())).name)
             name = re.sub(r"mp_rank_\d+", f"mp_rank_{missing[0]:02d}", name)
@@ -196,15 +196,15 @@ class TagFolder:
                 f"{self.folder / name}: missing; the checkpoint was saved by {expected} ranks"
             )
         if 0 < expected < len(files):
-            own = int(self._model["dp_world_size"]), int(self._model.get("mp_world_size") or 1)
+            own = int(self.model["dp_world_size"]), int(self.model.get("mp_world_size") or 1)
             left = next(place for place in places if place[1] >= own[0] or place[0] >= own[1])
             raise CheckpointError(
                 f"{files[left]}: left of another checkpoint; this one was saved by {expected} ranks "
                 f"({self.model_file.name})"
             )
         states = []
-        self._files = [files[place] for place in places]
-        for path in self._files:
+        self.files = [files[place] for place in places]
+        for path in self.files:
             content = load_pickle(path, trust=self._trust)
             if not isinstance(content, dict) or not isinstance(content.get("optimizer_state_dict"), dict):
                 raise CheckpointError(f"{path}: not an optimizer state of DeepSpeed")
@@ -214,34 +214,35 @@ class TagFolder:
     def _read_whole(self) -> tuple[list[Path], list[dict[str, Any]]]:
         """Return the files of stage 0 that hold the state of the optimizer, and the state of its wrapper in each."""
         files = sorted(self.folder.glob(_EXPERTS_OPTIMIZER_FILE)) or _model_files(self.folder)
-        contents = [self._model if path == self.model_file else self._load(path) for path in files]
+        contents = [self.model if path == self.model_file else self.load(path) for path in files]
         return files, [content.get("optimizer") or {} for content in contents]
 
-    def _load(self, path: Path) -> dict[str, Any]:
+    def load(self, path: Path) -> dict[str, Any]:
+        """Return the content of a file."""
         content = load_pickle(path, trust=self._trust)
         if not isinstance(content, dict):
             raise CheckpointError(f"{path}: not a checkpoint of DeepSpeed")
         return content
 
     def _read_stage(self) -> int:
-        if not self._ranks:
+        if not self.ranks:
             return 0
-        if "fp32_flat_groups" in self._ranks[0]:
+        if "fp32_flat_groups" in self.ranks[0]:
             return 3
-        return int(self._ranks[0].get("zero_stage", 1))
+        return int(self.ranks[0].get("zero_stage", 1))
 
     def _inner_state(self, number: int) -> dict[str, Any]:
         """Return the ``state_dict()`` of the optimizer inside ZeRO's wrapper."""
         if self.stage == 0:
-            inner: Any = self._whole[number]
+            inner: Any = self.whole[number]
             if isinstance(inner, dict) and "optimizer_state_dict" in inner:
                 inner = inner["optimizer_state_dict"]
         else:
-            saved = self._ranks[number]
+            saved = self.ranks[number]
             inner = saved.get("optimizer_state_dict" if self.stage == 3 else "base_optimizer_state")
         if not isinstance(inner, dict) or "state" not in inner or "param_groups" not in inner:
             raise CheckpointError(
-                f"{self._files[number]}: holds no optimizer state (elastic checkpoints are not read)"
+                f"{self.files[number]}: holds no optimizer state (elastic checkpoints are not read)"
             )
         return inner
 
@@ -263,9 +264,9 @@ class TagFolder:
     def _refuse_mixed_saves(self) -> None:
         """Raise if the files are of different saves."""
         others = [path for path in _model_files(self.folder) if path != self.model_file]
-        told: list[tuple[Path, Any, Mapping[Any, Any]]] = [(self.model_file, self._model, {})]
-        told += [(path, self._load(path), {}) for path in others]
-        told += [(path, inner, inner["state"]) for path, inner in zip(self._files, self._inner, strict=True)]
+        told: list[tuple[Path, Any, Mapping[Any, Any]]] = [(self.model_file, self.model, {})]
+        told += [(path, self.load(path), {}) for path in others]
+        told += [(path, inner, inner["state"]) for path, inner in zip(self.files, self.inner, strict=True)]
         first: dict[str, tuple[Path, Any]] = {}
         for path, content, states in told:
             facts: dict[str, Any] = {"save": save_of(content)}
@@ -292,48 +293,48 @@ class TagFolder:
                 found[path.name[path.name.index("mp_rank_") :].removesuffix("_model_states.pt")] = path
         return found
 
-    def _state(self, partition: int, rank: int = 0) -> Mapping[str, Any]:
+    def state_of(self, partition: int, rank: int = 0) -> Mapping[str, Any]:
         """Return what the optimizer of a rank keeps for a partition; nothing before the first step."""
-        found: Mapping[str, Any] = self._inner[rank]["state"].get(partition, {})
+        found: Mapping[str, Any] = self.inner[rank]["state"].get(partition, {})
         return found
 
-    def _step(self, partition: int, rank: int = 0) -> int:
+    def step_of(self, partition: int, rank: int = 0) -> int:
         """Return the optimizer steps that a partition has taken."""
-        state = self._state(partition, rank)
+        state = self.state_of(partition, rank)
         if state and "step" not in state:
-            return int(self._model.get("global_steps", 0)) - int(self._model.get("skipped_steps", 0))
+            return int(self.model.get("global_steps", 0)) - int(self.model.get("skipped_steps", 0))
         return int(state.get("step", 0))
 
-    def _masters(self, rank: int) -> Sequence[Tensor]:
+    def masters(self, rank: int) -> Sequence[Tensor]:
         """Return the master partitions of a rank."""
         key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
-        return list(self._ranks[rank][key])
+        return list(self.ranks[rank][key])
 
-    def _aliases(self) -> dict[str, list[str]]:
+    def aliases(self) -> dict[str, list[str]]:
         """Return the further names of parameters that several modules share."""
         found: dict[str, list[str]] = {}
         if self.stage == 0:
             first: dict[tuple[int, tuple[int, ...]], str] = {}
-            for name, tensor in self._model["module"].items():
+            for name, tensor in self.model["module"].items():
                 if isinstance(tensor, Tensor) and tensor.numel():
                     kept = first.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name)
                     if kept != name:
                         found.setdefault(kept, []).append(name)
         else:
-            for name, kept in dict(self._model.get("shared_params") or {}).items():
+            for name, kept in dict(self.model.get("shared_params") or {}).items():
                 found.setdefault(str(kept), []).append(str(name))
         return found
 
     def _read_progress(self) -> Progress:
-        schedule = self._model.get("lr_scheduler")
-        wrapper = self._ranks[0] if self._ranks else self._whole[0]
+        schedule = self.model.get("lr_scheduler")
+        wrapper = self.ranks[0] if self.ranks else self.whole[0]
         scale = None
         if wrapper.get("dynamic_loss_scale"):
             # At stage 0 the wrapper keeps the values itself, at the others in an object.
             saved = vars(wrapper["loss_scaler"]) if wrapper.get("loss_scaler") else wrapper
             scale = {key: saved[key] for key in SCALE_KEYS if key in saved}
         return Progress(
-            **{key: int(self._model.get(key, 0)) for key in COUNTERS},
+            **{key: int(self.model.get(key, 0)) for key in COUNTERS},
             lr_scheduler=schedule if isinstance(schedule, dict) and is_json(schedule) else None,
             lr_scheduler_class=None,
             loss_scale=scale,

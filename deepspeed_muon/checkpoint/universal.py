@@ -7,9 +7,7 @@ reads any universal checkpoint, so that a restore can fill the layouts that the 
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
 import math
 import os
 import pickle
@@ -24,31 +22,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.commit import new_folder
+from deepspeed_muon.checkpoint.atomic import new_folder, replace_file, write_synced
 from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
-from deepspeed_muon.checkpoint.index import OURS, STATE_KEYS, ParameterRecord, checked, described
+from deepspeed_muon.checkpoint.index import (
+    ITEM_BYTES,
+    OURS,
+    STATE_KEYS,
+    UNIVERSAL_FORMAT,
+    CheckpointIndex,
+    ParameterRecord,
+    checked,
+    load_index,
+)
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
 from deepspeed_muon.checkpoint.sealed import (
+    VERSION,
     check_tensor,
     drop_pages,
     folder_of,
     load_pickle,
-    read_sealed,
     refusing,
-    sealed_json,
 )
 from deepspeed_muon.checkpoint.settings import check_loss_scale
-from deepspeed_muon.checkpoint.shards import ITEM_BYTES, write_aside, write_synced
 from deepspeed_muon.checkpoint.sources import WINDOW, StateSource, file_digest
 from deepspeed_muon.checkpoint.tag_folder import MODEL_FILES, model_file_in
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import logger, warn
-from deepspeed_muon.routing.route import Route
-
-__all__ = ["UniversalSource", "convert_to_universal", "is_ours"]
 
 RECORD_NAME = "muon_universal.json"
-FORMAT = "deepspeed_muon.universal"
 
 
 def convert_to_universal(
@@ -73,29 +74,31 @@ def convert_to_universal(
     out = Path(os.path.abspath(folder_of("output_folder", output_folder)))
     saved = DeepSpeedFiles(input_folder, **reading)
     with new_folder(out) as partial:
-        files = _write_parameters(saved, partial / "zero")
+        records = _write_parameters(saved, partial / "zero")
         torch.save({"param_groups": saved.groups}, partial / "zero" / "optimizer_state.pt")
         for model_rank, path in saved.model_files().items():
             for name in MODEL_FILES:
                 _link(path, partial / name.replace("mp_rank_00", model_rank))
-        write_synced(partial / RECORD_NAME, sealed_json(_record(saved, files)))
-    with refusing(f"{out.parent / 'latest_universal'}"):
-        write_aside(out.parent / "latest_universal", out.name.encode())
+        index = CheckpointIndex.made_now(UNIVERSAL_FORMAT, **saved.about(), parameters=records)
+        write_synced(partial / RECORD_NAME, index.to_bytes())
+    replace_file(out.parent / "latest_universal", out.name.encode())
     return saved.lossy
 
 
-def _write_parameters(saved: DeepSpeedFiles, folder: Path) -> dict[str, str]:
-    files = {}
-    for name, parameter in saved.parameters.items():
+def _write_parameters(saved: DeepSpeedFiles, folder: Path) -> dict[str, ParameterRecord]:
+    """Write the tensors; return the records with the checksums of their files."""
+    found = {}
+    for name, record in saved.records.items():
         if not _is_plain(name):
             raise CheckpointError(f"parameter {name!r} cannot name a folder")
         place = folder / name
         place.mkdir(parents=True)
-        for key in parameter.keys:
-            _write_tensor(place / f"{key}.pt", parameter.shape_of(key), saved.pieces(name, key))
-            files[f"{name}/{key}"] = file_digest(place / f"{key}.pt")
-        torch.save(parameter.step, place / "step.pt")
-    return files
+        for key in record.tensor_keys:
+            _write_tensor(place / f"{key}.pt", record.shape_of(key), saved.pieces(name, key))
+        torch.save(record.step, place / "step.pt")
+        digests = {key: file_digest(place / f"{key}.pt") for key in record.tensor_keys}
+        found[name] = record.model_copy(update={"tensors": digests})
+    return found
 
 
 class _Pickler(pickle.Pickler):
@@ -137,26 +140,6 @@ def _write_tensor(path: Path, shape: Sequence[int], pieces: Iterable[Tensor]) ->
         archive.writestr("archive/version", "3\n")
 
 
-def _record(saved: DeepSpeedFiles, files: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "source": {"optimizer": saved.kind, "zero_stage": saved.stage, "world_size": saved.world_size},
-        "lossy": saved.lossy,
-        "groups": saved.groups,
-        "loss_scale": saved.progress.loss_scale,
-        "parameters": {
-            name: {
-                **described(parameter),
-                "rows": parameter.row_count,
-                "step": parameter.step,
-                "group": parameter.group,
-                "sha256": {key: files[f"{name}/{key}"] for key in parameter.keys},
-            }
-            for name, parameter in saved.parameters.items()
-        },
-    }
-
-
 def _is_plain(name: str) -> bool:
     return bool(name) and name not in (".", "..") and os.path.basename(name) == name and "\0" not in name
 
@@ -171,73 +154,66 @@ def _link(source: Path, target: Path) -> None:
 class UniversalSource(StateSource):
     """A universal checkpoint, from our converter or from DeepSpeed's. Pickles are read with ``weights_only``."""
 
-    def __init__(self, folder: str | os.PathLike[str], routes: Mapping[str, Route]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], live: Mapping[str, Any]) -> None:
         """Read what there is; our converter's record is used where there is one.
 
         Args:
             folder: The folder with ``zero``.
-            routes: The model's parameters by name, for checkpoints that do not say whose state they hold.
+            live: The model's parameters by name, with shape and algorithm, for checkpoints that do not say whose state
+                they hold.
 
         Raises:
             CheckpointError: Naming the file.
         """
         self._folder = Path(folder)
         self.where = str(folder)
-        self.loss_scale: dict[str, float] | None = None
-        self._sha: dict[str, dict[str, str]] = {}
         self._from_adam: set[str] = set()
-        self.parameters: dict[str, ParameterRecord] = {}
         self._last: tuple[Path, Tensor] | None = None  # the file that was mapped last
         with refusing(self.where):
             if not (self._folder / "zero").is_dir():
                 raise CheckpointError(f"{self._folder}: no folder 'zero': not a universal checkpoint")
-            if os.path.lexists(self._folder / RECORD_NAME):
-                self._read_record()
-            else:
-                self._read_folders(routes)
+            self._has_checksums = os.path.lexists(self._folder / RECORD_NAME)
+            self.index = (
+                self._described_by_record() if self._has_checksums else self._described_by_files(live)
+            )
 
-    def _read_record(self) -> None:
+    @property
+    def loss_scale(self) -> dict[str, float | int] | None:
+        """The dynamic loss scale of the run."""
+        return self.index.progress.loss_scale
+
+    def _described_by_record(self) -> CheckpointIndex:
         path = self._folder / RECORD_NAME
-        content = read_sealed(path, FORMAT)
-        with refusing(f"{path}: refused"):
-            for name, entry in content["parameters"].items():
-                if not _is_plain(name):
-                    raise CheckpointError(f"{path}: refused: parameter {name!r} cannot name a folder")
-                sha = {key: _digest_of(value) for key, value in entry.pop("sha256").items()}
-                tensors = {key: f"zero/{name}/{key}.pt" for key in sha}
-                self.parameters[name] = _parameter(path, name, {**entry, "tensors": tensors})
-                self._sha[name] = sha
-                if self.parameters[name].group >= len(content["groups"]):
-                    raise CheckpointError(f"{path}: refused: parameter {name}: there is no such param group")
-            self.groups = [dict(group) for group in content["groups"]]
-            self.converted = content["source"]["optimizer"] != OURS
-            self.loss_scale = content["loss_scale"]
-            if self.loss_scale is not None:
-                check_loss_scale(self.loss_scale, str(path))
+        index = load_index(self._folder, RECORD_NAME, UNIVERSAL_FORMAT)
+        for name in index.parameters:
+            if not _is_plain(name):
+                raise CheckpointError(f"{path}: refused: parameter {name!r} cannot name a folder")
+        if index.progress.loss_scale is not None:
+            check_loss_scale(index.progress.loss_scale, str(path))
+        return index
 
-    def _read_folders(self, routes: Mapping[str, Route]) -> None:
-        """Describe a checkpoint of DeepSpeed's own converter by its files. It holds buffers and frozen ones as well."""
+    def _described_by_files(self, live: Mapping[str, Any]) -> CheckpointIndex:
+        """Describe a checkpoint of DeepSpeed's own converter. It holds buffers and frozen parameters as well."""
+        parameters: dict[str, ParameterRecord] = {}
         for place in sorted((self._folder / "zero").iterdir()):
             name = place.name
-            if not place.is_dir() or name not in routes:
+            if not place.is_dir() or name not in live:
                 continue
-            algorithm = routes[name].algorithm
+            algorithm = live[name].algorithm
             found = {path.stem for path in place.glob("*.pt")}
-            keys = list(STATE_KEYS[algorithm])
-            if algorithm == "muon" and "momentum_buffer" not in found and "exp_avg" in found:
+            stateful = set(STATE_KEYS[algorithm]) <= found
+            if algorithm == "muon" and not stateful and "exp_avg" in found:
                 self._from_adam.add(name)
-            elif not set(keys) <= found:
-                keys = []
+                stateful = True
             step = 0
-            if keys:
-                saved = load_pickle(place / "step.pt") if "step" in found else self._global_step()
-                step = int(saved)
+            if stateful:
+                step = int(load_pickle(place / "step.pt") if "step" in found else self._global_step())
             shape = tuple(self._tensor(name, "fp32").shape)
-            if torch.Size(shape).numel() == torch.Size(routes[name].shape).numel():
-                shape = routes[name].shape  # from stage 3 DeepSpeed writes flat tensors
-            tensors = {key: f"zero/{name}/{key}.pt" for key in ("fp32", *(keys if step else ()))}
-            entry = {"shape": shape, "algorithm": algorithm, "step": step, "group": 0, "tensors": tensors}
-            self.parameters[name] = _parameter(place, name, entry)
+            if torch.Size(shape).numel() == torch.Size(live[name].shape).numel():
+                shape = live[name].shape  # from stage 3 DeepSpeed writes flat tensors
+            entry = {"shape": shape, "algorithm": algorithm, "step": step, "group": 0}
+            record = checked(ParameterRecord, entry, f"{place}: refused: parameter {name}: ")
+            parameters[name] = record.model_copy(update={"tensors": dict.fromkeys(record.tensor_keys, "")})
         if self._from_adam:
             warn(
                 "deepspeed_muon: %s was saved by AdamW: its exp_avg becomes the momentum of %d matrices, their "
@@ -245,6 +221,14 @@ class UniversalSource(StateSource):
                 self._folder,
                 len(self._from_adam),
             )
+        return CheckpointIndex(
+            format=UNIVERSAL_FORMAT,
+            version=VERSION,
+            versions={},
+            source={"optimizer": OURS},
+            groups=[{}],
+            parameters=parameters,
+        )
 
     def _global_step(self) -> int:
         file = model_file_in(self._folder)
@@ -252,11 +236,6 @@ class UniversalSource(StateSource):
             raise CheckpointError(f"{self._folder}: says nowhere how many steps were taken")
         state = load_pickle(file)
         return int(state["global_steps"]) - int(state["skipped_steps"])
-
-    def digest(self) -> str:
-        """Return a checksum of what was found."""
-        records = {name: record.model_dump_json() for name, record in sorted(self.parameters.items())}
-        return hashlib.sha256(json.dumps([records, self._sha]).encode()).hexdigest()
 
     def verify(self, share: int, shares: int) -> list[str]:
         """Check this share of the files; see :class:`StateSource`."""
@@ -271,8 +250,7 @@ class UniversalSource(StateSource):
     def _verify_tensor(self, name: str, key: str) -> bool:
         """Raise unless a file is what the record says; return whether all of its numbers are finite."""
         path = self._path(name, key)
-        expected = self._sha.get(name, {}).get(key)
-        if expected is not None and file_digest(path) != expected:
+        if self._has_checksums and file_digest(path) != self.parameters[name].tensors[key]:
             raise CheckpointError(f"{path}: its checksum is not that of the record; parameter {name}")
         tensor = self._tensor(name, key)
         shape = self.parameters[name].shape_of(key)
@@ -291,6 +269,10 @@ class UniversalSource(StateSource):
         drop_pages([held])
         return found
 
+    def file_of(self, parameter: str, key: str) -> str:
+        """Return the name of the file that holds a tensor."""
+        return f"zero/{parameter}/{key}.pt"
+
     def _path(self, name: str, key: str) -> Path:
         file = "exp_avg" if key == "momentum_buffer" and name in self._from_adam else key
         return self._folder / "zero" / name / f"{file}.pt"
@@ -308,16 +290,6 @@ class UniversalSource(StateSource):
         return tensor
 
 
-def _parameter(path: Path, name: str, entry: Mapping[str, Any]) -> ParameterRecord:
-    return checked(ParameterRecord, entry, f"{path}: refused: parameter {name}: ")
-
-
-def _digest_of(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no checksum")
-    return value
-
-
 def is_ours(folder: str | os.PathLike[str]) -> bool:
     """Return whether the files of a tag carry our layout record, as far as it can be told; nothing is unpickled."""
     place = Path(folder)
@@ -328,9 +300,7 @@ def is_ours(folder: str | os.PathLike[str]) -> bool:
         try:
             with zipfile.ZipFile(path) as archive:
                 pickles = [archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl")]
-        except (
-            Exception
-        ) as error:  # a damaged file can make the reader raise anything; the next file may tell
+        except Exception as error:  # of a damaged file the reader can raise anything; the next one may tell
             logger.debug("deepspeed_muon: %s cannot be read: %s", path, error)
             continue
         return any(RECORD_KEY.encode() in content for content in pickles)

@@ -14,10 +14,9 @@ import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from torch.utils.hooks import RemovableHandle
 
-from deepspeed_muon.checkpoint.host import optimizer_of, require_all_ranks
 from deepspeed_muon.checkpoint.index import COUNTERS, INDEX_NAME, OURS, SCALE_KEYS
 from deepspeed_muon.checkpoint.layout_record import SAVE_KEY, save_of
-from deepspeed_muon.checkpoint.live import collect
+from deepspeed_muon.checkpoint.live import collect, optimizer_of, require_all_ranks
 from deepspeed_muon.checkpoint.restore import first_lines, restore_from_source
 from deepspeed_muon.checkpoint.sealed import load_pickle, refusing
 from deepspeed_muon.checkpoint.settings import Before
@@ -36,7 +35,7 @@ _ONE_SAVE = (
 
 
 class DeepSpeedHost:
-    """Implements :class:`deepspeed_muon.checkpoint.host.Host` with a ``DeepSpeedEngine``."""
+    """Implements :class:`deepspeed_muon.checkpoint.live.Host` with a ``DeepSpeedEngine``."""
 
     def __init__(self, engine: Any, parts: Mapping[str, TensorSlice | str]) -> None:
         """Refer to the engine weakly, because its optimizer refers to this and must not keep the engine alive.
@@ -148,8 +147,8 @@ def load_universal_checkpoint(
     error: Exception | None = None
     try:
         with refusing(str(checkpoint_folder)):
-            routes = {parameter.name: parameter.whole for parameter in collect(engine).parameters}
-            source = UniversalSource(checkpoint_folder, routes)
+            live = {parameter.name: parameter.record for parameter in collect(engine).parameters}
+            source = UniversalSource(checkpoint_folder, live)
     except Exception as caught:
         error = caught
     restore_from_source(engine, source, progress=False, state_too=load_optimizer_states, error=error)
@@ -337,7 +336,7 @@ def _differences(engine: Any, saved: Glance) -> tuple[list[str], list[set[str]],
             )
         # Where every rank holds everything, the last number, that of the ranks, does not matter.
         places = entry["partition"], *entry["spread"][:-1]
-        moved = moved or places != (own.partition.index, *own.spread.numbers()[:-1])
+        moved = moved or places != (own.partition, *own.spread.numbers()[:-1])
     return rerouted, names, moved
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from deepspeed_muon.checkpoint.record_hook import add_record_to_state_dict
+from deepspeed_muon.checkpoint.layout_record import add_record_to_state_dict
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.engine import muon_of
 from deepspeed_muon.engine.checkpointing import DeepSpeedHost, record_order

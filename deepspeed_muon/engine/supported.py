@@ -13,7 +13,7 @@ import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups
 
-from deepspeed_muon.checkpoint.host import SOME_RANKS
+from deepspeed_muon.checkpoint.live import SOME_RANKS
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.engine.offload import half_states, master_dtype, offload_device
 from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group, tensor_shards

@@ -240,7 +240,7 @@ def _from_checkpoint(folder: Path, *, separate_experts: bool = False) -> list[Na
         from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
 
         saved = DeepSpeedFiles(folder, verify=False)
-        return _from_shapes({name: parameter.shape for name, parameter in saved.parameters.items()})
+        return _from_shapes({name: record.shape for name, record in saved.records.items()})
     raise ConfigError(
         f"{folder}: no *.safetensors, config.json, consolidated set or DeepSpeed checkpoint in this folder"
     )

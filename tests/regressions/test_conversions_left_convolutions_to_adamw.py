@@ -12,7 +12,7 @@ import torch
 import deepspeed_muon
 from deepspeed_muon import cli
 from deepspeed_muon.checkpoint import load_index, restore
-from deepspeed_muon.checkpoint.conversion import convolution_kind, repeat_in_run, route_saved
+from deepspeed_muon.checkpoint.foreign import convolution_kind, repeat_in_run, route_saved
 from tests.support import training
 from tests.support.models import MATRICES, build
 

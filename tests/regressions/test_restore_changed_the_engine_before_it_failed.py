@@ -210,13 +210,13 @@ def test_a_universal_checkpoint_with_a_bad_loss_scale(
     ranks(2).run(saved_for_universal, folder=str(tmp_path / "saved"))
     convert_to_universal(tmp_path / "saved", tmp_path / "universal" / "step")
     record = tmp_path / "universal" / "step" / RECORD_NAME
-    assert json.loads(record.read_text())["loss_scale"]["cur_scale"] > 0
+    assert json.loads(record.read_text())["progress"]["loss_scale"]["cur_scale"] > 0
 
     def change(content: dict[str, Any]) -> None:
         if key is None:
-            content["loss_scale"] = value
+            content["progress"]["loss_scale"] = value
         else:
-            content["loss_scale"][key] = value
+            content["progress"]["loss_scale"][key] = value
 
     edit(record, change)
     for result in ranks(2).run(tried_universal, folder=str(tmp_path / "universal"), stage=stage):

@@ -17,7 +17,7 @@ from deepspeed_muon.checkpoint.index import FORMAT, FileRecord, ParameterRecord,
 from deepspeed_muon.checkpoint.offline import consolidate_files, verify_folder
 from deepspeed_muon.checkpoint.sealed import is_json, parse_sealed
 from deepspeed_muon.checkpoint.settings import checked_settings
-from deepspeed_muon.checkpoint.shards import PlannedTensor, ShardFile
+from deepspeed_muon.checkpoint.shards import ShardFile
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
 from tests.support.checkpoints import INDEX, edit
@@ -43,7 +43,7 @@ GROUP = {
 def write(folder: Path, tensor: torch.Tensor | None = None) -> Path:
     """Write a set of one 4 x 3 matrix; return the path of its index."""
     content = torch.arange(12.0) if tensor is None else tensor
-    shard = ShardFile(folder / FILE, [PlannedTensor("w", key, (4, 3)) for key in ("fp32", "momentum_buffer")])
+    shard = ShardFile(folder / FILE, dict.fromkeys(("fp32/w", "momentum_buffer/w"), (4, 3)))
     shard.write(torch.cat((torch.arange(12.0), content)))
     record = shard.finish()
     index = CheckpointIndex(

@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 
 import deepspeed_muon
 from deepspeed_muon.checkpoint import consolidate, restore
+from deepspeed_muon.checkpoint.commit import remove_stale
 from deepspeed_muon.checkpoint.index import ParameterRecord, load_index
 from deepspeed_muon.checkpoint.sealed import sealed_json
-from deepspeed_muon.checkpoint.shards import PlannedTensor, ShardFile, pack, remove_stale, shard_name
+from deepspeed_muon.checkpoint.shards import ShardFile, pack, shard_name
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource, file_digest
 from deepspeed_muon.errors import CheckpointError
 
@@ -143,17 +144,13 @@ def test_not_an_index(tmp_path: Path, text: str) -> None:
 
 
 def test_files_are_packed_in_order() -> None:
-    tensors = [PlannedTensor(f"p{i}", "fp32", (size,)) for i, size in enumerate((10, 10, 100, 1, 1))]
-    assert [[t.numel for t in shard] for shard in pack(tensors, 80)] == [[10, 10], [100], [1, 1]]
-    assert pack([], 80) == []
+    tensors = {f"fp32/p{i}": (size,) for i, size in enumerate((10, 10, 100, 1, 1))}
+    assert [list(shard.values()) for shard in pack(tensors, 80)] == [[(10,), (10,)], [(100,)], [(1,), (1,)]]
+    assert pack({}, 80) == []
 
 
 def test_a_streamed_file_is_a_safetensors_file(tmp_path: Path) -> None:
-    tensors = [
-        PlannedTensor("a", "fp32", (3, 5)),
-        PlannedTensor("ü.b", "exp_avg", ()),
-        PlannedTensor("c", "fp32", (4,)),
-    ]
+    tensors: dict[str, tuple[int, ...]] = {"fp32/a": (3, 5), "exp_avg/ü.b": (), "fp32/c": (4,)}
     content = torch.randn(20)
     path = tmp_path / FILE
     shard = ShardFile(path, tensors)

@@ -20,7 +20,7 @@ from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.checkpoint.index import FORMAT, INDEX_NAME
 from deepspeed_muon.checkpoint.offline import consolidate_files, verify_folder
 from deepspeed_muon.checkpoint.sealed import sealed_json
-from deepspeed_muon.checkpoint.shards import PlannedTensor, ShardFile, shard_name
+from deepspeed_muon.checkpoint.shards import ShardFile, shard_name
 from deepspeed_muon.checkpoint.universal import convert_to_universal
 from deepspeed_muon.errors import CheckpointError
 
@@ -31,7 +31,7 @@ FILE = shard_name("0123456789ab", 0)
 def write_set(folder: Path, names: tuple[str, ...] = ("w",), **progress: Any) -> Path:
     """Write a set of matrices of 4 x 3 and return its shard."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = [PlannedTensor(name, key, (4, 3)) for name in names for key in ("fp32", "momentum_buffer")]
+    tensors = {f"{key}/{name}": (4, 3) for name in names for key in ("fp32", "momentum_buffer")}
     shard = ShardFile(folder / FILE, tensors)
     shard.write(torch.arange(12.0 * len(tensors)))
     record = shard.finish()
