@@ -425,7 +425,7 @@ def _say_what_happens_to_rows(state: LiveState, source: StateSource) -> None:
     dropped = [live.name for live, saved in pairs if saved.rows and not live.row_places]
     if without:
         warn(
-            "deepspeed_muon: %s holds no row moments for %d matrices (%s, ...); they start anew",
+            "deepspeed_muon: %s holds no row moments for %d matrices (%s, ...); they start from zero",
             source.where,
             len(without),
             without[0],
