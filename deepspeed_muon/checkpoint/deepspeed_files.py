@@ -137,7 +137,10 @@ class DeepSpeedFiles(TagFolder):
                 try:
                     size = self._flat(held, key, rank).numel()
                 except (KeyError, IndexError) as error:
-                    raise CheckpointError(f"{path}: no {key} of parameter {held.name}") from error
+                    remedy = "consolidate it with the engine, or save at ZeRO stage 1"
+                    raise CheckpointError(
+                        f"{path}: no {key} of parameter {held.name}{'' if self.stage else ': ' + remedy}"
+                    ) from error
                 if size < self._offset(held, key, rank, fragment.matrix_offset) + fragment.numel:
                     raise CheckpointError(
                         f"{path}: {key} of parameter {held.name} is cut off: the partition has {size} elements"

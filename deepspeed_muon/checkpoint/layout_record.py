@@ -269,38 +269,31 @@ def read_records(contents: Sequence[Any], where: str) -> list[tuple[LayoutRecord
 
 def add_record_to_state_dict(engine: Any) -> None:
     """Let the optimizer of ``engine``, which must be ours, add the record to every state dict that it returns."""
-    engine.basic_optimizer.register_state_dict_post_hook(_RecordHook(engine))
+    reference = weakref.ref(engine)  # the optimizer must not keep the engine alive
+    warned = False
 
-
-class _RecordHook:
-    """Adds the record to a state dict. It refers to the engine weakly: the optimizer must not keep it alive."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = weakref.ref(engine)
-        self._warned = False
-
-    def __call__(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        engine = self._engine()
-        if engine is None:
+    def add_record(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        nonlocal warned
+        live = reference()
+        if live is None:
             return
         try:
-            state_dict[RECORD_KEY] = record_of(collect(engine))
+            state_dict[RECORD_KEY] = record_of(collect(live))
         except CheckpointError as error:
             # DeepSpeed's own resume works without the record. A reader must learn why there is none, or it would take
             # the state for that of another optimizer.
-            state_dict[RECORD_KEY] = {
-                "version": RECORD_VERSION,
-                "save": engine.basic_optimizer.host.save_id,
-                "missing": str(error),
-            }
-            if not self._warned:
+            save_id = live.basic_optimizer.host.save_id
+            state_dict[RECORD_KEY] = {"version": RECORD_VERSION, "save": save_id, "missing": str(error)}
+            if not warned:
                 warn(
                     "deepspeed_muon: the saved optimizer state has no record of its layout: %s. engine.load_checkpoint "
                     "resumes it at the same ZeRO stage and number of ranks; 'checkpoint consolidate' and 'universal' "
                     "cannot read it",
                     error,
                 )
-            self._warned = True
+            warned = True
+
+    engine.basic_optimizer.register_state_dict_post_hook(add_record)
 
 
 def record_of(state: LiveState) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.index import (
+    INDEX_NAME,
     ITEM_BYTES,
     OURS,
     CheckpointIndex,
@@ -25,8 +26,10 @@ from deepspeed_muon.checkpoint.index import (
     tensor_name,
 )
 from deepspeed_muon.checkpoint.parts import views
-from deepspeed_muon.checkpoint.sealed import open_regular, parse_json, refusing, regular_size
+from deepspeed_muon.checkpoint.sealed import open_regular, parse_json, read_regular, refusing, regular_size
+from deepspeed_muon.checkpoint.tag_folder import CONSOLIDATED_FOLDER, glance
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.logs import warn
 from deepspeed_muon.plan.slices import TensorSlice
 from deepspeed_muon.plan.spread import Fragment
 
@@ -188,6 +191,59 @@ class ConsolidatedSource(StateSource):
         """Close the files."""
         self._files.close()
         self._open.clear()
+
+
+def find_consolidated(folder: Path) -> Path:
+    """Return the folder with the index: ``folder`` itself, or one inside of a DeepSpeed checkpoint.
+
+    Where ``latest`` names no tag with a set, it is the newest complete set of all tags.
+    """
+    with refusing(f"{str(folder)!r}"):
+        tag_folder, candidates = folder, [folder, folder / CONSOLIDATED_FOLDER]
+        if _exists(folder) and not folder.is_dir():
+            raise CheckpointError(f"{folder}: is no folder; name the folder that holds {INDEX_NAME}")
+        latest = "no file 'latest'"
+        with contextlib.suppress(FileNotFoundError):
+            tag = read_regular(folder / "latest", 4096).decode().strip()
+            latest = f"'latest' names {tag!r}, which has no set"
+            if tag and Path(tag).name == tag and tag != "..":
+                tag_folder = folder / tag
+                candidates.append(tag_folder / CONSOLIDATED_FOLDER)
+        for candidate in candidates:
+            if _exists(candidate / INDEX_NAME):
+                return candidate
+        complete = []
+        for path in folder.glob(f"*/{CONSOLIDATED_FOLDER}/{INDEX_NAME}"):
+            with contextlib.suppress(CheckpointError, OSError):
+                index = load_index(path.parent)
+                if all(regular_size(path.parent / name) == file.bytes for name, file in index.files.items()):
+                    complete.append((index.progress.global_steps, path.stat().st_mtime, path.parent))
+        if complete:
+            steps, _, newest = max(complete)
+            warn(
+                "deepspeed_muon: %s: %s; %s, of step %d, is the newest complete one",
+                folder,
+                latest,
+                newest,
+                steps,
+            )
+            return newest
+    if (saved := glance(tag_folder, trust=False)) is not None:
+        saved.refuse_universal()
+        raise CheckpointError(f"{saved}, and not consolidated: {saved.way()}")
+    raise CheckpointError(
+        f"{folder}: no {INDEX_NAME} there, nor in {', '.join(map(str, candidates[1:]))}: not a consolidated "
+        f"checkpoint, or its save did not finish"
+    )
+
+
+def _exists(path: Path) -> bool:
+    """Return whether there is something of that name; raise if that cannot be seen."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def _places(path: Path, file: BinaryIO, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:

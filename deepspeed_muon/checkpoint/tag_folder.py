@@ -102,18 +102,25 @@ def glance(folder: Path, file: Path | None = None, *, trust: bool) -> Glance | N
         return None
     with refusing(f"{folder}: not as DeepSpeed writes it"):
         model = load_pickle(models[0], trust=trust)
-        stage, content = 0, model.get("optimizer")
+        content = model.get("optimizer")
         files = sorted(path for path in folder.iterdir() if _OPTIMIZER_FILE.fullmatch(path.name))
         whole = sorted(folder.glob(_EXPERTS_OPTIMIZER_FILE))
         if not content and files:
             content = load_pickle(file if file in files else files[0], trust=trust)["optimizer_state_dict"]
-            stage = 3 if "fp32_flat_groups" in content else int(content.get("zero_stage", 1))
         elif not content and whole:
             content = load_pickle(whole[0], trust=trust).get("optimizer")
-        content = content or {}
-        inner = content.get("base_optimizer_state" if stage in (1, 2) else "optimizer_state_dict", content)
+        stage, inner = unwrapped(content or {})
         inner = inner if isinstance(inner, Mapping) else {}
         return Glance(folder, optimizer_kind(inner), stage, int(model.get("dp_world_size", 1)), inner)
+
+
+def unwrapped(saved: Mapping[str, Any]) -> tuple[int, Any]:
+    """Return the ZeRO stage of a wrapper's state dict, and the ``state_dict()`` of the optimizer inside it."""
+    if "fp32_flat_groups" in saved:
+        return 3, saved.get("optimizer_state_dict")
+    if "base_optimizer_state" in saved:
+        return int(saved.get("zero_stage", 1)), saved["base_optimizer_state"]
+    return 0, saved.get("optimizer_state_dict", saved)
 
 
 def optimizer_kind(inner: Mapping[str, Any]) -> str:
@@ -157,7 +164,7 @@ class TagFolder:
             if not isinstance(self.model, dict):
                 raise CheckpointError(f"{self.model_file}: not a checkpoint of DeepSpeed")
             self.ranks = self._read_ranks()
-            self.stage = self._read_stage()
+            self.stage = unwrapped(self.ranks[0])[0] if self.ranks else 0
             if not self.ranks:
                 self.files, self.whole = self._read_whole()
             self.world_size = len(self.files)
@@ -224,27 +231,15 @@ class TagFolder:
             raise CheckpointError(f"{path}: not a checkpoint of DeepSpeed")
         return content
 
-    def _read_stage(self) -> int:
-        if not self.ranks:
-            return 0
-        if "fp32_flat_groups" in self.ranks[0]:
-            return 3
-        return int(self.ranks[0].get("zero_stage", 1))
-
     def _inner_state(self, number: int) -> dict[str, Any]:
         """Return the ``state_dict()`` of the optimizer inside ZeRO's wrapper."""
-        if self.stage == 0:
-            inner: Any = self.whole[number]
-            if isinstance(inner, dict) and "optimizer_state_dict" in inner:
-                inner = inner["optimizer_state_dict"]
-        else:
-            saved = self.ranks[number]
-            inner = saved.get("optimizer_state_dict" if self.stage == 3 else "base_optimizer_state")
-        if not isinstance(inner, dict) or "state" not in inner or "param_groups" not in inner:
+        stage, inner = unwrapped(self.ranks[number] if self.ranks else self.whole[number])
+        known = isinstance(inner, dict) and {"state", "param_groups"} <= inner.keys()
+        if not known or stage != self.stage or (self.ranks and not stage):
             raise CheckpointError(
                 f"{self.files[number]}: holds no optimizer state (elastic checkpoints are not read)"
             )
-        return inner
+        return dict(inner)
 
     def _verify(self) -> None:
         """Compare the content of every file with the CRC-32 that ``torch.save`` kept in it, reading each file once.
