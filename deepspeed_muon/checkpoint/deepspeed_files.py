@@ -162,7 +162,7 @@ class DeepSpeedFiles(TagFolder):
             return state["exp_avg" if from_adam else key]
         if self.stage:
             return self.masters(number)[held.partition]
-        wrapper = self.whole[number]
+        wrapper = self.wrappers[number]
         if "fp32_groups" in wrapper:
             return [tensor for group in wrapper["fp32_groups"] for tensor in group][held.partition]
         return self._weights(number)[held.name]

@@ -212,7 +212,7 @@ class ForeignState:
         shapes = self._saved.model.get("param_shapes")
         if not isinstance(shapes, (list, tuple)):
             raise CheckpointError(f"{self._saved.model_file}: no param_shapes")
-        paddings = self._saved.ranks[0].get("param_alignment_paddings")
+        paddings = self._saved.wrappers[0].get("param_alignment_paddings")
         partitions = []
         for number, group in enumerate(shapes):
             members, offset = [], 0

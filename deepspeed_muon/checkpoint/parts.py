@@ -48,8 +48,9 @@ class HeldParameter:
 
     def places_of(self, key: str) -> Places:
         """Return where the master (``fp32``) or an entry of the state lies."""
-        has_rows = key in ROW_KEYS[self.record.algorithm] and self.row_places is not None
-        return self.row_places if has_rows and self.row_places is not None else self.spread
+        if self.row_places is not None and key in ROW_KEYS[self.record.algorithm]:
+            return self.row_places
+        return self.spread
 
     def part_of(self, key: str) -> TensorSlice:
         """Return which part of the whole master or entry of the state the ranks hold.

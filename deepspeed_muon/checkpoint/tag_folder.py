@@ -140,7 +140,11 @@ class TagFolder:
     Attributes:
         folder: The tag's folder.
         model_file: The file that holds the model of the first rank.
-        world_size: Files with the state of the optimizer: one for each rank, or fewer at stage 0.
+        model: Its content.
+        files: The files with the state of the optimizer: one for each rank, or fewer at stage 0.
+        world_size: How many they are.
+        wrappers: What the wrapper of the optimizer saved in each.
+        inner: The ``state_dict()`` of the optimizer in each.
         stage: The ZeRO stage.
         progress: Where the run stood.
     """
@@ -153,33 +157,26 @@ class TagFolder:
             if verify:
                 self._verify()
         with refusing(f"{self.folder}: not as DeepSpeed writes it"):
-            self._refuse_unsupported()
+            if (self.folder / "offloaded_tensors").exists():
+                raise CheckpointError(
+                    f"{self.folder}: checkpoints with NVMe offload cannot be read without an engine"
+                )
             model_file = model_file_in(self.folder)
             if model_file is None:
                 raise CheckpointError(
                     f"{self.folder}: no model_states file: not the folder of a tag of DeepSpeed"
                 )
             self.model_file = model_file
-            self.model = load_pickle(self.model_file, trust=trust)
-            if not isinstance(self.model, dict):
-                raise CheckpointError(f"{self.model_file}: not a checkpoint of DeepSpeed")
-            self.ranks = self._read_ranks()
-            self.stage = unwrapped(self.ranks[0])[0] if self.ranks else 0
-            if not self.ranks:
-                self.files, self.whole = self._read_whole()
+            self.model = self.load(model_file)
+            self.files, self.wrappers = self._read_partitions() or self._read_whole()
+            self.stage, _ = unwrapped(self.wrappers[0])
             self.world_size = len(self.files)
             self.inner = [self._inner_state(number) for number in range(self.world_size)]
             self._refuse_mixed_saves()
             self.progress = self._read_progress()
 
-    def _refuse_unsupported(self) -> None:
-        if (self.folder / "offloaded_tensors").exists():
-            raise CheckpointError(
-                f"{self.folder}: checkpoints with NVMe offload cannot be read without an engine"
-            )
-
-    def _read_ranks(self) -> list[dict[str, Any]]:
-        """Return what ZeRO saved on each rank: those of one model-parallel rank after the other."""
+    def _read_partitions(self) -> tuple[list[Path], list[dict[str, Any]]] | None:
+        """Return the files of ZeRO and what each holds, those of one model-parallel rank after the other."""
         files: dict[tuple[int, int], Path] = {}
         for path in self.folder.iterdir():
             match = _OPTIMIZER_FILE.fullmatch(path.name)
@@ -189,7 +186,7 @@ class TagFolder:
                     f"{path} and {other.name}: both are of rank {place[1]}: the folder holds two checkpoints"
                 )
         if not files:
-            return []
+            return None
         data, model = (int(self.model.get(f"{kind}_world_size") or 1) for kind in ("dp", "mp"))
         data = max(data, 1 + max(rank for _, rank in files))
         model = max(model, 1 + max(rank for rank, _ in files))
@@ -210,13 +207,12 @@ class TagFolder:
                 f"({self.model_file.name})"
             )
         states = []
-        self.files = [files[place] for place in places]
-        for path in self.files:
-            content = load_pickle(path, trust=self._trust)
+        for place in places:
+            content = load_pickle(files[place], trust=self._trust)
             if not isinstance(content, dict) or not isinstance(content.get("optimizer_state_dict"), dict):
-                raise CheckpointError(f"{path}: not an optimizer state of DeepSpeed")
+                raise CheckpointError(f"{files[place]}: not an optimizer state of DeepSpeed")
             states.append(content["optimizer_state_dict"])
-        return states
+        return [files[place] for place in places], states
 
     def _read_whole(self) -> tuple[list[Path], list[dict[str, Any]]]:
         """Return the files of stage 0 that hold the state of the optimizer, and the state of its wrapper in each."""
@@ -233,13 +229,16 @@ class TagFolder:
 
     def _inner_state(self, number: int) -> dict[str, Any]:
         """Return the ``state_dict()`` of the optimizer inside ZeRO's wrapper."""
-        stage, inner = unwrapped(self.ranks[number] if self.ranks else self.whole[number])
-        known = isinstance(inner, dict) and {"state", "param_groups"} <= inner.keys()
-        if not known or stage != self.stage or (self.ranks and not stage):
+        stage, inner = unwrapped(self.wrappers[number])
+        if (
+            stage != self.stage
+            or not isinstance(inner, dict)
+            or not {"state", "param_groups"} <= inner.keys()
+        ):
             raise CheckpointError(
                 f"{self.files[number]}: holds no optimizer state (elastic checkpoints are not read)"
             )
-        return dict(inner)
+        return inner
 
     def _verify(self) -> None:
         """Compare the content of every file with the CRC-32 that ``torch.save`` kept in it, reading each file once.
@@ -303,7 +302,7 @@ class TagFolder:
     def masters(self, rank: int) -> Sequence[Tensor]:
         """Return the master partitions of a rank."""
         key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
-        return list(self.ranks[rank][key])
+        return list(self.wrappers[rank][key])
 
     def aliases(self) -> dict[str, list[str]]:
         """Return the further names of parameters that several modules share."""
@@ -322,7 +321,7 @@ class TagFolder:
 
     def _read_progress(self) -> Progress:
         schedule = self.model.get("lr_scheduler")
-        wrapper = self.ranks[0] if self.ranks else self.whole[0]
+        wrapper = self.wrappers[0]
         scale = None
         if wrapper.get("dynamic_loss_scale"):
             # At stage 0 the wrapper keeps the values itself, at the others in an object.
