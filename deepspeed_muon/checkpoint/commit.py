@@ -22,7 +22,7 @@ import contextlib
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,27 +169,37 @@ def write_set(
             agree(RankFacts({}), error=error, kind=CheckpointError, members=members)
         log_stage(folder, "shards written")
         shares = members.gather(files, what="gathering of the index").values()
-        every = {name: record for share in shares for name, record in share.items()}
+        every = {name: share[name] for share in shares for name in share}
     index: CheckpointIndex | None = None
     failure: CheckpointError | None = None
     with _removed_on_failure(folder, files):
         if writer is not None:
-            try:
-                files_of_set = dict(sorted(every.items()))
-                index = CheckpointIndex.made_now(
-                    **about(), files=files_of_set, parameters=plan.records(names)
-                )
-                writer.commit(index)
-            except CheckpointError as caught:
-                failure = caught
-            except Exception as caught:  # the other ranks wait to hear of it
-                failure = CheckpointError(f"the index cannot be made: {type(caught).__name__}: {caught}")
+            index, failure = _commit(writer, plan, names, every, about)
         _announce(folder, failure, members)
     log_stage(folder, "index written")
     if writer is not None and index is not None:
         writer.clear(index)
     log_stage(folder, "done")
     return index
+
+
+def _commit(
+    writer: FolderWriter,
+    plan: SavePlan,
+    names: Sequence[str],
+    files: Mapping[str, FileRecord],
+    about: Callable[[], dict[str, Any]],
+) -> tuple[CheckpointIndex | None, CheckpointError | None]:
+    """Write the index. Its failure is returned: the other ranks wait to hear of it."""
+    try:
+        parameters = plan.records(names)
+        index = CheckpointIndex.made_now(**about(), files=dict(sorted(files.items())), parameters=parameters)
+        writer.commit(index)
+    except CheckpointError as error:
+        return None, error
+    except Exception as error:
+        return None, CheckpointError(f"the index cannot be made: {type(error).__name__}: {error}")
+    return index, None
 
 
 def _announce(folder: Path, failure: CheckpointError | None, members: Members) -> None:

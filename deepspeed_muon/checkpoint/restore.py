@@ -135,10 +135,7 @@ def restore_from_source(
                 if not problems:
                     plan = _Plan.of(state, source, hyperparameters=hyperparameters, state_too=state_too)
                     if progress and source.progress is not None:
-                        plan.progress = source.progress
-                        check_progress(
-                            engine, source.progress, source.where, scheduler=scheduler, rates=hyperparameters
-                        )
+                        plan.check_progress(engine, source, scheduler=scheduler, rates=hyperparameters)
                     nonfinite = source.verify(state.rank, state.world_size)
                 facts = RankFacts({"checkpoint": source.digest()})
     except Exception as caught:
@@ -151,16 +148,7 @@ def restore_from_source(
         found = everyone().gather(nonfinite, what="check of a checkpoint").values()
         _judge(sorted(name for names in found for name in names), source, allow_nonfinite)
         _fill(plan, source)
-        try:
-            if plan.progress is not None:
-                write_progress(
-                    plan.state.optimizer, plan.progress, scheduler=scheduler, rates=hyperparameters
-                )
-            for number, settings in plan.settings.items():
-                plan.state.optimizer.param_groups[number].update(settings)
-        except Exception as caught:
-            error = caught
-        agree(RankFacts({}), error=error, kind=CheckpointError)
+        plan.write_settings()
         plan.state.host.end_restore()
     finally:
         if source is not None:
@@ -254,7 +242,7 @@ class _Plan:
         made: Tensors that the optimizer's state lacks, by partition and key.
         steps: Steps of every partition; empty where only masters are restored.
         settings: New settings by param group.
-        progress: Counters, schedule and loss scale, if they are restored.
+        progress: Counters, schedule and loss scale, if they are restored, and the arguments for ``write_progress``.
     """
 
     state: LiveState
@@ -262,7 +250,7 @@ class _Plan:
     made: dict[tuple[int, str], Tensor]
     steps: dict[int, int]
     settings: dict[int, dict[str, Any]]
-    progress: Progress | None = None
+    progress: tuple[Progress, dict[str, bool]] | None = None
 
     @classmethod
     def of(cls, state: LiveState, source: StateSource, *, hyperparameters: bool, state_too: bool) -> _Plan:
@@ -287,6 +275,25 @@ class _Plan:
         if hyperparameters:
             plan.settings = group_settings(state, source)
         return plan
+
+    def check_progress(self, engine: Any, source: StateSource, **how: bool) -> None:
+        """Plan to restore the progress too; raise a CheckpointError if that would fail."""
+        assert source.progress is not None
+        check_progress(engine, source.progress, source.where, **how)
+        self.progress = source.progress, how
+
+    def write_settings(self) -> None:
+        """Set the progress and the settings of the param groups. Must be called by all ranks; all raise if one does."""
+        error: Exception | None = None
+        try:
+            if self.progress is not None:
+                progress, how = self.progress
+                write_progress(self.state.optimizer, progress, **how)
+            for number, settings in self.settings.items():
+                self.state.optimizer.param_groups[number].update(settings)
+        except Exception as caught:
+            error = caught
+        agree(RankFacts({}), error=error, kind=CheckpointError)
 
     def _target(self, parameter: LiveParameter, key: str) -> Tensor:
         """Return the flat tensor to write to: the engine's own, or one that it will get."""
