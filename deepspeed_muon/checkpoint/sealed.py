@@ -81,6 +81,11 @@ def folder_of(argument: str, value: Any) -> Path:
     return Path(value)
 
 
+def is_name(text: str) -> bool:
+    """Return whether a text names something right inside of a folder."""
+    return text not in ("", ".", "..") and os.path.basename(text) == text and "\0" not in text
+
+
 def regular_size(path: Path) -> int:
     """Return the size of a file.
 

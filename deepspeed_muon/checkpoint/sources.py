@@ -26,8 +26,8 @@ from deepspeed_muon.checkpoint.index import (
     tensor_name,
 )
 from deepspeed_muon.checkpoint.parts import views
-from deepspeed_muon.checkpoint.sealed import open_regular, parse_json, read_regular, refusing, regular_size
-from deepspeed_muon.checkpoint.tag_folder import CONSOLIDATED_FOLDER, glance
+from deepspeed_muon.checkpoint.sealed import is_name, open_regular, parse_json, refusing, regular_size
+from deepspeed_muon.checkpoint.tag_folder import CONSOLIDATED_FOLDER, glance, latest_tag
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.plan.slices import TensorSlice
@@ -202,13 +202,10 @@ def find_consolidated(folder: Path) -> Path:
         tag_folder, candidates = folder, [folder, folder / CONSOLIDATED_FOLDER]
         if _exists(folder) and not folder.is_dir():
             raise CheckpointError(f"{folder}: is no folder; name the folder that holds {INDEX_NAME}")
-        latest = "no file 'latest'"
-        with contextlib.suppress(FileNotFoundError):
-            tag = read_regular(folder / "latest", 4096).decode().strip()
-            latest = f"'latest' names {tag!r}, which has no set"
-            if tag and Path(tag).name == tag and tag != "..":
-                tag_folder = folder / tag
-                candidates.append(tag_folder / CONSOLIDATED_FOLDER)
+        tag = latest_tag(folder)
+        if tag is not None and is_name(tag):
+            tag_folder = folder / tag
+            candidates.append(tag_folder / CONSOLIDATED_FOLDER)
         for candidate in candidates:
             if _exists(candidate / INDEX_NAME):
                 return candidate
@@ -220,6 +217,7 @@ def find_consolidated(folder: Path) -> Path:
                     complete.append((index.progress.global_steps, path.stat().st_mtime, path.parent))
         if complete:
             steps, _, newest = max(complete)
+            latest = "no file 'latest'" if tag is None else f"'latest' names {tag!r}, which has no set"
             warn(
                 "deepspeed_muon: %s: %s; %s, of step %d, is the newest complete one",
                 folder,

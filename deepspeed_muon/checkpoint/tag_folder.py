@@ -20,7 +20,7 @@ from torch import Tensor
 
 from deepspeed_muon.checkpoint.index import COUNTERS, INDEX_NAME, OURS, SCALE_KEYS, Progress
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, save_of
-from deepspeed_muon.checkpoint.sealed import is_json, load_pickle, read_regular, refusing
+from deepspeed_muon.checkpoint.sealed import is_json, is_name, load_pickle, read_regular, refusing
 from deepspeed_muon.errors import CheckpointError
 
 MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
@@ -346,12 +346,19 @@ def _model_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name))
 
 
+def latest_tag(folder: Path) -> str | None:
+    """Return what ``latest`` in a folder names, which need not be a name; ``None`` if there is no such file."""
+    try:
+        return read_regular(folder / "latest", 4096).decode().strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
 def _tag_folder(folder: Path) -> Path:
-    latest = folder / "latest"
-    if os.path.lexists(latest):
-        tag = read_regular(latest, 4096).decode().strip()
-        if not tag or Path(tag).name != tag or tag == "..":
-            raise CheckpointError(f"{latest}: names {tag!r}, which is not a folder beside it")
+    tag = latest_tag(folder)
+    if tag is not None:
+        if not is_name(tag):
+            raise CheckpointError(f"{folder / 'latest'}: names {tag!r}, which is not a folder beside it")
         folder = folder / tag
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")

@@ -40,6 +40,7 @@ from deepspeed_muon.checkpoint.sealed import (
     check_tensor,
     drop_pages,
     folder_of,
+    is_name,
     load_pickle,
     refusing,
 )
@@ -89,7 +90,7 @@ def _write_parameters(saved: DeepSpeedFiles, folder: Path) -> dict[str, Paramete
     """Write the tensors; return the records with the checksums of their files."""
     found = {}
     for name, record in saved.records.items():
-        if not _is_plain(name):
+        if not is_name(name):
             raise CheckpointError(f"parameter {name!r} cannot name a folder")
         place = folder / name
         place.mkdir(parents=True)
@@ -140,10 +141,6 @@ def _write_tensor(path: Path, shape: Sequence[int], pieces: Iterable[Tensor]) ->
         archive.writestr("archive/version", "3\n")
 
 
-def _is_plain(name: str) -> bool:
-    return bool(name) and name not in (".", "..") and os.path.basename(name) == name and "\0" not in name
-
-
 def _link(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
@@ -186,7 +183,7 @@ class UniversalSource(StateSource):
         path = self._folder / RECORD_NAME
         index = load_index(self._folder, RECORD_NAME, UNIVERSAL_FORMAT)
         for name in index.parameters:
-            if not _is_plain(name):
+            if not is_name(name):
                 raise CheckpointError(f"{path}: refused: parameter {name!r} cannot name a folder")
         if index.progress.loss_scale is not None:
             check_loss_scale(index.progress.loss_scale, str(path))
