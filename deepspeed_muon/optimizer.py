@@ -37,8 +37,8 @@ from deepspeed_muon.step.bound import BoundSteps, flat_gradients, overlaps
 from deepspeed_muon.step.runner import PendingUpdates, StepResources, StepRunner
 from deepspeed_muon.step.step_set import StepSet, read_whole
 from deepspeed_muon.transport.agreement import RankFacts
-from deepspeed_muon.transport.buffers import ExchangeBuffers
 from deepspeed_muon.transport.context import StepStats
+from deepspeed_muon.transport.exchange import ExchangeBuffers
 from deepspeed_muon.transport.members import Members
 
 

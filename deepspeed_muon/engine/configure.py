@@ -179,7 +179,7 @@ def _wants_muon(engine: Any, client_optimizer: Any) -> bool:
 
 def _agree(members: Members, facts: RankFacts, *, error: Exception | None = None) -> None:
     """Wait for all ranks, then compare their facts; all of them raise if one failed or differs."""
-    members.call_roll()
+    members.wait_for_all()
     agree(facts, error=error, members=members)
 
 

@@ -140,48 +140,39 @@ class BoundSteps:
         """Return what the ranks compare of their plans."""
         facts: dict[str, str] = {}
         scopes: dict[str, Scope] = {}
+
+        def tell(ranks: Scope, fact: str, text: object) -> None:
+            facts[fact], scopes[fact] = str(text), ranks
+
         shared = [Scope.of(runner.step_set.group) for runner in self.runners]
+        wider = [_wider_scope(runner.step_set) for runner in self.runners]
+        overlap = self._resources.overlap
         for number, (runner, ranks) in enumerate(zip(self.runners, shared, strict=True)):
-            own = {
-                f"step sets of ranks {ranks.name}": str(
-                    [n for n, each in enumerate(shared) if each == ranks]
-                ),
-                f"plan of step set {number}": runner.plan.digest(),
-                # It decides about the order of the all-to-alls.
-                f"overlap in step set {number}": str(self._resources.overlap),
-                # In the order of the flags, which the ranks match by position.
-                f"parameters of step set {number}": ", ".join(
-                    f"{layout.name} ({layout.numel})" for layout in runner.step_set.layouts
-                ),
-            }
-            facts.update(own)
-            scopes.update(dict.fromkeys(own, ranks))
-            if runner.step_set.wider_group is not None:
+            step_set, plan = runner.step_set, runner.plan
+            # In the order of the flags, which the ranks match by position.
+            layouts = ", ".join(f"{layout.name} ({layout.numel})" for layout in step_set.layouts)
+            tell(
+                ranks,
+                f"step sets of ranks {ranks.name}",
+                [n for n, each in enumerate(shared) if each == ranks],
+            )
+            tell(ranks, f"plan of step set {number}", plan.digest())
+            # It decides about the order of the all-to-alls.
+            tell(ranks, f"overlap in step set {number}", overlap)
+            tell(ranks, f"parameters of step set {number}", layouts)
+            if (skips := wider[number]) is not None:
                 # The wider group exchanges flags once for each of these sets, in order.
-                wider = Scope.of(runner.step_set.wider_group)
-                together = [n for n, each in enumerate(self.runners) if _skips_with(each.step_set, wider)]
-                facts[f"step sets that ranks {wider.name} skip together"] = str(together)
-                scopes[f"step sets that ranks {wider.name} skip together"] = wider
-            if runner.step_set.stack_group is not None:
+                same = [n for n, each in enumerate(wider) if each == skips]
+                tell(skips, f"step sets that ranks {skips.name} skip together", same)
+            if step_set.stack_group is not None:
                 # These ranks exchange flags too, by position.
-                peers = Scope.of(runner.step_set.stack_group)
-                stacks = {f"stacks of experts in step set {number}": own[f"parameters of step set {number}"]}
-                facts.update(stacks)
-                scopes.update(dict.fromkeys(stacks, peers))
-            if runner.step_set.tensor_group is not None:
+                tell(Scope.of(step_set.stack_group), f"stacks of experts in step set {number}", layouts)
+            if step_set.tensor_group is not None:
                 # Tensor-parallel ranks call collectives in the order of the plan, and compute by the settings.
-                across = {
-                    f"owners and chunks of step set {number}": str(
-                        (
-                            runner.plan.owners,
-                            [chunk.matrices for chunk in runner.plan.chunks],
-                            self._resources.overlap,
-                        )
-                    ),
-                    f"optimizer.params for step set {number}": self._config.digest(),
-                }
-                facts.update(across)
-                scopes.update(dict.fromkeys(across, Scope.of(runner.step_set.tensor_group)))
+                across = Scope.of(step_set.tensor_group)
+                order = plan.owners, [chunk.matrices for chunk in plan.chunks], overlap
+                tell(across, f"owners and chunks of step set {number}", order)
+                tell(across, f"optimizer.params for step set {number}", self._config.digest())
         return RankFacts(facts, scopes=scopes)
 
 
@@ -196,9 +187,9 @@ def overlaps(step_sets: Sequence[StepSet], config: MuonConfig) -> bool:
     )
 
 
-def _skips_with(step_set: StepSet, ranks: Scope) -> bool:
-    """Return whether a set skips its steps together with ``ranks``."""
-    return step_set.wider_group is not None and Scope.of(step_set.wider_group) == ranks
+def _wider_scope(step_set: StepSet) -> Scope | None:
+    """Return the ranks that skip their steps together with a set, if they are more than its group."""
+    return None if step_set.wider_group is None else Scope.of(step_set.wider_group)
 
 
 def flat_gradients(runner: StepRunner, scale: Tensor | None) -> Mapping[int, Tensor]:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.step.step_set import StepSet
-from deepspeed_muon.transport.agreement import gather_flags, gradient_flags
+from deepspeed_muon.transport.waiting import phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ class GradientInspection:
         if first.groups and rows:
             sent = torch.tensor(rows, dtype=torch.uint8, device=first._device)
             for group in first.groups:
-                sent = gather_flags(sent, group=group)
+                sent = _gather_flags(sent, group=group)
             rows = sent.tolist()
         start = 0
         for each, mine in zip(inspections, own, strict=True):
@@ -106,7 +107,7 @@ class GradientInspection:
         failed = tuple(name for name, row in zip(names, rows, strict=True) if row[2])
         if self._step_set.wider_group is not None:
             bad = torch.tensor([bool(nonfinite), bool(failed)], dtype=torch.uint8, device=self._device)
-            others = gather_flags(bad, group=self._step_set.wider_group).tolist()
+            others = _gather_flags(bad, group=self._step_set.wider_group).tolist()
             nonfinite = nonfinite or ("a parameter of other ranks",) * others[0]
             failed = failed or ("a matrix of other ranks",) * others[1]
         return GradientReport(tuple(bool(row[0]) for row in rows), nonfinite, failed)
@@ -122,7 +123,31 @@ class GradientInspection:
                 numbers.extend(number for number, _ in local)
                 views.extend(grad.narrow(0, f.partition_offset, f.numel) for _, f in local)
         if views:
-            for number, (nonzero, nonfinite) in zip(numbers, gradient_flags(views).tolist(), strict=True):
+            for number, (nonzero, nonfinite) in zip(numbers, _gradient_flags(views).tolist(), strict=True):
                 flags[number][0] |= nonzero
                 flags[number][1] |= nonfinite
         return flags
+
+
+def _gather_flags(flags: Tensor, *, group: dist.ProcessGroup | None) -> Tensor:
+    """Set ``flags`` (uint8) to their elementwise maximum over the group and return them.
+
+    Must be called by all ranks of ``group``, with flags on a device from which its backend can send.
+    """
+    with phase("exchange of gradient flags", group):
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    return flags
+
+
+def _gradient_flags(fragments: list[Tensor]) -> Tensor:
+    """Return one row ``(has a non-zero element, has a non-finite element)`` per fragment, uint8 on their device."""
+    if not fragments:
+        return torch.zeros((0, 2), dtype=torch.uint8)
+    # The largest magnitude is 0 for all zeros, inf or NaN for anything non-finite. A GPU has a multi-tensor kernel for
+    # it; on a CPU that takes twenty times as long as minimum and maximum.
+    if fragments[0].device.type == "cpu":
+        ends = [torch.stack([end(fragment) for fragment in fragments]) for end in (torch.amin, torch.amax)]
+        largest = torch.maximum(*(each.abs() for each in ends))
+    else:
+        largest = torch.stack(torch._foreach_norm(fragments, float("inf")))
+    return torch.stack((largest != 0, ~torch.isfinite(largest)), dim=1).to(torch.uint8)

@@ -23,7 +23,7 @@ from deepspeed_muon.math.updates import (
 from deepspeed_muon.ops import FlatPasses, in_fp32
 from deepspeed_muon.plan.exchange import Chunk, ExchangePlan, Segment
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.transport.buffers import aligned
+from deepspeed_muon.transport.exchange import aligned
 from deepspeed_muon.transport.row_state import RowsAtOwner
 from deepspeed_muon.variants import Variant
 
@@ -241,7 +241,7 @@ def pack_into(out: Tensor, row: Row, step: Step) -> None:
 
 
 def apply(row: Row, weights: Weights, update: Tensor) -> None:
-    """Decay and update a fragment of the weights by ``update``: flat, in the wire dtype, on any device."""
+    """Decay and update a fragment of the weights by ``update``: flat, in the communication dtype, on any device."""
     target = weights.flat[row.partition].narrow(0, row.offset, row.numel)
     update, rate = update.to(target.device), weights.rates[row.matrix]
     if weights.variant.before_apply is not None:

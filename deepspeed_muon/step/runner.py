@@ -29,11 +29,9 @@ from deepspeed_muon.step.strategies import (
     WholeAtOwner,
 )
 from deepspeed_muon.step.tensor_parallel import OverTensorGroup
-from deepspeed_muon.transport.buffers import ExchangeBuffers
-from deepspeed_muon.transport.context import StepContext, StepStats
-from deepspeed_muon.transport.exchange import ChunkExchange, InFlight, cut, part_of
+from deepspeed_muon.transport.context import StepContext, StepStats, codec_for
+from deepspeed_muon.transport.exchange import ChunkExchange, ExchangeBuffers, InFlight, cut, part_of
 from deepspeed_muon.transport.row_state import RowStateExchange
-from deepspeed_muon.transport.wire import wire_for
 from deepspeed_muon.variants import VARIANTS
 
 
@@ -118,16 +116,11 @@ class StepRunner:
             step_set.world_size,
             resources.device,
             dtype,
-            wire_for(config.wire_format, dtype),
+            codec_for(config.wire_format, dtype),
             config.ns_settings(resources.device),
             resources.stats,
         )
-        self.assignment, self.plan = planned(
-            step_set,
-            config,
-            device=resources.device,
-            load=load,
-        )
+        self.assignment, self.plan = planned(step_set, config, device=resources.device, load=load)
         self._rates = RateTable(self.plan.matrices)
         self._exchange = ChunkExchange(
             self.plan,
@@ -139,17 +132,11 @@ class StepRunner:
         )
         self._choose_strategy(config, resources)
         self._tables = tables_of(self.plan, self._whole.batches)
-        self._variant = VARIANTS[config.variant]
-        self._rows = (
-            RowStateExchange(self.plan, context, self._variant, step_set.tensor_group)
-            if self._variant.finish is not None
-            else None
-        )
-        self._passes = {
-            partition.index: passes_for(partition, config, resources.policy)
-            for partition in step_set.partitions
-            if partition.muon
-        }
+        self._variant, group = VARIANTS[config.variant], step_set.tensor_group
+        finishes = self._variant.finish is not None
+        self._rows = RowStateExchange(self.plan, context, self._variant, group) if finishes else None
+        muon = [partition for partition in step_set.partitions if partition.muon]
+        self._passes = {each.index: passes_for(each, config, resources.policy) for each in muon}
         self.inspection = GradientInspection(step_set, resources.device)
         self._adam = AdamUpdates(step_set, config, resources.policy)
         self.adam = self._adam.kernel
@@ -181,7 +168,7 @@ class StepRunner:
     def wire_bytes_per_step(self) -> int:
         """Bytes that this rank sends to data-parallel ranks in a step in which every matrix has a gradient."""
         rows = 0 if self._rows is None else self._rows.sent_elements
-        return self.plan.sent_elements * self.context.wire.dtype.itemsize + rows * torch.float32.itemsize
+        return self.plan.sent_elements * self.context.codec.dtype.itemsize + rows * torch.float32.itemsize
 
     @property
     def row_places(self) -> tuple[RowPlaces, ...]:
@@ -303,16 +290,16 @@ class StepRunner:
     def _pack(self, flight: InFlight, step: Step) -> None:
         """Update the momentum of a chunk's matrices and put the directions that travel into the send buffer."""
         table = self._tables[flight.number]
-        flight.directions = pack((*table.own.values(), *table.copies), step, self.context.wire_dtype)
+        flight.directions = pack((*table.own.values(), *table.copies), step, self.context.comm_dtype)
         for row in table.sent if flight.chunk.gathers else ():
             # The buffer keeps old data for a matrix without a gradient: nobody reads it.
             if step.weights.active[row.matrix]:
                 assert row.segment is not None
-                place = cut(flight.held, row.segment)
-                if self.context.wire.exact:
+                place = cut(flight.send_buffer, row.segment)
+                if self.context.codec.exact:
                     pack_into(place.view(-1), row, step)
                     continue
-                made = torch.empty(row.numel, dtype=self.context.wire_dtype, device=self.context.device)
+                made = torch.empty(row.numel, dtype=self.context.comm_dtype, device=self.context.device)
                 pack_into(made, row, step)
                 self._write(place, made.unsqueeze(0), "direction")
 
@@ -321,9 +308,9 @@ class StepRunner:
             self._exchange.wait("gather", flight)
 
     def _orthogonalize(self, flight: InFlight, step: Step) -> None:
-        """Orthogonalise the owned matrices of a chunk; apply what stays, and put what travels into ``flight.owned``.
+        """Orthogonalise the owned matrices of a chunk; apply what stays, and leave the rest for the scatter.
 
-        There the updates overwrite the directions that the gather brought. The matrices lie in ``idle`` meanwhile.
+        The updates overwrite the directions that the gather brought. The matrices lie in ``flight.idle`` meanwhile.
         """
         table = self._tables[flight.number]
         owned = [index for index in flight.chunk.owned if step.weights.active[index]]
@@ -331,21 +318,23 @@ class StepRunner:
         for index, update in self._strategy.updates(owned, directions):
             segments = table.segments.get(index, [])
             for segment in segments:
-                self._write(cut(flight.owned, segment), part_of(update, segment), "update")
+                self._write(cut(flight.receive_buffer, segment), part_of(update, segment), "update")
             if segments and self.plan.matrices[index].replicated:
                 # All copies of a replicated matrix get the same numbers, also the owner's.
-                update = self.context.wire.read(cut(flight.owned, segments[0]), segments[0].numel).view(-1)
+                update = self.context.codec.read(
+                    cut(flight.receive_buffer, segments[0]), segments[0].numel
+                ).view(-1)
             row = table.own.get(index)
             if row is not None:
                 apply(row, step.weights, update.narrow(0, row.matrix_offset, row.numel))
         flight.directions.clear()
 
     def _write(self, place: Tensor, values: Tensor, what: Travelling) -> None:
-        """Write what travels to its place in a buffer; note in sampled steps what the wire loses."""
-        wire, recorder = self.context.wire, self._check.recorder
-        wire.write(place, values)
-        if recorder.sampling and not wire.exact:
-            recorder.keep_loss(what, values, wire.read(place[: len(values)], values.shape[1]))
+        """Write what travels to its place in a buffer; note in sampled steps what int8 loses."""
+        codec, recorder = self.context.codec, self._check.recorder
+        codec.write(place, values)
+        if recorder.sampling and not codec.exact:
+            recorder.keep_loss(what, values, codec.read(place[: len(values)], values.shape[1]))
 
     def _update_in_place(self, numbers: Sequence[int], step: Step) -> None:
         """Update the matrices of chunks in which nothing moves."""
@@ -361,7 +350,7 @@ class StepRunner:
         for row in self._tables[flight.number].sent:
             if weights.active[row.matrix]:
                 assert row.segment is not None
-                update = self.context.wire.read(cut(flight.held, row.segment), row.numel)
+                update = self.context.codec.read(cut(flight.send_buffer, row.segment), row.numel)
                 apply(row, weights, update.view(-1))
                 if refresh is not None:
                     refresh(row.offset, row.numel)

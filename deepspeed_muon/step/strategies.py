@@ -17,16 +17,15 @@ from deepspeed_muon.ops import BATCH_NUMEL
 from deepspeed_muon.plan.exchange import ExchangePlan, Segment
 from deepspeed_muon.plan.layout import Block, MatrixLayout
 from deepspeed_muon.step.passes import ChunkTable, Rate, Step
-from deepspeed_muon.transport.buffers import aligned
 from deepspeed_muon.transport.context import StepContext
-from deepspeed_muon.transport.exchange import InFlight, cut, part_of
+from deepspeed_muon.transport.exchange import InFlight, aligned, cut, part_of
 from deepspeed_muon.transport.row_state import RowsAtOwner
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
 from deepspeed_muon.transport.waiting import phase
 
 # (batch, rows, cols) -> the same in the settings' dtype; called as ``orthogonalize(x, settings=...)``.
 Orthogonalize = Callable[..., Tensor]
-# Index of a matrix and its flat update in the wire dtype, or the update of this rank's part.
+# Index of a matrix and its flat update in the communication dtype, or the update of this rank's part.
 Updates = Iterator[tuple[int, Tensor]]
 
 
@@ -42,7 +41,7 @@ class Directions(Protocol):
         """Turns orthogonalised blocks into updates, as the variant says; ``None`` if they are the updates."""
 
     def stacked(self, indices: Sequence[int], /) -> Tensor:
-        """Return ``(matrices, rows, cols)`` in the wire dtype, of matrices of one shape, or of this rank's parts."""
+        """Return matrices of one shape, or this rank's parts: ``(matrices, rows, cols)`` in the communication dtype."""
 
 
 class Strategy(Protocol):
@@ -65,7 +64,7 @@ class ChunkDirections:
         self._context = context
         self._rows = table.own
         self._own = flight.directions
-        self._received = flight.owned
+        self._received = flight.receive_buffer
         self._segments: dict[int, list[Segment]] = table.segments if flight.chunk.gathers else {}
         self._idle = flight.idle
 
@@ -83,14 +82,14 @@ class ChunkDirections:
             if row is not None:
                 matrix.narrow(0, row.matrix_offset, row.numel).copy_(self._own[index])
             for segment in self._segments.get(index, ()):
-                read = self._context.wire.read(cut(self._received, segment), segment.numel)
+                read = self._context.codec.read(cut(self._received, segment), segment.numel)
                 part_of(matrix, segment).copy_(read)
         return full.view(shape)
 
     def _empty(self, numel: int) -> Tensor:
-        """Return flat memory in the wire dtype that nobody else uses before the chunk is done."""
+        """Return flat memory in the communication dtype that nobody else uses before the chunk is done."""
         if self._idle is None or self._idle.numel() < aligned(numel):
-            return torch.empty(numel, dtype=self._context.wire_dtype, device=self._context.device)
+            return torch.empty(numel, dtype=self._context.comm_dtype, device=self._context.device)
         place, self._idle = self._idle.tensor_split([aligned(numel)])
         return place.narrow(0, 0, numel)
 
@@ -115,6 +114,26 @@ def _blocks(matrix: MatrixLayout) -> Sequence[Block]:
     return [Block(0, 0, *matrix.logical_shape)] if matrix.is_cut else matrix.blocks()
 
 
+def _batches(
+    matrices: Sequence[MatrixLayout], context: StepContext, indices: Sequence[int], *, by_shards: bool = False
+) -> list[list[int]]:
+    """Group small matrices of equal blocks, with ``by_shards`` only those that are cut alike; large ones stay alone."""
+    alike: dict[object, list[int]] = {}
+    for index in indices:
+        matrix = matrices[index]
+        cut = matrix.shards if by_shards else matrix.is_cut
+        kind = tuple(_blocks(matrix)), matrix.transposed, cut
+        alike.setdefault(kind, []).append(index)
+    batches: list[list[int]] = []
+    for members in alike.values():
+        first = matrices[members[0]]
+        block = _blocks(first)[0]
+        rows, cols = first.logical_shape
+        size = _batch_size(context, block.rows, block.cols, numel=rows * cols)
+        batches.extend(members[start : start + size] for start in range(0, len(members), size))
+    return batches
+
+
 class WholeAtOwner:
     """Orthogonalises matrices that are whole on this rank; small blocks of one shape run in one batch."""
 
@@ -132,22 +151,10 @@ class WholeAtOwner:
 
     def batches(self, indices: Sequence[int]) -> list[list[int]]:
         """Group small matrices of equal blocks; large ones stay alone."""
-        by_shape: dict[object, list[int]] = {}
-        for index in indices:
-            matrix = self._matrices[index]
-            kind = (matrix.logical_shape if matrix.is_cut else matrix.blocks()), matrix.transposed
-            by_shape.setdefault(kind, []).append(index)
-        batches: list[list[int]] = []
-        for members in by_shape.values():
-            first = self._matrices[members[0]]
-            block = _blocks(first)[0]
-            numel = first.logical_shape[0] * first.logical_shape[1]
-            size = _batch_size(self._context, block.rows, block.cols, numel=numel)
-            batches.extend(members[start : start + size] for start in range(0, len(members), size))
-        return batches
+        return _batches(self._matrices, self._context, indices)
 
     def updates(self, owned: Sequence[int], directions: Directions) -> Updates:
-        """Yield ``(matrix index, flat update in the wire dtype)`` of every owned matrix."""
+        """Yield ``(matrix index, flat update in the communication dtype)`` of every owned matrix."""
         for result in self._check.settled(self._results(owned, directions)):
             yield from result.stack.take(result)
 
@@ -249,7 +256,7 @@ class CutOverGroup:
         self._group = group
 
     def updates(self, owned: Sequence[int], directions: Directions) -> Updates:
-        """Yield ``(matrix index, flat update of this rank's part in the wire dtype)``.
+        """Yield ``(matrix index, flat update of this rank's part in the communication dtype)``.
 
         Must be called by all ranks that have parts of the same matrices. All ranks follow the order of the plan, so
         that two ranks never wait for each other in different matrices.
@@ -258,9 +265,12 @@ class CutOverGroup:
             owned: Matrices of which this rank has a part.
             directions: Its ``stacked`` returns this rank's parts.
         """
-        results = (self._iterated(batch, directions) for batch in self._batches(owned))
+        results = (
+            self._iterated(batch, directions)
+            for batch in _batches(self._matrices, self._context, owned, by_shards=True)
+        )
         for result in self._check.settled(results):
-            flat = result.updates.to(self._context.wire_dtype).reshape(len(result.members), -1)
+            flat = result.updates.to(self._context.comm_dtype).reshape(len(result.members), -1)
             yield from zip((index for index, _ in result.members), flat, strict=True)
 
     def _iterated(self, batch: Sequence[int], directions: Directions) -> Result:
@@ -280,16 +290,3 @@ class CutOverGroup:
         together = Together(group, dim, sizes, iterate, counts)
         members = [(index, 0) for index in batch]
         return Result(members, inputs, blocks, scales, directions.finish, together)
-
-    def _batches(self, indices: Sequence[int]) -> list[list[int]]:
-        """Group small matrices of equal shape and cut, equally on all ranks; large ones stay alone."""
-        alike: dict[object, list[int]] = {}
-        for index in indices:
-            matrix = self._matrices[index]
-            kind = matrix.logical_shape, matrix.shards, matrix.transposed
-            alike.setdefault(kind, []).append(index)
-        batches: list[list[int]] = []
-        for members in alike.values():
-            size = _batch_size(self._context, *self._matrices[members[0]].logical_shape)
-            batches.extend(members[start : start + size] for start in range(0, len(members), size))
-        return batches

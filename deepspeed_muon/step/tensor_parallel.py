@@ -63,7 +63,7 @@ class OverTensorGroup:
         self._chunk_numel = chunk_numel
 
     def updates(self, owned: Sequence[int], directions: Directions) -> Updates:
-        """Yield ``(matrix index, flat update of this rank's shard in the wire dtype)`` for all of ``owned``.
+        """Yield ``(matrix index, flat update of this rank's shard in the communication dtype)`` for all of ``owned``.
 
         Must be called by all ranks of the group with the same ``owned``, and be exhausted.
 
@@ -217,8 +217,8 @@ class OverTensorGroup:
         wanted: Sequence[Sequence[int]],
         dtype: torch.dtype | None = None,
     ) -> list[Sequence[Tensor]]:
-        """Send flat tensors (of the wire dtype by default) to every rank; return what each rank sent, cut as wanted."""
-        context, dtype = self._context, dtype or self._context.wire_dtype
+        """Send flat tensors (in the communication dtype by default) to every rank; return what each sent, cut."""
+        context, dtype = self._context, dtype or self._context.comm_dtype
         flat = [part.to(context.device) for of_rank in parts for part in of_rank]
         send = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=context.device)
         out = [sum(part.numel() for part in of_rank) for of_rank in parts]

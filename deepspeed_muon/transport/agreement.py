@@ -1,4 +1,4 @@
-"""How ranks agree: on settings and plans at start, on zero and non-finite gradients in every step.
+"""How ranks agree on settings and plans before anything is sent.
 
 A rank that fails must still take part in the collective, or the others would wait for it. So failures travel as data
 and every rank raises. What is equal on all ranks costs one all-reduce of a few numbers, however many ranks there are.
@@ -10,19 +10,15 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
+import numpy as np
 import torch.distributed as dist
-from torch import Tensor
+from numpy.typing import NDArray
 
 from deepspeed_muon.errors import CheckpointError, MuonError, PlanMismatchError, RankDisagreementError
 from deepspeed_muon.transport.members import Members, everyone
-from deepspeed_muon.transport.waiting import phase
 
 # An error lists at most this number of differences: models of two sizes differ in every parameter.
 _LINES = 20
-# Sums of this many numbers below the prime tell whether ranks differ; 2^14 ranks and more do not overflow 64 bits.
-_LANES = 8
-_PRIME = (1 << 31) - 1
 
 _COMPARED: dict[type[MuonError], str] = {
     PlanMismatchError: "comparison of plans",
@@ -113,7 +109,7 @@ def agree(
     what = _COMPARED.get(kind, "comparison of settings")
     all_ranks = Scope("all ranks", members.position, members.size)
     facts = {} if error is not None else own_facts.by_scope(all_ranks)
-    failed, *sums = members.sum([int(error is not None), *_lanes(facts)], what=what)
+    failed, *sums = members.sum([int(error is not None), *_checksums(facts)], what=what)
     # Every rank sees the same sums, so all of them take part in the second collective or none does.
     if failed:
         text = None if error is None else f"{type(error).__name__}: {error}"
@@ -122,7 +118,7 @@ def agree(
             raise error
         lines = [f"rank {rank}: {text}" for rank, text in failures.items() if text is not None]
         raise kind("another rank could not start, so this one stops too:\n" + "\n".join(lines))
-    if not any(number % _PRIME for number in sums):
+    if not any(sums):
         return
     differences = _differences(members.gather({s.name: dict(each) for s, each in facts.items()}, what=what))
     if not differences:
@@ -132,29 +128,24 @@ def agree(
     raise kind("the ranks do not agree:\n" + "\n".join(differences[:_LINES] + more))
 
 
-def _lanes(facts: Mapping[Scope, Sequence[tuple[str, str]]]) -> list[int]:
-    """Return numbers whose sums over all ranks are multiples of the prime if the facts of every scope are equal.
+def _checksums(facts: Mapping[Scope, Sequence[tuple[str, str]]]) -> list[int]:
+    """Return numbers whose sums over all ranks are zero if the facts of every scope are equal.
 
-    Rank ``i`` of a scope of ``n`` adds ``(w(i) - w(i + 1 mod n)) h``, where ``h`` is a checksum of its facts and ``w``
-    a fixed pseudo-random function: with equal ``h`` the differences cancel around the circle. If some ``h`` differ, all
-    eight sums are multiples of the prime with a probability of 2^-248.
+    Each rank of a scope adds the hash of its facts and its own position, and subtracts that of the same facts and the
+    next position. If the facts are equal everywhere, each hash is added once and subtracted once. A sum of eight 32-bit
+    numbers takes no more room for more ranks, unlike gathered digests.
     """
-    lanes = [0] * _LANES
+    total = np.zeros(8, dtype=np.int64)
     for scope, items in facts.items():
-        if scope.size == 1:
-            continue
-        checksum = _numbers(repr(items))
-        own = _numbers(f"{scope.name}/{scope.position}")
-        following = _numbers(f"{scope.name}/{(scope.position + 1) % scope.size}")
-        for lane in range(_LANES):
-            lanes[lane] += (own[lane] - following[lane]) * checksum[lane]
-    return [lane % _PRIME for lane in lanes]
+        if scope.size > 1:
+            after = (scope.position + 1) % scope.size
+            total += _hash(scope.name, scope.position, items) - _hash(scope.name, after, items)
+    numbers: list[int] = total.tolist()
+    return numbers
 
 
-def _numbers(text: str) -> list[int]:
-    """Return pseudo-random numbers below the prime, one a lane."""
-    digest = hashlib.sha512(text.encode()).digest()
-    return [int.from_bytes(digest[8 * lane :][:8], "little") % _PRIME for lane in range(_LANES)]
+def _hash(*parts: object) -> NDArray[np.int64]:
+    return np.frombuffer(hashlib.sha256(repr(parts).encode()).digest(), dtype="<u4").astype(np.int64)
 
 
 def _differences(facts_of: Mapping[int, Mapping[str, Mapping[str, str]]]) -> list[str]:
@@ -192,27 +183,3 @@ def _where_they_differ(texts: Sequence[str], limit: int = 400) -> list[str]:
         + (f"... ({len(text)} characters)" if len(text) > start + limit else "")
         for text in texts
     ]
-
-
-def gather_flags(flags: Tensor, *, group: dist.ProcessGroup | None) -> Tensor:
-    """Set ``flags`` (uint8) to their elementwise maximum over the group and return them.
-
-    Must be called by all ranks of ``group``, with flags on a device from which its backend can send.
-    """
-    with phase("exchange of gradient flags", group):
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-    return flags
-
-
-def gradient_flags(fragments: list[Tensor]) -> Tensor:
-    """Return one row ``(has a non-zero element, has a non-finite element)`` per fragment, uint8 on their device."""
-    if not fragments:
-        return torch.zeros((0, 2), dtype=torch.uint8)
-    # The largest magnitude is 0 for all zeros, inf or NaN for anything non-finite. A GPU has a multi-tensor kernel for
-    # it; on a CPU that takes twenty times as long as minimum and maximum.
-    if fragments[0].device.type == "cpu":
-        ends = [torch.stack([end(fragment) for fragment in fragments]) for end in (torch.amin, torch.amax)]
-        largest = torch.maximum(*(each.abs() for each in ends))
-    else:
-        largest = torch.stack(torch._foreach_norm(fragments, float("inf")))
-    return torch.stack((largest != 0, ~torch.isfinite(largest)), dim=1).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""The messages of one chunk: fragments of directions to the owners, and fragments of updates back.
+"""The messages of one chunk, and their buffers: fragments of directions to the owners, and of updates back.
 
 Both are all-to-alls. Updates of replicated matrices are broadcast by their owners instead.
 """
@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.plan.exchange import BufferPlan, Chunk, ExchangePlan, Segment
-from deepspeed_muon.transport.buffers import ExchangeBuffers, aligned
 from deepspeed_muon.transport.context import StepContext
 from deepspeed_muon.transport.waiting import phase
 
@@ -23,6 +22,54 @@ SLOTS = 3
 """Chunks in the buffers with overlap: one arrives, one is orthogonalised, one returns."""
 
 _OVERLAP_BYTES = 1 << 30
+_ALIGNMENT = 32
+
+
+class ExchangeBuffers:
+    """Named buffers on one device. Step sets share them, because their steps run one after the other.
+
+    Every step set reserves at start what it needs. The first use of a name allocates the largest size that was reserved
+    for it; so does the first use after :meth:`release`.
+
+    Attributes:
+        device: Where they lie.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._needed: dict[str, int] = {}
+        self._memory: dict[str, Tensor] = {}
+
+    def reserve(self, name: str, nbytes: int) -> None:
+        """Make sure that the buffer ``name`` will hold at least ``nbytes`` bytes."""
+        self._needed[name] = max(nbytes, self._needed.get(name, 0))
+
+    def take(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return the first ``numel`` elements of the buffer ``name``; they keep what they held before."""
+        memory = self._memory.get(name)
+        if memory is None:
+            memory = torch.empty(self._needed[name], dtype=torch.uint8, device=self.device)
+            self._memory[name] = memory
+        return memory.narrow(0, 0, numel * dtype.itemsize).view(dtype)
+
+    def release(self) -> None:
+        """Free the memory; no exchange may be in flight."""
+        self._memory.clear()
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that the buffers hold now."""
+        return sum(memory.numel() for memory in self._memory.values())
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of all buffers together, once each of them was used."""
+        return sum(self._needed.values())
+
+
+def aligned(numel: int) -> int:
+    """Return the next multiple of 32 elements, at which a tensor in a shared piece of memory may start."""
+    return -(-numel // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(slots=True)
@@ -32,18 +79,20 @@ class InFlight:
     Attributes:
         chunk: The chunk.
         number: Its number in the plan.
-        held: Fragments that this rank holds of other ranks' matrices: directions leave from here, updates arrive here.
-        owned: Fragments that other ranks hold of this rank's matrices: directions arrive here, updates leave from here.
+        send_buffer: Fragments that this rank holds of other ranks' matrices. Directions leave from here, and updates
+            arrive here.
+        receive_buffer: Fragments that other ranks hold of this rank's matrices. Directions arrive here, and updates
+            leave from here.
         idle: Without overlap, what was sent from before the matrices are orthogonalised: room for them. It is the
-            memory of ``held``.
+            memory of ``send_buffer``.
         directions: Directions of fragments that this rank needs itself, by matrix.
         works: The messages that are under way.
     """
 
     chunk: Chunk
     number: int
-    held: Tensor
-    owned: Tensor
+    send_buffer: Tensor
+    receive_buffer: Tensor
     idle: Tensor | None
     directions: dict[int, Tensor] = field(default_factory=dict)
     works: list[dist.Work] = field(default_factory=list)
@@ -85,15 +134,15 @@ class ChunkExchange:
         # Step sets with pending updates between them must have the same number of slots.
         self.slots = most if leaves_pending or follows_pending else max(1, min(most, len(moving)))
         for slot in range(most if follows_pending and moving else min(most, len(moving))):
-            room = max(self._idle_numel(chunk) for chunk in moving) * context.wire_dtype.itemsize
-            held = max(room, max(chunk.held_buffer.numel for chunk in moving) * context.wire.dtype.itemsize)
-            owned = max(chunk.owned_buffer.numel for chunk in moving) * context.wire.dtype.itemsize
-            buffers.reserve(f"held {slot}", held)
-            buffers.reserve(f"owned {slot}", owned)
+            room = max(self._idle_numel(chunk) for chunk in moving) * context.comm_dtype.itemsize
+            held = max(room, max(chunk.held_buffer.numel for chunk in moving) * context.codec.dtype.itemsize)
+            owned = max(chunk.owned_buffer.numel for chunk in moving) * context.codec.dtype.itemsize
+            buffers.reserve(f"send {slot}", held)
+            buffers.reserve(f"receive {slot}", owned)
 
     def open(self, number: int, slot: int | None) -> InFlight:
         """Give a chunk of the plan its slot, or none if nothing moves; the buffers keep what they held before."""
-        chunk, dtype = self._plan.chunks[number], self._context.wire.dtype
+        chunk, dtype = self._plan.chunks[number], self._context.codec.dtype
         if slot is None:
             nothing = torch.empty(0, dtype=dtype, device=self._context.device)
             return InFlight(chunk, number, nothing, nothing, None)
@@ -102,32 +151,32 @@ class ChunkExchange:
         return InFlight(
             chunk,
             number,
-            held=self._buffers.take(f"held {slot}", chunk.held_buffer.numel, dtype),
-            owned=self._buffers.take(f"owned {slot}", chunk.owned_buffer.numel, dtype),
-            idle=self._buffers.take(f"held {slot}", room, self._context.wire_dtype) if room else None,
+            send_buffer=self._buffers.take(f"send {slot}", chunk.held_buffer.numel, dtype),
+            receive_buffer=self._buffers.take(f"receive {slot}", chunk.owned_buffer.numel, dtype),
+            idle=self._buffers.take(f"send {slot}", room, self._context.comm_dtype) if room else None,
         )
 
     def _idle_numel(self, chunk: Chunk) -> int:
-        """Return the elements of a chunk's own matrices if they may lie in ``held`` after the gather, else 0."""
+        """Return the elements of a chunk's own matrices if they may lie in the send buffer after the gather, else 0."""
         if self._overlap or not chunk.gathers:
             return 0
         return sum(aligned(self._plan.matrices[index].numel) for index in chunk.owned)
 
     def gather(self, flight: InFlight) -> None:
-        """Start to send what is in ``held`` to the owners. Must be called by all ranks of the group."""
-        chunk = flight.chunk
+        """Start to send the directions to the owners. Must be called by all ranks of the group."""
+        chunk, out, send = flight.chunk, flight.receive_buffer, flight.send_buffer
         if chunk.gathers:
             with self._phase("gather", flight):
-                self._all_to_all(flight, flight.owned, flight.held, chunk.owned_buffer, chunk.held_buffer)
+                self._all_to_all(flight, out, send, chunk.owned_buffer, chunk.held_buffer)
 
     def scatter(self, flight: InFlight) -> None:
-        """Start to send what is in ``owned`` to the holders. Must be called by all ranks of the group."""
-        chunk = flight.chunk
+        """Start to send the updates to the holders. Must be called by all ranks of the group."""
+        chunk, out, send = flight.chunk, flight.send_buffer, flight.receive_buffer
         with self._phase("scatter", flight):
             if chunk.copies:
                 self._broadcast(flight)
             else:
-                self._all_to_all(flight, flight.held, flight.owned, chunk.held_buffer, chunk.owned_buffer)
+                self._all_to_all(flight, out, send, chunk.held_buffer, chunk.owned_buffer)
 
     def wait(self, what: Literal["gather", "scatter"], flight: InFlight) -> None:
         """Wait for the messages of a chunk; on a GPU the current stream waits, not the process."""
@@ -151,8 +200,8 @@ class ChunkExchange:
 
     def _broadcast(self, flight: InFlight) -> None:
         """Start to send each owner's updates to all other ranks."""
-        chunk, own = flight.chunk, flight.owned
-        works = broadcast_bytes(chunk, self._plan.rank, flight.held, own, group=self._context.group)
+        chunk, own = flight.chunk, flight.receive_buffer
+        works = broadcast_bytes(chunk, self._plan.rank, flight.send_buffer, own, group=self._context.group)
         self._started(flight, works, chunk.copies * own.numel() * own.element_size())
 
     def _started(self, flight: InFlight, works: list[dist.Work], nbytes: int) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from deepspeed_muon.errors import RankDisagreementError
 from deepspeed_muon.transport.waiting import phase
 
-# How often this process called the roll of each set of ranks: every call uses its own keys in the store.
+# How often this process waited for each set of ranks: every barrier uses its own keys in the store.
 _calls: dict[str, int] = {}
 # Seconds between two looks at the store; they grow from the first to the last.
 _FIRST_LOOK, _LAST_LOOK = 0.001, 0.25
@@ -145,7 +145,7 @@ class Members:
             known = {rank: given for part in parts for rank, given in part.items()}
         return dict(sorted(known.items()))
 
-    def call_roll(self) -> None:
+    def wait_for_all(self) -> None:
         """Wait until every rank is here; must be called by all of them.
 
         It uses the key-value store and no collective, because a rank whose engine has another optimizer does not call
@@ -156,10 +156,10 @@ class Members:
             RankDisagreementError: After the time-out, with the missing ranks.
         """
         if self.groups and self.are_everyone:
-            _call_roll(list(range(dist.get_world_size())))
+            _barrier(list(range(dist.get_world_size())))
             return
         for group in self.groups:
-            _call_roll(dist.get_process_group_ranks(group))
+            _barrier(dist.get_process_group_ranks(group))
 
 
 def everyone() -> Members:
@@ -172,11 +172,11 @@ def is_first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _call_roll(ranks: Sequence[int]) -> None:
+def _barrier(ranks: Sequence[int]) -> None:
     store = dist.distributed_c10d._get_default_store()
     name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
     _calls[name] = _calls.get(name, 0) + 1
-    key = f"deepspeed_muon/roll/{name}/{_calls[name]}"
+    key = f"deepspeed_muon/barrier/{name}/{_calls[name]}"
     complete = f"{key}/complete"
     store.set(f"{key}/{dist.get_rank()}", "here")
     if store.add(f"{key}/count", 1) == len(ranks):
@@ -187,7 +187,7 @@ def _call_roll(ranks: Sequence[int]) -> None:
     while not store.check([complete]):
         if time.monotonic() > ends:
             missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
-            # Undo the call, so that a program that catches the error can try again. This rank's own key stays, so that
+            # Undo it, so that a program that catches the error can try again. This rank's own key stays, so that
             # ranks whose time ends a little later do not report it as missing.
             store.add(f"{key}/count", -1)
             _calls[name] -= 1

@@ -91,7 +91,7 @@ def follow(rank: int, world_size: int, *, overlap: bool) -> dict[str, Any]:
     def note(name: str, runner: Any, first: Any, result: Any) -> None:
         order.append(f"{name} {chunks_of.index(getattr(first, 'chunk', first))}")
         if name in ("pack", "apply"):
-            places.update((first.held.data_ptr(), first.owned.data_ptr()))
+            places.update((first.send_buffer.data_ptr(), first.receive_buffer.data_ptr()))
 
     with noting(note, *METHODS):
         for step in range(3):

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deepspeed_muon.plan.wire import CODED, PLAIN
-from deepspeed_muon.transport.wire import CodedWire, Wire, wire_for
+from deepspeed_muon.transport.context import Codec, Int8Codec, codec_for
 
-WIRE = CodedWire(torch.float32)
+WIRE = Int8Codec(torch.float32)
 
 
 def sent(values: Tensor, *, gap: int = 0, copies: int | None = None) -> Tensor:
@@ -82,10 +82,10 @@ def test_rounding_of_normal_numbers() -> None:
 
 
 def test_a_plain_wire_copies() -> None:
-    wire = wire_for(PLAIN, torch.bfloat16)
+    wire = codec_for(PLAIN, torch.bfloat16)
     assert wire.exact and wire.dtype is torch.bfloat16 and wire.format.units(10) == 10
     place, values = torch.empty(1, 10, dtype=torch.bfloat16), torch.randn(1, 10)
     wire.write(place, values)
     assert torch.equal(wire.read(place, 10), values.bfloat16())
-    assert isinstance(wire_for(CODED, torch.bfloat16), CodedWire) and not isinstance(wire, CodedWire)
-    assert isinstance(wire, Wire) and CODED.bytes_per_element(2) == 1.015625
+    assert isinstance(codec_for(CODED, torch.bfloat16), Int8Codec) and not isinstance(wire, Int8Codec)
+    assert isinstance(wire, Codec) and CODED.bytes_per_element(2) == 1.015625
