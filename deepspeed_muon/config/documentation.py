@@ -18,7 +18,7 @@ _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
 def keys_with_sentences() -> Iterator[tuple[str, Any, str]]:
-    """Yield name, default and sentence (Markdown) of every key, and of keys of objects, as in ``health.every``."""
+    """Yield name, default and sentence (Markdown) of every key, and of keys of objects, as in ``qk_clip.alpha``."""
     # Settings of variants, which the model has first, come last.
     for name, field in sorted(MuonConfig.model_fields.items(), key=lambda item: item[0] in VARIANT_SETTINGS):
         default = field.get_default(call_default_factory=True)
