@@ -19,9 +19,6 @@ import numpy as np
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.spread import Fragment, Ints
 
-ROW_STATE_KEY = "row_second_moment"
-"""The entry of the optimizer state that has one fp32 number for each row that this rank keeps."""
-
 
 def row_count(matrix: MatrixLayout) -> int:
     """Return how many outputs all blocks of a matrix have together."""
@@ -31,7 +28,7 @@ def row_count(matrix: MatrixLayout) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RowPlaces:
-    """Where the row moments of one matrix lie: :class:`~deepspeed_muon.plan.spread.Places`, counted in rows.
+    """Where the row state of one matrix lies: :class:`~deepspeed_muon.plan.spread.Places`, counted in rows.
 
     Attributes:
         matrix: The matrix.
@@ -106,7 +103,7 @@ class _Neighbours:
 
 
 def row_places(matrices: Sequence[MatrixLayout]) -> tuple[RowPlaces, ...]:
-    """Return where the row moments of each matrix lie.
+    """Return where the row state of each matrix lies.
 
     A stack and the runs of blocks that it is cut into keep the same numbers in the same places.
 

@@ -14,8 +14,7 @@ import deepspeed_muon
 from deepspeed_muon import Muon
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import reference_orthogonalize
-from deepspeed_muon.plan.rows import ROW_STATE_KEY
-from deepspeed_muon.variants.normuon import reference_finish
+from deepspeed_muon.variants.normuon import MOMENTS, reference_finish
 from tests.support import training
 
 BETA2 = 0.9
@@ -45,7 +44,7 @@ def test_bad_moments_start_anew(caplog: pytest.LogCaptureFixture, value: float) 
         weight.data.zero_()
         weight.grad = gradient
         if step == 1:
-            optimizer.state[weight][ROW_STATE_KEY][3] = value
+            optimizer.state[weight][MOMENTS][3] = value
             moments.zero_()
         with caplog.at_level(logging.WARNING):
             optimizer.step()
@@ -53,9 +52,7 @@ def test_bad_moments_start_anew(caplog: pytest.LogCaptureFixture, value: float) 
         expected, moments = reference_finish(polar, moments, beta2=BETA2)
         # fp32 against float64, as in the tests of the iteration.
         assert float((-weight.detach() - expected).norm() / expected.norm()) <= 1e-4
-        torch.testing.assert_close(
-            optimizer.state[weight][ROW_STATE_KEY].double(), moments, rtol=1e-4, atol=0
-        )
+        torch.testing.assert_close(optimizer.state[weight][MOMENTS].double(), moments, rtol=1e-4, atol=0)
     assert optimizer.health() == {"redone": 1, "failed": 0}
     assert caplog.text.count("layer.weight") == 1 and "row moments" in caplog.text
 
@@ -65,10 +62,10 @@ def test_a_matrix_without_an_update_keeps_its_moments() -> None:
     weight, optimizer = one_matrix(wire_dtype="fp16")
     weight.grad = torch.randn(12, 20, generator=torch.Generator().manual_seed(2))
     optimizer.step()
-    before, moments = weight.detach().clone(), optimizer.state[weight][ROW_STATE_KEY].clone()
+    before, moments = weight.detach().clone(), optimizer.state[weight][MOMENTS].clone()
     weight.grad = torch.full((12, 20), 1e6)
     optimizer.step()
-    assert torch.equal(weight, before) and torch.equal(optimizer.state[weight][ROW_STATE_KEY], moments)
+    assert torch.equal(weight, before) and torch.equal(optimizer.state[weight][MOMENTS], moments)
     assert optimizer.health() == {"redone": 0, "failed": 1}
 
 
@@ -79,7 +76,7 @@ def train(rank: int, world_size: int, *, stage: int) -> dict[str, Any]:
     for step in range(3):
         training.run_step(engine, step, rank, world_size, 1)
         if step == 0 and rank == world_size - 1:
-            kept = [own[ROW_STATE_KEY] for own in optimizer.state.values() if ROW_STATE_KEY in own]
+            kept = [own[MOMENTS] for own in optimizer.state.values() if MOMENTS in own]
             next(each for each in kept if each.numel())[0] = math.inf
     finite = all(bool(torch.isfinite(value).all()) for value in training.full_masters(engine).values())
     report = deepspeed_muon.health(engine)

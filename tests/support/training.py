@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import deepspeed_muon
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.plan.rows import ROW_STATE_KEY
+from deepspeed_muon.variants.normuon import MOMENTS
 from tests.support.models import batch, build
 
 MUON_PARAMS = {
@@ -197,7 +197,7 @@ def full_rows(engine: Any) -> dict[str, Tensor]:
     optimizer = deepspeed_muon.muon_optimizer(engine)
     full = {}
     for runner in optimizer._runners:
-        tensors = {p.index: optimizer.state[p.tensor].get(ROW_STATE_KEY) for p in runner.step_set.partitions}
+        tensors = {p.index: optimizer.state[p.tensor].get(MOMENTS) for p in runner.step_set.partitions}
         for places in runner.row_places:
             kept = tensors[places.matrix.partition]
             if kept is None:
