@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from deepspeed_muon.checkpoint import cli as checkpoints
 from deepspeed_muon.errors import MuonError
 from deepspeed_muon.forecast import cli as plan_cli
-from deepspeed_muon.monitoring import cli as health_cli
+from deepspeed_muon.monitoring import page as health_page
 from deepspeed_muon.version import __version__
 
 
@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(run=_report)
     checkpoints.add_subcommands(commands)
     plan_cli.add_subcommand(commands)
-    health_cli.add_subcommand(commands)
+    health_page.add_subcommand(commands)
     return parser
 
 

@@ -26,8 +26,7 @@ from deepspeed_muon.errors import (
     OrthogonalizationError,
 )
 from deepspeed_muon.logs import warn
-from deepspeed_muon.monitoring.recorder import StepRecorder
-from deepspeed_muon.monitoring.summary import HealthLog
+from deepspeed_muon.monitoring.recorder import HealthLog, StepRecorder
 from deepspeed_muon.ops import Orthogonalizer, select
 from deepspeed_muon.plan.layout import TensorShards
 from deepspeed_muon.qk_clip.clip import QkClip

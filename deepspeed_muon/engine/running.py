@@ -23,7 +23,7 @@ from deepspeed_muon.checkpoint import CONSOLIDATED_FOLDER, consolidate, restore
 from deepspeed_muon.checkpoint.layout_record import SAVE_KEY
 from deepspeed_muon.engine import muon_of
 from deepspeed_muon.logs import warn
-from deepspeed_muon.monitoring.summary import monitor_events
+from deepspeed_muon.monitoring.recorder import monitor_events
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.transport.waiting import phase
 

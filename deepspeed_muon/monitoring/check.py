@@ -32,8 +32,6 @@ from deepspeed_muon.ops.reference import frobenius_norms
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.transport.waiting import phase
 
-__all__ = ["WINDOW_NUMEL", "ResultCheck"]
-
 WINDOW_NUMEL = 1 << 25
 """Elements of the results that are checked together. On an accelerator, two such windows are under way."""
 

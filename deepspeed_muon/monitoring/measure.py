@@ -23,19 +23,6 @@ from torch import Tensor
 from deepspeed_muon.math.coefficients import Coefficients
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
 
-__all__ = [
-    "Band",
-    "MatrixHealth",
-    "Sums",
-    "band_of",
-    "check_failure",
-    "combine",
-    "measure",
-    "norm_bounds",
-    "orthogonalize_carefully",
-    "spectrum",
-]
-
 # The iteration in bf16 may differ from float64 by 0.3 in relative Frobenius norm (for the worst spectrum; the tests of
 # math/ and ops/ hold every backend to it). A norm that leaves the exact bounds by more is wrong, not imprecise.
 NORM_TOLERANCE = 0.3

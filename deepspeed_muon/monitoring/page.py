@@ -1,13 +1,13 @@
-"""A page of a run for a person who would rather look than read: losses, health and times, from the files of a monitor.
+"""``python -m deepspeed_muon health``: what the files of a run's monitor say, in lines or as a page with charts.
 
-DeepSpeed's ``csv_monitor`` writes one file for each event, and :mod:`~deepspeed_muon.monitoring.summary` sends it the
+DeepSpeed's ``csv_monitor`` writes one file for each event, and :mod:`~deepspeed_muon.monitoring.recorder` sends it the
 numbers of each sample. :func:`write_page` draws them into one HTML file that needs no other file and no network.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
-import functools
 import html
 import io
 import math
@@ -20,11 +20,8 @@ import numpy as np
 
 from deepspeed_muon.errors import ConfigError
 
-__all__ = ["Finding", "Series", "findings", "read_run", "write_page"]
-
 _OURS = "Train_Muon_"
 _STEP = _OURS + "step"
-_TIMES = {"time_gather": "gather", "time_newton_schulz": "Newton-Schulz", "time_scatter": "scatter"}
 _MOST_POINTS = 2000
 
 Series = list[tuple[int, float]]
@@ -46,13 +43,23 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class _Chart:
+    """One chart of the page; ``names`` are those of the events after "Train/Muon/"."""
+
     title: str
     names: tuple[str, ...]
     text: str
+    stacked: bool = False
 
 
-# Names are those of the events after "Train/Muon/".
 _CHARTS = (
+    _Chart(
+        "Where the step's time goes",
+        ("time_gather", "time_newton_schulz", "time_scatter"),
+        "Shares of the inner optimizer step, mean over the ranks; waiting for a slower rank counts as exchange. The "
+        "rest is momentum, AdamW and applying the updates.",
+        stacked=True,
+    ),
+    _Chart("Seconds of the inner step", ("seconds",), "On the slowest rank."),
     _Chart(
         "Update RMS",
         ("update_rms",),
@@ -86,6 +93,35 @@ _CHARTS = (
         "Since the start. Those redone were right in fp32; those failed got no update in their step.",
     ),
 )
+
+
+def add_subcommand(subparsers: Any) -> None:
+    """Add ``health``. Its parser sets ``run``: a function of the parsed arguments that returns the exit status."""
+    parser = subparsers.add_parser("health", help="what the monitor's files of a run say")
+    parser.add_argument(
+        "run_folder",
+        type=Path,
+        metavar="RUN",
+        help="where DeepSpeed's csv_monitor wrote: output_path/job_name",
+    )
+    parser.add_argument("--html", action="store_true", help="write a page with charts")
+    parser.add_argument("--out", type=Path, help="the page (default: RUN/health.html)")
+    parser.set_defaults(run=_health)
+
+
+def _health(parsed: argparse.Namespace) -> int:
+    """Print what is found; return 1 if something is bad."""
+    folder: Path = parsed.run_folder
+    if parsed.html:
+        out: Path = parsed.out or folder / "health.html"
+        found = write_page(folder, out)
+    else:
+        found = findings(read_run(folder))
+    for finding in found:
+        print(f"{finding.level:4}  {finding.text}")
+    if parsed.html:
+        print(f"Page: {out}")
+    return int(any(finding.level == "bad" for finding in found))
 
 
 def read_run(folder: Path) -> dict[str, Series]:
@@ -217,33 +253,27 @@ def write_page(folder: Path, out: Path) -> list[Finding]:
     badges = "\n".join(
         f'<li class="{each.level}"><b>{each.level}</b> {html.escape(each.text)}</li>' for each in found
     )
-    body = [f'<ul class="findings">{badges}</ul>', *_figures(run), _table(run)]
+    body = [f"<ul>{badges}</ul>", *_figures(run), _table(run)]
     title = html.escape(folder.resolve().name)
     out.write_text(_PAGE.format(title=title, body="\n".join(body)), encoding="utf-8")
     return found
 
 
 def _figures(run: Mapping[str, Series]) -> list[str]:
-    draw = functools.partial(_figure, unit="step" if _STEP in run else "step or sample")
+    unit = "step" if _STEP in run else "step or sample"
     losses = {name: values for name, values in run.items() if "loss" in name and "scale" not in name}
-    figures = [draw("Loss", losses, "As the program reported it.")]
-    parts = {label: run.get(_OURS + name, []) for name, label in _TIMES.items()}
-    text = (
-        "Shares of the inner optimizer step, mean over the ranks; waiting for a slower rank counts as exchange. The "
-        "rest is momentum, AdamW and applying the updates."
-    )
-    figures.append(draw("Where the step's time goes", parts, text, stacked=True))
-    seconds = {"seconds": run.get(_OURS + "seconds", [])}
-    figures.append(draw("Seconds of the inner step", seconds, "On the slowest rank."))
-    for chart in _CHARTS:
-        series = {name: run.get(_OURS + name, []) for name in chart.names}
-        figures.append(draw(chart.title, series, chart.text))
     rates = {name: values for name, values in run.items() if name.endswith("lr") or "lr_" in name}
-    figures.append(draw("Learning rates", rates, "Of each group of parameters that the program reported."))
+    figures = [_figure("Loss", losses, "As the program reported it.", unit)]
+    for chart in _CHARTS:
+        series = {name.removeprefix("time_"): run.get(_OURS + name, []) for name in chart.names}
+        figures.append(_figure(chart.title, series, chart.text, unit, stacked=chart.stacked))
+    figures.append(
+        _figure("Learning rates", rates, "Of each group of parameters that the program reported.", unit)
+    )
     return [figure for figure in figures if figure]
 
 
-def _figure(title: str, series: Mapping[str, Series], text: str, *, unit: str, stacked: bool = False) -> str:
+def _figure(title: str, series: Mapping[str, Series], text: str, unit: str, *, stacked: bool = False) -> str:
     """Return a chart as HTML, nothing if there is no value to draw."""
     series = {name: _thinned(values) for name, values in series.items() if values}
     if not series:
@@ -302,19 +332,10 @@ def _table(run: Mapping[str, Series]) -> str:
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title><style>
-body {{ font: 16px/1.45 system-ui, sans-serif; max-width: 1300px; margin: 1.5rem auto; padding: 0 1rem; color: #222 }}
+body {{ font: 16px/1.45 sans-serif; margin: 1.5rem; color: #222 }}
 main {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(380px, 1fr)); gap: 1rem }}
-.findings, section {{ grid-column: 1 / -1 }}
-.findings {{ list-style: none; padding: 0 }}
-.findings li {{ padding: .35rem .7rem; margin: .25rem 0; border-left: 6px solid; background: #f6f6f6 }}
-.findings .good {{ border-color: #2a8f3c }}
-.findings .look {{ border-color: #d99a00 }}
-.findings .bad {{ border-color: #c62828 }}
-figure {{ margin: 0; border: 1px solid #ddd; border-radius: 6px; padding: .7rem }}
-figure svg {{ width: 100%; height: auto }} h2 {{ font-size: 1.05rem; margin: 0 0 .4rem }}
-figcaption {{ font-size: .85rem; color: #555 }}
-table {{ border-collapse: collapse; font-size: .85rem }} td, th {{ padding: .2rem .7rem; text-align: left }}
-tr:nth-child(even) {{ background: #f6f6f6 }}
+ul, section {{ grid-column: 1 / -1 }} figure {{ margin: 0 }} svg {{ width: 100%; height: auto }}
+.look {{ color: #a06c00 }} .bad {{ color: #c62828 }} td, th {{ padding: .2rem .7rem; text-align: left }}
 </style></head><body><h1>{title}</h1><main>
 {body}
 </main></body></html>

@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Finish", "Member", "R", "Result", "Together", "Window"]
-
 # Matrix index and number of its block.
 Member = tuple[int, int]
 

@@ -26,9 +26,8 @@ from deepspeed_muon.monitoring.measure import (
     orthogonalize_carefully,
     spectrum,
 )
-from deepspeed_muon.monitoring.recorder import StepRecorder
+from deepspeed_muon.monitoring.recorder import RankReport, StepRecorder, monitor_events, summarize
 from deepspeed_muon.monitoring.results import Result
-from deepspeed_muon.monitoring.summary import RankReport, monitor_events, summarize
 from deepspeed_muon.ops.reference import frobenius_norms
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.spread import sharded_spread
