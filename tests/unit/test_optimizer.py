@@ -101,6 +101,18 @@ def test_missing_gradients_and_nonfinite_ones(caplog: pytest.LogCaptureFixture) 
         strict.step()
 
 
+def test_one_negative_element_counts() -> None:
+    """Among zeros it is a gradient, and if it is infinite the step is skipped."""
+    layer = nn.Linear(4, 4, bias=False)
+    optimizer = Muon(layer, lr=0.1)
+    for value, skipped in ((-1.0, 0), (-math.inf, 1)):
+        before = layer.weight.detach().clone()
+        layer.weight.grad = torch.zeros(4, 4)
+        layer.weight.grad[1, 2] = value
+        optimizer.step()
+        assert torch.equal(layer.weight, before) == bool(skipped) and optimizer.skipped_steps == skipped
+
+
 def test_grad_scaler() -> None:
     """Torch's GradScaler hands over its scale; the update is that of the unscaled gradient."""
     plain, scaled = build("toy"), build("toy")
