@@ -371,7 +371,6 @@ def count_a_step(rank: int, world_size: int, *, ep_size: int, stage: int) -> dic
         ns_dtype=torch.float32,
         wire_bytes=4,
         model_bytes=4,
-        order=optimizer.config.order,
     )
     whole = route_parameters(list(model_parameters_by_name(build_plain()).values()))
     exchange = exchange_of(planned_parameters(whole), settings)

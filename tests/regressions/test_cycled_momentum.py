@@ -78,11 +78,12 @@ def test_states_saved_before_keep_their_momentum() -> None:
 def test_restoring_adamws_betas_leaves_momentum_alone() -> None:
     """Of a matrix that AdamW trained before: its betas are no momentum of Muon's."""
     optimizer, muon, _ = optimizer_and_groups(momentum=0.95)
-    parameter = SimpleNamespace(group=0, name="weight")
-    state: Any = SimpleNamespace(parameters=[parameter], optimizer=optimizer)
-    source: Any = SimpleNamespace(
-        parameters={"weight": parameter}, groups=[{"betas": [0.8, 0.99], "lr": 0.5}], where="a set"
+    record = SimpleNamespace(group=0, name="weight")
+    state: Any = SimpleNamespace(
+        parameters=[SimpleNamespace(record=record, name="weight")], optimizer=optimizer
     )
+    index = SimpleNamespace(groups=[{"betas": [0.8, 0.99], "lr": 0.5}])
+    source: Any = SimpleNamespace(parameters={"weight": record}, index=index, where="a set")
     muon.update(group_settings(state, source)[0])
     assert (muon["momentum"], muon["lr"]) == (0.95, 0.5)
 

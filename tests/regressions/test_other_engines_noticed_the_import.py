@@ -22,7 +22,7 @@ ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 ITS_MUON = {"type": "Muon", "params": {"lr": 1e-3, "torch_adam": True, "ns_method": "standard"}}
 # What of this package may run in the life of an engine that is not its own: the hooks that pass the call on.
 HOOKS = {
-    ("accessors.py", "muon_of"),
+    ("__init__.py", "muon_of"),
     ("configure.py", "_is_our_type"),
     ("configure.py", "_managed_by_deepspeed"),
     ("configure.py", "_wants_muon"),

@@ -27,11 +27,12 @@ def save_during_a_save(rank: int, world_size: int, *, folder: str, stage: str, l
         training.run_step(engine, step, rank, world_size, MICROS // world_size)
         if not step:
             engine.save_checkpoint(f"{folder}-saved")
-    message = ""
+    message, acted = "", False
 
     def act(reached: str) -> None:
-        nonlocal message
-        if reached == stage and rank == 0:
+        nonlocal message, acted
+        if reached == stage and rank == 0 and not acted:
+            acted = True  # the second save reaches the same stages
             try:
                 consolidate_files(f"{folder}-saved", folder)
             except CheckpointError as error:
