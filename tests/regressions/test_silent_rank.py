@@ -9,16 +9,19 @@ import contextlib
 import json
 import os
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import deepspeed_muon
 from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.engine import configure
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.transport.exchange import ChunkExchange
+from deepspeed_muon.transport.waiting import group_timeout, phase
 from tests.support import training
 from tests.support.harness import RanksFailed, run_ranks
 from tests.support.models import batch
@@ -114,3 +117,21 @@ def test_the_wait_ends_as_the_time_out_says(tmp_path: Path, stage: int, where: s
     outcome = json.loads((tmp_path / "outcome").read_text())
     assert f"in the {said} with ranks [0, 1]: no sign of ranks [1]" in outcome["error"], outcome
     assert f"time-out is {TIMEOUT:g} s" in outcome["error"]
+
+
+def timeouts(rank: int, world_size: int) -> list[float]:
+    """Return the time-out of a group before, inside and after a phase, and after one that failed."""
+    group = dist.new_group(timeout=timedelta(hours=2))
+    found = [group_timeout(group)]
+    with phase("test", group):
+        found.append(group_timeout(group))
+    found.append(group_timeout(group))
+    with contextlib.suppress(ValueError), phase("test", group):
+        raise ValueError
+    return [each.total_seconds() for each in (*found, group_timeout(group)) if each is not None]
+
+
+def test_collectives_of_others_keep_their_time_out(ranks: Any) -> None:
+    """A group has the default group's time-out while collectives of ours run, and its own again afterwards."""
+    for found in ranks(2).run(timeouts):
+        assert found == [7200.0, 1800.0, 7200.0, 7200.0]
