@@ -25,7 +25,7 @@ def distance(result: dict[str, Any], exact: dict[str, Any], kind: str = "toy") -
     ("stage", "world", "params"),
     [
         (0, 4, {}),  # an owner in the middle sends to ranks on both sides
-        pytest.param(1, 2, {}, marks=pytest.mark.full),
+        pytest.param(1, 3, {}, marks=pytest.mark.full),
         pytest.param(2, 3, {}, marks=pytest.mark.full),
         (3, 2, {"variant": "normuon"}),
         pytest.param(3, 4, {}, marks=pytest.mark.full),
