@@ -1,8 +1,8 @@
 """``optimizer.params`` of the DeepSpeed JSON and the constructor's arguments: every key, default, check and sentence.
 
 The keys of DeepSpeed's own Muon keep their names, meanings and defaults, so that an existing configuration runs
-unchanged; ``torch_adam`` and ``per_head_muon`` are errors that say what to write. Unknown keys are errors, because a run
-that ignores a misspelt key has the wrong settings.
+unchanged; ``torch_adam`` and ``per_head_muon`` are errors that say what to write. Unknown keys are errors, because a
+run that ignores a misspelt key has the wrong settings.
 
 The caller's own param group overrides the key of one half (``muon_lr``, ``adam_weight_decay``, ...), which overrides
 the shared key (``lr``, ``weight_decay``).
