@@ -5,8 +5,8 @@ object. ``step`` of a wrapper is replaced once, and :data:`STEP_DUTIES` says wha
 is undone, because the changes disappear with the engine.
 
 :data:`MENDS`, and rows of other tables that say so, mend defects of DeepSpeed, which every optimizer has; the others
-are what our optimizer adds. The sources of 0.19.2 and 0.19.8 both have each of the defects. Where a release mends one
-itself, its row gets ``releases=">=0.19.2,<0.20"``.
+are what our optimizer adds. ``make test`` and ``make test-old`` compare with the reference under the newest and the
+oldest supported release. Where a release mends one itself, its row gets ``releases=">=0.19.2,<0.20"``.
 
 Changed elsewhere, because there is no wrapper yet or for the length of one call:
 
@@ -39,7 +39,7 @@ from deepspeed_muon.engine import (
     offload,
     running,
 )
-from deepspeed_muon.engine.zero import Memory, View, Zero3View, view_of
+from deepspeed_muon.engine.zero import Bf16View, Memory, View, Zero3View, view_of
 
 
 def _is_any(_: Any) -> bool:
@@ -203,6 +203,13 @@ MENDS = (
     EngineHook("engine", "backward", loss_scale.backward, loss_scale.loss_is_not_scaled),
     # The same, for a program that calls backward of the loss itself.
     EngineHook("engine", "scale", loss_scale.scale, loss_scale.loss_is_not_scaled),
+    # BF16_Optimizer leaves parameters out of norm and clipping that this rank did not use and others did.
+    EngineHook(
+        "wrapper",
+        "get_grads_for_norm",
+        norms.grads_for_norm,
+        lambda engine: isinstance(view_of(engine.optimizer), Bf16View),
+    ),
     # The plain engine throws the norm away, and counts one stage of a pipeline and one rank's experts.
     EngineHook(
         "engine",

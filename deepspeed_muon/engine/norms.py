@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group
 from deepspeed_muon.engine.topology import has_experts
-from deepspeed_muon.engine.zero import HalfView
+from deepspeed_muon.engine.zero import Bf16View, HalfView
 from deepspeed_muon.routing.param_groups import expert_group_name
 from deepspeed_muon.routing.parameters import is_divided
 
@@ -29,6 +29,12 @@ def clip_fp32_gradients(original: Callable[..., Any], engine: Any) -> None:
     else:
         torch._foreach_mul_(_gradients(engine), (limit / (norm + 1e-6)).clamp_(max=1.0))
     engine.basic_optimizer._global_grad_norm = norm
+
+
+def grads_for_norm(original: Callable[..., Any], view: Bf16View, *args: Any, **kwargs: Any) -> Any:
+    """Return the gradients of the norm or of clipping, also of parameters that only other ranks used."""
+    view.count_all_gradients()
+    return original(*args, **kwargs)
 
 
 def total_norm(reference: weakref.ref[Any]) -> Tensor:

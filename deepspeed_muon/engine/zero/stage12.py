@@ -71,6 +71,10 @@ class Bf16View(FlatView):
         super().__init__(wrapper, wrapper.bf16_groups, wrapper.fp32_groups_flat_partition)
         self.flats, self.cut_flats = wrapper.bf16_groups_flat, wrapper.bf16_partitioned_groups
 
+    def count_all_gradients(self) -> None:
+        """Let norm and clipping see every reduced gradient; those that no rank has are zero."""
+        self.wrapper.fp32_groups_has_gradients = [[True] * len(group) for group in self.params]
+
 
 class Zero12View(FlatView, ZeroView):
     """ZeRO 1 and 2."""
