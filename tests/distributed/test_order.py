@@ -67,7 +67,7 @@ def test_same_update_and_no_more_bytes(ranks: Any, stage: int, world: int, preci
     assert balanced[0]["routes"] == other[0]["routes"]
     for results in (balanced, other):
         assert [result["sent"] for result in results] == results[0]["reported"]
-    assert sum(r["sent"] for r in balanced) <= sum(r["sent"] for r in other) * (1.0 if world == 2 else 0.5)
+    assert sum(r["sent"] for r in balanced) <= sum(r["sent"] for r in other) * (0.5 if world == 4 else 1.0)
     assert balanced[0]["busiest"] <= max(other[0]["busiest"] + 1e-9, 1.05)
     start = {name: param.detach() for name, param in build("toy", **MODEL).named_parameters()}
     # In fp32 the orders differ by the rounding of the gradient norm, 6e-8, which clipping brings into every direction;
