@@ -16,7 +16,7 @@ from tests.support.idle import lead
 
 
 def test_a_parameter_counts_that_only_the_other_rank_used(ranks: Any) -> None:
-    """A leaf module's unused parameters have no gradient here, those multiplied by zero have one; the sums are equal."""
+    """A leaf module's unused parameters have no gradient here, those times 0 have one; the sums are equal."""
     leaf, times_zero = (
         ranks(2).run(lead, schedule=APART, touch=touch, **SETTINGS["1-bf16-optimizer"])
         for touch in ("leaf", "times 0")
