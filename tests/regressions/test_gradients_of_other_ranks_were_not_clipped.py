@@ -11,15 +11,17 @@ from typing import Any
 
 import torch
 
-from tests.distributed.test_idle_parameters import APART, SETTINGS
 from tests.support.idle import lead
+
+# The branches that each rank uses in each of two micro-batches of a step.
+APART = [["a|b", "|a"], ["b|", "a|b"], ["ab|a", "|"], ["|b", "b|"]]
+BF16_OPTIMIZER = {"stage": 1, "precision": "bf16", "extra": {"data_types": {"grad_accum_dtype": "fp32"}}}
 
 
 def test_a_parameter_counts_that_only_the_other_rank_used(ranks: Any) -> None:
     """A leaf module's unused parameters have no gradient here, those times 0 have one; the sums are equal."""
     leaf, times_zero = (
-        ranks(2).run(lead, schedule=APART, touch=touch, **SETTINGS["1-bf16-optimizer"])
-        for touch in ("leaf", "times 0")
+        ranks(2).run(lead, schedule=APART, touch=touch, **BF16_OPTIMIZER) for touch in ("leaf", "times 0")
     )
     assert leaf[0]["norms"] == leaf[1]["norms"] == times_zero[0]["norms"]
     for name, expected in times_zero[0]["paths"][-1].items():
