@@ -128,7 +128,7 @@ def _facts(state: LiveState, folder: Path, shard_bytes: int) -> RankFacts:
             steps.setdefault(each.record.step, each.name)
         shown = ", ".join(f"{step} ({name}, ...)" for step, name in sorted(steps.items()))
         facts[f"optimizer steps{place}"] = shown
-        told = repr([(each.route, each.part, each.spread, each.record) for each in held])
+        told = repr([(each.route, each.part, each.placement, each.record) for each in held])
         facts[f"plan of the save{place}"] = hashlib.sha256(told.encode()).hexdigest()
         scopes |= {f"{fact}{place}": scope for fact in ("optimizer steps", "plan of the save")}
     return RankFacts(facts, scopes=scopes)

@@ -19,8 +19,8 @@ from deepspeed_muon.checkpoint.parts import HeldParameter
 from deepspeed_muon.checkpoint.tag_folder import TagFolder
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.plan.placement import Placement, flat_placement, sharded_placement
 from deepspeed_muon.plan.slices import whole_slice
-from deepspeed_muon.plan.spread import Spread, flat_spread, sharded_spread
 from deepspeed_muon.routing.parameters import NamedParameter
 from deepspeed_muon.routing.route import Route, Rule
 from deepspeed_muon.routing.rules import route_parameters
@@ -188,7 +188,7 @@ class ForeignState:
             momentum = "momentum_buffer" in state
             keeps_whole = momentum and self._keeps_whole_matrices(partition, members)
             wholes: dict[int, int] = {}
-            for name, shape, spread in members:
+            for name, shape, placement in members:
                 if name in names:
                     raise CheckpointError(f"{self._saved.model_file}: two parameters are called {name}")
                 names.add(name)
@@ -199,13 +199,13 @@ class ForeignState:
                     step=step if state else 0,
                 )
                 part = whole_slice(name, shape)
-                self.held.append(HeldParameter(record, part, spread, None, holders, partition))
-                for rank in spread.ranks if keeps_whole else ():
+                self.held.append(HeldParameter(record, part, placement, None, holders, partition))
+                for rank in placement.ranks if keeps_whole else ():
                     start = wholes.get(rank, 0)
                     self.whole_from[name, rank] = start
                     wholes[rank] = start + math.prod(shape)
 
-    def _members(self) -> list[list[tuple[str, tuple[int, ...], Spread]]]:
+    def _members(self) -> list[list[tuple[str, tuple[int, ...], Placement]]]:
         """Return name, shape and place of the parameters of every partition."""
         if self._saved.stage == 0:
             return self._whole_members()
@@ -229,16 +229,16 @@ class ForeignState:
                         f"what is left of its partition"
                     )
                 if numel and self._saved.stage == 3:
-                    members.append((name, shape, sharded_spread(offset, numel, taken)))
+                    members.append((name, shape, sharded_placement(offset, numel, taken)))
                 elif numel:
-                    members.append((name, shape, flat_spread(offset, numel, size)))
+                    members.append((name, shape, flat_placement(offset, numel, size)))
                 offset += taken
                 if self._saved.stage != 3 and paddings:
                     offset += int(paddings[number][position])
             partitions.append(members)
         return partitions
 
-    def _whole_members(self) -> list[list[tuple[str, tuple[int, ...], Spread]]]:
+    def _whole_members(self) -> list[list[tuple[str, tuple[int, ...], Placement]]]:
         """Match parameters by order, which is right for ``model.parameters()`` and checked by shape."""
         left_out = set(self._saved.model.get("buffer_names") or ())
         left_out.update(name for names in self._saved.aliases().values() for name in names)
@@ -255,7 +255,7 @@ class ForeignState:
                 f"to the model's by order; load it into an engine and save it at stage 1"
             )
         return [
-            [(name, shape, sharded_spread(0, math.prod(shape), math.prod(shape)))] for name, shape in named
+            [(name, shape, sharded_placement(0, math.prod(shape), math.prod(shape)))] for name, shape in named
         ]
 
     def _muon_names(self, partitions: Sequence[Sequence[Any]]) -> set[str]:
@@ -271,7 +271,7 @@ class ForeignState:
         if self._saved.stage not in (1, 2):
             return False
         for rank in range(self._saved.world_size):
-            touching = sum(math.prod(shape) for _, shape, spread in members if rank in spread.ranks)
+            touching = sum(math.prod(shape) for _, shape, placement in members if rank in placement.ranks)
             buffer = self._saved.state_of(partition, rank).get("momentum_buffer")
             if touching and (buffer is None or buffer.numel() != touching):
                 return False

@@ -2,8 +2,8 @@
 
 DeepSpeed's own files do not say where a parameter lies when gradients are dealt round-robin or groups are split, and
 at stage 0 they have no names. The record gives the rule of each parameter, a
-:class:`~deepspeed_muon.plan.spread.Spread`, so its size does not grow with the number of ranks. A file has a record for
-each data-parallel group of its rank. The ranks of a group divide its parameters: each describes some in its own file,
+:class:`~deepspeed_muon.plan.placement.Placement`, so its size does not grow with the number of ranks. A file has a
+record for each data-parallel group of its rank. The ranks of a group divide its parameters: each describes some in its own file,
 and each parameter says which part of the whole tensor it is. The record consists of numbers, strings, lists and dicts,
 so that torch loads it with ``weights_only``.
 
@@ -29,9 +29,9 @@ from deepspeed_muon.checkpoint.sealed import refusing
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.placement import Placement, Places
 from deepspeed_muon.plan.rows import RowPlaces, row_places
 from deepspeed_muon.plan.slices import TensorSlice, whole_slice
-from deepspeed_muon.plan.spread import Places, Spread
 from deepspeed_muon.transport.agreement import Scope
 
 RECORD_KEY = "deepspeed_muon_layout"
@@ -42,12 +42,12 @@ SAVE_KEY = "deepspeed_muon_save"
 _MOST_BLOCKS = 1 << 20
 
 
-def _spread(value: Any) -> Spread:
-    if isinstance(value, Spread):
+def _placement(value: Any) -> Placement:
+    if isinstance(value, Placement):
         return value
     if not isinstance(value, (list, tuple)) or [type(number) for number in value] != [int] * 7:
         raise ValueError(f"{value!r} is not seven whole numbers")
-    return Spread(*value)
+    return Placement(*value)
 
 
 class _Whole(BaseModel):
@@ -76,13 +76,13 @@ class _Entry(ParameterRecord):
     Attributes:
         name: Dotted name of the whole tensor.
         partition: Index of the flat partition in every rank's file.
-        spread: Where it lies; the file has the numbers of the rule.
+        spread: Its placement; the file has the numbers of the rule.
         whole: Which part of the whole tensor it is; ``None`` for all of it.
     """
 
     name: str
     partition: Count
-    spread: Annotated[Spread, PlainValidator(_spread)]
+    spread: Annotated[Placement, PlainValidator(_placement)]
     whole: _Whole | None = None
 
     @property
@@ -165,12 +165,12 @@ class LayoutRecord(BaseModel):
 
 
 def _require_fit(entry: _Entry, world_size: int) -> None:
-    """Raise unless a parameter has as many elements as its spread, on ranks that exist."""
+    """Raise unless a parameter has as many elements as its placement, on ranks that exist."""
     where = f"parameter {entry.name}: "
     if entry.part.own_shape != entry.shape:
         raise ValueError(f"{where}shape {list(entry.shape)} is not that of its part {entry.whole}")
     if entry.spread.numel != entry.numel:
-        raise ValueError(f"{where}its spread has {entry.spread.numel} of {entry.numel} elements")
+        raise ValueError(f"{where}its placement has {entry.spread.numel} of {entry.numel} elements")
     if entry.spread.ranks.stop > world_size or entry.spread.copies not in (0, world_size):
         raise ValueError(f"{where}ranks {entry.spread.ranks} are not those of {world_size}")
     if entry.rows and entry.heads > min(entry.rows, _MOST_BLOCKS):
@@ -180,7 +180,7 @@ def _require_fit(entry: _Entry, world_size: int) -> None:
 def _refuse_overlaps(partition: int, members: Sequence[tuple[str, Places]]) -> None:
     """Raise if two parameters share elements of a rank's partition.
 
-    Between the ranks where a spread begins, goes on and ends, all fragments are alike, so these ranks stand for all.
+    Between the ranks where a placement begins, goes on and ends, all fragments are alike, so these ranks stand for all.
     """
     every = {rank for _, p in members for rank in (p.ranks.start, p.ranks.start + 1, p.ranks.stop - 1)}
     looked_at = sorted(every)
@@ -314,7 +314,7 @@ def _record_of_group(state: LiveState, held: Sequence[LiveParameter]) -> dict[st
     entries = [_entry(each) for each in sorted(held, key=lambda each: order[each.route.name])]
     first = held[0]
     # Where every rank holds everything, only one of them writes a file.
-    in_one_file = all(each.spread.replicated for each in held)
+    in_one_file = all(each.placement.replicated for each in held)
     return {
         "name": Scope.among(first.holders, first.rank).name,
         "rank": first.rank,
@@ -329,7 +329,7 @@ def _entry(parameter: LiveParameter) -> dict[str, Any]:
         "name": parameter.name,
         **own.model_dump(mode="json", exclude={"step", "tensors"}),
         "partition": parameter.partition,
-        "spread": parameter.spread.numbers(),
+        "spread": parameter.placement.numbers(),
     }
     if not parameter.part.is_whole:
         whole = parameter.record.model_dump(mode="json", include={"shape", "heads", "grid"})

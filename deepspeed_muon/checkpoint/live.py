@@ -16,8 +16,8 @@ from deepspeed_muon.checkpoint.parts import HeldParameter, with_state
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
+from deepspeed_muon.plan.placement import Fragment
 from deepspeed_muon.plan.slices import TensorSlice, whole_slice
-from deepspeed_muon.plan.spread import Fragment
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.step.step_set import BoundPartition
 
@@ -145,7 +145,7 @@ class LiveParameter(HeldParameter):
     def told(self) -> HeldParameter:
         """Return what the other ranks are told: no tensors, and of the rows' places what tells the rank."""
         rows = None if self.row_places is None else self.row_places.alone()
-        return HeldParameter(self.record, self.part, self.spread, rows, self.holders, self.partition)
+        return HeldParameter(self.record, self.part, self.placement, rows, self.holders, self.partition)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +234,7 @@ def collect(engine: Any) -> LiveState:
             found = LiveParameter(
                 ParameterRecord.of(whole, group=groups[bound.index]),
                 part,
-                layout.spread,
+                layout.placement,
                 rows.get(layout.name),
                 ranks,
                 bound.index,

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from deepspeed_muon.checkpoint.index import ROW_KEYS, ParameterRecord
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.plan.placement import Placement, Places, runs_within
 from deepspeed_muon.plan.rows import RowPlaces
 from deepspeed_muon.plan.slices import TensorSlice, add_up, whole_slice
-from deepspeed_muon.plan.spread import Places, Spread, runs_within
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class HeldParameter:
     Attributes:
         record: Of the whole tensor.
         part: The part of it that they hold, with its name.
-        spread: Where the master and the entries of the state lie, except for those with one number a row.
+        placement: Where the master and the entries of the state lie, except for those with one number a row.
         row_places: Where these lie; ``None`` where there are none.
         holders: The ranks of the group, as global ranks or as numbers of files: one object for all its parameters.
         partition: Index of the flat partition.
@@ -31,7 +31,7 @@ class HeldParameter:
 
     record: ParameterRecord
     part: TensorSlice
-    spread: Spread
+    placement: Placement
     row_places: RowPlaces | None
     holders: tuple[int, ...]
     partition: int
@@ -50,7 +50,7 @@ class HeldParameter:
         """Return where the master (``fp32``) or an entry of the state lies."""
         if self.row_places is not None and key in ROW_KEYS[self.record.algorithm]:
             return self.row_places
-        return self.spread
+        return self.placement
 
     def part_of(self, key: str) -> TensorSlice:
         """Return which part of the whole master or entry of the state the ranks hold.

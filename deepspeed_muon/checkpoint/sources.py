@@ -30,8 +30,8 @@ from deepspeed_muon.checkpoint.sealed import is_name, open_regular, parse_json, 
 from deepspeed_muon.checkpoint.tag_folder import CONSOLIDATED_FOLDER, glance, latest_tag
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
+from deepspeed_muon.plan.placement import Fragment
 from deepspeed_muon.plan.slices import TensorSlice
-from deepspeed_muon.plan.spread import Fragment
 
 _READ_BYTES = 16 << 20
 WINDOW = 1 << 20

@@ -204,7 +204,7 @@ def record_order(engine: Any, optimizer: Muon) -> None:
 def _digest_of_layout(optimizer: Muon) -> str:
     """Return a digest of name, partition and rule of every Muon matrix."""
     matrices = (matrix for runner in optimizer._runners for matrix in runner.step_set.matrices)
-    rows = sorted([m.name, m.partition, m.spread.numbers()] for m in matrices)
+    rows = sorted([m.name, m.partition, m.placement.numbers()] for m in matrices)
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
@@ -336,7 +336,7 @@ def _differences(engine: Any, saved: Glance) -> tuple[list[str], list[set[str]],
             )
         # Where every rank holds everything, the last number, that of the ranks, does not matter.
         places = entry["partition"], *entry["spread"][:-1]
-        moved = moved or places != (own.partition, *own.spread.numbers()[:-1])
+        moved = moved or places != (own.partition, *own.placement.numbers()[:-1])
     return rerouted, names, moved
 
 

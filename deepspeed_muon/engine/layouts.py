@@ -87,8 +87,8 @@ def _step_set(
     )
     for index in indices:
         reader.add_partition(index, view.masters[index], view.params[index])
-        for param, spread in view.spreads(index, reader.world_size):
-            reader.add_parameter(param, spread)
+        for param, placement in view.placements(index, reader.world_size):
+            reader.add_parameter(param, placement)
     if view.is_one_call or view.weights(indices[0]) is None:
         return reader.step_set()
     # A reference that is not weak would make a cycle, and keep the device's memory.

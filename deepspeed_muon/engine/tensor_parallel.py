@@ -305,7 +305,7 @@ def _describe(step_set: StepSet, cuts: Mapping[str, Cut], ranks: int) -> list[_M
         cut, shards = cuts.get(matrix.name), matrix.shards
         if cut is not None and shards is None:
             shards = cut.shards((matrix.rows, matrix.cols)[cut.dim], ranks)
-        plan = f"{matrix.rows} x {matrix.cols}, {matrix.grid}, {matrix.spread.numbers()}"
+        plan = f"{matrix.rows} x {matrix.cols}, {matrix.grid}, {matrix.placement.numbers()}"
         content = _content(matrix, tensors[matrix.partition], step_set.rank) if cut is None else ""
         numel = None if cut is None else cut.numel
         described.append(_Matrix(matrix.name, (matrix.rows, matrix.cols), shards, numel, plan, content))
@@ -316,7 +316,7 @@ def _content(matrix: MatrixLayout, tensor: Tensor, rank: int) -> str:
     """Return a hash of what this rank holds of a matrix; empty where it is not in memory (NVMe)."""
     digest = hashlib.sha256()
     flat = tensor.detach().reshape(-1)
-    fragment = matrix.spread.on(rank)
+    fragment = matrix.placement.on(rank)
     if fragment is not None and fragment.partition_offset + fragment.numel <= flat.numel():
         values = flat.narrow(0, fragment.partition_offset, fragment.numel).contiguous().view(torch.uint8)
         digest.update(values.cpu().numpy().tobytes())

@@ -18,7 +18,7 @@ from deepspeed_muon.forecast.settings import PlannedParameter, PlanSettings, div
 from deepspeed_muon.monitoring.check import WINDOW_NUMEL
 from deepspeed_muon.plan.chunks import chunk_limit
 from deepspeed_muon.plan.exchange import ExchangePlan
-from deepspeed_muon.plan.spread import fragments_of
+from deepspeed_muon.plan.placement import fragments_of
 from deepspeed_muon.transport.exchange import SLOTS, overlap_fits
 
 # Seconds that each further peer adds to an all-to-all: the order of magnitude of NCCL over InfiniBand.
@@ -284,7 +284,7 @@ def live_report(
         rows: list[dict[str, Any]] = []
         for matrix, owner, cost in zip(plan.matrices, plan.owners, costs, strict=True):
             flops[owner] += cost
-            elsewhere = [fragment for fragment in fragments_of(matrix.spread) if fragment.rank != owner]
+            elsewhere = [fragment for fragment in fragments_of(matrix.placement) if fragment.rank != owner]
             for fragment in elsewhere:
                 if not matrix.replicated:
                     sent[fragment.rank] += fragment.numel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.spread import Places
+from deepspeed_muon.plan.placement import Places
 
 # Several chunks can overlap, and small ones need little memory. Chunks below this number of elements a rank (512 KiB in
 # bf16, some ten microseconds at 50 GB/s) are bound by latency.
@@ -41,7 +41,7 @@ def cut_into_chunks(
     """
     kinds: dict[tuple[bool, bool], list[int]] = {}
     for index, matrix in enumerate(matrices):
-        kinds.setdefault((moves(matrix.spread, owners[index]), matrix.replicated), []).append(index)
+        kinds.setdefault((moves(matrix.placement, owners[index]), matrix.replicated), []).append(index)
     chunks: list[list[int]] = []
     for (moving, replicated), members in sorted(kinds.items()):
         together = moving and replicated

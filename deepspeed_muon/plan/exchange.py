@@ -23,7 +23,7 @@ import numpy as np
 
 from deepspeed_muon.plan.chunks import cut_into_chunks, moves
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.spread import Ints, Places
+from deepspeed_muon.plan.placement import Ints, Places
 from deepspeed_muon.plan.wire import PLAIN, WireFormat
 
 
@@ -154,7 +154,7 @@ class ExchangePlan:
                 matrix.first_row,
                 self.owners[index],
                 chunk_of[index],
-                matrix.spread.numbers(),
+                matrix.placement.numbers(),
             ]
 
 
@@ -178,9 +178,9 @@ def build_exchange_plan(
             matrix travels without others of its owner. Chunks are smaller where this bound would make only a few.
         wire: The room that a fragment takes in a buffer.
     """
-    spreads = [matrix.spread for matrix in matrices]
+    placements = [matrix.placement for matrix in matrices]
     chunks = [
-        build_chunk(spreads, owners, indices, rank, wire)
+        build_chunk(placements, owners, indices, rank, wire)
         for indices in cut_into_chunks(matrices, owners, chunk_numel, world_size)
     ]
     return ExchangePlan(rank, world_size, tuple(matrices), tuple(owners), tuple(chunks))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_muon.plan.spread import Ints
+from deepspeed_muon.plan.placement import Ints
 
 Floats = NDArray[np.float64]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-from deepspeed_muon.plan.spread import Spread
+from deepspeed_muon.plan.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class MatrixLayout:
         rows: Rows as stored.
         cols: Columns as stored.
         partition: Index of the flat partition, unique within the optimizer and equal on all ranks.
-        spread: Where its elements lie.
+        placement: Where its elements lie.
         row_blocks: Rows of each block (attention head, expert, part of a fused projection), from the top; empty for
             one block with all rows.
         col_blocks: The same for columns. With both, every cell of the grid is a block.
@@ -93,7 +93,7 @@ class MatrixLayout:
     rows: int
     cols: int
     partition: int
-    spread: Spread
+    placement: Placement
     row_blocks: tuple[int, ...] = ()
     col_blocks: tuple[int, ...] = ()
     transposed: bool = False
@@ -164,15 +164,15 @@ class MatrixLayout:
         for what, sizes, whole in zip(("row", "column"), self.grid, (self.rows, self.cols), strict=True):
             if min(sizes) < 1 or sum(sizes) != whole:
                 raise ValueError(f"{self.name}: {what} blocks {sizes} do not add up to {whole}")
-        if self.spread.numel != self.numel:
+        if self.placement.numel != self.numel:
             raise ValueError(
-                f"{self.name}: {self.rows} x {self.cols} elements do not lie in the {self.spread.numel} of its spread"
+                f"{self.name}: {self.rows} x {self.cols} elements are not the {self.placement.numel} of its placement"
             )
 
     @property
     def replicated(self) -> bool:
         """Whether every rank holds the whole matrix (ZeRO stage 0)."""
-        return self.spread.replicated
+        return self.placement.replicated
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,12 +181,12 @@ class ParameterLayout:
 
     name: str
     partition: int
-    spread: Spread
+    placement: Placement
 
     @property
     def numel(self) -> int:
         """The number of elements."""
-        return self.spread.numel
+        return self.placement.numel
 
 
 def _blocks_on(rank: int, ranks: int, parts: Sequence[int], blocks: Sequence[int]) -> list[tuple[int, int]]:

@@ -51,9 +51,9 @@ def holders_in_layouts(matrices: Sequence[MatrixLayout], world_size: int) -> lis
     everywhere = _everywhere(world_size)
     found: list[Holders] = []
     for matrix in matrices:
-        ranks = matrix.spread.ranks
+        ranks = matrix.placement.ranks
         anywhere = matrix.replicated or len(ranks) >= everywhere
-        found.append(None if anywhere else (ranks, [float(matrix.spread.held_by(rank)) for rank in ranks]))
+        found.append(None if anywhere else (ranks, [float(matrix.placement.held_by(rank)) for rank in ranks]))
     return found
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.spread import Fragment, Ints
+from deepspeed_muon.plan.placement import Fragment, Ints
 
 
 def row_count(matrix: MatrixLayout) -> int:
@@ -28,7 +28,7 @@ def row_count(matrix: MatrixLayout) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RowPlaces:
-    """Where the row state of one matrix lies: :class:`~deepspeed_muon.plan.spread.Places`, counted in rows.
+    """Where the row state of one matrix lies: :class:`~deepspeed_muon.plan.placement.Places`, counted in rows.
 
     Attributes:
         matrix: The matrix.
@@ -53,8 +53,12 @@ class RowPlaces:
     @property
     def ranks(self) -> range:
         """The ranks from the one with the first row to the one with the last; not all of them need keep rows."""
-        spread = self.matrix.spread
-        return spread.ranks if spread.replicated else range(spread.first, self.rank_at(self.numel - 1) + 1)
+        placement = self.matrix.placement
+        return (
+            placement.ranks
+            if placement.replicated
+            else range(placement.first, self.rank_at(self.numel - 1) + 1)
+        )
 
     def rank_at(self, element: int) -> int:
         """Return the rank that keeps a row: the one that holds its first element. Not for replicated matrices."""
@@ -62,13 +66,13 @@ class RowPlaces:
         rows, cols = matrix.grid
         if matrix.transposed:
             stripe, col = divmod(element, matrix.cols)
-            return matrix.spread.rank_at(sum(rows[:stripe]) * matrix.cols + col)
+            return matrix.placement.rank_at(sum(rows[:stripe]) * matrix.cols + col)
         row, number = divmod(element, len(cols))
-        return matrix.spread.rank_at(row * matrix.cols + matrix.first_cols[number])
+        return matrix.placement.rank_at(row * matrix.cols + matrix.first_cols[number])
 
     def starts(self, ranks: Ints) -> Ints:
         """Return the first row that each of ``ranks`` or a later one keeps; not for replicated matrices."""
-        return _begin_before(self.matrix, self.matrix.spread.starts(ranks))
+        return _begin_before(self.matrix, self.matrix.placement.starts(ranks))
 
     def alone(self) -> RowPlaces:
         """Return the places without the other matrices, as another rank can use them: not for :meth:`on`."""
@@ -92,7 +96,7 @@ class _Neighbours:
     def offsets(self, rank: int) -> list[int]:
         """Return where a rank keeps the rows of each matrix: in the order of its fragments in the partition."""
         if self._known[0] != rank:
-            held = [matrix.spread.on(rank) for matrix in self.matrices]
+            held = [matrix.placement.on(rank) for matrix in self.matrices]
             offsets, offset = [0] * len(held), 0
             places = [(each.partition_offset, number) for number, each in enumerate(held) if each is not None]
             for _, number in sorted(places):
@@ -121,7 +125,7 @@ def row_places(matrices: Sequence[MatrixLayout]) -> tuple[RowPlaces, ...]:
 
 def _rows_on(matrix: MatrixLayout, rank: int) -> range:
     """Return the rows whose first element lies on a rank."""
-    fragment = matrix.spread.on(rank)
+    fragment = matrix.placement.on(rank)
     if fragment is None:
         return range(0)
     ends = np.array([fragment.matrix_offset, fragment.matrix_offset + fragment.numel])

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import accumulate, groupby
 
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
-from deepspeed_muon.plan.spread import Spread
+from deepspeed_muon.plan.placement import Placement
 
 # A run of several blocks that travels costs at most this part of a rank's average work.
 _TRAVELLING_SHARE = 0.25
@@ -69,23 +69,23 @@ def cut_stack(matrix: MatrixLayout, *, cost: float, limit: float) -> list[Matrix
         limit: As for :func:`block_runs`.
     """
     count = matrix.equal_blocks or 1
-    if count == 1 or matrix.shards is not None or matrix.spread.whole_on is not None:
+    if count == 1 or matrix.shards is not None or matrix.placement.whole_on is not None:
         return [matrix]
     rows, cols = matrix.block_shape
-    rank_at = None if matrix.replicated else matrix.spread.rank_at
+    rank_at = None if matrix.replicated else matrix.placement.rank_at
     runs = block_runs(count, rows * cols, rank_at, cost=cost / count, limit=limit)
     if len(runs) == 1:
         return [matrix]
-    spreads = cut_rows(matrix, [number * rows for _, number in runs])
+    placements = cut_rows(matrix, [number * rows for _, number in runs])
     return [
         replace(
             matrix,
             rows=number * rows,
-            spread=spread,
+            placement=placement,
             row_blocks=(rows,) * number if number > 1 else (),
             first_row=matrix.first_row + first * rows,
         )
-        for (first, number), spread in zip(runs, spreads, strict=True)
+        for (first, number), placement in zip(runs, placements, strict=True)
     ]
 
 
@@ -107,18 +107,18 @@ def shares_of_blocks(matrix: MatrixLayout) -> list[MatrixLayout]:
         for _, run in groupby(enumerate(shards.whole), lambda each: -1 if each[1] else each[0])
     ]
     sizes = [tuple(blocks[number] for number in run) for run in runs]
-    spreads = cut_rows(matrix, [sum(each) for each in sizes])
+    placements = cut_rows(matrix, [sum(each) for each in sizes])
     first_rows = accumulate(map(sum, sizes), initial=0)
     return [
         replace(
             matrix,
             rows=sum(own),
-            spread=spread,
+            placement=placement,
             row_blocks=own if len(own) > 1 else (),
             first_row=first,
             shards=None if shards.whole[run[0]] else _shards_of_block(shards, own[0]),
         )
-        for run, own, spread, first in zip(runs, sizes, spreads, first_rows, strict=False)
+        for run, own, placement, first in zip(runs, sizes, placements, first_rows, strict=False)
     ]
 
 
@@ -127,7 +127,7 @@ def _shards_of_block(shards: TensorShards, rows: int) -> TensorShards:
     return TensorShards(shards.dim, (rows,) * len(shards.sizes) if shards.dim == 0 else shards.sizes)
 
 
-def cut_rows(matrix: MatrixLayout, sizes: Sequence[int]) -> list[Spread]:
+def cut_rows(matrix: MatrixLayout, sizes: Sequence[int]) -> list[Placement]:
     """Cut a matrix into ``sizes`` rows each; return where each part lies."""
     ends = list(accumulate(rows * matrix.cols for rows in sizes))
-    return [matrix.spread.part(start, stop) for start, stop in zip([0, *ends[:-1]], ends, strict=True)]
+    return [matrix.placement.part(start, stop) for start, stop in zip([0, *ends[:-1]], ends, strict=True)]

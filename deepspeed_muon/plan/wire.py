@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
-from deepspeed_muon.plan.spread import Ints
+from deepspeed_muon.plan.placement import Ints
 
 _Numel = TypeVar("_Numel", int, Ints)
 _SCALE_BYTES = 4

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from deepspeed_muon.config import QkClipConfig
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.logs import warn
-from deepspeed_muon.plan.spread import Fragment
+from deepspeed_muon.plan.placement import Fragment
 from deepspeed_muon.qk_clip import hugging_face
 from deepspeed_muon.qk_clip.logits import HeadRole, clip_factor
 from deepspeed_muon.qk_clip.recorder import AttentionHeads, QkRecorder, find_recorders
@@ -102,7 +102,7 @@ class QkClip:
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         for number, step_set in enumerate(step_sets):
             layouts = [each for each in step_set.layouts if each.name in wanted]
-            parameters = {each.name: (each.partition, each.spread.on(step_set.rank)) for each in layouts}
+            parameters = {each.name: (each.partition, each.placement.on(step_set.rank)) for each in layouts}
             self._runs[number] = heads.among_all(head_runs(self.layers, parameters))
             if parameters:
                 group = step_set.group

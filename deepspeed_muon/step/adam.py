@@ -15,7 +15,7 @@ from deepspeed_muon.errors import OpsUnavailableError
 from deepspeed_muon.logs import warn_on_each_machine
 from deepspeed_muon.math.updates import AdamStep, adam_step_
 from deepspeed_muon.ops import in_fp32
-from deepspeed_muon.plan.spread import Fragment
+from deepspeed_muon.plan.placement import Fragment
 from deepspeed_muon.step.state import State, StatePolicy, state_of
 from deepspeed_muon.step.step_set import NativeAdam, StepSet
 

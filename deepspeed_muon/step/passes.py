@@ -77,7 +77,7 @@ def tables_of(
 def _table(plan: ExchangePlan, chunk: Chunk, owned: Sequence[int]) -> ChunkTable:
     def row(index: int, segment: Segment | None = None) -> list[Row]:
         matrix = plan.matrices[index]
-        held = matrix.spread.on(plan.rank)
+        held = matrix.placement.on(plan.rank)
         if held is None:
             return []
         where = (held.partition_offset, held.matrix_offset, held.numel)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepspeed_muon.errors import BindingError
 from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
-from deepspeed_muon.plan.spread import Fragment, Spread, replicated_spread
+from deepspeed_muon.plan.placement import Fragment, Placement, replicated_placement
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.shapes import true_shape
 
@@ -95,7 +95,7 @@ class StepSet:
         position = {partition.index: number for number, partition in enumerate(self.partitions)}
         local: list[list[tuple[int, Fragment]]] = [[] for _ in self.partitions]
         for number, layout in enumerate(self.layouts):
-            fragment = layout.spread.on(self.rank)
+            fragment = layout.placement.on(self.rank)
             if fragment is not None:
                 local[position[layout.partition]].append((number, fragment))
         return local
@@ -155,7 +155,7 @@ class LayoutReader:
         if params and self._model_dtype is None:
             self._model_dtype = params[0].dtype
 
-    def add_parameter(self, param: Tensor, spread: Spread) -> None:
+    def add_parameter(self, param: Tensor, placement: Placement) -> None:
         """Add one parameter of the partition begun last."""
         partition = self._partitions[-1]
         route = self._route(param)
@@ -167,7 +167,7 @@ class LayoutReader:
                     rows,
                     cols,
                     partition.index,
-                    spread,
+                    placement,
                     row_blocks=route.row_blocks,
                     col_blocks=route.col_blocks,
                     transposed=route.transposed,
@@ -175,7 +175,7 @@ class LayoutReader:
                 )
             )
         else:
-            self._others.append(ParameterLayout(route.name, partition.index, spread))
+            self._others.append(ParameterLayout(route.name, partition.index, placement))
 
     def step_set(self, refresh: Refresh | None = None) -> StepSet:
         """Return what was collected; for ``refresh`` see :class:`StepSet`."""
@@ -224,5 +224,5 @@ def read_whole(
     for index, (model, master) in zip(numbers or range(len(pairs)), pairs, strict=True):
         reader.add_partition(index, master, [model])
         if model.numel():
-            reader.add_parameter(model, replicated_spread(0, model.numel(), reader.world_size))
+            reader.add_parameter(model, replicated_placement(0, model.numel(), reader.world_size))
     return reader.step_set()

@@ -22,7 +22,7 @@ def places(engine: Any) -> list[str]:
     """Return the Muon matrices in the order in which they lie in the flat buffer."""
     optimizer = deepspeed_muon.muon_optimizer(engine)
     matrices = [matrix for runner in optimizer._runners for matrix in runner.step_set.matrices]
-    return [m.name for m in sorted(matrices, key=lambda m: (m.spread.first, m.spread.head_offset))]
+    return [m.name for m in sorted(matrices, key=lambda m: (m.placement.first, m.placement.head_offset))]
 
 
 def make(stage: int, round_robin: bool = False, **more: Any) -> Any:

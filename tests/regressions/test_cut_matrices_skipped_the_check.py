@@ -22,7 +22,7 @@ from deepspeed_muon.monitoring.measure import band_of, norm_bounds
 from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.monitoring.results import Result, Together
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
-from deepspeed_muon.plan.spread import sharded_spread
+from deepspeed_muon.plan.placement import sharded_placement
 from deepspeed_muon.step import strategies
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
 from tests.support import tensor_parallel
@@ -133,7 +133,7 @@ def settle_parts(rank: int, world_size: int, *, dim: int) -> dict[str, Any]:
         "w",
         *parts.shape[1:],
         0,
-        sharded_spread(0, parts[0].numel(), parts[0].numel()),
+        sharded_placement(0, parts[0].numel(), parts[0].numel()),
         shards=TensorShards(dim, sizes),
     )
     settings = NsSettings(resolve_schedule("quintic"))

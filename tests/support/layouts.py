@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.spread import flat_spread, replicated_spread, sharded_spread
+from deepspeed_muon.plan.placement import flat_placement, replicated_placement, sharded_placement
 
 
 def flat_layouts(dims: list[tuple[int, int]], world: int) -> list[MatrixLayout]:
@@ -11,7 +11,9 @@ def flat_layouts(dims: list[tuple[int, int]], world: int) -> list[MatrixLayout]:
     per_rank = -(-total // world)
     layouts, offset = [], 0
     for number, (rows, cols) in enumerate(dims):
-        layouts.append(MatrixLayout(f"m{number}", rows, cols, 0, flat_spread(offset, rows * cols, per_rank)))
+        layouts.append(
+            MatrixLayout(f"m{number}", rows, cols, 0, flat_placement(offset, rows * cols, per_rank))
+        )
         offset += rows * cols
     return layouts
 
@@ -20,14 +22,16 @@ def sharded_layouts(dims: list[tuple[int, int]], world: int) -> list[MatrixLayou
     layouts, offset = [], 0
     for number, (rows, cols) in enumerate(dims):
         shard = -(-rows * cols // world)
-        layouts.append(MatrixLayout(f"m{number}", rows, cols, 0, sharded_spread(offset, rows * cols, shard)))
+        layouts.append(
+            MatrixLayout(f"m{number}", rows, cols, 0, sharded_placement(offset, rows * cols, shard))
+        )
         offset += shard
     return layouts
 
 
 def replicated_layouts(dims: list[tuple[int, int]], world: int) -> list[MatrixLayout]:
     return [
-        MatrixLayout(f"m{i}", r, c, i, replicated_spread(0, r * c, world)) for i, (r, c) in enumerate(dims)
+        MatrixLayout(f"m{i}", r, c, i, replicated_placement(0, r * c, world)) for i, (r, c) in enumerate(dims)
     ]
 
 

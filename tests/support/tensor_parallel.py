@@ -321,7 +321,7 @@ def assembled(engine: Any, key: str | None, group: Any) -> dict[str, Tensor]:
                 if tensor is None:
                     continue
             flat, count = torch.zeros(2, layout.numel, dtype=torch.float64)
-            f = layout.spread.on(step_set.rank)
+            f = layout.placement.on(step_set.rank)
             if f is not None:
                 flat[f.matrix_offset :][: f.numel] = tensor.reshape(-1)[f.partition_offset :][: f.numel]
                 count[f.matrix_offset :][: f.numel] = 1

@@ -108,13 +108,13 @@ def _assemble(engine: Any, read: Any) -> dict[str, Tensor]:
             if tensor is None:
                 continue
             flat = torch.zeros(layout.numel, dtype=torch.float64)
-            fragment = layout.spread.on(runner.step_set.rank)
+            fragment = layout.placement.on(runner.step_set.rank)
             if fragment is not None:
                 source = tensor.reshape(-1).narrow(0, fragment.partition_offset, fragment.numel)
                 flat.narrow(0, fragment.matrix_offset, fragment.numel).copy_(source)
             if runner.step_set.world_size > 1:
                 dist.all_reduce(flat, group=runner.step_set.group)
-            if layout.spread.replicated:
+            if layout.placement.replicated:
                 flat /= runner.step_set.world_size
             full[layout.name] = flat.view(shapes[layout.name])
     return full
@@ -168,7 +168,7 @@ def train(
         "skipped": engine.skipped_steps,
         # Elements of each matrix, and how many of them travel in both directions together.
         "layout": [
-            [matrix.numel, 2 * (matrix.numel - matrix.spread.held_by(owner))]
+            [matrix.numel, 2 * (matrix.numel - matrix.placement.held_by(owner))]
             for runner in optimizer._runners
             for matrix, owner in zip(runner.plan.matrices, runner.plan.owners, strict=True)
         ],

@@ -11,8 +11,13 @@ from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import reference_orthogonalize
 from deepspeed_muon.math.updates import AdamStep, adam_step_, cautious_apply_
 from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.placement import (
+    flat_placement,
+    fragments_of,
+    replicated_placement,
+    sharded_placement,
+)
 from deepspeed_muon.plan.rows import RowPlaces, row_places
-from deepspeed_muon.plan.spread import flat_spread, fragments_of, replicated_spread, sharded_spread
 from deepspeed_muon.variants import Sums
 from deepspeed_muon.variants.normuon import MOMENTS, finish, reference_finish
 from tests.support.reference import decayed_step
@@ -77,8 +82,8 @@ def covered(layouts: tuple[RowPlaces, ...], rank: int) -> list[tuple[int, int]]:
 
 
 def test_rows_belong_to_the_rank_of_their_first_element() -> None:
-    first = MatrixLayout("a", 4, 3, 0, flat_spread(2, 12, 9))
-    second = MatrixLayout("b", 2, 5, 0, flat_spread(14, 10, 9))
+    first = MatrixLayout("a", 4, 3, 0, flat_placement(2, 12, 9))
+    second = MatrixLayout("b", 2, 5, 0, flat_placement(14, 10, 9))
     layouts = row_places((first, second))
     # Ranks hold 9 elements each: "a" lies at 2..13, its rows begin at 2, 5, 8, 11; "b" at 14..23, at 14 and 19.
     assert [(f.rank, f.matrix_offset, f.numel) for f in fragments_of(layouts[0])] == [(0, 0, 3), (1, 3, 1)]
@@ -91,12 +96,12 @@ def test_rows_belong_to_the_rank_of_their_first_element() -> None:
 
 
 def test_rows_of_thin_and_replicated_matrices() -> None:
-    tall = MatrixLayout("tall", 7, 1, 0, sharded_spread(0, 7, 2))
-    wide = MatrixLayout("wide", 1, 7, 0, sharded_spread(2, 7, 2))
+    tall = MatrixLayout("tall", 7, 1, 0, sharded_placement(0, 7, 2))
+    wide = MatrixLayout("wide", 1, 7, 0, sharded_placement(2, 7, 2))
     layouts = row_places((tall, wide))
     assert [f.numel for f in fragments_of(layouts[0])] == [2, 2, 2, 1]
     assert [(f.rank, f.partition_offset) for f in fragments_of(layouts[1])] == [(0, 2)]
-    whole = MatrixLayout("whole", 4, 3, 1, replicated_spread(0, 12, 2))
+    whole = MatrixLayout("whole", 4, 3, 1, replicated_placement(0, 12, 2))
     (layout,) = row_places((whole,))
     assert layout.replicated and [f.numel for f in fragments_of(layout)] == [4, 4]
 
@@ -134,7 +139,7 @@ def test_a_group_of_the_caller_may_set_its_own() -> None:
 
 def test_rows_of_blocks_and_of_transposed_matrices() -> None:
     """Each row of each block has a number; of a matrix stored input x output, each column."""
-    grid = MatrixLayout("g", 3, 10, 0, flat_spread(0, 30, 12), col_blocks=(4, 6), row_blocks=(1, 2))
+    grid = MatrixLayout("g", 3, 10, 0, flat_placement(0, 30, 12), col_blocks=(4, 6), row_blocks=(1, 2))
     (layout,) = row_places((grid,))
     # Rows of blocks begin at 0, 4 | 10, 14 | 20, 24; ranks hold 12, 12 and 6 elements.
     assert [(f.rank, f.matrix_offset, f.numel) for f in fragments_of(layout)] == [
@@ -143,7 +148,7 @@ def test_rows_of_blocks_and_of_transposed_matrices() -> None:
         (2, 5, 1),
     ]
     assert [layout.rank_at(row) for row in range(6)] == [0, 0, 0, 1, 1, 2]
-    flipped = MatrixLayout("t", 4, 5, 0, flat_spread(0, 20, 7), row_blocks=(2, 2), transposed=True)
+    flipped = MatrixLayout("t", 4, 5, 0, flat_placement(0, 20, 7), row_blocks=(2, 2), transposed=True)
     (layout,) = row_places((flipped,))
     # Columns of blocks begin at 0 to 4 and 10 to 14; ranks hold 7, 7 and 6 elements.
     assert layout.numel == 10

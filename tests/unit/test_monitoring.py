@@ -30,7 +30,7 @@ from deepspeed_muon.monitoring.recorder import RankReport, StepRecorder, monitor
 from deepspeed_muon.monitoring.results import Result
 from deepspeed_muon.ops.reference import frobenius_norms
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.spread import sharded_spread
+from deepspeed_muon.plan.placement import sharded_placement
 from deepspeed_muon.transport.members import Members, everyone
 from tests.support.models import batch, build
 from tests.support.reference_math import reference_health
@@ -216,7 +216,7 @@ def result_of(members: list[tuple[int, int]], inputs: Tensor, blocks: Tensor, sc
 
 def test_a_head_without_a_gradient_is_right() -> None:
     """A zero block has a zero result, which no bound excludes; its neighbour is redone."""
-    check = check_of(MatrixLayout("q_proj", 12, 9, 0, sharded_spread(0, 108, 108), row_blocks=(4, 4, 4)))
+    check = check_of(MatrixLayout("q_proj", 12, 9, 0, sharded_placement(0, 108, 108), row_blocks=(4, 4, 4)))
     direction = torch.randn(12, 9, generator=torch.Generator().manual_seed(7))
     direction[4:8] = 0
     blocks = orthogonalize(direction.view(3, 4, 9), settings=NsSettings(QUINTIC))
@@ -233,7 +233,7 @@ def test_a_head_without_a_gradient_is_right() -> None:
 
 def test_unequal_blocks_are_measured_and_redone() -> None:
     """A fused projection of 8 and 4 rows, two calls of the iteration; the scale of the second is twice as large."""
-    layout = MatrixLayout("kv", 12, 9, 0, sharded_spread(0, 108, 108), row_blocks=(8, 4))
+    layout = MatrixLayout("kv", 12, 9, 0, sharded_placement(0, 108, 108), row_blocks=(8, 4))
     recorder = StepRecorder(every=1, check=True)
     check = ResultCheck(recorder, [layout], device=torch.device("cpu"), ns=NsSettings(QUINTIC))
     direction = torch.randn(12, 9, generator=torch.Generator().manual_seed(9))
@@ -271,7 +271,7 @@ def test_windows_keep_the_order(monkeypatch: pytest.MonkeyPatch, window: int) ->
     """As on an accelerator: a window is settled while the next one runs, and at most two wait."""
     monkeypatch.setattr("deepspeed_muon.monitoring.check._window_numel", lambda device: window)
     count = 9
-    check = check_of(*(MatrixLayout(f"w{i}", 8, 12, 0, sharded_spread(0, 96, 96)) for i in range(count)))
+    check = check_of(*(MatrixLayout(f"w{i}", 8, 12, 0, sharded_placement(0, 96, 96)) for i in range(count)))
     blocks = torch.randn(count, 1, 8, 12, generator=torch.Generator().manual_seed(8))
     started: list[int] = []
 

@@ -15,7 +15,7 @@ from deepspeed_muon.plan.exchange import BufferPlan, ExchangePlan, build_exchang
 from deepspeed_muon.plan.holdings import flat_holdings, sharded_holdings
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.owners import assign_owners, holders_in_layouts, matrix_flops
-from deepspeed_muon.plan.spread import Fragment, Spread, fragments_of, sharded_spread, spread_of
+from deepspeed_muon.plan.placement import Fragment, Placement, fragments_of, placement_of, sharded_placement
 from deepspeed_muon.plan.stacks import block_runs, cut_stack
 from deepspeed_muon.plan.wire import CODED, PLAIN, WireFormat
 from tests.support.layouts import MAKERS, flat_layouts, replicated_layouts, sharded_layouts
@@ -99,7 +99,7 @@ def test_every_owner_gets_every_element_once_and_every_holder_its_update(
             for element in elements(chunk.owned_buffer, peer, world, copies=chunk.copies)
             if element[0] == index
         ]
-        own = matrix.spread.on(owner)
+        own = matrix.placement.on(owner)
         held = range(own.matrix_offset, own.matrix_offset + own.numel) if own else range(0)
         if matrix.replicated:
             assert len(held) == matrix.numel and len(arrives) == (world - 1) * matrix.numel
@@ -108,7 +108,7 @@ def test_every_owner_gets_every_element_once_and_every_holder_its_update(
         for rank in range(world):
             mine = [s for c in per_rank[rank].chunks for s in c.held_buffer.segments if s.matrix == index]
             found = [(s.matrix_offset, s.numel) for s in mine]
-            place = matrix.spread.on(rank)
+            place = matrix.placement.on(rank)
             assert found == ([] if rank == owner or not place else [(place.matrix_offset, place.numel)])
         assert sum(index in c.owned for plan in per_rank for c in plan.chunks) == 1
 
@@ -119,13 +119,13 @@ def test_a_matrix_on_one_rank_never_moves(dims: list[tuple[int, int]], world: in
     layouts = flat_layouts(dims, world)
     per_rank = plans(layouts, world)
     sent = sum(plan.sent_elements for plan in per_rank)
-    straddling = [m for m in layouts if m.spread.whole_on is None]
+    straddling = [m for m in layouts if m.placement.whole_on is None]
     assert sent <= 2 * sum(m.numel for m in straddling)
     owners = per_rank[0].owners
-    assert sent == 2 * sum(m.numel - m.spread.held_by(o) for m, o in zip(layouts, owners, strict=True))
+    assert sent == 2 * sum(m.numel - m.placement.held_by(o) for m, o in zip(layouts, owners, strict=True))
     for index, matrix in enumerate(layouts):
-        if matrix.spread.whole_on is not None:
-            assert owners[index] == matrix.spread.whole_on
+        if matrix.placement.whole_on is not None:
+            assert owners[index] == matrix.placement.whole_on
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
@@ -172,17 +172,17 @@ def test_load_of_other_partitions_counts() -> None:
 
 def test_incomplete_layouts_are_refused() -> None:
     with pytest.raises(ValueError, match="do not lie in the 3"):
-        MatrixLayout("m", 2, 2, 0, sharded_spread(0, 3, 3))
+        MatrixLayout("m", 2, 2, 0, sharded_placement(0, 3, 3))
     with pytest.raises(ValueError, match="no rule gives"):
-        spread_of([Fragment(0, 0, 0, 3), Fragment(1, 2, 0, 2)])
-    with pytest.raises(ValueError, match="not a spread"):
-        Spread(4, 0, 2, 0, 0, 0)
+        placement_of([Fragment(0, 0, 0, 3), Fragment(1, 2, 0, 2)])
+    with pytest.raises(ValueError, match="not a placement"):
+        Placement(4, 0, 2, 0, 0, 0)
     with pytest.raises(ValueError, match="not a fragment"):
         Fragment(0, 0, 0, 0)
 
 
 def test_blocks_add_up() -> None:
-    whole = sharded_spread(0, 96, 96)
+    whole = sharded_placement(0, 96, 96)
     heads = MatrixLayout("q", 12, 8, 0, whole, row_blocks=(4, 4, 4))
     assert heads.block_shape == (4, 8) and heads.equal_blocks == 3
     grouped = MatrixLayout("qkv", 12, 8, 0, whole, row_blocks=(8, 2, 2))
@@ -274,17 +274,17 @@ def test_runs_of_blocks_are_the_stack(
     found = sorted(
         (f.rank, f.partition_offset + i, part.first_row * cols + f.matrix_offset + i)
         for part in parts
-        for f in fragments_of(part.spread)
+        for f in fragments_of(part.placement)
         for i in range(f.numel)
     )
     assert found == sorted(
         (f.rank, f.partition_offset + i, f.matrix_offset + i)
-        for f in fragments_of(whole.spread)
+        for f in fragments_of(whole.placement)
         for i in range(f.numel)
     )
     # A run that lies whole somewhere never moves; one that does not is small, or one block.
     for part in parts if len(parts) > 1 else []:
-        assert part.spread.whole_on is not None or len(part.blocks()) <= max(1, limit)
+        assert part.placement.whole_on is not None or len(part.blocks()) <= max(1, limit)
     # The planner's closed forms say the same.
     if kind != "replicated":
         offsets = np.array([before]), np.array([whole.numel])
@@ -299,9 +299,11 @@ def test_runs_of_blocks_are_the_stack(
         closed = held.ranges(np.zeros(len(parts), dtype=np.int64), begins, ends)
         for number, part in enumerate(parts):
             ranks, amounts = closed.holders(number)
-            expected = {rank: part.spread.held_by(rank) for rank in range(world) if part.spread.held_by(rank)}
+            expected = {
+                rank: part.placement.held_by(rank) for rank in range(world) if part.placement.held_by(rank)
+            }
             assert dict(zip(ranks.tolist(), amounts.tolist(), strict=True)) == expected
             found = [closed.rank_at(number, element) for element in range(part.numel)]
-            assert found == [part.spread.rank_at(element) for element in range(part.numel)]
-            held_by = [f.rank for f in fragments_of(part.spread) for _ in range(f.numel)]
+            assert found == [part.placement.rank_at(element) for element in range(part.numel)]
+            held_by = [f.rank for f in fragments_of(part.placement) for _ in range(f.numel)]
             assert found == held_by

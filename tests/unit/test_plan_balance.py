@@ -18,7 +18,7 @@ from deepspeed_muon.plan.owners import (
     holders_in_layouts,
     matrix_flops,
 )
-from deepspeed_muon.plan.spread import flat_spread, sharded_spread
+from deepspeed_muon.plan.placement import flat_placement, sharded_placement
 
 LIMIT = 1.05
 
@@ -64,7 +64,7 @@ def test_ten_thousand_matrices_on_a_thousand_ranks_take_less_than_two_seconds() 
     shapes = [(768, 2048), (2048, 768), (2048, 4096), (512, 2048), (2048, 2048)]
     chosen = [generator.choice(shapes) for _ in range(10_000)]
     numels = np.array([r * c for r, c in chosen], dtype=np.int64)
-    costs = [matrix_flops(MatrixLayout("m", r, c, 0, flat_spread(0, r * c, r * c))) for r, c in chosen]
+    costs = [matrix_flops(MatrixLayout("m", r, c, 0, flat_placement(0, r * c, r * c))) for r, c in chosen]
     offsets = np.cumsum(numels) - numels
     partition = -(-int(numels.sum()) // 1024)
     for holdings in (
@@ -95,19 +95,19 @@ def test_the_closed_form_says_what_the_fragments_say(
     offsets = np.cumsum(numels) - numels
     partition = -(-int(numels.sum()) // world)
     if flat:
-        spreads = [flat_spread(int(o), int(n), partition) for o, n in zip(offsets, numels, strict=True)]
+        placements = [flat_placement(int(o), int(n), partition) for o, n in zip(offsets, numels, strict=True)]
         holdings = flat_holdings(offsets, numels, partition_numel=partition, ranks=world)
     else:
-        spreads = [sharded_spread(0, int(n), -(-int(n) // world)) for n in numels]
+        placements = [sharded_placement(0, int(n), -(-int(n) // world)) for n in numels]
         holdings = sharded_holdings(numels, ranks=world)
     layouts = [
-        MatrixLayout(str(i), r, c, 0, f) for i, ((r, c), f) in enumerate(zip(dims, spreads, strict=True))
+        MatrixLayout(str(i), r, c, 0, f) for i, ((r, c), f) in enumerate(zip(dims, placements, strict=True))
     ]
-    per_rank = [sum(layout.spread.held_by(rank) for layout in layouts) for rank in range(world)]
+    per_rank = [sum(layout.placement.held_by(rank) for layout in layouts) for rank in range(world)]
     assert holdings.per_rank().tolist() == per_rank
     for index, layout in enumerate(layouts):
         held = holdings.held(np.full(world, index), np.arange(world)).tolist()
-        assert held == [layout.spread.held_by(rank) for rank in range(world)]
+        assert held == [layout.placement.held_by(rank) for rank in range(world)]
     loads: tuple[list[float], list[float]] = ([0.0] * world, [0.0] * world)
     costs = [matrix_flops(layout) for layout in layouts]
     closed = assign_owners(costs, holders_in_holdings(holdings), load=loads[0])

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from deepspeed_muon import ConfigError, Muon, MuonConfig, QkRecorder
-from deepspeed_muon.plan.spread import flat_spread
+from deepspeed_muon.plan.placement import flat_placement
 from deepspeed_muon.qk_clip import logits as qk_clip
 from deepspeed_muon.qk_clip.clip import head_runs
 from deepspeed_muon.qk_clip.logits import clip_factor, logit_bounds, max_logits
@@ -64,10 +64,10 @@ def test_factors() -> None:
 def test_rows_of_heads_in_partitions() -> None:
     """Two heads of 2 rows of 3 elements, from row 1 on, every 3 rows, over ranks that hold 8 elements each."""
     layer = AttentionHeads("a", 4, (HeadRows("w", "key", 2, 2, 3, 1, 3),))
-    spread = flat_spread(2, 24, 8)
+    placement = flat_placement(2, 24, 8)
     marked = torch.zeros(24, dtype=torch.int)
     for rank in range(4):
-        fragment = spread.on(rank)
+        fragment = placement.on(rank)
         for run in head_runs([layer], {"w": (7, fragment)}):
             assert run.partition == 7 and fragment is not None
             begin = fragment.matrix_offset + run.offset - fragment.partition_offset

@@ -9,7 +9,7 @@ from torch import nn
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import RoutingError
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
-from deepspeed_muon.plan.spread import flat_spread
+from deepspeed_muon.plan.placement import flat_placement
 from deepspeed_muon.plan.stacks import shares_of_blocks
 from deepspeed_muon.routing.param_groups import build_groups
 from deepspeed_muon.variants import Sums
@@ -44,7 +44,7 @@ def test_share_of_blocks(what: str) -> None:
 
 def test_shares_and_whole_blocks_become_layouts_of_their_own() -> None:
     shards = TensorShards(0, (8,) * 4, (16, 8, 8), (True, False, False))
-    matrix = MatrixLayout("qkv", 8, 16, 0, flat_spread(0, 128, 64), row_blocks=(4, 2, 2), shards=shards)
+    matrix = MatrixLayout("qkv", 8, 16, 0, flat_placement(0, 128, 64), row_blocks=(4, 2, 2), shards=shards)
     heads, key, value = shares_of_blocks(matrix)
     assert heads.shards is None and (heads.rows, heads.first_row) == (4, 0)
     assert [(each.first_row, each.logical_shape, each.is_cut) for each in (key, value)] == [
@@ -52,8 +52,8 @@ def test_shares_and_whole_blocks_become_layouts_of_their_own() -> None:
         (6, (8, 16), True),
     ]
     for each, start in ((heads, 0), (key, 64), (value, 96)):
-        assert each.spread.rank_at(0) == start // 64
-    whole = MatrixLayout("up", 8, 16, 0, flat_spread(0, 128, 64), shards=TensorShards(0, (8, 8)))
+        assert each.placement.rank_at(0) == start // 64
+    whole = MatrixLayout("up", 8, 16, 0, flat_placement(0, 128, 64), shards=TensorShards(0, (8, 8)))
     assert shares_of_blocks(whole) == [whole]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepspeed_muon.engine.zero.views import View, ZeroView
 from deepspeed_muon.errors import BindingError
-from deepspeed_muon.plan.spread import Spread, flat_spread
+from deepspeed_muon.plan.placement import Placement, flat_placement
 from deepspeed_muon.routing.shapes import true_shape
 
 # Elements of the weights that the ranks gather at once after a restore.
@@ -34,7 +34,7 @@ class FlatView(View):
         group: dist.ProcessGroup = self.wrapper.real_dp_process_group[index]
         return group
 
-    def spreads(self, index: int, ranks: int) -> Iterator[tuple[Tensor, Spread]]:
+    def placements(self, index: int, ranks: int) -> Iterator[tuple[Tensor, Placement]]:
         # Addresses hold under round-robin order, padding and alignment; DeepSpeed's own mapping (_hp_mapping) does not.
         flat = self.flats[index]
         for param in self.params[index]:
@@ -47,7 +47,7 @@ class FlatView(View):
                     f"parameter of shape {true_shape(param)} does not lie in the flat buffer of its param group "
                     f"{index}; its data was replaced after deepspeed.initialize"
                 )
-            yield param, flat_spread(offset, numel, flat.numel() // ranks)
+            yield param, flat_placement(offset, numel, flat.numel() // ranks)
 
     def group_numbers(self) -> list[int]:
         return list(range(len(self.params)))

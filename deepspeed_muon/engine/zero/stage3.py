@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from deepspeed_muon.engine.zero.views import ZeroView
-from deepspeed_muon.plan.spread import Spread, sharded_spread
+from deepspeed_muon.plan.placement import Placement, sharded_placement
 
 
 class Zero3View(ZeroView):
@@ -29,12 +29,12 @@ class Zero3View(ZeroView):
         group: dist.ProcessGroup = of_sub_group(index) if of_sub_group else self.data_parallel_group
         return group
 
-    def spreads(self, index: int, ranks: int) -> Iterator[tuple[Tensor, Spread]]:
+    def placements(self, index: int, ranks: int) -> Iterator[tuple[Tensor, Placement]]:
         offset = 0
         for param in self.params[index]:
             each: Any = param
             if each.ds_numel:
-                yield param, sharded_spread(offset, each.ds_numel, each.partition_numel())
+                yield param, sharded_placement(offset, each.ds_numel, each.partition_numel())
             offset += each.partition_numel()
 
     def weights(self, index: int) -> Tensor | None:

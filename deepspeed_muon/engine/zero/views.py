@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.plan.spread import Spread, replicated_spread
+from deepspeed_muon.plan.placement import Placement, replicated_placement
 
 
 @dataclass(slots=True)
@@ -70,11 +70,11 @@ class View:
         """Return the ranks that divide a partition among them, ``None`` where each holds it whole."""
         return None
 
-    def spreads(self, index: int, ranks: int) -> Iterator[tuple[Tensor, Spread]]:
+    def placements(self, index: int, ranks: int) -> Iterator[tuple[Tensor, Placement]]:
         """Yield where each parameter of a partition lies on the ranks that divide it; empty ones are left out."""
         (param,) = self.params[index]
         if param.numel():
-            yield param, replicated_spread(0, param.numel(), ranks)
+            yield param, replicated_placement(0, param.numel(), ranks)
 
     def weights(self, index: int) -> Tensor | None:
         """Return this rank's partition of the weights beside its master, ``None`` where there is none."""

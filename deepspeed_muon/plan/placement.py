@@ -1,11 +1,11 @@
 """Where matrices lie in flat partitions, as rules.
 
-Every ZeRO stage, sub-group, padding rule and offload device spreads a parameter over consecutive ranks, one fragment on
-each. A :class:`Spread` says how in a few numbers, however many ranks there are, so that plan and transport exist once.
-All offsets and sizes are in elements, never in bytes.
+Every ZeRO stage, sub-group, padding rule and offload device divides a parameter between consecutive ranks, one fragment
+on each. A :class:`Placement` says how in a few numbers, however many ranks there are, so that plan and transport exist
+once. All offsets and sizes are in elements, never in bytes.
 
 Example: a flat buffer has ten elements on each of two ranks. A 4 x 3 matrix that starts at its element 5 is
-``flat_spread(5, 12, 10)``: ``Fragment(rank=0, matrix_offset=0, partition_offset=5, numel=5)`` and
+``flat_placement(5, 12, 10)``: ``Fragment(rank=0, matrix_offset=0, partition_offset=5, numel=5)`` and
 ``Fragment(rank=1, matrix_offset=5, partition_offset=0, numel=7)``.
 """
 
@@ -88,8 +88,8 @@ def runs_within(places: Places, start: int, stop: int) -> Iterator[tuple[int, in
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """The rule by which the elements of one parameter, or of a run of its rows, are spread over ranks.
+class Placement:
+    """The rule by which the elements of one parameter, or of a run of its rows, are divided between ranks.
 
     Attributes:
         numel: Elements.
@@ -111,11 +111,11 @@ class Spread:
 
     def __post_init__(self) -> None:
         if max(self.numel, self.first, self.head_offset, self.body, self.body_offset, self.copies) > _MOST:
-            raise ValueError(f"not a spread: {self}")
+            raise ValueError(f"not a placement: {self}")
         if self.numel < 1 or not 0 < self.head <= self.numel or (self.head < self.numel and self.body < 1):
-            raise ValueError(f"not a spread: {self}")
+            raise ValueError(f"not a placement: {self}")
         if min(self.first, self.head_offset, self.body_offset, self.copies) < 0:
-            raise ValueError(f"not a spread: {self}")
+            raise ValueError(f"not a placement: {self}")
         if self.copies and (self.first or self.head < self.numel):
             raise ValueError(f"copies are not whole: {self}")
 
@@ -138,11 +138,11 @@ class Spread:
         return self.ranks[0] if len(self.ranks) == 1 else None
 
     def rank_at(self, element: int) -> int:
-        """Return the rank that holds an element; not for replicated spreads."""
+        """Return the rank that holds an element; not for replicated placements."""
         return self.first if element < self.head else self.first + 1 + (element - self.head) // self.body
 
     def starts(self, ranks: Ints) -> Ints:
-        """Return the first element that lies on each of ``ranks`` or on a later one; not for replicated spreads."""
+        """Return the first element that lies on each of ``ranks`` or on a later one; not for replicated placements."""
         behind = ranks - self.first
         start = np.where(behind > 0, self.head + (behind - 1) * self.body, 0)
         return np.minimum(start, self.numel)
@@ -163,23 +163,23 @@ class Spread:
         fragment = self.on(rank)
         return 0 if fragment is None else fragment.numel
 
-    def part(self, start: int, stop: int) -> Spread:
-        """Return the spread of the elements from ``start`` up to ``stop``, counted from ``start``."""
+    def part(self, start: int, stop: int) -> Placement:
+        """Return the placement of the elements from ``start`` up to ``stop``, counted from ``start``."""
         if self.copies:
             offset = self.head_offset + start
-            return Spread(stop - start, 0, stop - start, offset, self.body, offset, self.copies)
+            return Placement(stop - start, 0, stop - start, offset, self.body, offset, self.copies)
         rank = self.rank_at(start)
         fragment = self.on(rank)
         if fragment is None:
             raise ValueError(f"element {start} is none of {self.numel}")
         inside = start - fragment.matrix_offset
         head = min(fragment.numel - inside, stop - start)
-        return Spread(
+        return Placement(
             stop - start, rank, head, fragment.partition_offset + inside, self.body, self.body_offset
         )
 
     def numbers(self) -> list[int]:
-        """Return the rule as plain numbers, from which ``Spread(*numbers)`` makes it again."""
+        """Return the rule as plain numbers, from which ``Placement(*numbers)`` makes it again."""
         return [
             self.numel,
             self.first,
@@ -191,8 +191,8 @@ class Spread:
         ]
 
 
-def flat_spread(offset: int, numel: int, partition_numel: int) -> Spread:
-    """Return the spread of a parameter in a flat buffer with equal partitions (stages 1, 2, ``BF16_Optimizer``).
+def flat_placement(offset: int, numel: int, partition_numel: int) -> Placement:
+    """Return the placement of a parameter in a flat buffer with equal partitions (stages 1, 2, ``BF16_Optimizer``).
 
     Args:
         offset: Where the parameter starts in the flat buffer of all ranks.
@@ -200,26 +200,26 @@ def flat_spread(offset: int, numel: int, partition_numel: int) -> Spread:
         partition_numel: Elements of a partition.
     """
     first, inside = divmod(offset, partition_numel)
-    return Spread(numel, first, min(numel, partition_numel - inside), inside, partition_numel, 0)
+    return Placement(numel, first, min(numel, partition_numel - inside), inside, partition_numel, 0)
 
 
-def sharded_spread(partition_offset: int, numel: int, shard_numel: int) -> Spread:
-    """Return the spread of a parameter of which every rank holds a shard (ZeRO stage 3).
+def sharded_placement(partition_offset: int, numel: int, shard_numel: int) -> Placement:
+    """Return the placement of a parameter of which every rank holds a shard (ZeRO stage 3).
 
     Args:
         partition_offset: Where the shard lies in every rank's flat partition.
         numel: Elements of the parameter, without padding.
         shard_numel: Elements that each rank reserves for it; the last ranks may hold padding only.
     """
-    return Spread(numel, 0, min(numel, shard_numel), partition_offset, shard_numel, partition_offset)
+    return Placement(numel, 0, min(numel, shard_numel), partition_offset, shard_numel, partition_offset)
 
 
-def replicated_spread(partition_offset: int, numel: int, world_size: int) -> Spread:
-    """Return the spread of a parameter that every rank holds whole (stage 0)."""
-    return Spread(numel, 0, numel, partition_offset, numel, partition_offset, world_size)
+def replicated_placement(partition_offset: int, numel: int, world_size: int) -> Placement:
+    """Return the placement of a parameter that every rank holds whole (stage 0)."""
+    return Placement(numel, 0, numel, partition_offset, numel, partition_offset, world_size)
 
 
-def spread_of(fragments: Sequence[Fragment], *, replicated: bool = False) -> Spread:
+def placement_of(fragments: Sequence[Fragment], *, replicated: bool = False) -> Placement:
     """Return the rule of a list of fragments, as files of older releases have them.
 
     Args:
@@ -233,13 +233,13 @@ def spread_of(fragments: Sequence[Fragment], *, replicated: bool = False) -> Spr
         raise ValueError("no fragments")
     head, *further = fragments
     if replicated:
-        spread = replicated_spread(head.partition_offset, head.numel, len(fragments))
+        placement = replicated_placement(head.partition_offset, head.numel, len(fragments))
     else:
         body, offset = (further[0].numel, further[0].partition_offset) if further else (head.numel, 0)
         total = sum(fragment.numel for fragment in fragments)
-        spread = Spread(total, head.rank, head.numel, head.partition_offset, body, offset)
+        placement = Placement(total, head.rank, head.numel, head.partition_offset, body, offset)
     # The ranks first: of a damaged list the rule could go on for ever.
-    as_many = len(fragments) == spread.ranks.stop - spread.ranks.start
-    if not as_many or list(fragments_of(spread)) != list(fragments):
+    as_many = len(fragments) == placement.ranks.stop - placement.ranks.start
+    if not as_many or list(fragments_of(placement)) != list(fragments):
         raise ValueError(f"no rule gives the fragments {list(fragments)[:8]}")
-    return spread
+    return placement
