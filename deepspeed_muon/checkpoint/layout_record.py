@@ -3,9 +3,9 @@
 DeepSpeed's own files do not say where a parameter lies when gradients are dealt round-robin or groups are split, and
 at stage 0 they have no names. The record gives the rule of each parameter, a
 :class:`~deepspeed_muon.plan.placement.Placement`, so its size does not grow with the number of ranks. A file has a
-record for each data-parallel group of its rank. The ranks of a group divide its parameters: each describes some in its own file,
-and each parameter says which part of the whole tensor it is. The record consists of numbers, strings, lists and dicts,
-so that torch loads it with ``weights_only``.
+record for each data-parallel group of its rank. The ranks of a group divide its parameters: each describes some in its
+own file, and each parameter says which part of the whole tensor it is. The record consists of numbers, strings, lists
+and dicts, so that torch loads it with ``weights_only``.
 
 Every save has a random id, which is in each rank's files: files of two saves are not read together, even if both are of
 the same step.

@@ -78,14 +78,14 @@ class BufferPlan:
 class Chunk:
     """Matrices that travel together, as one rank sees them.
 
-    Gather sends what is in the held buffer, and it arrives in the owned buffers; scatter is the reverse. Of replicated
+    Gather sends the send buffers, which arrive in the receive buffers; scatter is the reverse. Of replicated
     matrices only the update travels.
 
     Attributes:
         matrices: Indices of the matrices in this chunk, ascending.
         owned: Those that this rank owns.
-        held_buffer: Fragments that this rank holds of other ranks' matrices.
-        owned_buffer: Fragments that other ranks hold of this rank's matrices.
+        send_buffer: Fragments that this rank holds of other ranks' matrices.
+        receive_buffer: Fragments that other ranks hold of this rank's matrices.
         gathers: Whether any rank sends anything in gather.
         scatters: Whether any rank sends anything in scatter.
         copies: Ranks that get every update, if the owners broadcast them (replicated matrices); 0 for an all-to-all.
@@ -93,8 +93,8 @@ class Chunk:
 
     matrices: tuple[int, ...]
     owned: tuple[int, ...]
-    held_buffer: BufferPlan
-    owned_buffer: BufferPlan
+    send_buffer: BufferPlan
+    receive_buffer: BufferPlan
     gathers: bool
     scatters: bool
     copies: int = 0
@@ -106,7 +106,7 @@ class Chunk:
     @property
     def sent_elements(self) -> int:
         """Units that this rank sends to others in gather and scatter; a broadcast counts once for each receiver."""
-        return self.held_buffer.numel * self.gathers + self.owned_buffer.numel * (
+        return self.send_buffer.numel * self.gathers + self.receive_buffer.numel * (
             self.copies or self.scatters
         )
 
@@ -204,7 +204,7 @@ def build_chunk(
     """
     moving = [index for index in indices if moves(places[index], owners[index])]
     owned = tuple(index for index in indices if owners[index] == rank)
-    held = _held_buffer(places, owners, moving, rank, wire)
+    held = _send_buffer(places, owners, moving, rank, wire)
     if moving and places[moving[0]].replicated:
         # The owner has the whole gradient already.
         own = _own_updates(places, owned, wire)
@@ -214,7 +214,7 @@ def build_chunk(
         tuple(indices),
         owned,
         held,
-        _owned_buffer(places, [index for index in moving if owners[index] == rank], rank, wire),
+        _receive_buffer(places, [index for index in moving if owners[index] == rank], rank, wire),
         gathers=bool(moving),
         scatters=bool(moving),
     )
@@ -230,7 +230,7 @@ def _own_updates(places: Sequence[Places], owned: Sequence[int], wire: WireForma
     return BufferPlan(segments, _ints(()), _ints(()), ends[-1])
 
 
-def _held_buffer(
+def _send_buffer(
     places: Sequence[Places], owners: Sequence[int], indices: Sequence[int], rank: int, wire: WireFormat
 ) -> BufferPlan:
     """Lay out the fragments that a rank holds of other ranks' matrices, by owner."""
@@ -247,7 +247,7 @@ def _held_buffer(
     return BufferPlan(tuple(segments), _ints(counts), _ints(counts.values()), offset)
 
 
-def _owned_buffer(
+def _receive_buffer(
     places: Sequence[Places], indices: Sequence[int], rank: int, wire: WireFormat
 ) -> BufferPlan:
     """Lay out the fragments that other ranks hold of a rank's own matrices, by holder."""

@@ -84,13 +84,13 @@ def _table(plan: ExchangePlan, chunk: Chunk, owned: Sequence[int]) -> ChunkTable
         return [Row(index, matrix.partition, *where, segment)]
 
     segments: dict[int, list[Segment]] = {}
-    for segment in chunk.owned_buffer.segments:
+    for segment in chunk.receive_buffer.segments:
         segments.setdefault(segment.matrix, []).append(segment)
     others = () if chunk.gathers else [i for i in chunk.matrices if plan.owners[i] != plan.rank]
     return ChunkTable(
         {index: found for index in owned for found in row(index)},
         tuple(found for index in others for found in row(index)),
-        tuple(found for each in chunk.held_buffer.segments for found in row(each.matrix, each)),
+        tuple(found for each in chunk.send_buffer.segments for found in row(each.matrix, each)),
         segments,
     )
 

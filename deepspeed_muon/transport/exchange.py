@@ -135,8 +135,8 @@ class ChunkExchange:
         self.slots = most if leaves_pending or follows_pending else max(1, min(most, len(moving)))
         for slot in range(most if follows_pending and moving else min(most, len(moving))):
             room = max(self._idle_numel(chunk) for chunk in moving) * context.comm_dtype.itemsize
-            held = max(room, max(chunk.held_buffer.numel for chunk in moving) * context.codec.dtype.itemsize)
-            owned = max(chunk.owned_buffer.numel for chunk in moving) * context.codec.dtype.itemsize
+            held = max(room, max(chunk.send_buffer.numel for chunk in moving) * context.codec.dtype.itemsize)
+            owned = max(chunk.receive_buffer.numel for chunk in moving) * context.codec.dtype.itemsize
             buffers.reserve(f"send {slot}", held)
             buffers.reserve(f"receive {slot}", owned)
 
@@ -151,8 +151,8 @@ class ChunkExchange:
         return InFlight(
             chunk,
             number,
-            send_buffer=self._buffers.take(f"send {slot}", chunk.held_buffer.numel, dtype),
-            receive_buffer=self._buffers.take(f"receive {slot}", chunk.owned_buffer.numel, dtype),
+            send_buffer=self._buffers.take(f"send {slot}", chunk.send_buffer.numel, dtype),
+            receive_buffer=self._buffers.take(f"receive {slot}", chunk.receive_buffer.numel, dtype),
             idle=self._buffers.take(f"send {slot}", room, self._context.comm_dtype) if room else None,
         )
 
@@ -167,7 +167,7 @@ class ChunkExchange:
         chunk, out, send = flight.chunk, flight.receive_buffer, flight.send_buffer
         if chunk.gathers:
             with self._phase("gather", flight):
-                self._all_to_all(flight, out, send, chunk.owned_buffer, chunk.held_buffer)
+                self._all_to_all(flight, out, send, chunk.receive_buffer, chunk.send_buffer)
 
     def scatter(self, flight: InFlight) -> None:
         """Start to send the updates to the holders. Must be called by all ranks of the group."""
@@ -176,7 +176,7 @@ class ChunkExchange:
             if chunk.copies:
                 self._broadcast(flight)
             else:
-                self._all_to_all(flight, out, send, chunk.held_buffer, chunk.owned_buffer)
+                self._all_to_all(flight, out, send, chunk.send_buffer, chunk.receive_buffer)
 
     def wait(self, what: Literal["gather", "scatter"], flight: InFlight) -> None:
         """Wait for the messages of a chunk; on a GPU the current stream waits, not the process."""
@@ -262,7 +262,7 @@ def broadcast_bytes(
         owned: What this rank owns.
         group: The process group.
     """
-    buffer = chunk.held_buffer
+    buffer = chunk.send_buffer
     parts = dict(zip(buffer.peers.tolist(), held.split(buffer.counts.tolist()), strict=True))
     if owned.numel():
         parts[rank] = owned

@@ -171,12 +171,12 @@ class RowStateExchange:
             for at_owner, own in self._own(whole, kept, key):
                 at_owner.copy_(own)
             if chunk.gathers:
-                send = self._buffer(chunk.held_buffer.numel)
-                for segment in chunk.held_buffer.segments:
+                send = self._buffer(chunk.send_buffer.numel)
+                for segment in chunk.send_buffer.segments:
                     cut(send, segment).copy_(self._kept(kept, segment.matrix, key))
-                received = self._buffer(chunk.owned_buffer.numel)
-                self._all_to_all(received, send, chunk.owned_buffer, chunk.held_buffer)
-                for segment in chunk.owned_buffer.segments:
+                received = self._buffer(chunk.receive_buffer.numel)
+                self._all_to_all(received, send, chunk.receive_buffer, chunk.send_buffer)
+                for segment in chunk.receive_buffer.segments:
                     part_of(whole[segment.matrix], segment).copy_(cut(received, segment))
         return RowsAtOwner(self._matrices, self._variant, settings, rows, group=self._tensor_group)
 
@@ -190,15 +190,15 @@ class RowStateExchange:
             for at_owner, own in self._own(whole, kept, key):
                 own.copy_(at_owner)
             if chunk.scatters:
-                send = self._buffer(chunk.owned_buffer.numel)
-                for segment in chunk.owned_buffer.segments:
+                send = self._buffer(chunk.receive_buffer.numel)
+                for segment in chunk.receive_buffer.segments:
                     cut(send, segment).copy_(part_of(whole[segment.matrix], segment))
-                received = self._buffer(chunk.held_buffer.numel)
+                received = self._buffer(chunk.send_buffer.numel)
                 if chunk.copies:
                     self._broadcast(received, send)
                 else:
-                    self._all_to_all(received, send, chunk.held_buffer, chunk.owned_buffer)
-                for segment in chunk.held_buffer.segments:
+                    self._all_to_all(received, send, chunk.send_buffer, chunk.receive_buffer)
+                for segment in chunk.send_buffer.segments:
                     self._kept(kept, segment.matrix, key).copy_(cut(received, segment).view(-1))
 
     def _own(

@@ -76,8 +76,8 @@ def test_what_one_rank_sends_another_receives_in_the_same_order(
         for a in range(world):
             for b in range(world):
                 held, owned = (
-                    elements(chunks[a].held_buffer, b, world),
-                    elements(chunks[b].owned_buffer, a, world, copies=chunks[b].copies),
+                    elements(chunks[a].send_buffer, b, world),
+                    elements(chunks[b].receive_buffer, a, world, copies=chunks[b].copies),
                 )
                 assert held == owned or (a == b and not held and chunks[b].copies)
 
@@ -96,7 +96,7 @@ def test_every_owner_gets_every_element_once_and_every_holder_its_update(
             for chunk in per_rank[owner].chunks
             for peer in range(world)
             if peer != owner
-            for element in elements(chunk.owned_buffer, peer, world, copies=chunk.copies)
+            for element in elements(chunk.receive_buffer, peer, world, copies=chunk.copies)
             if element[0] == index
         ]
         own = matrix.placement.on(owner)
@@ -106,7 +106,7 @@ def test_every_owner_gets_every_element_once_and_every_holder_its_update(
         else:
             assert sorted([i for _, i in arrives] + list(held)) == list(range(matrix.numel))
         for rank in range(world):
-            mine = [s for c in per_rank[rank].chunks for s in c.held_buffer.segments if s.matrix == index]
+            mine = [s for c in per_rank[rank].chunks for s in c.send_buffer.segments if s.matrix == index]
             found = [(s.matrix_offset, s.numel) for s in mine]
             place = matrix.placement.on(rank)
             assert found == ([] if rank == owner or not place else [(place.matrix_offset, place.numel)])
@@ -171,7 +171,7 @@ def test_load_of_other_partitions_counts() -> None:
 
 
 def test_incomplete_layouts_are_refused() -> None:
-    with pytest.raises(ValueError, match="do not lie in the 3"):
+    with pytest.raises(ValueError, match="are not the 3 of its placement"):
         MatrixLayout("m", 2, 2, 0, sharded_placement(0, 3, 3))
     with pytest.raises(ValueError, match="no rule gives"):
         placement_of([Fragment(0, 0, 0, 3), Fragment(1, 2, 0, 2)])
@@ -220,8 +220,8 @@ def test_chunks_are_bounded_and_many_enough_to_overlap(kind: str) -> None:
                     for index in chunk.matrices:
                         parts[plan.owners[index]] += plan.matrices[index].numel
                     assert max(parts) <= max(asked, largest)
-                    assert chunk.owned_buffer.numel <= parts[plan.rank]
-                    assert chunk.held_buffer.numel <= max(parts)
+                    assert chunk.receive_buffer.numel <= parts[plan.rank]
+                    assert chunk.send_buffer.numel <= max(parts)
                 if kind == "sharded":
                     assert len(plan.chunks) >= 8
 
@@ -234,8 +234,8 @@ def test_replicated_updates_are_bounded(owners: list[int]) -> None:
     for rank in range(world):
         plan = build_exchange_plan(layouts, owners, rank=rank, world_size=world, chunk_numel=limit)
         for chunk in plan.chunks:
-            assert chunk.owned_buffer.numel <= limit or len(chunk.owned) == 1
-            assert chunk.held_buffer.numel <= limit
+            assert chunk.receive_buffer.numel <= limit or len(chunk.owned) == 1
+            assert chunk.send_buffer.numel <= limit
     assert sorted(i for chunk in plan.chunks for i in chunk.matrices) == list(range(8))
 
 
