@@ -168,7 +168,7 @@ def measure(parameters: int, stage: int, world: int, rank: int, trace: bool) -> 
     from deepspeed_muon.checkpoint.live import collect
     from deepspeed_muon.engine.layouts import read_step_sets
     from deepspeed_muon.transport.agreement import agree
-    from deepspeed_muon.transport.members import Members
+    from deepspeed_muon.transport.ranks import Ranks
 
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     others = OtherRanks()
@@ -192,8 +192,8 @@ def measure(parameters: int, stage: int, world: int, rank: int, trace: bool) -> 
         tracemalloc.start()
     start = time.process_time()
     step_sets = read_step_sets(engine, optimizer, optimizer._route_table())
-    optimizer._bind(step_sets, device=torch.device("cpu"), members=Members.of([None]))
-    agree(optimizer._plan_facts(), members=optimizer.members)
+    optimizer._bind(step_sets, device=torch.device("cpu"), ranks=Ranks.of([None]))
+    agree(optimizer._plan_facts(), ranks=optimizer.ranks)
     found["bind_s"] = time.process_time() - start
     gc.collect()
     if trace:

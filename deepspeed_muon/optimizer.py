@@ -38,7 +38,7 @@ from deepspeed_muon.step.step_set import StepSet, read_whole
 from deepspeed_muon.transport.agreement import RankFacts
 from deepspeed_muon.transport.context import StepStats
 from deepspeed_muon.transport.exchange import ExchangeBuffers
-from deepspeed_muon.transport.members import Members
+from deepspeed_muon.transport.ranks import Ranks
 
 
 class Muon(RoutedOptimizer):
@@ -133,7 +133,7 @@ class Muon(RoutedOptimizer):
         self.rates_of_step: dict[int, float] = {}
         # Whether the last step was skipped. DeepSpeed's engine reads it where this is what it calls an optimizer.
         self.overflow = False
-        self.members = Members()
+        self.ranks = Ranks()
         # What checkpoints need of the engine, which sets it: a checkpoint.live.Host.
         self.host: Any = None
         # Without ZeRO and clipping nobody else computes the norm of the raw gradients; an adapter sets this.
@@ -178,7 +178,7 @@ class Muon(RoutedOptimizer):
         step_sets: Sequence[StepSet],
         *,
         device: torch.device,
-        members: Members | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Tell the optimizer where ZeRO keeps its parameters and make the exchange plans; nothing is sent.
 
@@ -187,13 +187,13 @@ class Muon(RoutedOptimizer):
         Args:
             step_sets: What each call of ``step()`` will update, from an adapter.
             device: Where the exchange and the iteration run.
-            members: The ranks of the engine; without them it is this one alone.
+            ranks: The ranks of the engine; without them it is this one alone.
 
         Raises:
             OpsUnavailableError: If ``ns_backend`` is ``ops`` and the native library can be neither loaded nor built.
         """
         self._orthogonalize = select(self.config.ns_backend)
-        self.members = members or Members()
+        self.ranks = ranks or Ranks()
         self.exchange_buffers = ExchangeBuffers(device)
         self.recorder.reset(device)
         resources = StepResources(

@@ -43,7 +43,7 @@ from deepspeed_muon.checkpoint.shards import Piece, SavePlan, log_stage, shard_n
 from deepspeed_muon.errors import CheckpointError, MuonError, RankMissingError
 from deepspeed_muon.logs import logger
 from deepspeed_muon.transport.agreement import RankFacts, agree
-from deepspeed_muon.transport.members import Members, everyone
+from deepspeed_muon.transport.ranks import Ranks, all_ranks
 
 LOCK_NAME = ".muon_save.lock"
 
@@ -134,9 +134,9 @@ def write_set(
     about: Callable[[], dict[str, Any]],
     writer: FolderWriter | None,
     save_id: str,
-    members: Members,
+    ranks: Ranks,
 ) -> CheckpointIndex | None:
-    """Replace the set of a folder, in the order above. Must be called by all ``members``.
+    """Replace the set of a folder, in the order above. Must be called by all ``ranks``.
 
     Args:
         folder: Where the set is to be.
@@ -145,7 +145,7 @@ def write_set(
         about: Returns what the index says besides files and parameters.
         writer: Of the folder, on the first rank.
         save_id: Of the writer.
-        members: The ranks that save.
+        ranks: The ranks that save.
 
     Returns:
         The index, on the first rank.
@@ -159,23 +159,23 @@ def write_set(
     untouched = _UNTOUCHED.format(folder=folder)
     with rank_lost(untouched), _removed_on_failure(folder, files, BaseException):
         log_stage(folder, "shards")
-        error = write_shards(plan, members.position, fill, folder, names, files)
+        error = write_shards(plan, ranks.position, fill, folder, names, files)
     if error is not None:
         remove_shards(folder, files)
     # From here on the other ranks may know that this rank's shards are there, and rank 0 may write the index.
     with rank_lost(_UNKNOWN.format(folder=folder) if writer is None else untouched, UnsettledError):
         # If one rank has no shards, every rank raises this error: nobody writes the index.
         with _removed_on_failure(folder, files):
-            agree(RankFacts({}), error=error, kind=CheckpointError, members=members)
+            agree(RankFacts({}), error=error, kind=CheckpointError, ranks=ranks)
         log_stage(folder, "shards written")
-        shares = members.gather(files, what="gathering of the index").values()
+        shares = ranks.gather(files, what="gathering of the index").values()
         every = {name: share[name] for share in shares for name in share}
     index: CheckpointIndex | None = None
     failure: CheckpointError | None = None
     with _removed_on_failure(folder, files):
         if writer is not None:
             index, failure = _commit(writer, plan, names, every, about)
-        _announce(folder, failure, members)
+        _announce(folder, failure, ranks)
     log_stage(folder, "index written")
     if writer is not None and index is not None:
         writer.clear(index)
@@ -202,12 +202,12 @@ def _commit(
     return index, None
 
 
-def _announce(folder: Path, failure: CheckpointError | None, members: Members) -> None:
+def _announce(folder: Path, failure: CheckpointError | None, ranks: Ranks) -> None:
     """Tell every rank what became of the index; all raise if it was not written, or may not last."""
     said = [(failure is not None, isinstance(failure, UnsettledError), str(failure))]
-    if members.size > 1:
+    if ranks.size > 1:
         committed = "the new set is complete and in place, but not every rank may know"
-        knows = members.position == 0 and failure is None
+        knows = ranks.position == 0 and failure is None
         left = f"{folder}: {committed}" if knows else _UNKNOWN.format(folder=folder)
         try:
             with rank_lost(left, UnsettledError):
@@ -273,7 +273,7 @@ def require_one_folder(folder: Path, writer: FolderWriter | None) -> str:
         except OSError as caught:
             error = CheckpointError(f"{token}: {caught.strerror}; what the folder held before is untouched")
     try:
-        gathered = everyone().gather((own, error is None), what="naming of a save")
+        gathered = all_ranks().gather((own, error is None), what="naming of a save")
         save_id, is_written = next(iter(gathered.values()))
         try:
             if is_written and read_regular(_token(folder, save_id), 64).decode() != save_id:

@@ -29,7 +29,7 @@ from deepspeed_muon.checkpoint.settings import read_progress
 from deepspeed_muon.checkpoint.shards import DEFAULT_SHARD_BYTES, Piece, SavePlan, check_shard_bytes
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.transport.agreement import RankFacts, Scope, agree
-from deepspeed_muon.transport.members import everyone, is_first_rank
+from deepspeed_muon.transport.ranks import all_ranks, is_first_rank
 from deepspeed_muon.transport.waiting import phase
 
 # How many of the first elements of copies are compared, and how far apart they may be, relative to the largest.
@@ -67,7 +67,7 @@ def consolidate(
         folder, state, plan, writer, save_id = _prepare(engine, out_dir, shard_bytes)
     try:
         fill, about = _Exchange(state, plan).fill, functools.partial(_about, state)
-        write_set(folder, plan, fill, about, writer, save_id, everyone())
+        write_set(folder, plan, fill, about, writer, save_id, all_ranks())
     finally:
         if writer is not None:
             writer.close()
@@ -102,7 +102,7 @@ def _prepare(
         save_id = require_one_folder(folder, writer)
         # What every data-parallel group holds, from the first rank of each.
         own = [each.told() for each in state.parameters if each.rank == 0]
-        held = list(chain.from_iterable(everyone().gather(own, what="plan of a save").values()))
+        held = list(chain.from_iterable(all_ranks().gather(own, what="plan of a save").values()))
         plan = SavePlan(put_together(held), shard_bytes, state.world_size)
         _compare_copies(state, held)
     except BaseException:
@@ -150,7 +150,7 @@ def _compare_copies(state: LiveState, held: Sequence[HeldParameter]) -> None:
             start = state.tensor(each.bound, "fp32").narrow(0, fragment.partition_offset, fragment.numel)
             own[each.name] = start[:_COMPARED].tolist()
     first: dict[str, tuple[int, list[float]]] = {}
-    for rank, found in everyone().gather(own, what="comparison of copies").items():
+    for rank, found in all_ranks().gather(own, what="comparison of copies").items():
         for name, values in found.items():
             other, expected = first.setdefault(name, (rank, values))
             pairs = list(zip(expected, values, strict=False))

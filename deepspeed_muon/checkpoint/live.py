@@ -114,8 +114,8 @@ def require_all_ranks(engine: Any) -> None:
             collectives and those of the save would meet in another order on each rank.
     """
     optimizer = getattr(engine, "basic_optimizer", None)
-    members = getattr(optimizer, "members", None)
-    if members is not None and not members.are_everyone:
+    ranks = getattr(optimizer, "ranks", None)
+    if ranks is not None and not ranks.are_all:
         raise CheckpointError(f"this engine has some of the program's ranks only: {SOME_RANKS}")
     thread = getattr(getattr(optimizer, "host", None), "step_thread", None)
     if thread not in (None, threading.get_ident()):

@@ -19,7 +19,7 @@ from deepspeed_muon.checkpoint.settings import check_loss_scale, checked_setting
 from deepspeed_muon.checkpoint.shards import DEFAULT_SHARD_BYTES, Piece, SavePlan, check_shard_bytes
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource, nonfinite_text
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.transport.members import Members
+from deepspeed_muon.transport.ranks import Ranks
 
 # Settings of torch's optimizers that ours have too. Our eps is that of AdamW in every group.
 _TAKEN_OVER = {
@@ -67,7 +67,7 @@ def consolidate_files(
 
     writer = FolderWriter(out)
     try:
-        index = write_set(out, plan, fill, saved.about, writer, writer.save_id, Members())
+        index = write_set(out, plan, fill, saved.about, writer, writer.save_id, Ranks())
     finally:
         writer.close()
     assert index is not None

@@ -32,7 +32,7 @@ from deepspeed_muon.checkpoint.sources import (
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.transport.agreement import RankFacts, agree
-from deepspeed_muon.transport.members import everyone
+from deepspeed_muon.transport.ranks import all_ranks
 from deepspeed_muon.variants import ROW_STATE
 
 
@@ -145,7 +145,7 @@ def restore_from_source(
         assert source is not None and state is not None
         _refuse_another_model(state, source, problems)
         assert plan is not None
-        found = everyone().gather(nonfinite, what="check of a checkpoint").values()
+        found = all_ranks().gather(nonfinite, what="check of a checkpoint").values()
         _judge(sorted(name for names in found for name in names), source, allow_nonfinite)
         _fill(plan, source)
         plan.write_settings()
@@ -193,7 +193,7 @@ def _refuse_another_model(state: LiveState, source: StateSource, problems: Seque
     Must be called by all ranks.
     """
     live, names = state.by_name, sorted(source.parameters)
-    held = everyone().reduce([float(name in live) for name in names], "max", what="check of a checkpoint")
+    held = all_ranks().reduce([float(name in live) for name in names], "max", what="check of a checkpoint")
     left = [name for name, somewhere in zip(names, held, strict=True) if not somewhere]
     problems = [
         *problems,

@@ -358,7 +358,7 @@ class Before:
                     half = f"{'muon' if muon else 'adam'}_{key}"
                     name = key if getattr(config, half, None) is None else half
                     found[f"{name} is {_plain(now)!r}, configured {_plain(before)!r}"] = None
-        if found and self._optimizer.members.position == 0:
+        if found and self._optimizer.ranks.position == 0:
             logger.warning(
                 "deepspeed_muon: %s replaced configured settings by the checkpoint's: %s. To have the configured ones, "
                 "%s",

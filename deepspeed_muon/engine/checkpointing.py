@@ -220,7 +220,7 @@ _ARGUMENTS = (
 
 def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> Glance | None:
     """Return what DeepSpeed's loader is about to read; raise on every rank if one finds that it does not fit."""
-    members = optimizer_of(engine).members
+    ranks = optimizer_of(engine).ranks
     saved: Glance | None = None
     rerouted: list[str] = []
     names: list[set[str]] = [set(), set()]
@@ -255,18 +255,18 @@ def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> Glance
         else f"{saved.folder.name} of {saved.kind}, stage {saved.stage}, {saved.ranks} ranks"
     )
     facts = {"checkpoint": seen, f"save of the rank's files ({_ONE_SAVE})": str(save_id)}
-    agree(RankFacts(facts), error=error, kind=CheckpointError, members=members)
+    agree(RankFacts(facts), error=error, kind=CheckpointError, ranks=ranks)
     if saved is None:
         return None
     # A rank's file describes a share of the parameters, or at stage 0 all.
     then, now = names
-    known = set().union(*members.gather(then, what="check of a checkpoint").values()) if saved.stage else then
+    known = set().union(*ranks.gather(then, what="check of a checkpoint").values()) if saved.stage else then
     told = [
         *(f"parameter {name} is in the checkpoint, but not in the optimizer" for name in then - now),
         *(f"parameter {name} is not in the checkpoint" for name in now - known),
     ]
-    if any(members.sum([len(told), len(rerouted), int(moved)], what="check of a checkpoint")):
-        gathered = members.gather((told, rerouted), what="check of a checkpoint").values()
+    if any(ranks.sum([len(told), len(rerouted), int(moved)], what="check of a checkpoint")):
+        gathered = ranks.gather((told, rerouted), what="check of a checkpoint").values()
         told, rerouted = (
             sorted({line for lines in each for line in lines}) for each in zip(*gathered, strict=True)
         )

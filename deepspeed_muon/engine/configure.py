@@ -40,10 +40,10 @@ from deepspeed_muon.engine.tensor_parallel import tensor_shards
 from deepspeed_muon.engine.topology import (
     data_parallel_scope,
     has_experts,
-    members_of,
     model_facts,
     no_checkpoint,
     parts_of,
+    ranks_of,
 )
 from deepspeed_muon.engine.zero import Zero12View, view_of
 from deepspeed_muon.errors import PlanMismatchError, UnsupportedConfigError
@@ -55,7 +55,7 @@ from deepspeed_muon.routing.parameters import is_divided
 from deepspeed_muon.routing.route import format_routes, summarize_routes
 from deepspeed_muon.routing.rules import check_routes, warn_without_muon
 from deepspeed_muon.transport.agreement import RankFacts, agree
-from deepspeed_muon.transport.members import Members, everyone
+from deepspeed_muon.transport.ranks import Ranks, all_ranks
 from deepspeed_muon.version import __version__
 
 OPTIMIZER_TYPE = "muon"
@@ -110,7 +110,7 @@ def set_optimizer_flags(original: Callable[..., Any], config: Any, model: nn.Mod
 def broadcast_model(original: Callable[..., Any], engine: Any) -> Any:
     """Compare the ranks' models before one of them is broadcast."""
     if _wants_muon(engine, engine.client_optimizer):
-        _agree(members_of(engine), model_facts(engine))
+        _agree(ranks_of(engine), model_facts(engine))
     return original(engine)
 
 
@@ -122,7 +122,7 @@ def configure_expert_parallel(original: Callable[..., Any], engine: Any, *args: 
     error: Exception | None = None
     if engine.client_optimizer is not None:
         error = UnsupportedConfigError(_MADE_BEFORE_AUTOEP)
-    _agree(everyone(), RankFacts(_sections(engine, _SECTIONS_OF_AUTOEP)), error=error)
+    _agree(all_ranks(), RankFacts(_sections(engine, _SECTIONS_OF_AUTOEP)), error=error)
     try:
         result = original(engine, *args, **kwargs)
     except Exception as caught:
@@ -177,10 +177,10 @@ def _wants_muon(engine: Any, client_optimizer: Any) -> bool:
     return _is_our_type(engine.optimizer_name())
 
 
-def _agree(members: Members, facts: RankFacts, *, error: Exception | None = None) -> None:
+def _agree(ranks: Ranks, facts: RankFacts, *, error: Exception | None = None) -> None:
     """Wait for all ranks, then compare their facts; all of them raise if one failed or differs."""
-    members.wait_for_all()
-    agree(facts, error=error, members=members)
+    ranks.barrier()
+    agree(facts, error=error, ranks=ranks)
 
 
 def _adopt(engine: Any, optimizer: Muon) -> None:
@@ -200,7 +200,7 @@ def _compare_settings(engine: Any, client_optimizer: Muon | None, model_paramete
         facts.update(_preflight(engine, client_optimizer, model_parameters))
     except Exception as caught:
         error = caught
-    _agree(members_of(engine), RankFacts(facts, scope=data_parallel_scope(engine)), error=error)
+    _agree(ranks_of(engine), RankFacts(facts, scope=data_parallel_scope(engine)), error=error)
 
 
 def _named_groups(model_parameters: Any) -> Any:
@@ -264,17 +264,17 @@ def _remove_tags(model: nn.Module) -> None:
 def _bind(engine: Any, optimizer: Muon) -> None:
     """Read the wrapper's layout, compare the plans, hook the engine; every rank raises if one of them fails."""
     error: Exception | None = None
-    members = members_of(engine)
+    ranks = ranks_of(engine)
     try:
         if optimizer.config.qk_clip is not None:
             refuse_with_qk_clip(engine)
             optimizer._clip_attention_of(engine.module)
         step_sets = read_step_sets(engine, optimizer, optimizer._route_table())
-        optimizer._bind(step_sets, device=_compute_device(), members=members)
+        optimizer._bind(step_sets, device=_compute_device(), ranks=ranks)
         facts = optimizer._plan_facts()
     except Exception as caught:
         error, facts = caught, RankFacts({})
-    agree(facts, error=error, kind=PlanMismatchError, members=members)
+    agree(facts, error=error, kind=PlanMismatchError, ranks=ranks)
     if is_divided(engine.module):
         by_group = isinstance(view_of(engine.optimizer), Zero12View)
         _check_all_stages(optimizer, engine.seq_data_parallel_group, norm_by_group=by_group)
@@ -283,7 +283,7 @@ def _bind(engine: Any, optimizer: Muon) -> None:
     elif engine.gradient_clipping() <= 0.0:
         optimizer.measure_norm = functools.partial(total_norm, weakref.ref(engine))
     parts = parts_of(engine, optimizer._route_table())
-    agree(RankFacts({}), error=no_checkpoint(optimizer.config, parts), members=members)
+    agree(RankFacts({}), error=no_checkpoint(optimizer.config, parts), ranks=ranks)
     optimizer.host = DeepSpeedHost(engine, parts)
     add_record_to_state_dict(engine)
     record_order(engine, optimizer)
@@ -301,7 +301,7 @@ def _bind(engine: Any, optimizer: Muon) -> None:
 def _check_all_stages(optimizer: Muon, data_parallel: dist.ProcessGroup, *, norm_by_group: bool) -> None:
     """Check the routes of all stages of a pipeline together; every rank comes to the same result."""
     # The ranks of a data-parallel group have the same routes.
-    one_of_each = Members(tuple(group for group in optimizer.members.groups if group is not data_parallel))
+    one_of_each = Ranks(tuple(group for group in optimizer.ranks.groups if group is not data_parallel))
     own = (optimizer.routes, len(optimizer.param_groups))
     stages = one_of_each.gather(own, what="comparison of the stages' routes").values()
     counts = [count for _, count in stages]

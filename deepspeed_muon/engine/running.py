@@ -83,7 +83,7 @@ def take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kwa
     optimizer.host.require_restored()
     optimizer.host.step_thread = threading.get_ident()
     number = engine.global_steps + 1
-    with optimizer.health_log.step(number, members=optimizer.members), contextlib.ExitStack() as waiting:
+    with optimizer.health_log.step(number, ranks=optimizer.ranks), contextlib.ExitStack() as waiting:
         for group in optimizer._process_groups():
             # DeepSpeed's own collectives of the step are part of it: the norm of the gradients at stages 1 and 2.
             waiting.enter_context(phase(f"step {number}", group))
@@ -111,7 +111,7 @@ def save_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwa
         tag = given.get("tag")
         name = f"global_step{engine.global_steps}" if tag is None else str(tag)
         consolidate(engine, os.path.join(given["save_dir"], name, CONSOLIDATED_FOLDER))
-    ((_, save_id),) = optimizer.members.collect([secrets.token_hex(8)], most=1, what="naming of a save")
+    ((_, save_id),) = optimizer.ranks.collect([secrets.token_hex(8)], most=1, what="naming of a save")
     given["client_state"] = {**(given.get("client_state") or {}), SAVE_KEY: save_id}
     optimizer.host.save_id = save_id
     try:

@@ -17,7 +17,7 @@ from deepspeed_muon.checkpoint.live import SOME_RANKS
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.engine.offload import half_states, master_dtype, offload_device
 from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group, tensor_shards
-from deepspeed_muon.engine.topology import has_experts, members_of
+from deepspeed_muon.engine.topology import has_experts, ranks_of
 from deepspeed_muon.errors import UnsupportedConfigError
 from deepspeed_muon.routing.parameters import is_divided
 
@@ -260,7 +260,7 @@ _REFUSED: _Table = {
 }
 _REFUSED_CHECKPOINTS: _Table = {
     "an engine of some of the program's ranks": (
-        lambda engine: not members_of(engine).are_everyone,
+        lambda engine: not ranks_of(engine).are_all,
         SOME_RANKS,
     ),
 }

@@ -23,21 +23,21 @@ from deepspeed_muon.routing.param_groups import expert_group_name
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.shapes import true_shape
 from deepspeed_muon.transport.agreement import RankFacts, Scope
-from deepspeed_muon.transport.members import Members
+from deepspeed_muon.transport.ranks import Ranks
 from deepspeed_muon.transport.waiting import phase
 
 # What AutoEP says of its stacks of experts, and which experts a rank's stack has.
 _STACK, _EXPERTS = "ds_autoep_uc_meta", "local_experts"
 
 
-def members_of(engine: Any) -> Members:
+def ranks_of(engine: Any) -> Ranks:
     """Return the ranks that make up an engine: data-parallel, sequence-, tensor- and pipeline-parallel ones.
 
     Args:
         engine: A ``DeepSpeedEngine`` that knows its process groups: from its ``_broadcast_model`` on.
     """
     if not dist.is_available() or not dist.is_initialized():
-        return Members()
+        return Ranks()
     found = [engine.seq_data_parallel_group]
     mpu = engine.mpu
     if engine.mp_world_size > 1:
@@ -48,7 +48,7 @@ def members_of(engine: Any) -> Members:
     )
     if pipeline is not None:
         found.append(pipeline())
-    return Members.of(found)
+    return Ranks.of(found)
 
 
 def holders(param: Tensor, default: dist.ProcessGroup) -> dist.ProcessGroup:

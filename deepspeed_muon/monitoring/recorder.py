@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from deepspeed_muon.monitoring.measure import MatrixHealth, Sums, combine
-from deepspeed_muon.transport.members import Members
+from deepspeed_muon.transport.ranks import Ranks
 
 SpanName = Literal["step", "gather", "newton_schulz", "scatter", "sampling"]
 Travelling = Literal["direction", "update"]
@@ -211,27 +211,27 @@ class HealthLog:
         return {"redone": self._recorder.redone, "failed": self._recorder.failed}
 
     @contextmanager
-    def step(self, number: int | None = None, *, members: Members | None = None) -> Iterator[None]:
+    def step(self, number: int | None = None, *, ranks: Ranks | None = None) -> Iterator[None]:
         """Record one optimizer step, and summarise it if it is sampled.
 
         Args:
             number: The number of the step, counted from 1 and equal on all ranks; ``None`` counts calls.
-            members: The ranks to include, all of which must call this; ``None`` for this rank alone.
+            ranks: The ranks to include, all of which must call this; ``None`` for this rank alone.
         """
         self._steps += 1
         number = self._steps if number is None else number
         with self._recorder.step(number) as sample:
             yield
         if sample is not None:
-            self._summary = {"step": number, **summarize(self._report(sample), members or Members())}
+            self._summary = {"step": number, **summarize(self._report(sample), ranks or Ranks())}
 
     def _report(self, sample: LocalSample) -> RankReport:
         counters = self._recorder.redone, self._recorder.failed
         return RankReport(sample.matrices, sample.seconds, *counters, sample.losses)
 
 
-def summarize(report: RankReport, members: Members) -> dict[str, Any]:
-    """Combine the ranks' reports of one step. Must be called by all ``members``.
+def summarize(report: RankReport, ranks: Ranks) -> dict[str, Any]:
+    """Combine the ranks' reports of one step. Must be called by all ``ranks``.
 
     Returns:
         ``redone`` and ``failed``; the means of the sampled matrices and the largest ``sigma_max``; ``time_<part>``,
@@ -241,9 +241,9 @@ def summarize(report: RankReport, members: Members) -> dict[str, Any]:
     """
     what = "summary of health"
     own = report.sums()
-    sums = dict(zip(own, members.reduce(list(own.values()), "sum", what=what), strict=True))
+    sums = dict(zip(own, ranks.reduce(list(own.values()), "sum", what=what), strict=True))
     own = report.maxima()
-    largest = dict(zip(own, members.reduce(list(own.values()), "max", what=what), strict=True))
+    largest = dict(zip(own, ranks.reduce(list(own.values()), "max", what=what), strict=True))
     summary: dict[str, Any] = {"redone": int(sums["redone"]), "failed": int(sums["failed"])}
     if count := sums["matrices"]:
         summary |= {key: sums[key] / count for key in _MEANS}
@@ -255,7 +255,7 @@ def summarize(report: RankReport, members: Members) -> dict[str, Any]:
         if lost := sums[f"lost {travelling}"]:
             summary[f"wire_error_{travelling}"] = math.sqrt(lost / sums[f"whole {travelling}"])
     matrices: dict[str, dict[str, float]] = {}
-    for rank, (name, health) in members.collect(list(report.matrices.items()), most=_LISTED, what=what):
+    for rank, (name, health) in ranks.collect(list(report.matrices.items()), most=_LISTED, what=what):
         # Ranks that share no parameters (experts) can have matrices of the same name.
         matrices[name if name not in matrices else f"{name} (rank {rank})"] = asdict(health)
     return {**summary, "matrices": matrices}

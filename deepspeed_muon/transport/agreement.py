@@ -15,7 +15,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from deepspeed_muon.errors import CheckpointError, MuonError, PlanMismatchError, RankDisagreementError
-from deepspeed_muon.transport.members import Members, everyone
+from deepspeed_muon.transport.ranks import Ranks, all_ranks
 
 # An error lists at most this number of differences: models of two sizes differ in every parameter.
 _LINES = 20
@@ -84,45 +84,45 @@ def agree(
     *,
     error: Exception | None = None,
     kind: type[MuonError] = RankDisagreementError,
-    members: Members | None = None,
+    ranks: Ranks | None = None,
 ) -> None:
     """Compare this rank's facts with those of the other ranks and raise on every rank if they differ.
 
-    Must be called by all ``members``; in a single process it only raises ``error``. Checksums travel first, the facts
+    Must be called by all ``ranks``; in a single process it only raises ``error``. Checksums travel first, the facts
     only if those differ.
 
     Args:
         own_facts: The facts of this rank.
         error: An exception that this rank caught before. The other ranks learn of it; then it is raised.
         kind: Class of the error on the other ranks.
-        members: The ranks that compare; by default all of the default process group.
+        ranks: The ranks that compare; by default all of the default process group.
 
     Raises:
         MuonError: ``error`` itself on the ranks that failed; ``kind`` if another rank failed or differs, with
             the ranks, the setting and both values.
     """
-    members = everyone() if members is None else members
-    if not members.groups:
+    ranks = all_ranks() if ranks is None else ranks
+    if not ranks.groups:
         if error is not None:
             raise error
         return
     what = _COMPARED.get(kind, "comparison of settings")
-    all_ranks = Scope("all ranks", members.position, members.size)
-    facts = {} if error is not None else own_facts.by_scope(all_ranks)
-    failed, *sums = members.sum([int(error is not None), *_checksums(facts)], what=what)
+    everyone = Scope("all ranks", ranks.position, ranks.size)
+    facts = {} if error is not None else own_facts.by_scope(everyone)
+    failed, *sums = ranks.sum([int(error is not None), *_checksums(facts)], what=what)
     # Every rank sees the same sums, so all of them take part in the second collective or none does.
     if failed:
         text = None if error is None else f"{type(error).__name__}: {error}"
-        failures = members.gather(text, what=what)
+        failures = ranks.gather(text, what=what)
         if error is not None:
             raise error
         lines = [f"rank {rank}: {text}" for rank, text in failures.items() if text is not None]
         raise kind("another rank could not start, so this one stops too:\n" + "\n".join(lines))
     if not any(sums):
         return
-    differences = _differences(members.gather({s.name: dict(each) for s, each in facts.items()}, what=what))
+    differences = _differences(ranks.gather({s.name: dict(each) for s, each in facts.items()}, what=what))
     if not differences:
-        groups = members.gather([(scope.name, scope.size) for scope in facts], what=what)
+        groups = ranks.gather([(scope.name, scope.size) for scope in facts], what=what)
         differences = [f"the groups of rank {rank}: {own}" for rank, own in groups.items()]
     more = [f"... and {len(differences) - _LINES} more"] if len(differences) > _LINES else []
     raise kind("the ranks do not agree:\n" + "\n".join(differences[:_LINES] + more))

@@ -31,7 +31,7 @@ from deepspeed_muon.monitoring.results import Result
 from deepspeed_muon.ops.reference import frobenius_norms
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import sharded_placement
-from deepspeed_muon.transport.members import Members, everyone
+from deepspeed_muon.transport.ranks import Ranks, all_ranks
 from tests.support.models import batch, build
 from tests.support.reference_math import reference_health
 
@@ -340,7 +340,7 @@ def summary_of(rank: int, world_size: int) -> dict[str, object]:
         RankReport({}, {}, 2, 3),
         RankReport({"a": health} | {f"b{n}": health for n in range(20)}, timed, 0, 0),
     ]
-    return summarize(reports[rank], everyone())
+    return summarize(reports[rank], all_ranks())
 
 
 def test_summary_over_ranks(ranks: Any) -> None:
@@ -356,4 +356,4 @@ def test_summary_over_ranks(ranks: Any) -> None:
     assert {"a", "a (rank 2)", "b0"} <= set(summary["matrices"])
     assert summary["stable_rank"] == pytest.approx(4.0) and summary["alignment"] == pytest.approx(1.0)
     assert ("Train/Muon/redone", 3.0, 77) in monitor_events({"step": 9, **summary}, 77)
-    assert summarize(RankReport({}, {}, 0, 0), Members()) == {"redone": 0, "failed": 0, "matrices": {}}
+    assert summarize(RankReport({}, {}, 0, 0), Ranks()) == {"redone": 0, "failed": 0, "matrices": {}}

@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from deepspeed_muon.transport.members import Members, everyone
+from deepspeed_muon.transport.ranks import Ranks, all_ranks
 
 ITEMS: list[list[str]] = [[], ["a"], ["b", "c"], ["d", "e"]]
 
 
 def told(rank: int, world_size: int, *, grid: bool, most: int) -> Any:
-    members = everyone()
+    own = all_ranks()
     if grid:
         groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
-        members = Members.of([group for ranks, group in groups.items() if rank in ranks])
-    collected = members.collect(ITEMS[rank], most=most, what="test")
-    numbers = [members.reduce([float(rank), -0.5], how, what="test") for how in ("sum", "max", "min")]  # type: ignore[arg-type]
-    result = [members.position, collected, numbers, members.sum([1, rank], what="test")]
+        own = Ranks.of([group for ranks, group in groups.items() if rank in ranks])
+    collected = own.collect(ITEMS[rank], most=most, what="test")
+    numbers = [own.reduce([float(rank), -0.5], how, what="test") for how in ("sum", "max", "min")]  # type: ignore[arg-type]
+    result = [own.position, collected, numbers, own.sum([1, rank], what="test")]
     if grid:
         for group in groups.values():
             if dist.get_rank(group) >= 0:
@@ -37,6 +37,6 @@ def test_items_numbers_and_sums(ranks: Any, grid: bool, most: int) -> None:
 
 
 def test_a_single_rank() -> None:
-    alone = Members()
+    alone = Ranks()
     assert alone.collect(["a", "b"], most=1, what="test") == [(0, "a")]
     assert alone.reduce([2.0], "max", what="test") == [2.0] and alone.sum([3], what="test") == [3]

@@ -27,7 +27,7 @@ _FIRST_LOOK, _LAST_LOOK = 0.001, 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Members:
+class Ranks:
     """The ranks of one engine.
 
     Attributes:
@@ -38,7 +38,7 @@ class Members:
     groups: tuple[dist.ProcessGroup, ...] = ()
 
     @classmethod
-    def of(cls, groups: Iterable[dist.ProcessGroup | None]) -> Members:
+    def of(cls, groups: Iterable[dist.ProcessGroup | None]) -> Ranks:
         """Keep the groups that reach further ranks; ``None`` stands for the default group. All ranks use one order."""
         if not dist.is_available() or not dist.is_initialized():
             return cls()
@@ -59,7 +59,7 @@ class Members:
         return math.prod(dist.get_world_size(group) for group in self.groups)
 
     @property
-    def are_everyone(self) -> bool:
+    def are_all(self) -> bool:
         """Whether they are all ranks of the default process group."""
         return not self.groups or self.size == dist.get_world_size()
 
@@ -145,7 +145,7 @@ class Members:
             known = {rank: given for part in parts for rank, given in part.items()}
         return dict(sorted(known.items()))
 
-    def wait_for_all(self) -> None:
+    def barrier(self) -> None:
         """Wait until every rank is here; must be called by all of them.
 
         It uses the key-value store and no collective, because a rank whose engine has another optimizer does not call
@@ -155,16 +155,16 @@ class Members:
         Raises:
             RankDisagreementError: After the time-out, with the missing ranks.
         """
-        if self.groups and self.are_everyone:
+        if self.groups and self.are_all:
             _barrier(list(range(dist.get_world_size())))
             return
         for group in self.groups:
             _barrier(dist.get_process_group_ranks(group))
 
 
-def everyone() -> Members:
+def all_ranks() -> Ranks:
     """Return all ranks of the default process group."""
-    return Members.of([None])
+    return Ranks.of([None])
 
 
 def is_first_rank() -> bool:
