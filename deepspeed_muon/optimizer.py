@@ -36,8 +36,7 @@ from deepspeed_muon.step.bound import BoundSteps, flat_gradients, overlaps
 from deepspeed_muon.step.runner import PendingUpdates, StepResources, StepRunner
 from deepspeed_muon.step.step_set import StepSet, read_whole
 from deepspeed_muon.transport.agreement import RankFacts
-from deepspeed_muon.transport.context import StepStats
-from deepspeed_muon.transport.exchange import ExchangeBuffers
+from deepspeed_muon.transport.exchange import ExchangeBuffers, StepStats
 from deepspeed_muon.transport.ranks import Ranks
 
 

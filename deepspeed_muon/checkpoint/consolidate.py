@@ -29,8 +29,7 @@ from deepspeed_muon.checkpoint.settings import read_progress
 from deepspeed_muon.checkpoint.shards import DEFAULT_SHARD_BYTES, Piece, SavePlan, check_shard_bytes
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.transport.agreement import RankFacts, Scope, agree
-from deepspeed_muon.transport.ranks import all_ranks, is_first_rank
-from deepspeed_muon.transport.waiting import phase
+from deepspeed_muon.transport.ranks import all_ranks, is_first_rank, phase
 
 # How many of the first elements of copies are compared, and how far apart they may be, relative to the largest.
 _COMPARED = 64

@@ -25,7 +25,7 @@ from deepspeed_muon.engine import muon_of
 from deepspeed_muon.logs import warn
 from deepspeed_muon.monitoring.recorder import monitor_events
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.transport.waiting import phase
+from deepspeed_muon.transport.ranks import phase
 
 _KEYS = {"muon": "muon_lr", "adamw": "adam_lr"}
 

@@ -28,7 +28,7 @@ from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.shapes import true_shape
 from deepspeed_muon.step.step_set import StepSet
-from deepspeed_muon.transport.waiting import phase
+from deepspeed_muon.transport.ranks import phase
 
 _META = "ds_autotp_universal_checkpoint_meta"
 

@@ -23,8 +23,7 @@ from deepspeed_muon.routing.param_groups import expert_group_name
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.shapes import true_shape
 from deepspeed_muon.transport.agreement import RankFacts, Scope
-from deepspeed_muon.transport.ranks import Ranks
-from deepspeed_muon.transport.waiting import phase
+from deepspeed_muon.transport.ranks import Ranks, phase
 
 # What AutoEP says of its stacks of experts, and which experts a rank's stack has.
 _STACK, _EXPERTS = "ds_autoep_uc_meta", "local_experts"

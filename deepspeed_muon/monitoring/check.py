@@ -30,7 +30,7 @@ from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.monitoring.results import Member, R, Result, Together, Window
 from deepspeed_muon.ops.reference import frobenius_norms
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.transport.waiting import phase
+from deepspeed_muon.transport.ranks import phase
 
 WINDOW_NUMEL = 1 << 25
 """Elements of the results that are checked together. On an accelerator, two such windows are under way."""

@@ -24,7 +24,7 @@ from deepspeed_muon.qk_clip.logits import HeadRole, clip_factor
 from deepspeed_muon.qk_clip.recorder import AttentionHeads, QkRecorder, find_recorders
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.step.step_set import StepSet
-from deepspeed_muon.transport.waiting import phase
+from deepspeed_muon.transport.ranks import phase
 
 # If no logit of a layer can have exceeded this share of the threshold, the next step bounds its logits instead of
 # computing them.

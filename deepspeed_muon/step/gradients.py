@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.step.step_set import StepSet
-from deepspeed_muon.transport.waiting import phase
+from deepspeed_muon.transport.ranks import phase
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,16 @@ from deepspeed_muon.step.strategies import (
     WholeAtOwner,
 )
 from deepspeed_muon.step.tensor_parallel import OverTensorGroup
-from deepspeed_muon.transport.context import StepContext, StepStats, codec_for
-from deepspeed_muon.transport.exchange import ChunkExchange, ExchangeBuffers, InFlight, cut, part_of
+from deepspeed_muon.transport.exchange import (
+    ChunkExchange,
+    Codec,
+    ExchangeBuffers,
+    InFlight,
+    StepContext,
+    StepStats,
+    cut,
+    part_of,
+)
 from deepspeed_muon.transport.row_state import RowStateExchange
 from deepspeed_muon.variants import VARIANTS
 
@@ -116,7 +124,7 @@ class StepRunner:
             step_set.world_size,
             resources.device,
             dtype,
-            codec_for(config.wire_format, dtype),
+            Codec(dtype, config.wire_format),
             config.ns_settings(resources.device),
             resources.stats,
         )

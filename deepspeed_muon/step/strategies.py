@@ -17,11 +17,10 @@ from deepspeed_muon.ops import BATCH_NUMEL
 from deepspeed_muon.plan.exchange import ExchangePlan, Segment
 from deepspeed_muon.plan.layout import Block, MatrixLayout
 from deepspeed_muon.step.passes import ChunkTable, Rate, Step
-from deepspeed_muon.transport.context import StepContext
-from deepspeed_muon.transport.exchange import InFlight, aligned, cut, part_of
+from deepspeed_muon.transport.exchange import InFlight, StepContext, aligned, cut, part_of
+from deepspeed_muon.transport.ranks import phase
 from deepspeed_muon.transport.row_state import RowsAtOwner
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
-from deepspeed_muon.transport.waiting import phase
 
 # (batch, rows, cols) -> the same in the settings' dtype; called as ``orthogonalize(x, settings=...)``.
 Orthogonalize = Callable[..., Tensor]

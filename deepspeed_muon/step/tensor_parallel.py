@@ -24,10 +24,9 @@ from deepspeed_muon.math.newton_schulz import orthogonalize_flops
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.step.passes import Rate
 from deepspeed_muon.step.strategies import CutOverGroup, Directions, Updates, WholeAtOwner
-from deepspeed_muon.transport.context import StepContext
-from deepspeed_muon.transport.exchange import exchange_bytes
+from deepspeed_muon.transport.exchange import StepContext, exchange_bytes
+from deepspeed_muon.transport.ranks import phase
 from deepspeed_muon.transport.row_state import RowsAtOwner
-from deepspeed_muon.transport.waiting import phase
 
 
 class OverTensorGroup:

@@ -1,6 +1,9 @@
 """The messages of one chunk, and their buffers: fragments of directions to the owners, and of updates back.
 
-Both are all-to-alls. Updates of replicated matrices are broadcast by their owners instead.
+Both are all-to-alls. Updates of replicated matrices are broadcast by their owners instead. Directions and updates are
+sent uncompressed, or as int8: a signed byte for each element and a scale for every block of 256, half of bf16's bytes
+and 2 % for the scales. What the receiver reads then differs from what was sent by up to half a step, 1/254 of the
+largest element of its block.
 """
 
 from __future__ import annotations
@@ -14,15 +17,136 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_muon.plan.exchange import BufferPlan, Chunk, ExchangePlan, Segment
-from deepspeed_muon.transport.context import StepContext
-from deepspeed_muon.transport.waiting import phase
+from deepspeed_muon.math.newton_schulz import NsSettings
+from deepspeed_muon.plan.exchange import Chunk, ExchangePlan, Segment
+from deepspeed_muon.plan.wire import PLAIN, WireFormat
+from deepspeed_muon.transport.ranks import phase
 
 SLOTS = 3
 """Chunks in the buffers with overlap: one arrives, one is orthogonalised, one returns."""
 
+Way = Literal["gather", "scatter"]
+
 _OVERLAP_BYTES = 1 << 30
 _ALIGNMENT = 32
+_LARGEST = 127.0
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """Writes directions and updates into communication buffers, and reads them again.
+
+    Attributes:
+        values: Dtype of directions and updates.
+        format: The room that a fragment takes in a buffer, uncompressed or as int8.
+    """
+
+    values: torch.dtype
+    format: WireFormat = PLAIN
+
+    @property
+    def exact(self) -> bool:
+        """Whether the receiver reads what was written."""
+        return not self.format.block
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the buffers."""
+        return self.values if self.exact else torch.uint8
+
+    def write(self, place: Tensor, values: Tensor) -> None:
+        """Write ``(fragments, elements)`` to ``place``, ``(fragments, units)``; one fragment may go to many places."""
+        if self.exact:
+            place.copy_(values)
+            return
+        blocks = self._in_blocks(values)
+        scales = blocks.abs().amax(dim=-1).div_(_LARGEST)
+        # A block of zeros has no scale. One that is not finite keeps its own, so that the receiver sees it.
+        codes = blocks.div_(scales.masked_fill(scales == 0, 1.0).unsqueeze(-1)).round_().to(torch.int8)
+        numel = values.shape[1]
+        place[:, :numel].copy_(codes.view(len(values), -1)[:, :numel].view(torch.uint8))
+        self._scales(place, numel).copy_(scales)
+
+    def read(self, place: Tensor, numel: int) -> Tensor:
+        """Return the ``(fragments, numel)`` values in ``place``; the caller must not change them."""
+        if self.exact:
+            return place
+        blocks = self._in_blocks(place[:, :numel].view(torch.int8))
+        blocks.mul_(self._scales(place, numel).unsqueeze(-1))
+        return blocks.view(len(place), -1)[:, :numel].to(self.values)
+
+    def _in_blocks(self, values: Tensor) -> Tensor:
+        """Return values in fp32 as ``(fragments, blocks, elements)``, with zeros at the end; a copy."""
+        block, (fragments, numel) = self.format.block, values.shape
+        padded = torch.zeros(fragments, -(-numel // block) * block, device=values.device)
+        padded[:, :numel] = values
+        return padded.view(fragments, -1, block)
+
+    def _scales(self, place: Tensor, numel: int) -> Tensor:
+        """Return the scales in ``place``, ``(fragments, blocks)``."""
+        blocks = -(-numel // self.format.block)
+        return place[:, place.shape[1] - 4 * blocks :].view(torch.float32)
+
+
+@dataclass(slots=True)
+class StepStats:
+    """What this rank did since the last reset of these counters.
+
+    Attributes:
+        bytes_sent: Bytes that this rank sent to others in all-to-alls.
+        matrices_orthogonalized: Matrices that this rank orthogonalised. A stack with several owners counts once, at the
+            owner of its first blocks.
+        exchanges: All-to-alls that this rank took part in.
+    """
+
+    bytes_sent: int = 0
+    matrices_orthogonalized: int = 0
+    exchanges: int = 0
+
+    def reset(self) -> None:
+        """Set all counters to zero."""
+        self.bytes_sent = self.matrices_orthogonalized = self.exchanges = 0
+
+    def count_exchange(self, nbytes: int) -> None:
+        """Count one all-to-all in which this rank sends ``nbytes`` to others."""
+        self.bytes_sent += nbytes
+        self.exchanges += 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What every part of the step of one step set needs; made once, when the optimizer is bound.
+
+    Attributes:
+        number: The number of the step set, for errors.
+        group: The data-parallel process group; ``None`` in a single process.
+        rank: This rank inside the group.
+        world_size: The size of the group.
+        device: Where the exchange and the iteration run; the partitions may be elsewhere (offload).
+        comm_dtype: Dtype of directions and updates, also of those that are not sent.
+        codec: How they are sent.
+        ns_settings: The Newton-Schulz iteration.
+        stats: Counters of the optimizer; mutated.
+    """
+
+    number: int
+    group: dist.ProcessGroup | None
+    rank: int
+    world_size: int
+    device: torch.device
+    comm_dtype: torch.dtype
+    codec: Codec
+    ns_settings: NsSettings
+    stats: StepStats
+
+    @property
+    def batch_below(self) -> int:
+        """Blocks with a shorter short side than this are orthogonalised in batches.
+
+        Above it a CPU multiplies matrices faster one at a time, and a single matrix fills a GPU: at 2048 it is still
+        136 tiles of 128 x 128 on the 132 multiprocessors of an H100, two waves for the work of one.
+        """
+        return 256 if self.device.type == "cpu" else 2049
 
 
 class ExchangeBuffers:
@@ -120,7 +244,7 @@ class ChunkExchange:
             plan: This rank's view of the exchange.
             context: Of the step set.
             buffers: Memory of the slots, shared with other step sets.
-            overlap: Whether chunks travel while others are orthogonalised. Without it the rank waits for every
+            overlap: Whether chunks are in flight while others are orthogonalised. Without it the rank waits for every
                 all-to-all at once, and needs a third of the memory.
             leaves_pending: Whether the last updates may still be in flight while the next set is updated.
             follows_pending: Whether updates of the previous set may still be in flight when this one begins.
@@ -135,10 +259,10 @@ class ChunkExchange:
         self.slots = most if leaves_pending or follows_pending else max(1, min(most, len(moving)))
         for slot in range(most if follows_pending and moving else min(most, len(moving))):
             room = max(self._idle_numel(chunk) for chunk in moving) * context.comm_dtype.itemsize
-            held = max(room, max(chunk.send_buffer.numel for chunk in moving) * context.codec.dtype.itemsize)
-            owned = max(chunk.receive_buffer.numel for chunk in moving) * context.codec.dtype.itemsize
-            buffers.reserve(f"send {slot}", held)
-            buffers.reserve(f"receive {slot}", owned)
+            sent = max(room, max(chunk.send_buffer.numel for chunk in moving) * context.codec.dtype.itemsize)
+            received = max(chunk.receive_buffer.numel for chunk in moving) * context.codec.dtype.itemsize
+            buffers.reserve(f"send {slot}", sent)
+            buffers.reserve(f"receive {slot}", received)
 
     def open(self, number: int, slot: int | None) -> InFlight:
         """Give a chunk of the plan its slot, or none if nothing moves; the buffers keep what they held before."""
@@ -164,52 +288,30 @@ class ChunkExchange:
 
     def gather(self, flight: InFlight) -> None:
         """Start to send the directions to the owners. Must be called by all ranks of the group."""
-        chunk, out, send = flight.chunk, flight.receive_buffer, flight.send_buffer
-        if chunk.gathers:
-            with self._phase("gather", flight):
-                self._all_to_all(flight, out, send, chunk.receive_buffer, chunk.send_buffer)
+        if flight.chunk.gathers:
+            self._start("gather", flight, flight.receive_buffer, flight.send_buffer)
 
     def scatter(self, flight: InFlight) -> None:
         """Start to send the updates to the holders. Must be called by all ranks of the group."""
-        chunk, out, send = flight.chunk, flight.send_buffer, flight.receive_buffer
-        with self._phase("scatter", flight):
-            if chunk.copies:
-                self._broadcast(flight)
-            else:
-                self._all_to_all(flight, out, send, chunk.send_buffer, chunk.receive_buffer)
+        self._start("scatter", flight, flight.send_buffer, flight.receive_buffer)
 
-    def wait(self, what: Literal["gather", "scatter"], flight: InFlight) -> None:
+    def wait(self, what: Way, flight: InFlight) -> None:
         """Wait for the messages of a chunk; on a GPU the current stream waits, not the process."""
         with self._phase(what, flight):
             while flight.works:
                 flight.works.pop(0).wait()
 
-    def _phase(self, what: str, flight: InFlight) -> AbstractContextManager[None]:
+    def _phase(self, what: Way, flight: InFlight) -> AbstractContextManager[None]:
         return phase(
             f"{what} of chunk {flight.number} of step set {self._context.number}", self._context.group
         )
 
-    def _all_to_all(
-        self, flight: InFlight, out: Tensor, send: Tensor, received: BufferPlan, sent: BufferPlan
-    ) -> None:
-        ranks = self._context.world_size
-        work = exchange_bytes(
-            out, send, received.splits(ranks), sent.splits(ranks), group=self._context.group
-        )
-        self._started(flight, [work], sent.numel * send.element_size())
-
-    def _broadcast(self, flight: InFlight) -> None:
-        """Start to send each owner's updates to all other ranks."""
-        chunk, own = flight.chunk, flight.receive_buffer
-        works = broadcast_bytes(chunk, self._plan.rank, flight.send_buffer, own, group=self._context.group)
-        self._started(flight, works, chunk.copies * own.numel() * own.element_size())
-
-    def _started(self, flight: InFlight, works: list[dist.Work], nbytes: int) -> None:
-        """Count messages that were started; without overlap wait for them."""
-        self._context.stats.count_exchange(nbytes)
-        flight.works += works
-        while flight.works and not self._overlap:
-            flight.works.pop(0).wait()
+    def _start(self, what: Way, flight: InFlight, out: Tensor, send: Tensor) -> None:
+        """Start the messages of a chunk; without overlap wait for them."""
+        with self._phase(what, flight):
+            flight.works += start_messages(what, flight.chunk, self._context, out, send)
+            while flight.works and not self._overlap:
+                flight.works.pop(0).wait()
 
 
 def overlap_fits(numel: int, wire_bytes: float) -> bool:
@@ -248,24 +350,32 @@ def exchange_bytes(
     return work
 
 
-def broadcast_bytes(
-    chunk: Chunk, rank: int, held: Tensor, owned: Tensor, *, group: dist.ProcessGroup | None
+def start_messages(
+    what: Way, chunk: Chunk, context: StepContext, out: Tensor, send: Tensor
 ) -> list[dist.Work]:
-    """Start to send what each owner has for replicated matrices to all other ranks, in the order of the owners.
+    """Start the all-to-all of a chunk, or the broadcasts of its updates, and count it.
 
-    Must be called by all ranks of ``group``.
+    Must be called by all ranks of the group. Owners broadcast what they have for replicated matrices to all other
+    ranks, in the order of the owners.
 
     Args:
-        chunk: A chunk with ``copies``.
-        rank: This rank.
-        held: Receives what others own, by owner. Mutated.
-        owned: What this rank owns.
-        group: The process group.
+        what: Gather sends what the send buffer holds, scatter what the receive buffer holds.
+        chunk: The chunk.
+        context: Of the step set. Its counters are mutated.
+        out: What is received, flat. Mutated.
+        send: What is sent, flat, of the same dtype.
     """
-    buffer = chunk.send_buffer
-    parts = dict(zip(buffer.peers.tolist(), held.split(buffer.counts.tolist()), strict=True))
-    if owned.numel():
-        parts[rank] = owned
+    group = context.group
+    sent, received = chunk.send_buffer, chunk.receive_buffer
+    if what == "scatter":
+        sent, received = received, sent
+    context.stats.count_exchange((chunk.copies or 1) * send.numel() * send.element_size())
+    if not chunk.copies:
+        splits = [each.splits(context.world_size) for each in (received, sent)]
+        return [exchange_bytes(out, send, *splits, group=group)]
+    parts = dict(zip(received.peers.tolist(), out.split(received.counts.tolist()), strict=True))
+    if send.numel():
+        parts[context.rank] = send
     return [
         dist.broadcast(parts[owner].view(torch.uint8), group=group, group_src=owner, async_op=True)
         for owner in sorted(parts)

@@ -1,6 +1,6 @@
 """Brings what a variant keeps for each row from the ranks that keep it to the owners of the matrices, and back.
 
-It travels in fp32, in two small all-to-alls a step for each entry of the state (of replicated matrices, in broadcasts
+It is sent in fp32, in two small all-to-alls a step for each entry of the state (of replicated matrices, in broadcasts
 by the owners), and only if some matrix has rows that begin on another rank than its owner.
 """
 
@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_muon.plan.exchange import BufferPlan, ExchangePlan, build_chunk
+from deepspeed_muon.plan.exchange import ExchangePlan, build_chunk
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.rows import row_places
-from deepspeed_muon.transport.context import StepContext
-from deepspeed_muon.transport.exchange import broadcast_bytes, cut, part_of
-from deepspeed_muon.transport.waiting import phase
+from deepspeed_muon.transport.exchange import StepContext, Way, cut, part_of, start_messages
+from deepspeed_muon.transport.ranks import phase
 from deepspeed_muon.variants import Sums, Variant
 
 Settings = Sequence[Mapping[str, float]]
@@ -174,8 +173,7 @@ class RowStateExchange:
                 send = self._buffer(chunk.send_buffer.numel)
                 for segment in chunk.send_buffer.segments:
                     cut(send, segment).copy_(self._kept(kept, segment.matrix, key))
-                received = self._buffer(chunk.receive_buffer.numel)
-                self._all_to_all(received, send, chunk.receive_buffer, chunk.send_buffer)
+                received = self._exchange("gather", send, chunk.receive_buffer.numel)
                 for segment in chunk.receive_buffer.segments:
                     part_of(whole[segment.matrix], segment).copy_(cut(received, segment))
         return RowsAtOwner(self._matrices, self._variant, settings, rows, group=self._tensor_group)
@@ -193,11 +191,7 @@ class RowStateExchange:
                 send = self._buffer(chunk.receive_buffer.numel)
                 for segment in chunk.receive_buffer.segments:
                     cut(send, segment).copy_(part_of(whole[segment.matrix], segment))
-                received = self._buffer(chunk.send_buffer.numel)
-                if chunk.copies:
-                    self._broadcast(received, send)
-                else:
-                    self._all_to_all(received, send, chunk.send_buffer, chunk.receive_buffer)
+                received = self._exchange("scatter", send, chunk.send_buffer.numel)
                 for segment in chunk.send_buffer.segments:
                     self._kept(kept, segment.matrix, key).copy_(cut(received, segment).view(-1))
 
@@ -218,15 +212,10 @@ class RowStateExchange:
     def _buffer(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=torch.float32, device=self._context.device)
 
-    def _broadcast(self, out: Tensor, send: Tensor) -> None:
-        group = self._context.group
-        with phase("exchange of row state", group):
-            for work in broadcast_bytes(self._chunk, self._context.rank, out, send, group=group):
+    def _exchange(self, what: Way, send: Tensor, numel: int) -> Tensor:
+        """Return the ``numel`` elements that this rank receives."""
+        out = self._buffer(numel)
+        with phase("exchange of row state", self._context.group):
+            for work in start_messages(what, self._chunk, self._context, out, send):
                 work.wait()
-        self._context.stats.count_exchange(self._chunk.copies * send.numel() * send.element_size())
-
-    def _all_to_all(self, out: Tensor, send: Tensor, received: BufferPlan, sent: BufferPlan) -> None:
-        group, ranks = self._context.group, self._context.world_size
-        with phase("exchange of row state", group):
-            dist.all_to_all_single(out, send, received.splits(ranks), sent.splits(ranks), group=group)
-        self._context.stats.count_exchange(sent.numel * send.element_size())
+        return out

@@ -21,7 +21,7 @@ from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.engine import configure
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.transport.exchange import ChunkExchange
-from deepspeed_muon.transport.waiting import group_timeout, phase
+from deepspeed_muon.transport.ranks import group_timeout, phase
 from tests.support import training
 from tests.support.harness import RanksFailed, run_ranks
 from tests.support.models import batch
@@ -61,7 +61,7 @@ def leave_alone(rank: int, world_size: int, *, stage: int, where: str, folder: s
         }
         attempt = actions.get(where, engine.step)
         if silent and where in ("gather", "scatter"):
-            original, calls = ChunkExchange._all_to_all, []
+            original, calls = ChunkExchange._start, []
 
             def stall(exchange: ChunkExchange, *args: Any) -> Any:
                 calls.append(1)
@@ -70,7 +70,7 @@ def leave_alone(rank: int, world_size: int, *, stage: int, where: str, folder: s
                     wait_for(told)
                 return original(exchange, *args)
 
-            ChunkExchange._all_to_all = stall
+            ChunkExchange._start = stall
         elif silent:
             attempt = lambda: wait_for(told)  # noqa: E731
     # A save says what it left behind, and then the same.
