@@ -166,7 +166,7 @@ def measure(parameters: int, stage: int, world: int, rank: int, trace: bool) -> 
     import deepspeed_muon
     from deepspeed_muon.checkpoint.layout_record import record_of
     from deepspeed_muon.checkpoint.live import collect
-    from deepspeed_muon.engine.layouts import read_step_sets
+    from deepspeed_muon.engine.topology import read_step_sets
     from deepspeed_muon.transport.agreement import agree
     from deepspeed_muon.transport.ranks import Ranks
 

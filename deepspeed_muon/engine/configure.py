@@ -24,11 +24,10 @@ from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.engine import muon_of
 from deepspeed_muon.engine.checkpointing import DeepSpeedHost, record_order
 from deepspeed_muon.engine.engine_hooks import hook_engine
-from deepspeed_muon.engine.layouts import order_parameters, read_step_sets
-from deepspeed_muon.engine.leaf_modules import mark_moe_layers, prepare_inputs
-from deepspeed_muon.engine.norms import total_norm
+from deepspeed_muon.engine.gradients import mark_moe_layers, prepare_inputs
 from deepspeed_muon.engine.offload import Admission
 from deepspeed_muon.engine.running import name_rates_in_trainer
+from deepspeed_muon.engine.scaling import total_norm
 from deepspeed_muon.engine.supported import (
     expert_parallel,
     refuse_blocks_of_shards,
@@ -42,8 +41,10 @@ from deepspeed_muon.engine.topology import (
     has_experts,
     model_facts,
     no_checkpoint,
+    order_parameters,
     parts_of,
     ranks_of,
+    read_step_sets,
 )
 from deepspeed_muon.engine.zero import Zero12View, view_of
 from deepspeed_muon.errors import PlanMismatchError, UnsupportedConfigError

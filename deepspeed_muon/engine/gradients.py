@@ -15,49 +15,41 @@ backward pass did not reduce gets a gradient of zero, through the same functions
 all readers of the buffers (overflow check, norm, clipping, ``safe_get_full_grad``) find the right numbers. Nothing is
 communicated: the ranks that reduce a parameter together all know whether they did.
 
+**MoE layers whose ranks run different experts in the same micro-batch.** ZeRO 3 gathers the weights of a module when it
+runs, and compares the order of modules between the ranks. ZeRO 1, 2 and 3 reduce gradients in the order in which a
+backward pass gives them. Ranks that run different experts gather and reduce different tensors: they abort, hang, or add
+up gradients of different experts without an error.
+
+At stage 3 DeepSpeed's remedy is to mark the layer around router and experts as a *leaf module*: its weights are
+gathered at once, and all its gradients are reduced together, with zeros for experts that did not run. DeepSpeed marks
+the layers of some models of Hugging Face itself; here every layer with a child called ``experts`` is marked. At stages
+1 and 2 DeepSpeed ignores the mark: gradients of leaf modules wait until the backward pass has ended, and then all ranks
+reduce them in the order of the param groups, with zeros for experts that did not run.
+
 **Flags.** ZeRO calls the inner step once for each param group (stages 1, 2) or sub-group (stage 3), and looks for
 gradients that are not finite before that: it reads all gradients twice and sends a message. All gradients of the step
-lie in the wrapper's buffers already when its ``step`` begins. So the ranks tell each other the flags of all groups
+are in the wrapper's buffers already when its ``step`` begins. So the ranks tell each other the flags of all groups
 there, in one message, which also answers ZeRO's question.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from deepspeed.utils import get_z3_leaf_modules
+from torch import Tensor, nn
 
-from deepspeed_muon.engine.zero import View, Zero3View, Zero12View, ZeroView, view_of
+from deepspeed_muon.engine.zero import View, Zero3View, Zero12View, ZeroView
+from deepspeed_muon.logs import logger
 from deepspeed_muon.step.gradients import Flat
 
-
-def divides_gradients(engine: Any) -> bool:
-    """Return whether the wrapper is ZeRO 3, where one buffer holds a rank's part of every gradient."""
-    return isinstance(view_of(engine.optimizer), Zero3View)
-
-
-def keeps_offloaded_gradients(engine: Any) -> bool:
-    """Return whether the wrapper is ZeRO 1 or 2 with offload, which keeps sums over the micro-steps."""
-    return keeps_gradients(engine) and not divides_gradients(engine)
-
-
-def keeps_gradients(engine: Any) -> bool:
-    """Return whether gradients outlive the step in the wrapper's buffers."""
-    return view_of(engine.optimizer).keeps_gradients
-
-
-def reduces_last_gradients_only(engine: Any) -> bool:
-    """Return whether the wrapper is ZeRO 1 with ``overlap_comm``.
-
-    It reduces a gradient when the last micro-step adds to it. Gradients of earlier micro-steps alone stay unreduced.
-    """
-    view = view_of(engine.optimizer)
-    return isinstance(view, Zero12View) and view.reduces_last_only
+_MARK = "_z3_leaf"
 
 
 def reduce_independent_gradient(
@@ -181,12 +173,6 @@ class Pieces:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def holds_gradients(engine: Any) -> bool:
-    """Return whether the wrapper is ZeRO 1, 2 or 3 and holds all gradients in memory when its step begins."""
-    view = view_of(engine.optimizer)
-    return isinstance(view, ZeroView) and view.holds_gradients
-
-
 @contextlib.contextmanager
 def exchange_flags_first(view: ZeroView) -> Iterator[None]:
     """Exchange the flags of all groups before a step; forget them after it. Must be called by all ranks."""
@@ -211,3 +197,110 @@ def has_overflow(original: Callable[..., Any], view: ZeroView, *args: Any, **kwa
     return view.is_true_of_any(
         torch.tensor([found], dtype=torch.uint8, device=optimizer.exchange_buffers.device)
     )
+
+
+def mark_moe_layers(model: nn.Module) -> list[str]:
+    """Mark the MoE layers of a model as leaf modules, except those that a mark is on already, true or false.
+
+    Must come before DeepSpeed makes its ZeRO 3 wrapper. Layers of ``deepspeed.moe`` and AutoEP are left out: their
+    ranks run all of their experts. So is the model itself.
+
+    Args:
+        model: The whole model. Mutated.
+
+    Returns:
+        The names of all leaf modules.
+    """
+    # Not the model itself: it would be gathered whole, and its inputs have no gradient.
+    inside = {id(model)} | {id(child) for leaf in get_z3_leaf_modules(model) for child in leaf.modules()}
+    kinds: dict[str, int] = {}
+    for module in model.modules():
+        if id(module) in inside or hasattr(module, _MARK) or not _is_moe_layer(module):
+            continue
+        setattr(module, _MARK, True)
+        inside |= {id(child) for child in module.modules()}
+        kinds[type(module).__name__] = kinds.get(type(module).__name__, 0) + 1
+    if kinds:
+        logger.info(
+            "deepspeed_muon: %s marked as leaf modules of ZeRO, since ranks can run different experts; "
+            "deepspeed.utils.unset_z3_leaf_modules(model, [...]) before initialize prevents that",
+            ", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
+        )
+    return [name for name, module in model.named_modules() if getattr(module, _MARK, False)]
+
+
+def prepare_inputs(model: nn.Module) -> None:
+    """Let leaf modules have a positional input with a gradient, whoever calls them and whatever is frozen before them.
+
+    At stage 3 DeepSpeed ends the backward pass of a leaf module when its positional inputs have their gradients. If
+    none of them gets one, it ends before it has begun, and the weights are gone when they are needed.
+
+    Args:
+        model: The whole model, before DeepSpeed makes its ZeRO 3 wrapper. Mutated.
+    """
+    for leaf in get_z3_leaf_modules(model):
+        # Before DeepSpeed's own hook, which looks at the input too.
+        leaf.register_forward_pre_hook(_with_gradient, prepend=True, with_kwargs=True)
+
+
+def _with_gradient(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the inputs of a call, by position where that is possible; one of them at least requires a gradient."""
+    bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    inputs = bound.args
+    if torch.is_grad_enabled() and not any(
+        isinstance(each, Tensor) and each.requires_grad for each in inputs
+    ):
+        inputs = tuple(
+            each.detach().requires_grad_() if isinstance(each, Tensor) and each.is_floating_point() else each
+            for each in inputs
+        )
+    return inputs, bound.kwargs
+
+
+def waiting_parameters(view: View, model: nn.Module) -> frozenset[int]:
+    """Return ``id(param)`` of every parameter whose gradient waits for the end of the backward pass.
+
+    They are those of leaf modules at stages 1 and 2. Stacked experts need not wait: every rank has a gradient of the
+    whole stack.
+    """
+    if not isinstance(view, Zero12View):
+        return frozenset()
+    chosen = [leaf for leaf in get_z3_leaf_modules(model) if not _are_stacked(getattr(leaf, "experts", None))]
+    return frozenset(id(param) for leaf in chosen for param in leaf.parameters() if param.requires_grad)
+
+
+def reduce_ready_partitions(
+    original: Callable[..., Any], view: Zero12View, param: Tensor, number: int
+) -> None:
+    """Let the gradient of a leaf module wait; reduce any other."""
+    if id(param) not in view.memory.waiting:
+        original(param, number)
+
+
+def reduce_waiting_gradients(
+    original: Callable[..., Any], view: Zero12View, *args: Any, **kwargs: Any
+) -> Any:
+    """Reduce the gradients of leaf modules in one order on all ranks, then end the backward pass."""
+    waiting = view.memory.waiting
+    if view.reduces_every_backward or view.at_boundary:
+        for number, group in enumerate(view.params):
+            for param in group:
+                if id(param) in waiting:
+                    if not view.has_gradient(param):
+                        view.zero_gradient(param)
+                    view.reduce_now(param, number)
+    return original(*args, **kwargs)
+
+
+def _is_moe_layer(module: nn.Module) -> bool:
+    """Return whether a module holds experts, trained or frozen, that every rank has."""
+    experts = getattr(module, "experts", None)
+    weights = list(experts.parameters()) if isinstance(experts, nn.Module) else []
+    return bool(weights) and all(getattr(weight, "allreduce", True) for weight in weights)
+
+
+def _are_stacked(experts: Any) -> bool:
+    """Return whether the experts of a layer are stacked weights, not modules of their own."""
+    if not isinstance(experts, nn.Module):
+        return False
+    return all(next(child.parameters(), None) is None for child in experts.children())

@@ -24,8 +24,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from deepspeed_muon.engine.zero.stage3 import Zero3View
-from deepspeed_muon.engine.zero.stage12 import Bf16View, FlatView, Zero12View
+from deepspeed_muon.engine.zero.stages import Bf16View, FlatView, Zero3View, Zero12View
 from deepspeed_muon.engine.zero.views import HalfView, Memory, PlainView, View, ZeroView
 from deepspeed_muon.errors import UnsupportedConfigError
 from deepspeed_muon.optimizer import Muon

@@ -33,7 +33,7 @@ class Memory:
     """
 
     engine: weakref.ref[Any]
-    duties: Sequence[Callable[[Any], AbstractContextManager[None]]]
+    duties: Sequence[Callable[[Any], AbstractContextManager[None]]] = ()
     reduced: set[int] = field(default_factory=set)
     queued: set[int] = field(default_factory=set)
     restart: bool = False
@@ -91,6 +91,21 @@ class View:
     def end_of_load(self) -> None:
         """Undo what the wrapper did before it loads a checkpoint, where it raised. Must be called by all ranks."""
 
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether all gradients are reduced, and in memory, when the wrapper's step begins."""
+        return False
+
+    @property
+    def scale_may_grow(self) -> bool:
+        """Whether the wrapper has a dynamic loss scale that ZeRO updates."""
+        return False
+
+    @property
+    def reduces_last_only(self) -> bool:
+        """Whether only gradients that the last micro-step adds to are reduced (stage 1 with ``overlap_comm``)."""
+        return False
+
     def dynamic_scaler(self) -> Any:
         """Return the object with the attributes of a dynamic loss scale, or ``None``."""
         has_one = getattr(self.wrapper, "dynamic_loss_scale", False)
@@ -145,7 +160,6 @@ class ZeroView(View):
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether all gradients are in memory when the wrapper's step begins."""
         return not getattr(self.wrapper, "swap_optimizer", False)
 
     @property
@@ -197,7 +211,6 @@ class ZeroView(View):
 
     @property
     def scale_may_grow(self) -> bool:
-        """Whether the wrapper has a dynamic loss scale."""
         return bool(self.wrapper.dynamic_loss_scale)
 
     def grow_scale(self) -> None:
