@@ -165,8 +165,9 @@ class MuonConfig(_VariantSettings):
     )
     wire_dtype: v.WireDtypeName = Field(
         default="auto",
-        description="Dtype in which fragments travel between ranks; `auto`: bf16 for bf16 and fp16 models, else fp32; "
-        "`int8`: one byte and a scale for 256 elements, half of bf16's bytes, with a loss that `health` reports "
+        description="Communication dtype of directions and updates; `auto`: bf16 for bf16 and fp16 models, else fp32; "
+        "`int8`: one byte and a scale for 256 elements, half of bf16's bytes, with a quantisation error that "
+        "`health` reports "
         "([measured.md](measured.md)).",
     )
     matrices: Annotated[dict[str, MatricesConfig], BeforeValidator(v.by_pattern)] = Field(
@@ -287,7 +288,7 @@ class MuonConfig(_VariantSettings):
 
     @property
     def wire_format(self) -> WireFormat:
-        """The room that directions and updates take when they travel."""
+        """The room that directions and updates take in communication buffers."""
         return CODED if self.wire_dtype == "int8" else PLAIN
 
     def muon_defaults(self) -> dict[str, Any]:

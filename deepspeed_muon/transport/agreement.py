@@ -1,6 +1,6 @@
 """How ranks agree on settings and plans before anything is sent.
 
-A rank that fails must still take part in the collective, or the others would wait for it. So failures travel as data
+A rank that fails must still take part in the collective, or the others would wait for it. So failures are sent as data
 and every rank raises. What is equal on all ranks costs one all-reduce of a few numbers, however many ranks there are.
 """
 
@@ -88,8 +88,8 @@ def agree(
 ) -> None:
     """Compare this rank's facts with those of the other ranks and raise on every rank if they differ.
 
-    Must be called by all ``ranks``; in a single process it only raises ``error``. Checksums travel first, the facts
-    only if those differ.
+    Must be called by all ``ranks``; in a single process it only raises ``error``. Checksums are compared first, the
+    facts only if those differ.
 
     Args:
         own_facts: The facts of this rank.

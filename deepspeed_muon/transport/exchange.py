@@ -156,7 +156,7 @@ class ExchangeBuffers:
     for it; so does the first use after :meth:`release`.
 
     Attributes:
-        device: Where they lie.
+        device: Of their memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -281,7 +281,7 @@ class ChunkExchange:
         )
 
     def _idle_numel(self, chunk: Chunk) -> int:
-        """Return the elements of a chunk's own matrices if they may lie in the send buffer after the gather, else 0."""
+        """Return the elements of a chunk's own matrices if they fit into the send buffer after the gather, else 0."""
         if self._overlap or not chunk.gathers:
             return 0
         return sum(aligned(self._plan.matrices[index].numel) for index in chunk.owned)

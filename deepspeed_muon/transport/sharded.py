@@ -1,7 +1,7 @@
-"""Newton-Schulz on matrices that stay sharded over a process group.
+"""Newton-Schulz on matrices that are sharded over a process group.
 
 ``X <- p(X X^T) X`` needs only the m x m Gram matrix ``X X^T`` from the other ranks, and that is a sum over columns. So
-a matrix that is cut along its *long* side is orthogonalised where it lies: the ranks all-reduce the Gram matrix at the
+a matrix that is cut along its *long* side is orthogonalised in place: the ranks all-reduce the Gram matrix at the
 start and at each restart of the iteration, whatever the length of the long side.
 
 A matrix that is cut along its *short* side is cut again first, along the long side: the sum over its own shards would
