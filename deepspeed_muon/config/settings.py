@@ -167,8 +167,7 @@ class MuonConfig(_VariantSettings):
         default="auto",
         description="Communication dtype of directions and updates; `auto`: bf16 for bf16 and fp16 models, else fp32; "
         "`int8`: one byte and a scale for 256 elements, half of bf16's bytes, with a quantisation error that "
-        "`health` reports "
-        "([measured.md](measured.md)).",
+        "`health` reports ([measured.md](measured.md)).",
     )
     matrices: Annotated[dict[str, MatricesConfig], BeforeValidator(v.by_pattern)] = Field(
         default_factory=dict,

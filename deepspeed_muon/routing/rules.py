@@ -16,8 +16,7 @@ from torch.nn.parameter import is_lazy
 from deepspeed_muon.config import MatricesConfig, MuonConfig
 from deepspeed_muon.errors import ParameterTypeError, RoutingError
 from deepspeed_muon.logs import warn
-from deepspeed_muon.routing.names import ModelNames, leaf_name, matches, rule_by_name
-from deepspeed_muon.routing.parameters import NamedParameter
+from deepspeed_muon.routing.parameters import ModelNames, NamedParameter, matches, rule_by_name
 from deepspeed_muon.routing.route import (
     Algorithm,
     MatrixKind,
@@ -27,6 +26,7 @@ from deepspeed_muon.routing.route import (
 from deepspeed_muon.routing.shapes import (
     cut_into_heads,
     heads_by_config,
+    leaf_name,
     share_of_blocks,
     split_output,
     true_shape,

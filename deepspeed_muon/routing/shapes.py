@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from deepspeed_muon.errors import RoutingError
 from deepspeed_muon.plan.layout import TensorShards
-from deepspeed_muon.routing.names import leaf_name
 
 SplitRule = str | Sequence[int] | Sequence[float]
 """Sizes of the parts, fractions of the output, or the word ``qkv`` or ``gate_up``."""
@@ -123,6 +122,12 @@ def _read(config: Any, name: str) -> Any:
         return getattr(config, name, None)
     except Exception:  # the configuration's own property may raise what it likes
         return None
+
+
+def leaf_name(name: str) -> str:
+    """Return the module that holds a parameter, in lower case: ``model.layers.0.q_proj.weight`` gives ``q_proj``."""
+    parts = name.lower().split(".")
+    return parts[-2] if len(parts) > 1 and parts[-1] in ("weight", "bias") else parts[-1]
 
 
 def true_shape(param: Tensor) -> tuple[int, ...]:

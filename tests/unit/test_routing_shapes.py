@@ -13,9 +13,8 @@ from torch import nn
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import ConfigError, RoutingError
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.routing.names import leaf_name
 from deepspeed_muon.routing.route import Route
-from deepspeed_muon.routing.shapes import AttentionShape, nearest_attention, split_output
+from deepspeed_muon.routing.shapes import AttentionShape, leaf_name, nearest_attention, split_output
 from tests.support.models import build
 from tests.support.reference import polar
 
