@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,79 +19,6 @@ from deepspeed_muon.step.state import State, StatePolicy, state_of
 from deepspeed_muon.step.step_set import NativeAdam, StepSet
 
 
-@dataclass(slots=True)
-class AdamKernel:
-    """The kernel that runs AdamW on some partitions.
-
-    Attributes:
-        name: ``deepspeed_cpu_adam``, ``torch_fused``, or ``none`` if there is nothing to update.
-        reason: Why this kernel was chosen.
-        run: Called like :func:`deepspeed_muon.math.updates.adam_step_`.
-        native: Whether it is DeepSpeed's.
-        calls: How often AdamW ran.
-        torch_calls: How often torch's kernel ran instead of the native one, which only knows the
-            ``weight_decay_mode`` ``decoupled``.
-    """
-
-    name: str
-    reason: str
-    run: Callable[..., None]
-    native: bool = False
-    calls: int = 0
-    torch_calls: int = 0
-
-    def report(self) -> dict[str, Any]:
-        """Return name, reason and counts."""
-        return {
-            "kernel": self.name,
-            "reason": self.reason,
-            "calls": self.calls,
-            "torch_calls": self.torch_calls,
-        }
-
-    def __call__(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        exp_avgs: Sequence[Tensor],
-        exp_avg_sqs: Sequence[Tensor],
-        *,
-        settings: AdamStep,
-    ) -> None:
-        """Update ``params`` and both moments in place."""
-        if not params:
-            return
-        run = self.run
-        if self.native and settings.decay_mode != "decoupled":
-            run = _torch_step
-            self.torch_calls += 1
-        run(params, grads, exp_avgs, exp_avg_sqs, settings=settings)
-        self.calls += 1
-
-
-def _choose_adam(step_set: StepSet, config: MuonConfig, policy: StatePolicy) -> AdamKernel:
-    """Return the kernel for AdamW's partitions of a set, which have one device and one dtype.
-
-    DeepSpeed's native operator updates partitions that ZeRO-Offload keeps on the CPU, as with DeepSpeed's AdamW.
-    Torch's fused kernel updates everything else.
-    """
-    tensors = [partition.tensor for partition in step_set.partitions if not partition.muon]
-    if not tensors:
-        return AdamKernel("none", "no parameter of this set is AdamW's", adam_step_)
-    master = tensors[0].dtype
-    moments = policy.dtype("exp_avg", master)
-    reason = "the partitions are not offloaded to the CPU"
-    make = step_set.native_adam
-    if make is not None and tensors[0].device.type == "cpu":
-        native = _native(make, config.adam_w_mode, master, moments)
-        if not isinstance(native, str):
-            return AdamKernel(
-                "deepspeed_cpu_adam", "the partitions are offloaded to the CPU", native, native=True
-            )
-        reason = native
-    return AdamKernel("torch_fused", reason, _torch_step)
-
-
 @functools.cache
 def _native(
     make: NativeAdam, decoupled: bool, master: torch.dtype, moments: torch.dtype
@@ -105,7 +31,7 @@ def _native(
         return str(error)
 
 
-def _torch_step(
+def torch_step(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
@@ -129,16 +55,48 @@ def _torch_step(
         adam_step_(*columns, settings=settings)
 
 
-class AdamUpdates:
-    """AdamW on the partitions of one step set that are not Muon's."""
+class AdamW:
+    """AdamW on the partitions of one step set that are not Muon's, which have one device and one dtype."""
 
     def __init__(self, step_set: StepSet, config: MuonConfig, policy: StatePolicy) -> None:
-        self.kernel = _choose_adam(step_set, config, policy)
+        """Choose the kernel.
+
+        DeepSpeed's native operator updates partitions that ZeRO-Offload keeps on the CPU, as with DeepSpeed's AdamW.
+        Torch's fused kernel updates everything else.
+        """
         self._policy = policy
         self._decoupled = config.adam_w_mode
+        self._native: Callable[..., None] | None = None
+        self._calls = self._torch_calls = 0
         # Those of Muon's matrices are not kept: there can be very many.
         pairs = zip(step_set.partitions, step_set.local_fragments(), strict=True)
         self._local = [(partition, local) for partition, local in pairs if not partition.muon]
+        if not self._local:
+            self._kernel, self._reason = "none", "no parameter of this set is AdamW's"
+            return
+        tensor = self._local[0][0].tensor
+        self._kernel, self._reason = "torch_fused", "the partitions are not offloaded to the CPU"
+        if step_set.native_adam is not None and tensor.device.type == "cpu":
+            moments = policy.dtype("exp_avg", tensor.dtype)
+            native = _native(step_set.native_adam, self._decoupled, tensor.dtype, moments)
+            if isinstance(native, str):
+                self._reason = native
+            else:
+                self._native = native
+                self._kernel, self._reason = "deepspeed_cpu_adam", "the partitions are offloaded to the CPU"
+
+    def report(self) -> dict[str, Any]:
+        """Return which kernel runs, why, and how often AdamW ran.
+
+        ``torch_calls`` counts how often torch's kernel ran instead of DeepSpeed's, which only knows the
+        ``weight_decay_mode`` ``decoupled``.
+        """
+        return {
+            "kernel": self._kernel,
+            "reason": self._reason,
+            "calls": self._calls,
+            "torch_calls": self._torch_calls,
+        }
 
     def run(
         self,
@@ -179,7 +137,12 @@ class AdamUpdates:
                 batches.setdefault(settings, []).append(part)  # type: ignore[arg-type]
         for settings, parts in batches.items():
             params, gradients, exp_avgs, exp_avg_sqs = (list(column) for column in zip(*parts, strict=True))
-            self.kernel(params, gradients, exp_avgs, exp_avg_sqs, settings=settings)
+            run = torch_step
+            if self._native is not None and settings.decay_mode == "decoupled":
+                run = self._native
+            run(params, gradients, exp_avgs, exp_avg_sqs, settings=settings)
+            self._calls += 1
+            self._torch_calls += self._native is not None and run is torch_step
 
 
 def _active_runs(

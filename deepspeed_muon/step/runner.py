@@ -15,7 +15,7 @@ from deepspeed_muon.monitoring.check import ResultCheck
 from deepspeed_muon.monitoring.recorder import StepRecorder, Travelling
 from deepspeed_muon.ops import matrix_norms
 from deepspeed_muon.plan.rows import RowPlaces, row_places
-from deepspeed_muon.step.adam import AdamUpdates
+from deepspeed_muon.step.adam import AdamW
 from deepspeed_muon.step.assignment import planned
 from deepspeed_muon.step.gradients import GradientInspection, GradientReport
 from deepspeed_muon.step.passes import RateTable, Step, Weights, apply, pack, pack_into, tables_of
@@ -146,8 +146,7 @@ class StepRunner:
         muon = [partition for partition in step_set.partitions if partition.muon]
         self._passes = {each.index: passes_for(each, config, resources.policy) for each in muon}
         self.inspection = GradientInspection(step_set, resources.device)
-        self._adam = AdamUpdates(step_set, config, resources.policy)
-        self.adam = self._adam.kernel
+        self.adam = AdamW(step_set, config, resources.policy)
 
     def _choose_strategy(self, config: MuonConfig, resources: StepResources) -> None:
         """Choose how matrices are orthogonalised."""
@@ -246,7 +245,7 @@ class StepRunner:
                     self._pack(flights[-1], step)
                     self._exchange.gather(flights[-1])
                 if turn == -early:
-                    self._adam.run(report.active, grads, groups, state, flat)
+                    self.adam.run(report.active, grads, groups, state, flat)
                     if previous is not None:
                         previous.wait_and_apply()
                     self._update_in_place(staying[:half], step)
