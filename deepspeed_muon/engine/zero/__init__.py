@@ -14,20 +14,8 @@ make one with :func:`view_of` where it is needed, and do not keep it.
 Names of methods that are replaced stand in :mod:`deepspeed_muon.engine.engine_hooks` too.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-
-from deepspeed_muon.engine.zero.stages import Bf16View, FlatView, Zero3View, Zero12View
-from deepspeed_muon.engine.zero.views import HalfView, Memory, PlainView, View, ZeroView
-from deepspeed_muon.errors import UnsupportedConfigError
-from deepspeed_muon.optimizer import Muon
+from deepspeed_muon.engine.zero.stages import Bf16View, FlatView, Zero3View, Zero12View, ZeroView, view_of
+from deepspeed_muon.engine.zero.views import HalfView, Memory, View
 
 __all__ = [
     "Bf16View",
@@ -40,26 +28,3 @@ __all__ = [
     "ZeroView",
     "view_of",
 ]
-
-_VIEWS: tuple[tuple[type, Callable[[Any], View]], ...] = (
-    (DeepSpeedZeroOptimizer_Stage3, Zero3View),
-    (DeepSpeedZeroOptimizer, Zero12View),
-    (BF16_Optimizer, Bf16View),
-    (FP16_UnfusedOptimizer, HalfView),
-    (Muon, PlainView),
-)
-
-
-def view_of(wrapper: Any) -> View:
-    """Return the view of what an engine has as its ``optimizer``.
-
-    Raises:
-        UnsupportedConfigError: If it is of an unknown class.
-    """
-    for kind, view in _VIEWS:
-        if isinstance(wrapper, kind):
-            return view(wrapper)
-    raise UnsupportedConfigError(
-        f"DeepSpeed wrapped the optimizer in {type(wrapper).__name__}, whose layout is not known here; "
-        f"known: ZeRO stages 0 to 3, BF16_Optimizer and FP16_UnfusedOptimizer"
-    )

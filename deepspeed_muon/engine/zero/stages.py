@@ -2,22 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
-from deepspeed_muon.engine.zero.views import View, ZeroView
-from deepspeed_muon.errors import BindingError
+from deepspeed_muon.engine.zero.views import HalfView, PlainView, View
+from deepspeed_muon.errors import BindingError, UnsupportedConfigError
+from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.placement import Placement, flat_placement, sharded_placement
 from deepspeed_muon.routing.shapes import true_shape
 
 # Elements of the weights that the ranks gather at once after a restore.
 _GATHERED = 1 << 18
+
+
+class ZeroView(View):
+    """ZeRO 1, 2 or 3: gradients are reduced into partitions."""
+
+    is_one_call = False
+
+    @property
+    def holds_gradients(self) -> bool:
+        return not getattr(self.wrapper, "swap_optimizer", False)
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether the last micro-step is running."""
+        boundary = self.wrapper.is_gradient_accumulation_boundary  # an attribute in DeepSpeed 0.19.2
+        return bool(boundary() if callable(boundary) else boundary)
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The data-parallel ranks of everything that is no expert."""
+        return self.wrapper.dp_process_group
+
+    def gradients(self) -> dict[int, Tensor | Sequence[Tensor]]:
+        """Return this rank's gradient of each partition that has one: one tensor, or several that follow each other."""
+        waits = getattr(self.wrapper, "_wait_for_offload_copies", None)  # DeepSpeed 0.19.2 copies at once
+        if waits is not None:
+            waits()
+        if self.offloads:
+            kept = {index: master.grad for index, master in enumerate(self.masters)}
+        else:
+            kept = {index: self.wrapper.averaged_gradients.get(index) for index in range(len(self.masters))}
+        return {index: gradient for index, gradient in kept.items() if gradient is not None}
+
+    def is_true_of_any(self, flag: Tensor) -> bool:
+        """Return whether a flag is set on any model-parallel rank. Must be called by all of them."""
+        self.wrapper._model_parallel_all_reduce(tensor=flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    @contextlib.contextmanager
+    def in_micro_step(self, *, first: bool) -> Iterator[None]:
+        """Let DeepSpeed copy gradients as in the first micro-step, or add them as in later ones."""
+        number = self.wrapper.micro_step_id
+        self.wrapper.micro_step_id = 0 if first else max(1, number)
+        try:
+            yield
+        finally:
+            self.wrapper.micro_step_id = number
+
+    def is_undelivered(self, param: Tensor) -> bool:
+        """Return whether an offloaded parameter's sum of gradients has not reached its master yet."""
+        return self.wrapper.get_param_id(param) not in self.wrapper.norm_for_param_grads
+
+    def forget_gradients(self) -> None:
+        """Drop what was reduced."""
+        if self.offloads:
+            # Also the record of what has reached the gradients of the masters.
+            self.wrapper.reset_cpu_buffers()
+
+    @property
+    def scale_may_grow(self) -> bool:
+        return bool(self.wrapper.dynamic_loss_scale)
+
+    def grow_scale(self) -> None:
+        """Update the loss scale after a step without overflow, whatever replaces the wrapper's method."""
+        type(self.wrapper)._update_scale(self.wrapper, False)
+
+    def take_grad_scaler(self) -> torch.amp.GradScaler | None:
+        """Remove the wrapper's ``GradScaler`` and return it."""
+        scaler: torch.amp.GradScaler | None = getattr(self.wrapper, "torch_autocast_gradscaler", None)
+        if scaler is not None:
+            self.wrapper.torch_autocast_gradscaler = None
+        return scaler
+
+    def use_scaler(self, scaler: Any) -> None:
+        """Let a ``DynamicLossScaler`` scale the loss."""
+        self.wrapper.loss_scaler = scaler
+        self.wrapper.dynamic_loss_scale = True
 
 
 class FlatView(View):
@@ -207,3 +290,27 @@ class Zero3View(ZeroView):
             self.wrapper.partition_grads(params, zeros)
         if not accelerator.resolves_data_dependency():
             stream.synchronize()
+
+
+_VIEWS: tuple[tuple[type, Callable[[Any], View]], ...] = (
+    (DeepSpeedZeroOptimizer_Stage3, Zero3View),
+    (DeepSpeedZeroOptimizer, Zero12View),
+    (BF16_Optimizer, Bf16View),
+    (FP16_UnfusedOptimizer, HalfView),
+    (Muon, PlainView),
+)
+
+
+def view_of(wrapper: Any) -> View:
+    """Return the view of what an engine has as its ``optimizer``.
+
+    Raises:
+        UnsupportedConfigError: If it is of an unknown class.
+    """
+    for kind, view in _VIEWS:
+        if isinstance(wrapper, kind):
+            return view(wrapper)
+    raise UnsupportedConfigError(
+        f"DeepSpeed wrapped the optimizer in {type(wrapper).__name__}, whose layout is not known here; "
+        f"known: ZeRO stages 0 to 3, BF16_Optimizer and FP16_UnfusedOptimizer"
+    )

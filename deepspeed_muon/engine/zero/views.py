@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -10,7 +9,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -151,80 +149,3 @@ class HalfView(View):
     @norm.setter
     def norm(self, value: Any) -> None:
         self.wrapper._global_grad_norm = value
-
-
-class ZeroView(View):
-    """ZeRO 1, 2 or 3: gradients are reduced into partitions."""
-
-    is_one_call = False
-
-    @property
-    def holds_gradients(self) -> bool:
-        return not getattr(self.wrapper, "swap_optimizer", False)
-
-    @property
-    def at_boundary(self) -> bool:
-        """Whether the last micro-step is running."""
-        boundary = self.wrapper.is_gradient_accumulation_boundary  # an attribute in DeepSpeed 0.19.2
-        return bool(boundary() if callable(boundary) else boundary)
-
-    @property
-    def data_parallel_group(self) -> Any:
-        """The data-parallel ranks of everything that is no expert."""
-        return self.wrapper.dp_process_group
-
-    def gradients(self) -> dict[int, Tensor | Sequence[Tensor]]:
-        """Return this rank's gradient of each partition that has one: one tensor, or several that follow each other."""
-        waits = getattr(self.wrapper, "_wait_for_offload_copies", None)  # DeepSpeed 0.19.2 copies at once
-        if waits is not None:
-            waits()
-        if self.offloads:
-            kept = {index: master.grad for index, master in enumerate(self.masters)}
-        else:
-            kept = {index: self.wrapper.averaged_gradients.get(index) for index in range(len(self.masters))}
-        return {index: gradient for index, gradient in kept.items() if gradient is not None}
-
-    def is_true_of_any(self, flag: Tensor) -> bool:
-        """Return whether a flag is set on any model-parallel rank. Must be called by all of them."""
-        self.wrapper._model_parallel_all_reduce(tensor=flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
-
-    @contextlib.contextmanager
-    def in_micro_step(self, *, first: bool) -> Iterator[None]:
-        """Let DeepSpeed copy gradients as in the first micro-step, or add them as in later ones."""
-        number = self.wrapper.micro_step_id
-        self.wrapper.micro_step_id = 0 if first else max(1, number)
-        try:
-            yield
-        finally:
-            self.wrapper.micro_step_id = number
-
-    def is_undelivered(self, param: Tensor) -> bool:
-        """Return whether an offloaded parameter's sum of gradients has not reached its master yet."""
-        return self.wrapper.get_param_id(param) not in self.wrapper.norm_for_param_grads
-
-    def forget_gradients(self) -> None:
-        """Drop what was reduced."""
-        if self.offloads:
-            # Also the record of what has reached the gradients of the masters.
-            self.wrapper.reset_cpu_buffers()
-
-    @property
-    def scale_may_grow(self) -> bool:
-        return bool(self.wrapper.dynamic_loss_scale)
-
-    def grow_scale(self) -> None:
-        """Update the loss scale after a step without overflow, whatever replaces the wrapper's method."""
-        type(self.wrapper)._update_scale(self.wrapper, False)
-
-    def take_grad_scaler(self) -> torch.amp.GradScaler | None:
-        """Remove the wrapper's ``GradScaler`` and return it."""
-        scaler: torch.amp.GradScaler | None = getattr(self.wrapper, "torch_autocast_gradscaler", None)
-        if scaler is not None:
-            self.wrapper.torch_autocast_gradscaler = None
-        return scaler
-
-    def use_scaler(self, scaler: Any) -> None:
-        """Let a ``DynamicLossScaler`` scale the loss."""
-        self.wrapper.loss_scaler = scaler
-        self.wrapper.dynamic_loss_scale = True
