@@ -30,7 +30,7 @@ from deepspeed_muon import Muon  # noqa: E402
 from deepspeed_muon.engine.offload import CpuAdam  # noqa: E402
 from deepspeed_muon.math.updates import AdamStep, adam_step_  # noqa: E402
 from deepspeed_muon.ops import flat_passes, widened  # noqa: E402
-from deepspeed_muon.step.state import state_bytes  # noqa: E402
+from tests.support.training import state_bytes  # noqa: E402
 
 MIB = 1 << 20
 

@@ -130,13 +130,3 @@ def passes_for(partition: BoundPartition, config: MuonConfig, policy: StatePolic
         return flat_passes("torch", partition.tensor.device)  # without DeepSpeed
     passes = flat_passes(config.ns_backend, partition.tensor.device)
     return passes if master == momentum == torch.float32 else widened(passes)
-
-
-def state_bytes(state: Mapping[Any, Mapping[str, Any]]) -> dict[str, int]:
-    """Return how many bytes this rank's state tensors take, by key."""
-    found: dict[str, int] = {}
-    for own in state.values():
-        for key, value in own.items():
-            if isinstance(value, Tensor):
-                found[key] = found.get(key, 0) + value.numel() * value.element_size()
-    return found

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 import deepspeed_muon
-from deepspeed_muon.step.state import state_bytes
 from tests.support import training
 from tests.support.contract import HALF_TOLERANCE, STEPS, reference
 from tests.support.models import MATRICES, batch, build
 from tests.support.reference import Oracle, relative
-from tests.support.training import try_to_start
+from tests.support.training import state_bytes, try_to_start
 
 CPU = {"offload_optimizer": {"device": "cpu"}}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import deepspeed
@@ -216,3 +217,13 @@ EVENTS = {
     "update_rms", "orthogonality_error", "sigma_max", "stable_rank", "alignment",
     "time_gather", "time_newton_schulz", "time_scatter", "seconds", "redone", "failed", "step",
 }  # fmt: skip
+
+
+def state_bytes(state: Mapping[Any, Mapping[str, Any]]) -> dict[str, int]:
+    """Return how many bytes this rank's state tensors take, by key."""
+    found: dict[str, int] = {}
+    for own in state.values():
+        for key, value in own.items():
+            if isinstance(value, Tensor):
+                found[key] = found.get(key, 0) + value.numel() * value.element_size()
+    return found

@@ -11,8 +11,9 @@ from deepspeed_muon import Muon
 from deepspeed_muon.math.updates import AdamStep, reference_adamw_step
 from deepspeed_muon.ops import flat_passes, widened
 from deepspeed_muon.step.adam import torch_step
-from deepspeed_muon.step.state import StatePolicy, state_bytes
+from deepspeed_muon.step.state import StatePolicy
 from tests.support.models import batch, build
+from tests.support.training import state_bytes
 
 BLOCK = 1 << 16  # of ops/widened.py: lengths on both sides of it
 HALF = (torch.bfloat16, torch.float16)
