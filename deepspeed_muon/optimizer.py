@@ -300,7 +300,7 @@ class Muon(RoutedOptimizer):
             (runner, groups, flat_gradients(runner, scale))
             for runner, groups in self._bound.current(self.param_groups)
         ]
-        reports = [runner.inspect_gradients(grads) for runner, _, grads in current]
+        reports = [self._bound.inspect(runner, grads) for runner, _, grads in current]
         pending, self._pending = self._pending, None
         self.overflow = False
         failed = [name for report in reports for name in report.failed]
@@ -315,7 +315,7 @@ class Muon(RoutedOptimizer):
             self._refuse(nonfinite)
             current = []
         for (runner, groups, grads), report in zip(current, reports, strict=not nonfinite):
-            pending = runner.run(report, grads, groups, self.state, previous=pending)
+            pending = runner.run(report.active, grads, groups, self.state, previous=pending)
             if self.qk_clip is not None:
                 with runner.step_set.flat_partitions() as flat:
                     self.qk_clip.apply(runner.context.number, flat)

@@ -47,7 +47,7 @@ from torch import Tensor, nn
 
 from deepspeed_muon.engine.zero import View, Zero3View, Zero12View, ZeroView
 from deepspeed_muon.logs import logger
-from deepspeed_muon.step.gradients import Flat
+from deepspeed_muon.step.bound import Flat
 
 _MARK = "_z3_leaf"
 

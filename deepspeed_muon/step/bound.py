@@ -1,20 +1,160 @@
-"""All step sets of an optimizer, bound to the tensors that ZeRO hands over."""
+"""All step sets of an optimizer, bound to the tensors that ZeRO hands over, and the flags of their gradients.
+
+Before a step changes anything, the ranks tell each other which parameters have a gradient and whether all are finite.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import BindingError
-from deepspeed_muon.step.gradients import Flat, GradientInspection
 from deepspeed_muon.step.runner import StepResources, StepRunner
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.transport.agreement import RankFacts, Scope
 from deepspeed_muon.transport.exchange import overlap_fits
+from deepspeed_muon.transport.ranks import phase
+
+
+@dataclass(frozen=True, slots=True)
+class GradientReport:
+    """What all ranks of a group know about this step's gradients.
+
+    Attributes:
+        active: Whether any rank has a non-zero gradient: flags of all matrices, then of all other parameters.
+        nonfinite: Names of the parameters whose gradient holds an infinity or NaN on some rank.
+        failed: Names of the matrices that got no update in the previous step, because it was wrong in fp32 too.
+    """
+
+    active: tuple[bool, ...]
+    nonfinite: tuple[str, ...]
+    failed: tuple[str, ...]
+
+
+class Flat(Protocol):
+    """A rank's gradient of one partition, of which runs can be read."""
+
+    def narrow(self, dim: int, start: int, length: int, /) -> Tensor:
+        """Return elements from ``start`` on; ``dim`` is 0."""
+
+
+class GradientInspection:
+    """Finds out, together with the group, which parameters have a gradient and whether all are finite."""
+
+    def __init__(self, runner: StepRunner) -> None:
+        self._runner = runner
+        self._step_set = step_set = runner.step_set
+        self._device = runner.context.device
+        self._local = step_set.local_fragments()
+        self._rows: list[list[int]] | None = None
+        self.groups = [step_set.group] if step_set.world_size > 1 else []
+        # A shard without a gradient must take part if other shards of its matrix have one, and so must the experts of a
+        # stack that lies on several ranks: what a step does may not depend on where it is cut.
+        self.groups += [each for each in (step_set.tensor_group, step_set.stack_group) if each is not None]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether :meth:`exchange` has told the flags of this step."""
+        return self._rows is not None
+
+    def forget(self) -> None:
+        """Forget the flags, at the end of a step."""
+        self._rows = None
+
+    @staticmethod
+    def exchange(inspections: Sequence[GradientInspection], grads: Mapping[int, Flat]) -> None:
+        """Let the ranks tell each other their flags of several step sets of the same groups, in one message.
+
+        Must be called by all ranks of the groups.
+
+        Args:
+            inspections: Of the step sets. They keep the flags until :meth:`forget`.
+            grads: Partition index to its gradient; a missing one counts as zero.
+        """
+        first = inspections[0]
+        own = [each._own_flags(grads) for each in inspections]
+        rows = [row for each in own for row in each]
+        if first.groups and rows:
+            sent = torch.tensor(rows, dtype=torch.uint8, device=first._device)
+            for group in first.groups:
+                sent = _gather_flags(sent, group=group)
+            rows = sent.tolist()
+        start = 0
+        for each, mine in zip(inspections, own, strict=True):
+            each._rows = rows[start : start + len(mine)]
+            start += len(mine)
+
+    @property
+    def found_nonfinite(self) -> bool:
+        """Whether some gradient is not finite on any rank, after :meth:`exchange`."""
+        return any(row[1] for row in self._rows or ())
+
+    def report(self, grads: Mapping[int, Flat]) -> GradientReport:
+        """Return what all ranks know, and forget which matrices were left out.
+
+        Must be called by all ranks of the group.
+
+        Args:
+            grads: Partition index to its gradient, flat and contiguous; a missing one counts as zero.
+        """
+        if self._rows is None:
+            self.exchange([self], grads)
+        self._runner.take_failed()
+        rows, self._rows = self._rows or [], None
+        names = [layout.name for layout in self._step_set.layouts]
+        nonfinite = tuple(name for name, row in zip(names, rows, strict=True) if row[1])
+        failed = tuple(name for name, row in zip(names, rows, strict=True) if row[2])
+        if self._step_set.wider_group is not None:
+            bad = torch.tensor([bool(nonfinite), bool(failed)], dtype=torch.uint8, device=self._device)
+            others = _gather_flags(bad, group=self._step_set.wider_group).tolist()
+            nonfinite = nonfinite or ("a parameter of other ranks",) * others[0]
+            failed = failed or ("a matrix of other ranks",) * others[1]
+        return GradientReport(tuple(bool(row[0]) for row in rows), nonfinite, failed)
+
+    def _own_flags(self, grads: Mapping[int, Flat]) -> list[list[int]]:
+        """Return three flags for each parameter: gradient not zero, gradient not finite, left out last."""
+        failed = self._runner.failed_names()
+        flags = [[0, 0, int(layout.name in failed)] for layout in self._step_set.layouts]
+        numbers: list[int] = []
+        views: list[Tensor] = []
+        for partition, local in zip(self._step_set.partitions, self._local, strict=True):
+            grad = grads.get(partition.index)
+            if grad is not None:
+                numbers.extend(number for number, _ in local)
+                views.extend(grad.narrow(0, f.partition_offset, f.numel) for _, f in local)
+        if views:
+            for number, (nonzero, nonfinite) in zip(numbers, _gradient_flags(views).tolist(), strict=True):
+                flags[number][0] |= nonzero
+                flags[number][1] |= nonfinite
+        return flags
+
+
+def _gather_flags(flags: Tensor, *, group: dist.ProcessGroup | None) -> Tensor:
+    """Set ``flags`` (uint8) to their elementwise maximum over the group and return them.
+
+    Must be called by all ranks of ``group``, with flags on a device from which its backend can send.
+    """
+    with phase("exchange of gradient flags", group):
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    return flags
+
+
+def _gradient_flags(fragments: list[Tensor]) -> Tensor:
+    """Return one row ``(has a non-zero element, has a non-finite element)`` per fragment, uint8 on their device."""
+    # The largest magnitude is 0 for all zeros, inf or NaN for anything non-finite. A GPU has a multi-tensor kernel for
+    # it; on a CPU that takes twenty times as long as minimum and maximum.
+    if fragments[0].device.type == "cpu":
+        ends = [torch.stack([end(fragment) for fragment in fragments]) for end in (torch.amin, torch.amax)]
+        largest = torch.maximum(*(each.abs() for each in ends))
+    else:
+        largest = torch.stack(torch._foreach_norm(fragments, float("inf")))
+    return torch.stack((largest != 0, ~torch.isfinite(largest)), dim=1).to(torch.uint8)
 
 
 class BoundSteps:
@@ -56,6 +196,7 @@ class BoundSteps:
                 )
             )
             follows = possible
+        self._inspections = {runner: GradientInspection(runner) for runner in self.runners}
         self._runner_of = {
             id(partition.tensor): runner
             for runner in self.runners
@@ -114,27 +255,36 @@ class BoundSteps:
         Args:
             grads: Partition index to this rank's gradient; a missing one counts as zero.
         """
-        together: dict[tuple[dist.ProcessGroup | None, ...], list[StepRunner]] = {}
-        for runner in self.runners:
-            together.setdefault(tuple(runner.inspection.groups), []).append(runner)
-        for runners in together.values():
-            # Kept until the step reports them: ZeRO may skip this one by itself.
-            failed = [runner.failed_names() for runner in runners]
-            GradientInspection.exchange([runner.inspection for runner in runners], grads, failed)
+        together: dict[tuple[dist.ProcessGroup | None, ...], list[GradientInspection]] = {}
+        for each in self._inspections.values():
+            together.setdefault(tuple(each.groups), []).append(each)
+        for inspections in together.values():
+            GradientInspection.exchange(inspections, grads)
+
+    def inspect(self, runner: StepRunner, grads: Mapping[int, Tensor]) -> GradientReport:
+        """Find out which parameters of a step set have a gradient and whether all are finite.
+
+        Must be called by all ranks of the set's group.
+
+        Args:
+            runner: Of the set.
+            grads: Partition index to its gradient, flat and contiguous; a missing one counts as zero.
+        """
+        return self._inspections[runner].report(grads)
 
     def found_nonfinite(self, group: dist.ProcessGroup) -> bool | None:
         """Return whether any gradient is not finite, ``None`` if the ranks of ``group`` were not told of all.
 
         They are after :meth:`exchange_flags`, if all step sets belong to ``group``.
         """
-        if any(not r.inspection.is_known or r.step_set.group is not group for r in self.runners):
+        if any(not known.is_known or r.step_set.group is not group for r, known in self._inspections.items()):
             return None
-        return any(runner.inspection.found_nonfinite for runner in self.runners)
+        return any(each.found_nonfinite for each in self._inspections.values())
 
     def forget_flags(self) -> None:
         """Forget what :meth:`exchange_flags` told, at the end of a step."""
-        for runner in self.runners:
-            runner.inspection.forget()
+        for each in self._inspections.values():
+            each.forget()
 
     def facts(self) -> RankFacts:
         """Return what the ranks compare of their plans."""

@@ -17,7 +17,6 @@ from deepspeed_muon.ops import matrix_norms
 from deepspeed_muon.plan.rows import RowPlaces, row_places
 from deepspeed_muon.step.adam import AdamW
 from deepspeed_muon.step.assignment import planned
-from deepspeed_muon.step.gradients import GradientInspection, GradientReport
 from deepspeed_muon.step.passes import RateTable, Step, Weights, apply, pack, pack_into, tables_of
 from deepspeed_muon.step.state import State, StatePolicy, passes_for, row_state_of, state_of
 from deepspeed_muon.step.step_set import Refresh, StepSet
@@ -145,7 +144,6 @@ class StepRunner:
         self._rows = RowStateExchange(self.plan, context, self._variant, group) if finishes else None
         muon = [partition for partition in step_set.partitions if partition.muon]
         self._passes = {each.index: passes_for(each, config, resources.policy) for each in muon}
-        self.inspection = GradientInspection(step_set, resources.device)
         self.adam = AdamW(step_set, config, resources.policy)
 
     def _choose_strategy(self, config: MuonConfig, resources: StepResources) -> None:
@@ -182,16 +180,6 @@ class StepRunner:
         """Where the variant's row state lies, for each matrix of the set; empty if it has none."""
         return row_places(self.step_set.matrices) if self._variant.state else ()
 
-    def inspect_gradients(self, grads: Mapping[int, Tensor]) -> GradientReport:
-        """Find out, together with the group, which parameters have a gradient and whether all are finite.
-
-        Must be called by all ranks of the group.
-
-        Args:
-            grads: Partition index to its gradient, flat and contiguous; a missing one counts as zero.
-        """
-        return self.inspection.report(grads, self.take_failed())
-
     def take_failed(self) -> list[str]:
         """Return the names of the matrices whose update this rank left out, and forget them."""
         names = self.failed_names()
@@ -205,7 +193,7 @@ class StepRunner:
 
     def run(
         self,
-        report: GradientReport,
+        flags: Sequence[bool],
         grads: Mapping[int, Tensor],
         groups: Mapping[int, dict[str, Any]],
         state: State,
@@ -214,10 +202,10 @@ class StepRunner:
     ) -> PendingUpdates | None:
         """Update all partitions of the set in place.
 
-        Must be called by all ranks of the group with the same report.
+        Must be called by all ranks of the group with the same flags.
 
         Args:
-            report: The outcome of :meth:`inspect_gradients`.
+            flags: For each parameter of the set, matrices first, whether any rank has a gradient of it.
             grads: Partition index to its gradient, flat and contiguous.
             groups: Partition index to the param group with its rates.
             state: The optimizer's state. Mutated; missing entries are created.
@@ -226,7 +214,7 @@ class StepRunner:
         Returns:
             The pending updates of this set, if it was made with ``leaves_pending``.
         """
-        with self.step_set.flat_partitions() as flat, self._begin(report, grads, groups, state, flat) as step:
+        with self.step_set.flat_partitions() as flat, self._begin(flags, grads, groups, state, flat) as step:
             active = step.weights.active
             chunks = [number for number, chunk in enumerate(self.plan.chunks) if chunk.active(active)]
             moving = [number for number in chunks if self.plan.chunks[number].scatters]
@@ -245,7 +233,7 @@ class StepRunner:
                     self._pack(flights[-1], step)
                     self._exchange.gather(flights[-1])
                 if turn == -early:
-                    self.adam.run(report.active, grads, groups, state, flat)
+                    self.adam.run(flags, grads, groups, state, flat)
                     if previous is not None:
                         previous.wait_and_apply()
                     self._update_in_place(staying[:half], step)
@@ -265,7 +253,7 @@ class StepRunner:
     @contextlib.contextmanager
     def _begin(
         self,
-        report: GradientReport,
+        flags: Sequence[bool],
         grads: Mapping[int, Tensor],
         groups: Mapping[int, dict[str, Any]],
         state: State,
@@ -274,7 +262,7 @@ class StepRunner:
         """Read the rates and momentum of this step; bring the row state to the owners, and back at the end."""
         muon = [partition for partition in self.step_set.partitions if partition.muon]
         own = {partition.index: state_of(partition, state, self._policy) for partition in muon}
-        active = [report.active[origin] for origin in self.assignment.origin]
+        active = [flags[origin] for origin in self.assignment.origin]
         rates = self._rates.of({index: groups[index] for index in own})
         weights = Weights(active, rates, flat, self._passes, self._variant)
         momentum = {index: each["momentum_buffer"].view(-1) for index, each in own.items()}
