@@ -225,6 +225,8 @@ ENGINE_HOOKS = (
         checkpointing.load_universal_checkpoint,
         lambda view: hasattr(view.wrapper, "_load_universal_checkpoint"),
     ),
+    # Nobody would sample a whole step, bound the wait for other ranks, or find steps that ended too early.
+    EngineHook("engine", "_take_model_step", running.take_model_step),
     # consolidate_on_save would write nothing, and nobody could tell the files of two saves of one step apart.
     EngineHook("engine", "save_checkpoint", running.save_checkpoint),
     # Files of two saves would be loaded together. Where another optimizer, stage, number of ranks, order or other

@@ -62,8 +62,6 @@ HOOKS = (
     # Schedulers that write one number into every group would lose the ratio of Muon's rate and AdamW's. And the
     # schedule is the last thing that restore_from fills, so it is loaded here.
     Hook(DeepSpeedEngine, "_configure_lr_scheduler", running.configure_lr_scheduler),
-    # Nobody would sample a whole step, bound the wait for other ranks, or find steps that ended too early.
-    Hook(DeepSpeedEngine, "_take_model_step", running.take_model_step),
     # DeepSpeed's converter knows Adam's state only.
     Hook(ds_to_universal, "main", checkpointing.convert),
 )

@@ -77,9 +77,7 @@ def take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kwa
 
     The plain engine and the pipeline engine call it once a step, on all ranks, also when the gradients overflow.
     """
-    optimizer = muon_of(engine)
-    if optimizer is None:
-        return original(engine, *args, **kwargs)
+    optimizer = engine.basic_optimizer
     optimizer.host.require_restored()
     optimizer.host.step_thread = threading.get_ident()
     number = engine.global_steps + 1
@@ -87,10 +85,11 @@ def take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kwa
         for group in optimizer._process_groups():
             # DeepSpeed's own collectives of the step are part of it: the norm of the gradients at stages 1 and 2.
             waiting.enter_context(phase(f"step {number}", group))
-        result = original(engine, *args, **kwargs)
+        result = original(*args, **kwargs)
     optimizer._check_arrived()
     if engine.monitor.enabled:
-        events = monitor_rates(optimizer, engine.global_samples)
+        current = rates(optimizer).items()
+        events = [(f"Train/Samples/{key}", rate, engine.global_samples) for key, rate in current]
         if optimizer.recorder.due(number):
             events += monitor_events(optimizer.health(), engine.global_samples)
         engine.monitor.write_events(events)
@@ -172,11 +171,6 @@ def rates(optimizer: Muon, *, of_step: bool = False) -> dict[str, float]:
             _KEYS[group["algorithm"]], optimizer.rates_of_step.get(id(group), rate) if of_step else rate
         )
     return found
-
-
-def monitor_rates(optimizer: Muon, samples: int) -> list[tuple[str, float, int]]:
-    """Return the rates as events of DeepSpeed's monitor, beside its ``Train/Samples/lr``."""
-    return [(f"Train/Samples/{key}", rate, samples) for key, rate in rates(optimizer).items()]
 
 
 def name_rates_in_trainer() -> None:

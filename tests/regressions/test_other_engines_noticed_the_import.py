@@ -36,8 +36,6 @@ HOOKS = {
     ("offload.py", "__init__"),
     ("offload.py", "close"),
     ("running.py", "configure_lr_scheduler"),
-    ("running.py", "save_checkpoint"),
-    ("running.py", "take_model_step"),
     ("supported.py", "_setting"),
     ("supported.py", "expert_parallel"),
 }
