@@ -101,7 +101,8 @@ def report_skipped_step(view: View) -> Iterator[None]:
 
 def overflow_is_error(view: View) -> bool:
     """Return whether the configuration makes a step that ZeRO skips by itself an error."""
-    wanted = view.optimizer.config.nonfinite_grad == "error" and not view.memory.engine().fp16_enabled()
+    engine: Any = view.memory.engine()
+    wanted = view.optimizer.config.nonfinite_grad == "error" and not engine.fp16_enabled()
     return wanted and hasattr(view.wrapper, "overflow")
 
 
