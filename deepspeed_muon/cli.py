@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from deepspeed_muon.checkpoint import cli as checkpoints
+from deepspeed_muon.checkpoint import offline as checkpoints
 from deepspeed_muon.errors import MuonError
 from deepspeed_muon.forecast import cli as plan_cli
 from deepspeed_muon.monitoring import page as health_page

@@ -1,4 +1,4 @@
-"""Replacing a file or a folder at once: whoever reads finds the old one or the new one, also after a power cut.
+"""Replacing a file, a folder or its set at once: whoever reads finds the old or the new one, also after a power cut.
 
 Everything is written under another name and synced, then renamed, then the folder that holds the name is synced.
 """
@@ -10,13 +10,23 @@ import errno
 import fcntl
 import glob
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from deepspeed_muon.checkpoint.index import INDEX_NAME, SHARD_PATTERN, CheckpointIndex, load_index
+from deepspeed_muon.checkpoint.sealed import regular_size
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.logs import logger
 
+LOCK_NAME = ".muon_save.lock"
+
+# What killed saves leave of shards and of the index.
+_LEFTOVER = re.compile(
+    rf"\.({SHARD_PATTERN.pattern}|({re.escape(INDEX_NAME)}|muon_token)\.[0-9a-f]{{12}})\.tmp"
+)
 # NFS answers EBADF for a folder, which cannot be opened for writing.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 
@@ -207,3 +217,113 @@ def unlock(descriptor: int) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may have the descriptor too
     with contextlib.suppress(OSError):
         os.close(descriptor)
+
+
+class FolderWriter:
+    """The process that writes the index of a folder; it keeps other saves out until :meth:`close`.
+
+    Attributes:
+        save_id: A random number that is in the names of all files of this save.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Lock the folder, which must exist.
+
+        Args:
+            folder: Where the set is to be.
+
+        Raises:
+            CheckpointError: If another save writes into it, or it cannot be written to.
+        """
+        self.save_id = secrets.token_hex(6)
+        self._folder = folder
+        self._replaced: list[str] = []
+        path = folder / LOCK_NAME
+        try:
+            self._lock = lock(path, os.O_RDWR | os.O_CREAT)
+        except BlockingIOError:
+            raise CheckpointError(
+                f"{folder}: another save is writing into this folder; wait for it, or name another folder"
+            ) from None
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        if self._lock is None:
+            logger.warning(
+                "deepspeed_muon: %s is on a file system without locks: never run two saves into it at once. What "
+                "killed saves left there is not removed",
+                folder,
+            )
+
+    def commit(self, index: CheckpointIndex) -> None:
+        """Make the shards that ``index`` names the set of the folder; shards and names must be synced to the disk.
+
+        Args:
+            index: The whole index.
+
+        Raises:
+            UnsettledError: If the index was renamed, or may have been.
+            CheckpointError: If it was not; the set that was there before is untouched.
+        """
+        if self._lock is None:
+            with contextlib.suppress(CheckpointError):
+                self._replaced = list(load_index(self._folder).files)
+        replace_file(self._folder / INDEX_NAME, index.to_bytes(), check=lambda: self._require_files(index))
+
+    def _require_files(self, index: CheckpointIndex) -> None:
+        """Raise unless every file that the index names is in the folder with its size."""
+        for name, record in index.files.items():
+            size = regular_size(self._folder / name)
+            if size != record.bytes:
+                raise CheckpointError(f"{name} has {size} bytes, {record.bytes} were written")
+
+    def clear(self, index: CheckpointIndex) -> None:
+        """Remove what the committed ``index`` does not name. What cannot be removed stays, with a warning."""
+        if self._lock is not None:
+            remove_stale(self._folder, index.files)
+        else:
+            remove_shards(self._folder, set(self._replaced) - set(index.files))
+
+    def close(self) -> None:
+        """Let other saves in; may be called twice."""
+        if self._lock is not None:
+            unlink(self._folder / LOCK_NAME)
+            unlock(self._lock)
+            self._lock = None
+
+
+def remove_shards(folder: Path, names: Iterable[str]) -> None:
+    """Remove shards of this save, or of a set that was replaced. What cannot be removed stays, with a warning."""
+    stuck: list[OSError] = []
+    for name in list(names):  # a thread of the save may still be adding to them
+        try:
+            (folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            stuck.append(error)
+    if stuck:
+        _warn_of_leftovers(folder, stuck)
+
+
+def remove_stale(folder: Path, keep: Iterable[str]) -> None:
+    """Remove shards, and what killed saves left of them, that no index names any more.
+
+    Args:
+        folder: A consolidated checkpoint; no other save may be writing into it.
+        keep: Names of the files that its index names.
+    """
+    kept = set(keep)
+    try:
+        names = os.listdir(folder)
+    except OSError as error:
+        _warn_of_leftovers(folder, [error])
+        return
+    ours = (name for name in names if _LEFTOVER.fullmatch(name) or SHARD_PATTERN.fullmatch(name))
+    remove_shards(folder, [name for name in ours if name not in kept])
+
+
+def _warn_of_leftovers(folder: Path, errors: list[OSError]) -> None:
+    logger.warning(
+        "deepspeed_muon: %s: %d files that no index names could not be removed, which the next save tries again: %s",
+        folder,
+        len(errors),
+        errors[0],
+    )

@@ -19,112 +19,37 @@ A conversion without an engine takes the same steps, as a single rank.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
+import math
 import os
-import re
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.atomic import (
+    FolderWriter,
     UnsettledError,
-    lock,
-    replace_file,
+    fsync_folder,
+    remove_shards,
     unlink,
-    unlock,
     write_synced,
 )
-from deepspeed_muon.checkpoint.index import INDEX_NAME, SHARD_PATTERN, CheckpointIndex, FileRecord, load_index
-from deepspeed_muon.checkpoint.sealed import read_regular, regular_size
-from deepspeed_muon.checkpoint.shards import Piece, SavePlan, log_stage, shard_name, write_shards
+from deepspeed_muon.checkpoint.index import ITEM_BYTES, CheckpointIndex, FileRecord
+from deepspeed_muon.checkpoint.parts import Piece, SavePlan, Shapes, shard_name
+from deepspeed_muon.checkpoint.sealed import read_regular
 from deepspeed_muon.errors import CheckpointError, MuonError, RankMissingError
 from deepspeed_muon.logs import logger
 from deepspeed_muon.transport.agreement import RankFacts, agree
 from deepspeed_muon.transport.ranks import Ranks, all_ranks
 
-LOCK_NAME = ".muon_save.lock"
-
-# What killed saves leave of shards and of the index.
-_LEFTOVER = re.compile(
-    rf"\.({SHARD_PATTERN.pattern}|({re.escape(INDEX_NAME)}|muon_token)\.[0-9a-f]{{12}})\.tmp"
-)
 _UNTOUCHED = "{folder}: what it held before is untouched"
 _UNKNOWN = "{folder}: it holds the new set or the one before, complete; 'checkpoint inspect' says which"
-
-
-class FolderWriter:
-    """The process that writes the index of a folder; it keeps other saves out until :meth:`close`.
-
-    Attributes:
-        save_id: A random number that is in the names of all files of this save.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        """Lock the folder, which must exist.
-
-        Args:
-            folder: Where the set is to be.
-
-        Raises:
-            CheckpointError: If another save writes into it, or it cannot be written to.
-        """
-        self.save_id = secrets.token_hex(6)
-        self._folder = folder
-        self._replaced: list[str] = []
-        path = folder / LOCK_NAME
-        try:
-            self._lock = lock(path, os.O_RDWR | os.O_CREAT)
-        except BlockingIOError:
-            raise CheckpointError(
-                f"{folder}: another save is writing into this folder; wait for it, or name another folder"
-            ) from None
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error}") from error
-        if self._lock is None:
-            logger.warning(
-                "deepspeed_muon: %s is on a file system without locks: never run two saves into it at once. What "
-                "killed saves left there is not removed",
-                folder,
-            )
-
-    def commit(self, index: CheckpointIndex) -> None:
-        """Make the shards that ``index`` names the set of the folder; shards and names must be synced to the disk.
-
-        Args:
-            index: The whole index.
-
-        Raises:
-            UnsettledError: If the index was renamed, or may have been.
-            CheckpointError: If it was not; the set that was there before is untouched.
-        """
-        if self._lock is None:
-            with contextlib.suppress(CheckpointError):
-                self._replaced = list(load_index(self._folder).files)
-        replace_file(self._folder / INDEX_NAME, index.to_bytes(), check=lambda: self._require_files(index))
-
-    def _require_files(self, index: CheckpointIndex) -> None:
-        """Raise unless every file that the index names is in the folder with its size."""
-        for name, record in index.files.items():
-            size = regular_size(self._folder / name)
-            if size != record.bytes:
-                raise CheckpointError(f"{name} has {size} bytes, {record.bytes} were written")
-
-    def clear(self, index: CheckpointIndex) -> None:
-        """Remove what the committed ``index`` does not name. What cannot be removed stays, with a warning."""
-        if self._lock is not None:
-            remove_stale(self._folder, index.files)
-        else:
-            remove_shards(self._folder, set(self._replaced) - set(index.files))
-
-    def close(self) -> None:
-        """Let other saves in; may be called twice."""
-        if self._lock is not None:
-            unlink(self._folder / LOCK_NAME)
-            unlock(self._lock)
-            self._lock = None
 
 
 def write_set(
@@ -141,7 +66,7 @@ def write_set(
     Args:
         folder: Where the set is to be.
         plan: What to write.
-        fill: See :func:`~deepspeed_muon.checkpoint.shards.write_shards`.
+        fill: See :func:`write_shards`.
         about: Returns what the index says besides files and parameters.
         writer: Of the folder, on the first rank.
         save_id: Of the writer.
@@ -295,39 +220,143 @@ def _token(folder: Path, save_id: str) -> Path:
     return folder / f".muon_token.{save_id}.tmp"
 
 
-def remove_shards(folder: Path, names: Iterable[str]) -> None:
-    """Remove shards of this save, or of a set that was replaced. What cannot be removed stays, with a warning."""
-    stuck: list[OSError] = []
-    for name in list(names):  # a thread of the save may still be adding to them
-        try:
-            (folder / name).unlink(missing_ok=True)
-        except OSError as error:
-            stuck.append(error)
-    if stuck:
-        _warn_of_leftovers(folder, stuck)
+def log_stage(folder: Path, stage: str) -> None:
+    """Say in the log how far a save has come."""
+    logger.debug("deepspeed_muon: save to %s: %s", folder, stage)
 
 
-def remove_stale(folder: Path, keep: Iterable[str]) -> None:
-    """Remove shards, and what killed saves left of them, that no index names any more.
+def write_shards(
+    plan: SavePlan,
+    rank: int,
+    fill: Callable[[Sequence[Piece | None], Tensor], None],
+    folder: Path,
+    names: Sequence[str],
+    files: dict[str, FileRecord],
+) -> Exception | None:
+    """Write this rank's files. A failure of the disk is returned, not raised: the other ranks still need its fragments.
 
     Args:
-        folder: A consolidated checkpoint; no other save may be writing into it.
-        keep: Names of the files that its index names.
+        plan: What to write.
+        rank: This rank.
+        fill: Called in every round with the pieces of all ranks: brings this rank's into a tensor on the CPU.
+        folder: Where to write.
+        names: Of all files.
+        files: Gets the records of this rank's. Mutated.
     """
-    kept = set(keep)
+    contents = [torch.empty(plan.piece_numel, dtype=torch.float32) for _ in range(2)]
+    writer = _Writer(plan, folder, names, files)
+    # Appends a piece while the next one is exchanged.
+    thread = ThreadPoolExecutor(1, thread_name_prefix="deepspeed_muon-save")
+    pending: list[Future[None]] = []
     try:
-        names = os.listdir(folder)
-    except OSError as error:
-        _warn_of_leftovers(folder, [error])
-        return
-    ours = (name for name in names if _LEFTOVER.fullmatch(name) or SHARD_PATTERN.fullmatch(name))
-    remove_shards(folder, [name for name in ours if name not in kept])
+        for number, pieces in enumerate(plan.rounds()):
+            content = contents[number % 2]
+            if number > 1:
+                pending[number - 2].result()  # the thread has written what it held
+            fill(pieces, content)
+            pending.append(thread.submit(writer.append, pieces[rank], content))
+            log_stage(folder, "piece")
+        for future in pending[-2:]:
+            future.result()
+    except BaseException as interrupt:
+        # The thread must not make files after those of the save were removed.
+        writer.error = writer.error or CheckpointError(f"interrupted: {interrupt!r}")
+        raise
+    finally:
+        try:
+            thread.shutdown(cancel_futures=True)
+        finally:
+            writer.discard()
+    if writer.error is None and files:
+        try:
+            fsync_folder(folder)
+        except OSError as error:
+            return CheckpointError(f"{folder}: {error}; what it held before is untouched")
+    return writer.error
 
 
-def _warn_of_leftovers(folder: Path, errors: list[OSError]) -> None:
-    logger.warning(
-        "deepspeed_muon: %s: %d files that no index names could not be removed, which the next save tries again: %s",
-        folder,
-        len(errors),
-        errors[0],
-    )
+class _Writer:
+    """Appends pieces to this rank's files. The first error is kept, and everything after it ignored."""
+
+    def __init__(
+        self, plan: SavePlan, folder: Path, names: Sequence[str], files: dict[str, FileRecord]
+    ) -> None:
+        self.error: Exception | None = None
+        self._plan, self._folder, self._names, self._files = plan, folder, names, files
+        self._current: ShardFile | None = None
+
+    def append(self, piece: Piece | None, content: Tensor) -> None:
+        """Write a piece, if there is one: the first elements of ``content``."""
+        if piece is None or self.error is not None:
+            return
+        path = self._folder / self._names[piece.shard]
+        try:
+            if self._current is None:
+                self._current = ShardFile(path, self._plan.shards[piece.shard])
+            self._current.write(content.narrow(0, 0, piece.stop - piece.start))
+            if piece.stop == self._plan.sizes[piece.shard]:
+                self._files[path.name] = self._current.finish()
+                self._current = None
+        except OSError as caught:
+            self.error = CheckpointError(f"{path}: {caught}; what the folder held before is untouched")
+
+    def discard(self) -> None:
+        """Remove a file that is not finished."""
+        if self._current is not None:
+            self._current.discard()
+
+
+class ShardFile:
+    """One safetensors file that is written under a temporary name; :meth:`finish` syncs and renames it."""
+
+    def __init__(self, path: Path, tensors: Shapes) -> None:
+        """Open the file under its temporary name and write the header for ``tensors``."""
+        self._path = path
+        self._aside = path.with_name(f".{path.name}.tmp")
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for name, shape in tensors.items():
+            end = offset + math.prod(shape) * ITEM_BYTES
+            header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, end]}
+            offset = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._expected = 8 + len(text) + offset
+        self._written = 0
+        self._sha = hashlib.sha256()
+        self._file = open(self._aside, "wb")  # noqa: SIM115 - closed by finish() or discard()
+        try:
+            self._put(len(text).to_bytes(8, "little") + text)
+        except OSError:
+            self.discard()
+            raise
+
+    def write(self, piece: Tensor) -> None:
+        """Append the next elements.
+
+        Args:
+            piece: One-dimensional, contiguous, fp32, on the CPU.
+        """
+        assert piece.dtype == torch.float32 and piece.device.type == "cpu"
+        self._put(memoryview(piece.detach().numpy().data).cast("B"))
+
+    def _put(self, data: bytes | memoryview) -> None:
+        self._sha.update(data)
+        self._written += self._file.write(data)
+
+    def finish(self) -> FileRecord:
+        """Sync the file, give it its name and return its record. The folder, which holds the name, is not synced."""
+        assert self._written == self._expected, (self._written, self._expected)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(self._aside, self._path)
+        return FileRecord(bytes=self._written, sha256=self._sha.hexdigest())
+
+    def discard(self) -> None:
+        """Remove whatever there is of the file. No index may name it yet."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+        for path in (self._aside, self._path):
+            with contextlib.suppress(OSError):
+                path.unlink()

@@ -1,6 +1,6 @@
 """Write the state of a running engine as one safetensors set, by all ranks in parallel.
 
-:mod:`deepspeed_muon.checkpoint.shards` says how the tensors get into the files, and
+:mod:`deepspeed_muon.checkpoint.parts` says how the tensors get into the files, and
 :mod:`deepspeed_muon.checkpoint.commit` how the new set replaces the one before.
 """
 
@@ -19,14 +19,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.atomic import make_folder
-from deepspeed_muon.checkpoint.commit import FolderWriter, rank_lost, require_one_folder, write_set
+from deepspeed_muon.checkpoint.atomic import FolderWriter, make_folder
+from deepspeed_muon.checkpoint.commit import rank_lost, require_one_folder, write_set
 from deepspeed_muon.checkpoint.index import OURS
 from deepspeed_muon.checkpoint.live import LiveState, collect, require_all_ranks
-from deepspeed_muon.checkpoint.parts import HeldParameter, Transfer, put_together
+from deepspeed_muon.checkpoint.parts import (
+    DEFAULT_SHARD_BYTES,
+    HeldParameter,
+    Piece,
+    SavePlan,
+    Transfer,
+    check_shard_bytes,
+    put_together,
+)
 from deepspeed_muon.checkpoint.sealed import folder_of, json_settings, refusing
 from deepspeed_muon.checkpoint.settings import read_progress
-from deepspeed_muon.checkpoint.shards import DEFAULT_SHARD_BYTES, Piece, SavePlan, check_shard_bytes
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.transport.agreement import RankFacts, Scope, agree
 from deepspeed_muon.transport.ranks import all_ranks, is_first_rank, phase

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.foreign import ForeignState
+from deepspeed_muon.checkpoint.foreign import foreign_state
 from deepspeed_muon.checkpoint.index import OURS, ParameterRecord
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, read_records
-from deepspeed_muon.checkpoint.parts import HeldParameter, Transfer, put_together, transfers_of, with_state
+from deepspeed_muon.checkpoint.parts import HeldParameter, Transfer, put_together, transfers_of
 from deepspeed_muon.checkpoint.sealed import check_tensor, drop_pages, json_settings, refusing
 from deepspeed_muon.checkpoint.sources import WINDOW
 from deepspeed_muon.checkpoint.tag_folder import TagFolder, optimizer_kind
@@ -68,8 +68,7 @@ class DeepSpeedFiles(TagFolder):
             if self.kind == OURS:
                 held = self._from_record()
             else:
-                foreign = ForeignState(self, self.kind, tuple(include), tuple(exclude))
-                held, self.lossy, self._whole_from = foreign.held, foreign.lossy, foreign.whole_from
+                held, self._whole_from, self.lossy = foreign_state(self, self.kind, include, exclude)
             self.parameters = put_together(held, self.files)
             for parts in self.parameters.values():
                 for each in parts:
@@ -123,7 +122,7 @@ class DeepSpeedFiles(TagFolder):
             raise CheckpointError(f"{where}: there is no param group {held.record.group}")
         if self.stage == 0 and not any(held.partition in group["params"] for group in groups):
             raise CheckpointError(f"{where}: there is no parameter number {held.partition}")
-        return with_state(held, self.state_of(held.partition, first), self.step_of(held.partition, first))
+        return held.with_state(self.state_of(held.partition, first), self.step_of(held.partition, first))
 
     def _check_lengths(self, held: HeldParameter) -> None:
         """Make sure that every file holds all that its parameters need."""

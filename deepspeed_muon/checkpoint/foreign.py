@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -27,6 +27,9 @@ from deepspeed_muon.routing.rules import route_parameters
 
 # The longest kernel. A longer last dimension is more likely the input width of stacked matrices.
 _MAX_KERNEL = 64
+
+Member: TypeAlias = tuple[str, tuple[int, ...], Placement]
+"""Name, shape and place of a parameter."""
 
 
 def convolution_kind(name: str, shape: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> str | None:
@@ -138,169 +141,153 @@ def repeat_in_run(
     return said
 
 
-class ForeignState:
-    """The parameters of another optimizer's checkpoint.
+def foreign_state(
+    saved: TagFolder, kind: str, include: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> tuple[list[HeldParameter], dict[tuple[str, int], int], list[str]]:
+    """Work out where the parameters lie, as ZeRO lays them out, and route those of AdamW.
 
-    Attributes:
-        held: What the files hold of each.
-        whole_from: With DeepSpeed's Muon at stages 1 and 2, by name and rank: where the momentum of the whole matrix
-            starts in the buffer of the rank.
-        lossy: What is lost or invented when it becomes our state, in words.
+    Args:
+        saved: The files.
+        kind: Whose optimizer saved them.
+        include: For AdamW: patterns of names that go to Muon.
+        exclude: For AdamW: patterns of names that stay with AdamW.
+
+    Returns:
+        What the files hold of each. With DeepSpeed's Muon at stages 1 and 2, by name and rank, where the momentum of
+        the whole matrix starts in the buffer of the rank. What is lost or invented when it becomes our state, in words.
+
+    Raises:
+        CheckpointError: Naming the file, if they cannot be read without an engine.
     """
-
-    def __init__(self, saved: TagFolder, kind: str, include: Sequence[str], exclude: Sequence[str]) -> None:
-        """Work out where the parameters lie, and route those of AdamW.
-
-        Args:
-            saved: The files.
-            kind: Whose optimizer saved them.
-            include: For AdamW: patterns of names that go to Muon.
-            exclude: For AdamW: patterns of names that stay with AdamW.
-        """
-        self._saved, self._kind = saved, kind
-        self._include, self._exclude = include, exclude
-        self.held: list[HeldParameter] = []
-        self.whole_from: dict[tuple[str, int], int] = {}
-        self.lossy: list[str] = []
-        self._find()
-        self._say_what_is_lossy()
-
-    def _find(self) -> None:
-        """Work out the layout as ZeRO lays parameters out."""
-        if any(self._saved.folder.glob("*expert_*_model_states.pt")):
-            raise CheckpointError(
-                f"{self._saved.folder}: mixture-of-experts checkpoints of {self._kind} cannot be read"
-            )
-        parallel = next(iter(sorted(self._saved.folder.glob("*mp_rank_01*"))), None)
-        if parallel is not None:
-            raise CheckpointError(f"{parallel}: model-parallel checkpoints of {self._kind} cannot be read")
-        holders = tuple(range(self._saved.world_size))
-        group_of = {
-            index: number
-            for number, group in enumerate(self._saved.inner[0]["param_groups"])
-            for index in group["params"]
-        }
-        partitions = self._members()
-        to_muon = self._muon_names(partitions)
-        names: set[str] = set()
-        for partition, members in enumerate(partitions):
-            state, step = self._saved.state_of(partition), self._saved.step_of(partition)
-            momentum = "momentum_buffer" in state
-            keeps_whole = momentum and self._keeps_whole_matrices(partition, members)
-            wholes: dict[int, int] = {}
-            for name, shape, placement in members:
-                if name in names:
-                    raise CheckpointError(f"{self._saved.model_file}: two parameters are called {name}")
-                names.add(name)
-                record = ParameterRecord(
-                    shape=shape,
-                    algorithm="muon" if momentum or name in to_muon else "adamw",
-                    group=group_of.get(partition, 0),
-                    step=step if state else 0,
-                )
-                part = whole_slice(name, shape)
-                self.held.append(HeldParameter(record, part, placement, None, holders, partition))
-                for rank in placement.ranks if keeps_whole else ():
-                    start = wholes.get(rank, 0)
-                    self.whole_from[name, rank] = start
-                    wholes[rank] = start + math.prod(shape)
-
-    def _members(self) -> list[list[tuple[str, tuple[int, ...], Placement]]]:
-        """Return name, shape and place of the parameters of every partition."""
-        if self._saved.stage == 0:
-            return self._whole_members()
-        shapes = self._saved.model.get("param_shapes")
-        if not isinstance(shapes, (list, tuple)):
-            raise CheckpointError(f"{self._saved.model_file}: no param_shapes")
-        paddings = self._saved.wrappers[0].get("param_alignment_paddings")
-        partitions = []
-        for number, group in enumerate(shapes):
-            members, offset = [], 0
-            size = self._saved.masters(0)[number].numel()
-            for position, (name, shape) in enumerate(group.items()):
-                shape = tuple(int(n) for n in shape)
-                numel = math.prod(shape)
-                # What the parameter takes: at stage 3 of every rank's partition, below of all partitions together.
-                taken = -(-numel // self._saved.world_size) if self._saved.stage == 3 else numel
-                room = size if self._saved.stage == 3 else size * self._saved.world_size
-                if min(shape, default=0) < 0 or taken > room - offset:
-                    raise CheckpointError(
-                        f"{self._saved.model_file}: parameter {name} of shape {list(shape)} is larger than "
-                        f"what is left of its partition"
-                    )
-                if numel and self._saved.stage == 3:
-                    members.append((name, shape, sharded_placement(offset, numel, taken)))
-                elif numel:
-                    members.append((name, shape, flat_placement(offset, numel, size)))
-                offset += taken
-                if self._saved.stage != 3 and paddings:
-                    offset += int(paddings[number][position])
-            partitions.append(members)
-        return partitions
-
-    def _whole_members(self) -> list[list[tuple[str, tuple[int, ...], Placement]]]:
-        """Match parameters by order, which is right for ``model.parameters()`` and checked by shape."""
-        left_out = set(self._saved.model.get("buffer_names") or ())
-        left_out.update(name for names in self._saved.aliases().values() for name in names)
-        named = [(n, tuple(t.shape)) for n, t in self._saved.model["module"].items() if n not in left_out]
-        groups = self._saved.inner[0]["param_groups"]
-        order = [index for group in groups for index in group["params"]]
-        states = self._saved.inner[0]["state"]
-        fits = len(order) == len(named) and all(
-            tuple(states[i]["exp_avg"].shape) == named[i][1] for i in order if "exp_avg" in states.get(i, {})
-        )
-        if len(groups) != 1 or not fits:
-            raise CheckpointError(
-                f"{self._saved.model_file}: a checkpoint of stage 0 without names, whose parameters cannot be matched "
-                f"to the model's by order; load it into an engine and save it at stage 1"
-            )
-        return [
-            [(name, shape, sharded_placement(0, math.prod(shape), math.prod(shape)))] for name, shape in named
-        ]
-
-    def _muon_names(self, partitions: Sequence[Sequence[Any]]) -> set[str]:
-        """Route an AdamW checkpoint by names and shapes, as a run with our optimizer would."""
-        if self._kind != "AdamW":
-            return set()  # DeepSpeed's Muon: its matrices have a momentum_buffer, and all else is AdamW's
+    _refuse_parallel_models(saved, kind)
+    holders = tuple(range(saved.world_size))
+    group_of = {
+        index: number
+        for number, group in enumerate(saved.inner[0]["param_groups"])
+        for index in group["params"]
+    }
+    partitions = _members(saved) if saved.stage else _whole_members(saved)
+    patterns = {"include": include, "exclude": exclude} if kind == "AdamW" else {}
+    to_muon: set[str] = set()  # DeepSpeed's Muon says it itself: its matrices have a momentum_buffer
+    if kind == "AdamW":
         shapes = {name: shape for members in partitions for name, shape, _ in members}
-        routes = route_saved(shapes, self._saved.aliases(), include=self._include, exclude=self._exclude)
-        return {name for name, route in routes.items() if route.algorithm == "muon"}
+        routes = route_saved(shapes, saved.aliases(), **patterns)
+        to_muon = {name for name, route in routes.items() if route.algorithm == "muon"}
+    found: dict[str, HeldParameter] = {}
+    whole_from: dict[tuple[str, int], int] = {}
+    for partition, members in enumerate(partitions):
+        momentum = "momentum_buffer" in saved.state_of(partition)
+        keeps_whole = momentum and _keeps_whole_matrices(saved, partition, members)
+        wholes: dict[int, int] = {}
+        for name, shape, placement in members:
+            if name in found:
+                raise CheckpointError(f"{saved.model_file}: two parameters are called {name}")
+            record = ParameterRecord(
+                shape=shape,
+                algorithm="muon" if momentum or name in to_muon else "adamw",
+                group=group_of.get(partition, 0),
+                step=saved.step_of(partition),
+            )
+            found[name] = HeldParameter(record, whole_slice(name, shape), placement, None, holders, partition)
+            for rank in placement.ranks if keeps_whole else ():
+                whole_from[name, rank] = start = wholes.get(rank, 0)
+                wholes[rank] = start + math.prod(shape)
+    lossy = repeat_in_run(
+        {name: each.record.algorithm for name, each in found.items()},
+        {name: each.record.shape for name, each in found.items()},
+        saved.aliases(),
+        **patterns,
+    )
+    held = list(found.values())
+    return held, whole_from, [*lossy, *_lossy(saved, kind, held)]
 
-    def _keeps_whole_matrices(self, partition: int, members: Sequence[Any]) -> bool:
-        """Return whether every rank's momentum covers all of the matrices that touch its partition."""
-        if self._saved.stage not in (1, 2):
+
+def _refuse_parallel_models(saved: TagFolder, kind: str) -> None:
+    if any(saved.folder.glob("*expert_*_model_states.pt")):
+        raise CheckpointError(f"{saved.folder}: mixture-of-experts checkpoints of {kind} cannot be read")
+    parallel = next(iter(sorted(saved.folder.glob("*mp_rank_01*"))), None)
+    if parallel is not None:
+        raise CheckpointError(f"{parallel}: model-parallel checkpoints of {kind} cannot be read")
+
+
+def _members(saved: TagFolder) -> list[list[Member]]:
+    """Return name, shape and place of the parameters of every partition."""
+    shapes = saved.model.get("param_shapes")
+    if not isinstance(shapes, (list, tuple)):
+        raise CheckpointError(f"{saved.model_file}: no param_shapes")
+    paddings = saved.wrappers[0].get("param_alignment_paddings")
+    partitions = []
+    for number, group in enumerate(shapes):
+        members: list[Member] = []
+        offset, size = 0, saved.masters(0)[number].numel()
+        for position, (name, shape) in enumerate(group.items()):
+            shape = tuple(int(n) for n in shape)
+            numel = math.prod(shape)
+            # What the parameter takes: at stage 3 of every rank's partition, below of all partitions together.
+            taken = -(-numel // saved.world_size) if saved.stage == 3 else numel
+            room = size if saved.stage == 3 else size * saved.world_size
+            if min(shape, default=0) < 0 or taken > room - offset:
+                raise CheckpointError(
+                    f"{saved.model_file}: parameter {name} of shape {list(shape)} is larger than what is left of its "
+                    f"partition"
+                )
+            if numel and saved.stage == 3:
+                members.append((name, shape, sharded_placement(offset, numel, taken)))
+            elif numel:
+                members.append((name, shape, flat_placement(offset, numel, size)))
+            offset += taken
+            if saved.stage != 3 and paddings:
+                offset += int(paddings[number][position])
+        partitions.append(members)
+    return partitions
+
+
+def _whole_members(saved: TagFolder) -> list[list[Member]]:
+    """Match the parameters of stage 0 by order, which is right for ``model.parameters()`` and checked by shape."""
+    left_out = set(saved.model.get("buffer_names") or ())
+    left_out.update(name for names in saved.aliases().values() for name in names)
+    named = [(n, tuple(t.shape)) for n, t in saved.model["module"].items() if n not in left_out]
+    groups, states = saved.inner[0]["param_groups"], saved.inner[0]["state"]
+    order = [index for group in groups for index in group["params"]]
+    fits = len(order) == len(named) and all(
+        tuple(states[i]["exp_avg"].shape) == named[i][1] for i in order if "exp_avg" in states.get(i, {})
+    )
+    if len(groups) != 1 or not fits:
+        raise CheckpointError(
+            f"{saved.model_file}: a checkpoint of stage 0 without names, whose parameters cannot be matched to the "
+            f"model's by order; load it into an engine and save it at stage 1"
+        )
+    return [
+        [(name, shape, sharded_placement(0, math.prod(shape), math.prod(shape)))] for name, shape in named
+    ]
+
+
+def _keeps_whole_matrices(saved: TagFolder, partition: int, members: Sequence[Member]) -> bool:
+    """Return whether every rank's momentum covers all of the matrices that touch its partition."""
+    if saved.stage not in (1, 2):
+        return False
+    for rank in range(saved.world_size):
+        touching = sum(math.prod(shape) for _, shape, placement in members if rank in placement.ranks)
+        buffer = saved.state_of(partition, rank).get("momentum_buffer")
+        if touching and (buffer is None or buffer.numel() != touching):
             return False
-        for rank in range(self._saved.world_size):
-            touching = sum(math.prod(shape) for _, shape, placement in members if rank in placement.ranks)
-            buffer = self._saved.state_of(partition, rank).get("momentum_buffer")
-            if touching and (buffer is None or buffer.numel() != touching):
-                return False
-        return True
+    return True
 
-    def _say_what_is_lossy(self) -> None:
-        patterns = {"include": self._include, "exclude": self._exclude} if self._kind == "AdamW" else {}
-        self.lossy += repeat_in_run(
-            {each.name: each.record.algorithm for each in self.held},
-            {each.name: each.record.shape for each in self.held},
-            self._saved.aliases(),
-            **patterns,
+
+def _lossy(saved: TagFolder, kind: str, held: Sequence[HeldParameter]) -> Iterator[str]:
+    """Say what becomes of another optimizer's state of the matrices."""
+    muon = [each for each in held if each.record.algorithm == "muon" and each.record.step]
+    if not muon:
+        return
+    yield "rates, decay, betas, eps and adjust_lr_fn are not carried over: those of the run's optimizer.params hold"
+    if kind == "AdamW":
+        betas = saved.inner[0]["param_groups"][muon[0].record.group].get("betas", ["?"])
+        yield (
+            f"AdamW's exp_avg became the momentum of {len(muon)} matrices: the same moving average of the gradient, "
+            f"with its decay {betas[0]}; exp_avg_sq of these matrices was dropped"
         )
-        muon = [each for each in self.held if each.record.algorithm == "muon" and each.record.step]
-        if not muon:
-            return
-        self.lossy.append(
-            "rates, decay, betas, eps and adjust_lr_fn are not carried over: those of the run's optimizer.params hold"
-        )
-        if self._kind == "AdamW":
-            betas = self._saved.inner[0]["param_groups"][muon[0].record.group].get("betas", ["?"])
-            self.lossy.append(
-                f"AdamW's exp_avg became the momentum of {len(muon)} matrices: the same moving average of the "
-                f"gradient, with its decay {betas[0]}; exp_avg_sq of these matrices was dropped"
-            )
-            return
-        self.lossy.append("DeepSpeed's Muon counts no steps; global_steps - skipped_steps was taken")
-        buffer = self._saved.inner[0]["state"][muon[0].partition]["momentum_buffer"]
-        if buffer.dtype != torch.float32:
-            self.lossy.append(
-                f"the momentum had been kept in {buffer.dtype} and is exactly that, widened to fp32"
-            )
+        return
+    yield "DeepSpeed's Muon counts no steps; global_steps - skipped_steps was taken"
+    buffer = saved.inner[0]["state"][muon[0].partition]["momentum_buffer"]
+    if buffer.dtype != torch.float32:
+        yield f"the momentum had been kept in {buffer.dtype} and is exactly that, widened to fp32"

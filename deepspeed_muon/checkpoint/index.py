@@ -23,15 +23,14 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    SerializerFunctionWrapHandler,
     SkipValidation,
     ValidationError,
     field_validator,
-    model_serializer,
     model_validator,
 )
+from typing_extensions import TypedDict
 
-from deepspeed_muon.checkpoint.sealed import VERSION, read_sealed, sealed_json
+from deepspeed_muon.checkpoint.sealed import VERSION, parse_sealed, read_regular, refusing, sealed_json
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.variants import ROW_STATE
 
@@ -51,8 +50,6 @@ ITEM_BYTES = 4
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 """What an engine counts."""
-SCALE_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""What a dynamic loss scale carries from step to step."""
 
 # More than any model has, and small enough that sizes in bytes fit into 64 bits.
 _MAX_NUMEL = 1 << 50
@@ -96,8 +93,6 @@ class FileRecord(_Record):
 
 class ParameterRecord(_Record):
     """One parameter: its whole tensor, how it is updated, and the tensors of a set that hold its state.
-
-    JSON leaves out ``grid``, ``transposed`` and ``rows`` where they are unset.
 
     Attributes:
         shape: The layer's true shape.
@@ -144,14 +139,6 @@ class ParameterRecord(_Record):
         """Return the shape of the whole master (``fp32``) or of an entry of the state."""
         return (self.rows,) if key in ROW_KEYS[self.algorithm] else self.shape
 
-    @model_serializer(mode="wrap")
-    def _without_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        written = dict(serialize(self))
-        for key in ("grid", "transposed", "rows"):
-            if not written.get(key):
-                written.pop(key, None)
-        return written
-
     @model_validator(mode="after")
     def _possible(self) -> ParameterRecord:
         numel = self.numel
@@ -164,6 +151,20 @@ class ParameterRecord(_Record):
                 f"{self.rows} rows of moments do not fit {self.algorithm} and shape {list(self.shape)}"
             )
         return self
+
+
+class LossScale(TypedDict, total=False):
+    """What a dynamic loss scale carries from step to step, under the names of DeepSpeed's attributes."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+
+    cur_scale: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
+    cur_iter: Steps
+    last_overflow_iter: Annotated[int, Field(ge=-1, le=1 << 40, strict=True)]
+    cur_hysteresis: Steps
+
+
+SCALE_KEYS = tuple(LossScale.__annotations__)
 
 
 class Progress(_Record):
@@ -183,7 +184,7 @@ class Progress(_Record):
     skipped_steps: Steps = 0
     lr_scheduler: dict[str, Any] | None = None
     lr_scheduler_class: str | None = None
-    loss_scale: dict[str, float | int] | None = None
+    loss_scale: LossScale | None = None
 
 
 def _each(model: type[_Model]) -> BeforeValidator:
@@ -237,8 +238,8 @@ class CheckpointIndex(_Record):
         return cls(format=form, version=VERSION, versions=_versions(), **content)  # type: ignore[arg-type]
 
     def to_bytes(self) -> bytes:
-        """Return the file's content, with the checksum."""
-        return sealed_json(self.model_dump(mode="json"))
+        """Return the file's content, with the checksum. It leaves out what has its default."""
+        return sealed_json(self.model_dump(mode="json", exclude_defaults=True))
 
     @field_validator("files")
     @classmethod
@@ -295,13 +296,14 @@ def load_index(folder: str | os.PathLike[str], name: str = INDEX_NAME, form: str
         CheckpointError: Naming the file and, where one is to blame, the parameter.
     """
     path = Path(folder) / name
-    with _without_collections():
+    with _without_collections(), refusing(str(path)):
         try:
-            content = read_sealed(path, form)
+            text = read_regular(path)
         except FileNotFoundError:
             raise CheckpointError(
                 f"{folder}: no {name}: not a consolidated checkpoint, or its save did not finish"
             ) from None
+        content = parse_sealed(text, str(path), form)
         return checked(CheckpointIndex, content, f"{path}: refused:\n")
 
 

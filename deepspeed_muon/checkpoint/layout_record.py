@@ -236,21 +236,18 @@ def read_records(contents: Sequence[Any], where: str) -> list[tuple[LayoutRecord
             f"{where}: its layout record is not of version {RECORD_VERSION}, the only one that this release reads: "
             f"load it with engine.load_checkpoint, at the same ZeRO stage and number of ranks, and save it again"
         )
-    files: dict[str, dict[int, int]] = {}
-    members: dict[tuple[int, str], Mapping[str, Any]] = {}
+    groups: dict[str, dict[int, tuple[int, Mapping[str, Any]]]] = {}
     found = []
     with refusing(f"{where}: layout record refused"):
         for number, each in enumerate(contents):
             for group in each["groups"]:
                 name, rank = group["name"], group["rank"]
-                if not isinstance(name, str) or files.setdefault(name, {}).setdefault(rank, number) != number:
-                    raise ValueError(
-                        f"files {files[name][rank]} and {number} are both of rank {rank} of group {name}"
-                    )
-                members[number, name] = group
-        for name, ranks in files.items():
-            numbers = [ranks[rank] for rank in sorted(ranks)]
-            parts = [members[number, name] for number in numbers]
+                other, _ = groups.setdefault(name, {}).setdefault(rank, (number, group))
+                if other != number:
+                    raise ValueError(f"files {other} and {number} are both of rank {rank} of group {name}")
+        for name, ranks in groups.items():
+            numbers = [ranks[rank][0] for rank in sorted(ranks)]
+            parts = [ranks[rank][1] for rank in sorted(ranks)]
             if all(entry["spread"][-1] for entry in parts[0]["parameters"]):
                 # At stage 0 each file that there is says and holds all of it.
                 numbers, parts = numbers[:1], parts[:1]
@@ -327,12 +324,13 @@ def _entry(parameter: LiveParameter) -> dict[str, Any]:
     own = ParameterRecord.of(parameter.route, group=parameter.record.group, rows=parameter.row_count)
     entry = {
         "name": parameter.name,
-        **own.model_dump(mode="json", exclude={"step", "tensors"}),
+        **own.model_dump(mode="json", exclude_defaults=True),
         "partition": parameter.partition,
         "spread": parameter.placement.numbers(),
     }
     if not parameter.part.is_whole:
-        whole = parameter.record.model_dump(mode="json", include={"shape", "heads", "grid"})
+        kept = {"shape", "heads", "grid"}
+        whole = parameter.record.model_dump(mode="json", include=kept, exclude_defaults=True)
         entry["whole"] = {
             **whole,
             "dim": parameter.part.dim,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.index import ParameterRecord
-from deepspeed_muon.checkpoint.parts import HeldParameter, with_state
+from deepspeed_muon.checkpoint.parts import HeldParameter
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
@@ -65,7 +65,7 @@ class Host(Protocol):
     def loss_scale(self) -> dict[str, float] | None:
         """Return what the dynamic loss scale needs to continue, or ``None`` where there is none."""
 
-    def set_loss_scale(self, state: Mapping[str, float]) -> None:
+    def set_loss_scale(self, state: Mapping[str, Any]) -> None:
         """Continue with a loss scale from :meth:`loss_scale`; nothing happens where there is no dynamic one."""
 
     def refresh_weights(self) -> None:
@@ -242,7 +242,7 @@ def collect(engine: Any) -> LiveState:
                 bound,
                 step_set.rank,
             )
-            found = with_state(found, state, int(state.get("step", 0)))
+            found = found.with_state(state, int(state.get("step", 0)))
             if parameters.setdefault(found.name, found) is not found:
                 raise CheckpointError(
                     f"{parameters[found.name].route.name} and {route.name} are both {found.name}"

@@ -1,24 +1,32 @@
-"""Convert DeepSpeed's saved files to a consolidated set, and that to torch's optimizers, in one process, no engine."""
+"""Checkpoints without an engine: ``python -m deepspeed_muon checkpoint``, and the functions that its commands call.
+
+They convert DeepSpeed's saved files to a consolidated set, and that to torch's optimizers, in one process.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.atomic import make_folder, new_folder
-from deepspeed_muon.checkpoint.commit import FolderWriter, write_set
+from deepspeed_muon.checkpoint.atomic import FolderWriter, make_folder, new_folder
+from deepspeed_muon.checkpoint.commit import write_set
 from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
-from deepspeed_muon.checkpoint.index import ROW_KEYS, CheckpointIndex
+from deepspeed_muon.checkpoint.index import INDEX_NAME, ROW_KEYS, CheckpointIndex, load_index
+from deepspeed_muon.checkpoint.parts import DEFAULT_SHARD_BYTES, Piece, SavePlan, check_shard_bytes
 from deepspeed_muon.checkpoint.sealed import folder_of, refusing
-from deepspeed_muon.checkpoint.settings import check_loss_scale, checked_settings
-from deepspeed_muon.checkpoint.shards import DEFAULT_SHARD_BYTES, Piece, SavePlan, check_shard_bytes
+from deepspeed_muon.checkpoint.settings import checked_settings
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource, nonfinite_text
-from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.checkpoint.universal import convert_to_universal
+from deepspeed_muon.errors import CheckpointError, printable
+from deepspeed_muon.logs import counted
 from deepspeed_muon.transport.ranks import Ranks
 
 # Settings of torch's optimizers that ours have too. Our eps is that of AdamW in every group.
@@ -92,8 +100,6 @@ def verify_folder(folder: str | os.PathLike[str], *, allow_nonfinite: bool = Fal
             source.close()
         where, index = source.where, source.index
         checked_settings(index.groups, where)
-        if index.progress.loss_scale is not None:
-            check_loss_scale(index.progress.loss_scale, where)
     if nonfinite and not allow_nonfinite:
         raise CheckpointError(
             f"{where}: complete, but {nonfinite_text(nonfinite)}. restore refuses it unless allow_nonfinite is set"
@@ -177,3 +183,152 @@ def _torch_settings(
     if any(record.transposed for record in records):
         lossy.append("torch.optim.Muon takes the scale of a transposed weight from its stored shape")
     return defaults
+
+
+def add_subcommands(subparsers: Any) -> None:
+    """Add ``checkpoint`` with its own subcommands.
+
+    Every parser sets ``run``: a function of the parsed arguments that returns the exit code.
+
+    Args:
+        subparsers: What ``ArgumentParser.add_subparsers`` returned.
+    """
+    parser = subparsers.add_parser("checkpoint", help="consolidate, inspect, verify and convert checkpoints")
+    commands = parser.add_subparsers(dest="checkpoint_command", required=True)
+
+    reading = argparse.ArgumentParser(add_help=False)
+    reading.add_argument(
+        "--trust-pickles",
+        action="store_true",
+        help="unpickle anything in DeepSpeed's files: can run any code",
+    )
+    reading.add_argument("--include", action="append", default=[], help="from AdamW: names that go to Muon")
+    reading.add_argument("--exclude", action="append", default=[], help="from AdamW: names that stay AdamW's")
+    writing = argparse.ArgumentParser(add_help=False, parents=[reading])
+    writing.add_argument("--shard-bytes", type=int, default=DEFAULT_SHARD_BYTES, help="size of a file")
+
+    command = commands.add_parser(
+        "consolidate", parents=[writing], help="DeepSpeed's saved files -> one safetensors set"
+    )
+    command.add_argument("dir", help="a tag's folder of save_checkpoint, or the folder with 'latest'")
+    command.add_argument("out", help="folder to write")
+    command.set_defaults(run=_convert, to="consolidated")
+
+    command = commands.add_parser(
+        "convert",
+        parents=[writing],
+        help="from DeepSpeed's own Muon or AdamW, or to torch.optim.Muon's state_dict",
+    )
+    command.add_argument("dir", help="DeepSpeed's files; for --to torch a consolidated set")
+    command.add_argument("out", help="folder to write")
+    command.add_argument("--to", choices=("consolidated", "torch"), default="consolidated")
+    command.set_defaults(run=_convert)
+
+    command = commands.add_parser(
+        "universal", parents=[reading], help="DeepSpeed's saved files -> universal checkpoint"
+    )
+    # The names of the arguments are those of DeepSpeed's ds_to_universal.
+    command.add_argument("--input_folder", required=True, help="a tag's folder of save_checkpoint")
+    command.add_argument("--output_folder", required=True, help="folder to write; must not exist yet")
+    command.set_defaults(run=_universal)
+
+    command = commands.add_parser("inspect", parents=[reading], help="print what a directory holds")
+    command.add_argument("dir")
+    command.add_argument("--json", action="store_true", help="the index itself")
+    command.set_defaults(run=_inspect)
+
+    command = commands.add_parser(
+        "verify", help="check completeness, checksums and numbers of a consolidated set"
+    )
+    command.add_argument("dir")
+    command.add_argument(
+        "--allow-nonfinite", action="store_true", help="accept tensors that hold infinities or NaN"
+    )
+    command.set_defaults(run=_verify)
+
+
+def _reading(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {"trust": arguments.trust_pickles, "include": arguments.include, "exclude": arguments.exclude}
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    if arguments.to == "torch":
+        lossy = export_to_torch(arguments.dir, arguments.out)
+        print(f"{printable(arguments.out)}: muon.pt, adamw.pt, weights.pt")
+    else:
+        index = consolidate_files(
+            arguments.dir, arguments.out, shard_bytes=arguments.shard_bytes, **_reading(arguments)
+        )
+        lossy = index.lossy
+        print(
+            f"{printable(arguments.out)}: {counted(index.parameters, 'parameter')} in {counted(index.files, 'file')}"
+        )
+    return _print_lossy(lossy)
+
+
+def _universal(arguments: argparse.Namespace) -> int:
+    lossy = convert_to_universal(arguments.input_folder, arguments.output_folder, **_reading(arguments))
+    print(
+        f"{printable(arguments.output_folder)}: universal checkpoint; to load it, write "
+        f'"checkpoint": {{"load_universal": true}} into the DeepSpeed configuration'
+    )
+    return _print_lossy(lossy)
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    if (Path(arguments.dir) / INDEX_NAME).is_file():
+        index = load_index(arguments.dir)
+        document, records, lossy = index.model_dump(mode="json"), index.parameters, index.lossy
+        size = sum(record.bytes for record in index.files.values())
+        head = [
+            f"consolidated checkpoint, format {index.version}",
+            f"from {_listed(index.source)}",
+            f"written by {_listed(index.versions)}",
+            f"{counted(records, 'parameter')}, {counted(index.files, 'file')}, {size} bytes",
+            f"global_steps {index.progress.global_steps}",
+        ]
+    else:
+        saved = DeepSpeedFiles(arguments.dir, verify=False, **_reading(arguments))
+        records, lossy = saved.records, saved.lossy
+        keys = {"shape", "algorithm", "step"}
+        rows = {
+            name: {**record.model_dump(mode="json", include=keys), "tensors": list(record.tensor_keys)}
+            for name, record in records.items()
+        }
+        document = {"optimizer": saved.kind, "zero_stage": saved.stage, "parameters": rows}
+        head = [
+            f"DeepSpeed checkpoint {printable(str(saved.folder))}",
+            f"optimizer {saved.kind}, ZeRO stage {saved.stage}, {counted(range(saved.world_size), 'rank')}",
+            f"global_steps {saved.progress.global_steps}",
+        ]
+    if arguments.json:
+        print(json.dumps(document, indent=1))
+        return 0
+    width = max((len(printable(name)) for name in records), default=0)
+    table = [
+        f"{printable(name):{width}}  {record.algorithm:5}  step {record.step}  {list(record.shape)}  "
+        f"{' '.join(record.tensor_keys)}"
+        for name, record in records.items()
+    ]
+    print("\n".join([*head, *table]))
+    return _print_lossy(lossy)
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    return printable(", ".join(f"{key} {value}" for key, value in values.items()))
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    try:
+        index = verify_folder(arguments.dir, allow_nonfinite=arguments.allow_nonfinite)
+    except CheckpointError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{printable(arguments.dir)}: complete; the checksums of {counted(index.files, 'file')} agree")
+    return 0
+
+
+def _print_lossy(lossy: Sequence[str]) -> int:
+    for line in lossy:
+        print(f"lossy: {printable(line)}")
+    return 0

@@ -1,19 +1,35 @@
-"""Which part of a tensor the ranks of a group hold, in memory or in their files, and how its elements come together."""
+"""Which part of a tensor the ranks of a group hold, in memory or in their files, and which file gets which elements.
+
+A safetensors file holds whole tensors, whoever holds their parts. The ranks write in rounds. In each round every rank
+receives one piece of the file that it writes. So the pieces bound the memory, whatever the size of the model and of its
+largest tensor. A conversion without an engine writes in the same way, as a single rank.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 
 from torch import Tensor
+from typing_extensions import Self
 
-from deepspeed_muon.checkpoint.index import ROW_KEYS, ParameterRecord
+from deepspeed_muon.checkpoint.index import ITEM_BYTES, ROW_KEYS, SHARD_PATTERN, ParameterRecord, tensor_name
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.plan.placement import Placement, Places, runs_within
 from deepspeed_muon.plan.rows import RowPlaces
 from deepspeed_muon.plan.slices import TensorSlice, add_up, whole_slice
+
+DEFAULT_SHARD_BYTES = 2 << 30
+
+# The largest piece that a rank receives at once, which bounds the buffers beside the shard itself.
+_PIECE_BYTES = 4 << 20
+
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+"""Name of each tensor of a file to its shape, in the order of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,23 +88,13 @@ class HeldParameter:
         assert fragment is not None
         return fragment.partition_offset + element - fragment.matrix_offset
 
-
-_Held = TypeVar("_Held", bound=HeldParameter)
-
-
-def with_state(held: _Held, state: Mapping[str, Any], step: int) -> _Held:
-    """Return a parameter with the steps that were taken and what an optimizer's state has of it.
-
-    Args:
-        held: The parameter, without a state.
-        state: The entries of its partition's state.
-        step: Optimizer steps.
-    """
-    key = next((key for key in ROW_KEYS[held.record.algorithm] if key in state), None)
-    rows = held.part_of(key).length if step and key is not None and held.row_places is not None else 0
-    return replace(
-        held, record=ParameterRecord.of(held.record, group=held.record.group, step=step, rows=rows)
-    )
+    def with_state(self, state: Mapping[str, Any], step: int) -> Self:
+        """Return it with the steps that were taken, and with the rows that the ``state`` of its partition has."""
+        key = next((key for key in ROW_KEYS[self.record.algorithm] if key in state), None)
+        rows = self.part_of(key).length if step and key is not None and self.row_places is not None else 0
+        return replace(
+            self, record=ParameterRecord.of(self.record, group=self.record.group, step=step, rows=rows)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,3 +211,135 @@ def views(
             own.as_strided(size, (each.own_step, 1), own.storage_offset() + each.own - own_start),
             whole.as_strided(size, (each.step, 1), whole.storage_offset() + each.whole - whole_start),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one rank appends to its current file in one round.
+
+    Attributes:
+        shard: Number of the file.
+        start: First element of the file's tensors, taken together, that it holds.
+        stop: First element that it does not hold.
+    """
+
+    shard: int
+    start: int
+    stop: int
+
+
+def pack(tensors: Shapes, shard_bytes: int) -> list[dict[str, tuple[int, ...]]]:
+    """Divide tensors into files, in order; a file is larger than ``shard_bytes`` only where a single tensor is."""
+    shards: list[dict[str, tuple[int, ...]]] = []
+    size = 0
+    for name, shape in tensors.items():
+        nbytes = math.prod(shape) * ITEM_BYTES
+        if not shards or size + nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = shape
+        size += nbytes
+    return shards
+
+
+def shard_name(save_id: str, number: int) -> str:
+    """Return the file name of a shard; because of ``save_id`` no other save has a file of that name."""
+    name = f"muon-{save_id}-{number:05d}.safetensors"
+    assert SHARD_PATTERN.fullmatch(name), name
+    return name
+
+
+def check_shard_bytes(shard_bytes: Any) -> None:
+    """Raise a CheckpointError unless files can have that size."""
+    if not isinstance(shard_bytes, int) or isinstance(shard_bytes, bool) or shard_bytes < 1:
+        raise CheckpointError(f"shard_bytes must be a positive number of bytes, got {shard_bytes!r}")
+
+
+class SavePlan:
+    """Which file holds what, who writes it, and in which pieces; made from metadata, equal on all ranks.
+
+    Attributes:
+        parts: Name of each whole tensor to the parts of it that groups of ranks hold, copies left out.
+        shards: The tensors of every file.
+        sizes: The elements of every file.
+        writers: The rank that writes each file.
+        piece_numel: Elements of the largest piece.
+    """
+
+    def __init__(
+        self, parts: Mapping[str, Sequence[HeldParameter]], shard_bytes: int, world_size: int = 1
+    ) -> None:
+        """Make the plan.
+
+        Args:
+            parts: See above, in the same order on all ranks.
+            shard_bytes: The intended size of a file; it bounds the pieces too.
+            world_size: How many ranks write.
+        """
+        self.parts = parts
+        tensors = {
+            tensor_name(key, name): first.record.shape_of(key)
+            for name, (first, *_) in parts.items()
+            for key in first.record.tensor_keys
+        }
+        total = sum(math.prod(shape) for shape in tensors.values()) * ITEM_BYTES
+        # Small models too are written by all ranks.
+        self.shards = pack(tensors, min(shard_bytes, max(-(-total // world_size), 1)))
+        self.sizes = [sum(map(math.prod, shard.values())) for shard in self.shards]
+        self.writers = _balanced(self.sizes, world_size)
+        piece_bytes = max(1 << 10, min(_PIECE_BYTES, shard_bytes // (2 * world_size)))
+        self.piece_numel = piece = piece_bytes // ITEM_BYTES
+        self._pieces: list[list[Piece]] = [[] for _ in range(world_size)]
+        for shard, (size, writer) in enumerate(zip(self.sizes, self.writers, strict=True)):
+            self._pieces[writer].extend(
+                Piece(shard, start, min(start + piece, size)) for start in range(0, size, piece)
+            )
+        # Where a writer is among the ranks that hold copies. By identity: the ranks of one group are one object, and
+        # too many to compare for every parameter.
+        self._positions: list[dict[int, int]] = [{} for _ in range(world_size)]
+        groups = {id(each.holders): each.holders for held in parts.values() for each in held}
+        for key, holders in groups.items():
+            for position, rank in enumerate(holders if world_size > 1 else ()):
+                self._positions[rank][key] = position
+
+    def rounds(self) -> Iterator[tuple[Piece | None, ...]]:
+        """Yield the piece of every rank, or ``None`` for ranks that are done."""
+        return zip_longest(*self._pieces)
+
+    def transfers(self, writer: int, piece: Piece) -> Iterator[Transfer]:
+        """Yield everything that ``piece`` consists of, in an order that all ranks share."""
+        offset = 0
+        for tensor, shape in self.shards[piece.shard].items():
+            numel = math.prod(shape)
+            begin, end = max(piece.start - offset, 0), min(piece.stop - offset, numel)
+            if begin < end:
+                key, _, name = tensor.partition("/")
+                own = self._positions[writer]
+                yield from transfers_of(
+                    self.parts[name], key, begin, end, piece_start=piece.start - offset, ranks=own
+                )
+            offset += numel
+            if offset >= piece.stop:
+                return
+
+    def records(self, names: Sequence[str]) -> dict[str, ParameterRecord]:
+        """Return the record of every parameter, with the names of its files."""
+        files: dict[str, dict[str, str]] = {}
+        for shard, file in zip(self.shards, names, strict=True):
+            for tensor in shard:
+                key, _, name = tensor.partition("/")
+                files.setdefault(name, {})[key] = file
+        return {
+            name: first.record.model_copy(update={"tensors": files[name]})
+            for name, (first, *_) in self.parts.items()
+        }
+
+
+def _balanced(sizes: Sequence[int], world_size: int) -> list[int]:
+    """Give every file to the rank that has least to write, largest files first."""
+    load = [0] * world_size
+    writers = [0] * len(sizes)
+    for number in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        writers[number] = min(range(world_size), key=lambda rank: (load[rank], rank))
+        load[writers[number]] += sizes[number]
+    return writers

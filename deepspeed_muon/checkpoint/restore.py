@@ -1,6 +1,7 @@
 """Load full parameters and state into a running engine, whatever its ZeRO stage and number of ranks.
 
-All ranks first check together everything that can be wrong. Only then do they change anything.
+All ranks first check together everything that can be wrong. Only then do they change anything: first the settings,
+which are put back if one rank cannot set them, then the partitions.
 """
 
 from __future__ import annotations
@@ -14,22 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.index import (
-    ROW_KEYS,
-    STATE_KEYS,
-    ParameterRecord,
-    Progress,
-)
+from deepspeed_muon.checkpoint.index import ROW_KEYS, STATE_KEYS, ParameterRecord, Progress
 from deepspeed_muon.checkpoint.live import LiveParameter, LiveState, collect, require_all_ranks
 from deepspeed_muon.checkpoint.sealed import folder_of, refusing
-from deepspeed_muon.checkpoint.settings import Before, check_progress, group_settings, write_progress
+from deepspeed_muon.checkpoint.settings import Before, check_schedule, group_settings, write_progress
 from deepspeed_muon.checkpoint.sources import (
     ConsolidatedSource,
     StateSource,
     find_consolidated,
     nonfinite_text,
 )
-from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.errors import CheckpointError, MuonError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.transport.agreement import RankFacts, agree
 from deepspeed_muon.transport.ranks import all_ranks
@@ -69,14 +65,12 @@ def restore(
             or of another model, or its schedule is of another kind. The engine is unchanged then.
     """
     require_all_ranks(engine)
-    found: Path | None = None
     error: Exception | None = None
     source: ConsolidatedSource | None = None
     before: Before | None = None
     try:
         with refusing(repr(folder)):
-            found = find_consolidated(folder_of("folder", folder))
-            source = ConsolidatedSource(found)
+            source = ConsolidatedSource(find_consolidated(folder_of("folder", folder)))
             before = Before(engine)
     except Exception as caught:
         error = caught
@@ -89,9 +83,9 @@ def restore(
         allow_nonfinite=allow_nonfinite,
         error=error,
     )
-    assert found is not None and source is not None and before is not None
-    before.warn_of_replaced(str(found), "call deepspeed_muon.restore with hyperparameters=False")
-    return found
+    assert source is not None and before is not None
+    before.warn_of_replaced(source.where, "call deepspeed_muon.restore with hyperparameters=False")
+    return Path(source.where)
 
 
 def restore_from_source(
@@ -126,6 +120,7 @@ def restore_from_source(
     problems: list[str] = []
     nonfinite: list[str] = []
     hyperparameters = hyperparameters and source is not None and not source.converted
+    run = source.progress if source is not None and progress else None
     try:
         if error is None:
             assert source is not None
@@ -134,8 +129,8 @@ def restore_from_source(
                 problems = _compare(state, source, state_too)
                 if not problems:
                     plan = _Plan.of(state, source, hyperparameters=hyperparameters, state_too=state_too)
-                    if progress and source.progress is not None:
-                        plan.check_progress(engine, source, scheduler=scheduler, rates=hyperparameters)
+                    if run is not None and scheduler:
+                        check_schedule(state.host.scheduler, run, source.where, rates=hyperparameters)
                     nonfinite = source.verify(state.rank, state.world_size)
                 facts = RankFacts({"checkpoint": source.digest()})
     except Exception as caught:
@@ -147,9 +142,9 @@ def restore_from_source(
         assert plan is not None
         found = all_ranks().gather(nonfinite, what="check of a checkpoint").values()
         _judge(sorted(name for names in found for name in names), source, allow_nonfinite)
+        _write_settings(engine, plan, run, source.where, scheduler=scheduler, rates=hyperparameters)
         _fill(plan, source)
-        plan.write_settings()
-        plan.state.host.end_restore()
+        state.host.end_restore()
     finally:
         if source is not None:
             source.close()
@@ -242,7 +237,6 @@ class _Plan:
         made: Tensors that the optimizer's state lacks, by partition and key.
         steps: Steps of every partition; empty where only masters are restored.
         settings: New settings by param group.
-        progress: Counters, schedule and loss scale, if they are restored, and the arguments for ``write_progress``.
     """
 
     state: LiveState
@@ -250,7 +244,6 @@ class _Plan:
     made: dict[tuple[int, str], Tensor]
     steps: dict[int, int]
     settings: dict[int, dict[str, Any]]
-    progress: tuple[Progress, dict[str, bool]] | None = None
 
     @classmethod
     def of(cls, state: LiveState, source: StateSource, *, hyperparameters: bool, state_too: bool) -> _Plan:
@@ -276,25 +269,6 @@ class _Plan:
             plan.settings = group_settings(state, source)
         return plan
 
-    def check_progress(self, engine: Any, source: StateSource, **how: bool) -> None:
-        """Plan to restore the progress too; raise a CheckpointError if that would fail."""
-        assert source.progress is not None
-        check_progress(engine, source.progress, source.where, **how)
-        self.progress = source.progress, how
-
-    def write_settings(self) -> None:
-        """Set the progress and the settings of the param groups. Must be called by all ranks; all raise if one does."""
-        error: Exception | None = None
-        try:
-            if self.progress is not None:
-                progress, how = self.progress
-                write_progress(self.state.optimizer, progress, **how)
-            for number, settings in self.settings.items():
-                self.state.optimizer.param_groups[number].update(settings)
-        except Exception as caught:
-            error = caught
-        agree(RankFacts({}), error=error, kind=CheckpointError)
-
     def _target(self, parameter: LiveParameter, key: str) -> Tensor:
         """Return the flat tensor to write to: the engine's own, or one that it will get."""
         bound = parameter.bound
@@ -311,6 +285,30 @@ class _Plan:
             else:
                 self.made[place] = self.state.optimizer.state_policy.make(key, bound.tensor)
         return self.made[place].view(-1)
+
+
+def _write_settings(engine: Any, plan: _Plan, run: Progress | None, where: str, **how: bool) -> None:
+    """Set the progress and the settings of the param groups, or nothing: all ranks raise if one of them cannot.
+
+    Must be called by all ranks. ``how`` are arguments of ``write_progress``.
+    """
+    before = Before(engine)
+    error: Exception | None = None
+    try:
+        try:
+            if run is not None:
+                write_progress(plan.state.optimizer, run, where, **how)
+            for number, settings in plan.settings.items():
+                plan.state.optimizer.param_groups[number].update(settings)
+        except Exception as caught:
+            error = caught
+        agree(RankFacts({}), error=error, kind=CheckpointError)
+    except MuonError:
+        before.put_back()
+        raise
+    except BaseException:
+        plan.state.host.begin_restore(where)  # an interrupt left settings of two states
+        raise
 
 
 @torch.no_grad()

@@ -214,7 +214,7 @@ def _has_text_keys(value: Any) -> bool:
 
 
 def sealed_json(content: Mapping[str, Any]) -> bytes:
-    """Return a document as text, with its version and checksum.
+    """Return a document as text, with its version and checksum; every entry of its maps has a line of its own.
 
     Args:
         content: The document; ``version`` and the checksum in it are replaced.
@@ -223,30 +223,18 @@ def sealed_json(content: Mapping[str, Any]) -> bytes:
         CheckpointError: If it holds what no reader would take.
     """
     try:
-        # As a reader will see it: lists for tuples, text for every key.
-        document = json.loads(json.dumps({**content, "version": VERSION}, allow_nan=False))
-        _require_text(document)
+        text = json.dumps({**content, "version": VERSION}, allow_nan=False)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"JSON cannot hold what is to be written: {error}") from error
+    # As a reader will see it: lists for tuples, text for every key.
+    document = parse_json(text.encode(), "what is to be written")
     document[_CHECKSUM] = _checksum(document)
-    return json.dumps(document, indent=1).encode()
-
-
-def read_sealed(path: Path, form: str) -> dict[str, Any]:
-    """Read a document and check form, version and checksum; see :func:`parse_sealed`.
-
-    Raises:
-        CheckpointError: Naming the file.
-        FileNotFoundError: If there is none.
-    """
-    try:
-        text = read_regular(path)
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"{path}: cannot be read: {reason}") from error
-    return parse_sealed(text, str(path), form)
+    lines = []
+    for key, value in document.items():
+        entries = value.items() if isinstance(value, dict) else ()
+        rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries)
+        lines.append(f" {json.dumps(key)}: " + (f"{{\n{rows}\n }}" if rows else json.dumps(value)))
+    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
 
 def parse_sealed(text: bytes, path: str, form: str) -> dict[str, Any]:
@@ -294,18 +282,13 @@ def parse_json(text: bytes, path: str) -> dict[str, Any]:
             parse_constant=_finite,
             parse_float=_finite,
         )
-        if b"\\u" in text:
-            _require_text(content)
+        if b"\\u" in text:  # half of a surrogate pair is in no text
+            json.dumps(content, ensure_ascii=False).encode()
     except (ValueError, RecursionError, MemoryError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error or 'no memory'}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: no JSON object")
     return content
-
-
-def _require_text(document: Any) -> None:
-    """Raise a ValueError if there is half of a surrogate pair, which is in no text."""
-    json.dumps(document, ensure_ascii=False).encode()
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

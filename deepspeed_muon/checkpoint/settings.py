@@ -1,7 +1,6 @@
 """What a checkpoint says about the run: settings of groups, counters, loss scale, schedule; checked before use.
 
-Settings must pass the checks of ``optimizer.params``. A schedule is loaded into the scheduler on trial, and the
-scheduler's own state is put back.
+Settings must pass the checks of ``optimizer.params``, and a schedule must fit the scheduler.
 """
 
 from __future__ import annotations
@@ -29,14 +28,6 @@ from deepspeed_muon.variants import VARIANTS
 # What a scheduler or the user changes in the course of a run. The algorithm itself belongs to the model.
 _CONFIG_SETTINGS = GROUP_KEYS - {"muon_lr", "adam_lr", "muon_weight_decay", "adam_weight_decay"}
 _RATES = ("initial_lr", "lr_ratio")  # a rate like lr, which the configuration has no key for
-_STRICT: dict[str, Any] = {
-    "nesterov": bool,
-    "weight_decay_mode": str,
-    "adjust_lr_fn": str,
-    "betas": (list, tuple),
-}
-_NUMBERS = (int, float)
-
 # Counters of schedulers, of torch and of DeepSpeed; -1 before the first step.
 _COUNTERS = ("last_epoch", "_step_count", "last_batch_iteration")
 # Schedulers of torch without a closed form whose rates follow from the count nevertheless.
@@ -44,6 +35,10 @@ _BY_COUNT = (
     torch.optim.lr_scheduler.LambdaLR,
     torch.optim.lr_scheduler.OneCycleLR,
     torch.optim.lr_scheduler.CyclicLR,
+)
+_OWN = (
+    "to go on with this run's own schedule, call deepspeed_muon.restore(..., scheduler=False) and leave out "
+    "restore_from"
 )
 
 
@@ -55,8 +50,6 @@ def checked_settings(groups: Sequence[Mapping[str, Any]], where: str) -> list[di
     """
     checked: list[dict[str, Any]] = []
     problems: list[str] = []
-    if len(groups) > 1024:
-        raise CheckpointError(f"{where}: {len(groups)} param groups are more than a run has")
     for number, group in enumerate(groups):
         checked.append({})
         for key in sorted(group.keys() & (_CONFIG_SETTINGS | set(_RATES))):
@@ -108,57 +101,13 @@ def group_settings(state: LiveState, source: StateSource) -> dict[int, dict[str,
 
 
 def _checked(key: str, value: Any) -> Any:
-    expected = _STRICT.get(key, _NUMBERS)
-    if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
+    if value is None or (key == "nesterov" and not isinstance(value, bool)):
         raise ValueError(f"is a {type(value).__name__}")
-    if key == "betas" and any(isinstance(beta, bool) or not isinstance(beta, _NUMBERS) for beta in value):
-        raise ValueError("are not numbers")
     name = "lr" if key in _RATES else key
     try:
         return getattr(MuonConfig.model_validate({name: value}), name)
     except ValidationError as error:
         raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from error
-
-
-def check_loss_scale(scale: Any, where: str) -> None:
-    """Raise unless a dynamic loss scale can continue with ``scale``, the values of ``index.SCALE_KEYS``.
-
-    Raises:
-        CheckpointError: Naming the checkpoint ``where`` and the key.
-    """
-    lowest = {"cur_iter": 0, "last_overflow_iter": -1, "cur_hysteresis": 0}
-    if not isinstance(scale, Mapping):
-        raise CheckpointError(f"{where}: loss_scale is a {type(scale).__name__}, not an object")
-    for key, value in scale.items():
-        number = isinstance(value, _NUMBERS) and not isinstance(value, bool)
-        if key == "cur_scale":
-            good = number and 0 < value < math.inf
-        else:
-            good = number and isinstance(value, int) and key in lowest and value >= lowest[key]
-        if not good:
-            raise CheckpointError(
-                f"{where}: the loss scale's {key} is {value!r}; pass progress=False to keep this run's"
-            )
-
-
-def check_progress(engine: Any, progress: Progress, where: str, *, scheduler: bool, rates: bool) -> None:
-    """Raise if :func:`write_progress` would fail, or would set a value on which a later step fails.
-
-    Args:
-        engine: A ``DeepSpeedEngine`` with our optimizer; as it was when this returns or raises.
-        progress: What would be written.
-        where: The checkpoint, for the message.
-        scheduler: Whether the schedule would be.
-        rates: Whether its rates would be, not the count alone.
-
-    Raises:
-        CheckpointError: Naming what cannot be used, and the argument that leaves it out.
-    """
-    if progress.loss_scale is not None:
-        check_loss_scale(progress.loss_scale, where)
-    own = optimizer_of(engine).host.scheduler
-    if scheduler and own is not None and progress.lr_scheduler is not None:
-        _check_schedule(engine, own, progress, where, rates=rates)
 
 
 def read_progress(host: Host) -> Progress:
@@ -174,31 +123,35 @@ def read_progress(host: Host) -> Progress:
                 type(scheduler).__name__,
             )
             schedule = None
-    return Progress(
-        **host.counters(),
-        lr_scheduler=schedule,
-        lr_scheduler_class=None if scheduler is None else type(scheduler).__name__,
-        loss_scale=host.loss_scale(),
-    )
+    named = None if scheduler is None else type(scheduler).__name__
+    found = {"lr_scheduler": schedule, "lr_scheduler_class": named, "loss_scale": host.loss_scale()}
+    return Progress.model_validate({**host.counters(), **found})
 
 
-def write_progress(optimizer: Muon, progress: Progress, *, scheduler: bool, rates: bool) -> None:
+def write_progress(optimizer: Muon, progress: Progress, where: str, *, scheduler: bool, rates: bool) -> None:
     """Set the engine's counters, schedule and loss scale.
 
     Args:
-        optimizer: The engine's optimizer. Mutated, and so is the engine.
-        progress: What :func:`check_progress` found to be usable.
+        optimizer: The engine's optimizer. Mutated, and so is the engine, also where this raises.
+        progress: What :func:`check_schedule` found to be usable.
+        where: The checkpoint, for messages.
         scheduler: Whether to set the schedule too.
         rates: Whether to take its rates; else it goes on from the saved count with its own, and sets those of the
             param groups.
+
+    Raises:
+        CheckpointError: If the scheduler does not take its state.
     """
     host: Host = optimizer.host
     host.set_counters({key: getattr(progress, key) for key in COUNTERS})
     own = host.scheduler
     if scheduler and own is not None and progress.lr_scheduler is not None:
-        own.load_state_dict(_schedule(own, progress.lr_scheduler, rates))
-        if not rates:
-            _follow_count(own, optimizer)
+        try:
+            own.load_state_dict(_schedule(own, progress.lr_scheduler, rates))
+            if not rates:
+                _follow_count(own, optimizer)
+        except Exception as error:
+            raise _unfit(own, progress, where, f"{type(error).__name__}: {error}") from error
     elif scheduler and own is not None:
         warn("deepspeed_muon: the checkpoint holds no state for the scheduler, which starts afresh")
     if progress.loss_scale is not None:
@@ -224,26 +177,30 @@ def _follow_count(own: Any, optimizer: Muon) -> None:
     own._last_lr = rates
 
 
-def _check_schedule(engine: Any, own: Any, progress: Progress, where: str, *, rates: bool) -> None:
-    remedy = (
-        "to go on with this run's own schedule, call deepspeed_muon.restore(..., scheduler=False) and leave out "
-        "restore_from"
-    )
-    saved, saved_class = progress.lr_scheduler or {}, progress.lr_scheduler_class
-    kind = type(own).__name__
-    was = f"was {saved_class}" if saved_class else "is not named in the checkpoint"
+def check_schedule(own: Any, progress: Progress, where: str, *, rates: bool) -> None:
+    """Raise if the saved schedule does not fit a scheduler, or would set a value on which a later step fails.
+
+    Args:
+        own: The scheduler of this run, or ``None``; not changed.
+        progress: With the state of the saved one, if there is any.
+        where: The checkpoint, for the message.
+        rates: Whether its rates would be taken, not the count alone.
+
+    Raises:
+        CheckpointError: Naming what cannot be used, and the argument that leaves it out.
+    """
+    if own is None or progress.lr_scheduler is None:
+        return
+    saved, kind = progress.lr_scheduler, type(own).__name__
     if not hasattr(own, "state_dict") or not hasattr(own, "load_state_dict"):
-        raise CheckpointError(f"{where}: the scheduler {kind} of this run takes no saved state: {remedy}")
+        raise CheckpointError(f"{where}: the scheduler {kind} of this run takes no saved state: {_OWN}")
     live = own.state_dict()
     # Attributes that begin with _ come and go with torch's versions.
     differing = {
         key for key in live.keys() ^ saved.keys() if not str(key).startswith("_") and key != "verbose"
     }
     if differing:
-        raise CheckpointError(
-            f"{where}: the scheduler of this run is {kind}, the saved run's {was}; their states differ in "
-            f"{', '.join(sorted(map(str, differing)))}: {remedy}"
-        )
+        raise _unfit(own, progress, where, f"their states differ in {', '.join(sorted(map(str, differing)))}")
     if not rates and not (
         hasattr(own, "last_batch_iteration")
         or hasattr(own, "_get_closed_form_lr")
@@ -251,31 +208,26 @@ def _check_schedule(engine: Any, own: Any, progress: Progress, where: str, *, ra
     ):
         raise CheckpointError(
             f"{where}: rates stay those of the configuration, and the scheduler {kind} of this run cannot compute them "
-            f"from a count of steps: {remedy}"
+            f"from a count of steps: {_OWN}"
         )
-    loaded = _schedule(own, saved, rates)
-    problem = _problem(live, loaded)
-    if problem is None:
-        before = Before(engine)
-        try:
-            own.load_state_dict(loaded)
-            if not rates:
-                _follow_count(own, optimizer_of(engine))
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-        finally:
-            before.put_back()
+    problem = _problem(live, _schedule(own, saved, rates))
     if problem is not None:
-        raise CheckpointError(
-            f"{where}: the saved state does not fit the scheduler {kind} of this run (the saved run's {was}): "
-            f"{problem}; {remedy}"
-        )
-    if saved_class not in (None, kind):
+        raise _unfit(own, progress, where, problem)
+    if progress.lr_scheduler_class not in (None, kind):
         warn(
             "deepspeed_muon: the saved run's scheduler was %s, this run's is %s and goes on from the same count",
-            saved_class,
+            progress.lr_scheduler_class,
             kind,
         )
+
+
+def _unfit(own: Any, progress: Progress, where: str, problem: str) -> CheckpointError:
+    saved_class = progress.lr_scheduler_class
+    was = f"was {saved_class}" if saved_class else "is not named in the checkpoint"
+    return CheckpointError(
+        f"{where}: the saved schedule does not fit the scheduler {type(own).__name__} of this run (the saved run's "
+        f"{was}): {problem}; {_OWN}"
+    )
 
 
 def _problem(live: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
@@ -306,7 +258,7 @@ def _plain(value: Any) -> Any:
 def _kind(value: Any) -> str:
     if isinstance(value, bool):
         return "bool"
-    if isinstance(value, _NUMBERS):
+    if isinstance(value, (int, float)):
         return "number"
     return "list" if isinstance(value, tuple) else type(value).__name__
 

@@ -226,7 +226,7 @@ def find_consolidated(folder: Path) -> Path:
                 steps,
             )
             return newest
-    if (saved := glance(tag_folder, trust=False)) is not None:
+    if (saved := glance(tag_folder)) is not None:
         saved.refuse_universal()
         raise CheckpointError(f"{saved}, and not consolidated: {saved.way()}")
     raise CheckpointError(

@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from deepspeed_muon.checkpoint.index import COUNTERS, INDEX_NAME, OURS, SCALE_KE
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, save_of
 from deepspeed_muon.checkpoint.sealed import is_json, is_name, load_pickle, read_regular, refusing
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.logs import counted
 
 MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 """What the file with the model of the first rank may be called: at stages 0 to 2, and at stage 3."""
@@ -53,7 +54,7 @@ class Glance:
     inner: Mapping[str, Any]
 
     def __str__(self) -> str:
-        ranks = f"{self.ranks} data-parallel rank{'s' if self.ranks > 1 else ''}"
+        ranks = counted(range(self.ranks), "data-parallel rank")
         return f"{self.folder}: saved by {self.kind} at ZeRO stage {self.stage} on {ranks}"
 
     @property
@@ -89,26 +90,28 @@ class Glance:
         return f'{run}set "restore_from": {json.dumps(out)} in optimizer.params'
 
 
-def glance(folder: Path, file: Path | None = None, *, trust: bool) -> Glance | None:
+def glance(
+    folder: Path, file: Path | None = None, *, load: Callable[[Path], Any] = load_pickle
+) -> Glance | None:
     """Read who saved a tag, where and how, from one file; ``None`` if it is no folder that DeepSpeed saved.
 
     Args:
         folder: The tag's folder.
         file: The file of the optimizer to read, if it is there; by default the first one.
-        trust: See :func:`~deepspeed_muon.checkpoint.sealed.load_pickle`.
+        load: Reads a file.
     """
     models = _model_files(folder) if folder.is_dir() else []
     if not models:
         return None
     with refusing(f"{folder}: not as DeepSpeed writes it"):
-        model = load_pickle(models[0], trust=trust)
+        model = load(models[0])
         content = model.get("optimizer")
         files = sorted(path for path in folder.iterdir() if _OPTIMIZER_FILE.fullmatch(path.name))
         whole = sorted(folder.glob(_EXPERTS_OPTIMIZER_FILE))
         if not content and files:
-            content = load_pickle(file if file in files else files[0], trust=trust)["optimizer_state_dict"]
+            content = load(file if file in files else files[0])["optimizer_state_dict"]
         elif not content and whole:
-            content = load_pickle(whole[0], trust=trust).get("optimizer")
+            content = load(whole[0]).get("optimizer")
         stage, inner = unwrapped(content or {})
         inner = inner if isinstance(inner, Mapping) else {}
         return Glance(folder, optimizer_kind(inner), stage, int(model.get("dp_world_size", 1)), inner)
@@ -327,12 +330,9 @@ class TagFolder:
             # At stage 0 the wrapper keeps the values itself, at the others in an object.
             saved = vars(wrapper["loss_scaler"]) if wrapper.get("loss_scaler") else wrapper
             scale = {key: saved[key] for key in SCALE_KEYS if key in saved}
-        return Progress(
-            **{key: int(self.model.get(key, 0)) for key in COUNTERS},
-            lr_scheduler=schedule if isinstance(schedule, dict) and is_json(schedule) else None,
-            lr_scheduler_class=None,
-            loss_scale=scale,
-        )
+        schedule = schedule if isinstance(schedule, dict) and is_json(schedule) else None
+        counters = {key: int(self.model.get(key, 0)) for key in COUNTERS}
+        return Progress.model_validate({**counters, "lr_scheduler": schedule, "loss_scale": scale})
 
 
 def model_file_in(folder: Path) -> Path | None:

@@ -44,7 +44,6 @@ from deepspeed_muon.checkpoint.sealed import (
     load_pickle,
     refusing,
 )
-from deepspeed_muon.checkpoint.settings import check_loss_scale
 from deepspeed_muon.checkpoint.sources import WINDOW, StateSource, file_digest
 from deepspeed_muon.checkpoint.tag_folder import MODEL_FILES, model_file_in
 from deepspeed_muon.errors import CheckpointError
@@ -174,19 +173,12 @@ class UniversalSource(StateSource):
                 self._described_by_record() if self._has_checksums else self._described_by_files(live)
             )
 
-    @property
-    def loss_scale(self) -> dict[str, float | int] | None:
-        """The dynamic loss scale of the run."""
-        return self.index.progress.loss_scale
-
     def _described_by_record(self) -> CheckpointIndex:
         path = self._folder / RECORD_NAME
         index = load_index(self._folder, RECORD_NAME, UNIVERSAL_FORMAT)
         for name in index.parameters:
             if not is_name(name):
                 raise CheckpointError(f"{path}: refused: parameter {name!r} cannot name a folder")
-        if index.progress.loss_scale is not None:
-            check_loss_scale(index.progress.loss_scale, str(path))
         return index
 
     def _described_by_files(self, live: Mapping[str, Any]) -> CheckpointIndex:

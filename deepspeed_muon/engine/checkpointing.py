@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import weakref
@@ -89,7 +90,7 @@ class DeepSpeedHost:
         values = {key: getattr(scaler, key, None) for key in SCALE_KEYS}
         return {key: value for key, value in values.items() if isinstance(value, (int, float))}
 
-    def set_loss_scale(self, state: Mapping[str, float]) -> None:
+    def set_loss_scale(self, state: Mapping[str, Any]) -> None:
         """Let a dynamic loss scale continue from :meth:`loss_scale`; others are left alone."""
         scaler = view_of(self._engine.optimizer).dynamic_scaler()
         for key in SCALE_KEYS:
@@ -152,8 +153,8 @@ def load_universal_checkpoint(
     except Exception as caught:
         error = caught
     restore_from_source(engine, source, progress=False, state_too=load_optimizer_states, error=error)
-    if source is not None and source.loss_scale:
-        optimizer_of(engine).host.set_loss_scale(source.loss_scale)
+    if source is not None and source.index.progress.loss_scale:
+        optimizer_of(engine).host.set_loss_scale(source.index.progress.loss_scale)
 
 
 def load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -227,6 +228,7 @@ def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> Glance
     moved = False
     save_id: str | None = None
     error: Exception | None = None
+    load = functools.cache(functools.partial(load_pickle, trust=True))  # as DeepSpeed's loader will
     try:
         folder = Path(load_dir)
         if (folder / INDEX_NAME).is_file():
@@ -239,14 +241,13 @@ def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> Glance
         # Files of other checkpoint engines have forms of their own.
         if tag is not None and isinstance(engine.checkpoint_engine, TorchCheckpointEngine):
             own = Path(engine._get_zero_ckpt_name(load_dir, tag)) if engine.zero_optimization() else None
-            # DeepSpeed's loader will unpickle the same files.
-            saved = glance(folder / str(tag), own, trust=True)
+            saved = glance(folder / str(tag), own, load=load)
         if saved is not None and with_state:
             _require_own(engine, saved)
             rerouted, names, moved = _differences(engine, saved)
         if tag is not None:
             with refusing(f"{load_dir!r}"):
-                save_id = _save_id(engine, folder, str(tag), with_state=with_state)
+                save_id = _save_id(engine, folder, str(tag), load, with_state=with_state)
     except Exception as caught:
         error = caught
     seen = (
@@ -280,7 +281,9 @@ def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> Glance
     return saved
 
 
-def _save_id(engine: Any, folder: Path, tag: str, *, with_state: bool) -> str | None:
+def _save_id(
+    engine: Any, folder: Path, tag: str, load: Callable[[Path], Any], *, with_state: bool
+) -> str | None:
     """Return the id of the save that this rank's files are of, ``None`` where another optimizer saved them.
 
     Raises:
@@ -293,7 +296,7 @@ def _save_id(engine: Any, folder: Path, tag: str, *, with_state: bool) -> str | 
         files += map(str, (folder / tag).glob("expp_rank_*_optim_states.pt"))
     # DeepSpeed's other writers have other formats.
     found = [file for file in files if Path(file).is_file() and zipfile.is_zipfile(file)]
-    ids = {file: save_of(load_pickle(Path(file), trust=True)) for file in found}
+    ids = {file: save_of(load(Path(file))) for file in found}
     if len(set(ids.values())) > 1:
         raise CheckpointError(f"{' and '.join(ids)} are of different saves: {_ONE_SAVE}")
     return next(iter(ids.values()), None)

@@ -13,10 +13,11 @@ from safetensors.torch import load_file
 
 import deepspeed_muon
 from deepspeed_muon.checkpoint import consolidate, restore
-from deepspeed_muon.checkpoint.commit import remove_stale
+from deepspeed_muon.checkpoint.atomic import remove_stale
+from deepspeed_muon.checkpoint.commit import ShardFile
 from deepspeed_muon.checkpoint.index import ParameterRecord, load_index
+from deepspeed_muon.checkpoint.parts import pack, shard_name
 from deepspeed_muon.checkpoint.sealed import sealed_json
-from deepspeed_muon.checkpoint.shards import ShardFile, pack, shard_name
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource, file_digest
 from deepspeed_muon.errors import CheckpointError
 
@@ -217,7 +218,8 @@ def test_row_moments_must_fit(tmp_path: Path) -> None:
 def test_the_grid_of_blocks_is_written_only_where_heads_do_not_say_it() -> None:
     """Releases that do not know the keys refuse an index that has them."""
     plain = {"shape": (4, 3), "algorithm": "muon", "step": 0, "group": 0, "tensors": {"fp32": FILE}}
-    assert not {"grid", "transposed"} & ParameterRecord(heads=2, **plain).model_dump().keys()
+    written = ParameterRecord(heads=2, **plain).model_dump(exclude_defaults=True)
+    assert not {"grid", "transposed"} & written.keys()
     divided = ParameterRecord(heads=3, grid=((), (1, 1, 1)), transposed=True, **plain)
     again = ParameterRecord.model_validate_json(divided.model_dump_json())
     assert again == divided and again.grid == ((), (1, 1, 1)) and again.transposed

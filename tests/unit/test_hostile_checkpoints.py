@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-import deepspeed_muon.checkpoint.cli  # noqa: F401 - what a child would import counts as its memory
 from deepspeed_muon import cli
 from deepspeed_muon.checkpoint import consolidate, restore
+from deepspeed_muon.checkpoint.commit import ShardFile
 from deepspeed_muon.checkpoint.index import FORMAT, INDEX_NAME
 from deepspeed_muon.checkpoint.offline import consolidate_files, verify_folder
+from deepspeed_muon.checkpoint.parts import shard_name
 from deepspeed_muon.checkpoint.sealed import sealed_json
-from deepspeed_muon.checkpoint.shards import ShardFile, shard_name
 from deepspeed_muon.checkpoint.universal import convert_to_universal
 from deepspeed_muon.errors import CheckpointError
 
