@@ -33,7 +33,7 @@ from deepspeed_muon.qk_clip.clip import QkClip
 from deepspeed_muon.routed_optimizer import RoutedOptimizer
 from deepspeed_muon.routing.param_groups import ParamsInput, build_groups
 from deepspeed_muon.step.bound import BoundSteps, flat_gradients, overlaps
-from deepspeed_muon.step.runner import PendingUpdates, StepResources, StepRunner
+from deepspeed_muon.step.runner import StepResources, StepRunner
 from deepspeed_muon.step.step_set import StepSet, read_whole
 from deepspeed_muon.transport.agreement import RankFacts
 from deepspeed_muon.transport.exchange import ExchangeBuffers, StepStats
@@ -139,7 +139,6 @@ class Muon(RoutedOptimizer):
         self.measure_norm: Callable[[], Tensor] | None = None
         self._bound: BoundSteps | None = None
         self._orthogonalize: Orthogonalizer | None = None
-        self._pending: PendingUpdates | None = None
         self.qk_clip: QkClip | None = None
         self.step_ends_outside = False
 
@@ -204,9 +203,7 @@ class Muon(RoutedOptimizer):
             self.state_policy,
             overlap=overlaps(step_sets, self.config),
         )
-        # QK-clip works on the updated weights, at the end of each call.
-        may_stay_pending = resources.overlap and self.qk_clip is None
-        self._bound = BoundSteps(step_sets, self.config, resources, may_stay_pending=may_stay_pending)
+        self._bound = BoundSteps(step_sets, self.config, resources)
         for group in self.param_groups:  # hidden from DeepSpeed's wrappers until they are made
             group.setdefault("use_muon", group["algorithm"] == "muon")
         if self.qk_clip is not None:
@@ -301,25 +298,19 @@ class Muon(RoutedOptimizer):
             for runner, groups in self._bound.current(self.param_groups)
         ]
         reports = [self._bound.inspect(runner, grads) for runner, _, grads in current]
-        pending, self._pending = self._pending, None
         self.overflow = False
         failed = [name for report in reports for name in report.failed]
         nonfinite = [name for report in reports for name in report.nonfinite]
-        if pending is not None and (failed or nonfinite):
-            # The set before was updated; this one may be left out.
-            pending.wait_and_apply()
-            pending = None
         if failed:
             self._report_failed(failed, "in the step before")
         if nonfinite:
             self._refuse(nonfinite)
             current = []
         for (runner, groups, grads), report in zip(current, reports, strict=not nonfinite):
-            pending = runner.run(report.active, grads, groups, self.state, previous=pending)
+            runner.run(report.active, grads, groups, self.state)
             if self.qk_clip is not None:
                 with runner.step_set.flat_partitions() as flat:
                     self.qk_clip.apply(runner.context.number, flat)
-        self._pending = pending
         if self.qk_clip is not None and not self.step_ends_outside:
             self.qk_clip.clear()
         if not self.managed:
@@ -332,21 +323,6 @@ class Muon(RoutedOptimizer):
                 f"the updates of {', '.join(names[:5])} were wrong {when}, in fp32 too, and "
                 f"optimizer.params.nonfinite_grad is 'error'; the log of the owner's rank says more"
             )
-
-    def _check_arrived(self) -> None:
-        """Check, when a step of the engine is over, that every call of it was made; the same on all ranks.
-
-        Raises:
-            BindingError: If updates were left for a call that did not come.
-        """
-        if self._pending is None:
-            return
-        self._pending.wait_and_apply()
-        self._pending = None
-        raise BindingError(
-            "DeepSpeed ended a step without a call for every param group or sub-group, so weights of this step were "
-            "gathered before their last updates; set optimizer.params.exchange_overlap to false"
-        )
 
     def _bind_plain(self) -> None:
         """Bind to the parameters themselves: a single process without DeepSpeed."""

@@ -86,7 +86,6 @@ def take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kwa
             # DeepSpeed's own collectives of the step are part of it: the norm of the gradients at stages 1 and 2.
             waiting.enter_context(phase(f"step {number}", group))
         result = original(*args, **kwargs)
-    optimizer._check_arrived()
     if engine.monitor.enabled:
         current = rates(optimizer).items()
         events = [(f"Train/Samples/{key}", rate, engine.global_samples) for key, rate in current]

@@ -7,7 +7,6 @@ a sentence in place of its part, and checkpoints that outlive the topology refus
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -190,18 +189,7 @@ def _step_set(
         reader.add_partition(index, view.masters[index], view.params[index])
         for param, placement in view.placements(index, reader.world_size):
             reader.add_parameter(param, placement)
-    if view.is_one_call or view.weights(indices[0]) is None:
-        return reader.step_set()
-    # A reference that is not weak would make a cycle, and keep the device's memory.
-    return reader.step_set(functools.partial(_refresh, weakref.ref(view.wrapper), indices[0]))
-
-
-def _refresh(reference: weakref.ref[Any], index: int, offset: int, numel: int) -> None:
-    """Round a run of a partition into the weights of the forward pass, as DeepSpeed does with all of it."""
-    view = view_of(reference())
-    weights = view.weights(index)
-    assert weights is not None
-    weights.data.narrow(0, offset, numel).copy_(view.masters[index].data.narrow(0, offset, numel))
+    return reader.step_set()
 
 
 def parts_of(engine: Any, routes: Mapping[int, Route]) -> dict[str, TensorSlice | str]:

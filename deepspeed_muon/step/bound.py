@@ -165,8 +165,6 @@ class BoundSteps:
         step_sets: Sequence[StepSet],
         config: MuonConfig,
         resources: StepResources,
-        *,
-        may_stay_pending: bool,
     ) -> None:
         """Make the exchange plans; nothing is sent.
 
@@ -174,28 +172,14 @@ class BoundSteps:
             step_sets: What each call of ``step()`` will update, from a reader.
             config: The optimizer's settings.
             resources: Shared by the sets.
-            may_stay_pending: Whether updates of one set may still be in flight when the call of the next one begins.
         """
         self._config = config
         self._resources = resources
         loads: dict[Scope, list[float]] = {}
         self.runners: list[StepRunner] = []
-        follows = False
         for number, step_set in enumerate(step_sets):
             load = loads.setdefault(Scope.of(step_set.group), [0.0] * step_set.world_size)
-            possible = step_set.refresh is not None and may_stay_pending and bool(step_set.matrices)
-            self.runners.append(
-                StepRunner(
-                    step_set,
-                    config,
-                    resources,
-                    load=load,
-                    number=number,
-                    leaves_pending=possible and number + 1 < len(step_sets),
-                    follows_pending=follows,
-                )
-            )
-            follows = possible
+            self.runners.append(StepRunner(step_set, config, resources, load=load, number=number))
         self._inspections = {runner: GradientInspection(runner) for runner in self.runners}
         self._runner_of = {
             id(partition.tensor): runner

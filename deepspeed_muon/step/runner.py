@@ -19,7 +19,7 @@ from deepspeed_muon.step.adam import AdamW
 from deepspeed_muon.step.assignment import planned
 from deepspeed_muon.step.passes import RateTable, Step, Weights, apply, pack, pack_into, tables_of
 from deepspeed_muon.step.state import State, StatePolicy, passes_for, row_state_of, state_of
-from deepspeed_muon.step.step_set import Refresh, StepSet
+from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.step.strategies import (
     ChunkDirections,
     CutOverGroup,
@@ -65,27 +65,6 @@ class StepResources:
     overlap: bool
 
 
-@dataclass(frozen=True, slots=True)
-class PendingUpdates:
-    """Updates of a step whose scatter is still in flight. It holds no gradient.
-
-    Attributes:
-        runner: The runner of the step set.
-        flight: The chunk that is in flight.
-        weights: Where the updates go.
-        next_slot: The slot for the first chunk of the next step set.
-    """
-
-    runner: StepRunner
-    flight: InFlight
-    weights: Weights
-    next_slot: int
-
-    def wait_and_apply(self) -> None:
-        """Wait for the updates, apply them, and refresh the weights of the forward pass; communicates nothing."""
-        self.runner.apply_arrived(self.flight, self.weights, refresh=self.runner.step_set.refresh)
-
-
 class StepRunner:
     """Runs the step of one :class:`StepSet`."""
 
@@ -97,8 +76,6 @@ class StepRunner:
         *,
         load: list[float],
         number: int = 0,
-        leaves_pending: bool = False,
-        follows_pending: bool = False,
     ) -> None:
         """Make the exchange plan; nothing is sent.
 
@@ -108,11 +85,8 @@ class StepRunner:
             resources: Shared with the other sets.
             load: Operations that each rank already has from other sets. Mutated: the new work is added.
             number: The number of the set, for errors.
-            leaves_pending: Whether the last updates may still be in flight while the next set is updated.
-            follows_pending: Whether updates of the previous set may still be in flight when this one begins.
         """
         self.step_set = step_set
-        self._leaves_pending = leaves_pending
         self._policy = resources.policy
         self._overlap = resources.overlap
         dtype = config.resolved_wire_dtype(step_set.model_dtype)
@@ -134,8 +108,6 @@ class StepRunner:
             context,
             resources.buffers,
             overlap=self._overlap,
-            leaves_pending=leaves_pending,
-            follows_pending=follows_pending,
         )
         self._choose_strategy(config, resources)
         self._tables = tables_of(self.plan, self._whole.batches)
@@ -197,9 +169,7 @@ class StepRunner:
         grads: Mapping[int, Tensor],
         groups: Mapping[int, dict[str, Any]],
         state: State,
-        *,
-        previous: PendingUpdates | None = None,
-    ) -> PendingUpdates | None:
+    ) -> None:
         """Update all partitions of the set in place.
 
         Must be called by all ranks of the group with the same flags.
@@ -209,33 +179,25 @@ class StepRunner:
             grads: Partition index to its gradient, flat and contiguous.
             groups: Partition index to the param group with its rates.
             state: The optimizer's state. Mutated; missing entries are created.
-            previous: Pending updates of the previous set; they are applied.
-
-        Returns:
-            The pending updates of this set, if it was made with ``leaves_pending``.
         """
         with self.step_set.flat_partitions() as flat, self._begin(flags, grads, groups, state, flat) as step:
             active = step.weights.active
             chunks = [number for number, chunk in enumerate(self.plan.chunks) if chunk.active(active)]
             moving = [number for number in chunks if self.plan.chunks[number].scatters]
             staying = [number for number in chunks if not self.plan.chunks[number].scatters]
-            slot = 0 if previous is None else previous.next_slot
             # With overlap a chunk's gather starts one turn before it is orthogonalised, and its updates are applied one
             # turn after; what is in flight is never waited for at once.
             early = late = int(self._overlap)
             # Half of what never moves hides the first gather, half the last scatter.
             half = len(staying) - (len(staying) // 2 if early and moving else 0)
-            pending = self._leaves_pending and bool(moving)
             flights: list[InFlight] = []
-            for turn in range(-early, max(len(moving), 1) + late - pending):
+            for turn in range(-early, max(len(moving), 1) + late):
                 if turn + early < len(moving):
-                    flights.append(self._exchange.open(moving[turn + early], slot + turn + early))
+                    flights.append(self._exchange.open(moving[turn + early], turn + early))
                     self._pack(flights[-1], step)
                     self._exchange.gather(flights[-1])
                 if turn == -early:
                     self.adam.run(flags, grads, groups, state, flat)
-                    if previous is not None:
-                        previous.wait_and_apply()
                     self._update_in_place(staying[:half], step)
                 if 0 <= turn < len(moving):
                     self._wait_for_gather(flights[turn])
@@ -244,11 +206,7 @@ class StepRunner:
                 if turn == len(moving) - 1:
                     self._update_in_place(staying[half:], step)
                 if 0 <= turn - late < len(moving):
-                    self.apply_arrived(flights[turn - late], step.weights)
-        if not pending:
-            return None
-        next_slot = (slot + len(moving)) % self._exchange.slots
-        return PendingUpdates(self, flights[-1], step.weights, next_slot)
+                    self._apply_arrived(flights[turn - late], step.weights)
 
     @contextlib.contextmanager
     def _begin(
@@ -338,8 +296,8 @@ class StepRunner:
             self._pack(chunk, step)
             self._orthogonalize(chunk, step)
 
-    def apply_arrived(self, flight: InFlight, weights: Weights, *, refresh: Refresh | None = None) -> None:
-        """Wait for the scatter of a chunk and apply its updates; call ``refresh`` for every fragment that changed."""
+    def _apply_arrived(self, flight: InFlight, weights: Weights) -> None:
+        """Wait for the scatter of a chunk and apply its updates."""
         with self._check.recorder.span("scatter"):
             self._exchange.wait("scatter", flight)
         for row in self._tables[flight.number].sent:
@@ -347,5 +305,3 @@ class StepRunner:
                 assert row.segment is not None
                 update = self.context.codec.read(cut(flight.send_buffer, row.segment), row.numel)
                 apply(row, weights, update.view(-1))
-                if refresh is not None:
-                    refresh(row.offset, row.numel)

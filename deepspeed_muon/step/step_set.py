@@ -16,10 +16,6 @@ from deepspeed_muon.plan.placement import Fragment, Placement, replicated_placem
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.shapes import true_shape
 
-Refresh = Callable[[int, int], None]
-"""Copies elements of a set's only partition, from an offset on, into the weights of the forward pass."""
-
-
 NativeAdam = Callable[..., Callable[..., None]]
 """Makes a native AdamW; see :attr:`StepSet.native_adam`."""
 
@@ -60,8 +56,6 @@ class StepSet:
         native_adam: Makes DeepSpeed's native AdamW if ZeRO-Offload keeps the partitions off the device, else ``None``.
             Called with ``decoupled``, ``master`` and ``moments``, it returns a function like
             :func:`deepspeed_muon.math.updates.adam_step_` or raises ``OpsUnavailableError``.
-        refresh: Copies elements of the partition into the weights of the forward pass again, after ZeRO has copied all
-            of them. A set with ``refresh`` may leave its last updates in flight until the next set's call.
     """
 
     partitions: tuple[BoundPartition, ...]
@@ -74,7 +68,6 @@ class StepSet:
     wider_group: dist.ProcessGroup | None = None
     tensor_group: dist.ProcessGroup | None = None
     native_adam: NativeAdam | None = None
-    refresh: Refresh | None = None
     stack_group: dist.ProcessGroup | None = None
 
     @contextlib.contextmanager
@@ -177,8 +170,8 @@ class LayoutReader:
         else:
             self._others.append(ParameterLayout(route.name, partition.index, placement))
 
-    def step_set(self, refresh: Refresh | None = None) -> StepSet:
-        """Return what was collected; for ``refresh`` see :class:`StepSet`."""
+    def step_set(self) -> StepSet:
+        """Return what was collected."""
         return StepSet(
             tuple(self._partitions),
             tuple(self._matrices),
@@ -189,7 +182,6 @@ class LayoutReader:
             self._model_dtype or torch.float32,
             self._wider_group,
             native_adam=self._native_adam,
-            refresh=refresh,
             stack_group=self._stack_group,
         )
 

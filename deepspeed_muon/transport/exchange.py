@@ -235,8 +235,6 @@ class ChunkExchange:
         buffers: ExchangeBuffers,
         *,
         overlap: bool,
-        leaves_pending: bool = False,
-        follows_pending: bool = False,
     ) -> None:
         """Reserve the buffers; nothing is allocated or sent.
 
@@ -246,18 +244,14 @@ class ChunkExchange:
             buffers: Memory of the slots, shared with other step sets.
             overlap: Whether chunks are in flight while others are orthogonalised. Without it the rank waits for every
                 all-to-all at once, and needs a third of the memory.
-            leaves_pending: Whether the last updates may still be in flight while the next set is updated.
-            follows_pending: Whether updates of the previous set may still be in flight when this one begins.
         """
         self._context = context
         self._plan = plan
         self._buffers = buffers
         self._overlap = overlap
         moving = [chunk for chunk in plan.chunks if chunk.scatters]
-        most = SLOTS if overlap else 1
-        # Step sets with pending updates between them must have the same number of slots.
-        self.slots = most if leaves_pending or follows_pending else max(1, min(most, len(moving)))
-        for slot in range(most if follows_pending and moving else min(most, len(moving))):
+        self._slots = min(SLOTS if overlap else 1, len(moving))
+        for slot in range(self._slots):
             room = max(self._idle_numel(chunk) for chunk in moving) * context.comm_dtype.itemsize
             sent = max(room, max(chunk.send_buffer.numel for chunk in moving) * context.codec.dtype.itemsize)
             received = max(chunk.receive_buffer.numel for chunk in moving) * context.codec.dtype.itemsize
@@ -270,7 +264,7 @@ class ChunkExchange:
         if slot is None:
             nothing = torch.empty(0, dtype=dtype, device=self._context.device)
             return InFlight(chunk, number, nothing, nothing, None)
-        slot %= self.slots
+        slot %= self._slots
         room = self._idle_numel(chunk)
         return InFlight(
             chunk,

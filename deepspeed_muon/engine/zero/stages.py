@@ -168,9 +168,6 @@ class Zero12View(FlatView, ZeroView):
         self.flats, self.cut_flats = wrapper.bit16_groups_flat, wrapper.parallel_partitioned_bit16_groups
         self.offloads = self.keeps_gradients = bool(wrapper.cpu_offload)
 
-    def weights(self, index: int) -> Tensor | None:
-        return None if self.offloads else self.cut_flats[index][dist.get_rank(self.group(index))]
-
     def forget_gradients(self) -> None:
         super().forget_gradients()
         # fp32 sums of gradients in half precision.
@@ -254,9 +251,6 @@ class Zero3View(ZeroView):
             if each.ds_numel:
                 yield param, sharded_placement(offset, each.ds_numel, each.partition_numel())
             offset += each.partition_numel()
-
-    def weights(self, index: int) -> Tensor | None:
-        return None if self.offloads else self.wrapper.fp16_partitioned_groups_flat[index]
 
     def group_numbers(self) -> list[int]:
         return [int(self.wrapper.sub_group_to_group_id[index]) for index in range(len(self.params))]

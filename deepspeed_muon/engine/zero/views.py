@@ -74,10 +74,6 @@ class View:
         if param.numel():
             yield param, replicated_placement(0, param.numel(), ranks)
 
-    def weights(self, index: int) -> Tensor | None:
-        """Return this rank's partition of the weights beside its master, ``None`` where there is none."""
-        return None
-
     def group_numbers(self) -> list[int]:
         """Return the number of the param group of every partition."""
         groups = self.optimizer.param_groups
