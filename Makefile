@@ -31,15 +31,15 @@ demo: $(VENV)/.ready ## train on real text with AdamW, DeepSpeed's Muon and this
 
 test: $(VENV)/.ready ## run the tests, without the long matrices
 	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python -m tests.support.native_ops
-	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-full: $(VENV)/.ready ## run all tests
 	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python -m tests.support.native_ops
-	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python -m pytest --full -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python -m pytest --full -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-old: $(OLD_VENV)/.ready ## run the tests marked "compat" under the oldest supported DeepSpeed
 	TORCH_EXTENSIONS_DIR=$(OLD_EXTENSIONS) $(OLD_VENV)/bin/python -m tests.support.native_ops
-	TORCH_EXTENSIONS_DIR=$(OLD_EXTENSIONS) $(OLD_VENV)/bin/python -m pytest -m "compat and not full" -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+	TORCH_EXTENSIONS_DIR=$(OLD_EXTENSIONS) $(OLD_VENV)/bin/python -m pytest -m "compat and not full" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(VENV)/.ready ## check style, formatting and the direction of imports
 	$(BIN)/ruff check

@@ -6,6 +6,7 @@ import faulthandler
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -34,12 +35,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the long matrices unless asked for, and skip GPU tests where there is none."""
+    """Leave out the long matrices unless asked for, put long tests first, and skip GPU tests where there is no GPU."""
     if not config.getoption("--full") and not config.getoption("markexpr"):
         left_out = [item for item in items if item.get_closest_marker("full")]
         if left_out:
             config.hook.pytest_deselected(items=left_out)
             items[:] = [item for item in items if not item.get_closest_marker("full")]
+    # Files with the longest tests first, then those with the most: no process is left alone with a long one at the end.
+    # Needs pytest-xdist's --no-loadscope-reorder.
+    limits: dict[Path, float] = {}
+    numbers: Counter[Path] = Counter(item.path for item in items)
+    for item in items:
+        limits[item.path] = max(limits.get(item.path, 0.0), time_limit(item))
+    items.sort(key=lambda item: (-limits[item.path], -numbers[item.path], item.path))
     if any(item.get_closest_marker("gpu") for item in items):
         import torch
 
@@ -49,11 +57,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                     item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def time_limit(item: pytest.Item) -> float:
+    """Return the seconds that a test may take."""
+    marker = item.get_closest_marker("time_limit")
+    return float(marker.args[0]) if marker else DEFAULT_TIMEOUT
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """End a test that takes longer than its limit, whatever it waits for."""
-    marker = item.get_closest_marker("time_limit")
-    limit = float(marker.args[0]) if marker else DEFAULT_TIMEOUT
+    limit = time_limit(item)
 
     def expire(_signal: int, _frame: FrameType | None) -> None:
         faulthandler.dump_traceback(file=sys.__stderr__)

@@ -403,14 +403,8 @@ class Judge:
         cuts = self.power_cuts(case, world_size)
         consolidate_files(self._work / "saved", folder, shard_bytes=SHARD_BYTES)
         cleared = not leftovers(folder) and self.left(folder, 1) == "new"
-        fault = case.fault
-        assert fault is not None
         result = {
-            "way": case.way,
-            **asdict(fault),
-            "call": case.what,
-            "phase": case.phase,
-            "ranks": [shortened(case, each) for each in said["ranks"]],
+            **described(case, said),
             "left": left,
             "leftovers": extra,
             "power cuts": cuts[0],
@@ -420,14 +414,9 @@ class Judge:
 
     def after_run(self, case: Case, said: dict[str, Any]) -> dict[str, Any]:
         """Judge a save of DeepSpeed's: which set ``restore`` finds, and that no files of two saves are converted."""
-        assert case.fault is not None
         left, converted = self.left_of_run(case)
         result = {
-            "way": case.way,
-            **asdict(case.fault),
-            "call": case.what,
-            "phase": case.phase,
-            "ranks": [shortened(case, each) for each in said["ranks"]],
+            **described(case, said),
             "left": left,
             "converted": converted,
             "power cuts": {},
@@ -487,6 +476,13 @@ class Judge:
             if said.get("result") == 0 and result["left"] != "new":
                 wrong.append(f"rank {rank} says that all went well")
         return wrong
+
+
+def described(case: Case, said: dict[str, Any]) -> dict[str, Any]:
+    """Return which fault this was, and what every rank said."""
+    assert case.fault is not None
+    what = {"way": case.way, **asdict(case.fault), "call": case.what, "phase": case.phase}
+    return {**what, "ranks": [shortened(case, each) for each in said["ranks"]]}
 
 
 def shortened(case: Case, said: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from tests.faults.disk import Disk, worst_folders
 from tests.faults.injector import describe
 from tests.support.harness import run_command
 
+# The fixture takes a minute: the file is among the first.
+pytestmark = pytest.mark.time_limit(400)
 INDEX = "muon_index.json"
 
 
