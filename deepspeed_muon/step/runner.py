@@ -15,10 +15,9 @@ from deepspeed_muon.monitoring.check import ResultCheck
 from deepspeed_muon.monitoring.recorder import StepRecorder, Travelling
 from deepspeed_muon.ops import matrix_norms
 from deepspeed_muon.plan.rows import RowPlaces, row_places
-from deepspeed_muon.step.adam import AdamW
 from deepspeed_muon.step.assignment import planned
 from deepspeed_muon.step.passes import RateTable, Step, Weights, apply, pack, pack_into, tables_of
-from deepspeed_muon.step.state import State, StatePolicy, passes_for, row_state_of, state_of
+from deepspeed_muon.step.state import AdamW, State, StatePolicy, passes_for, row_state_of, state_of
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.step.strategies import (
     ChunkDirections,

@@ -1,8 +1,9 @@
-"""Dtype and place of the optimizer's state tensors: momentum, and AdamW's two moments."""
+"""The optimizer's state, momentum and AdamW's two moments: its dtype and place; and AdamW on it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.config import MuonConfig
-from deepspeed_muon.errors import BindingError
-from deepspeed_muon.logs import logger
-from deepspeed_muon.ops import FlatPasses, flat_passes, widened
-from deepspeed_muon.step.step_set import BoundPartition
+from deepspeed_muon.errors import BindingError, OpsUnavailableError
+from deepspeed_muon.logs import logger, warn_on_each_machine
+from deepspeed_muon.math.updates import AdamStep, adam_step_
+from deepspeed_muon.ops import FlatPasses, flat_passes, in_fp32, widened
+from deepspeed_muon.plan.placement import Fragment
+from deepspeed_muon.step.step_set import BoundPartition, NativeAdam, StepSet
 from deepspeed_muon.variants import Variant
 
 State = MutableMapping[Tensor, dict[str, Any]]
@@ -130,3 +133,150 @@ def passes_for(partition: BoundPartition, config: MuonConfig, policy: StatePolic
         return flat_passes("torch", partition.tensor.device)  # without DeepSpeed
     passes = flat_passes(config.ns_backend, partition.tensor.device)
     return passes if master == momentum == torch.float32 else widened(passes)
+
+
+@functools.cache
+def _native(
+    make: NativeAdam, decoupled: bool, master: torch.dtype, moments: torch.dtype
+) -> Callable[..., None] | str:
+    """Return DeepSpeed's kernel, or why it cannot be used. The cache makes one for all, and one warning."""
+    try:
+        return make(decoupled=decoupled, master=master, moments=moments)
+    except OpsUnavailableError as error:
+        warn_on_each_machine("deepspeed_muon: torch's AdamW runs on the offloaded partitions: %s", error)
+        return str(error)
+
+
+def torch_step(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    settings: AdamStep,
+) -> None:
+    """Run torch's kernel, which needs one dtype: mixed or half-precision tensors run in parts on fp32 copies."""
+
+    def step(param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor) -> None:
+        adam_step_([param], [grad], [exp_avg], [exp_avg_sq], settings=settings)
+
+    plain: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    for param, grad, exp_avg, exp_avg_sq in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
+        if param.dtype == exp_avg.dtype and param.dtype.itemsize >= 4:
+            plain.append((param, grad, exp_avg, exp_avg_sq))
+        else:
+            in_fp32(step, [param, exp_avg, exp_avg_sq], [grad])
+    if plain:
+        columns = [list(column) for column in zip(*plain, strict=True)]
+        adam_step_(*columns, settings=settings)
+
+
+class AdamW:
+    """AdamW on the partitions of one step set that are not Muon's, which have one device and one dtype."""
+
+    def __init__(self, step_set: StepSet, config: MuonConfig, policy: StatePolicy) -> None:
+        """Choose the kernel.
+
+        DeepSpeed's native operator updates partitions that ZeRO-Offload keeps on the CPU, as with DeepSpeed's AdamW.
+        Torch's fused kernel updates everything else.
+        """
+        self._policy = policy
+        self._decoupled = config.adam_w_mode
+        self._native: Callable[..., None] | None = None
+        self._calls = self._torch_calls = 0
+        # Those of Muon's matrices are not kept: there can be very many.
+        pairs = zip(step_set.partitions, step_set.local_fragments(), strict=True)
+        self._local = [(partition, local) for partition, local in pairs if not partition.muon]
+        if not self._local:
+            self._kernel, self._reason = "none", "no parameter of this set is AdamW's"
+            return
+        tensor = self._local[0][0].tensor
+        self._kernel, self._reason = "torch_fused", "the partitions are not offloaded to the CPU"
+        if step_set.native_adam is not None and tensor.device.type == "cpu":
+            moments = policy.dtype("exp_avg", tensor.dtype)
+            native = _native(step_set.native_adam, self._decoupled, tensor.dtype, moments)
+            if isinstance(native, str):
+                self._reason = native
+            else:
+                self._native = native
+                self._kernel, self._reason = "deepspeed_cpu_adam", "the partitions are offloaded to the CPU"
+
+    def report(self) -> dict[str, Any]:
+        """Return which kernel runs, why, and how often AdamW ran.
+
+        ``torch_calls`` counts how often torch's kernel ran instead of DeepSpeed's, which only knows the
+        ``weight_decay_mode`` ``decoupled``.
+        """
+        return {
+            "kernel": self._kernel,
+            "reason": self._reason,
+            "calls": self._calls,
+            "torch_calls": self._torch_calls,
+        }
+
+    def run(
+        self,
+        active: Sequence[bool],
+        grads: Mapping[int, Tensor],
+        groups: Mapping[int, dict[str, Any]],
+        state: State,
+        flat: Mapping[int, Tensor],
+    ) -> None:
+        """Update all parameters that have a gradient; communicates nothing.
+
+        Args:
+            active: One flag for each layout of the set.
+            grads: Partition index to its gradient, flat.
+            groups: Partition index to the param group with its rates.
+            state: ``optimizer.state``; mutated.
+            flat: Partition index to this rank's flat weights; mutated.
+        """
+        batches: dict[AdamStep, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {}
+        for partition, local in self._local:
+            own = state_of(partition, state, self._policy)
+            group = groups[partition.index]
+            settings = AdamStep(
+                lr=float(group["lr"]),
+                betas=(float(group["betas"][0]), float(group["betas"][1])),
+                eps=float(group["eps"]),
+                weight_decay=float(group["weight_decay"]),
+                step=int(own["step"]),
+                decoupled=self._decoupled,
+                decay_mode=group["weight_decay_mode"],
+            )
+            param = flat[partition.index]
+            grad = grads.get(partition.index)
+            grad = torch.zeros_like(param) if grad is None else grad
+            tensors = (param, grad, own["exp_avg"].view(-1), own["exp_avg_sq"].view(-1))
+            for offset, numel in _active_runs(local, active, param.numel()):
+                part = tuple(tensor.narrow(0, offset, numel) for tensor in tensors)
+                batches.setdefault(settings, []).append(part)  # type: ignore[arg-type]
+        for settings, parts in batches.items():
+            params, gradients, exp_avgs, exp_avg_sqs = (list(column) for column in zip(*parts, strict=True))
+            run = torch_step
+            if self._native is not None and settings.decay_mode == "decoupled":
+                run = self._native
+            run(params, gradients, exp_avgs, exp_avg_sqs, settings=settings)
+            self._calls += 1
+            self._torch_calls += self._native is not None and run is torch_step
+
+
+def _active_runs(
+    local: Sequence[tuple[int, Fragment]], active: Sequence[bool], numel: int
+) -> list[tuple[int, int]]:
+    """Return offset and length of the parts of a partition whose parameters have a gradient.
+
+    If all of them have one it is the whole partition, so that one kernel serves all. The padding may run along: its
+    gradient is zero, and so it stays zero.
+    """
+    if all(active[number] for number, _ in local):
+        return [(0, numel)] if local else []
+    runs: list[tuple[int, int]] = []
+    for number, fragment in sorted(local, key=lambda item: item[1].partition_offset):
+        if not active[number]:
+            continue
+        if runs and sum(runs[-1]) == fragment.partition_offset:
+            runs[-1] = (runs[-1][0], runs[-1][1] + fragment.numel)
+        else:
+            runs.append((fragment.partition_offset, fragment.numel))
+    return runs

@@ -10,8 +10,7 @@ import torch
 from deepspeed_muon import Muon
 from deepspeed_muon.math.updates import AdamStep, reference_adamw_step
 from deepspeed_muon.ops import flat_passes, widened
-from deepspeed_muon.step.adam import torch_step
-from deepspeed_muon.step.state import StatePolicy
+from deepspeed_muon.step.state import StatePolicy, torch_step
 from tests.support.models import batch, build
 from tests.support.training import state_bytes
 

@@ -14,7 +14,15 @@ make one with :func:`view_of` where it is needed, and do not keep it.
 Names of methods that are replaced stand in :mod:`deepspeed_muon.engine.engine_hooks` too.
 """
 
-from deepspeed_muon.engine.zero.stages import Bf16View, FlatView, Zero3View, Zero12View, ZeroView, view_of
+from deepspeed_muon.engine.zero.stages import (
+    Bf16View,
+    FlatView,
+    Zero3View,
+    Zero12View,
+    ZeroView,
+    refresh,
+    view_of,
+)
 from deepspeed_muon.engine.zero.views import HalfView, Memory, View
 
 __all__ = [
