@@ -1,21 +1,22 @@
-"""The engine as checkpoints see it, and DeepSpeed's universal checkpoints where the optimizer is ours."""
+"""Saves and loads of DeepSpeed's checkpoints, universal ones too, where the optimizer is ours."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
-import weakref
+import os
+import secrets
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-from torch.utils.hooks import RemovableHandle
 
-from deepspeed_muon.checkpoint.index import COUNTERS, INDEX_NAME, OURS, SCALE_KEYS
+from deepspeed_muon.checkpoint import CONSOLIDATED_FOLDER, consolidate
+from deepspeed_muon.checkpoint.index import INDEX_NAME, OURS
 from deepspeed_muon.checkpoint.layout_record import SAVE_KEY, save_of
 from deepspeed_muon.checkpoint.live import collect, optimizer_of, require_all_ranks
 from deepspeed_muon.checkpoint.restore import first_lines, restore_from_source
@@ -26,103 +27,12 @@ from deepspeed_muon.checkpoint.universal import UniversalSource, convert_to_univ
 from deepspeed_muon.engine.zero import FlatView, View, view_of
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.plan.slices import TensorSlice
 from deepspeed_muon.transport.agreement import RankFacts, agree
 
 _ORDER_KEY = "deepspeed_muon_order"
 _ONE_SAVE = (
     "a save was killed, or files were mixed: load another tag, or copy all files of one save into the folder"
 )
-
-
-class DeepSpeedHost:
-    """Implements :class:`deepspeed_muon.checkpoint.live.Host` with a ``DeepSpeedEngine``."""
-
-    def __init__(self, engine: Any, parts: Mapping[str, TensorSlice | str]) -> None:
-        """Refer to the engine weakly, because its optimizer refers to this and must not keep the engine alive.
-
-        Args:
-            engine: A ``DeepSpeedEngine`` whose optimizer is ours and bound.
-            parts: See :func:`deepspeed_muon.engine.topology.parts_of`.
-        """
-        self._reference = weakref.ref(engine)
-        self.parts = parts
-        self.save_id: str | None = None
-        self.step_thread: int | None = None
-        self._restoring: str | None = None
-        self._guards: list[RemovableHandle] = []
-
-    @property
-    def _engine(self) -> Any:
-        engine = self._reference()
-        if engine is None:
-            raise CheckpointError("the engine of this optimizer is gone")
-        return engine
-
-    @property
-    def zero_stage(self) -> int:
-        """The ZeRO stage."""
-        return int(self._engine.zero_optimization_stage())
-
-    @property
-    def scheduler(self) -> Any:
-        """The learning-rate scheduler, or ``None``."""
-        return getattr(self._engine, "lr_scheduler", None)
-
-    def counters(self) -> dict[str, int]:
-        """Return what the engine counts."""
-        return {key: int(getattr(self._engine, key)) for key in COUNTERS}
-
-    def set_counters(self, counters: Mapping[str, int]) -> None:
-        """Set what the engine counts."""
-        for key, value in counters.items():
-            setattr(self._engine, key, value)
-
-    def param_group_numbers(self) -> list[int]:
-        """Return the number of the param group that every partition belongs to, in the order of the partitions."""
-        return view_of(self._engine.optimizer).group_numbers()
-
-    def loss_scale(self) -> dict[str, float] | None:
-        """Return what the dynamic loss scale needs to continue, or ``None`` where there is none."""
-        scaler = view_of(self._engine.optimizer).dynamic_scaler()
-        if scaler is None:
-            return None
-        values = {key: getattr(scaler, key, None) for key in SCALE_KEYS}
-        return {key: value for key, value in values.items() if isinstance(value, (int, float))}
-
-    def set_loss_scale(self, state: Mapping[str, Any]) -> None:
-        """Let a dynamic loss scale continue from :meth:`loss_scale`; others are left alone."""
-        scaler = view_of(self._engine.optimizer).dynamic_scaler()
-        for key in SCALE_KEYS:
-            if scaler is not None and key in state and hasattr(scaler, key):
-                setattr(scaler, key, state[key])
-
-    @torch.no_grad()
-    def refresh_weights(self) -> None:
-        """Round the fp32 masters into the weights of the forward pass. Must be called by all ranks."""
-        view_of(self._engine.optimizer).refresh_weights()
-
-    def begin_restore(self, where: str) -> None:
-        """Let steps, saves and forward passes raise from now on, until :meth:`end_restore`; may be called again."""
-        self._restoring = where
-        # A pipeline engine calls its module without calling itself; programs that evaluate may call the module too.
-        for module in (self._engine, self._engine.module) if not self._guards else ():
-            guard = module.register_forward_pre_hook(lambda *_: self.require_restored(), prepend=True)
-            self._guards.append(guard)
-
-    def end_restore(self) -> None:
-        """Let the engine train again."""
-        self._restoring = None
-        while self._guards:
-            self._guards.pop().remove()
-
-    def require_restored(self) -> None:
-        """Raise if a restore began and did not end."""
-        if self._restoring is not None:
-            raise CheckpointError(
-                f"a restore from {self._restoring} did not end: weights and optimizer state are of two states. "
-                f"Restore again, or make the engine anew"
-            )
 
 
 def convert(original: Callable[..., Any], args: Any) -> None:
@@ -155,6 +65,29 @@ def load_universal_checkpoint(
     restore_from_source(engine, source, progress=False, state_too=load_optimizer_states, error=error)
     if source is not None and source.index.progress.loss_scale:
         optimizer_of(engine).host.set_loss_scale(source.index.progress.loss_scale)
+
+
+def save_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let DeepSpeed save with a random id of this save in every rank's files, the first rank's.
+
+    The consolidated set comes before, if the configuration asks for one: DeepSpeed writes ``latest`` last, so that it
+    never names a tag whose set is not complete.
+    """
+    names = ("save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    optimizer = engine.basic_optimizer
+    optimizer.host.require_restored()
+    if optimizer.config.consolidate_on_save and given.get("save_dir"):
+        tag = given.get("tag")
+        name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        consolidate(engine, os.path.join(given["save_dir"], name, CONSOLIDATED_FOLDER))
+    ((_, save_id),) = optimizer.ranks.collect([secrets.token_hex(8)], most=1, what="naming of a save")
+    given["client_state"] = {**(given.get("client_state") or {}), SAVE_KEY: save_id}
+    optimizer.host.save_id = save_id
+    try:
+        return original(**given)
+    finally:
+        optimizer.host.save_id = None
 
 
 def load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:

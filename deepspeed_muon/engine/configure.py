@@ -22,11 +22,11 @@ from torch import nn
 from deepspeed_muon.checkpoint.layout_record import add_record_to_state_dict
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.engine import muon_of
-from deepspeed_muon.engine.checkpointing import DeepSpeedHost, record_order
+from deepspeed_muon.engine.checkpointing import record_order
 from deepspeed_muon.engine.engine_hooks import hook_engine
 from deepspeed_muon.engine.gradients import mark_moe_layers, prepare_inputs
 from deepspeed_muon.engine.offload import Admission
-from deepspeed_muon.engine.running import name_rates_in_trainer
+from deepspeed_muon.engine.running import DeepSpeedHost, name_rates_in_trainer
 from deepspeed_muon.engine.scaling import total_norm
 from deepspeed_muon.engine.supported import (
     expert_parallel,

@@ -228,7 +228,7 @@ ENGINE_HOOKS = (
     # Nobody would sample a whole step, bound the wait for other ranks, or find steps that ended too early.
     EngineHook("engine", "_take_model_step", running.take_model_step),
     # consolidate_on_save would write nothing, and nobody could tell the files of two saves of one step apart.
-    EngineHook("engine", "save_checkpoint", running.save_checkpoint),
+    EngineHook("engine", "save_checkpoint", checkpointing.save_checkpoint),
     # Files of two saves would be loaded together. Where another optimizer, stage, number of ranks, order or other
     # routes saved, DeepSpeed would fill matrices with each other's values, or fail on some ranks without the cause.
     # And it changes counters and schedule before a universal checkpoint can be refused.
