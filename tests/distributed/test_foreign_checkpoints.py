@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, CosineAnnealingWarmRestarts, LambdaLR
 
-from deepspeed_muon import cli
+from deepspeed_muon import __main__ as cli
 from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.checkpoint.offline import consolidate_files
 from deepspeed_muon.checkpoint.universal import convert_to_universal

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import deepspeed_muon
-from deepspeed_muon import cli
+from deepspeed_muon import __main__ as cli
 from tests.support import training
 from tests.support.accelerate_ranks import reset_hugging_face, use_cpu_ranks
 from tests.support.checkpoints import STATES

@@ -32,7 +32,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from deepspeed_muon import cli
+from deepspeed_muon import __main__ as cli
 from deepspeed_muon.checkpoint import consolidate, load_index, restore
 from deepspeed_muon.checkpoint.offline import consolidate_files, verify_folder
 from deepspeed_muon.errors import CheckpointError

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import deepspeed_muon
-from deepspeed_muon import cli
+from deepspeed_muon import __main__ as cli
 from deepspeed_muon.checkpoint import load_index, restore
 from deepspeed_muon.checkpoint.foreign import convolution_kind, repeat_in_run, route_saved
 from tests.support import training

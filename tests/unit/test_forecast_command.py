@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from deepspeed_muon.cli import main
+from deepspeed_muon.__main__ import main
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.forecast.model_shapes import (
     PRESETS,

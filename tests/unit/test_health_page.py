@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_muon.cli import main
+from deepspeed_muon.__main__ import main
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.monitoring.page import findings, read_run, write_page
 from tests.support.browser import open_page

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_muon import cli
+from deepspeed_muon import __main__ as cli
 from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.checkpoint.commit import ShardFile
 from deepspeed_muon.checkpoint.index import FORMAT, INDEX_NAME

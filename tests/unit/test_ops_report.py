@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_muon.cli import main
+from deepspeed_muon.__main__ import main
 from deepspeed_muon.errors import OpsUnavailableError
 from deepspeed_muon.ops import checks, library
 from tests.support.harness import run_command

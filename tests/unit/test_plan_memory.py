@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deepspeed_muon.cli import main
+from deepspeed_muon.__main__ import main
 from deepspeed_muon.forecast.report import iteration_numel, largest_chunk
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsMethod, NsSettings, orthogonalize

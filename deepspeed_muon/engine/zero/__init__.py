@@ -20,7 +20,6 @@ from deepspeed_muon.engine.zero.stages import (
     Zero3View,
     Zero12View,
     ZeroView,
-    refresh,
     view_of,
 )
 from deepspeed_muon.engine.zero.views import HalfView, Memory, View
