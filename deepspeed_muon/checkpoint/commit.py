@@ -48,7 +48,6 @@ from deepspeed_muon.logs import logger
 from deepspeed_muon.transport.agreement import RankFacts, agree
 from deepspeed_muon.transport.ranks import Ranks, all_ranks
 
-_UNTOUCHED = "{folder}: what it held before is untouched"
 _UNKNOWN = "{folder}: it holds the new set or the one before, complete; 'checkpoint inspect' says which"
 
 
@@ -81,7 +80,7 @@ def write_set(
     log_stage(folder, "start")
     files: dict[str, FileRecord] = {}
     names = [shard_name(save_id, number) for number in range(len(plan.shards))]
-    untouched = _UNTOUCHED.format(folder=folder)
+    untouched = f"{folder}: what it held before is untouched"
     with rank_lost(untouched), _removed_on_failure(folder, files, BaseException):
         log_stage(folder, "shards")
         error = write_shards(plan, ranks.position, fill, folder, names, files)

@@ -75,6 +75,18 @@ def _at_most(length: int) -> BeforeValidator:
 Blocks = Annotated[tuple[Dimension, ...], _at_most(1 << 16)]
 
 
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Pause the garbage collector, which would take half of the time to look at a growing index again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -237,6 +249,7 @@ class CheckpointIndex(_Record):
         """Return an index of this release's format with the versions of the software that runs."""
         return cls(format=form, version=VERSION, versions=_versions(), **content)  # type: ignore[arg-type]
 
+    @_without_collections()
     def to_bytes(self) -> bytes:
         """Return the file's content, with the checksum. It leaves out what has its default."""
         return sealed_json(self.model_dump(mode="json", exclude_defaults=True))
@@ -284,6 +297,7 @@ def tensor_name(key: str, parameter: str) -> str:
     return f"{key}/{parameter}"
 
 
+@_without_collections()
 def load_index(folder: str | os.PathLike[str], name: str = INDEX_NAME, form: str = FORMAT) -> CheckpointIndex:
     """Read and check the index of a checkpoint; the files that it names are not opened.
 
@@ -296,7 +310,7 @@ def load_index(folder: str | os.PathLike[str], name: str = INDEX_NAME, form: str
         CheckpointError: Naming the file and, where one is to blame, the parameter.
     """
     path = Path(folder) / name
-    with _without_collections(), refusing(str(path)):
+    with refusing(str(path)):
         try:
             text = read_regular(path)
         except FileNotFoundError:
@@ -305,18 +319,6 @@ def load_index(folder: str | os.PathLike[str], name: str = INDEX_NAME, form: str
             ) from None
         content = parse_sealed(text, str(path), form)
         return checked(CheckpointIndex, content, f"{path}: refused:\n")
-
-
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """Pause the garbage collector, which would take half of the time to look at a growing index again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def checked(model: type[_Model], content: Any, refusal: str) -> _Model:

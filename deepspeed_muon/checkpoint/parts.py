@@ -262,7 +262,6 @@ class SavePlan:
         parts: Name of each whole tensor to the parts of it that groups of ranks hold, copies left out.
         shards: The tensors of every file.
         sizes: The elements of every file.
-        writers: The rank that writes each file.
         piece_numel: Elements of the largest piece.
     """
 
@@ -286,11 +285,11 @@ class SavePlan:
         # Small models too are written by all ranks.
         self.shards = pack(tensors, min(shard_bytes, max(-(-total // world_size), 1)))
         self.sizes = [sum(map(math.prod, shard.values())) for shard in self.shards]
-        self.writers = _balanced(self.sizes, world_size)
+        writers = _balanced(self.sizes, world_size)
         piece_bytes = max(1 << 10, min(_PIECE_BYTES, shard_bytes // (2 * world_size)))
         self.piece_numel = piece = piece_bytes // ITEM_BYTES
         self._pieces: list[list[Piece]] = [[] for _ in range(world_size)]
-        for shard, (size, writer) in enumerate(zip(self.sizes, self.writers, strict=True)):
+        for shard, (size, writer) in enumerate(zip(self.sizes, writers, strict=True)):
             self._pieces[writer].extend(
                 Piece(shard, start, min(start + piece, size)) for start in range(0, size, piece)
             )

@@ -232,8 +232,8 @@ def sealed_json(content: Mapping[str, Any]) -> bytes:
     lines = []
     for key, value in document.items():
         entries = value.items() if isinstance(value, dict) else ()
-        rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries)
-        lines.append(f" {json.dumps(key)}: " + (f"{{\n{rows}\n }}" if rows else json.dumps(value)))
+        rows = ",\n".join("  " + json.dumps({name: entry})[1:-1] for name, entry in entries)
+        lines.append(f" {json.dumps(key)}: {{\n{rows}\n }}" if rows else " " + json.dumps({key: value})[1:-1])
     return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
 

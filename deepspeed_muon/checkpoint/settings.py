@@ -36,7 +36,7 @@ _BY_COUNT = (
     torch.optim.lr_scheduler.OneCycleLR,
     torch.optim.lr_scheduler.CyclicLR,
 )
-_OWN = (
+_OWN_SCHEDULE = (
     "to go on with this run's own schedule, call deepspeed_muon.restore(..., scheduler=False) and leave out "
     "restore_from"
 )
@@ -193,7 +193,9 @@ def check_schedule(own: Any, progress: Progress, where: str, *, rates: bool) -> 
         return
     saved, kind = progress.lr_scheduler, type(own).__name__
     if not hasattr(own, "state_dict") or not hasattr(own, "load_state_dict"):
-        raise CheckpointError(f"{where}: the scheduler {kind} of this run takes no saved state: {_OWN}")
+        raise CheckpointError(
+            f"{where}: the scheduler {kind} of this run takes no saved state: {_OWN_SCHEDULE}"
+        )
     live = own.state_dict()
     # Attributes that begin with _ come and go with torch's versions.
     differing = {
@@ -208,7 +210,7 @@ def check_schedule(own: Any, progress: Progress, where: str, *, rates: bool) -> 
     ):
         raise CheckpointError(
             f"{where}: rates stay those of the configuration, and the scheduler {kind} of this run cannot compute them "
-            f"from a count of steps: {_OWN}"
+            f"from a count of steps: {_OWN_SCHEDULE}"
         )
     problem = _problem(live, _schedule(own, saved, rates))
     if problem is not None:
@@ -226,7 +228,7 @@ def _unfit(own: Any, progress: Progress, where: str, problem: str) -> Checkpoint
     was = f"was {saved_class}" if saved_class else "is not named in the checkpoint"
     return CheckpointError(
         f"{where}: the saved schedule does not fit the scheduler {type(own).__name__} of this run (the saved run's "
-        f"{was}): {problem}; {_OWN}"
+        f"{was}): {problem}; {_OWN_SCHEDULE}"
     )
 
 

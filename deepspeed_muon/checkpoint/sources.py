@@ -84,6 +84,12 @@ class StateSource(ABC):
     def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
         """Return elements ``[start, start + numel)`` of a tensor in row-major order, fp32, one-dimensional."""
 
+    def is_finite(self, parameter: str, key: str) -> bool:
+        """Return whether a tensor holds no infinity and no NaN."""
+        numel = math.prod(self.parameters[parameter].shape_of(key))
+        pieces = (self.read(parameter, key, at, min(WINDOW, numel - at)) for at in range(0, numel, WINDOW))
+        return all(piece.isfinite().all() for piece in pieces)
+
     def fill(self, part: TensorSlice, key: str, own: Fragment, target: Tensor) -> None:
         """Read a rank's fragment of a part of a tensor, some megabytes at a time.
 
@@ -147,21 +153,8 @@ class ConsolidatedSource(StateSource):
             raise CheckpointError(f"{reason}; it holds {affected}") from error
         if digest != record.sha256:
             raise CheckpointError(f"{path}: its checksum is not that of the index; it holds {affected}")
-        file, places = self._opened(name)
-        piece = torch.empty(min(WINDOW, record.bytes // ITEM_BYTES), dtype=torch.float32)
-        nonfinite = []
-        for parameter, key in tensors:
-            place, numel = (
-                places[tensor_name(key, parameter)],
-                math.prod(self.parameters[parameter].shape_of(key)),
-            )
-            for start in range(0, numel, WINDOW):
-                read = piece.narrow(0, 0, min(WINDOW, numel - start))
-                _read_into(file, place + start * ITEM_BYTES, read)
-                if not torch.isfinite(read).all():
-                    nonfinite.append(f"{parameter} ({key})")
-                    break
-        return nonfinite
+        self._opened(name)
+        return [f"{parameter} ({key})" for parameter, key in tensors if not self.is_finite(parameter, key)]
 
     def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
         """Return a range of a tensor; see :class:`StateSource`."""

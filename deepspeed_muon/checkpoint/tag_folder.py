@@ -172,9 +172,16 @@ class TagFolder:
             self.model_file = model_file
             self.model = self.load(model_file)
             self.files, self.wrappers = self._read_partitions() or self._read_whole()
-            self.stage, _ = unwrapped(self.wrappers[0])
             self.world_size = len(self.files)
-            self.inner = [self._inner_state(number) for number in range(self.world_size)]
+            found = [unwrapped(wrapper) for wrapper in self.wrappers]
+            self.stage = found[0][0]
+            for path, (stage, inner) in zip(self.files, found, strict=True):
+                told = isinstance(inner, dict) and {"state", "param_groups"} <= inner.keys()
+                if stage != self.stage or not told:
+                    raise CheckpointError(
+                        f"{path}: holds no optimizer state (elastic checkpoints are not read)"
+                    )
+            self.inner: list[dict[str, Any]] = [inner for _, inner in found]
             self._refuse_mixed_saves()
             self.progress = self._read_progress()
 
@@ -229,19 +236,6 @@ class TagFolder:
         if not isinstance(content, dict):
             raise CheckpointError(f"{path}: not a checkpoint of DeepSpeed")
         return content
-
-    def _inner_state(self, number: int) -> dict[str, Any]:
-        """Return the ``state_dict()`` of the optimizer inside ZeRO's wrapper."""
-        stage, inner = unwrapped(self.wrappers[number])
-        if (
-            stage != self.stage
-            or not isinstance(inner, dict)
-            or not {"state", "param_groups"} <= inner.keys()
-        ):
-            raise CheckpointError(
-                f"{self.files[number]}: holds no optimizer state (elastic checkpoints are not read)"
-            )
-        return inner
 
     def _verify(self) -> None:
         """Compare the content of every file with the CRC-32 that ``torch.save`` kept in it, reading each file once.

@@ -44,7 +44,7 @@ from deepspeed_muon.checkpoint.sealed import (
     load_pickle,
     refusing,
 )
-from deepspeed_muon.checkpoint.sources import WINDOW, StateSource, file_digest
+from deepspeed_muon.checkpoint.sources import StateSource, file_digest
 from deepspeed_muon.checkpoint.tag_folder import MODEL_FILES, model_file_in
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import logger, warn
@@ -230,26 +230,21 @@ class UniversalSource(StateSource):
         """Check this share of the files; see :class:`StateSource`."""
         nonfinite = []
         for name in sorted(self.parameters)[share::shares]:
-            for key in self.parameters[name].tensors:
-                with refusing(f"{self._path(name, key)}; parameter {name}"):
-                    if not self._verify_tensor(name, key):
+            for key, checksum in self.parameters[name].tensors.items():
+                path, shape = self._path(name, key), self.parameters[name].shape_of(key)
+                with refusing(f"{path}; parameter {name}"):
+                    if self._has_checksums and file_digest(path) != checksum:
+                        raise CheckpointError(
+                            f"{path}: its checksum is not that of the record; parameter {name}"
+                        )
+                    tensor = self._tensor(name, key)
+                    if tensor.numel() != torch.Size(shape).numel():
+                        raise CheckpointError(
+                            f"{path}: shape {list(tensor.shape)}, expected {list(shape)}; parameter {name}"
+                        )
+                    if not self.is_finite(name, key):
                         nonfinite.append(f"{name} ({key})")
         return nonfinite
-
-    def _verify_tensor(self, name: str, key: str) -> bool:
-        """Raise unless a file is what the record says; return whether all of its numbers are finite."""
-        path = self._path(name, key)
-        if self._has_checksums and file_digest(path) != self.parameters[name].tensors[key]:
-            raise CheckpointError(f"{path}: its checksum is not that of the record; parameter {name}")
-        tensor = self._tensor(name, key)
-        shape = self.parameters[name].shape_of(key)
-        if tuple(tensor.shape) != shape and tensor.numel() != torch.Size(shape).numel():
-            raise CheckpointError(
-                f"{path}: shape {list(tensor.shape)}, expected {list(shape)}; parameter {name}"
-            )
-        numel = tensor.numel()
-        starts = range(0, numel, WINDOW)
-        return all(self.read(name, key, at, min(WINDOW, numel - at)).isfinite().all() for at in starts)
 
     def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
         """Return a range of a tensor; see :class:`StateSource`."""

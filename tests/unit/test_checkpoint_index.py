@@ -144,6 +144,12 @@ def test_not_an_index(tmp_path: Path, text: str) -> None:
     refused(tmp_path, text)
 
 
+def test_what_no_reader_takes_is_not_written() -> None:
+    """A save of more parameters than an index may have ended well, and its set could not be restored."""
+    with pytest.raises(CheckpointError, match="more values"):
+        sealed_json({"parameters": {str(number): {} for number in range(200_000)}})
+
+
 def test_files_are_packed_in_order() -> None:
     tensors = {f"fp32/p{i}": (size,) for i, size in enumerate((10, 10, 100, 1, 1))}
     assert [list(shard.values()) for shard in pack(tensors, 80)] == [[(10,), (10,)], [(100,)], [(1,), (1,)]]
