@@ -9,12 +9,9 @@ import torch
 
 from benchmarks.cluster_report import Steps
 from benchmarks.step_ranks import MODELS, Decoder
-from deepspeed_muon.config import MuonConfig
-from deepspeed_muon.forecast.live import planned_parameters
-from deepspeed_muon.forecast.network import Network, network_seconds
-from deepspeed_muon.forecast.predict import exchange_of
-from deepspeed_muon.forecast.settings import PlannedParameter, PlanSettings
+from deepspeed_muon.forecast.predict import Network, PlanSettings, exchange_of, network_seconds
 from deepspeed_muon.routing.parameters import model_parameters_by_name
+from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.rules import route_parameters
 
 Row = dict[str, Any]
@@ -44,25 +41,20 @@ def _place(row: Row) -> tuple[Any, ...]:
 
 def _predicted(row: Row, unlimited: float) -> float:
     """Return the seconds of a step at the row's rate, from its seconds without a limit."""
-    config = MuonConfig.from_params({})
     settings = PlanSettings(
         row["hosts"] * row["ranks_per_host"],
         row["stage"],
         gpus_per_node=row["ranks_per_host"],
-        method=config.ns_method,
-        ns_dtype=config.ns_settings(torch.device("cpu")).dtype,
-        wire_bytes=config.resolved_wire_dtype(torch.bfloat16).itemsize,
-        chunk_numel=config.exchange_chunk_numel,
-        overlap=config.exchange_overlap,
+        device=torch.device("cpu"),
     )
-    parameters = _parameters(row["model"])
+    routes = _routes(row["model"])
     network = Network(row["rate"], reduce_scatter=False)
     name = _NAMES[row["optimizer"]]
-    exchange = exchange_of(parameters, settings)
-    return network_seconds(parameters, settings, network, exchange, {name: unlimited})[name]["whole_step"]
+    exchange = exchange_of(routes, settings)
+    return network_seconds(routes, settings, network, exchange, {name: unlimited})[name]["whole_step"]
 
 
-def _parameters(model: str) -> list[PlannedParameter]:
+def _routes(model: str) -> list[Route]:
     with torch.device("meta"):
         members = list(model_parameters_by_name(Decoder(MODELS[model])).values())
-    return planned_parameters(route_parameters(members, MuonConfig.from_params({})))
+    return route_parameters(members)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,16 @@ import hjson
 
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import ConfigError
-from deepspeed_muon.forecast.live import planned_parameters
-from deepspeed_muon.forecast.model_shapes import PRESETS, as_autoep, load_model
-from deepspeed_muon.forecast.network import Network, network_seconds
-from deepspeed_muon.forecast.predict import exchange_of
+from deepspeed_muon.forecast.model_shapes import PRESETS, as_autoep, load_model, with_separate_experts
+from deepspeed_muon.forecast.predict import Network, PlanSettings, exchange_of, network_seconds
 from deepspeed_muon.forecast.report import forecast, report
-from deepspeed_muon.forecast.settings import PlannedParameter, PlanSettings
-from deepspeed_muon.forecast.text import LABELS, render
 from deepspeed_muon.plan.hardware import GPUS
+from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.rules import route_parameters
 
 _LARGEST_WORLD = 16384
+
+_LABELS = {"muon": "deepspeed_muon", "adamw": "AdamW"}
 
 
 def add_subcommand(subparsers: Any) -> None:
@@ -59,7 +58,7 @@ def add_subcommand(subparsers: Any) -> None:
         nargs="+",
         default=[],
         metavar="NAME=MS",
-        help=f"with --network-gbit: the time of a step on a fast network, measured, by name ({', '.join(LABELS)}); "
+        help=f"with --network-gbit: the time of a step on a fast network, measured, by name ({', '.join(_LABELS)}); "
         "adds the predicted time of the whole step",
     )
     parser.add_argument("--separate-experts", action="store_true", help="experts as single parameters")
@@ -72,20 +71,33 @@ def add_subcommand(subparsers: Any) -> None:
 
 def _plan(arguments: argparse.Namespace) -> int:
     config = _config(arguments.params)
-    settings = _settings(arguments, config)
+    try:
+        settings = PlanSettings(
+            world_size=arguments.world_size,
+            stage=arguments.stage,
+            tensor_parallel=arguments.tensor_parallel,
+            expert_parallel=arguments.expert_parallel,
+            gpus_per_node=arguments.gpus_per_node,
+            gpu=GPUS[arguments.gpu],
+            config=config,
+            efficiency=arguments.efficiency,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     model = arguments.model or arguments.model_option
-    members = load_model(model, separate_experts=arguments.separate_experts)
+    members = load_model(model)
+    if settings.expert_parallel > 1 and arguments.separate_experts:
+        raise ConfigError("--expert-parallel divides stacks of experts: leave --separate-experts away")
     if settings.expert_parallel > 1:
-        if arguments.separate_experts:
-            raise ConfigError("--expert-parallel divides stacks of experts: leave --separate-experts away")
         members = as_autoep(members, settings.expert_parallel)
+    if arguments.separate_experts:
+        members = with_separate_experts(members)
     routes = route_parameters(members, config)
-    parameters = planned_parameters(routes)
-    data = report(model, routes, parameters, settings, each_route=arguments.routes, owners=arguments.owners)
-    data["network"] = _network(arguments, parameters, settings)
+    data = report(model, routes, settings, each_route=arguments.routes, owners=arguments.owners)
+    data["network"] = _network_times(arguments, routes, settings)
     print(json.dumps(data, indent=1) if arguments.json else render(data))
     if arguments.plot:
-        _plot(model, parameters, settings, Path(arguments.plot))
+        _plot(model, routes, settings, Path(arguments.plot))
     return 0
 
 
@@ -102,33 +114,8 @@ def _config(text: str) -> MuonConfig:
     return MuonConfig.from_params(content)
 
 
-def _settings(arguments: argparse.Namespace, config: MuonConfig) -> PlanSettings:
-    import torch
-
-    width = config.resolved_wire_dtype(torch.bfloat16).itemsize
-    try:
-        return PlanSettings(
-            world_size=arguments.world_size,
-            stage=arguments.stage,
-            tensor_parallel=arguments.tensor_parallel,
-            expert_parallel=arguments.expert_parallel,
-            gpus_per_node=arguments.gpus_per_node,
-            gpu=GPUS[arguments.gpu],
-            steps=len(config.coefficients()),
-            method=config.ns_method,
-            ns_dtype=config.ns_settings(torch.device("cuda")).dtype,
-            wire_bytes=config.wire_format.bytes_per_element(width),
-            direction_bytes=width,
-            chunk_numel=config.exchange_chunk_numel,
-            overlap=config.exchange_overlap,
-            efficiency=arguments.efficiency,
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _network(
-    arguments: argparse.Namespace, parameters: Sequence[PlannedParameter], settings: PlanSettings
+def _network_times(
+    arguments: argparse.Namespace, routes: Sequence[Route], settings: PlanSettings
 ) -> dict[str, Any] | None:
     """Return the times on a network of the given rate, ``None`` if no rate is given."""
     compute: dict[str, float] = {}
@@ -138,8 +125,8 @@ def _network(
             compute[name] = float(value) / 1e3
         except ValueError:
             name = ""
-        if name not in LABELS or not compute[name] >= 0:
-            raise ConfigError(f"--compute-ms {text!r}: expected NAME=MS with a name of {', '.join(LABELS)}")
+        if name not in _LABELS or not compute[name] >= 0:
+            raise ConfigError(f"--compute-ms {text!r}: expected NAME=MS with a name of {', '.join(_LABELS)}")
     if arguments.network_gbit is None:
         if compute:
             raise ConfigError("--compute-ms needs --network-gbit")
@@ -148,11 +135,11 @@ def _network(
         network = Network(arguments.network_gbit * 1e9)
     except ValueError as error:
         raise ConfigError(f"--network-gbit: {error}") from error
-    seconds = network_seconds(parameters, settings, network, exchange_of(parameters, settings), compute)
+    seconds = network_seconds(routes, settings, network, exchange_of(routes, settings), compute)
     return {"bits_per_second": network.rate, "payload": network.payload, "seconds": seconds}
 
 
-def _plot(model: str, parameters: Sequence[PlannedParameter], settings: PlanSettings, path: Path) -> None:
+def _plot(model: str, routes: Sequence[Route], settings: PlanSettings, path: Path) -> None:
     """Plot step time, bytes and memory of both optimizers over the number of GPUs."""
     try:
         import matplotlib
@@ -164,9 +151,9 @@ def _plot(model: str, parameters: Sequence[PlannedParameter], settings: PlanSett
     worlds = [1 << power for power in range(0, _LARGEST_WORLD.bit_length(), 2)]
     together = settings.tensor_parallel * settings.expert_parallel
     worlds = [world for world in worlds if world % together == 0]
-    found = [forecast(parameters, replace(settings, world_size=world)) for world in worlds]
+    found = [forecast(routes, replace(settings, world_size=world)) for world in worlds]
     figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.5))
-    for name, label in LABELS.items():
+    for name, label in _LABELS.items():
         mine = [entry[name] for entry in found]
         axes[0].plot(worlds, [f.seconds["total"] * 1e3 for f in mine], marker="o", label=label)
         axes[1].plot(worlds, [(f.sent_bytes + f.zero_bytes) / 1e9 for f in mine], marker="o", label=label)
@@ -180,3 +167,99 @@ def _plot(model: str, parameters: Sequence[PlannedParameter], settings: PlanSett
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def render(data: Mapping[str, Any]) -> str:
+    """Return the plan of :func:`deepspeed_muon.forecast.report.report` as text."""
+    chosen = data["settings"]
+    lines = [
+        f"{data['model']}: {_elements(data['elements'])} parameters; ZeRO {chosen['stage']} on "
+        f"{chosen['world_size']} x {chosen['gpu']['name'].upper()}, tensor parallel {chosen['tensor_parallel']}, "
+        f"expert parallel {chosen['expert_parallel']}, "
+        f"{chosen['gpus_per_node']} GPUs a node",
+        "",
+        "routes",
+    ]
+    for row in data["routes"]:
+        shape = "x".join(map(str, row["shape"])) or "scalar"
+        lines.append(
+            f"  {row['algorithm']:<6} {row['tensors']:>6} x {shape:<16} {row['name']}: {row['reason']}"
+        )
+    owners = data["owners"]
+    lines += [
+        "",
+        "owners",
+        f"  {owners['matrices']} matrices, {owners['moving']} of them on several ranks",
+        f"  matrices per rank     {_range(owners['matrices_per_rank'], 1, '')}",
+        f"  Newton-Schulz         {_range(owners['flops_per_rank'], 1e12, ' TFLOP')} per rank",
+        f"  busiest rank          {owners['max_over_mean']:.3f} x the mean",
+        f"  exchanged             {_range(data['sent_bytes_per_rank'], 1e6, ' MB')} sent per rank and step",
+        "",
+        _row("per rank and step", [_LABELS[name] for name in data["step"]]),
+    ]
+    steps = list(data["step"].values())
+    lines.append(_row("  exchange, MB", [f"{s['sent_bytes'] / 1e6:,.1f}" for s in steps]))
+    lines.append(_row("  ZeRO's collectives, MB", [f"{s['zero_bytes'] / 1e6:,.1f}" for s in steps]))
+    lines.append(_row("  Newton-Schulz, TFLOP", [f"{s['flops'] / 1e12:,.2f}" for s in steps]))
+    for part in data["step"]["muon"]["seconds"]:
+        label = (
+            "optimizer step"
+            if part == "total"
+            else part.replace("_", " ").replace("newton schulz", "Newton-Schulz")
+        )
+        lines.append(_row(f"  {label}, ms", [_cell(s["seconds"].get(part), 1e-3) for s in steps]))
+    for part in data["step"]["muon"]["memory"]:
+        label = "memory" if part == "total" else f"  {part.replace('_', ' ')}"
+        lines.append(_row(f"  {label}, GB", [_cell(s["memory"].get(part), 1e9) for s in steps]))
+    lines += _network_lines(data.get("network"))
+    lines += ["", *_assumptions(chosen)]
+    return "\n".join(lines + [f"note: {line}" for line in data["advice"]])
+
+
+def _elements(count: int) -> str:
+    return (
+        f"{count / 1e9:,.2f}B" if count >= 1e9 else f"{count / 1e6:,.2f}M" if count >= 1e6 else f"{count:,}"
+    )
+
+
+def _assumptions(chosen: Mapping[str, Any]) -> list[str]:
+    gpu = chosen["gpu"]
+    return [
+        f"times are a model: {chosen['assumed_efficiency']:.0%} of {gpu['flops'] / 1e12:,.0f} TFLOP/s, "
+        f"{chosen['assumed_link_efficiency']:.0%} of {gpu['memory_bandwidth'] / 1e12:.2f} TB/s memory, "
+        f"{gpu['node_bandwidth'] / 1e9:.0f} GB/s in a node, {gpu['network_bandwidth'] / 1e9:.0f} GB/s between nodes "
+        f"({gpu['source']})",
+        "chunks travel while others are orthogonalised (exchange_overlap)"
+        if chosen["overlap"]
+        else "every exchange is waited for: exchange_overlap is false, or its buffers would take more than 1 GiB",
+        "buffers are upper bounds; activations are not counted; ZeRO's collectives are no part of the step's time",
+    ]
+
+
+def _network_lines(network: Mapping[str, Any] | None) -> list[str]:
+    """Return the times on a network of a given rate."""
+    if network is None:
+        return []
+    seconds = network["seconds"]
+    parts = {part: None for each in seconds.values() for part in each}
+    lines = [
+        "",
+        _row(f"at {network['bits_per_second'] / 1e9:g} Gbit/s a node", [_LABELS[name] for name in seconds]),
+    ]
+    for part in parts:
+        label = f"  {part.replace('_', ' ').replace('zero', 'ZeRO')}, ms"
+        lines.append(_row(label, [_cell(each.get(part), 1e-3) for each in seconds.values()]))
+    return lines
+
+
+def _row(label: str, cells: Sequence[str]) -> str:
+    return f"{label:<30}" + "".join(f"{cell:>18}" for cell in cells)
+
+
+def _cell(value: float | None, unit: float) -> str:
+    return "-" if value is None else f"{value / unit:,.2f}"
+
+
+def _range(spread: Mapping[str, float], unit: float, suffix: str) -> str:
+    low, mean, high = (f"{spread[key] / unit:,.2f}" for key in ("min", "mean", "max"))
+    return f"{low} to {high} (mean {mean}){suffix}"

@@ -1,58 +1,55 @@
-"""The input of a forecast from a routing table, and the plan of a running engine."""
+"""The plan of a running engine."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
 from deepspeed_muon.engine import muon_optimizer
-from deepspeed_muon.forecast.report import live_report
-from deepspeed_muon.forecast.settings import PlannedParameter
-from deepspeed_muon.routing.route import Route
-
-
-def planned_parameters(routes: Sequence[Route]) -> list[PlannedParameter]:
-    """Return the trained parameters of a routing table, for counting, in the table's order."""
-    found = []
-    for route in routes:
-        if route.algorithm == "frozen":
-            continue
-        blocks: tuple[tuple[int, int, int], ...] = ()
-        stack = 1
-        if route.algorithm == "muon":
-            blocks = route.kinds_of_blocks()
-            if not route.col_blocks and len(set(route.row_blocks)) == 1:
-                stack = len(route.row_blocks)
-        numel = math.prod(route.shape)
-        stacked = len(route.shape) == 3 and "experts" in route.name.split(".")
-        experts = route.shape[0] if stacked else 0
-        found.append(PlannedParameter(route.name, numel, route.algorithm == "muon", blocks, stack, experts))
-    return found
-
-
-def _ranks(group: dist.ProcessGroup | None) -> list[int]:
-    return [0] if group is None else dist.get_process_group_ranks(group)
+from deepspeed_muon.forecast.report import route_rows
+from deepspeed_muon.plan.exchange import sent_by_rank
+from deepspeed_muon.plan.layout import MatrixLayout
 
 
 def plan_report(engine: Any) -> dict[str, Any]:
     """Return routes, owners, work and bytes of every rank of an engine, from its exchange plans, as plain data.
 
-    ``python -m deepspeed_muon plan`` predicts the same without an engine, with memory and times.
+    ``python -m deepspeed_muon plan`` predicts the same without an engine, with memory and times. The ranks of a step
+    set are those among which its plan is made: all, or those that hold the same experts.
 
     Args:
         engine: A ``DeepSpeedEngine`` made with this optimizer.
     """
     optimizer = muon_optimizer(engine)
-    dtypes = {runner.step_set.model_dtype for runner in optimizer._runners}
     config = optimizer.config
-    width = max((config.resolved_wire_dtype(dtype).itemsize for dtype in dtypes), default=0)
-    return live_report(
-        optimizer.routes,
-        [runner.plan for runner in optimizer._runners],
-        wire_bytes=config.wire_format.bytes_per_element(width),
-        work=[runner.assignment.work for runner in optimizer._runners],
-        ranks=[_ranks(runner.step_set.group) for runner in optimizer._runners],
-    )
+    sets = []
+    for runner in optimizer._runners:
+        plan, group = runner.plan, runner.step_set.group
+        wire_bytes = config.wire_format.bytes_per_element(runner.context.comm_dtype.itemsize)
+        flops = np.zeros(plan.world_size)
+        np.add.at(flops, np.asarray(plan.owners, dtype=np.int64), runner.assignment.work)
+        gather, scatter = sent_by_rank(plan.matrices, plan.owners, plan.world_size)
+        sets.append(
+            {
+                "world_size": plan.world_size,
+                "ranks": [0] if group is None else dist.get_process_group_ranks(group),
+                "chunks": len(plan.chunks),
+                "matrices": [
+                    {"name": matrix.name, "owner": owner, "moved_elements": _moved(matrix, owner)}
+                    for matrix, owner in zip(plan.matrices, plan.owners, strict=True)
+                ],
+                "flops_per_rank": flops.tolist(),
+                "sent_bytes_per_rank": ((gather + scatter) * wire_bytes).tolist(),
+                "max_over_mean": float(flops.max() / flops.mean()) if flops.any() else 1.0,
+            }
+        )
+    return {"routes": route_rows(optimizer.routes, each=True), "step_sets": sets}
+
+
+def _moved(matrix: MatrixLayout, owner: int) -> int:
+    """Return how many elements of a matrix travel in one direction."""
+    if matrix.replicated:
+        return matrix.numel * (len(matrix.placement.ranks) - 1)
+    return matrix.numel - matrix.placement.held_by(owner)

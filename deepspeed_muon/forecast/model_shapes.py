@@ -7,8 +7,9 @@ about them exactly as about those of a real model.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,24 +82,22 @@ _SMALLEST = {
 """The keys of a config.json that are sizes, and the smallest value of each."""
 
 
-def load_model(source: str, *, separate_experts: bool = False) -> list[NamedParameter]:
+def load_model(source: str) -> list[NamedParameter]:
     """Return the parameters of a preset, a config.json or a checkpoint, on the meta device.
 
     Args:
         source: Name of a preset, a config.json, or a folder with a checkpoint or a config.json.
-        separate_experts: Whether every expert has its own parameters instead of a place in a stack, as in models
-            outside of Hugging Face; only for presets and families known here.
 
     Raises:
         ConfigError: If it is none of these, or of an unknown architecture.
     """
     if source in PRESETS:
-        return _from_shapes(family_shapes(PRESETS[source], separate_experts=separate_experts))
+        return _from_shapes(family_shapes(PRESETS[source]))
     path = Path(source)
     if path.is_file() and path.suffix == ".json":
-        return from_config(_read_json(path), separate_experts=separate_experts)
+        return from_config(_read_json(path))
     if path.is_dir():
-        return _from_checkpoint(path, separate_experts=separate_experts)
+        return _from_checkpoint(path)
     raise ConfigError(
         f"{source!r} is neither a preset ({', '.join(PRESETS)}) nor a config.json nor a folder with a checkpoint"
     )
@@ -116,24 +115,54 @@ def as_autoep(members: Sequence[NamedParameter], ways: int) -> list[NamedParamet
     """
     found: list[NamedParameter] = []
     for member in members:
-        before, _, last = member.name.rpartition(".")
-        shape = true_shape(member.param)
-        if len(shape) != 3 or not before.endswith("experts"):
+        before = _module_of_stack(member)
+        if before is None:
             found.append(member)
             continue
-        count, out, into = shape
-        if count % ways:
-            raise ConfigError(
-                f"--expert-parallel {ways}: the {count} experts of {member.name} do not divide so"
-            )
-        if last == "gate_up_proj":
-            half = (count, out // 2, into)
-            found += _from_shapes({f"{before}.w1": half, f"{before}.w3": half})
-        else:
-            found += _from_shapes({f"{before}.w2": shape})
+        for name, shape in _projections(member).items():
+            if shape[0] % ways:
+                raise ConfigError(
+                    f"--expert-parallel {ways}: the {shape[0]} experts of {member.name} do not divide so"
+                )
+            found += _from_shapes({f"{before}.{_AUTOEP.get(name, name)}": shape})
     if len(found) == len(members):
         raise ConfigError(f"--expert-parallel {ways}: no stacks of experts in this model")
     return found
+
+
+_AUTOEP = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+def with_separate_experts(members: Sequence[NamedParameter]) -> list[NamedParameter]:
+    """Return the parameters of the same model in which every expert has parameters of its own instead of stacks."""
+    found: list[NamedParameter] = []
+    for before, group in itertools.groupby(members, key=_module_of_stack):
+        if before is None:
+            found += group
+            continue
+        stacks = {name: shape for member in group for name, shape in _projections(member).items()}
+        for expert in range(next(iter(stacks.values()))[0]):
+            found += _from_shapes(
+                {f"{before}.{expert}.{name}.weight": shape[1:] for name, shape in stacks.items()}
+            )
+    return found
+
+
+def _module_of_stack(member: NamedParameter) -> str | None:
+    """Return the name of the module that holds a stack of experts, ``None`` for any other parameter."""
+    before = member.name.rpartition(".")[0]
+    return before if before.endswith("experts") and len(true_shape(member.param)) == 3 else None
+
+
+def _projections(member: NamedParameter) -> dict[str, tuple[int, ...]]:
+    """Return the projections in a stack as (experts, output, input), by name: those of gate and up apart."""
+    count, out, into = true_shape(member.param)
+    if "transposed" in member.module_kinds:
+        out, into = into, out
+    last = member.name.rpartition(".")[2]
+    if last == "gate_up_proj":
+        return dict.fromkeys(("gate_proj", "up_proj"), (count, out // 2, into))
+    return {last: (count, out, into)}
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -155,21 +184,21 @@ def _from_shapes(shapes: Shapes | Mapping[str, tuple[int, ...]]) -> list[NamedPa
     ]
 
 
-def from_config(config: Mapping[str, Any], *, separate_experts: bool = False) -> list[NamedParameter]:
+def from_config(config: Mapping[str, Any]) -> list[NamedParameter]:
     """Return the parameters of a Hugging Face configuration.
 
     Where transformers is installed it builds the model on the meta device, for any architecture that it knows.
-    Otherwise, and with ``separate_experts``, the architecture must be one that is known here.
+    Otherwise the architecture must be one that is known here.
 
     Raises:
         ConfigError: If the architecture is not known, naming what would help.
     """
     _check_sizes(config)
     kind = str(config.get("model_type", ""))
-    transformers = None if separate_experts else _transformers_knowing(kind)
+    transformers = _transformers_knowing(kind)
     if transformers is not None:
         return _from_transformers(transformers, config, kind)
-    return _from_shapes(family_shapes(config, separate_experts=separate_experts))
+    return _from_shapes(family_shapes(config))
 
 
 def _check_sizes(config: Mapping[str, Any], where: str = "") -> None:
@@ -195,8 +224,16 @@ def _transformers_knowing(kind: str) -> Any:
 
 
 def _from_transformers(transformers: Any, config: Mapping[str, Any], kind: str) -> list[NamedParameter]:
+    settings = {key: value for key, value in config.items() if key != "model_type"}
     try:
-        model = _built_by_transformers(transformers, config, kind)
+        parsed = transformers.CONFIG_MAPPING[kind](**settings)
+        # The class that saved the config decides which head the model has.
+        named = [getattr(transformers, str(name), None) for name in config.get("architectures") or ()]
+        own: list[Any] = [each for each in named if getattr(each, "config_class", None) is type(parsed)]
+        causal = type(parsed) in transformers.AutoModelForCausalLM._model_mapping
+        maker = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+        with torch.device("meta"):
+            model: nn.Module = own[0](parsed) if own else maker.from_config(parsed)
     except Exception as error:  # of any kind: the architecture's own code runs
         raise ConfigError(
             f"transformers {transformers.__version__} cannot build this model of model_type {kind!r}: {error}"
@@ -204,20 +241,7 @@ def _from_transformers(transformers: Any, config: Mapping[str, Any], kind: str) 
     return list(model_parameters_by_name(model).values())
 
 
-def _built_by_transformers(transformers: Any, config: Mapping[str, Any], kind: str) -> nn.Module:
-    settings = {key: value for key, value in config.items() if key != "model_type"}
-    parsed = transformers.CONFIG_MAPPING[kind](**settings)
-    # The class that saved the config decides which head the model has.
-    named = [getattr(transformers, str(name), None) for name in config.get("architectures") or ()]
-    own: list[Any] = [each for each in named if getattr(each, "config_class", None) is type(parsed)]
-    causal = type(parsed) in transformers.AutoModelForCausalLM._model_mapping
-    maker = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
-    with torch.device("meta"):
-        model: nn.Module = own[0](parsed) if own else maker.from_config(parsed)
-    return model
-
-
-def _from_checkpoint(folder: Path, *, separate_experts: bool = False) -> list[NamedParameter]:
+def _from_checkpoint(folder: Path) -> list[NamedParameter]:
     """Return the parameters of a folder with safetensors, a consolidated set, DeepSpeed's files, or a config.json.
 
     Raises:
@@ -233,7 +257,7 @@ def _from_checkpoint(folder: Path, *, separate_experts: bool = False) -> list[Na
     files = sorted(folder.glob("*.safetensors"))
     # A model says more than the shapes of its weights: which module holds them, which are tied.
     if config and not (files and _transformers_knowing(str(config.get("model_type", ""))) is None):
-        return from_config(config, separate_experts=separate_experts)
+        return from_config(config)
     if files:
         return _from_shapes({name: shape for file in files for name, shape in _safetensors_shapes(file)})
     if (folder / "latest").is_file() or any(folder.glob("*model_states.pt")):
@@ -260,46 +284,64 @@ def _safetensors_shapes(file: Path) -> Shapes:
             yield name, tuple(entry["shape"])
 
 
-def family_shapes(config: Mapping[str, Any], *, separate_experts: bool = False) -> Shapes:
+def family_shapes(config: Mapping[str, Any]) -> Shapes:
     """Return names and shapes of a model of a known family (``model_type``), as transformers 5 builds it.
 
     Raises:
         ConfigError: Naming the unknown architecture, or the missing key.
     """
     kind = str(config.get("model_type", ""))
-    layer = _LAYERS.get(kind)
-    if layer is None:
+    if kind not in _FAMILIES:
         more = "pass a folder with *.safetensors files"
         if importlib.util.find_spec("transformers") is None:
             more = f"install transformers, which knows more, or {more}"
-        elif separate_experts and _transformers_knowing(kind) is not None:
-            more = f"transformers builds it without --separate-experts, or {more}"
         raise ConfigError(
-            f"the shapes of model_type {kind!r} are not known here (known: {', '.join(_LAYERS)}); {more}"
+            f"the shapes of model_type {kind!r} are not known here (known: {', '.join(_FAMILIES)}); {more}"
         )
     try:
-        return iter(list(_model(config, layer, separate_experts)))
+        return iter(list(_model(config, kind)))
     except KeyError as error:
         raise ConfigError(f"config of model_type {kind!r} lacks the key {error.args[0]!r}") from error
 
 
-Layer = Callable[[Mapping[str, Any], int, bool], Shapes]
+_FAMILIES = {
+    "llama": None,
+    "mistral": None,
+    "qwen2": None,
+    "qwen3": None,
+    "qwen3_moe": "num_experts",
+    "deepseek_v3": "n_routed_experts",
+    "kimi_k2": "n_routed_experts",
+}
+"""The families whose shapes are known without transformers, and the key with their number of experts."""
 
 
-def _model(config: Mapping[str, Any], layer: Layer, separate: bool) -> Shapes:
+def _model(config: Mapping[str, Any], kind: str) -> Shapes:
     vocabulary, width = config["vocab_size"], config["hidden_size"]
     yield "model.embed_tokens.weight", (vocabulary, width)
     for number in range(config["num_hidden_layers"]):
-        for name, shape in layer(config, number, separate):
+        for name, shape in _layer(config, kind, number):
             yield f"model.layers.{number}.{name}", shape
     yield "model.norm.weight", (width,)
     if not config.get("tie_word_embeddings", False):
         yield "lm_head.weight", (vocabulary, width)
 
 
-def _norms(config: Mapping[str, Any]) -> Shapes:
-    yield "input_layernorm.weight", (config["hidden_size"],)
-    yield "post_attention_layernorm.weight", (config["hidden_size"],)
+def _layer(config: Mapping[str, Any], kind: str, number: int) -> Shapes:
+    width, experts = config["hidden_size"], _FAMILIES[kind]
+    yield from _latent_attention(config) if "kv_lora_rank" in config else _attention(config, kind)
+    dense = number < config.get("first_k_dense_replace", 0) or number in (config.get("mlp_only_layers") or ())
+    if experts is None or dense or (number + 1) % config.get("decoder_sparse_step", 1):
+        yield from _mlp("mlp", width, config["intermediate_size"])
+    else:
+        count, hidden = config[experts], config["moe_intermediate_size"]
+        yield "mlp.experts.gate_up_proj", (count, 2 * hidden, width)
+        yield "mlp.experts.down_proj", (count, width, hidden)
+        yield "mlp.gate.weight", (count, width)
+        if shared := config.get("n_shared_experts"):
+            yield from _mlp("mlp.shared_experts", width, hidden * shared)
+    yield "input_layernorm.weight", (width,)
+    yield "post_attention_layernorm.weight", (width,)
 
 
 def _mlp(prefix: str, width: int, hidden: int) -> Shapes:
@@ -308,54 +350,22 @@ def _mlp(prefix: str, width: int, hidden: int) -> Shapes:
     yield f"{prefix}.down_proj.weight", (width, hidden)
 
 
-def _experts(count: int, width: int, hidden: int, separate: bool) -> Shapes:
-    if separate:
-        for expert in range(count):
-            yield from _mlp(f"mlp.experts.{expert}", width, hidden)
-    else:
-        yield "mlp.experts.gate_up_proj", (count, 2 * hidden, width)
-        yield "mlp.experts.down_proj", (count, width, hidden)
-
-
-def _attention(config: Mapping[str, Any]) -> Shapes:
+def _attention(config: Mapping[str, Any], kind: str) -> Shapes:
     """Grouped-query attention with the biases of qwen2 and the head norms of qwen3."""
     width, heads = config["hidden_size"], config["num_attention_heads"]
     key_heads = config.get("num_key_value_heads") or heads
-    size = config.get("head_dim") or (128 if _kind(config).startswith("qwen3") else width // heads)
-    rows = {"q": heads * size, "k": key_heads * size, "v": key_heads * size}
-    bias = _kind(config) == "qwen2" or config.get("attention_bias", False)
-    for name, count in rows.items():
+    size = config.get("head_dim") or (128 if kind.startswith("qwen3") else width // heads)
+    bias = kind == "qwen2" or config.get("attention_bias", False)
+    for name, count in {"q": heads * size, "k": key_heads * size, "v": key_heads * size}.items():
         yield f"self_attn.{name}_proj.weight", (count, width)
         if bias:
             yield f"self_attn.{name}_proj.bias", (count,)
     yield "self_attn.o_proj.weight", (width, heads * size)
-    if bias and _kind(config) != "qwen2":
+    if bias and kind != "qwen2":
         yield "self_attn.o_proj.bias", (width,)
-    if _kind(config).startswith("qwen3"):
+    if kind.startswith("qwen3"):
         yield "self_attn.q_norm.weight", (size,)
         yield "self_attn.k_norm.weight", (size,)
-
-
-def _kind(config: Mapping[str, Any]) -> str:
-    return str(config["model_type"])
-
-
-def _dense(config: Mapping[str, Any], number: int, separate: bool) -> Shapes:
-    yield from _attention(config)
-    yield from _mlp("mlp", config["hidden_size"], config["intermediate_size"])
-    yield from _norms(config)
-
-
-def _qwen3_moe(config: Mapping[str, Any], number: int, separate: bool) -> Shapes:
-    width, count = config["hidden_size"], config["num_experts"]
-    sparse = number not in (config.get("mlp_only_layers") or ())
-    if not sparse or (number + 1) % config.get("decoder_sparse_step", 1):
-        yield from _dense(config, number, separate)
-        return
-    yield from _attention(config)
-    yield from _experts(count, width, config["moe_intermediate_size"], separate)
-    yield "mlp.gate.weight", (count, width)
-    yield from _norms(config)
 
 
 def _latent_attention(config: Mapping[str, Any]) -> Shapes:
@@ -373,26 +383,3 @@ def _latent_attention(config: Mapping[str, Any]) -> Shapes:
     yield "self_attn.kv_a_layernorm.weight", (latent,)
     yield "self_attn.kv_b_proj.weight", (heads * (plain + value), latent)
     yield "self_attn.o_proj.weight", (width, heads * value)
-
-
-def _deepseek(config: Mapping[str, Any], number: int, separate: bool) -> Shapes:
-    width, hidden = config["hidden_size"], config["moe_intermediate_size"]
-    yield from _latent_attention(config)
-    if number < config.get("first_k_dense_replace", 0):
-        yield from _mlp("mlp", width, config["intermediate_size"])
-    else:
-        yield from _experts(config["n_routed_experts"], width, hidden, separate)
-        yield "mlp.gate.weight", (config["n_routed_experts"], width)
-        yield from _mlp("mlp.shared_experts", width, hidden * config.get("n_shared_experts", 1))
-    yield from _norms(config)
-
-
-_LAYERS: dict[str, Layer] = {
-    "llama": _dense,
-    "mistral": _dense,
-    "qwen2": _dense,
-    "qwen3": _dense,
-    "qwen3_moe": _qwen3_moe,
-    "deepseek_v3": _deepseek,
-    "kimi_k2": _deepseek,
-}

@@ -1,7 +1,7 @@
-"""What a step will compute and send, from shapes alone.
+"""What a step will compute and send, from the routes of a model that need not exist.
 
-Owners, floating-point operations and elements sent follow the rules of the running optimizer; tests compare them with
-counts of real runs.
+The matrices get the layouts, the order and the owners of the running optimizer, by its own functions. Tests compare the
+counts with those of real runs.
 
 A collective counts the bytes that each rank of a ring sends: ``n (W-1)/W`` for a reduce-scatter or an all-gather of
 ``n`` bytes on ``W`` ranks, twice that for an all-reduce.
@@ -9,22 +9,160 @@ A collective counts the bytes that each rank of a ring sends: ``n (W-1)/W`` for 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import numpy as np
+import torch
 
-from deepspeed_muon.forecast.settings import PlannedParameter, PlanSettings, divisions
-from deepspeed_muon.math.newton_schulz import orthogonalize_flops
-from deepspeed_muon.plan.holdings import Floats, Holdings, flat_holdings, sharded_holdings
-from deepspeed_muon.plan.order import balanced_order, flat_partition_numel
-from deepspeed_muon.plan.owners import assign_owners, holders_in_holdings
-from deepspeed_muon.plan.stacks import block_runs, travelling_cost
+from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.math.newton_schulz import NsSettings
+from deepspeed_muon.plan.chunks import moves
+from deepspeed_muon.plan.exchange import sent_by_rank
+from deepspeed_muon.plan.hardware import GPUS, Gpu
+from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
+from deepspeed_muon.plan.order import flat_partition_numel
+from deepspeed_muon.plan.owners import assign, assign_owners, blocks_flops
+from deepspeed_muon.plan.placement import (
+    Floats,
+    Placement,
+    flat_placement,
+    replicated_placement,
+    sharded_placement,
+)
+from deepspeed_muon.routing.route import Route, order_of_matrices
 
 # DeepSpeed's defaults: sub_group_size, and the elements up to which stage 3 keeps gathered parameters for backward.
 _SUB_GROUP_NUMEL = 1_000_000_000
 _REUSE_NUMEL = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSettings:
+    """Where and how a model will be trained.
+
+    Attributes:
+        world_size: GPUs, tensor-parallel ones counted.
+        stage: ZeRO stage.
+        tensor_parallel: GPUs that share every matrix before ZeRO divides it.
+        expert_parallel: GPUs that the experts of a layer are divided among before ZeRO divides each stack.
+        gpus_per_node: GPUs that NVLink connects.
+        gpu: The kind of GPU.
+        config: The optimizer's settings.
+        device: Where the iteration runs, which decides its dtype.
+        model_dtype: Dtype of the forward pass's weights and of their gradients.
+        reordered: Whether stages 1 and 2 lay the matrices out by the rule of :mod:`deepspeed_muon.plan.order`.
+        efficiency: Part of the GPU's tensor operations that the iteration reaches.
+        link_efficiency: Part of the bandwidths that copies and collectives reach.
+    """
+
+    world_size: int
+    stage: int = 3
+    tensor_parallel: int = 1
+    expert_parallel: int = 1
+    gpus_per_node: int = 8
+    gpu: Gpu = GPUS["h100"]
+    config: MuonConfig = field(default_factory=MuonConfig)
+    device: torch.device = field(default_factory=lambda: torch.device("cuda"))
+    model_dtype: torch.dtype = torch.bfloat16
+    reordered: bool = True
+    efficiency: float = 0.5
+    link_efficiency: float = 0.7
+
+    def __post_init__(self) -> None:
+        if not 0 < self.efficiency <= 1:
+            raise ValueError(f"--efficiency {self.efficiency:g}: a part of the peak is above 0 and at most 1")
+        if self.gpus_per_node < 1:
+            raise ValueError(f"--gpus-per-node {self.gpus_per_node}: must be at least 1")
+        if self.world_size < 1 or self.tensor_parallel < 1 or self.world_size % self.tensor_parallel:
+            raise ValueError(
+                f"{self.world_size} GPUs cannot be divided into tensor-parallel groups of {self.tensor_parallel}"
+            )
+        if self.expert_parallel < 1 or self.world_size % self.expert_parallel:
+            raise ValueError(
+                f"{self.world_size} GPUs cannot be divided into expert-parallel groups of {self.expert_parallel}"
+            )
+        if self.expert_parallel > 1 and self.tensor_parallel > 1:
+            raise ValueError("expert parallelism together with tensor parallelism is not planned")
+
+    @property
+    def iteration(self) -> NsSettings:
+        """The Newton-Schulz iteration."""
+        return self.config.ns_settings(self.device)
+
+    @property
+    def direction_bytes(self) -> int:
+        """Bytes of an element of the directions that do not travel."""
+        return self.config.resolved_wire_dtype(self.model_dtype).itemsize
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes of an element of the exchange."""
+        return self.config.wire_format.bytes_per_element(self.direction_bytes)
+
+
+def divisions(
+    routes: Sequence[Route], settings: PlanSettings
+) -> list[tuple[list[int], list[Route], PlanSettings]]:
+    """Return the trained parameters by the ranks among which ZeRO divides them, as one of these ranks sees them.
+
+    A tensor-parallel rank has a shard of every parameter; all are taken as cut into equal rows. Expert-parallel ranks
+    have some experts of each stack. ZeRO divides what a rank has among the ranks that have the same.
+
+    Args:
+        routes: Of all parameters.
+        settings: Stage and ranks.
+
+    Returns:
+        The positions of the parameters, their routes with what one rank has of them, and the settings of its ranks.
+
+    Raises:
+        ValueError: If the experts of a stack cannot be divided evenly.
+    """
+    trained = [number for number, route in enumerate(routes) if route.algorithm != "frozen"]
+    ways = settings.tensor_parallel * settings.expert_parallel
+    if ways == 1:
+        return [(trained, [routes[number] for number in trained], settings)]
+    inside = replace(
+        settings,
+        world_size=settings.world_size // ways,
+        tensor_parallel=1,
+        expert_parallel=1,
+        gpus_per_node=max(1, settings.gpus_per_node // ways),
+        # That of groups of experts is left alone.
+        reordered=settings.reordered and settings.tensor_parallel > 1,
+    )
+    if settings.tensor_parallel > 1:
+        return [(trained, [_shard(routes[number], ways) for number in trained], inside)]
+    experts = [number for number in trained if _is_stack(routes[number])]
+    rest = [number for number in trained if not _is_stack(routes[number])]
+    some = [_some_experts(routes[number], ways) for number in experts]
+    dense = replace(settings, expert_parallel=1)
+    return [(rest, [routes[number] for number in rest], dense), (experts, some, inside)]
+
+
+def _is_stack(route: Route) -> bool:
+    return len(route.shape) == 3 and "experts" in route.name.split(".")
+
+
+def _some_experts(route: Route, ways: int) -> Route:
+    if route.shape[0] % ways:
+        raise ValueError(f"{route.name}: {route.shape[0]} experts cannot be divided among {ways} GPUs")
+    return replace(route, shape=(route.shape[0] // ways, *route.shape[1:]))
+
+
+def _shard(route: Route, ways: int) -> Route:
+    """Return what a tensor-parallel rank has of a parameter: an equal part of the rows of each block."""
+    if not route.shape:
+        return route
+    dim = int(route.kind == "experts")
+    parts, length = route.parts, -(-route.shape[dim] // ways)
+    if parts and not route.transposed:
+        parts = tuple(-(-part // ways) for part in parts)
+        length = sum(parts)
+    shard = replace(route, shape=(*route.shape[:dim], length, *route.shape[dim + 1 :]), parts=parts)
+    return replace(shard, shards=TensorShards(0, (shard.matrix_shape[0],) * ways))
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +171,7 @@ class Exchange:
 
     Attributes:
         owners: The owner of each Muon parameter; for a cut stack, that of its first blocks.
-        owned_elements: Elements that each rank orthogonalises.
+        owned_elements: Elements that each rank owns: those of shards under tensor parallelism.
         flops: Newton-Schulz operations of each rank.
         gather_elements: Elements that each rank sends to owners.
         scatter_elements: Elements that each rank sends back as an owner.
@@ -56,149 +194,204 @@ class Exchange:
         return float(self.flops.max()) / mean if mean else 1.0
 
 
-def parameter_flops(parameter: PlannedParameter, settings: PlanSettings) -> float:
-    """Return the floating-point operations of orthogonalising all blocks of one parameter."""
-    return sum(
-        count
-        * orthogonalize_flops(
-            rows, cols, steps=settings.steps, method=settings.method, dtype=settings.ns_dtype
-        )
-        for count, rows, cols in parameter.blocks
-    )
-
-
-def exchange_of(parameters: Sequence[PlannedParameter], settings: PlanSettings) -> Exchange:
+def exchange_of(routes: Sequence[Route], settings: PlanSettings) -> Exchange:
     """Assign owners and count operations and elements, as the running optimizer does.
 
+    Where ``n`` tensor-parallel or expert-parallel ranks share a layer, ranks ``n k`` to ``n k + n - 1`` do, and each of
+    them does with its part what the others do with theirs.
+
     Args:
-        parameters: All parameters in the order of the param groups; those of AdamW do not count.
+        routes: Of all parameters in the order of the param groups; only those of Muon count.
         settings: Stage, ranks and iteration.
     """
-    muon = [parameter for parameter in parameters if parameter.muon]
-    if settings.expert_parallel > 1:
-        return _merged(muon, settings)
-    load = [0.0] * settings.world_size
-    gather, scatter, owned = (np.zeros(settings.world_size) for _ in range(3))
-    owners: dict[int, int] = {}
-    moving: set[int] = set()
-    for members in _step_sets(muon, settings):
-        holdings = _holdings([muon[number].numel for number in members], settings)
-        numbers, parts, ranks = _assign([muon[n] for n in members], holdings, load, settings)
-        for index, rank in zip(numbers, ranks, strict=True):
-            owners.setdefault(members[index], rank)
-        np.add.at(owned, ranks, parts.numel)
-        sent, returned, travels = parts.traffic(ranks)
-        gather, scatter = gather + sent, scatter + returned
-        moving.update(members[numbers[at]] for at in np.flatnonzero(travels))
-    in_order = tuple(owners[number] for number in range(len(muon)))
-    leaving = to_other_nodes(settings)
-    if settings.stage == 0 and settings.world_size > 1:
-        # A broadcast goes from rank to rank.
-        leaving = (-(-settings.world_size // max(1, settings.gpus_per_node)) - 1) / (settings.world_size - 1)
-    return Exchange(in_order, owned, np.asarray(load), gather, scatter, len(moving), leaving)
-
-
-def _merged(muon: Sequence[PlannedParameter], settings: PlanSettings) -> Exchange:
-    """Return the exchange where experts lie on other ranks than the rest: ranks ``n k`` to ``n k + k - 1`` divide them.
-
-    Every one of these ``k`` ranks does with its experts what the others do with theirs.
-    """
+    muon = [route for route in routes if route.algorithm == "muon"]
     owners: dict[int, int] = {}
     flops, owned, gather, scatter = (np.zeros(settings.world_size) for _ in range(4))
     moving, leaves = 0, 0.0
     for numbers, local, inside in divisions(muon, settings):
-        each, ranks = exchange_of(local, inside), settings.world_size // inside.world_size
-        owners.update({number: owner * ranks for number, owner in zip(numbers, each.owners, strict=True)})
-        flops += np.repeat(each.flops, ranks)
-        owned += np.repeat(each.owned_elements, ranks)
-        gather += np.repeat(each.gather_elements, ranks)
-        scatter += np.repeat(each.scatter_elements, ranks)
+        each, ways = _among_data_parallel(local, inside), settings.world_size // inside.world_size
+        owners.update({number: owner * ways for number, owner in zip(numbers, each.owners, strict=True)})
+        flops += np.repeat(each.flops, ways)
+        owned += np.repeat(each.owned_elements, ways)
+        gather += np.repeat(each.gather_elements, ways)
+        scatter += np.repeat(each.scatter_elements, ways)
         moving += each.moving
         leaves += each.leaving * float((each.gather_elements + each.scatter_elements).max())
-    sent = float((gather + scatter).max())
     in_order = tuple(owners[number] for number in range(len(muon)))
-    return Exchange(in_order, owned, flops, gather, scatter, moving, leaves / sent if sent else 0.0)
+    sent = float((gather + scatter).max())
+    found = Exchange(in_order, owned, flops, gather, scatter, moving, leaves / sent if sent else 0.0)
+    return found if settings.tensor_parallel == 1 else _among_tensor_parallel(muon, found, settings)
 
 
-def to_other_nodes(settings: PlanSettings) -> float:
-    """Return the part that leaves the node of what a rank sends equally to all other ranks."""
-    world, inside = settings.world_size, min(settings.gpus_per_node, settings.world_size)
-    return (world - inside) / (world - 1) if world > 1 else 0.0
+def _among_data_parallel(muon: Sequence[Route], settings: PlanSettings) -> Exchange:
+    """Return the exchange of data-parallel ranks that divide the same parameters."""
+    ranks, iteration = settings.world_size, settings.iteration
+    load = [0.0] * ranks
+    owners: dict[int, int] = {}
+    moving: set[int] = set()
+    gather, scatter, owned = (np.zeros(ranks) for _ in range(3))
+    for numbers, layouts in _step_sets(muon, settings):
+        found = assign(layouts, iteration, load)
+        sent, returned = sent_by_rank(found.matrices, found.owners, ranks)
+        gather, scatter = gather + sent, scatter + returned
+        for matrix, owner, origin in zip(found.matrices, found.owners, found.origin, strict=True):
+            owned[owner] += matrix.numel
+            owners.setdefault(numbers[origin], owner)
+            if moves(matrix.placement, owner):
+                moving.add(numbers[origin])
+    leaving = leaving_the_node(ranks, settings.gpus_per_node)
+    if settings.stage == 0 and ranks > 1:
+        # A broadcast goes from rank to rank.
+        leaving = (-(-ranks // settings.gpus_per_node) - 1) / (ranks - 1)
+    in_order = tuple(owners[number] for number in range(len(muon)))
+    return Exchange(in_order, owned, np.array(load), gather, scatter, len(moving), leaving)
 
 
-def _assign(
-    muon: Sequence[PlannedParameter], holdings: Holdings, load: list[float], settings: PlanSettings
-) -> tuple[list[int], Holdings, list[int]]:
-    """Return the parts of a step set: the parameter of each, where it lies, and its owner."""
-    costs = [parameter_flops(parameter, settings) for parameter in muon]
-    limit = travelling_cost(costs, load)
-    whole = holdings.whole.tolist()
-    runs: list[tuple[int, int, int]] = []
-    for index, (parameter, cost) in enumerate(zip(muon, costs, strict=True)):
-        found = [(0, parameter.stack)]
-        if parameter.stack > 1 and settings.tensor_parallel == 1 and not whole[index]:
-            size = parameter.numel // parameter.stack
-            rank_at = None if holdings.replicated else functools.partial(holdings.rank_at, index)
-            found = block_runs(parameter.stack, size, rank_at, cost=cost / parameter.stack, limit=limit)
-        runs += [(index, first, count) for first, count in found]
-    sizes = np.array([parameter.numel // parameter.stack for parameter in muon], dtype=np.int64)
-    index, first, count = np.array(runs, dtype=np.int64).T
-    begins, ends = first * sizes[index], (first + count) * sizes[index]
-    parts = holdings.ranges(index, begins, ends)
-    owners = assign_owners(
-        [costs[i] / muon[i].stack * blocks for i, _, blocks in runs],
-        holders_in_holdings(parts),
-        load=load,
-    )
-    return index.tolist(), parts, owners
-
-
-def _step_sets(muon: Sequence[PlannedParameter], settings: PlanSettings) -> list[list[int]]:
-    """Return the numbers of the matrices of each step set, in the order in which they lie."""
-    if not muon:
-        return []
+def _step_sets(
+    muon: Sequence[Route], settings: PlanSettings
+) -> Iterator[tuple[Sequence[int], list[MatrixLayout]]]:
+    """Yield the positions and layouts of the matrices of each step set, in the order in which they lie."""
+    ranks = settings.world_size
+    order: Sequence[int] = range(len(muon))
     if settings.stage in (1, 2) and settings.reordered:
-        return [
-            balanced_order(
-                [parameter.numel for parameter in muon],
-                [parameter_flops(parameter, settings) for parameter in muon],
-                [parameter.blocks for parameter in muon],
-                settings.data_parallel,
-            )
-        ]
-    sets: list[list[int]] = [[]]
-    filled = 0
-    for number, parameter in enumerate(muon):
+        order = order_of_matrices(muon, ranks, settings.iteration)
+    numels = [muon[number].numel for number in order]
+    ends = list(accumulate(numels, initial=0))
+    placements: list[Placement]
+    if settings.stage in (1, 2):
+        partition = flat_partition_numel(ends[-1], ranks)
+        placements = [flat_placement(end, numel, partition) for end, numel in zip(ends, numels, strict=False)]
+    elif settings.stage == 0:
+        placements = [replicated_placement(0, numel, ranks) for numel in numels]
+    else:
+        placements = [sharded_placement(0, numel, -(-numel // ranks)) for numel in numels]
+    layouts = [muon[number].layout(0, placement) for number, placement in zip(order, placements, strict=True)]
+    start = filled = 0
+    for end, placement in enumerate(placements):
         # ZeRO 3 cuts a param group into sub-groups by the size of its partition.
         if settings.stage == 3 and filled >= _SUB_GROUP_NUMEL:
-            sets.append([])
-            filled = 0
-        sets[-1].append(number)
-        filled += -(-parameter.numel // settings.world_size)
-    return sets
+            yield order[start:end], layouts[start:end]
+            start, filled = end, 0
+        filled += placement.head
+    yield order[start:], layouts[start:]
 
 
-def _holdings(sizes: Sequence[int], settings: PlanSettings) -> Holdings:
-    numels = np.array(sizes, dtype=np.int64)
-    ranks, width = settings.data_parallel, settings.tensor_parallel
-    if settings.stage in (1, 2):
-        ends = np.cumsum(numels)
-        partition = flat_partition_numel(-(-int(numels.sum()) // width), ranks) * width
-        return flat_holdings(ends - numels, numels, partition_numel=partition, ranks=ranks, width=width)
-    replicated = settings.stage == 0 and settings.world_size > 1
-    return sharded_holdings(numels, ranks=ranks, width=width, replicated=replicated)
+def _among_tensor_parallel(muon: Sequence[Route], shards: Exchange, settings: PlanSettings) -> Exchange:
+    """Return the exchange in which the owners of a matrix's shards gather it on one of them and divide the work."""
+    ways, iteration = settings.tensor_parallel, settings.iteration
+    flops, whole = np.zeros(settings.world_size), np.zeros(settings.world_size)
+    together: dict[int, list[int]] = {}
+    for number, first in enumerate(shards.owners):
+        together.setdefault(first, []).append(number)
+    owners = list(shards.owners)
+    for first, numbers in together.items():
+        load = [0.0] * ways
+        costs = [blocks_flops(muon[number].kinds_of_blocks(), iteration) for number in numbers]
+        for number, rank in zip(numbers, assign_owners(costs, [None] * len(costs), load=load), strict=True):
+            owners[number] = first + rank
+            whole[first + rank] += muon[number].numel / ways
+        flops[first : first + ways] = load
+    gather = shards.gather_elements + shards.owned_elements - whole
+    scatter = shards.scatter_elements + whole * (ways - 1)
+    before = float((shards.gather_elements + shards.scatter_elements).max())
+    added = float((shards.owned_elements + whole * (ways - 2)).max())
+    leaving = shards.leaving * before + leaving_the_node(ways, settings.gpus_per_node) * added
+    sent = float((gather + scatter).max())
+    return replace(
+        shards,
+        owners=tuple(owners),
+        flops=flops,
+        gather_elements=gather,
+        scatter_elements=scatter,
+        moving=len(muon),
+        leaving=leaving / sent if sent else 0.0,
+    )
 
 
-def zero_bytes(parameters: Sequence[PlannedParameter], settings: PlanSettings) -> float:
+def leaving_the_node(ranks: int, gpus_per_node: int) -> float:
+    """Return the part that leaves the node of what one of ``ranks`` sends equally to all others."""
+    return (ranks - min(gpus_per_node, ranks)) / (ranks - 1) if ranks > 1 else 0.0
+
+
+def zero_bytes(routes: Sequence[Route], settings: PlanSettings) -> float:
     """Return the bytes that a rank sends in ZeRO's own collectives in a step without accumulation.
 
     Stage 0 all-reduces gradients. Stages 1 and 2 all-reduce buckets of gradients too
     (``use_multi_rank_bucket_allreduce``) and all-gather parameters. Stage 3 reduce-scatters gradients and gathers
     parameters for forward, and again for backward in models that are larger than ``stage3_max_reuse_distance``.
     """
-    if settings.expert_parallel > 1:
-        return sum(zero_bytes(local, inside) for _, local, inside in divisions(parameters, settings))
-    ranks = settings.data_parallel
-    numel = sum(parameter.numel for parameter in parameters) / settings.tensor_parallel
-    passes = {0: 2.0, 1: 3.0, 2: 3.0, 3: 2.0 if numel <= _REUSE_NUMEL else 3.0}[settings.stage]
-    return passes * numel * settings.model_bytes * (ranks - 1) / ranks
+    total = 0.0
+    for _, local, inside in divisions(routes, settings):
+        numel, ranks = sum(route.numel for route in local), inside.world_size
+        passes = {0: 2.0, 1: 3.0, 2: 3.0, 3: 2.0 if numel <= _REUSE_NUMEL else 3.0}[settings.stage]
+        total += passes * numel * settings.model_dtype.itemsize * (ranks - 1) / ranks
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """The links between nodes.
+
+    Attributes:
+        rate: Bits a second that a node can send, and receive at the same time.
+        payload: The part of them that is data. The default is that of TCP over Ethernet: 1448 of 1514 bytes.
+        reduce_scatter: Whether the backend has one. gloo has none: torch runs an all-reduce, of twice the bytes.
+    """
+
+    rate: float
+    payload: float = 1448 / 1514
+    reduce_scatter: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.rate > 0:  # a NaN too
+            raise ValueError(f"a rate of {self.rate:g} bits a second: it must be above 0")
+
+    def seconds(self, nbytes: float) -> float:
+        """Return the time that a node takes to send so many bytes."""
+        return 8.0 * nbytes / (self.rate * self.payload)
+
+
+def network_seconds(
+    routes: Sequence[Route],
+    settings: PlanSettings,
+    network: Network,
+    exchange: Exchange,
+    compute: Mapping[str, float] | None = None,
+) -> dict[str, dict[str, float]]:
+    """Predict the time on the wire, and the whole step if its time on a network without a limit is known.
+
+    Nothing is taken as hidden behind computation, so the whole step is an upper bound where collectives overlap.
+
+    Args:
+        routes: Of all parameters.
+        settings: Stage and ranks; ``gpus_per_node`` ranks share a node's link.
+        network: The links.
+        exchange: From :func:`exchange_of`.
+        compute: Seconds of forward, backward and step on a network without a limit, by optimizer.
+
+    Returns:
+        For ``muon`` and ``adamw`` the seconds of ``exchange`` and ``zero_collectives`` on
+        the wire; with ``compute`` that and the ``whole_step`` too.
+    """
+    zero = zero_bytes(routes, settings)
+    if settings.stage == 3 and not network.reduce_scatter:
+        for _, local, inside in divisions(routes, settings):
+            gradients = sum(route.numel for route in local) * settings.model_dtype.itemsize
+            zero += gradients * (inside.world_size - 1) / inside.world_size
+    # What one rank receives in one direction, it sends in the other.
+    one_way = max(exchange.gather_elements.max(), exchange.scatter_elements.max()) * settings.wire_bytes
+    ranks = min(settings.gpus_per_node, settings.world_size)
+    own = ranks * exchange.leaving * float(one_way) * (2.0 if settings.stage else 1.0)
+    # A ring passes every link once, however many ranks a node has.
+    several_nodes = settings.world_size > settings.gpus_per_node
+    found = {}
+    for name, nbytes in {"muon": own, "adamw": 0.0}.items():
+        seconds = {
+            "exchange": network.seconds(nbytes) if several_nodes else 0.0,
+            "zero_collectives": network.seconds(zero) if several_nodes else 0.0,
+        }
+        if compute is not None and name in compute:
+            seconds["compute"] = compute[name]
+            seconds["whole_step"] = sum(seconds.values())
+        found[name] = seconds
+    return found

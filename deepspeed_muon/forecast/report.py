@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from deepspeed_muon.forecast.predict import (
-    Exchange,
-    exchange_of,
-    zero_bytes,
-)
-from deepspeed_muon.forecast.settings import PlannedParameter, PlanSettings, divisions
+from deepspeed_muon.forecast.predict import Exchange, PlanSettings, divisions, exchange_of, zero_bytes
 from deepspeed_muon.monitoring.check import WINDOW_NUMEL
 from deepspeed_muon.plan.chunks import chunk_limit
-from deepspeed_muon.plan.exchange import ExchangePlan
-from deepspeed_muon.plan.placement import fragments_of
+from deepspeed_muon.routing.route import Route
 from deepspeed_muon.transport.exchange import SLOTS, overlap_fits
 
 # Seconds that each further peer adds to an all-to-all: the order of magnitude of NCCL over InfiniBand.
@@ -49,41 +43,39 @@ class Forecast:
 
 
 def forecast(
-    parameters: Sequence[PlannedParameter], settings: PlanSettings, exchange: Exchange | None = None
+    routes: Sequence[Route], settings: PlanSettings, exchange: Exchange | None = None
 ) -> dict[str, Forecast]:
     """Predict a step of this project's Muon and of AdamW.
 
     Args:
-        parameters: All parameters that are trained.
+        routes: Of all parameters.
         settings: Stage, ranks and hardware.
         exchange: From :func:`~deepspeed_muon.forecast.predict.exchange_of`; computed if absent.
 
     Returns:
         ``muon`` and ``adamw``.
     """
-    exchange = exchange or exchange_of(parameters, settings)
-    muon, other = _partition(parameters, settings)
-    zero = zero_bytes(parameters, settings)
+    exchange = exchange or exchange_of(routes, settings)
+    kept, muon, other = _kept(routes, settings)
+    zero = zero_bytes(routes, settings)
     work = float(exchange.flops.max())
     gather, scatter = exchange.gather_elements, exchange.scatter_elements
     sent = float((gather + scatter).max()) * settings.wire_bytes
     one_way = _exchange_seconds(settings, max(gather.max(), scatter.max()) * settings.wire_bytes, exchange)
-    flat = {
-        "momentum_and_apply": _memory_seconds(settings, _MUON_TRAFFIC * muon),
-        "adamw": _memory_seconds(settings, _ADAMW_TRAFFIC * other),
-    }
-    all_adamw = {"adamw": _memory_seconds(settings, _ADAMW_TRAFFIC * (muon + other))}
-    kept = _kept(parameters, settings)
-    kept_by_adamw = {**kept, "optimizer_state": 8.0 * (muon + other)}
-    kept["optimizer_state"] = 4.0 * muon + 8.0 * other
+    bandwidth = settings.gpu.memory_bandwidth * settings.link_efficiency
     seconds = {
         "gather": one_way if settings.stage else 0.0,
         "newton_schulz": work / (settings.gpu.flops * settings.efficiency),
         "scatter": one_way,
+        "momentum_and_apply": _MUON_TRAFFIC * muon / bandwidth,
+        "adamw": _ADAMW_TRAFFIC * other / bandwidth,
     }
-    memory = {**kept, **_buffers(parameters, settings, exchange)}
+    all_adamw = {"adamw": _ADAMW_TRAFFIC * (muon + other) / bandwidth}
+    kept_by_adamw = {**kept, "optimizer_state": 8.0 * (muon + other)}
+    memory = {**kept, "optimizer_state": 4.0 * muon + 8.0 * other}
+    memory |= _buffers(routes, settings, exchange, partition=muon)
     return {
-        "muon": Forecast(sent, zero, work, _total({**seconds, **flat}), _total(memory)),
+        "muon": Forecast(sent, zero, work, _total(seconds), _total(memory)),
         "adamw": Forecast(0.0, zero, 0.0, _total(all_adamw), _total(kept_by_adamw)),
     }
 
@@ -93,58 +85,55 @@ def _total(parts: dict[str, float]) -> dict[str, float]:
     return {**parts, "total": math.fsum(parts.values())}
 
 
-def _memory_seconds(settings: PlanSettings, nbytes: float) -> float:
-    return nbytes / (settings.gpu.memory_bandwidth * settings.link_efficiency)
-
-
-def _link_seconds(settings: PlanSettings, nbytes: float, leaving: float) -> float:
-    """Return the time of sending so many bytes, of which the part ``leaving`` goes to other nodes."""
-    node = (1 - leaving) * nbytes / settings.gpu.node_bandwidth
-    network = leaving * nbytes / settings.gpu.network_bandwidth
-    return max(node, network) / settings.link_efficiency
-
-
 def _exchange_seconds(settings: PlanSettings, nbytes: float, exchange: Exchange) -> float:
     if settings.world_size == 1 or not exchange.moving:
         return 0.0
     # At stages 1 and 2 a rank exchanges with the neighbours that share its straddling matrices.
     peers = settings.world_size - 1 if settings.stage in (0, 3) else 2 * settings.tensor_parallel
-    seconds = _link_seconds(settings, nbytes, exchange.leaving)
+    node = (1 - exchange.leaving) * nbytes / settings.gpu.node_bandwidth
+    network = exchange.leaving * nbytes / settings.gpu.network_bandwidth
+    seconds = max(node, network) / settings.link_efficiency
     return seconds + _MESSAGE_SECONDS * min(peers, settings.world_size - 1)
 
 
-def _kept(parameters: Sequence[PlannedParameter], settings: PlanSettings) -> dict[str, float]:
-    """Return the bytes of weights, gradients and fp32 masters of a rank."""
+def _kept(routes: Sequence[Route], settings: PlanSettings) -> tuple[dict[str, float], float, float]:
+    """Return the bytes of weights, gradients and fp32 masters of a rank, and its elements of Muon and of AdamW."""
     kept = {"weights": 0.0, "gradients": 0.0, "master_weights": 0.0}
-    for _, local, inside in divisions(parameters, settings):
-        numel = sum(parameter.numel for parameter in local) / settings.tensor_parallel
-        ranks = inside.data_parallel
-        kept["weights"] += numel * settings.model_bytes / (ranks if settings.stage == 3 else 1)
-        kept["gradients"] += numel * settings.model_bytes / (ranks if settings.stage >= 2 else 1)
+    elements = {"muon": 0.0, "adamw": 0.0}
+    for _, local, inside in divisions(routes, settings):
+        numel, ranks = sum(route.numel for route in local), inside.world_size
+        kept["weights"] += numel * settings.model_dtype.itemsize / (ranks if settings.stage == 3 else 1)
+        kept["gradients"] += numel * settings.model_dtype.itemsize / (ranks if settings.stage >= 2 else 1)
         kept["master_weights"] += 4.0 * numel / (ranks if settings.stage else 1)
-    return kept
+        for route in local:
+            elements[route.algorithm] += route.numel / (ranks if settings.stage else 1)
+    return kept, elements["muon"], elements["adamw"]
 
 
 def _buffers(
-    parameters: Sequence[PlannedParameter], settings: PlanSettings, exchange: Exchange
+    routes: Sequence[Route], settings: PlanSettings, exchange: Exchange, *, partition: float
 ) -> dict[str, float]:
-    """Return upper bounds of the bytes that Muon's step needs besides, from the chunk size and the largest matrix."""
-    largest = max((p.numel // p.stack for p in parameters if p.muon), default=0)
-    partition, _ = _partition(parameters, settings)
-    overlap = overlaps(parameters, settings)
-    chunk = 0
-    if exchange.moving:
-        sizes = (p.numel // p.stack // settings.tensor_parallel for p in parameters if p.muon)
-        chunk = largest_chunk(float(exchange.owned_elements.max()), sizes, settings.chunk_numel)
+    """Return upper bounds of the bytes that Muon's step needs besides, from the chunk size and the largest matrix.
+
+    ``partition`` are Muon's elements in a rank's partition.
+    """
+    largest, bound = _largest_block(routes, settings), settings.config.exchange_chunk_numel
+    overlap = overlaps(routes, settings)
+    chunk = largest_chunk(float(exchange.owned_elements.max()), largest, bound) if exchange.moving else 0
     # Of one chunk, but for those that are written into the send buffer: at stage 3 all except a rank's own share.
-    local = min(partition, float(max(settings.chunk_numel, largest)))
+    local = min(partition, float(max(bound, largest)))
     if settings.stage == 3 and exchange.moving:
-        local = chunk / settings.data_parallel
-    blocks = {(rows, cols) for p in parameters if p.muon for _, rows, cols in p.blocks}
+        local = chunk / (settings.world_size // settings.tensor_parallel)
+    blocks = {
+        (rows, cols)
+        for route in routes
+        if route.algorithm == "muon"
+        for _, rows, cols in route.kinds_of_blocks()
+    }
     block = max((rows * cols for rows, cols in blocks), default=0)
     # Directions and results that wait for their check; without overlap the directions lie in a buffer that was sent.
     waiting = min(chunk, block + 2 * WINDOW_NUMEL)
-    iteration = settings.ns_dtype.itemsize * (
+    iteration = settings.iteration.dtype.itemsize * (
         max((iteration_numel(*shape) for shape in blocks), default=0) + max(0, waiting - block)
     )
     return {
@@ -154,31 +143,34 @@ def _buffers(
     }
 
 
-def _partition(parameters: Sequence[PlannedParameter], settings: PlanSettings) -> tuple[float, float]:
-    """Return Muon's elements in a rank's partition, and all others in it."""
-    muon = others = 0.0
-    for _, local, inside in divisions(parameters, settings):
-        share = settings.tensor_parallel * (inside.data_parallel if settings.stage else 1)
-        muon += sum(p.numel for p in local if p.muon) / share
-        others += sum(p.numel for p in local if not p.muon) / share
-    return muon, others
+def _largest_block(routes: Sequence[Route], settings: PlanSettings) -> int:
+    """Return the elements of the largest matrix, or block of a stack, that has an owner."""
+    muon = [route for route in routes if route.algorithm == "muon"]
+    return max(
+        (
+            route.numel // (route.heads if route.grid is None else 1)
+            for _, local, _ in divisions(muon, settings)
+            for route in local
+        ),
+        default=0,
+    )
 
 
-def overlaps(parameters: Sequence[PlannedParameter], settings: PlanSettings) -> bool:
+def overlaps(routes: Sequence[Route], settings: PlanSettings) -> bool:
     """Return whether chunks travel while others are orthogonalised, decided as the running optimizer does."""
-    sizes = (p.numel // p.stack // settings.tensor_parallel for p in parameters if p.muon)
-    return settings.overlap and overlap_fits(max(sizes, default=0), settings.wire_bytes)
+    return settings.config.exchange_overlap and overlap_fits(
+        _largest_block(routes, settings), settings.wire_bytes
+    )
 
 
-def largest_chunk(owned: float, sizes: Iterable[int], bound: int) -> int:
+def largest_chunk(owned: float, largest: int, bound: int) -> int:
     """Return the elements that an owner has in the largest chunk.
 
     Args:
         owned: Elements of all matrices that one rank owns.
-        sizes: Elements of every matrix that may travel.
+        largest: Elements of the largest matrix that may travel.
         bound: ``exchange_chunk_numel``.
     """
-    largest = max(sizes, default=0)
     return int(min(max(owned, largest), max(chunk_limit(int(owned), bound), largest)))
 
 
@@ -188,11 +180,10 @@ def iteration_numel(rows: int, cols: int) -> int:
     return rows * cols + max(rows * cols + 2 * gram, 4 * gram)
 
 
-def _route_rows(routes: Sequence[Any], *, each: bool = False) -> list[dict[str, Any]]:
+def route_rows(routes: Sequence[Route], *, each: bool = False) -> list[dict[str, Any]]:
     """Return the routing table: one row for equal parameters of all layers, or for ``each`` parameter."""
     rows: dict[Any, dict[str, Any]] = {}
     for route in routes:
-        numel = math.prod(route.shape)
         name = route.name if each else ".".join("*" if c.isdigit() else c for c in route.name.split("."))
         row = rows.setdefault(
             (name, route.shape, route.algorithm, route.reason),
@@ -206,14 +197,13 @@ def _route_rows(routes: Sequence[Any], *, each: bool = False) -> list[dict[str, 
             },
         )
         row["tensors"] += 1
-        row["elements"] += numel
+        row["elements"] += route.numel
     return list(rows.values())
 
 
 def report(
     model: str,
-    routes: Sequence[Any],
-    parameters: Sequence[PlannedParameter],
+    routes: Sequence[Route],
     settings: PlanSettings,
     *,
     each_route: bool = False,
@@ -223,119 +213,69 @@ def report(
 
     Args:
         model: Its name in the report.
-        routes: ``name``, ``shape``, ``algorithm`` and ``reason`` of every parameter.
-        parameters: The same parameters without the frozen ones, for counting.
+        routes: Of every parameter.
         settings: Stage, ranks and hardware.
         each_route: Whether every parameter has its own row, instead of one row for equal parameters of all layers.
         owners: Whether to list the owner of every matrix.
     """
-    exchange = exchange_of(parameters, settings)
-    muon = [parameter for parameter in parameters if parameter.muon]
+    exchange = exchange_of(routes, settings)
+    muon = [route for route in routes if route.algorithm == "muon"]
     counts = np.bincount(np.asarray(exchange.owners, dtype=np.int64), minlength=settings.world_size)
     totals: dict[str, dict[str, int]] = {}
     for route in routes:
         entry = totals.setdefault(route.algorithm, {"tensors": 0, "elements": 0})
         entry["tensors"] += 1
-        entry["elements"] += math.prod(route.shape)
-    step = forecast(parameters, settings, exchange)
+        entry["elements"] += route.numel
+    step = forecast(routes, settings, exchange)
     sent = (exchange.gather_elements + exchange.scatter_elements) * settings.wire_bytes
     data: dict[str, Any] = {
         "model": model,
         "elements": sum(entry["elements"] for entry in totals.values()),
         "algorithms": totals,
-        "settings": _settings(settings, overlap=overlaps(parameters, settings)),
-        "routes": _route_rows(routes, each=each_route),
+        "settings": _settings(settings, overlap=overlaps(routes, settings)),
+        "routes": route_rows(routes, each=each_route),
         "owners": {
             "matrices": len(muon),
             "moving": exchange.moving,
-            "matrices_per_rank": _spread(counts),
-            "flops_per_rank": _spread(exchange.flops),
+            "matrices_per_rank": _range(counts),
+            "flops_per_rank": _range(exchange.flops),
             "max_over_mean": exchange.balance,
         },
-        "sent_bytes_per_rank": _spread(sent),
+        "sent_bytes_per_rank": _range(sent),
         "step": {name: asdict(found) for name, found in step.items()},
-        "advice": _advice(parameters, settings, exchange, step["muon"].memory["total"]),
+        "advice": _advice(muon, settings, exchange, step["muon"].memory["total"]),
     }
     if owners:
-        data["owners"]["of"] = {p.name: owner for p, owner in zip(muon, exchange.owners, strict=True)}
+        data["owners"]["of"] = {route.name: owner for route, owner in zip(muon, exchange.owners, strict=True)}
     return data
 
 
-def live_report(
-    routes: Sequence[Any],
-    plans: Sequence[ExchangePlan],
-    *,
-    wire_bytes: float,
-    work: Sequence[Sequence[float]],
-    ranks: Sequence[Sequence[int]],
-) -> dict[str, Any]:
-    """Return the plan of a bound optimizer as plain data.
-
-    Args:
-        routes: As for :func:`report`.
-        plans: The exchange plans of one rank; their owners and layouts are those of all ranks.
-        wire_bytes: Bytes of an element of the exchange.
-        work: The Newton-Schulz operations of each matrix of each plan.
-        ranks: The ranks among which each plan is made: all, or those that hold the same experts.
-    """
-    sets = []
-    for plan, costs, members in zip(plans, work, ranks, strict=True):
-        flops, sent = np.zeros(plan.world_size), np.zeros(plan.world_size)
-        rows: list[dict[str, Any]] = []
-        for matrix, owner, cost in zip(plan.matrices, plan.owners, costs, strict=True):
-            flops[owner] += cost
-            elsewhere = [fragment for fragment in fragments_of(matrix.placement) if fragment.rank != owner]
-            for fragment in elsewhere:
-                if not matrix.replicated:
-                    sent[fragment.rank] += fragment.numel
-                sent[owner] += fragment.numel
-            moved = sum(fragment.numel for fragment in elsewhere)
-            rows.append({"name": matrix.name, "owner": owner, "moved_elements": moved})
-        sets.append(
-            {
-                "world_size": plan.world_size,
-                "ranks": list(members),
-                "chunks": len(plan.chunks),
-                "matrices": rows,
-                "flops_per_rank": flops.tolist(),
-                "sent_bytes_per_rank": (sent * wire_bytes).tolist(),
-                "max_over_mean": float(flops.max() / flops.mean()) if flops.any() else 1.0,
-            }
-        )
-    return {"routes": _route_rows(routes, each=True), "step_sets": sets}
-
-
 def _settings(settings: PlanSettings, *, overlap: bool) -> dict[str, Any]:
-    gpu = settings.gpu
+    iteration = settings.iteration
     return {
         "world_size": settings.world_size,
         "stage": settings.stage,
         "tensor_parallel": settings.tensor_parallel,
         "expert_parallel": settings.expert_parallel,
         "gpus_per_node": settings.gpus_per_node,
-        "gpu": asdict(gpu),
-        "ns_steps": settings.steps,
-        "ns_method": settings.method,
-        "ns_dtype": str(settings.ns_dtype).removeprefix("torch."),
+        "gpu": asdict(settings.gpu),
+        "ns_steps": len(iteration.coefficients),
+        "ns_method": iteration.method,
+        "ns_dtype": str(iteration.dtype).removeprefix("torch."),
         "wire_bytes": settings.wire_bytes,
-        "model_bytes": settings.model_bytes,
-        "exchange_chunk_numel": settings.chunk_numel,
+        "model_bytes": settings.model_dtype.itemsize,
+        "exchange_chunk_numel": settings.config.exchange_chunk_numel,
         "overlap": overlap,
         "assumed_efficiency": settings.efficiency,
         "assumed_link_efficiency": settings.link_efficiency,
     }
 
 
-def _spread(values: Any) -> dict[str, float]:
+def _range(values: Any) -> dict[str, float]:
     return {"min": float(values.min()), "mean": float(values.mean()), "max": float(values.max())}
 
 
-def _advice(
-    parameters: Sequence[PlannedParameter],
-    settings: PlanSettings,
-    exchange: Exchange,
-    memory: float,
-) -> list[str]:
+def _advice(muon: Sequence[Route], settings: PlanSettings, exchange: Exchange, memory: float) -> list[str]:
     """Return sentences about idle ranks, uneven work, and memory that does not suffice."""
     lines = []
     idle = int((exchange.flops == 0).sum())
@@ -343,7 +283,7 @@ def _advice(
         lines.append(f"{idle} of {settings.world_size} ranks have nothing to orthogonalise")
     elif exchange.balance > 1.05:
         lines.append(f"the busiest rank has {exchange.balance:.2f} times the mean of the work")
-    stacked = max((sum(count for count, _, _ in p.blocks) for p in parameters if p.muon), default=0)
+    stacked = max((route.heads for route in muon), default=0)
     if settings.tensor_parallel > 1 and stacked >= 8 and exchange.balance > 1.05:
         lines.append(
             f"under tensor parallelism stacks of up to {stacked} experts have one owner each: --separate-experts shows "

@@ -23,7 +23,7 @@ import numpy as np
 
 from deepspeed_muon.plan.chunks import cut_into_chunks, moves
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.placement import Ints, Places
+from deepspeed_muon.plan.placement import Floats, Ints, Places
 from deepspeed_muon.plan.wire import PLAIN, WireFormat
 
 
@@ -184,6 +184,36 @@ def build_exchange_plan(
         for indices in cut_into_chunks(matrices, owners, chunk_numel, world_size)
     ]
     return ExchangePlan(rank, world_size, tuple(matrices), tuple(owners), tuple(chunks))
+
+
+def sent_by_rank(
+    matrices: Sequence[MatrixLayout], owners: Sequence[int], world_size: int
+) -> tuple[Floats, Floats]:
+    """Return the elements that each rank of the group sends in gather and in scatter: ``(world_size,)`` both.
+
+    They are the sums of what the plans of all ranks say, without a plan for each.
+    """
+    rules = np.array([matrix.placement.numbers() for matrix in matrices], dtype=np.int64).reshape(-1, 7)
+    numel, first, head, _, body, _, copies = rules.T
+    owner, cut = np.asarray(owners, dtype=np.int64), copies == 0
+
+    def start(behind: Ints) -> Ints:
+        first_element: Ints = np.minimum(np.where(behind > 0, head + (behind - 1) * body, 0), numel)
+        return first_element
+
+    own = start(owner - first + 1) - start(owner - first)
+    scatter = np.zeros(world_size)
+    np.add.at(scatter, owner, np.where(cut, numel - own, numel * (copies - 1)))
+    # The first rank has the head, the last one what is left, and those between them a body each.
+    equal = (numel - head) // np.maximum(body, 1)
+    change, ends = np.zeros(world_size + 1), np.zeros(world_size + 1)
+    np.add.at(change, (first + 1)[cut], body[cut])
+    np.add.at(change, (first + 1 + equal)[cut], -body[cut])
+    np.add.at(ends, first[cut], head[cut])
+    np.add.at(ends, (first + 1 + equal)[cut], (numel - head - equal * body)[cut])
+    gather = (np.cumsum(change) + ends)[:world_size]
+    np.add.at(gather, owner[cut], -own[cut])
+    return gather, scatter
 
 
 def build_chunk(

@@ -14,30 +14,57 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from deepspeed_muon.math.newton_schulz import NsMethod, orthogonalize_flops
-from deepspeed_muon.plan.holdings import Holdings
+from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize_flops
 from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.placement import Floats, Placement
+from deepspeed_muon.plan.stacks import cut_stack, shares_of_blocks, travelling_cost
 
 # Floating-point operations that take as long as sending one element forth and back, at 400 TFLOP/s, 100 GB/s and two
 # bytes an element. It weighs moving against waiting, so only its order of magnitude matters.
 FLOPS_PER_MOVED_ELEMENT = 16_000.0
 
-# The ranks that hold elements of a matrix, and how many each; ``None`` if any rank may own the matrix at equal cost.
-Holders = tuple[Sequence[int], Sequence[float]] | None
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The layouts that a step set exchanges: whole matrices and runs of blocks.
+
+    Attributes:
+        matrices: The layouts; those of one matrix follow each other.
+        owners: The rank that each layout goes to.
+        origin: For each layout, the index of its matrix in the step set.
+        work: Newton-Schulz operations that each layout costs its owner.
+    """
+
+    matrices: tuple[MatrixLayout, ...]
+    owners: tuple[int, ...]
+    origin: tuple[int, ...]
+    work: tuple[float, ...]
 
 
-def matrix_flops(
-    matrix: MatrixLayout, steps: int = 5, *, method: NsMethod = "standard", dtype: torch.dtype = torch.float32
-) -> float:
-    """Return the floating-point operations of orthogonalising all blocks of ``matrix``."""
-    return sum(
-        count * orthogonalize_flops(rows, cols, steps=steps, method=method, dtype=dtype)
-        for count, rows, cols in grid_blocks(*matrix.grid)
-    )
+def assign(matrices: Sequence[MatrixLayout], iteration: NsSettings, load: list[float]) -> Assignment:
+    """Choose the owner of each matrix of a step set, and cut stacks of blocks for several owners.
+
+    Args:
+        matrices: All matrices of the set, in the order that every rank uses.
+        iteration: What decides the cost of a matrix.
+        load: Operations that each rank already has from other step sets. Mutated: the new work is added.
+    """
+    shares = [(index, share) for index, matrix in enumerate(matrices) for share in shares_of_blocks(matrix)]
+    costs = [blocks_flops(grid_blocks(*share.grid), iteration) for _, share in shares]
+    limit = travelling_cost(costs, load)
+    runs = [
+        (index, run)
+        for (index, share), cost in zip(shares, costs, strict=True)
+        for run in cut_stack(share, cost=cost, limit=limit)
+    ]
+    layouts = [run for _, run in runs]
+    work = [blocks_flops(grid_blocks(*run.grid), iteration) for run in layouts]
+    owners = assign_owners(work, [run.placement for run in layouts], load=load)
+    return Assignment(tuple(layouts), tuple(owners), tuple(index for index, _ in runs), tuple(work))
 
 
 def grid_blocks(row_blocks: Sequence[int], col_blocks: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
@@ -46,29 +73,54 @@ def grid_blocks(row_blocks: Sequence[int], col_blocks: Sequence[int]) -> tuple[t
     return tuple((n * k, r, c) for r, n in rows.items() for c, k in cols.items())
 
 
-def holders_in_layouts(matrices: Sequence[MatrixLayout], world_size: int) -> list[Holders]:
-    """Return the holders of each matrix, for :func:`assign_owners`."""
-    everywhere = _everywhere(world_size)
-    found: list[Holders] = []
-    for matrix in matrices:
-        ranks = matrix.placement.ranks
-        anywhere = matrix.replicated or len(ranks) >= everywhere
-        found.append(None if anywhere else (ranks, [float(matrix.placement.held_by(rank)) for rank in ranks]))
-    return found
+def blocks_flops(kinds: Sequence[tuple[int, int, int]], iteration: NsSettings) -> float:
+    """Return the floating-point operations of orthogonalising blocks, given as in :func:`grid_blocks`."""
+    steps = len(iteration.coefficients)
+    return sum(
+        count * orthogonalize_flops(rows, cols, steps=steps, method=iteration.method, dtype=iteration.dtype)
+        for count, rows, cols in kinds
+    )
 
 
-def holders_in_holdings(holdings: Holdings) -> list[Holders]:
-    """Return the holders of each matrix, like :func:`holders_in_layouts`."""
-    holders = (holdings.last - holdings.first + 1) * holdings.width
-    anywhere = (holders >= _everywhere(holdings.world_size)) | holdings.replicated
-    first, numels = holdings.first.tolist(), holdings.numel.tolist()
-    found: list[Holders] = [((rank,), (numel,)) for rank, numel in zip(first, numels, strict=True)]
-    for index in np.flatnonzero(anywhere | (holders > 1)).tolist():
-        found[index] = None
-        if not anywhere[index]:
-            ranks, held = holdings.holders(index)
-            found[index] = ranks.tolist(), held.tolist()
-    return found
+def assign_owners(
+    costs: Sequence[float], placements: Sequence[Placement | None], *, load: list[float]
+) -> list[int]:
+    """Return the owner of every matrix. Nothing loops over the ranks that hold a matrix.
+
+    Args:
+        costs: Floating-point operations of each matrix.
+        placements: Where each matrix lies; ``None`` if any rank may own it at equal cost.
+        load: What each rank has to do already. Mutated: the new matrices are added.
+    """
+    busy = np.array(load)
+    owners = [-1] * len(costs)
+    undecided: list[int] = []
+    for index, (cost, placement) in enumerate(zip(costs, placements, strict=True)):
+        only = None if placement is None else placement.whole_on
+        if only is None:
+            undecided.append(index)
+        else:
+            owners[index] = only
+            busy[only] += cost
+    idle = [(work, rank) for rank, work in enumerate(busy.tolist())]
+    heapq.heapify(idle)
+    for index in sorted(undecided, key=lambda index: (-costs[index], index)):
+        while idle[0][0] != busy[idle[0][1]]:
+            heapq.heapreplace(idle, (float(busy[idle[0][1]]), idle[0][1]))
+        idlest = owner = idle[0][1]
+        placement = placements[index]
+        if (
+            placement is not None
+            and not placement.replicated
+            and len(placement.ranks) < _everywhere(len(load))
+        ):
+            owner = _first_to_finish(placement, busy, idlest)
+        owners[index] = owner
+        busy[owner] += costs[index]
+        if owner == idlest:
+            heapq.heapreplace(idle, (float(busy[owner]), owner))
+    load[:] = busy.tolist()
+    return owners
 
 
 def _everywhere(world_size: int) -> int:
@@ -76,44 +128,15 @@ def _everywhere(world_size: int) -> int:
     return max(3, -(-world_size // 2))
 
 
-def assign_owners(
-    costs: Sequence[float],
-    holders: Sequence[Holders],
-    *,
-    load: list[float],
-) -> list[int]:
-    """Return the owner of every matrix.
-
-    Args:
-        costs: Floating-point operations of each matrix.
-        holders: The holders of each matrix.
-        load: What each rank has to do already. Mutated: the new matrices are added.
-    """
-    owners = [-1] * len(costs)
-    undecided: list[int] = []
-    for index, (cost, held) in enumerate(zip(costs, holders, strict=True)):
-        if held is not None and len(held[0]) == 1:
-            owners[index] = held[0][0]
-            load[owners[index]] += cost
-        else:
-            undecided.append(index)
-    idle = [(busy, rank) for rank, busy in enumerate(load)]
-    heapq.heapify(idle)
-    for index in sorted(undecided, key=lambda index: (-costs[index], index)):
-        while idle[0][0] != load[idle[0][1]]:
-            heapq.heapreplace(idle, (load[idle[0][1]], idle[0][1]))
-        idlest = owner = idle[0][1]
-        if (held := holders[index]) is not None:
-            numel = sum(held[1])
-            ends = [
-                (load[rank] + FLOPS_PER_MOVED_ELEMENT * (numel - own), rank)
-                for rank, own in zip(*held, strict=True)
-            ]
-            if 2 * max(held[1]) < numel:
-                ends.append((load[idlest] + FLOPS_PER_MOVED_ELEMENT * numel, idlest))
-            owner = min(ends)[1]
-        owners[index] = owner
-        load[owner] += costs[index]
-        if owner == idlest:
-            heapq.heapreplace(idle, (load[owner], owner))
-    return owners
+def _first_to_finish(placement: Placement, busy: Floats, idlest: int) -> int:
+    """Return which holder of a matrix on several ranks, or the idlest rank, would begin with it first."""
+    ranks, last = placement.ranks, placement.held_by(placement.ranks[-1])
+    ends = busy[ranks.start : ranks.stop] + FLOPS_PER_MOVED_ELEMENT * (placement.numel - placement.body)
+    ends[0] = busy[ranks[0]] + FLOPS_PER_MOVED_ELEMENT * (placement.numel - placement.head)
+    ends[-1] = busy[ranks[-1]] + FLOPS_PER_MOVED_ELEMENT * (placement.numel - last)
+    holder = int(ends.argmin())
+    best = float(ends[holder]), ranks[holder]
+    most = max(placement.head, last, placement.body if len(ranks) > 2 else 0)
+    if 2 * most < placement.numel:
+        best = min(best, (float(busy[idlest] + FLOPS_PER_MOVED_ELEMENT * placement.numel), idlest))
+    return best[1]

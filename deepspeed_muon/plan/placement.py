@@ -11,7 +11,7 @@ Example: a flat buffer has ten elements on each of two ranks. A 4 x 3 matrix tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 # Larger numbers, which only a damaged file has, would overflow in the arithmetic below.
 _MOST = 1 << 50
@@ -71,11 +72,6 @@ class Places(Protocol):
 
         So the fragment of rank ``r`` ends where that of ``r + 1`` starts.
         """
-
-
-def fragments_of(places: Places) -> Iterator[Fragment]:
-    """Yield the fragments of all ranks, one after the other."""
-    return (fragment for fragment in map(places.on, places.ranks) if fragment is not None)
 
 
 def runs_within(places: Places, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
@@ -217,29 +213,3 @@ def sharded_placement(partition_offset: int, numel: int, shard_numel: int) -> Pl
 def replicated_placement(partition_offset: int, numel: int, world_size: int) -> Placement:
     """Return the placement of a parameter that every rank holds whole (stage 0)."""
     return Placement(numel, 0, numel, partition_offset, numel, partition_offset, world_size)
-
-
-def placement_of(fragments: Sequence[Fragment], *, replicated: bool = False) -> Placement:
-    """Return the rule of a list of fragments, as files of older releases have them.
-
-    Args:
-        fragments: Of all ranks, in the order of the elements; copies in the order of the ranks.
-        replicated: Whether each of them is a copy.
-
-    Raises:
-        ValueError: If no rule gives these fragments.
-    """
-    if not fragments:
-        raise ValueError("no fragments")
-    head, *further = fragments
-    if replicated:
-        placement = replicated_placement(head.partition_offset, head.numel, len(fragments))
-    else:
-        body, offset = (further[0].numel, further[0].partition_offset) if further else (head.numel, 0)
-        total = sum(fragment.numel for fragment in fragments)
-        placement = Placement(total, head.rank, head.numel, head.partition_offset, body, offset)
-    # The ranks first: of a damaged list the rule could go on for ever.
-    as_many = len(fragments) == placement.ranks.stop - placement.ranks.start
-    if not as_many or list(fragments_of(placement)) != list(fragments):
-        raise ValueError(f"no rule gives the fragments {list(fragments)[:8]}")
-    return placement

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
-from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize_flops
-from deepspeed_muon.plan.layout import TensorShards
+from deepspeed_muon.math.newton_schulz import NsSettings
+from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.plan.order import balanced_order
-from deepspeed_muon.plan.owners import grid_blocks
+from deepspeed_muon.plan.owners import blocks_flops, grid_blocks
+from deepspeed_muon.plan.placement import Placement
 
 Algorithm = Literal["muon", "adamw", "frozen"]
 MatrixKind = Literal["matrix", "convolution", "experts"]
@@ -64,6 +64,11 @@ class Route:
     shards: TensorShards | None = None
 
     @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
     def row_blocks(self) -> tuple[int, ...]:
         """Rows of each block of the stored matrix; empty for one block with all rows."""
         own = () if self.transposed else self.parts
@@ -98,7 +103,22 @@ class Route:
         """Rows and columns of the row-major matrix: convolutions are ``out x (in * kernel)``, experts are stacked."""
         if self.kind == "experts":
             return self.shape[0] * self.shape[1], self.shape[2]
-        return self.shape[0], torch.Size(self.shape[1:]).numel()
+        return self.shape[0], math.prod(self.shape[1:])
+
+    def layout(self, partition: int, placement: Placement) -> MatrixLayout:
+        """Return the layout of a Muon parameter that lies in a flat partition as ``placement`` says."""
+        rows, cols = self.matrix_shape
+        return MatrixLayout(
+            self.name,
+            rows,
+            cols,
+            partition,
+            placement,
+            row_blocks=self.row_blocks,
+            col_blocks=self.col_blocks,
+            transposed=self.transposed,
+            shards=self.shards,
+        )
 
 
 def format_routes(routes: Sequence[Route]) -> str:
@@ -116,7 +136,7 @@ def summarize_routes(routes: Sequence[Route]) -> str:
     for algorithm, name in (("muon", "Muon for"), ("adamw", "AdamW for"), ("frozen", "frozen:")):
         chosen = [route for route in routes if route.algorithm == algorithm]
         if chosen:
-            numel = sum(torch.Size(route.shape).numel() for route in chosen)
+            numel = sum(route.numel for route in chosen)
             parts.append(f"{name} {len(chosen)} tensors ({numel:,} elements)")
     return ", ".join(parts)
 
@@ -129,16 +149,10 @@ def order_of_matrices(routes: Sequence[Route], ranks: int, settings: NsSettings)
         ranks: How many will divide the group.
         settings: The iteration, which decides the cost of a matrix.
     """
-
-    def flops(rows: int, cols: int) -> float:
-        return orthogonalize_flops(
-            rows, cols, steps=len(settings.coefficients), method=settings.method, dtype=settings.dtype
-        )
-
     kinds = [route.kinds_of_blocks() for route in routes]
     return balanced_order(
-        [torch.Size(route.shape).numel() for route in routes],
-        [sum(count * flops(rows, cols) for count, rows, cols in kind) for kind in kinds],
+        [route.numel for route in routes],
+        [blocks_flops(kind, settings) for kind in kinds],
         kinds,
         ranks,
     )

@@ -14,8 +14,9 @@ from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.monitoring.check import ResultCheck
 from deepspeed_muon.monitoring.recorder import StepRecorder, Travelling
 from deepspeed_muon.ops import matrix_norms
+from deepspeed_muon.plan.exchange import build_exchange_plan
+from deepspeed_muon.plan.owners import assign
 from deepspeed_muon.plan.rows import RowPlaces, row_places
-from deepspeed_muon.step.assignment import planned
 from deepspeed_muon.step.passes import RateTable, Step, Weights, apply, pack, pack_into, tables_of
 from deepspeed_muon.step.state import AdamW, State, StatePolicy, passes_for, row_state_of, state_of
 from deepspeed_muon.step.step_set import StepSet
@@ -100,7 +101,15 @@ class StepRunner:
             config.ns_settings(resources.device),
             resources.stats,
         )
-        self.assignment, self.plan = planned(step_set, config, device=resources.device, load=load)
+        self.assignment = assign(step_set.matrices, context.ns_settings, load)
+        self.plan = build_exchange_plan(
+            self.assignment.matrices,
+            self.assignment.owners,
+            rank=step_set.rank,
+            world_size=step_set.world_size,
+            chunk_numel=config.exchange_chunk_numel,
+            wire=config.wire_format,
+        )
         self._rates = RateTable(self.plan.matrices)
         self._exchange = ChunkExchange(
             self.plan,

@@ -153,20 +153,7 @@ class LayoutReader:
         partition = self._partitions[-1]
         route = self._route(param)
         if partition.muon:
-            rows, cols = route.matrix_shape
-            self._matrices.append(
-                MatrixLayout(
-                    route.name,
-                    rows,
-                    cols,
-                    partition.index,
-                    placement,
-                    row_blocks=route.row_blocks,
-                    col_blocks=route.col_blocks,
-                    transposed=route.transposed,
-                    shards=route.shards,
-                )
-            )
+            self._matrices.append(route.layout(partition.index, placement))
         else:
             self._others.append(ParameterLayout(route.name, partition.index, placement))
 

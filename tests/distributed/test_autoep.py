@@ -13,9 +13,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed_muon
-from deepspeed_muon.forecast.live import planned_parameters
-from deepspeed_muon.forecast.predict import exchange_of
-from deepspeed_muon.forecast.settings import PlanSettings
+from deepspeed_muon.forecast.predict import PlanSettings, exchange_of
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.parameters import model_parameters_by_name
 from deepspeed_muon.routing.rules import route_parameters
@@ -366,14 +364,13 @@ def count_a_step(rank: int, world_size: int, *, ep_size: int, stage: int) -> dic
     settings = PlanSettings(
         world_size,
         stage,
-        method="standard",
         expert_parallel=ep_size,
-        ns_dtype=torch.float32,
-        wire_bytes=4,
-        model_bytes=4,
+        config=optimizer.config,
+        device=torch.device("cpu"),
+        model_dtype=torch.float32,
     )
     whole = route_parameters(list(model_parameters_by_name(build_plain()).values()))
-    exchange = exchange_of(planned_parameters(whole), settings)
+    exchange = exchange_of(whole, settings)
     sent = 4.0 * float(exchange.gather_elements[rank] + exchange.scatter_elements[rank])
     report = {
         "flops": (inside.flops, float(exchange.flops[rank])),

@@ -13,9 +13,7 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 import deepspeed_muon
-from deepspeed_muon.forecast.live import planned_parameters
-from deepspeed_muon.forecast.predict import exchange_of, zero_bytes
-from deepspeed_muon.forecast.settings import PlanSettings
+from deepspeed_muon.forecast.predict import PlanSettings, exchange_of, zero_bytes
 from tests.support import training
 from tests.support.collectives import tensors_in
 
@@ -111,18 +109,16 @@ def count_a_step(
     settings = PlanSettings(
         world_size,
         stage,
-        method=method,
-        ns_dtype=torch.float32,
-        wire_bytes=4,
-        model_bytes=4,
+        config=optimizer.config,
+        device=torch.device("cpu"),
+        model_dtype=torch.float32,
     )
-    parameters = planned_parameters(optimizer.routes)
-    exchange = exchange_of(parameters, settings)
+    exchange = exchange_of(optimizer.routes, settings)
     owners: dict[str, int] = {}
     for runner in optimizer._runners:
         for matrix, owner in zip(runner.plan.matrices, runner.plan.owners, strict=True):
             owners.setdefault(matrix.name, owner)
-    names = [parameter.name for parameter in parameters if parameter.muon]
+    names = [route.name for route in optimizer.routes if route.algorithm == "muon"]
     # A variant's row state travels on top of what the planner counts.
     exchanges = [runner._rows for runner in optimizer._runners if runner._rows is not None]
     rows = 4 * sum(each.sent_elements for each in exchanges)
@@ -134,7 +130,7 @@ def count_a_step(
         ),
         "pieces": sum(len(runner.plan.matrices) for runner in optimizer._runners),
         "owners": (owners, dict(zip(names, exchange.owners, strict=True))),
-        "zero": (around.zero + inside.zero, zero_bytes(parameters, settings)),
+        "zero": (around.zero + inside.zero, zero_bytes(optimizer.routes, settings)),
         "collectives": str((around.sent, inside.sent)),
     }
     engine.destroy()

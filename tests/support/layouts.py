@@ -2,8 +2,31 @@
 
 from __future__ import annotations
 
+import torch
+
+from deepspeed_muon.math.coefficients import resolve_schedule
+from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.placement import flat_placement, replicated_placement, sharded_placement
+from deepspeed_muon.plan.owners import blocks_flops, grid_blocks
+from deepspeed_muon.plan.placement import (
+    Fragment,
+    Places,
+    flat_placement,
+    replicated_placement,
+    sharded_placement,
+)
+
+ITERATION = NsSettings(resolve_schedule("quintic", 5), "standard", torch.float32)
+
+
+def fragments_of(places: Places) -> list[Fragment]:
+    """Return the fragments of all ranks, one after the other."""
+    return [fragment for fragment in map(places.on, places.ranks) if fragment is not None]
+
+
+def matrix_flops(matrix: MatrixLayout) -> float:
+    """Return the floating-point operations of orthogonalising all blocks of a matrix."""
+    return blocks_flops(grid_blocks(*matrix.grid), ITERATION)
 
 
 def flat_layouts(dims: list[tuple[int, int]], world: int) -> list[MatrixLayout]:

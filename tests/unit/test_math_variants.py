@@ -13,13 +13,13 @@ from deepspeed_muon.math.updates import AdamStep, adam_step_, cautious_apply_
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import (
     flat_placement,
-    fragments_of,
     replicated_placement,
     sharded_placement,
 )
 from deepspeed_muon.plan.rows import RowPlaces, row_places
 from deepspeed_muon.variants import Sums
 from deepspeed_muon.variants.normuon import MOMENTS, finish, reference_finish
+from tests.support.layouts import fragments_of
 from tests.support.reference import decayed_step
 
 

@@ -89,7 +89,7 @@ def test_overlap_is_given_up_above_a_gibibyte(capsys: pytest.CaptureFixture[str]
 
 
 def test_the_largest_chunk() -> None:
-    assert largest_chunk(1 << 30, [1 << 20], 1 << 26) == 1 << 26
-    assert largest_chunk(1 << 30, [1 << 27], 1 << 26) == 1 << 27  # a larger matrix travels alone
-    assert largest_chunk(1000.0, [100, 200], 1 << 26) == 1000
-    assert largest_chunk(0.0, [], 1 << 26) == 0
+    assert largest_chunk(1 << 30, 1 << 20, 1 << 26) == 1 << 26
+    assert largest_chunk(1 << 30, 1 << 27, 1 << 26) == 1 << 27  # a larger matrix travels alone
+    assert largest_chunk(1000.0, 200, 1 << 26) == 1000
+    assert largest_chunk(0.0, 0, 1 << 26) == 0

@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_muon.forecast.live import planned_parameters
-from deepspeed_muon.forecast.model_shapes import PRESETS, from_config, load_model
-from deepspeed_muon.forecast.predict import exchange_of
-from deepspeed_muon.forecast.settings import PlannedParameter, PlanSettings
+from deepspeed_muon.forecast.model_shapes import PRESETS, from_config, load_model, with_separate_experts
+from deepspeed_muon.forecast.predict import PlanSettings, exchange_of
 from deepspeed_muon.math.newton_schulz import orthogonalize_flops
 from deepspeed_muon.plan.order import balanced_order
+from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.rules import route_parameters
 
 
@@ -31,12 +30,12 @@ def test_a_permutation_that_is_the_same_on_every_rank(dims: list[tuple[int, int]
 
 
 @functools.cache
-def muon_of(model: str, separate: bool = False) -> list[PlannedParameter]:
+def routes_of(model: str, separate: bool = False) -> list[Route]:
     if model == "deepseek-v3":
-        members = from_config(DEEPSEEK_V3, separate_experts=separate)
+        members = from_config(DEEPSEEK_V3)
     else:
-        members = load_model(model, separate_experts=separate)
-    return [p for p in planned_parameters(route_parameters(members)) if p.muon]
+        members = load_model(model)
+    return route_parameters(with_separate_experts(members) if separate else members)
 
 
 # (model, ranks): at most this part of the elements that the given order moves, and this balance. What was found.
@@ -51,8 +50,8 @@ CASES = [
 
 @pytest.mark.parametrize(("model", "world", "part", "balance"), CASES)
 def test_real_models(model: str, world: int, part: float, balance: float) -> None:
-    muon = muon_of(model)
-    before, after = (exchange_of(muon, PlanSettings(world, 1, reordered=new)) for new in (False, True))
+    routes = routes_of(model)
+    before, after = (exchange_of(routes, PlanSettings(world, 1, reordered=new)) for new in (False, True))
     assert after.gather_elements.sum() <= part * before.gather_elements.sum()
     assert after.balance <= balance
 
@@ -69,19 +68,19 @@ DEEPSEEK_V3 = {
 @pytest.mark.parametrize(("world", "balance"), [(256, 1.15), (512, 1.3), (1024, 1.6), (2048, 2.2)])
 def test_deepseek_v3_with_separate_experts(world: int, balance: float) -> None:
     """The dear matrices of attention are in different partitions; what is left is their own cost."""
-    muon = muon_of("deepseek-v3", separate=True)
-    assert exchange_of(muon, PlanSettings(world, 1)).balance <= balance
+    routes = routes_of("deepseek-v3", separate=True)
+    assert exchange_of(routes, PlanSettings(world, 1)).balance <= balance
 
 
 @pytest.mark.parametrize(("separate", "balance"), [(True, 1.3), (False, 1.34)])
 def test_kimi_k2_on_1024_ranks(separate: bool, balance: float) -> None:
     """Of a stack of experts a partition holds 34.06 blocks: the busiest rank has 35, of 0.038 of the mean each."""
-    muon = muon_of("kimi-k2", separate)
-    assert exchange_of(muon, PlanSettings(1024, 1)).balance <= balance
+    routes = routes_of("kimi-k2", separate)
+    assert exchange_of(routes, PlanSettings(1024, 1)).balance <= balance
 
 
 def test_layers_that_divide_evenly_move_nothing() -> None:
     dims = [(8, 8), (16, 8), (8, 16)] * 4
-    muon = [PlannedParameter(f"{n}", r * c, True, ((1, r, c),)) for n, (r, c) in enumerate(dims)]
-    found = exchange_of(muon, PlanSettings(4, 1))
+    routes = [Route(f"{n}", (r, c), "muon", "") for n, (r, c) in enumerate(dims)]
+    found = exchange_of(routes, PlanSettings(4, 1))
     assert found.moving == 0 and found.balance == 1.0
