@@ -26,7 +26,7 @@ from deepspeed_muon.errors import (
     OrthogonalizationError,
 )
 from deepspeed_muon.logs import warn
-from deepspeed_muon.monitoring.recorder import HealthLog, StepRecorder
+from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.ops import Orthogonalizer, select
 from deepspeed_muon.plan.layout import TensorShards
 from deepspeed_muon.qk_clip.clip import QkClip
@@ -126,7 +126,6 @@ class Muon(RoutedOptimizer):
         """Begin unbound, with all counters at zero."""
         self.stats = StepStats()
         self.recorder = StepRecorder(every=self.config.health, check=self.config.health > 0)
-        self.health_log = HealthLog(self.recorder)
         self.skipped_steps = 0
         # ``id`` of each param group to its rate in the last step. A schedule changes the groups behind it.
         self.rates_of_step: dict[int, float] = {}
@@ -154,7 +153,7 @@ class Muon(RoutedOptimizer):
 
     def health(self) -> dict[str, Any]:
         """Return the last sample and the counters; see :func:`deepspeed_muon.health`."""
-        return self.health_log.summary()
+        return self.recorder.summary()
 
     def _release_memory(self) -> None:
         """Give up the memory of the exchange and of CUDA graphs between two steps; the next step takes it anew."""
@@ -279,7 +278,7 @@ class Muon(RoutedOptimizer):
                 return loss
             self._bind_plain()
         # Under DeepSpeed a step of the engine is several calls, and the engine's hook records all of them together.
-        with nullcontext() if self.managed else self.health_log.step(), self.recorder.span("step"):
+        with nullcontext() if self.managed else self.recorder.step(), self.recorder.span("step"):
             self._step_bound()
         return loss
 

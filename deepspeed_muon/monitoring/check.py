@@ -27,13 +27,16 @@ from deepspeed_muon.monitoring.measure import (
     orthogonalize_carefully,
 )
 from deepspeed_muon.monitoring.recorder import StepRecorder
-from deepspeed_muon.monitoring.results import Member, R, Result, Together, Window
+from deepspeed_muon.monitoring.results import Member, R, Result, Together, copied_to_host
 from deepspeed_muon.ops.reference import frobenius_norms
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.transport.ranks import phase
 
 WINDOW_NUMEL = 1 << 25
 """Elements of the results that are checked together. On an accelerator, two such windows are under way."""
+
+# Results, and what waits for the copy of their norms to the host and returns them.
+_Started = tuple[list[R], Callable[[], list[float]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +96,10 @@ class ResultCheck:
         results in the same order.
         """
         window = _window_numel(self._device)
-        waiting: Window[R] | None = None
-        current: Window[R] = Window()
+        waiting: _Started[R] = ([], list)
+        current: list[R] = []
+        norms: list[Tensor] = []
+        numel = 0
         apart: dict[dist.ProcessGroup, list[R]] = {}
         for result in results:
             if not self.recorder.check:
@@ -112,17 +117,17 @@ class ResultCheck:
                 self._settle_now(result)
                 yield result
                 continue
-            current.add(result, self._norms(result.updates))
-            if current.numel < window:
+            current.append(result)
+            norms.append(self._norms(result.updates))
+            numel += result.updates.numel()
+            if numel < window:
                 continue
-            current.send()
-            if waiting is not None:
-                yield from self._settle_all(waiting)
-            waiting, current = current, Window()
-        current.send()
-        for rest in (waiting, current):
-            if rest is not None:
-                yield from self._settle_all(rest)
+            started = current, copied_to_host(norms)
+            yield from self._settle_all(waiting)
+            waiting, current, norms, numel = started, [], [], 0
+        rest = (current, copied_to_host(norms)) if current else ([], list)
+        yield from self._settle_all(waiting)
+        yield from self._settle_all(rest)
         # In the order of their first results, which is the same on all ranks.
         for together in apart.values():
             yield from self._settle_together(together)
@@ -130,9 +135,10 @@ class ResultCheck:
     def _settle_now(self, result: Result) -> None:
         self._settle([result], self._norms(result.updates).tolist())
 
-    def _settle_all(self, window: Window[R]) -> Iterator[R]:
-        norms = iter(window.read())
-        for result in window.results:
+    def _settle_all(self, started: _Started[R]) -> Iterator[R]:
+        results, read = started
+        norms = iter(read())
+        for result in results:
             self._settle([result], [next(norms) for _ in result.members])
             yield result
 

@@ -31,23 +31,53 @@ _LISTED = 16
 
 
 @dataclass(slots=True)
-class LocalSample:
-    """What this rank measured in one sampled step.
+class Sample:
+    """What one rank measured in one sampled step.
 
     Attributes:
-        matrices: Its sampled matrices by name.
-        seconds: The time of each part.
+        matrices: Parameter name to its measurements, for the sampled matrices that the rank owns.
+        seconds: Time of each part of the inner step.
+        redone: Matrices redone in fp32 since the start.
+        failed: Matrices left without an update since the start.
         losses: On a wire that loses, of the directions and of the updates that this rank sent: the squared elements of
             what was lost, and of all.
     """
 
     matrices: dict[str, MatrixHealth] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    redone: int = 0
+    failed: int = 0
     losses: dict[Travelling, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        """Seconds of the inner step; the time of sampling does not count."""
+        return self.seconds.get("step", 0.0) - self.seconds.get("sampling", 0.0)
+
+    def sums(self) -> dict[str, float]:
+        """Return the numbers that are added up over the ranks."""
+        found: dict[str, float] = {
+            "redone": self.redone,
+            "failed": self.failed,
+            "matrices": len(self.matrices),
+        }
+        for key in _MEANS:
+            found[key] = math.fsum(getattr(each, key) for each in self.matrices.values())
+        found["running"] = float(self.total > 0)
+        for part in _PARTS:
+            found[part] = self.seconds.get(part, 0.0) / self.total if self.total > 0 else 0.0
+        for what in _TRAVELLING:
+            found[f"lost {what}"], found[f"whole {what}"] = self.losses.get(what, (0.0, 0.0))
+        return found
+
+    def maxima(self) -> dict[str, float]:
+        """Return the numbers of which the largest counts."""
+        largest = max((each.sigma_max for each in self.matrices.values()), default=0.0)
+        return {"seconds": self.total, "sigma_max": largest}
 
 
 class StepRecorder:
-    """Chooses the steps and matrices to sample, and keeps what this rank measured and counted.
+    """Chooses the steps and matrices to sample, keeps what this rank measured and counted, and the last summary.
 
     Attributes:
         every: Steps between samples; 0 for none.
@@ -64,9 +94,11 @@ class StepRecorder:
         self.redone = 0
         self.failed = 0
         self._device = torch.device("cpu")
+        self._steps = 0
+        self._summary: dict[str, Any] = {}
         self._total = 0
         self._watched: frozenset[int] = frozenset()
-        self._sample: LocalSample | None = None
+        self._sample: Sample | None = None
         self._parts: dict[str, list[Sums]] = {}
         self._spans: list[tuple[SpanName, torch.Event, torch.Event]] = []
 
@@ -91,8 +123,15 @@ class StepRecorder:
         return self.every > 0 and number % self.every == 0
 
     @contextmanager
-    def step(self, number: int) -> Iterator[LocalSample | None]:
-        """Record one optimizer step, ``number`` counted from 1; yields the sample that it fills, or ``None``."""
+    def step(self, number: int | None = None, *, ranks: Ranks | None = None) -> Iterator[Sample | None]:
+        """Record one optimizer step, and summarise it if it is sampled; yields the sample that it fills, or ``None``.
+
+        Args:
+            number: The number of the step, counted from 1 and equal on all ranks; ``None`` counts calls.
+            ranks: The ranks to include, all of which must call this; ``None`` for this rank alone.
+        """
+        self._steps += 1
+        number = self._steps if number is None else number
         if not self.due(number):
             yield None
             return
@@ -100,15 +139,21 @@ class StepRecorder:
         count = min(self.matrices, self._total)
         turn = number // self.every
         self._watched = frozenset((turn + j * self._total // count) % self._total for j in range(count))
-        self._sample = sample = LocalSample()
+        self._sample = sample = Sample()
         try:
             yield sample
             self._close_spans(sample)
             sample.matrices = {name: combine(parts) for name, parts in self._parts.items()}
+            sample.redone, sample.failed = self.redone, self.failed
         finally:
             self._sample = None
             self._parts.clear()
             self._spans.clear()
+        self._summary = {"step": number, **summarize(sample, ranks or Ranks())}
+
+    def summary(self) -> dict[str, Any]:
+        """Return the summary of the last sample; before the first one only the counters of this rank."""
+        return dict(self._summary) or {"redone": self.redone, "failed": self.failed}
 
     def watches(self, number: int) -> bool:
         """Return whether the matrix with this number is measured in this step."""
@@ -145,93 +190,14 @@ class StepRecorder:
         events[1].record()
         self._spans.append((name, events[0], events[1]))
 
-    def _close_spans(self, sample: LocalSample) -> None:
+    def _close_spans(self, sample: Sample) -> None:
         for name, start, end in self._spans:
             end.synchronize()
             sample.seconds[name] = sample.seconds.get(name, 0.0) + start.elapsed_time(end) / 1000.0
 
 
-@dataclass(frozen=True, slots=True)
-class RankReport:
-    """What one rank contributes to a summary.
-
-    Attributes:
-        matrices: Parameter name to its measurements, for the sampled matrices that the rank owns.
-        seconds: Time of each part of the inner step.
-        redone: Matrices redone in fp32 since the start.
-        failed: Matrices left without an update since the start.
-        losses: What the wire lost; see :class:`LocalSample`.
-    """
-
-    matrices: dict[str, MatrixHealth]
-    seconds: dict[str, float]
-    redone: int
-    failed: int
-    losses: dict[Travelling, tuple[float, float]] = field(default_factory=dict)
-
-    @property
-    def total(self) -> float:
-        """Seconds of the inner step; the time of sampling does not count."""
-        return self.seconds.get("step", 0.0) - self.seconds.get("sampling", 0.0)
-
-    def sums(self) -> dict[str, float]:
-        """Return the numbers that are added up over the ranks."""
-        found: dict[str, float] = {
-            "redone": self.redone,
-            "failed": self.failed,
-            "matrices": len(self.matrices),
-        }
-        for key in _MEANS:
-            found[key] = math.fsum(getattr(each, key) for each in self.matrices.values())
-        found["running"] = float(self.total > 0)
-        for part in _PARTS:
-            found[part] = self.seconds.get(part, 0.0) / self.total if self.total > 0 else 0.0
-        for what in _TRAVELLING:
-            found[f"lost {what}"], found[f"whole {what}"] = self.losses.get(what, (0.0, 0.0))
-        return found
-
-    def maxima(self) -> dict[str, float]:
-        """Return the numbers of which the largest counts."""
-        largest = max((each.sigma_max for each in self.matrices.values()), default=0.0)
-        return {"seconds": self.total, "sigma_max": largest}
-
-
-class HealthLog:
-    """Runs the recorder around steps and keeps the last summary."""
-
-    def __init__(self, recorder: StepRecorder) -> None:
-        self._recorder = recorder
-        self._steps = 0
-        self._summary: dict[str, Any] = {}
-
-    def summary(self) -> dict[str, Any]:
-        """Return the summary of the last sample; before the first one only the counters of this rank."""
-        if self._summary:
-            return dict(self._summary)
-        return {"redone": self._recorder.redone, "failed": self._recorder.failed}
-
-    @contextmanager
-    def step(self, number: int | None = None, *, ranks: Ranks | None = None) -> Iterator[None]:
-        """Record one optimizer step, and summarise it if it is sampled.
-
-        Args:
-            number: The number of the step, counted from 1 and equal on all ranks; ``None`` counts calls.
-            ranks: The ranks to include, all of which must call this; ``None`` for this rank alone.
-        """
-        self._steps += 1
-        number = self._steps if number is None else number
-        with self._recorder.step(number) as sample:
-            yield
-        if sample is not None:
-            self._summary = {"step": number, **summarize(self._report(sample), ranks or Ranks())}
-
-    def _report(self, sample: LocalSample) -> RankReport:
-        counters = self._recorder.redone, self._recorder.failed
-        return RankReport(sample.matrices, sample.seconds, *counters, sample.losses)
-
-
-def summarize(report: RankReport, ranks: Ranks) -> dict[str, Any]:
-    """Combine the ranks' reports of one step. Must be called by all ``ranks``.
+def summarize(sample: Sample, ranks: Ranks) -> dict[str, Any]:
+    """Combine the ranks' samples of one step. Must be called by all ``ranks``.
 
     Returns:
         ``redone`` and ``failed``; the means of the sampled matrices and the largest ``sigma_max``; ``time_<part>``,
@@ -240,9 +206,9 @@ def summarize(report: RankReport, ranks: Ranks) -> dict[str, Any]:
         and ``matrices`` with the numbers of each, at most 16 of them. Keys without a measurement are left out.
     """
     what = "summary of health"
-    own = report.sums()
+    own = sample.sums()
     sums = dict(zip(own, ranks.reduce(list(own.values()), "sum", what=what), strict=True))
-    own = report.maxima()
+    own = sample.maxima()
     largest = dict(zip(own, ranks.reduce(list(own.values()), "max", what=what), strict=True))
     summary: dict[str, Any] = {"redone": int(sums["redone"]), "failed": int(sums["failed"])}
     if count := sums["matrices"]:
@@ -255,7 +221,7 @@ def summarize(report: RankReport, ranks: Ranks) -> dict[str, Any]:
         if lost := sums[f"lost {travelling}"]:
             summary[f"wire_error_{travelling}"] = math.sqrt(lost / sums[f"whole {travelling}"])
     matrices: dict[str, dict[str, float]] = {}
-    for rank, (name, health) in ranks.collect(list(report.matrices.items()), most=_LISTED, what=what):
+    for rank, (name, health) in ranks.collect(list(sample.matrices.items()), most=_LISTED, what=what):
         # Ranks that share no parameters (experts) can have matrices of the same name.
         matrices[name if name not in matrices else f"{name} (rank {rank})"] = asdict(health)
     return {**summary, "matrices": matrices}

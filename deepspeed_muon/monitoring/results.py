@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -78,38 +78,23 @@ class Result:
 R = TypeVar("R", bound=Result)
 
 
-class Window(Generic[R]):
-    """Results whose norms are copied to the host together."""
+def copied_to_host(norms: Sequence[Tensor]) -> Callable[[], list[float]]:
+    """Start to copy norms to the host in the order of the stream, so that later work does not delay it.
 
-    def __init__(self) -> None:
-        self.results: list[R] = []
-        self.numel = 0
-        self._norms: list[Tensor] = []
-        self._host: Tensor | None = None
-        self._ready: torch.Event | None = None
+    Returns:
+        A function that waits for the copy and returns the norms.
+    """
+    whole = torch.cat(list(norms))
+    if whole.device.type == "cpu":
+        return whole.tolist
+    host = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=True)
+    host.copy_(whole, non_blocking=True)
+    ready = torch.Event(device=whole.device.type)
+    ready.record()
 
-    def add(self, result: R, norms: Tensor) -> None:
-        """Keep a result with the norms of its entries, which are on the device."""
-        self.results.append(result)
-        self.numel += result.updates.numel()
-        self._norms.append(norms)
-
-    def send(self) -> None:
-        """Start the copy to the host in the order of the stream, so that later work does not delay it."""
-        if not self._norms:
-            return
-        norms = torch.cat(self._norms)
-        if norms.device.type == "cpu":
-            self._host = norms
-            return
-        self._host = torch.empty(norms.shape, dtype=norms.dtype, pin_memory=True)
-        self._host.copy_(norms, non_blocking=True)
-        self._ready = torch.Event(device=norms.device.type)
-        self._ready.record()
-
-    def read(self) -> list[float]:
-        """Wait for the copy and return the norms."""
-        if self._ready is not None:
-            self._ready.synchronize()
-        values: list[float] = [] if self._host is None else self._host.tolist()
+    def read() -> list[float]:
+        ready.synchronize()
+        values: list[float] = host.tolist()
         return values
+
+    return read

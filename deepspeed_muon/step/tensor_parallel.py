@@ -22,6 +22,7 @@ from torch import Tensor
 
 from deepspeed_muon.math.newton_schulz import orthogonalize_flops
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
+from deepspeed_muon.plan.owners import assign_owners
 from deepspeed_muon.step.passes import Rate
 from deepspeed_muon.step.strategies import CutOverGroup, Directions, Updates, WholeAtOwner
 from deepspeed_muon.transport.exchange import StepContext, exchange_bytes
@@ -101,13 +102,12 @@ class OverTensorGroup:
 
     def _dealt(self, part: Sequence[int]) -> list[list[int]]:
         """Divide matrices among the ranks of the group: the costliest first, each to the rank with the least work."""
-        load = [0.0] * len(self._ranks)
-        owner = {}
-        cost = {index: orthogonalize_flops(*self._matrices[index].logical_shape) for index in part}
-        for index in sorted(part, key=lambda i: (-cost[i], i)):
-            owner[index] = min(self._ranks, key=lambda rank: (load[rank], rank))
-            load[owner[index]] += cost[index]
-        return [[index for index in part if owner[index] == rank] for rank in self._ranks]
+        costs = [orthogonalize_flops(*self._matrices[index].logical_shape) for index in part]
+        owners = assign_owners(costs, [None] * len(part), load=[0.0] * len(self._ranks))
+        return [
+            [index for index, owner in zip(part, owners, strict=True) if owner == rank]
+            for rank in self._ranks
+        ]
 
     def _copied(self, part: Sequence[int], directions: Directions) -> Updates:
         """Yield updates of matrices that every rank holds whole: one rank orthogonalises, all apply its result."""

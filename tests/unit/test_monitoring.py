@@ -26,7 +26,7 @@ from deepspeed_muon.monitoring.measure import (
     orthogonalize_carefully,
     spectrum,
 )
-from deepspeed_muon.monitoring.recorder import RankReport, StepRecorder, monitor_events, summarize
+from deepspeed_muon.monitoring.recorder import Sample, StepRecorder, monitor_events, summarize
 from deepspeed_muon.monitoring.results import Result
 from deepspeed_muon.ops.reference import frobenius_norms
 from deepspeed_muon.plan.layout import MatrixLayout
@@ -335,12 +335,12 @@ def summary_of(rank: int, world_size: int) -> dict[str, object]:
     eye = torch.eye(4).unsqueeze(0)
     health = combine([measure(eye, eye, scale=1.0, band=band_of(QUINTIC))])
     timed = {"step": 4.0, "sampling": 2.0, "gather": 0.5, "newton_schulz": 1.0}
-    reports = [
-        RankReport({"a": health}, timed, 1, 0),
-        RankReport({}, {}, 2, 3),
-        RankReport({"a": health} | {f"b{n}": health for n in range(20)}, timed, 0, 0),
+    samples = [
+        Sample({"a": health}, timed, 1, 0),
+        Sample(redone=2, failed=3),
+        Sample({"a": health} | {f"b{n}": health for n in range(20)}, timed),
     ]
-    return summarize(reports[rank], all_ranks())
+    return summarize(samples[rank], all_ranks())
 
 
 def test_summary_over_ranks(ranks: Any) -> None:
@@ -356,4 +356,4 @@ def test_summary_over_ranks(ranks: Any) -> None:
     assert {"a", "a (rank 2)", "b0"} <= set(summary["matrices"])
     assert summary["stable_rank"] == pytest.approx(4.0) and summary["alignment"] == pytest.approx(1.0)
     assert ("Train/Muon/redone", 3.0, 77) in monitor_events({"step": 9, **summary}, 77)
-    assert summarize(RankReport({}, {}, 0, 0), Ranks()) == {"redone": 0, "failed": 0, "matrices": {}}
+    assert summarize(Sample(), Ranks()) == {"redone": 0, "failed": 0, "matrices": {}}

@@ -96,7 +96,7 @@ def test_every_owner_gets_every_element_once_and_every_holder_its_update(
     per_rank = plans(layouts, world)
     gather, scatter = sent_by_rank(layouts, per_rank[0].owners, world)
     for rank, plan in enumerate(per_rank):
-        assert gather[rank] == sum(chunk.held_buffer.numel * chunk.gathers for chunk in plan.chunks)
+        assert gather[rank] == sum(chunk.send_buffer.numel * chunk.gathers for chunk in plan.chunks)
         assert gather[rank] + scatter[rank] == plan.sent_elements
     for index, matrix in enumerate(layouts):
         owner = per_rank[0].owners[index]
