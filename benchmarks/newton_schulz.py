@@ -195,16 +195,18 @@ def flat_rows(device: torch.device, threads: int, seconds: float) -> list[dict[s
     native = ops.flat_passes("ops", device)
     plain = ops.flat_passes("torch", device)
     buf, grad, target = (torch.randn(numel, device=device) for _ in range(3))
+    table = torch.tensor([(0, 0, 0, 0, numel, 0)])
+    momentum, rates = (torch.tensor([each], dtype=torch.float64) for each in ((0.95, 1.0), (1e-6, 0.999)))
     rows = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         out = torch.empty(numel, dtype=dtype, device=device)
         bytes_moved = {"copy": 8, "pack": 12 + out.element_size(), "apply": 8 + out.element_size()}
         runs: dict[str, Run] = {
             "copy": lambda: target.copy_(grad),
-            "pack": lambda out=out: native.momentum_pack(buf, grad, out, 0.95, True),
-            "apply": lambda out=out: native.unpack_apply(target, out, 1e-6, 0.999),
-            "pack, torch": lambda out=out: plain.momentum_pack(buf, grad, out, 0.95, True),
-            "apply, torch": lambda out=out: plain.unpack_apply(target, out, 1e-6, 0.999),
+            "pack": lambda out=out: native.momentum_pack([buf], [grad], [out], table, momentum),
+            "apply": lambda out=out: native.unpack_apply([target], [out], table, rates),
+            "pack, torch": lambda out=out: plain.momentum_pack([buf], [grad], [out], table, momentum),
+            "apply, torch": lambda out=out: plain.unpack_apply([target], [out], table, rates),
         }
         times = interleaved(runs, seconds=seconds, least=9, most=101, device=device)
         bandwidth = {

@@ -29,7 +29,7 @@ from gpt import GPT, GPTConfig  # noqa: E402
 from deepspeed_muon import Muon  # noqa: E402
 from deepspeed_muon.engine.offload import CpuAdam  # noqa: E402
 from deepspeed_muon.math.updates import AdamStep, adam_step_  # noqa: E402
-from deepspeed_muon.ops import flat_passes, widened  # noqa: E402
+from deepspeed_muon.ops import flat_passes  # noqa: E402
 from tests.support.training import state_bytes  # noqa: E402
 
 MIB = 1 << 20
@@ -72,12 +72,13 @@ def passes(numel: int, repeats: int) -> list[str]:
     """Return the table of times of the elementwise passes on a flat partition."""
     lines = ["| pass | ms |", "|---|---|"]
     grad, out = torch.randn(numel), torch.empty(numel, dtype=torch.bfloat16)
-    for name, dtype, kernel in (
-        ("momentum fp32", torch.float32, flat_passes("auto")),
-        ("momentum bf16", torch.bfloat16, widened(flat_passes("auto"))),
-    ):
+    kernel = flat_passes("auto")
+    table, rates = torch.tensor([(0, 0, 0, 0, numel, 0)]), torch.tensor([(0.95, 1.0)], dtype=torch.float64)
+    for name, dtype in (("momentum fp32", torch.float32), ("momentum bf16", torch.bfloat16)):
         buf = torch.zeros(numel, dtype=dtype)
-        elapsed = median_ms(functools.partial(kernel.momentum_pack, buf, grad, out, 0.95, True), repeats)
+        elapsed = median_ms(
+            functools.partial(kernel.momentum_pack, [buf], [grad], [out], table, rates), repeats
+        )
         lines.append(f"| {name} ({kernel.name}) | {elapsed:.1f} |")
     settings = AdamStep(1e-3, (0.9, 0.95), 1e-8, 0.1, 3)
     native = CpuAdam(decoupled=True, master=torch.float32, moments=torch.float32)

@@ -11,9 +11,9 @@ from .dispatch import (
     Orthogonalizer,
     flat_passes,
     in_fp32,
+    largest_magnitudes,
     matrix_norms,
     select,
-    widened,
 )
 from .library import load, loaded, try_load
 
@@ -24,10 +24,10 @@ __all__ = [
     "Orthogonalizer",
     "flat_passes",
     "in_fp32",
+    "largest_magnitudes",
     "load",
     "loaded",
     "matrix_norms",
     "select",
     "try_load",
-    "widened",
 ]

@@ -138,21 +138,40 @@ def _test_norms(operators: Any, device: str) -> list[dict[str, Any]]:
 def _test_flat(operators: Any, device: str) -> list[dict[str, Any]]:
     checks = []
     generator = torch.Generator().manual_seed(0)
+    # Aligned and not, longer than one tile of the GPU's kernels, and more fragments than one launch takes.
+    places = [
+        (0, 0, 40_003),
+        (40_008, 40_009, 20_000),
+        *((70_000 + 50 * i, 70_001 + 50 * i, 50) for i in range(100)),
+    ]
+    table = torch.tensor([(0, start, 0, other, numel, 0) for start, other, numel in places])
     for dtype in _DTYPES:
         bound = 2 * torch.finfo(dtype).eps
-        buf, grad, param = (torch.randn(100_003, generator=generator).to(device) for _ in range(3))
-        out, expected = torch.empty_like(buf, dtype=dtype), torch.empty_like(buf, dtype=dtype)
+        buf, grad, param = (torch.randn(80_000, generator=generator).to(device) for _ in range(3))
         if has_kernel(operators, device, "momentum_pack_"):
-            copy = buf.clone()
-            operators.momentum_pack_(buf, grad, out, 0.95, True)
-            reference.momentum_pack_(copy, grad, expected, 0.95, True)
-            error = max(_relative(out, expected), _relative(buf, copy))
+            rates = torch.tensor([[0.95, 1.0]], dtype=torch.float64)
+            results = []
+            for run in (operators.momentum_pack_, reference.momentum_pack_):
+                copy, out = buf.clone(), torch.zeros_like(buf, dtype=dtype)
+                run([copy], [grad], [out], table, rates)
+                results.append((out, copy))
+            error = max(_relative(*each) for each in zip(*results, strict=True))
             checks.append(_check(f"momentum_pack_ {_short(dtype)}", device, error, bound))
         if has_kernel(operators, device, "unpack_apply_"):
-            copy, update = param.clone(), grad.to(dtype)
-            operators.unpack_apply_(param, update, 0.02, 0.99)
-            reference.unpack_apply_(copy, update, 0.02, 0.99)
-            checks.append(_check(f"unpack_apply_ {_short(dtype)}", device, _relative(param, copy), bound))
+            rates = torch.tensor([[0.02, 0.99]], dtype=torch.float64)
+            copies = [param.clone(), param.clone()]
+            for copy, run in zip(copies, (operators.unpack_apply_, reference.unpack_apply_), strict=True):
+                run([copy], [grad.to(dtype)], table, rates)
+            error = _relative(*copies)
+            checks.append(_check(f"unpack_apply_ {_short(dtype)}", device, error, bound))
+        if has_kernel(operators, device, "largest_magnitudes"):
+            found, expected = (
+                run([grad.to(dtype)], table)
+                for run in (operators.largest_magnitudes, reference.largest_magnitudes)
+            )
+            checks.append(
+                _check(f"largest_magnitudes {_short(dtype)}", device, _relative(found, expected), 0.0)
+            )
     return checks
 
 

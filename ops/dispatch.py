@@ -20,6 +20,7 @@ from .gate import Verdict, cuda_verdict
 NsBackend = Literal["auto", "ops", "torch"]
 
 _tuner: Tuner | None = None
+_NATIVE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(slots=True)
@@ -125,13 +126,13 @@ class FlatPasses:
 
     Attributes:
         name: ``ops`` or ``torch``, whichever really runs.
-        momentum_pack: ``(buf, grad, out, momentum, nesterov)``, see :func:`.reference.momentum_pack_`.
-        unpack_apply: ``(param, update, lr_scale, decay)``, see :func:`.reference.unpack_apply_`.
+        momentum_pack: ``(bufs, grads, outs, table, rates)``, see :func:`.reference.momentum_pack_`.
+        unpack_apply: ``(params, updates, table, rates)``, see :func:`.reference.unpack_apply_`.
     """
 
     name: str
-    momentum_pack: Callable[[Tensor, Tensor, Tensor, float, bool], None]
-    unpack_apply: Callable[[Tensor, Tensor, float, float], None]
+    momentum_pack: Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Tensor, Tensor], None]
+    unpack_apply: Callable[[Sequence[Tensor], Sequence[Tensor], Tensor, Tensor], None]
 
 
 def process_tuner() -> Tuner:
@@ -179,7 +180,7 @@ def flat_passes(backend: NsBackend, device: torch.device | str = "cpu") -> FlatP
         missing = operators.flat_passes_missing() if kind == "cuda" else ""
         missing = missing or trusted(torch.device(device)).failed.get("native", "")
         if not missing:
-            return FlatPasses("ops", operators.momentum_pack_, operators.unpack_apply_)
+            return FlatPasses("ops", operators.momentum_pack_.default, operators.unpack_apply_.default)
     if backend == "ops":
         raise OpsUnavailableError(
             f"ns_backend is 'ops', but there are no flat passes for {kind}: {missing}; "
@@ -203,6 +204,14 @@ def matrix_norms(backend: NsBackend, device: torch.device | str = "cpu") -> Call
         native: Callable[[Tensor], Tensor] = operators.frobenius_norms.default
         return native
     return reference.frobenius_norms
+
+
+def largest_magnitudes(tensors: Sequence[Tensor], table: Tensor) -> Tensor:
+    """Run :func:`.reference.largest_magnitudes` or its native counterpart, which says the same."""
+    native = library.loaded() and all(each.device.type == "cpu" and each.dtype in _NATIVE for each in tensors)
+    run = library.load().largest_magnitudes.default if native else reference.largest_magnitudes
+    found: Tensor = run(tensors, table)
+    return found
 
 
 def trusted(device: torch.device) -> Verdict:
@@ -248,15 +257,3 @@ def in_fp32(kernel: Callable[..., None], mutated: Sequence[Tensor], read: Sequen
         for part, result in zip(parts[: len(mutated)], wide, strict=False):
             if part is not result:
                 part.copy_(result)
-
-
-def widened(passes: FlatPasses) -> FlatPasses:
-    """Return fp32 passes that also take momentum, gradients and parameters in half precision."""
-
-    def momentum_pack(buf: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool) -> None:
-        in_fp32(lambda b, o, g: passes.momentum_pack(b, g, o, momentum, nesterov), [buf, out], [grad])
-
-    def unpack_apply(param: Tensor, update: Tensor, lr_scale: float, decay: float) -> None:
-        in_fp32(lambda p, u: passes.unpack_apply(p, u, lr_scale, decay), [param], [update])
-
-    return FlatPasses(f"{passes.name} on fp32 blocks", momentum_pack, unpack_apply)

@@ -99,8 +99,12 @@ def _frobenius_norms(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[:-2], dtype=torch.float32)
 
 
-def _in_place(*arguments: Tensor | float) -> None:
+def _in_place(*arguments: Tensor | Sequence[Tensor]) -> None:
     return None
+
+
+def _largest_magnitudes(tensors: Sequence[Tensor], table: Tensor) -> Tensor:
+    return table.new_empty(table.shape[0], dtype=torch.float32)
 
 
 # The operators on tensors without data, for torch.compile.
@@ -110,5 +114,6 @@ _FAKES: dict[str, Callable[..., Tensor | None]] = {
     "frobenius_norms": _frobenius_norms,
     "momentum_pack_": _in_place,
     "unpack_apply_": _in_place,
+    "largest_magnitudes": _largest_magnitudes,
 }
 NAMES = tuple(_FAKES)

@@ -5,7 +5,7 @@ Arguments and mutations are those of the native operators of the same name (``cs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -84,29 +84,95 @@ def frobenius_norms(x: Tensor) -> Tensor:
     return norms.float()
 
 
-def momentum_pack_(buf: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool) -> None:
-    """Write ``buf <- lerp(buf, grad, 1 - momentum)`` and the direction to be exchanged.
+_TOGETHER = 1 << 24
+"""Elements of the fragments that one call of a pass works on, which bounds its temporary memory."""
+
+
+def momentum_pack_(
+    bufs: Sequence[Tensor], grads: Sequence[Tensor], outs: Sequence[Tensor], table: Tensor, rates: Tensor
+) -> None:
+    """Write ``buf <- lerp(buf, grad, 1 - momentum)`` and the direction to be exchanged, for a table of fragments.
+
+    The arithmetic is fp32 (float64 for float64 tensors); half precision is rounded to nearest when it is written, the
+    direction from the unrounded momentum.
 
     Args:
-        buf: Flat fp32 momentum. Mutated.
-        grad: Flat fp32 gradient. Not mutated.
-        out: Flat fp32, bf16 or fp16; receives ``lerp(grad, buf, momentum)`` with Nesterov, else ``buf``. Mutated.
-        momentum: Decay in [0, 1).
-        nesterov: Whether to blend the gradient in once more.
+        bufs: Flat momentum. Mutated.
+        grads: The flat gradient of each of ``bufs``. Not mutated.
+        outs: Flat; receive ``lerp(grad, buf, momentum)`` with Nesterov, else ``buf``. Mutated.
+        table: ``(fragments, 6)``, int64 on the CPU: number of ``buf`` and offset there, number of ``out`` and offset
+            there, elements, row of ``rates``.
+        rates: ``(matrices, 2)``, float64 on the CPU: decay in [0, 1), and 1 to blend the gradient in once more, else 0.
     """
-    buf.lerp_(grad, 1.0 - momentum)
-    out.copy_(torch.lerp(grad, buf, momentum) if nesterov else buf)
+    for (momentum, nesterov), rows in _with_equal_rates(table, rates):
+        own = [bufs[row[0]].narrow(0, row[1], row[4]) for row in rows]
+        gradients = _widened([grads[row[0]].narrow(0, row[1], row[4]) for row in rows])
+        wide = _widened(own)
+        torch._foreach_lerp_(wide, gradients, 1.0 - momentum)
+        directions = torch._foreach_lerp(gradients, wide, momentum) if nesterov else wide
+        torch._foreach_copy_([outs[row[2]].narrow(0, row[3], row[4]) for row in rows], directions)
+        _write_back(own, wide)
 
 
-def unpack_apply_(param: Tensor, update: Tensor, lr_scale: float, decay: float) -> None:
-    """Write ``param <- decay * param - lr_scale * update``.
+def unpack_apply_(params: Sequence[Tensor], updates: Sequence[Tensor], table: Tensor, rates: Tensor) -> None:
+    """Write ``param <- decay * param - lr_scale * update`` for a table of fragments; the arithmetic is fp32.
 
     Args:
-        param: Flat fp32. Mutated.
-        update: Flat fp32, bf16 or fp16.
-        lr_scale: Learning rate times the scale of the matrix.
-        decay: One minus learning rate times weight decay.
+        params: Flat. Mutated.
+        updates: Flat.
+        table: As for :func:`momentum_pack_`: of ``params``, and of ``updates``.
+        rates: ``(matrices, 2)``, float64 on the CPU: learning rate times the scale of the matrix, and one minus
+            learning rate times weight decay.
     """
-    if decay != 1.0:
-        param.mul_(decay)
-    param.add_(update, alpha=-lr_scale)
+    for (lr_scale, decay), rows in _with_equal_rates(table, rates):
+        own = [params[row[0]].narrow(0, row[1], row[4]) for row in rows]
+        wide = _widened(own)
+        if decay != 1.0:
+            torch._foreach_mul_(wide, decay)
+        # Of half precision a weight in fp32 takes the update as it is, one in half precision takes it in fp32: torch
+        # rounds alike.
+        torch._foreach_add_(
+            wide, [updates[row[2]].narrow(0, row[3], row[4]) for row in rows], alpha=-lr_scale
+        )
+        _write_back(own, wide)
+
+
+def largest_magnitudes(tensors: Sequence[Tensor], table: Tensor) -> Tensor:
+    """Return the largest magnitude of each fragment, fp32 on the device of the tensors; NaN if there is one.
+
+    Args:
+        tensors: Flat, on one device.
+        table: As for :func:`momentum_pack_`; the columns of the other tensor are those of the first.
+    """
+    parts = [tensors[row[0]].narrow(0, row[1], row[4]) for row in table.tolist()]
+    if not parts:
+        return torch.empty(0)
+    # A GPU has a multi-tensor kernel for it; on a CPU that takes twenty times as long as minimum and maximum.
+    if parts[0].device.type == "cpu":
+        ends = [torch.stack([end(part) for part in parts]) for end in (torch.amin, torch.amax)]
+        return torch.maximum(*(each.abs() for each in ends)).float()
+    return torch.stack(torch._foreach_norm(parts, float("inf"))).float()
+
+
+def _with_equal_rates(table: Tensor, rates: Tensor) -> Iterator[tuple[tuple[float, float], list[list[int]]]]:
+    """Yield two rates and rows of a table that have them, of a bounded number of elements if there are several."""
+    values = rates.tolist()
+    found: dict[tuple[float, float], list[list[int]]] = {}
+    for row in table.tolist():
+        alike = found.setdefault((values[row[5]][0], values[row[5]][1]), [])
+        if alike and sum(each[4] for each in alike) + row[4] > _TOGETHER:
+            yield (values[row[5]][0], values[row[5]][1]), alike[:]
+            alike.clear()
+        alike.append(row)
+    yield from found.items()
+
+
+def _widened(parts: Sequence[Tensor]) -> list[Tensor]:
+    return [part if part.dtype.itemsize >= 4 else part.float() for part in parts]
+
+
+def _write_back(parts: Sequence[Tensor], wide: Sequence[Tensor]) -> None:
+    """Round what :func:`_widened` made of ``parts`` into them."""
+    for part, result in zip(parts, wide, strict=True):
+        if part is not result:
+            part.copy_(result)

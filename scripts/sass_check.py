@@ -10,6 +10,7 @@ nvidia-cuda-nvdisasm``), beside this interpreter's packages or on ``PATH``; with
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -17,17 +18,20 @@ import subprocess
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-EXPECTED = {
-    # kernel and whether its third array is fp32: 16-byte loads and stores of eight elements
-    ("momentum_pack_kernel", True): (4, 4),
-    ("momentum_pack_kernel", False): (4, 3),
-    ("unpack_apply_kernel", True): (4, 2),
-    ("unpack_apply_kernel", False): (3, 2),
-}
-_KERNEL = re.compile(r"(momentum_pack_kernel|unpack_apply_kernel)I(f|6__half|13__nv_bfloat16)")
+# Arrays that a kernel reads and writes, as positions of its template arguments.
+ACCESSES = {"momentum_pack_kernel": ((0, 1), (0, 2)), "unpack_apply_kernel": ((0, 1), (0,))}
+# Numbers of MuonDtype; an fp32 array takes two accesses of 16 bytes for eight elements.
+DTYPES = {"0": "fp32", "1": "fp16", "2": "bf16"}
+_KERNEL = re.compile(r"(momentum_pack_kernel|unpack_apply_kernel)I((?:Li\dE)+)E")
+
+
+def expected(kernel: str, dtypes: Sequence[str]) -> tuple[int, int]:
+    """Return the 16-byte loads and stores of eight elements."""
+    loads, stores = (sum(2 if dtypes[i] == "fp32" else 1 for i in each) for each in ACCESSES[kernel])
+    return loads, stores
 
 
 def faults_in(listing: str) -> Iterator[str]:
@@ -39,22 +43,25 @@ def faults_in(listing: str) -> Iterator[str]:
             counts = found.setdefault(line.split()[-1], Counter())
         elif match := re.search(r"\b(LDG|STG)\.E(\.128)?\b", line):
             counts[match[1] + (match[2] or "")] += 1
-    seen = set()
+    seen: set[tuple[str, tuple[str, ...]]] = set()
     for name, counts in found.items():
         if match := _KERNEL.search(name):
-            kind = match[1], match[2] == "f"
-            seen.add((match[1], match[2]))
-            loads, stores = EXPECTED[kind]
+            dtypes = tuple(DTYPES[number] for number in re.findall(r"\d", match[2]))
+            seen.add((match[1], dtypes))
+            loads, stores = expected(match[1], dtypes)
             rounds = counts["STG.128"] // stores
             if not rounds or (counts["LDG.128"], counts["STG.128"]) != (rounds * loads, rounds * stores):
                 yield (
-                    f"{match[1]}<{match[2]}>: {counts['LDG.128']} loads and {counts['STG.128']} stores of 16 bytes, "
-                    f"expected {loads} and {stores} for each eight elements"
+                    f"{match[1]}<{', '.join(dtypes)}>: {counts['LDG.128']} loads and "
+                    f"{counts['STG.128']} stores of 16 bytes, expected {loads} and {stores} for each eight elements"
                 )
-    missing = {
-        (kernel, dtype) for kernel, _ in EXPECTED for dtype in ("f", "6__half", "13__nv_bfloat16")
-    } - seen
-    yield from (f"{kernel}<{dtype}> is not in the listing" for kernel, dtype in sorted(missing))
+    wanted = {
+        (kernel, dtypes)
+        for kernel, arrays in (("momentum_pack_kernel", 3), ("unpack_apply_kernel", 2))
+        for dtypes in itertools.product(DTYPES.values(), repeat=arrays)
+    }
+    for kernel, dtypes in sorted(wanted - seen):
+        yield f"{kernel}<{', '.join(dtypes)}> is not in the listing"
 
 
 def tools() -> str | None:

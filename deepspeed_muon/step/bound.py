@@ -15,8 +15,10 @@ from torch import Tensor
 
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import BindingError
+from deepspeed_muon.ops import largest_magnitudes
 from deepspeed_muon.step.runner import StepResources, StepRunner
 from deepspeed_muon.step.step_set import StepSet
+from deepspeed_muon.step.tables import COLUMNS
 from deepspeed_muon.transport.agreement import RankFacts, Scope
 from deepspeed_muon.transport.exchange import overlap_fits
 from deepspeed_muon.transport.ranks import phase
@@ -52,6 +54,13 @@ class GradientInspection:
         self._step_set = step_set = runner.step_set
         self._device = runner.context.device
         self._local = step_set.local_fragments()
+        rows = [
+            (position, each.partition_offset, position, each.partition_offset, each.numel, number)
+            for position, local in enumerate(self._local)
+            for number, each in local
+        ]
+        self._table = torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS)
+        self._numbers = self._table[:, -1].to(self._device)
         self._rows: list[list[int]] | None = None
         self.groups = [step_set.group] if step_set.world_size > 1 else []
         # A shard without a gradient must take part if other shards of its matrix have one, and so must the experts of a
@@ -79,12 +88,10 @@ class GradientInspection:
         """
         first = inspections[0]
         own = [each._own_flags(grads) for each in inspections]
-        rows = [row for each in own for row in each]
-        if first.groups and rows:
-            sent = torch.tensor(rows, dtype=torch.uint8, device=first._device)
-            for group in first.groups:
-                sent = _gather_flags(sent, group=group)
-            rows = sent.tolist()
+        flags = torch.cat(own)
+        for group in first.groups if len(flags) else ():
+            flags = _gather_flags(flags, group=group)
+        rows: list[list[int]] = flags.tolist()  # the only time that the host waits for the device
         start = 0
         for each, mine in zip(inspections, own, strict=True):
             each._rows = rows[start : start + len(mine)]
@@ -117,22 +124,36 @@ class GradientInspection:
             failed = failed or ("a matrix of other ranks",) * others[1]
         return GradientReport(tuple(bool(row[0]) for row in rows), nonfinite, failed)
 
-    def _own_flags(self, grads: Mapping[int, Flat]) -> list[list[int]]:
-        """Return three flags for each parameter: gradient not zero, gradient not finite, left out last."""
-        failed = self._runner.failed_names()
-        flags = [[0, 0, int(layout.name in failed)] for layout in self._step_set.layouts]
-        numbers: list[int] = []
-        views: list[Tensor] = []
-        for partition, local in zip(self._step_set.partitions, self._local, strict=True):
-            grad = grads.get(partition.index)
-            if grad is not None:
-                numbers.extend(number for number, _ in local)
-                views.extend(grad.narrow(0, f.partition_offset, f.numel) for _, f in local)
-        if views:
-            for number, (nonzero, nonfinite) in zip(numbers, _gradient_flags(views).tolist(), strict=True):
-                flags[number][0] |= nonzero
-                flags[number][1] |= nonfinite
+    def _own_flags(self, grads: Mapping[int, Flat]) -> Tensor:
+        """Return three flags for each parameter, uint8: gradient not zero, not finite, left out last."""
+        flags = torch.zeros((len(self._step_set.layouts), 3), dtype=torch.uint8)
+        if failed := self._runner.failed_names():
+            flags[:, 2] = torch.tensor([layout.name in failed for layout in self._step_set.layouts])
+        flags = flags.to(self._device)
+        numbers, tensors, table = self._fragments(grads)
+        if len(numbers):
+            largest = largest_magnitudes(tensors, table).to(self._device)
+            # It is 0 for all zeros, infinity or NaN for anything that is not finite.
+            flags[numbers.to(self._device), :2] = torch.stack((largest != 0, ~largest.isfinite()), dim=1).to(
+                torch.uint8
+            )
         return flags
+
+    def _fragments(self, grads: Mapping[int, Flat]) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Return the parameters that have a gradient on this rank, and where: numbers, tensors, and their table."""
+        found = [grads.get(partition.index) for partition in self._step_set.partitions]
+        tensors = [grad for grad in found if isinstance(grad, Tensor)]
+        if len(tensors) == len(found):
+            return self._numbers, tensors, self._table
+        rows: list[tuple[int, ...]] = []
+        tensors = []
+        for grad, local in zip(found, self._local, strict=True):
+            for number, fragment in local if grad is not None else ():
+                assert grad is not None
+                rows.append((len(tensors), 0, len(tensors), 0, fragment.numel, number))
+                tensors.append(grad.narrow(0, fragment.partition_offset, fragment.numel))
+        table = torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS)
+        return table[:, -1], tensors, table
 
 
 def _gather_flags(flags: Tensor, *, group: dist.ProcessGroup | None) -> Tensor:
@@ -143,18 +164,6 @@ def _gather_flags(flags: Tensor, *, group: dist.ProcessGroup | None) -> Tensor:
     with phase("exchange of gradient flags", group):
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
     return flags
-
-
-def _gradient_flags(fragments: list[Tensor]) -> Tensor:
-    """Return one row ``(has a non-zero element, has a non-finite element)`` per fragment, uint8 on their device."""
-    # The largest magnitude is 0 for all zeros, inf or NaN for anything non-finite. A GPU has a multi-tensor kernel for
-    # it; on a CPU that takes twenty times as long as minimum and maximum.
-    if fragments[0].device.type == "cpu":
-        ends = [torch.stack([end(fragment) for fragment in fragments]) for end in (torch.amin, torch.amax)]
-        largest = torch.maximum(*(each.abs() for each in ends))
-    else:
-        largest = torch.stack(torch._foreach_norm(fragments, float("inf")))
-    return torch.stack((largest != 0, ~torch.isfinite(largest)), dim=1).to(torch.uint8)
 
 
 class BoundSteps:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,16 @@ from deepspeed_muon.ops import matrix_norms
 from deepspeed_muon.plan.exchange import build_exchange_plan
 from deepspeed_muon.plan.owners import assign
 from deepspeed_muon.plan.rows import RowPlaces, row_places
-from deepspeed_muon.step.passes import RateTable, Step, Weights, apply, pack, pack_into, tables_of
+from deepspeed_muon.step.passes import (
+    RateTable,
+    Step,
+    Weights,
+    apply,
+    gradients_for,
+    pack,
+    read,
+    write,
+)
 from deepspeed_muon.step.state import AdamW, State, StatePolicy, passes_for, row_state_of, state_of
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.step.strategies import (
@@ -27,6 +37,7 @@ from deepspeed_muon.step.strategies import (
     Strategy,
     WholeAtOwner,
 )
+from deepspeed_muon.step.tables import ChunkTable
 from deepspeed_muon.step.tensor_parallel import OverTensorGroup
 from deepspeed_muon.transport.exchange import (
     ChunkExchange,
@@ -36,7 +47,6 @@ from deepspeed_muon.transport.exchange import (
     StepContext,
     StepStats,
     cut,
-    part_of,
 )
 from deepspeed_muon.transport.row_state import RowStateExchange
 from deepspeed_muon.variants import VARIANTS
@@ -110,7 +120,6 @@ class StepRunner:
             chunk_numel=config.exchange_chunk_numel,
             wire=config.wire_format,
         )
-        self._rates = RateTable(self.plan.matrices)
         self._exchange = ChunkExchange(
             self.plan,
             context,
@@ -118,13 +127,23 @@ class StepRunner:
             overlap=self._overlap,
         )
         self._choose_strategy(config, resources)
-        self._tables = tables_of(self.plan, self._whole.batches)
         self._variant, group = VARIANTS[config.variant], step_set.tensor_group
+        self._rates = RateTable(self.plan.matrices, self._variant)
         finishes = self._variant.finish is not None
         self._rows = RowStateExchange(self.plan, context, self._variant, group) if finishes else None
-        muon = [partition for partition in step_set.partitions if partition.muon]
-        self._passes = {each.index: passes_for(each, config, resources.policy) for each in muon}
+        self._muon = [partition for partition in step_set.partitions if partition.muon]
+        self._tables = self._chunk_tables()
+        self._passes = passes_for(step_set.partitions, config, resources.policy)
         self.adam = AdamW(step_set, config, resources.policy)
+
+    def _chunk_tables(self) -> list[ChunkTable]:
+        """Make the table of each chunk, with owned matrices in the order in which they run in batches."""
+        numbers = {partition.index: number for number, partition in enumerate(self._muon)}
+        exact = self.context.codec.exact
+        return [
+            ChunkTable(self.plan, chunk, self._whole.batches(chunk.owned), numbers, exact=exact)
+            for chunk in self.plan.chunks
+        ]
 
     def _choose_strategy(self, config: MuonConfig, resources: StepResources) -> None:
         """Choose how matrices are orthogonalised."""
@@ -226,43 +245,47 @@ class StepRunner:
         flat: Mapping[int, Tensor],
     ) -> Iterator[Step]:
         """Read the rates and momentum of this step; bring the row state to the owners, and back at the end."""
-        muon = [partition for partition in self.step_set.partitions if partition.muon]
-        own = {partition.index: state_of(partition, state, self._policy) for partition in muon}
+        own = [state_of(partition, state, self._policy) for partition in self._muon]
+        order = [partition.index for partition in self._muon]
         active = [flags[origin] for origin in self.assignment.origin]
-        rates = self._rates.of({index: groups[index] for index in own})
-        weights = Weights(active, rates, flat, self._passes, self._variant)
-        momentum = {index: each["momentum_buffer"].view(-1) for index, each in own.items()}
+        mask = None if all(active) else torch.tensor(active)
+        rates = self._rates.of({index: groups[index] for index in order})
+        weights = Weights(active, mask, rates, [flat[index] for index in order], self._passes, self._variant)
+        momentum = [each["momentum_buffer"].view(-1) for each in own]
+        entering = gradients_for(momentum, [grads.get(index) for index in order], weights)
         rows = self._rows
         if rows is None or not any(active):
-            yield Step(weights, momentum, grads, None)
+            yield Step(weights, momentum, entering, None)
             return
         kept = {
             partition.index: row_state_of(partition, state, self._variant, rows.numel(partition.index))
-            for partition in muon
+            for partition in self._muon
         }
-        settings = [
-            {each.name: float(groups[matrix.partition][each.name]) for each in self._variant.settings}
-            for matrix in self.plan.matrices
-        ]
-        finish = rows.gather(kept, settings)
-        yield Step(weights, momentum, grads, finish)
+        finish = rows.gather(kept, rates.settings)
+        yield Step(weights, momentum, entering, finish)
         rows.scatter(finish, kept)
 
     def _pack(self, flight: InFlight, step: Step) -> None:
         """Update the momentum of a chunk's matrices and put the directions that travel into the send buffer."""
-        table = self._tables[flight.number]
-        flight.directions = pack((*table.own.values(), *table.copies), step, self.context.comm_dtype)
-        for row in table.sent if flight.chunk.gathers else ():
-            # The buffer keeps old data for a matrix without a gradient: nobody reads it.
+        table, context, send = self._tables[flight.number], self.context, flight.send_buffer
+        device, dtype = step.momentum[0].device, context.comm_dtype
+        # The buffer keeps old data for a matrix without a gradient: nobody reads it.
+        directions = torch.empty(table.room, dtype=dtype, device=device)
+        direct = context.codec.exact and device == send.device
+        room = send if direct else torch.empty(table.sent_room, dtype=dtype, device=device)
+        pack(table, step, directions, room)
+        flight.directions = directions.to(context.device)
+        if direct or not flight.chunk.gathers:
+            return
+        room = room.to(context.device)
+        if context.codec.exact:
+            send.copy_(room)
+            return
+        for row, place in zip(table.sent, table.arrived[:, 3].tolist(), strict=True):
             if step.weights.active[row.matrix]:
                 assert row.segment is not None
-                place = cut(flight.send_buffer, row.segment)
-                if self.context.codec.exact:
-                    pack_into(place.view(-1), row, step)
-                    continue
-                made = torch.empty(row.numel, dtype=self.context.comm_dtype, device=self.context.device)
-                pack_into(made, row, step)
-                self._write(place, made.unsqueeze(0), "direction")
+                values = room.narrow(0, place, row.numel).view(1, 1, -1)
+                write(cut(send, row.segment).unsqueeze(0), values, context.codec, self._note("direction"))
 
     def _wait_for_gather(self, flight: InFlight) -> None:
         with self._check.recorder.span("gather"):
@@ -276,26 +299,21 @@ class StepRunner:
         table = self._tables[flight.number]
         owned = [index for index in flight.chunk.owned if step.weights.active[index]]
         directions = ChunkDirections(self.plan, self.context, table, flight, step)
-        for index, update in self._strategy.updates(owned, directions):
-            segments = table.segments.get(index, [])
-            for segment in segments:
-                self._write(cut(flight.receive_buffer, segment), part_of(update, segment), "update")
-            if segments and self.plan.matrices[index].replicated:
-                # All copies of a replicated matrix get the same numbers, also the owner's.
-                update = self.context.codec.read(
-                    cut(flight.receive_buffer, segments[0]), segments[0].numel
-                ).view(-1)
-            row = table.own.get(index)
-            if row is not None:
-                apply(row, step.weights, update.narrow(0, row.matrix_offset, row.numel))
-        flight.directions.clear()
+        codec, note = self.context.codec, self._note("update")
+        for indices, found in self._strategy.updates(owned, directions):
+            batch, updates = table.batch(indices), found.contiguous().view(-1)
+            for copy in batch.travelled:
+                write(copy.in_buffer(flight.receive_buffer), copy.in_batch(updates), codec, note)
+                if self.plan.matrices[indices[0]].replicated and not codec.exact:
+                    # All copies of a replicated matrix get the same numbers, also the owner's.
+                    read(copy.in_batch(updates), copy.in_buffer(flight.receive_buffer), codec)
+            apply(batch.applied, step.weights, [updates])
+        flight.directions = flight.directions.new_empty(0)
 
-    def _write(self, place: Tensor, values: Tensor, what: Travelling) -> None:
-        """Write what travels to its place in a buffer; note in sampled steps what int8 loses."""
-        codec, recorder = self.context.codec, self._check.recorder
-        codec.write(place, values)
-        if recorder.sampling and not codec.exact:
-            recorder.keep_loss(what, values, codec.read(place[: len(values)], values.shape[1]))
+    def _note(self, what: Travelling) -> Callable[[Tensor, Tensor], None] | None:
+        """Return what notes in sampled steps how much int8 loses."""
+        recorder = self._check.recorder
+        return functools.partial(recorder.keep_loss, what) if recorder.sampling else None
 
     def _update_in_place(self, numbers: Sequence[int], step: Step) -> None:
         """Update the matrices of chunks in which nothing moves."""
@@ -308,8 +326,13 @@ class StepRunner:
         """Wait for the scatter of a chunk and apply its updates."""
         with self._check.recorder.span("scatter"):
             self._exchange.wait("scatter", flight)
-        for row in self._tables[flight.number].sent:
-            if weights.active[row.matrix]:
-                assert row.segment is not None
-                update = self.context.codec.read(cut(flight.send_buffer, row.segment), row.numel)
-                apply(row, weights, update.view(-1))
+        table, codec = self._tables[flight.number], self.context.codec
+        updates = flight.send_buffer
+        if not codec.exact:
+            updates = torch.empty(table.sent_room, dtype=self.context.comm_dtype, device=updates.device)
+            for row, place in zip(table.sent, table.arrived[:, 3].tolist(), strict=True):
+                if weights.active[row.matrix]:
+                    assert row.segment is not None
+                    values = updates.narrow(0, place, row.numel).view(1, 1, -1)
+                    read(values, cut(flight.send_buffer, row.segment).unsqueeze(0), codec)
+        apply(weights.active_rows(table.arrived), weights, [updates])

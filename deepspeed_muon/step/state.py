@@ -14,7 +14,7 @@ from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import BindingError, OpsUnavailableError
 from deepspeed_muon.logs import logger, warn_on_each_machine
 from deepspeed_muon.math.updates import AdamStep, adam_step_
-from deepspeed_muon.ops import FlatPasses, flat_passes, in_fp32, widened
+from deepspeed_muon.ops import FlatPasses, flat_passes, in_fp32
 from deepspeed_muon.plan.placement import Fragment
 from deepspeed_muon.step.step_set import BoundPartition, NativeAdam, StepSet
 from deepspeed_muon.variants import Variant
@@ -125,14 +125,13 @@ def row_state_of(partition: BoundPartition, state: State, variant: Variant, nume
     return {each.key: own[each.key] for each in variant.state}
 
 
-def passes_for(partition: BoundPartition, config: MuonConfig, policy: StatePolicy) -> FlatPasses:
-    """Return the elementwise passes for the dtypes of a partition and of its momentum."""
-    master = partition.tensor.dtype
-    momentum = policy.dtype("momentum_buffer", master)
-    if torch.float64 in (master, momentum):
-        return flat_passes("torch", partition.tensor.device)  # without DeepSpeed
-    passes = flat_passes(config.ns_backend, partition.tensor.device)
-    return passes if master == momentum == torch.float32 else widened(passes)
+def passes_for(partitions: Sequence[BoundPartition], config: MuonConfig, policy: StatePolicy) -> FlatPasses:
+    """Return the elementwise passes for the partitions of a step set and their momentum."""
+    masters = {each.tensor.dtype for each in partitions}
+    device = partitions[0].tensor.device if partitions else torch.device("cpu")
+    # Without DeepSpeed there may be float64.
+    wide = torch.float64 in masters | {policy.dtype("momentum_buffer", each) for each in masters}
+    return flat_passes("torch" if wide else config.ns_backend, device)
 
 
 @functools.cache

@@ -14,25 +14,27 @@ from torch import Tensor
 from deepspeed_muon.monitoring.check import ResultCheck
 from deepspeed_muon.monitoring.results import Member, Result, Together
 from deepspeed_muon.ops import BATCH_NUMEL
-from deepspeed_muon.plan.exchange import ExchangePlan, Segment
+from deepspeed_muon.plan.exchange import ExchangePlan
 from deepspeed_muon.plan.layout import Block, MatrixLayout
-from deepspeed_muon.step.passes import ChunkTable, Rate, Step
-from deepspeed_muon.transport.exchange import InFlight, StepContext, aligned, cut, part_of
+from deepspeed_muon.step.passes import Rates, Step, read
+from deepspeed_muon.step.tables import ChunkTable
+from deepspeed_muon.transport.exchange import InFlight, StepContext, aligned
 from deepspeed_muon.transport.ranks import phase
 from deepspeed_muon.transport.row_state import RowsAtOwner
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
 
 # (batch, rows, cols) -> the same in the settings' dtype; called as ``orthogonalize(x, settings=...)``.
 Orthogonalize = Callable[..., Tensor]
-# Index of a matrix and its flat update in the communication dtype, or the update of this rank's part.
-Updates = Iterator[tuple[int, Tensor]]
+# Indices of matrices of one shape, and their updates or those of this rank's parts: ``(matrices, elements)`` in the
+# communication dtype.
+Updates = Iterator[tuple[Sequence[int], Tensor]]
 
 
 class Directions(Protocol):
     """The directions of one chunk, as matrices."""
 
     @property
-    def rates(self) -> Sequence[Rate]:
+    def rates(self) -> Rates:
         """How each matrix of the plan is updated."""
 
     @property
@@ -47,7 +49,7 @@ class Strategy(Protocol):
     """One way to turn the directions of matrices into updates."""
 
     def updates(self, owned: Sequence[int], directions: Directions, /) -> Updates:
-        """Yield the checked update of every matrix in ``owned``; must be exhausted."""
+        """Yield the checked updates of all matrices in ``owned``, each once; must be exhausted."""
 
 
 class ChunkDirections:
@@ -61,28 +63,22 @@ class ChunkDirections:
         self.finish = step.finish
         self._matrices = plan.matrices
         self._context = context
-        self._rows = table.own
-        self._own = flight.directions
-        self._received = flight.receive_buffer
-        self._segments: dict[int, list[Segment]] = table.segments if flight.chunk.gathers else {}
+        self._table = table
+        self._flight = flight
         self._idle = flight.idle
 
     def stacked(self, indices: Sequence[int]) -> Tensor:
         """Return ``(matrices, rows, cols)``. Matrices that lie whole on this rank are used in place."""
-        first = self._matrices[indices[0]]
-        shape = (len(indices), first.rows, first.cols)
-        if all(index not in self._segments for index in indices):
-            whole = joined([self._own[index] for index in indices])
-            if whole is not None:
-                return whole.to(self._context.device).view(shape)
-        full = self._empty(len(indices) * first.numel)
-        for index, matrix in zip(indices, full.split(first.numel), strict=True):
-            row = self._rows.get(index)
-            if row is not None:
-                matrix.narrow(0, row.matrix_offset, row.numel).copy_(self._own[index])
-            for segment in self._segments.get(index, ()):
-                read = self._context.codec.read(cut(self._received, segment), segment.numel)
-                part_of(matrix, segment).copy_(read)
+        first, batch = self._matrices[indices[0]], self._table.batch(indices)
+        shape, numel = (len(indices), first.rows, first.cols), len(indices) * first.numel
+        directions = self._flight.directions
+        if batch.start is not None:
+            return directions.narrow(0, batch.start, numel).view(shape)
+        full = self._empty(numel)
+        for copy in batch.own:
+            copy.in_batch(full).copy_(copy.in_buffer(directions))
+        for copy in batch.travelled if self._flight.chunk.gathers else ():
+            read(copy.in_batch(full), copy.in_buffer(self._flight.receive_buffer), self._context.codec)
         return full.view(shape)
 
     def _empty(self, numel: int) -> Tensor:
@@ -91,16 +87,6 @@ class ChunkDirections:
             return torch.empty(numel, dtype=self._context.comm_dtype, device=self._context.device)
         place, self._idle = self._idle.tensor_split([aligned(numel)])
         return place.narrow(0, 0, numel)
-
-
-def joined(parts: Sequence[Tensor]) -> Tensor | None:
-    """Return one view of tensors of equal length that follow each other in memory, ``None`` if they do not."""
-    first, step = parts[0], parts[0].numel() * parts[0].element_size()
-    if any(part.data_ptr() != first.data_ptr() + number * step for number, part in enumerate(parts)):
-        return None
-    if any(part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() for part in parts):
-        return None
-    return first.as_strided((len(parts) * first.numel(),), (1,))
 
 
 def _batch_size(context: StepContext, rows: int, cols: int, *, numel: int = 0) -> int:
@@ -147,13 +133,15 @@ class WholeAtOwner:
         self._context = context
         self._orthogonalize = orthogonalize
         self._check = check
+        # Almost always a chunk has the same active matrices in every step.
+        self._batches = functools.lru_cache(maxsize=64)(functools.partial(_batches, matrices, context))
 
     def batches(self, indices: Sequence[int]) -> list[list[int]]:
         """Group small matrices of equal blocks; large ones stay alone."""
-        return _batches(self._matrices, self._context, indices)
+        return self._batches(tuple(indices))
 
     def updates(self, owned: Sequence[int], directions: Directions) -> Updates:
-        """Yield ``(matrix index, flat update in the communication dtype)`` of every owned matrix."""
+        """Yield indices and updates of owned matrices; each matrix once."""
         for result in self._check.settled(self._results(owned, directions)):
             yield from result.stack.take(result)
 
@@ -168,7 +156,7 @@ class WholeAtOwner:
             for members, inputs in stack.groups(context):
                 with self._check.recorder.span("newton_schulz"):
                     blocks = self._orthogonalize(inputs, settings=context.ns_settings)
-                factors = [(directions.rates[index].scales, number) for index, number in members]
+                factors = [(directions.rates.scales[index], number) for index, number in members]
                 scales = [each[number] for each, number in factors]
                 relative = [each[number] / each[0] for each, number in factors]
                 yield _StackResult(
@@ -214,11 +202,11 @@ class _Stack:
                 yield together, views[0].unsqueeze(0) if len(views) == 1 else torch.stack(views)
 
     def take(self, result: _StackResult) -> Updates:
-        """Take updates of blocks; yield the matrices once all of their blocks are there."""
+        """Take updates of blocks; yield those of the matrices once all of their blocks are there."""
         whole = len(result.members) == len(self._indices) * len(self._blocks)
         if self._contiguous and whole:
             flat = result.updates.to(self._directions.dtype).reshape(len(self._indices), -1)
-            yield from zip(self._indices, flat, strict=True)
+            yield self._indices, flat
             return
         if self._update is None:
             self._update = torch.empty_like(self._directions)
@@ -227,7 +215,7 @@ class _Stack:
             target.copy_(done if scale == 1.0 else done.mul_(scale))
         self._left -= len(result.members)
         if not self._left:
-            yield from zip(self._indices, self._update.reshape(len(self._indices), -1), strict=True)
+            yield self._indices, self._update.reshape(len(self._indices), -1)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -255,7 +243,7 @@ class CutOverGroup:
         self._group = group
 
     def updates(self, owned: Sequence[int], directions: Directions) -> Updates:
-        """Yield ``(matrix index, flat update of this rank's part in the communication dtype)``.
+        """Yield indices and updates of this rank's parts of matrices.
 
         Must be called by all ranks that have parts of the same matrices. All ranks follow the order of the plan, so
         that two ranks never wait for each other in different matrices.
@@ -270,7 +258,7 @@ class CutOverGroup:
         )
         for result in self._check.settled(results):
             flat = result.updates.to(self._context.comm_dtype).reshape(len(result.members), -1)
-            yield from zip((index for index, _ in result.members), flat, strict=True)
+            yield [index for index, _ in result.members], flat
 
     def _iterated(self, batch: Sequence[int], directions: Directions) -> Result:
         """Orthogonalise matrices of one shape, cut alike."""
@@ -285,7 +273,7 @@ class CutOverGroup:
             blocks = iterate(inputs, settings=self._context.ns_settings)
         first_blocks = sum(self._matrices[index].first_row == 0 for index in batch)
         self._context.stats.matrices_orthogonalized += first_blocks if counts else 0
-        scales = [directions.rates[index].scales[0] for index in batch]
+        scales = [directions.rates.scales[index][0] for index in batch]
         together = Together(group, dim, sizes, iterate, counts)
         members = [(index, 0) for index in batch]
         return Result(members, inputs, blocks, scales, directions.finish, together)

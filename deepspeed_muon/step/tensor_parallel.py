@@ -23,7 +23,7 @@ from torch import Tensor
 from deepspeed_muon.math.newton_schulz import orthogonalize_flops
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.plan.owners import assign_owners
-from deepspeed_muon.step.passes import Rate
+from deepspeed_muon.step.passes import Rates
 from deepspeed_muon.step.strategies import CutOverGroup, Directions, Updates, WholeAtOwner
 from deepspeed_muon.transport.exchange import StepContext, exchange_bytes
 from deepspeed_muon.transport.ranks import phase
@@ -63,7 +63,7 @@ class OverTensorGroup:
         self._chunk_numel = chunk_numel
 
     def updates(self, owned: Sequence[int], directions: Directions) -> Updates:
-        """Yield ``(matrix index, flat update of this rank's shard in the communication dtype)`` for all of ``owned``.
+        """Yield indices and updates of this rank's shards of all matrices in ``owned``.
 
         Must be called by all ranks of the group with the same ``owned``, and be exhausted.
 
@@ -112,7 +112,7 @@ class OverTensorGroup:
     def _copied(self, part: Sequence[int], directions: Directions) -> Updates:
         """Yield updates of matrices that every rank holds whole: one rank orthogonalises, all apply its result."""
         of_rank = self._dealt(part)
-        updates = dict(self._whole.updates(of_rank[self._rank], directions))
+        updates = dict(_one_by_one(self._whole.updates(of_rank[self._rank], directions)))
         mine = [updates[index] for index in of_rank[self._rank]]
         received = self._exchange(
             [[] if rank == self._rank else mine for rank in self._ranks],
@@ -126,7 +126,7 @@ class OverTensorGroup:
                 updates.update(zip(of_rank[rank], received[rank], strict=True))
         if directions.finish is not None:
             self._return_rows(directions.finish, directions.finish, of_rank)
-        yield from updates.items()
+        yield from (([index], update.unsqueeze(0)) for index, update in updates.items())
 
     def _gathered(self, part: Sequence[int], directions: Directions) -> Updates:
         """Yield updates of matrices that are cut: each one goes whole to one rank and comes back in shards."""
@@ -148,7 +148,7 @@ class OverTensorGroup:
             rows,
         )
         back: dict[int, Sequence[Tensor]] = {}
-        for index, update in self._whole.updates(mine, gathered):
+        for index, update in _one_by_one(self._whole.updates(mine, gathered)):
             dim, sizes = self._shards(index)
             back[index] = update.view(self._matrices[index].logical_shape).split(sizes, dim=dim)
         returned = self._exchange(
@@ -158,7 +158,8 @@ class OverTensorGroup:
         if kept is not None and rows is not None:
             self._return_rows(kept, rows, of_rank)
         for rank in self._ranks:
-            yield from zip(of_rank[rank], returned[rank], strict=True)
+            for index, update in zip(of_rank[rank], returned[rank], strict=True):
+                yield [index], update.unsqueeze(0)
 
     def _gather_rows(self, kept: RowsAtOwner, of_rank: Sequence[Sequence[int]]) -> RowsAtOwner:
         """Return the row state of the matrices that this rank orthogonalises.
@@ -232,12 +233,18 @@ class OverTensorGroup:
         ]
 
 
+def _one_by_one(updates: Updates) -> Iterator[tuple[int, Tensor]]:
+    """Yield index and flat update of every matrix."""
+    for indices, found in updates:
+        yield from zip(indices, found, strict=True)
+
+
 @dataclass(frozen=True, slots=True)
 class _Gathered:
     """Whole directions of matrices that this rank of the tensor-parallel group orthogonalises."""
 
     matrices: Mapping[int, Tensor]
-    rates: Sequence[Rate]
+    rates: Rates
     finish: RowsAtOwner | None
 
     def stacked(self, indices: Sequence[int]) -> Tensor:

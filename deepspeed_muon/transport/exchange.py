@@ -209,7 +209,7 @@ class InFlight:
             leave from here.
         idle: Without overlap, what was sent from before the matrices are orthogonalised: room for them. It is the
             memory of ``send_buffer``.
-        directions: Directions of fragments that this rank needs itself, by matrix.
+        directions: Directions of fragments that this rank needs itself, flat.
         works: The messages that are under way.
     """
 
@@ -218,7 +218,7 @@ class InFlight:
     send_buffer: Tensor
     receive_buffer: Tensor
     idle: Tensor | None
-    directions: dict[int, Tensor] = field(default_factory=dict)
+    directions: Tensor = field(default_factory=lambda: torch.empty(0))
     works: list[dist.Work] = field(default_factory=list)
 
 

@@ -7,7 +7,9 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
+#include <cstring>
 #include <numeric>
 #include <vector>
 
@@ -21,29 +23,67 @@ namespace {
 
 using muon::cpu::element;
 using muon::cpu::Element;
+using muon::FlatRow;
 
 // Elements a thread must get before another one is worth waking.
 constexpr int64_t kGrain = 1 << 15;
 
-void momentum_pack(at::Tensor& buf, const at::Tensor& grad, at::Tensor& out, double momentum, bool nesterov) {
-  muon::check_momentum_pack(buf, grad, out);
-  float* const b = buf.data_ptr<float>();
-  const float* const g = grad.const_data_ptr<float>();
-  void* const o = out.data_ptr();
-  const Element type = element(out.scalar_type());
-  at::parallel_for(0, buf.numel(), kGrain, [&](int64_t begin, int64_t end) {
-    muon::cpu::momentum_pack(b, g, o, type, begin, end, momentum, nesterov);
+muon::cpu::Array array(const at::Tensor& t, int64_t offset) {
+  // The kernels write only to what the schemas mark as mutated.
+  return {static_cast<char*>(const_cast<void*>(t.const_data_ptr())) + offset * t.element_size(), element(t.scalar_type())};
+}
+
+// Calls run(row, begin, end) for the elements of all fragments, divided over the threads whatever their sizes.
+template <typename Run>
+void for_fragments(at::ArrayRef<FlatRow> rows, const Run& run) {
+  std::vector<int64_t> ends;
+  int64_t total = 0;
+  for (const FlatRow& row : rows) ends.push_back(total += row.numel);
+  at::parallel_for(0, total, kGrain, [&](int64_t begin, int64_t end) {
+    size_t number = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin();
+    for (; begin < end; ++number) {
+      const int64_t start = ends[number] - rows[number].numel, stop = std::min(end, ends[number]);
+      if (begin < stop) run(rows[number], begin - start, stop - start);
+      begin = stop;
+    }
   });
 }
 
-void unpack_apply(at::Tensor& param, const at::Tensor& update, double lr_scale, double decay) {
-  muon::check_unpack_apply(param, update);
-  float* const p = param.data_ptr<float>();
-  const void* const u = update.const_data_ptr();
-  const Element type = element(update.scalar_type());
-  at::parallel_for(0, param.numel(), kGrain, [&](int64_t begin, int64_t end) {
-    muon::cpu::unpack_apply(p, u, type, begin, end, lr_scale, decay);
+void momentum_pack(
+    at::TensorList bufs, at::TensorList grads, at::TensorList outs, const at::Tensor& table, const at::Tensor& rates) {
+  muon::check_momentum_pack(bufs, grads);
+  const at::ArrayRef<FlatRow> rows = muon::flat_rows("momentum_pack_", table, bufs, outs);
+  const double* const rate = muon::flat_rates("momentum_pack_", rates, rows);
+  for_fragments(rows, [&](const FlatRow& row, int64_t begin, int64_t end) {
+    muon::cpu::momentum_pack(
+        array(bufs[row.tensor], row.offset), array(grads[row.tensor], row.offset),
+        array(outs[row.other], row.other_offset), begin, end, rate[2 * row.matrix], rate[2 * row.matrix + 1] != 0.0);
   });
+}
+
+void unpack_apply(at::TensorList params, at::TensorList updates, const at::Tensor& table, const at::Tensor& rates) {
+  const at::ArrayRef<FlatRow> rows = muon::flat_rows("unpack_apply_", table, params, updates);
+  const double* const rate = muon::flat_rates("unpack_apply_", rates, rows);
+  for_fragments(rows, [&](const FlatRow& row, int64_t begin, int64_t end) {
+    muon::cpu::unpack_apply(
+        array(params[row.tensor], row.offset), array(updates[row.other], row.other_offset), begin, end,
+        rate[2 * row.matrix], rate[2 * row.matrix + 1]);
+  });
+}
+
+at::Tensor largest_magnitudes(at::TensorList tensors, const at::Tensor& table) {
+  const at::ArrayRef<FlatRow> rows = muon::flat_rows("largest_magnitudes", table, tensors, tensors);
+  std::vector<std::atomic<uint32_t>> largest(rows.size());
+  for_fragments(rows, [&](const FlatRow& row, int64_t begin, int64_t end) {
+    std::atomic<uint32_t>& own = largest[&row - rows.data()];
+    const uint32_t found = muon::cpu::largest_magnitude(array(tensors[row.tensor], row.offset), begin, end);
+    uint32_t before = own.load();
+    while (before < found && !own.compare_exchange_weak(before, found)) {
+    }
+  });
+  const at::Tensor out = at::empty({table.size(0)}, table.options().dtype(at::kFloat));
+  std::memcpy(out.data_ptr(), largest.data(), largest.size() * sizeof(uint32_t));
+  return out;
 }
 
 at::Tensor frobenius_norms(const at::Tensor& x) {
@@ -87,13 +127,20 @@ TORCH_LIBRARY(deepspeed_muon, m) {
   m.def(
       "orthogonalize(Tensor x, float[] coefficients, str method, int[] restarts, ScalarType dtype, float eps)"
       " -> Tensor");
-  m.def("momentum_pack_(Tensor(a!) buf, Tensor grad, Tensor(b!) out, float momentum, bool nesterov) -> ()");
+  // table: int64 rows, see FlatRow in binding_checks.h. rates: float64 (matrices, 2): decay of the momentum, and whether
+  // Nesterov's blend follows.
+  m.def(
+      "momentum_pack_(Tensor(a!)[] bufs, Tensor[] grads, Tensor(b!)[] outs, Tensor table, Tensor rates) -> ()");
   // (..., rows, cols) of float32, bfloat16 or float16 -> (...) of float32.
   m.def("frobenius_norms(Tensor x) -> Tensor");
   // Whether method "...+tiles" of orthogonalize runs on this processor.
   m.def("tiles_available() -> bool", &muon::cpu::tiles::available);
   m.def("vectors_available() -> bool", &muon::cpu::tiles::vectors_available);
-  m.def("unpack_apply_(Tensor(a!) param, Tensor update, float lr_scale, float decay) -> ()");
+  // rates: learning rate times scale, and the factor of the weights.
+  m.def("unpack_apply_(Tensor(a!)[] params, Tensor[] updates, Tensor table, Tensor rates) -> ()");
+  // fp32, one for each row of the table, of which the columns of the other tensor are those of the first; NaN if there is
+  // one.
+  m.def("largest_magnitudes(Tensor[] tensors, Tensor table) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(deepspeed_muon, CPU, m) {
@@ -102,6 +149,7 @@ TORCH_LIBRARY_IMPL(deepspeed_muon, CPU, m) {
   m.impl("frobenius_norms", &frobenius_norms);
   m.impl("momentum_pack_", &momentum_pack);
   m.impl("unpack_apply_", &unpack_apply);
+  m.impl("largest_magnitudes", &largest_magnitudes);
 }
 
 // Only products of the device: its sym_gemm is registered by binding_cuda.cpp where that is part of the build.

@@ -1,22 +1,16 @@
-// The checks of arguments that the CPU and the CUDA kernels share.
+// The checks of arguments that the CPU and the CUDA kernels share, and the rows of the flat passes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 namespace muon {
 
-inline void check_flat(const at::Tensor& t, const char* op, const char* name, const at::Tensor& like) {
-  TORCH_CHECK(
-      t.dim() == 1 && t.is_contiguous() && t.numel() == like.numel(), op, ": ", name,
-      " must be a contiguous one-dimensional tensor of ", like.numel(), " elements, got shape ", t.sizes(),
-      " strides ", t.strides());
-  TORCH_CHECK(
-      t.device() == like.device(), op, ": ", name, " is on ", t.device(), ", the first tensor on ", like.device());
-}
-
-inline void check_float(const at::Tensor& t, const char* op, const char* name) {
-  TORCH_CHECK(t.scalar_type() == at::kFloat, op, ": ", name, " must be float32, got ", t.scalar_type());
-}
+// One fragment of a flat pass, a row of its int64 table: `numel` elements from `offset` on of one tensor, and from
+// `other_offset` on of another one; `matrix` is its row in the rates.
+struct FlatRow {
+  int64_t tensor, offset, other, other_offset, numel, matrix;
+};
+constexpr int64_t kFlatColumns = sizeof(FlatRow) / sizeof(int64_t);
 
 inline void check_wire(const at::Tensor& t, const char* op, const char* name) {
   const at::ScalarType type = t.scalar_type();
@@ -25,22 +19,72 @@ inline void check_wire(const at::Tensor& t, const char* op, const char* name) {
       " must be float32, bfloat16 or float16, got ", type);
 }
 
-inline void check_momentum_pack(const at::Tensor& buf, const at::Tensor& grad, const at::Tensor& out) {
-  constexpr const char* op = "momentum_pack_";
-  check_flat(buf, op, "buf", buf);
-  check_flat(grad, op, "grad", buf);
-  check_flat(out, op, "out", buf);
-  check_float(buf, op, "buf");
-  check_float(grad, op, "grad");
-  check_wire(out, op, "out");
+inline void check_flat(at::TensorList tensors, const char* op, const char* name, at::Device device) {
+  for (const at::Tensor& t : tensors) {
+    TORCH_CHECK(
+        t.dim() == 1 && t.is_contiguous(), op, ": ", name, " must be contiguous one-dimensional tensors, got shape ",
+        t.sizes(), " strides ", t.strides());
+    TORCH_CHECK(t.device() == device, op, ": ", name, " must be on ", device, ", got ", t.device());
+    check_wire(t, op, name);
+  }
 }
 
-inline void check_unpack_apply(const at::Tensor& param, const at::Tensor& update) {
-  constexpr const char* op = "unpack_apply_";
-  check_flat(param, op, "param", param);
-  check_flat(update, op, "update", param);
-  check_float(param, op, "param");
-  check_wire(update, op, "update");
+inline bool inside(int64_t tensor, int64_t offset, int64_t numel, at::TensorList tensors) {
+  return tensor >= 0 && tensor < static_cast<int64_t>(tensors.size()) && offset >= 0 && numel >= 0 &&
+         numel <= tensors[tensor].numel() && offset <= tensors[tensor].numel() - numel;
+}
+
+// The rows of a table of fragments of `tensors`, which lie in `others` too; both flat, on one device.
+inline at::ArrayRef<FlatRow> flat_rows(
+    const char* op, const at::Tensor& table, at::TensorList tensors, at::TensorList others) {
+  TORCH_CHECK(
+      table.dim() == 2 && table.size(1) == kFlatColumns && table.scalar_type() == at::kLong && table.is_contiguous() &&
+          table.device().is_cpu(),
+      op, ": the table must be a contiguous int64 tensor (fragments, ", kFlatColumns, ") on the CPU, got ",
+      table.scalar_type(), " ", table.sizes());
+  if (tensors.empty() || others.empty()) {
+    TORCH_CHECK(table.size(0) == 0, op, ": the table has fragments of no tensor");
+    return {};
+  }
+  check_flat(tensors, op, "each of the first tensors", tensors[0].device());
+  check_flat(others, op, "each of the other tensors", tensors[0].device());
+  const at::ArrayRef<FlatRow> rows(
+      reinterpret_cast<const FlatRow*>(table.const_data_ptr<int64_t>()), static_cast<size_t>(table.size(0)));
+  for (const FlatRow& row : rows) {
+    TORCH_CHECK(
+        inside(row.tensor, row.offset, row.numel, tensors) && inside(row.other, row.other_offset, row.numel, others),
+        op, ": a fragment of ", row.numel, " elements at ", row.offset, " of tensor ", row.tensor, " and ",
+        row.other_offset, " of tensor ", row.other, " is outside of them");
+  }
+  return rows;
+}
+
+// The two rates of each matrix: `rates` is (matrices, 2) in float64 on the CPU.
+inline const double* flat_rates(const char* op, const at::Tensor& rates, at::ArrayRef<FlatRow> rows) {
+  TORCH_CHECK(
+      rates.dim() == 2 && rates.size(1) == 2 && rates.scalar_type() == at::kDouble && rates.is_contiguous() &&
+          rates.device().is_cpu(),
+      op, ": the rates must be a contiguous float64 tensor (matrices, 2) on the CPU, got ", rates.scalar_type(), " ",
+      rates.sizes());
+  for (const FlatRow& row : rows) {
+    TORCH_CHECK(
+        row.matrix >= 0 && row.matrix < rates.size(0), op, ": there are no rates of matrix ", row.matrix);
+  }
+  return rates.const_data_ptr<double>();
+}
+
+// grads has a tensor of the same length for each of bufs.
+inline void check_momentum_pack(at::TensorList bufs, at::TensorList grads) {
+  TORCH_CHECK(
+      bufs.size() == grads.size(), "momentum_pack_: there are ", bufs.size(), " momentum tensors and ", grads.size(),
+      " gradients");
+  if (bufs.empty()) return;
+  check_flat(grads, "momentum_pack_", "each gradient", bufs[0].device());
+  for (size_t i = 0; i < bufs.size(); ++i) {
+    TORCH_CHECK(
+        bufs[i].numel() == grads[i].numel(), "momentum_pack_: momentum ", i, " has ", bufs[i].numel(),
+        " elements, its gradient ", grads[i].numel());
+  }
 }
 
 inline void check_frobenius_norms(const at::Tensor& x) {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 from tests.support import cuda_cases as cases
 from tests.support.cuda_cases import UNIT, Inputs, check_product, lower_mirrored
 from tests.support.cuda_library import (
+    FLAT_ROWS,
     NOT_COMPILED,
     OK,
     Kernels,
@@ -108,21 +111,22 @@ def test_in_a_cuda_graph(kernels: Kernels, kernel: str) -> None:
     check_product(d, a, a, None, 1.0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *UNIT], ids=str)
-@pytest.mark.parametrize("n", [1, 7, 8, 4099, 3_000_001])
+FLAT_DTYPES = [torch.float32, *UNIT]
+
+
+@pytest.mark.parametrize("dtypes", list(product(FLAT_DTYPES, repeat=3)), ids=str)
 @pytest.mark.parametrize("offsets", [(0, 0, 0), (4, 4, 4), (3, 7, 5), (3, 3, 3), (0, 0, 1)], ids=str)
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_momentum_pack(
-    kernels: Kernels, n: int, offsets: tuple[int, int, int], dtype: torch.dtype, nesterov: bool
-) -> None:
-    cases.momentum_pack(kernels, n, offsets, dtype, nesterov, Inputs("cuda"))
+def test_momentum_pack(kernels: Kernels, dtypes: Any, offsets: tuple[int, int, int]) -> None:
+    for many, nesterov in ((FLAT_ROWS, True), (0, False)):
+        lengths = [*cases.fragment_lengths(many), 3_000_001]
+        cases.momentum_pack(kernels, lengths, offsets, dtypes, nesterov, Inputs("cuda"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *UNIT], ids=str)
-@pytest.mark.parametrize("n", [1, 7, 8, 4099, 3_000_001])
+@pytest.mark.parametrize("dtypes", list(product(FLAT_DTYPES, repeat=2)), ids=str)
 @pytest.mark.parametrize("offsets", [(0, 0), (4, 4), (3, 7), (3, 3), (0, 1)], ids=str)
-def test_unpack_apply(kernels: Kernels, n: int, offsets: tuple[int, int], dtype: torch.dtype) -> None:
-    cases.unpack_apply(kernels, n, offsets, dtype, Inputs("cuda"))
+def test_unpack_apply(kernels: Kernels, dtypes: Any, offsets: tuple[int, int]) -> None:
+    lengths = [*cases.fragment_lengths(FLAT_ROWS), 3_000_001]
+    cases.unpack_apply(kernels, lengths, offsets, dtypes, Inputs("cuda"))
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 4e-2), (torch.bfloat16, 3e-1)], ids=str)

@@ -136,8 +136,8 @@ def time_flat(kernels: Kernels, n: int) -> list[dict[str, Any]]:
     wire = torch.empty(n, dtype=torch.bfloat16, device="cuda")
     copy = milliseconds(lambda _: momentum.copy_(grad))
     bandwidth = 8 * n / copy * 1e-9
-    pack = milliseconds(lambda _: kernels.momentum_pack(momentum, grad, wire, decay=0.95, nesterov=True))
-    apply = milliseconds(lambda _: kernels.unpack_apply(momentum, wire, lr_scale=0.02, decay=0.998))
+    pack = milliseconds(lambda _: kernels.momentum_pack([((momentum, grad, wire), 0.95)], nesterov=True))
+    apply = milliseconds(lambda _: kernels.unpack_apply([((momentum, wire), 0.998)], lr_scale=0.02))
     return [
         {"what": name, "shape": str(n), "ms": ms, "tb_s": size * n / ms * 1e-9, "copy_tb_s": bandwidth}
         for name, ms, size in (("momentum_pack", pack, 14), ("unpack_apply", apply, 10))

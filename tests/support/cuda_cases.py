@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -95,46 +98,85 @@ def c_may_be_the_output(kernels: Kernels, kernel: str, inputs: Inputs) -> None:
     check_product(d, a, a, c, 0.5, 2.0, 0.0)
 
 
+LENGTHS = (0, 1, 7, 8, 4096, 4099, 8200)
+"""Of fragments: empty, without a vector, one vector, a tile of ``flat_split.h``, and several."""
+
+
+def fragment_lengths(many: int) -> list[int]:
+    """Return :data:`LENGTHS`, then ``many`` short fragments, as of a chunk of small matrices."""
+    return [*LENGTHS, *(1 + number % 40 for number in range(many))]
+
+
+class Around:
+    """Fragments one after the other in a larger tensor, each ``offset`` elements behind a 16-byte boundary."""
+
+    def __init__(self, lengths: Sequence[int], offset: int, dtype: torch.dtype, inputs: Inputs) -> None:
+        ends = list(accumulate(-(-(offset + each) // 16) * 16 + 16 for each in lengths))
+        # Room behind the last one for what a wrong kernel writes.
+        self.whole = inputs(ends[-1] + 3 * 4096, dtype=dtype)
+        self.before = self.whole.clone()
+        starts = [start + offset for start in [0, *ends[:-1]]]
+        self.places = [slice(start, start + each) for start, each in zip(starts, lengths, strict=True)]
+        self.parts = [self.whole[place] for place in self.places]
+
+    def old(self, number: int) -> Tensor:
+        """Return what a fragment held at first, in float64."""
+        return self.before[self.places[number]].double()
+
+    def assert_rest_unchanged(self) -> None:
+        """Check that nothing outside of the fragments was written."""
+        rest = torch.ones_like(self.whole, dtype=torch.bool)
+        for place in self.places:
+            rest[place] = False
+        assert torch.equal(self.whole[rest], self.before[rest])
+
+
 def momentum_pack(
     kernels: Kernels,
-    n: int,
+    lengths: Sequence[int],
     offsets: tuple[int, int, int],
-    dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     nesterov: bool,
     inputs: Inputs,
 ) -> None:
-    """The momentum pass on views that begin at ``offsets``; what lies around them stays."""
-    around = [inputs(n + 16), inputs(n + 16), inputs(n + 16, dtype=dtype)]
-    before = [each.clone() for each in around]
-    views = [each[offset : offset + n] for each, offset in zip(around, offsets, strict=True)]
-    momentum, grad = (view.double() for view in views[:2])
-    size = momentum.abs() + grad.abs()
-    momentum += 0.05 * (grad - momentum)
-    direction = grad + 0.95 * (momentum - grad) if nesterov else momentum
-    assert kernels.momentum_pack(*views, decay=0.95, nesterov=nesterov) == OK
-    _assert_close(views[0], momentum, torch.float32, size)
-    _assert_close(views[2], direction, dtype, size)
-    for each, old, offset in zip(around, before, offsets, strict=True):
-        assert torch.equal(each[:offset], old[:offset]) and torch.equal(each[offset + n :], old[offset + n :])
+    """The momentum pass on fragments that begin at ``offsets``; gradients and what lies around them stay."""
+    arrays = [Around(lengths, offset, dtype, inputs) for offset, dtype in zip(offsets, dtypes, strict=True)]
+    decays = [0.95 - 0.5 * (number % 2) for number in range(len(lengths))]
+    parts = zip(*(each.parts for each in arrays), strict=True)
+    assert kernels.momentum_pack(list(zip(parts, decays, strict=True)), nesterov=nesterov) == OK
+    for number, decay in enumerate(decays):
+        momentum, grad = arrays[0].old(number), arrays[1].old(number)
+        size = momentum.abs() + grad.abs()
+        momentum += (1 - decay) * (grad - momentum)
+        direction = grad + decay * (momentum - grad) if nesterov else momentum
+        _assert_close(arrays[0].parts[number], momentum, size)
+        _assert_close(arrays[2].parts[number], direction, size)
+        assert torch.equal(arrays[1].parts[number].double(), grad)
+    for each in arrays:
+        each.assert_rest_unchanged()
 
 
 def unpack_apply(
-    kernels: Kernels, n: int, offsets: tuple[int, int], dtype: torch.dtype, inputs: Inputs
+    kernels: Kernels,
+    lengths: Sequence[int],
+    offsets: tuple[int, int],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    inputs: Inputs,
 ) -> None:
-    """The pass that applies updates, on views that begin at ``offsets``; what lies around them stays."""
-    around = [inputs(n + 16), inputs(n + 16, dtype=dtype)]
-    before = [each.clone() for each in around]
-    param, update = (each[offset : offset + n] for each, offset in zip(around, offsets, strict=True))
-    expected = 0.998 * param.double() - 0.02 * update.double()
-    size = param.double().abs() + update.double().abs()
-    assert kernels.unpack_apply(param, update, lr_scale=0.02, decay=0.998) == OK
-    _assert_close(param, expected, torch.float32, size)
-    assert torch.equal(around[1], before[1])
-    assert torch.equal(around[0][: offsets[0]], before[0][: offsets[0]])
-    assert torch.equal(around[0][offsets[0] + n :], before[0][offsets[0] + n :])
+    """The pass that applies updates, on fragments that begin at ``offsets``; what lies around them stays."""
+    arrays = [Around(lengths, offset, dtype, inputs) for offset, dtype in zip(offsets, dtypes, strict=True)]
+    decays = [0.998 - 0.5 * (number % 2) for number in range(len(lengths))]
+    parts = zip(*(each.parts for each in arrays), strict=True)
+    assert kernels.unpack_apply(list(zip(parts, decays, strict=True)), lr_scale=0.02) == OK
+    for number, decay in enumerate(decays):
+        param, update = arrays[0].old(number), arrays[1].old(number)
+        _assert_close(arrays[0].parts[number], decay * param - 0.02 * update, param.abs() + update.abs())
+    assert torch.equal(arrays[1].whole, arrays[1].before)
+    arrays[0].assert_rest_unchanged()
 
 
-def _assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, size: Tensor) -> None:
+def _assert_close(actual: Tensor, expected: Tensor, size: Tensor) -> None:
+    dtype = actual.dtype
     # In float32 at most four roundings, each of 2^-24 of a value that is at most the inputs' ``size``: of the weight
     # (0.05, say), of a difference and of a fused multiply-add, and with Nesterov's blend of the last two again, where
     # the first error enters with a factor below 1. So 2^-21 of the size is twice the bound. Then one rounding to dtype,

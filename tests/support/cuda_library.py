@@ -10,7 +10,7 @@ import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,6 +24,12 @@ OK, BAD_ARGUMENT, SHAPE, MISALIGNED, DTYPE, DEVICE, NOT_COMPILED, DRIVER = 0, -1
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """``enum MuonDtype``."""
+
+FLAT_ROWS = 72
+"""``MUON_FLAT_ROWS``: fragments of one launch of a flat pass."""
+
+Fragment = tuple[Sequence[Tensor], float]
+"""The tensors of a fragment, of one length, and the decay of their momentum or weights."""
 
 
 class SymGemm(ctypes.Structure):
@@ -69,15 +75,37 @@ def run(command: list[str]) -> None:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
 
 
+class PackRow(ctypes.Structure):
+    """``struct MuonPackRow``."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("momentum", "grad", "out")),
+        ("n", ctypes.c_int64),
+        ("decay", ctypes.c_double),
+        ("nesterov", ctypes.c_int32),
+    ]
+
+
+class ApplyRow(ctypes.Structure):
+    """``struct MuonApplyRow``."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("param", "update")),
+        ("n", ctypes.c_int64),
+        ("lr_scale", ctypes.c_double),
+        ("decay", ctypes.c_double),
+    ]
+
+
 class Kernels:
     """The launchers; each call raises on a CUDA error and returns the status otherwise."""
 
     def __init__(self, path: Path) -> None:
         self.library = ctypes.CDLL(str(path))
         self.library.muon_status_name.restype = ctypes.c_char_p
-        pointer, int64, int32, double = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_double
-        self.library.muon_momentum_pack.argtypes = [pointer] * 3 + [int32, int64, double, int32, pointer]
-        self.library.muon_unpack_apply.argtypes = [pointer] * 2 + [int32, int64, double, double, pointer]
+        pointer, int64, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+        self.library.muon_momentum_pack.argtypes = [pointer, int64, int32, int32, int32, pointer]
+        self.library.muon_unpack_apply.argtypes = [pointer, int64, int32, int32, pointer]
         for name in ("", "_sm80", "_sm90", "_sm90_wide"):
             getattr(self.library, f"muon_sym_gemm{name}").argtypes = [ctypes.POINTER(SymGemm), pointer]
 
@@ -106,23 +134,25 @@ class Kernels:
         launcher = getattr(self.library, f"muon_sym_gemm_{kernel}")
         return self._checked(launcher(ctypes.byref(problem), stream()))
 
-    def momentum_pack(
-        self, momentum: Tensor, grad: Tensor, out: Tensor, *, decay: float, nesterov: bool
-    ) -> int:
-        pointers = momentum.data_ptr(), grad.data_ptr(), out.data_ptr()
-        return self._checked(
-            self.library.muon_momentum_pack(
-                *pointers, DTYPES[out.dtype], out.numel(), decay, int(nesterov), stream()
-            )
-        )
+    def momentum_pack(self, fragments: Sequence[Fragment], *, nesterov: bool) -> int:
+        """Run one call over fragments of ``(momentum, gradient, out)``, each with its decay."""
+        rows = [
+            PackRow(*(each.data_ptr() for each in tensors), tensors[0].numel(), decay, nesterov)
+            for tensors, decay in fragments
+        ]
+        dtypes = [DTYPES[each.dtype] for each in fragments[0][0]]
+        call = self.library.muon_momentum_pack
+        return self._checked(call((PackRow * len(rows))(*rows), len(rows), *dtypes, stream()))
 
-    def unpack_apply(self, param: Tensor, update: Tensor, *, lr_scale: float, decay: float) -> int:
-        pointers = param.data_ptr(), update.data_ptr()
-        return self._checked(
-            self.library.muon_unpack_apply(
-                *pointers, DTYPES[update.dtype], param.numel(), lr_scale, decay, stream()
-            )
-        )
+    def unpack_apply(self, fragments: Sequence[Fragment], *, lr_scale: float) -> int:
+        """Run one call over fragments of ``(param, update)``, each with its decay."""
+        rows = [
+            ApplyRow(*(each.data_ptr() for each in tensors), tensors[0].numel(), lr_scale, decay)
+            for tensors, decay in fragments
+        ]
+        dtypes = [DTYPES[each.dtype] for each in fragments[0][0]]
+        call = self.library.muon_unpack_apply
+        return self._checked(call((ApplyRow * len(rows))(*rows), len(rows), *dtypes, stream()))
 
     def _checked(self, status: int) -> int:
         if status > 0:

@@ -14,6 +14,7 @@ int constant_group_rows() { return kGroupRows; }
 int constant_stage_bytes() { return kStageBytes; }
 int constant_mirror_steps() { return kMirrorSteps; }
 int constant_flat_vector() { return kFlatVector; }
+int constant_flat_tile() { return kFlatTile; }
 
 int64_t schedule_total(int m, int batch) { return TileSchedule(m, batch).total; }
 
@@ -134,12 +135,15 @@ void pipeline_skip(int stages, int count, int32_t* state) {
 }
 
 // (head, vectors, singles), then the positions of the single elements.
-void flat_plan(uint64_t wide, uint64_t wide2, uint64_t narrow, int narrow_bytes, int64_t n, int64_t* out) {
-  const FlatSplit split = flat_split(wide, wide2, narrow, narrow_bytes, n);
+void flat_plan(const uint64_t* addresses, const int* bytes, int64_t n, int64_t* out) {
+  const FlatSplit split =
+      flat_split({addresses[0], bytes[0]}, {addresses[1], bytes[1]}, {addresses[2], bytes[2]}, n);
   *out++ = split.head;
   *out++ = split.vectors;
   *out++ = split.singles(n);
   for (int64_t index = 0; index < split.singles(n); ++index) *out++ = split.single(index);
 }
+
+int fragment_of_tile(const int64_t* firsts, int count, int64_t tile) { return fragment_of(firsts, count, tile); }
 
 }  // extern "C"

@@ -36,7 +36,8 @@ def build(folder: Path) -> ctypes.CDLL:
     library.diagonal_word_mask.restype = ctypes.c_uint32
     library.descriptor.restype = ctypes.c_uint64
     library.descriptor.argtypes = [ctypes.c_uint32, ctypes.c_int, ctypes.c_int]
-    library.flat_plan.argtypes = [ctypes.c_uint64] * 3 + [ctypes.c_int, ctypes.c_int64, ctypes.c_void_p]
+    library.flat_plan.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+    library.fragment_of_tile.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
     return library
 
 

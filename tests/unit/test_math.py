@@ -19,6 +19,7 @@ from deepspeed_muon.math.newton_schulz import (
 )
 from deepspeed_muon.math.updates import AdamStep, adam_step_, reference_adamw_step, update_scale
 from deepspeed_muon.ops.reference import momentum_pack_, unpack_apply_
+from tests.support.fragments import momentum_pack, unpack_apply
 from tests.support.matrices import TOLERANCE, matrix
 from tests.support.reference import polar
 from tests.support.reference_math import reference_muon_step
@@ -169,7 +170,7 @@ def test_momentum(nesterov: bool, dtype: torch.dtype) -> None:
     expected = 0.9 * buf.double() + 0.1 * grad.double()
     kept = grad.clone()
     out = torch.empty(100, dtype=dtype)
-    momentum_pack_(buf, grad, out, 0.9, nesterov)
+    momentum_pack(momentum_pack_, buf, grad, out, 0.9, nesterov)
     torch.testing.assert_close(buf.double(), expected, rtol=1e-5, atol=1e-6)
     direction = 0.1 * grad.double() + 0.9 * expected if nesterov else expected
     torch.testing.assert_close(
@@ -181,7 +182,7 @@ def test_momentum(nesterov: bool, dtype: torch.dtype) -> None:
 def test_apply() -> None:
     param, update = torch.randn(100), torch.randn(100)
     expected = 0.99 * param.double() - 0.3 * update.double()
-    unpack_apply_(param, update, 0.3, 0.99)
+    unpack_apply(unpack_apply_, param, update, 0.3, 0.99)
     torch.testing.assert_close(param.double(), expected, rtol=1e-5, atol=1e-6)
 
 

@@ -18,6 +18,7 @@ from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, referen
 from deepspeed_muon.ops import autotune, library
 from deepspeed_muon.ops.autotune import Tuner, measure
 from deepspeed_muon.ops.candidates import Candidate, candidates_for, has_kernel, problem_of
+from tests.support.fragments import momentum_pack, unpack_apply
 
 SETTINGS = NsSettings(resolve_schedule("quintic"))
 CPU = torch.device("cpu")
@@ -219,11 +220,11 @@ def test_flat_passes_of_both_backends_agree() -> None:
     buf, grad, param = (torch.randn(1000) for _ in range(3))
     copies = buf.clone(), param.clone()
     out, expected = torch.empty(1000, dtype=torch.bfloat16), torch.empty(1000, dtype=torch.bfloat16)
-    native.momentum_pack(buf, grad, out, 0.95, True)
-    plain.momentum_pack(copies[0], grad, expected, 0.95, True)
+    momentum_pack(native.momentum_pack, buf, grad, out, 0.95, True)
+    momentum_pack(plain.momentum_pack, copies[0], grad, expected, 0.95, True)
     torch.testing.assert_close(out, expected)
-    native.unpack_apply(param, out, 0.1, 0.99)
-    plain.unpack_apply(copies[1], out, 0.1, 0.99)
+    unpack_apply(native.unpack_apply, param, out, 0.1, 0.99)
+    unpack_apply(plain.unpack_apply, copies[1], out, 0.1, 0.99)
     torch.testing.assert_close(param, copies[1])
 
 

@@ -100,7 +100,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_without_trust_only_torch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     operators = SimpleNamespace(sym_gemm_kernel=lambda: "sm90", flat_passes_missing=lambda: "")
-    operators.momentum_pack_ = operators.unpack_apply_ = None
+    operators.momentum_pack_ = operators.unpack_apply_ = SimpleNamespace(default=None)
     for module in (candidates, dispatch):
         monkeypatch.setattr(module, "has_kernel", lambda given, *_: given is not None)
     monkeypatch.setattr(dispatch, "_operators", lambda _: operators)

@@ -6,8 +6,9 @@ import ctypes
 import math
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import pytest
@@ -354,31 +355,41 @@ def test_consumers_must_take_turns(maps: Maps) -> None:
     assert not all(outcomes)
 
 
-@pytest.mark.parametrize("narrow_bytes", [2, 4])
-def test_flat_split_covers_every_element_once(maps: Maps, narrow_bytes: int) -> None:
+def flat_plan(maps: Maps, addresses: Sequence[int], widths: Sequence[int], n: int, out: np.ndarray) -> None:
+    """Fill ``out`` with head, vectors and singles of a tile, then the positions of the single elements."""
+    maps.library.flat_plan((ctypes.c_uint64 * 3)(*addresses), (ctypes.c_int * 3)(*widths), n, out.ctypes.data)
+
+
+@pytest.mark.parametrize("widths", [(4, 4, 2), (4, 4, 4), (2, 4, 2), (4, 2, 4), (2, 2, 2)], ids=str)
+def test_flat_split_covers_every_element_once(maps: Maps, widths: tuple[int, int, int]) -> None:
     vector = maps.library.constant_flat_vector()
     out = np.empty(4096, dtype=np.int64)
     vectorised = 0
-    for n in [*range(40), 100, 1001]:
-        for wide in range(0, 16, 4):
-            for wide2 in range(0, 16, 4):
-                for narrow in range(0, 16, narrow_bytes):
-                    maps.library.flat_plan(
-                        *(4096 + wide, 4096 + wide2, 4096 + narrow, narrow_bytes, n), out.ctypes.data
-                    )
-                    head, vectors, singles = out[:3].tolist()
-                    elements = set(out[3 : 3 + singles].tolist())
-                    assert len(elements) == singles
-                    elements |= {head + i for i in range(vectors * vector)}
-                    assert elements == set(range(n)) and singles + vectors * vector == n
-                    if vectors:
-                        vectorised += 1
-                        assert (wide + 4 * head) % 16 == (wide2 + 4 * head) % 16 == 0
-                        assert (narrow + narrow_bytes * head) % 16 == 0
-    assert vectorised > 100
+    for n in [*range(24), 100, 1001]:
+        for past in product(*(range(0, 16, width) for width in widths)):
+            flat_plan(maps, [4096 + each for each in past], widths, n, out)
+            head, vectors, singles = out[:3].tolist()
+            elements = set(out[3 : 3 + singles].tolist())
+            assert len(elements) == singles
+            elements |= {head + i for i in range(vectors * vector)}
+            assert elements == set(range(n)) and singles + vectors * vector == n
+            if vectors:
+                vectorised += 1
+                assert all((each + width * head) % 16 == 0 for each, width in zip(past, widths, strict=True))
+    assert vectorised >= 20
 
 
 def test_an_aligned_shard_is_all_vectors(maps: Maps) -> None:
     out = np.empty(16, dtype=np.int64)
-    maps.library.flat_plan(0, 0, 0, 2, 1 << 20, out.ctypes.data)
+    flat_plan(maps, (0, 0, 0), (4, 4, 2), 1 << 20, out)
     assert out[:3].tolist() == [0, math.ceil((1 << 20) / 8), 0]
+
+
+def test_every_tile_belongs_to_its_fragment(maps: Maps) -> None:
+    """Also where fragments without tiles lie between, and for more tiles than 32 bits count."""
+    assert maps.library.constant_flat_tile() % maps.library.constant_flat_vector() == 0
+    for tiles in ([1], [3, 1, 2], [2, 0, 0, 3], [1] * 72, [1 << 40, 1, 1 << 33]):
+        firsts = np.array([0, *np.cumsum(tiles)[:-1]], dtype=np.int64)
+        for number, (first, count) in enumerate(zip(firsts.tolist(), tiles, strict=True)):
+            for tile in {first, first + count // 2, first + count - 1} if count else ():
+                assert maps.library.fragment_of_tile(firsts.ctypes.data, len(tiles), tile) == number

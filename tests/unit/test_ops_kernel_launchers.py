@@ -13,7 +13,9 @@ from tests.support.cuda_library import (
     DTYPE,
     MISALIGNED,
     SHAPE,
+    ApplyRow,
     Kernels,
+    PackRow,
     SymGemm,
     build,
     find_nvcc,
@@ -76,22 +78,43 @@ def test_strides_of_a_single_matrix_do_not_matter(kernels: Kernels) -> None:
 
 
 def test_flat_passes_refuse(kernels: Kernels) -> None:
-    pack, apply = kernels.library.muon_momentum_pack, kernels.library.muon_unpack_apply
-    assert pack(None, None, None, 2, 0, 0.9, 1, None) == 0
-    assert pack(None, None, None, 2, 8, 0.9, 1, None) == BAD_ARGUMENT
-    assert pack(4096, 4096, 4096, 7, 8, 0.9, 1, None) == DTYPE
-    assert pack(4098, 4096, 4096, 2, 8, 0.9, 1, None) == MISALIGNED
-    assert pack(4096, 4098, 4096, 2, 8, 0.9, 1, None) == MISALIGNED
-    assert pack(4096, 4096, 4097, 2, 8, 0.9, 1, None) == MISALIGNED
-    assert pack(4096, 4096, 4096, 2, -1, 0.9, 1, None) == BAD_ARGUMENT
-    assert apply(None, None, 2, 0, 0.1, 1.0, None) == 0
-    assert apply(4096, None, 2, 8, 0.1, 1.0, None) == BAD_ARGUMENT
-    assert apply(4096, 4098, 0, 8, 0.1, 1.0, None) == MISALIGNED
+    def pack(dtypes: tuple[int, int, int], *rows: tuple[int, int, int, int]) -> int:
+        table = (PackRow * len(rows))(*(PackRow(*row, 0.9, 1) for row in rows))
+        return int(kernels.library.muon_momentum_pack(table, len(rows), *dtypes, None))
+
+    def apply(dtypes: tuple[int, int], *rows: tuple[int, int, int]) -> int:
+        table = (ApplyRow * len(rows))(*(ApplyRow(*row, 0.1, 1.0) for row in rows))
+        return int(kernels.library.muon_unpack_apply(table, len(rows), *dtypes, None))
+
+    good = (4096, 4096, 4096, 8)
+    assert pack((0, 0, 2)) == 0 and kernels.library.muon_momentum_pack(None, 1, 0, 0, 2, None) == BAD_ARGUMENT
+    for dtypes in ((7, 0, 2), (0, 7, 2), (0, 0, 7)):
+        assert pack(dtypes, good) == DTYPE
+    for wrong, status in [
+        ((0, 0, 0, 8), BAD_ARGUMENT),
+        ((4096, 4096, 4096, -1), BAD_ARGUMENT),
+        ((4098, 4096, 4096, 8), MISALIGNED),
+        ((4096, 4098, 4096, 8), MISALIGNED),
+        ((4096, 4096, 4097, 8), MISALIGNED),
+    ]:
+        assert pack((0, 0, 2), good, wrong) == status
+    assert apply((0, 2)) == 0
+    assert apply((9, 2), (4096, 4096, 8)) == apply((0, 9), (4096, 4096, 8)) == DTYPE
+    for other, status in [
+        ((4096, 0, 8), BAD_ARGUMENT),
+        ((4096, 4098, 8), MISALIGNED),
+        ((4097, 4096, 8), MISALIGNED),
+    ]:
+        assert apply((2, 0), (4096, 4096, 8), other) == status
+    if not torch.cuda.is_available():
+        # Past the checks, also of half formats at their own boundaries.
+        assert pack((1, 2, 1), (4098, 4098, 4098, 8)) > 0
 
 
 def test_the_structures_agree(kernels: Kernels) -> None:
     # 4 pointers, 11 sizes, 3 floats and an int: what the compiler lays out without padding.
     assert ctypes.sizeof(SymGemm) == 4 * 8 + 11 * 8 + 4 * 4
+    assert ctypes.sizeof(PackRow) == 48 and ctypes.sizeof(ApplyRow) == 40
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")

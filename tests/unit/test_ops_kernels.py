@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import reference_orthogonalize, restart_steps
 from deepspeed_muon.ops import library, reference
+from tests.support.fragments import momentum_pack, rates, unpack_apply, whole
 from tests.support.thinning import triples
 
 # Relative to the same polynomial in float64; the bounds are argued in tests/unit/test_math.py.
@@ -171,10 +173,31 @@ def test_bad_arguments_are_refused(ops: Any) -> None:
     for bad, text in ((x[0], "rows, cols"), (x.double(), "must be float32, bfloat16 or float16")):
         with pytest.raises(RuntimeError, match=text):
             ops.frobenius_norms(bad)
-    with pytest.raises(RuntimeError, match="grad must be a contiguous"):
-        ops.momentum_pack_(torch.ones(8), torch.ones(16)[::2], torch.ones(8), 0.9, True)
+    with pytest.raises(RuntimeError, match="gradient must be contiguous"):
+        momentum_pack(ops.momentum_pack_, torch.ones(8), torch.ones(16)[::2], torch.ones(8), 0.9, True)
     with pytest.raises(RuntimeError, match="must be float32"):
-        ops.unpack_apply_(torch.ones(8).double(), torch.ones(8), 0.1, 1.0)
+        unpack_apply(ops.unpack_apply_, torch.ones(8).double(), torch.ones(8), 0.1, 1.0)
+    flat, one = torch.ones(8), rates(0.1, 1.0)
+    for row, text in [
+        ((1, 0, 0, 0, 8, 0), "outside"),
+        ((0, 1, 0, 0, 8, 0), "outside"),
+        ((0, 0, 0, 1, 8, 0), "outside"),
+        ((0, 0, 1, 0, 8, 0), "outside"),
+        ((0, -1, 0, 0, 8, 0), "outside"),
+        ((0, 0, 0, 0, -1, 0), "outside"),
+        ((0, 1 << 62, 0, 0, 1 << 62, 0), "outside"),
+        ((0, 0, 0, 0, 8, 1), "no rates"),
+    ]:
+        for call in (ops.momentum_pack_, ops.unpack_apply_):
+            tensors = (
+                ([flat], [flat], [flat.clone()]) if call is ops.momentum_pack_ else ([flat], [flat.clone()])
+            )
+            with pytest.raises(RuntimeError, match=text):
+                call(*tensors, torch.tensor([row]), one)
+    with pytest.raises(RuntimeError, match="int64"):
+        ops.unpack_apply_([flat], [flat.clone()], whole(8).int(), one)
+    with pytest.raises(RuntimeError, match="its gradient"):
+        ops.momentum_pack_([flat], [torch.ones(4)], [flat.clone()], whole(4), one)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
@@ -211,8 +234,8 @@ def test_momentum_pack(ops: Any, numel: int, dtype: torch.dtype, momentum: float
     buf, grad = torch.randn(numel), torch.randn(numel)
     out = torch.empty(numel, dtype=dtype)
     expected_buf, expected, kept = buf.clone(), torch.empty(numel, dtype=dtype), grad.clone()
-    reference.momentum_pack_(expected_buf, grad, expected, momentum, nesterov)
-    ops.momentum_pack_(buf, grad, out, momentum, nesterov)
+    momentum_pack(reference.momentum_pack_, expected_buf, grad, expected, momentum, nesterov)
+    momentum_pack(ops.momentum_pack_, buf, grad, out, momentum, nesterov)
     # The same formula, with or without fused multiply-add: the last bit of sums of numbers of size 4.
     torch.testing.assert_close(buf, expected_buf, rtol=3e-7, atol=1e-6)
     torch.testing.assert_close(out, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
@@ -228,13 +251,13 @@ def test_the_cast_of_the_flat_passes_is_torchs(ops: Any, dtype: torch.dtype) -> 
     ties = (bits | 0x8000).view(torch.float32)
     values = torch.cat([values, ties[torch.isfinite(ties)]])
     out = torch.empty(values.numel(), dtype=dtype)
-    ops.momentum_pack_(values.clone(), values, out, 0.0, False)
+    momentum_pack(ops.momentum_pack_, values.clone(), values, out, 0.0, False)
     torch.testing.assert_close(out, values.to(dtype), rtol=0, atol=0, equal_nan=True)
     every = (
         torch.arange(1 << 16).to(torch.int16).view(dtype)
     )  # all numbers of the format, infinities and NaNs too
     back = torch.zeros(every.numel())
-    ops.unpack_apply_(back, every, -1.0, 0.0)
+    unpack_apply(ops.unpack_apply_, back, every, -1.0, 0.0)
     torch.testing.assert_close(back, every.float(), rtol=0, atol=0, equal_nan=True)
 
 
@@ -243,10 +266,97 @@ def test_the_cast_of_the_flat_passes_is_torchs(ops: Any, dtype: torch.dtype) -> 
 def test_unpack_apply(ops: Any, numel: int, dtype: torch.dtype) -> None:
     param, update = torch.randn(numel), torch.randn(numel).to(dtype)
     expected, kept = param.clone(), update.clone()
-    reference.unpack_apply_(expected, update, 0.02, 0.99)
-    ops.unpack_apply_(param, update, 0.02, 0.99)
+    unpack_apply(reference.unpack_apply_, expected, update, 0.02, 0.99)
+    unpack_apply(ops.unpack_apply_, param, update, 0.02, 0.99)
     torch.testing.assert_close(param, expected, rtol=3e-7, atol=1e-6)
     assert torch.equal(update, kept)
+
+
+PLACES = [(0, 3, 4000), (4003, 5, 1), (4010, 8000, 40_000), (50_000, 60_000, 7), (50_100, 4100, 3000)]
+"""Of fragments in two tensors and their lengths: out of order, and one that several threads share."""
+
+
+def fragments(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return a table of two tensors' fragments in two others, and different rates for each."""
+    rows = [(n % 2, start, (n + 1) % 2, other, numel, n) for n, (start, other, numel) in enumerate(PLACES)]
+    numbers = torch.rand(len(PLACES), 2, generator=generator, dtype=torch.float64)
+    numbers[::2, 1] = 0.0  # without Nesterov
+    return torch.tensor(rows), numbers
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("other", list(TOLERANCE))
+@pytest.mark.parametrize("gradient", list(TOLERANCE))
+@pytest.mark.parametrize("state", list(TOLERANCE))
+def test_a_table_of_fragments(
+    ops: Any, state: torch.dtype, gradient: torch.dtype, other: torch.dtype, threads: int
+) -> None:
+    """Bit for bit what a call for each fragment makes of fp32 copies, rounded; nothing else changes."""
+    generator = torch.Generator().manual_seed(0)
+    table, numbers = fragments(generator)
+
+    def random(dtype: torch.dtype) -> list[Tensor]:
+        return [torch.randn(70_000, generator=generator).to(dtype) for _ in range(2)]
+
+    bufs, grads, outs = random(state), random(gradient), random(other)
+    expected = [[each.clone() for each in tensors] for tensors in (bufs, grads, outs)]
+    for tensor, start, out, place, numel, number in table.tolist():
+        own = expected[0][tensor].narrow(0, start, numel)
+        wide, made = own.float(), torch.empty(numel)
+        grad = grads[tensor].narrow(0, start, numel).float()
+        ops.momentum_pack_([wide], [grad], [made], whole(numel), numbers[number : number + 1])
+        own.copy_(wide)
+        expected[2][out].narrow(0, place, numel).copy_(made)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        ops.momentum_pack_(bufs, grads, outs, table, numbers)
+        for mine, right in zip((bufs, grads, outs), expected, strict=True):
+            assert all(map(torch.equal, mine, right))
+        for tensor, start, out, place, numel, number in table.tolist():
+            own = expected[0][tensor].narrow(0, start, numel)
+            wide, update = own.float(), expected[2][out].narrow(0, place, numel).float()
+            ops.unpack_apply_([wide], [update], whole(numel), numbers[number : number + 1])
+            own.copy_(wide)
+        ops.unpack_apply_(bufs, outs, table, numbers)
+        assert all(map(torch.equal, bufs, expected[0])) and all(map(torch.equal, outs, expected[2]))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("state", list(TOLERANCE))
+def test_a_table_of_fragments_in_torch(ops: Any, state: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    table, numbers = fragments(generator)
+    tensors = [[torch.randn(70_000, generator=generator).to(state) for _ in range(2)] for _ in range(3)]
+    copies = [[each.clone() for each in each_of] for each_of in tensors]
+    for run, (bufs, grads, outs) in ((ops, tensors), (reference, copies)):
+        run.momentum_pack_(bufs, grads, outs, table, numbers)
+        run.unpack_apply_(bufs, outs, table, numbers)
+    for mine, right in zip(tensors, copies, strict=True):
+        for one, other in zip(mine, right, strict=True):
+            # As in test_momentum_pack; a rounded direction may fall on the other side.
+            eps = torch.finfo(state).eps
+            torch.testing.assert_close(one, other, rtol=2 * eps, atol=max(2e-6, eps / 16))
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_largest_magnitudes(ops: Any, dtype: torch.dtype) -> None:
+    table, _ = fragments(torch.Generator().manual_seed(0))
+    table[:, 2:4] = table[:, :2]
+    tensors = [torch.randn(70_000).to(dtype), torch.zeros(70_000, dtype=dtype)]
+    assert torch.equal(ops.largest_magnitudes(tensors, table), reference.largest_magnitudes(tensors, table))
+    assert ops.largest_magnitudes(tensors, table)[1::2].tolist() == [0.0, 0.0]
+    for value in (-math.inf, math.nan, -65504.0, -0.0):
+        tensors[0][4010 + 39_999] = value
+        found = ops.largest_magnitudes(tensors, table)
+        torch.testing.assert_close(
+            found, reference.largest_magnitudes(tensors, table), rtol=0, atol=0, equal_nan=True
+        )
+    tensors[0][4010] = math.nan
+    tensors[0][4011] = math.inf
+    assert ops.largest_magnitudes(tensors, table)[2].isnan(), "infinity does not hide it"
+    assert ops.largest_magnitudes([], table[:0]).shape == (0,)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
@@ -287,8 +397,18 @@ def samples() -> list[tuple[str, tuple[Any, ...]]]:
         ("orthogonalize", (a.mT, FLAT, "standard+symmetric", [], torch.float32, 1e-12)),
         ("orthogonalize", (a[0], FLAT, "standard", [], torch.float32, 1e-12)),
         ("frobenius_norms", (a.mT.half(),)),
-        ("momentum_pack_", (flat.clone(), flat.clone(), torch.empty(40, dtype=torch.bfloat16), 0.9, True)),
-        ("unpack_apply_", (flat.clone(), torch.randn(40).half(), 0.1, 0.9)),
+        (
+            "momentum_pack_",
+            (
+                [flat.clone()],
+                [flat.clone()],
+                [torch.empty(40, dtype=torch.bfloat16)],
+                whole(40),
+                rates(0.9, 1),
+            ),
+        ),
+        ("unpack_apply_", ([flat.clone()], [torch.randn(40).half()], whole(40), rates(0.1, 0.9))),
+        ("largest_magnitudes", ([flat.clone()], whole(40))),
     ]
 
 
@@ -304,9 +424,9 @@ def test_meta_and_fake_tensors_have_the_real_shapes(ops: Any, index: int) -> Non
 
     name, arguments = samples()[index]
     real = getattr(ops, name)(*arguments)
-    meta = getattr(ops, name)(*(a.to("meta") if isinstance(a, Tensor) else a for a in arguments))
+    meta = getattr(ops, name)(*tree_map_only(Tensor, lambda a: a.to("meta"), arguments))
     with FakeTensorMode() as mode:
-        fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments]
+        fakes = tree_map_only(Tensor, mode.from_tensor, arguments)
         fake = getattr(ops, name)(*fakes)
     if real is None:
         assert meta is None and fake is None
@@ -317,12 +437,13 @@ def test_meta_and_fake_tensors_have_the_real_shapes(ops: Any, index: int) -> Non
 
 def test_compile_fullgraph(ops: Any) -> None:
     """``aot_eager`` traces, runs the fakes and functionalises like the default backend, without its C++ compiler."""
+    table, momentum, step_rates = whole(512), rates(0.9, 1.0), rates(0.1, 0.99)
 
     def step(buf: Tensor, grad: Tensor, param: Tensor) -> Tensor:
         out = torch.empty_like(grad, dtype=torch.bfloat16)
-        ops.momentum_pack_(buf, grad, out, 0.9, True)
+        ops.momentum_pack_([buf], [grad], [out], table, momentum)
         update = ops.orthogonalize(out.view(16, 32), FLAT, "gram", [1, 3], torch.bfloat16, 1e-12)
-        ops.unpack_apply_(param, update.reshape(-1), 0.1, 0.99)
+        ops.unpack_apply_([param], [update.reshape(-1)], table, step_rates)
         return ops.sym_gemm(update, update, None, 1.0, 0.0, 0.0)
 
     tensors = [torch.randn(512) for _ in range(3)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ import torch
 from tests.support import cuda_bench
 from tests.support import cuda_cases as cases
 from tests.support.cuda_bench import ANY_TIME, EARLY, LATE, Bench
-from tests.support.cuda_cases import UNIT, Inputs
-from tests.support.cuda_library import DEVICE, OK, gram, product_of
+from tests.support.cuda_cases import Inputs
+from tests.support.cuda_library import DEVICE, FLAT_ROWS, OK, gram, product_of
 from tests.support.reference import polar
 
 pytestmark = pytest.mark.skipif(cuda_bench.unavailable() is not None, reason=str(cuda_bench.unavailable()))
@@ -60,21 +61,82 @@ def test_what_is_refused(bench: Bench, kernel: str) -> None:
     assert bench.available("sm90") == bench.available("sm90_wide") == DEVICE and bench.available("sm80") == OK
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *UNIT], ids=str)
-@pytest.mark.parametrize("offsets", [(0, 0, 0), (4, 4, 4), (3, 7, 5), (3, 3, 3), (0, 0, 1)], ids=str)
-def test_momentum_pack(bench: Bench, offsets: tuple[int, int, int], dtype: torch.dtype) -> None:
-    for n in (1, 7, 8, 4099):
-        for nesterov in (True, False):
-            bench.configure(processors=1 + n % 3)
-            cases.momentum_pack(bench, n, offsets, dtype, nesterov, Inputs("cpu"))
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *UNIT], ids=str)
-@pytest.mark.parametrize("offsets", [(0, 0), (4, 4), (3, 7), (3, 3), (0, 1)], ids=str)
-def test_unpack_apply(bench: Bench, offsets: tuple[int, int], dtype: torch.dtype) -> None:
-    for n in (1, 7, 8, 4099):
-        bench.configure(processors=1 + n % 3)
-        cases.unpack_apply(bench, n, offsets, dtype, Inputs("cpu"))
+@pytest.mark.parametrize(
+    ("dtypes", "offsets"),
+    # Every dtype of the gradient, the momentum and what is sent, aligned and not.
+    [
+        ((FP32, FP32, BF16), (0, 0, 0)),
+        ((FP32, FP32, FP16), (3, 3, 3)),
+        ((FP32, FP32, FP32), (3, 7, 5)),
+        ((FP32, BF16, BF16), (5, 5, 5)),
+        ((BF16, FP32, BF16), (4, 4, 4)),
+        ((BF16, BF16, FP16), (0, 0, 1)),
+        ((FP16, FP16, FP32), (4, 4, 4)),
+        ((FP32, FP16, BF16), (2, 2, 3)),
+    ],
+    ids=str,
+)
+def test_momentum_pack(bench: Bench, dtypes: Any, offsets: tuple[int, int, int]) -> None:
+    # More fragments than one launch takes, and as many.
+    for many, nesterov in ((FLAT_ROWS, True), (FLAT_ROWS - len(cases.LENGTHS), False)):
+        bench.configure(processors=1 + many % 3)
+        lengths = cases.fragment_lengths(many)
+        cases.momentum_pack(bench, lengths, offsets, dtypes, nesterov, Inputs("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "offsets"),
+    [
+        ((FP32, BF16), (0, 0)),
+        ((FP32, FP16), (3, 3)),
+        ((FP32, FP32), (3, 7)),
+        ((BF16, BF16), (4, 4)),
+        ((FP16, FP32), (0, 1)),
+        ((BF16, FP16), (7, 7)),
+    ],
+    ids=str,
+)
+def test_unpack_apply(bench: Bench, dtypes: Any, offsets: tuple[int, int]) -> None:
+    for many in (FLAT_ROWS, 0):
+        bench.configure(processors=1 + many % 3)
+        cases.unpack_apply(bench, cases.fragment_lengths(many), offsets, dtypes, Inputs("cpu"))
+
+
+# Planted in the flat passes: what no other kernel has.
+FLAT_DEFECTS = {
+    "fragments behind the first launch are left out": ("next < count;) {", "next == 0;) {"),
+    "a tile begins where the fragment does": (
+        "const int64_t begin = (tile - table.firsts[row]) * kFlatTile;",
+        "const int64_t begin = 0;",
+    ),
+    "the last tile is not cut": ("left < kFlatTile ? left : kFlatTile", "kFlatTile"),
+    "blocks stop after their first tile": ("number += gridDim.x", "number += table.tiles"),
+    "an unaligned array is taken in vectors": ("if (off_grid != 0) return {n, 0};", ""),
+    "the wrong fragment": ("if (firsts[middle] <= tile) {", "if (firsts[middle] < tile) {"),
+    "the direction is that of the rounded momentum": (
+        "direction.value[i] = momentum_step(m.value[i], g.value[i], fragment);",
+        "{ direction.value[i] = momentum_step(m.value[i], g.value[i], fragment);"
+        " if (!fragment.nesterov) direction.value[i] = to_float(from_float<Momentum>(m.value[i])); }",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FLAT_DEFECTS)
+def test_a_planted_defect_of_the_flat_passes_is_found(bench: Bench, tmp_path: Path, name: str) -> None:
+    broken = cuda_bench.build(tmp_path, dict([FLAT_DEFECTS[name]]), beside=bench.folder)
+    broken.configure(processors=2)
+    lengths = cases.fragment_lengths(FLAT_ROWS)
+
+    def run() -> None:
+        for offsets in ((0, 0, 0), (0, 0, 1)):
+            cases.momentum_pack(broken, lengths, offsets, (BF16, FP32, FP32), False, Inputs("cpu"))
+            cases.unpack_apply(broken, lengths, offsets[1:], (FP32, BF16), Inputs("cpu"))
+
+    with pytest.raises(AssertionError):
+        run()
 
 
 def test_c_that_is_not_used_may_hold_anything(bench: Bench) -> None:

@@ -1,49 +1,128 @@
-"""The two passes over fragments: where directions lie, which matrices need no stacking, a variant's functions."""
+"""The two passes over fragments: where directions lie, what is copied for a batch at once, a variant's functions."""
 
 from __future__ import annotations
 
 import torch
 
-from deepspeed_muon.ops import FlatPasses, flat_passes
-from deepspeed_muon.step.passes import Rate, Row, Step, Weights, apply, pack
-from deepspeed_muon.step.strategies import joined
+from deepspeed_muon.ops import flat_passes
+from deepspeed_muon.plan.exchange import ExchangePlan, build_exchange_plan
+from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.placement import sharded_placement
+from deepspeed_muon.step.passes import Rates, Step, Weights, apply, gradients_for, pack
+from deepspeed_muon.step.tables import DIRECTIONS, ChunkTable, Copy, Row, table_of
 from deepspeed_muon.variants import VARIANTS, Variant
 
 
-def made(rows: int, count: int, order: list[int]) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-    """Make the directions of equal matrices of 8 columns in one partition; the gradient is 0, 1, 2, ..."""
+def plan_of(rows: int, count: int, ranks: int = 1) -> ExchangePlan:
+    """Plan equal matrices of 8 columns that lie one after the other, each cut evenly over the ranks."""
     numel = 8 * rows
-    grad = torch.arange(count * numel, dtype=torch.float32)
+    part = numel // ranks
+    matrices = [
+        MatrixLayout(
+            f"matrix {number}",
+            rows,
+            8,
+            0,
+            sharded_placement(number * part, numel, part),
+        )
+        for number in range(count)
+    ]
+    return build_exchange_plan(matrices, [0] * count, rank=0, world_size=ranks, chunk_numel=1 << 20)
 
-    def momentum_pack(
-        buf: torch.Tensor, g: torch.Tensor, out: torch.Tensor, momentum: float, nesterov: bool
-    ) -> None:
-        buf.copy_(g)
-        out.copy_(g)
 
-    passes = FlatPasses("test", momentum_pack, lambda *_: None)
-    rates = [Rate(0.9, True, 1.0, 1.0, False, (1.0,))] * count
-    weights = Weights([True] * count, rates, {}, {0: passes}, VARIANTS["muon"])
-    step = Step(weights, {0: torch.zeros_like(grad)}, {0: grad}, None)
-    return pack([Row(i, 0, i * numel, 0, numel) for i in order], step, torch.float32), grad
+def rates_of(count: int, *, momentum: float, step: float = 1.0) -> Rates:
+    return Rates(
+        torch.tensor([(momentum, 0.0)] * count, dtype=torch.float64),
+        torch.tensor([(step, 1.0)] * count, dtype=torch.float64),
+        frozenset(),
+        [(1.0,)] * count,
+        [{}] * count,
+    )
+
+
+def made(rows: int, order: list[int]) -> tuple[ChunkTable, torch.Tensor, torch.Tensor]:
+    """Pack the directions of equal matrices of 8 columns in one partition; the gradient is 0, 1, 2, ..."""
+    plan = plan_of(rows, len(order))
+    table = ChunkTable(plan, plan.chunks[0], [order], {0: 0}, exact=True)
+    grad = torch.arange(8.0 * rows * len(order))
+    rates = rates_of(len(order), momentum=0.0)
+    weights = Weights([True] * len(order), None, rates, [], flat_passes("torch"), VARIANTS["muon"])
+    directions = torch.full((table.room,), torch.nan)
+    pack(table, Step(weights, [torch.zeros_like(grad)], [grad], None), directions, torch.empty(0))
+    return table, directions, grad
 
 
 def test_small_matrices_follow_each_other_in_the_order_of_the_batch() -> None:
     order = [2, 0, 1]
-    directions, grad = made(rows=4, count=3, order=order)
-    parts = [directions[index] for index in order]
-    whole = joined(parts)
-    assert whole is not None and whole.data_ptr() == parts[0].data_ptr()
-    assert torch.equal(whole.view(3, 32), grad.view(3, 32)[order])
-    assert joined(parts[::-1]) is None
+    table, directions, grad = made(4, order)
+    start = table.batch(order).start
+    assert start == 0
+    assert torch.equal(directions.narrow(0, start, 96).view(3, 32), grad.view(3, 32)[order])
+    assert table.batch([0, 2, 1]).start is None and table.batch([0, 1]).start == 32
 
 
-def test_sizes_that_would_be_misaligned_are_not_joined() -> None:
-    directions, grad = made(rows=3, count=2, order=[0, 1])
-    parts = [directions[0], directions[1]]
-    assert all(part.data_ptr() % 64 == 0 for part in parts)
-    assert joined(parts) is None
-    assert torch.equal(torch.stack(parts), grad.view(2, 24))
+def test_sizes_that_would_be_misaligned_are_copied_at_once() -> None:
+    table, directions, grad = made(3, [0, 1])
+    batch = table.batch([0, 1])
+    assert batch.start is None and table.room == 64
+    (copy,) = batch.own
+    matrices = torch.empty(48)
+    copy.in_batch(matrices).copy_(copy.in_buffer(directions))
+    assert torch.equal(matrices.view(2, 24), grad.view(2, 24))
+
+
+def test_equal_pieces_of_a_batch_are_copied_at_once() -> None:
+    """On three ranks: this rank's pieces of four matrices as one copy, and those of both others as one."""
+    plan = plan_of(6, 4, ranks=3)
+    (chunk,) = plan.chunks
+    table = ChunkTable(plan, chunk, [[0, 1, 2, 3]], {0: 0}, exact=True)
+    batch = table.batch([0, 1, 2, 3])
+    assert len(batch.own) == 1 and len(batch.travelled) == 1
+    received = torch.arange(float(chunk.receive_buffer.numel))
+    matrices = torch.full((4 * 48,), -1.0)
+    for copy in batch.travelled:
+        copy.in_batch(matrices).copy_(copy.in_buffer(received))
+    expected = torch.full((4, 48), -1.0)
+    for segment in chunk.receive_buffer.segments:
+        for piece in range(segment.count):
+            start, at = segment.buffer_offset + piece * segment.stride, segment.matrix_offset + piece * 16
+            expected[segment.matrix, at : at + 16] = received[start : start + 16]
+    assert torch.equal(matrices.view(4, 48), expected) and (expected[:, :16] == -1).all()
+    # Any other batch finds the same, matrix by matrix.
+    for indices in ([1, 3], [3, 0], [2]):
+        matrices = torch.full((48 * len(indices),), -1.0)
+        for copy in table.batch(indices).travelled:
+            copy.in_batch(matrices).copy_(copy.in_buffer(received))
+        assert torch.equal(matrices.view(-1, 48), expected[indices])
+
+
+def test_pieces_at_unequal_distances_are_not_joined() -> None:
+    def copy(matrix: int, place: int, numel: int = 4) -> Copy:
+        return Copy((1, 1, numel), 8 * matrix, (8, numel, 1), place, (0, 0, 1), numel)
+
+    first = copy(0, 0)
+    two = first.before(copy(1, 6), 8)
+    assert two is not None and two.shape == (2, 1, 4) and two.buffer_strides[0] == 6
+    assert two.before(copy(2, 12), 8) is not None
+    assert two.before(copy(2, 13), 8) is None, "another distance in the buffer"
+    assert two.before(copy(3, 12), 8) is None, "a matrix is left out"
+    assert first.before(copy(1, 6, 5), 8) is None, "another length"
+    assert copy(0, 6).before(copy(1, 0), 8) is None, "backwards"
+
+
+def test_a_matrix_without_a_gradient_is_left_alone() -> None:
+    plan = plan_of(4, 3)
+    table = ChunkTable(plan, plan.chunks[0], [[0, 1, 2]], {0: 0}, exact=True)
+    momentum, param, grad = torch.zeros(96), torch.ones(96), torch.ones(96)
+    active = [True, False, True]
+    rates = rates_of(3, momentum=0.0)
+    weights = Weights(active, torch.tensor(active), rates, [param], flat_passes("torch"), VARIANTS["muon"])
+    directions = torch.zeros(96)
+    pack(table, Step(weights, [momentum], [grad], None), directions, torch.empty(0))
+    apply(weights.active_rows(table.packed), weights, [directions])
+    for each, changed in ((momentum, 1.0), (param, 0.0)):
+        assert (each[:32] == changed).all() and (each[64:] == changed).all()
+        assert (each[32:64] == 1.0 - changed).all()
 
 
 def test_a_variant_may_change_gradients_and_updates_of_fragments() -> None:
@@ -51,12 +130,16 @@ def test_a_variant_may_change_gradients_and_updates_of_fragments() -> None:
     variant = Variant("test", before_momentum=lambda g, _: g.sign(), before_apply=lambda u, w: u * w.abs())
     param, grad = torch.randn(2, 10, generator=torch.Generator().manual_seed(7))
     before, momentum = param.clone(), torch.zeros(10)
-    rates = [Rate(0.5, False, 0.1, 1.0, False, (1.0,))]
-    weights = Weights([True], rates, {0: param}, {0: flat_passes("torch")}, variant)
-    row = Row(0, 0, 2, 0, 6)
-    direction = pack([row], Step(weights, {0: momentum}, {0: grad}, None), torch.float32)[0]
+    weights = Weights(
+        [True], None, rates_of(1, momentum=0.5, step=0.1), [param], flat_passes("torch"), variant
+    )
+    table = table_of([Row(0, 0, 2, 0, 6)], DIRECTIONS, [0])
+    direction = torch.empty(6)
+    weights.passes.momentum_pack(
+        [momentum], gradients_for([momentum], [grad], weights), [direction], table, weights.rates.momentum
+    )
     assert torch.equal(direction, 0.5 * grad[2:8].sign()) and torch.equal(momentum[2:8], direction)
-    apply(row, weights, direction)
+    apply(table, weights, [direction])
     torch.testing.assert_close(param[2:8], before[2:8] - 0.1 * direction * before[2:8].abs())
     outside = [0, 1, 8, 9]
     assert torch.equal(param[outside], before[outside]) and not momentum[outside].any()

@@ -1,4 +1,4 @@
-// The elementwise passes over flat fp32 partitions, each one read and one write of every operand, and the sum of squares.
+// The elementwise passes over flat partitions, each one read and one write of every operand, and the sum of squares.
 //
 // The loops are compiled several times, for the vector units that a chip may have, and chosen at run time: the
 // library must also run on another chip than the one it was built on (a shared home directory, a wheel).
@@ -80,9 +80,9 @@ struct Wire<Fp16> {
   }
 };
 
-template <typename T, bool nesterov>
+template <bool nesterov>
 MUON_INLINE void momentum_loop(
-    float* __restrict__ buf, const float* __restrict__ grad, T* __restrict__ out, int64_t n, float momentum,
+    float* __restrict__ buf, const float* __restrict__ grad, float* __restrict__ out, int64_t n, float momentum,
     float rest) {
   // torch.lerp picks the end that it starts from by the weight, so that weight 1 gives exactly the other end. Both
   // forms below are its forms: rest <= 0.5 <= momentum in any useful setting, and the other case follows.
@@ -96,17 +96,37 @@ MUON_INLINE void momentum_loop(
     const float old = buf[i];
     const float b = near_buf ? old + rest * (g - old) : g - back * (g - old);
     buf[i] = b;
-    const float d = nesterov ? (from_buf ? b - blend * (b - g) : g + blend * (b - g)) : b;
-    out[i] = Wire<T>::store(d);
+    out[i] = nesterov ? (from_buf ? b - blend * (b - g) : g + blend * (b - g)) : b;
   }
 }
 
-template <typename T>
 MUON_INLINE void apply_loop(
-    float* __restrict__ param, const T* __restrict__ update, int64_t n, float lr_scale, float decay) {
+    float* __restrict__ param, const float* __restrict__ update, int64_t n, float lr_scale, float decay) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; ++i) {
-    param[i] = param[i] * decay - lr_scale * Wire<T>::load(update[i]);
+    param[i] = param[i] * decay - lr_scale * update[i];
+  }
+}
+
+MUON_INLINE uint32_t largest_loop(const float* x, int64_t n, uint32_t largest) {
+  for (int64_t i = 0; i < n; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, x + i, sizeof bits);
+    largest = std::max(largest, bits & 0x7fffffffu);
+  }
+  return largest;
+}
+
+template <typename T>
+MUON_INLINE void widen_loop(const T* x, float* out, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    out[i] = Wire<T>::load(x[i]);
+  }
+}
+
+MUON_INLINE void round_loop(const float* x, Bf16* out, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    out[i] = Wire<Bf16>::store(x[i]);
   }
 }
 
@@ -139,9 +159,10 @@ MUON_INLINE double squares_loop(const T* x, int64_t n) {
   return total;
 }
 
-// The compiler does not vectorise its conversion to half well, so directions are made in blocks of fp32 and converted.
-constexpr int64_t kHalfBlock = 1024;
+// Half formats are converted in blocks of fp32 that stay in a core's first cache, so that every pass has one loop.
+constexpr int64_t kBlock = 1024;
 
+// The compiler does not vectorise its conversion to half well.
 inline void halves_plain(const float* x, Fp16* out, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     out[i] = Wire<Fp16>::store(x[i]);
@@ -167,32 +188,60 @@ __attribute__((target("avx512f"))) inline void halves_avx512(const float* x, Fp1
 #endif
 
 // One copy of the loops for each vector unit.
-#define MUON_VARIANT(NAME, ATTRIBUTE)                                                                        \
-  template <typename T>                                                                                      \
-  ATTRIBUTE void momentum_##NAME(                                                                            \
-      float* buf, const float* grad, T* out, int64_t n, float momentum, float rest, bool nesterov) {         \
-    if constexpr (std::is_same_v<T, Fp16>) {                                                                 \
-      alignas(64) float block[kHalfBlock];                                                                   \
-      for (int64_t i = 0; i < n; i += kHalfBlock) {                                                          \
-        const int64_t count = std::min(kHalfBlock, n - i);                                                   \
-        momentum_##NAME<float>(buf + i, grad + i, block, count, momentum, rest, nesterov);                   \
-        halves_##NAME(block, out + i, count);                                                                \
-      }                                                                                                      \
-      return;                                                                                                \
-    }                                                                                                        \
-    if (nesterov) {                                                                                          \
-      momentum_loop<T, true>(buf, grad, out, n, momentum, rest);                                             \
-    } else {                                                                                                 \
-      momentum_loop<T, false>(buf, grad, out, n, momentum, rest);                                            \
-    }                                                                                                        \
-  }                                                                                                          \
-  template <typename T>                                                                                      \
-  ATTRIBUTE void apply_##NAME(float* param, const T* update, int64_t n, float lr_scale, float decay) {       \
-    apply_loop<T>(param, update, n, lr_scale, decay);                                                        \
-  }                                                                                                          \
-  template <typename T>                                                                                      \
-  ATTRIBUTE double squares_##NAME(const T* x, int64_t n) {                                                   \
-    return squares_loop<T>(x, n);                                                                            \
+//
+// widened: `n` elements of `x` from `at` on in fp32: where they lie, or in `block`. narrowed: such elements back to `x`,
+// unless they lie there.
+#define MUON_VARIANT(NAME, ATTRIBUTE)                                                                                \
+  ATTRIBUTE float* widened_##NAME(const Array& x, int64_t at, int64_t n, float* block) {                             \
+    if (x.type == Element::fp32) return static_cast<float*>(x.data) + at;                                            \
+    if (x.type == Element::bf16) widen_loop(static_cast<const Bf16*>(x.data) + at, block, n);                        \
+    if (x.type == Element::fp16) widen_loop(static_cast<const Fp16*>(x.data) + at, block, n);                        \
+    return block;                                                                                                    \
+  }                                                                                                                  \
+  ATTRIBUTE void narrowed_##NAME(const float* values, const Array& x, int64_t at, int64_t n) {                       \
+    if (x.type == Element::bf16) round_loop(values, static_cast<Bf16*>(x.data) + at, n);                             \
+    if (x.type == Element::fp16) halves_##NAME(values, static_cast<Fp16*>(x.data) + at, n);                          \
+  }                                                                                                                  \
+  ATTRIBUTE void momentum_##NAME(                                                                                    \
+      const Array& buf, const Array& grad, const Array& out, int64_t begin, int64_t end, float momentum, float rest, \
+      bool nesterov) {                                                                                               \
+    alignas(64) float blocks[3][kBlock];                                                                             \
+    for (int64_t at = begin; at < end; at += kBlock) {                                                               \
+      const int64_t n = std::min(kBlock, end - at);                                                                  \
+      float* const b = widened_##NAME(buf, at, n, blocks[0]);                                                        \
+      const float* const g = widened_##NAME(grad, at, n, blocks[1]);                                                 \
+      float* const o = out.type == Element::fp32 ? static_cast<float*>(out.data) + at : blocks[2];                   \
+      if (nesterov) {                                                                                                \
+        momentum_loop<true>(b, g, o, n, momentum, rest);                                                             \
+      } else {                                                                                                       \
+        momentum_loop<false>(b, g, o, n, momentum, rest);                                                            \
+      }                                                                                                              \
+      narrowed_##NAME(b, buf, at, n);                                                                                \
+      narrowed_##NAME(o, out, at, n);                                                                                \
+    }                                                                                                                \
+  }                                                                                                                  \
+  ATTRIBUTE void apply_##NAME(                                                                                       \
+      const Array& param, const Array& update, int64_t begin, int64_t end, float lr_scale, float decay) {            \
+    alignas(64) float blocks[2][kBlock];                                                                             \
+    for (int64_t at = begin; at < end; at += kBlock) {                                                               \
+      const int64_t n = std::min(kBlock, end - at);                                                                  \
+      float* const p = widened_##NAME(param, at, n, blocks[0]);                                                      \
+      apply_loop(p, widened_##NAME(update, at, n, blocks[1]), n, lr_scale, decay);                                   \
+      narrowed_##NAME(p, param, at, n);                                                                              \
+    }                                                                                                                \
+  }                                                                                                                  \
+  ATTRIBUTE uint32_t largest_##NAME(const Array& x, int64_t begin, int64_t end) {                                    \
+    alignas(64) float block[kBlock];                                                                                 \
+    uint32_t largest = 0;                                                                                            \
+    for (int64_t at = begin; at < end; at += kBlock) {                                                               \
+      const int64_t n = std::min(kBlock, end - at);                                                                  \
+      largest = largest_loop(widened_##NAME(x, at, n, block), n, largest);                                           \
+    }                                                                                                                \
+    return largest;                                                                                                  \
+  }                                                                                                                  \
+  template <typename T>                                                                                              \
+  ATTRIBUTE double squares_##NAME(const T* x, int64_t n) {                                                           \
+    return squares_loop<T>(x, n);                                                                                    \
   }
 
 MUON_VARIANT(plain, )
@@ -233,30 +282,18 @@ Unit unit() {
 }  // namespace
 
 void momentum_pack(
-    float* buf, const float* grad, void* out, Element type, int64_t begin, int64_t end, double momentum, bool nesterov) {
+    const Array& buf, const Array& grad, const Array& out, int64_t begin, int64_t end, double momentum, bool nesterov) {
   const float mu = static_cast<float>(momentum);
   const float rest = static_cast<float>(1.0 - momentum);
-  const auto run = [&](auto* o) {
-    MUON_CALL(momentum, buf + begin, grad + begin, o + begin, end - begin, mu, rest, nesterov);
-  };
-  switch (type) {
-    case Element::fp32: return run(static_cast<float*>(out));
-    case Element::bf16: return run(static_cast<Bf16*>(out));
-    case Element::fp16: return run(static_cast<Fp16*>(out));
-  }
+  MUON_CALL(momentum, buf, grad, out, begin, end, mu, rest, nesterov);
 }
 
 void unpack_apply(
-    float* param, const void* update, Element type, int64_t begin, int64_t end, double lr_scale, double decay) {
-  const float rate = static_cast<float>(lr_scale);
-  const float keep = static_cast<float>(decay);
-  const auto run = [&](const auto* u) { MUON_CALL(apply, param + begin, u + begin, end - begin, rate, keep); };
-  switch (type) {
-    case Element::fp32: return run(static_cast<const float*>(update));
-    case Element::bf16: return run(static_cast<const Bf16*>(update));
-    case Element::fp16: return run(static_cast<const Fp16*>(update));
-  }
+    const Array& param, const Array& update, int64_t begin, int64_t end, double lr_scale, double decay) {
+  MUON_CALL(apply, param, update, begin, end, static_cast<float>(lr_scale), static_cast<float>(decay));
 }
+
+uint32_t largest_magnitude(const Array& x, int64_t begin, int64_t end) { MUON_CALL(largest, x, begin, end); }
 
 double squared_norm(const void* x, Element type, int64_t begin, int64_t end) {
   const auto run = [&](const auto* v) -> double {

@@ -1,4 +1,4 @@
-// The passes over flat tensors, on the elements from `begin` to `end` in one thread.
+// The passes over flat tensors, on the elements from `begin` to `end` of a fragment in one thread.
 #pragma once
 
 #include <cstdint>
@@ -7,13 +7,22 @@ namespace muon::cpu {
 
 enum class Element { fp32, bf16, fp16 };
 
-// buf <- lerp(buf, grad, 1 - momentum); out <- nesterov ? lerp(grad, buf, momentum) : buf, rounded to `type`.
+// A flat array of one of these types. All arithmetic is fp32; half formats are rounded to nearest when they are written.
+struct Array {
+  void* data;
+  Element type;
+};
+
+// buf <- lerp(buf, grad, 1 - momentum); out <- nesterov ? lerp(grad, buf, momentum) : buf, of buf before it is rounded.
 void momentum_pack(
-    float* buf, const float* grad, void* out, Element type, int64_t begin, int64_t end, double momentum, bool nesterov);
+    const Array& buf, const Array& grad, const Array& out, int64_t begin, int64_t end, double momentum, bool nesterov);
 
 // param <- decay * param - lr_scale * update.
 void unpack_apply(
-    float* param, const void* update, Element type, int64_t begin, int64_t end, double lr_scale, double decay);
+    const Array& param, const Array& update, int64_t begin, int64_t end, double lr_scale, double decay);
+
+// The bits of the largest magnitude in fp32; those of a NaN are larger than those of infinity.
+uint32_t largest_magnitude(const Array& x, int64_t begin, int64_t end);
 
 // Sum of squares, in fp32 within blocks and in fp64 over them; in fp64 throughout where squares leave fp32's range.
 double squared_norm(const void* x, Element type, int64_t begin, int64_t end);

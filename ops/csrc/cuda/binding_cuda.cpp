@@ -8,6 +8,10 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
+#include <array>
+#include <map>
+#include <vector>
+
 #include "../binding_checks.h"
 #include "../generic.h"
 #include "../include/muon_cuda.h"
@@ -93,24 +97,56 @@ at::Tensor sym_gemm(
   return sym_gemm_cublas(left, right, added, alpha, beta, diag).view(shape);
 }
 
-void momentum_pack(at::Tensor& buf, const at::Tensor& grad, at::Tensor& out, double momentum, bool nesterov) {
-  muon::check_momentum_pack(buf, grad, out);
-  const c10::cuda::CUDAGuard guard(buf.device());
-  check_status(
-      muon_momentum_pack(
-          buf.data_ptr<float>(), grad.const_data_ptr<float>(), out.data_ptr(), muon_dtype(out.scalar_type()),
-          buf.numel(), momentum, nesterov, stream_of(buf)),
-      "momentum_pack_");
+const char* pointer(const at::Tensor& t, int64_t offset) {
+  return static_cast<const char*>(t.const_data_ptr()) + offset * t.element_size();
 }
 
-void unpack_apply(at::Tensor& param, const at::Tensor& update, double lr_scale, double decay) {
-  muon::check_unpack_apply(param, update);
-  const c10::cuda::CUDAGuard guard(param.device());
-  check_status(
-      muon_unpack_apply(
-          param.data_ptr<float>(), update.const_data_ptr(), muon_dtype(update.scalar_type()), param.numel(), lr_scale,
-          decay, stream_of(param)),
-      "unpack_apply_");
+// A launcher takes arrays of one dtype each. Almost always there is one combination.
+template <typename Row>
+using RowsOfDtypes = std::map<std::array<int32_t, 3>, std::vector<Row>>;
+
+void momentum_pack(
+    at::TensorList bufs, at::TensorList grads, at::TensorList outs, const at::Tensor& table, const at::Tensor& rates) {
+  constexpr const char* op = "momentum_pack_";
+  muon::check_momentum_pack(bufs, grads);
+  const auto fragments = muon::flat_rows(op, table, bufs, outs);
+  const double* const rate = muon::flat_rates(op, rates, fragments);
+  RowsOfDtypes<MuonPackRow> found;
+  for (const muon::FlatRow& each : fragments) {
+    const at::Tensor &buf = bufs[each.tensor], &grad = grads[each.tensor], &out = outs[each.other];
+    found[{muon_dtype(buf.scalar_type()), muon_dtype(grad.scalar_type()), muon_dtype(out.scalar_type())}].push_back(
+        {const_cast<char*>(pointer(buf, each.offset)), pointer(grad, each.offset),
+         const_cast<char*>(pointer(out, each.other_offset)), each.numel, rate[2 * each.matrix],
+         rate[2 * each.matrix + 1] != 0.0});
+  }
+  if (found.empty()) return;
+  const c10::cuda::CUDAGuard guard(bufs[0].device());
+  for (const auto& [dtypes, rows] : found) {
+    check_status(
+        muon_momentum_pack(
+            rows.data(), static_cast<int64_t>(rows.size()), dtypes[0], dtypes[1], dtypes[2], stream_of(bufs[0])),
+        op);
+  }
+}
+
+void unpack_apply(at::TensorList params, at::TensorList updates, const at::Tensor& table, const at::Tensor& rates) {
+  constexpr const char* op = "unpack_apply_";
+  const auto fragments = muon::flat_rows(op, table, params, updates);
+  const double* const rate = muon::flat_rates(op, rates, fragments);
+  RowsOfDtypes<MuonApplyRow> found;
+  for (const muon::FlatRow& each : fragments) {
+    const at::Tensor &param = params[each.tensor], &update = updates[each.other];
+    found[{muon_dtype(param.scalar_type()), muon_dtype(update.scalar_type()), 0}].push_back(
+        {const_cast<char*>(pointer(param, each.offset)), pointer(update, each.other_offset), each.numel,
+         rate[2 * each.matrix], rate[2 * each.matrix + 1]});
+  }
+  if (found.empty()) return;
+  const c10::cuda::CUDAGuard guard(params[0].device());
+  for (const auto& [dtypes, rows] : found) {
+    check_status(
+        muon_unpack_apply(rows.data(), static_cast<int64_t>(rows.size()), dtypes[0], dtypes[1], stream_of(params[0])),
+        op);
+  }
 }
 
 // What sym_gemm's own kernel would be on the current device: "sm90", "sm80", or why there is none.

@@ -1,7 +1,10 @@
-// The two elementwise passes over a flat fp32 partition, each reading and writing every array once.
+// The two elementwise passes over fragments of flat arrays, each reading and writing every array once.
 //
-// momentum_pack moves 14 bytes an element with a 2-byte send buffer, unpack_apply 10: the memory is the limit, so a
-// thread takes eight elements at once with 16-byte accesses, all loads before the first use.
+// momentum_pack moves 14 bytes an element with fp32 state and a 2-byte send buffer, unpack_apply 10: the memory is the
+// limit, so a thread takes eight elements at once with 16-byte accesses, all loads before the first use. A block takes one
+// tile of a fragment after the other; the table of the fragments is an argument of the kernel.
+#include <type_traits>
+
 #include "../include/flat_split.h"
 #include "launch.cuh"
 
@@ -75,107 +78,200 @@ __device__ __forceinline__ float lerp(float start, float end, float weight) {
   return weight < 0.5f ? fmaf(weight, distance, start) : fmaf(weight - 1.0f, distance, end);
 }
 
-struct MomentumWeights {
-  float gradient;  // 1 - decay
-  float blend;     // decay
+// A MuonDtype as a type. Kernels are templates of the number, which scripts/sass_check.py reads in their names.
+template <int dtype>
+struct Stored {
+  using type = float;
+};
+template <>
+struct Stored<MUON_FLOAT16> {
+  using type = __half;
+};
+template <>
+struct Stored<MUON_BFLOAT16> {
+  using type = __nv_bfloat16;
 };
 
-template <bool nesterov>
-__device__ __forceinline__ float momentum_step(float& momentum, float grad, MomentumWeights weights) {
-  momentum = lerp(momentum, grad, weights.gradient);
-  return nesterov ? lerp(grad, momentum, weights.blend) : momentum;
+template <typename T>
+__device__ __forceinline__ FlatArray flat_array(const T* pointer) {
+  return {reinterpret_cast<uintptr_t>(pointer), static_cast<int>(sizeof(T))};
 }
 
-template <typename T, bool nesterov>
+struct PackFragment {
+  void* momentum;
+  const void* grad;
+  void* out;
+  int64_t n;
+  float gradient;  // 1 - decay
+  float blend;     // decay
+  int nesterov;
+};
+
+struct ApplyFragment {
+  void* param;
+  const void* update;
+  int64_t n;
+  float lr_scale;
+  float decay;
+};
+
+// What one launch works on: fragment i has the tiles from firsts[i] up to firsts[i + 1], the last one up to `tiles`.
+template <typename Fragment>
+struct Fragments {
+  int64_t firsts[MUON_FLAT_ROWS];
+  Fragment rows[MUON_FLAT_ROWS];
+  int64_t tiles;
+  int count;
+};
+static_assert(sizeof(Fragments<PackFragment>) <= 4096 && sizeof(Fragments<ApplyFragment>) <= 4096,
+              "the arguments of a kernel have 4 KiB");
+
+// Elements [begin, begin + n) of a fragment.
+struct Tile {
+  int row;
+  int64_t begin;
+  int64_t n;
+};
+
+template <typename Fragment>
+__device__ __forceinline__ Tile tile_of(const Fragments<Fragment>& table, int64_t tile) {
+  const int row = fragment_of(table.firsts, table.count, tile);
+  const int64_t begin = (tile - table.firsts[row]) * kFlatTile;
+  const int64_t left = table.rows[row].n - begin;
+  return {row, begin, left < kFlatTile ? left : kFlatTile};
+}
+
+__device__ __forceinline__ float momentum_step(float& momentum, float grad, const PackFragment& fragment) {
+  momentum = lerp(momentum, grad, fragment.gradient);
+  return fragment.nesterov ? lerp(grad, momentum, fragment.blend) : momentum;
+}
+
+__device__ __forceinline__ float apply_step(float param, float update, const ApplyFragment& fragment) {
+  return fmaf(-fragment.lr_scale, update, fragment.decay * param);
+}
+
+template <int momentum_dtype, int grad_dtype, int out_dtype>
 __global__ void __launch_bounds__(kThreads)
-    momentum_pack_kernel(float* __restrict__ momentum, const float* __restrict__ grad, T* __restrict__ out, int64_t n,
-                         FlatSplit split, MomentumWeights weights) {
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t vector = first; vector < split.vectors; vector += step) {
-    const int64_t at = split.head + vector * kFlatVector;
-    Vector m = load_vector(momentum + at);
-    const Vector g = load_vector(grad + at);
-    Vector direction;
+    momentum_pack_kernel(const __grid_constant__ Fragments<PackFragment> table) {
+  using Momentum = typename Stored<momentum_dtype>::type;
+  using Grad = typename Stored<grad_dtype>::type;
+  using Out = typename Stored<out_dtype>::type;
+  for (int64_t number = blockIdx.x; number < table.tiles; number += gridDim.x) {
+    const Tile tile = tile_of(table, number);
+    const PackFragment& fragment = table.rows[tile.row];
+    Momentum* __restrict__ const momentum = static_cast<Momentum*>(fragment.momentum) + tile.begin;
+    const Grad* __restrict__ const grad = static_cast<const Grad*>(fragment.grad) + tile.begin;
+    Out* __restrict__ const out = static_cast<Out*>(fragment.out) + tile.begin;
+    const FlatSplit split = flat_split(flat_array(momentum), flat_array(grad), flat_array(out), tile.n);
+    for (int64_t vector = threadIdx.x; vector < split.vectors; vector += kThreads) {
+      const int64_t at = split.head + vector * kFlatVector;
+      Vector m = load_vector(momentum + at);
+      const Vector g = load_vector(grad + at);
+      Vector direction;
 #pragma unroll
-    for (int i = 0; i < kFlatVector; ++i) {
-      direction.value[i] = momentum_step<nesterov>(m.value[i], g.value[i], weights);
+      for (int i = 0; i < kFlatVector; ++i) direction.value[i] = momentum_step(m.value[i], g.value[i], fragment);
+      store_vector(momentum + at, m);
+      store_vector(out + at, direction);
     }
-    store_vector(momentum + at, m);
-    store_vector(out + at, direction);
-  }
-  const int64_t singles = split.singles(n);
-  for (int64_t single = first; single < singles; single += step) {
-    const int64_t at = split.single(single);
-    float m = momentum[at];
-    const float direction = momentum_step<nesterov>(m, grad[at], weights);
-    momentum[at] = m;
-    out[at] = from_float<T>(direction);
+    const int64_t singles = split.singles(tile.n);
+    for (int64_t single = threadIdx.x; single < singles; single += kThreads) {
+      const int64_t at = split.single(single);
+      float m = to_float(momentum[at]);
+      const float direction = momentum_step(m, to_float(grad[at]), fragment);
+      momentum[at] = from_float<Momentum>(m);
+      out[at] = from_float<Out>(direction);
+    }
   }
 }
 
-template <typename T>
+template <int param_dtype, int update_dtype>
 __global__ void __launch_bounds__(kThreads)
-    unpack_apply_kernel(float* __restrict__ param, const T* __restrict__ update, int64_t n, FlatSplit split,
-                        float lr_scale, float decay) {
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t vector = first; vector < split.vectors; vector += step) {
-    const int64_t at = split.head + vector * kFlatVector;
-    Vector p = load_vector(param + at);
-    const Vector u = load_vector(update + at);
+    unpack_apply_kernel(const __grid_constant__ Fragments<ApplyFragment> table) {
+  using Param = typename Stored<param_dtype>::type;
+  using Update = typename Stored<update_dtype>::type;
+  for (int64_t number = blockIdx.x; number < table.tiles; number += gridDim.x) {
+    const Tile tile = tile_of(table, number);
+    const ApplyFragment& fragment = table.rows[tile.row];
+    Param* __restrict__ const param = static_cast<Param*>(fragment.param) + tile.begin;
+    const Update* __restrict__ const update = static_cast<const Update*>(fragment.update) + tile.begin;
+    const FlatSplit split = flat_split(flat_array(param), flat_array(param), flat_array(update), tile.n);
+    for (int64_t vector = threadIdx.x; vector < split.vectors; vector += kThreads) {
+      const int64_t at = split.head + vector * kFlatVector;
+      Vector p = load_vector(param + at);
+      const Vector u = load_vector(update + at);
 #pragma unroll
-    for (int i = 0; i < kFlatVector; ++i) p.value[i] = fmaf(-lr_scale, u.value[i], decay * p.value[i]);
-    store_vector(param + at, p);
-  }
-  const int64_t singles = split.singles(n);
-  for (int64_t single = first; single < singles; single += step) {
-    const int64_t at = split.single(single);
-    param[at] = fmaf(-lr_scale, to_float(update[at]), decay * param[at]);
+      for (int i = 0; i < kFlatVector; ++i) p.value[i] = apply_step(p.value[i], u.value[i], fragment);
+      store_vector(param + at, p);
+    }
+    const int64_t singles = split.singles(tile.n);
+    for (int64_t single = threadIdx.x; single < singles; single += kThreads) {
+      const int64_t at = split.single(single);
+      param[at] = from_float<Param>(apply_step(to_float(param[at]), to_float(update[at]), fragment));
+    }
   }
 }
 
-// Blocks for a pass over n > 0 elements: no more than the device holds at once, since more would only repeat the
-// prologue, and less than a second wave of them would leave most of the device idle.
-int flat_grid(const FlatSplit& split, int64_t n, int resident) {
-  const int64_t items = split.vectors > split.singles(n) ? split.vectors : split.singles(n);
-  const int64_t wanted = (items + kThreads - 1) / kThreads;
-  return static_cast<int>(wanted < resident ? wanted : resident);
+PackFragment fragment(const MuonPackRow& row) {
+  return {row.momentum, row.grad, row.out, row.n, static_cast<float>(1.0 - row.decay), static_cast<float>(row.decay),
+          row.nesterov};
 }
 
-template <typename T>
-int launch_momentum_pack(float* momentum, const float* grad, void* out, int64_t n, MomentumWeights weights,
-                         bool nesterov, cudaStream_t stream) {
-  const FlatSplit split = flat_split(reinterpret_cast<uintptr_t>(momentum), reinterpret_cast<uintptr_t>(grad),
-                                     reinterpret_cast<uintptr_t>(out), sizeof(T), n);
-  const auto kernel = nesterov ? momentum_pack_kernel<T, true> : momentum_pack_kernel<T, false>;
+ApplyFragment fragment(const MuonApplyRow& row) {
+  return {row.param, row.update, row.n, static_cast<float>(row.lr_scale), static_cast<float>(row.decay)};
+}
+
+// Launches `kernel` for every MUON_FLAT_ROWS fragments, with no more blocks than the device holds at once.
+template <typename Fragment, typename Row>
+int launch_fragments(void (*kernel)(Fragments<Fragment>), const Row* rows, int64_t count, cudaStream_t stream) {
   const Prepared ready = prepare(kernel, kThreads, 0);
   if (ready.status != MUON_OK) return ready.status;
-  const int grid = flat_grid(split, n, ready.blocks);
-  kernel<<<grid, kThreads, 0, stream>>>(momentum, grad, static_cast<T*>(out), n, split, weights);
-  return cudaGetLastError();
+  for (int64_t next = 0; next < count;) {
+    Fragments<Fragment> table{};
+    for (; next < count && table.count < MUON_FLAT_ROWS; ++next) {
+      if (rows[next].n == 0) continue;
+      table.firsts[table.count] = table.tiles;
+      table.rows[table.count] = fragment(rows[next]);
+      table.count += 1;
+      table.tiles += flat_tiles(rows[next].n);
+    }
+    if (table.count == 0) return MUON_OK;
+    const int grid = static_cast<int>(table.tiles < ready.blocks ? table.tiles : ready.blocks);
+    kernel<<<grid, kThreads, 0, stream>>>(table);
+    const cudaError_t error = cudaGetLastError();
+    if (error != cudaSuccess) return error;
+  }
+  return MUON_OK;
 }
 
-template <typename T>
-int launch_unpack_apply(float* param, const void* update, int64_t n, float lr_scale, float decay, cudaStream_t stream) {
-  const uintptr_t wide = reinterpret_cast<uintptr_t>(param);
-  const FlatSplit split = flat_split(wide, wide, reinterpret_cast<uintptr_t>(update), sizeof(T), n);
-  const Prepared ready = prepare(unpack_apply_kernel<T>, kThreads, 0);
-  if (ready.status != MUON_OK) return ready.status;
-  const int grid = flat_grid(split, n, ready.blocks);
-  unpack_apply_kernel<T><<<grid, kThreads, 0, stream>>>(param, static_cast<const T*>(update), n, split, lr_scale,
-                                                        decay);
-  return cudaGetLastError();
+// Calls run with a MuonDtype as a constant.
+template <typename Run>
+int with_dtype(int32_t dtype, const Run& run) {
+  switch (dtype) {
+    case MUON_FLOAT16:
+      return run(std::integral_constant<int, MUON_FLOAT16>{});
+    case MUON_BFLOAT16:
+      return run(std::integral_constant<int, MUON_BFLOAT16>{});
+    default:
+      return run(std::integral_constant<int, MUON_FLOAT32>{});
+  }
 }
 
-bool aligned_to(const void* pointer, int bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
+bool known_dtype(int32_t dtype) { return dtype == MUON_FLOAT32 || dtype == MUON_FLOAT16 || dtype == MUON_BFLOAT16; }
 
-int check_flat(const float* wide, const void* narrow, int32_t dtype, int64_t n) {
-  if (n < 0) return MUON_BAD_ARGUMENT;
-  if (dtype != MUON_FLOAT32 && dtype != MUON_FLOAT16 && dtype != MUON_BFLOAT16) return MUON_DTYPE_UNSUPPORTED;
-  if (n == 0) return MUON_OK;
-  if (wide == nullptr || narrow == nullptr) return MUON_BAD_ARGUMENT;
-  if (!aligned_to(wide, 4) || !aligned_to(narrow, dtype == MUON_FLOAT32 ? 4 : 2)) return MUON_MISALIGNED;
+int check_array(const void* pointer, int32_t dtype) {
+  if (pointer == nullptr) return MUON_BAD_ARGUMENT;
+  return reinterpret_cast<uintptr_t>(pointer) % (dtype == MUON_FLOAT32 ? 4 : 2) == 0 ? MUON_OK : MUON_MISALIGNED;
+}
+
+// Whether there are `count` rows, each with no elements or with arrays that `arrays_of` accepts.
+template <typename Row, typename Check>
+int check_rows(const Row* rows, int64_t count, const Check& arrays_of) {
+  if (count < 0 || (count > 0 && rows == nullptr)) return MUON_BAD_ARGUMENT;
+  for (int64_t i = 0; i < count; ++i) {
+    if (rows[i].n < 0) return MUON_BAD_ARGUMENT;
+    const int status = rows[i].n == 0 ? MUON_OK : arrays_of(rows[i]);
+    if (status != MUON_OK) return status;
+  }
   return MUON_OK;
 }
 
@@ -183,38 +279,43 @@ int check_flat(const float* wide, const void* narrow, int32_t dtype, int64_t n) 
 }  // namespace muon
 
 extern "C" int muon_flat_passes_available(void) {
-  return muon::prepare(muon::unpack_apply_kernel<float>, muon::kThreads, 0).status;
+  return muon::prepare(muon::unpack_apply_kernel<MUON_FLOAT32, MUON_FLOAT32>, muon::kThreads, 0).status;
 }
 
-extern "C" int muon_momentum_pack(float* momentum, const float* grad, void* out, int32_t out_dtype, int64_t n,
-                                  double decay, int32_t nesterov, muon_stream_t stream) {
-  const int status = muon::check_flat(momentum, out, out_dtype, n);
-  if (status != MUON_OK || n == 0) return status;
-  if (grad == nullptr) return MUON_BAD_ARGUMENT;
-  if (!muon::aligned_to(grad, 4)) return MUON_MISALIGNED;
-  const muon::MomentumWeights weights{static_cast<float>(1.0 - decay), static_cast<float>(decay)};
-  switch (out_dtype) {
-    case MUON_FLOAT16:
-      return muon::launch_momentum_pack<__half>(momentum, grad, out, n, weights, nesterov != 0, stream);
-    case MUON_BFLOAT16:
-      return muon::launch_momentum_pack<__nv_bfloat16>(momentum, grad, out, n, weights, nesterov != 0, stream);
-    default:
-      return muon::launch_momentum_pack<float>(momentum, grad, out, n, weights, nesterov != 0, stream);
+extern "C" int muon_momentum_pack(const MuonPackRow* rows, int64_t count, int32_t momentum_dtype, int32_t grad_dtype,
+                                  int32_t out_dtype, muon_stream_t stream) {
+  using namespace muon;
+  if (!known_dtype(momentum_dtype) || !known_dtype(grad_dtype) || !known_dtype(out_dtype)) {
+    return MUON_DTYPE_UNSUPPORTED;
   }
+  const int status = check_rows(rows, count, [&](const MuonPackRow& row) {
+    const int first = check_array(row.momentum, momentum_dtype), second = check_array(row.grad, grad_dtype);
+    return first != MUON_OK ? first : second != MUON_OK ? second : check_array(row.out, out_dtype);
+  });
+  if (status != MUON_OK || count == 0) return status;
+  return with_dtype(momentum_dtype, [&](auto momentum) {
+    return with_dtype(grad_dtype, [&](auto grad) {
+      return with_dtype(out_dtype, [&](auto out) {
+        const auto kernel = momentum_pack_kernel<decltype(momentum)::value, decltype(grad)::value, decltype(out)::value>;
+        return launch_fragments<PackFragment>(kernel, rows, count, stream);
+      });
+    });
+  });
 }
 
-extern "C" int muon_unpack_apply(float* param, const void* update, int32_t update_dtype, int64_t n, double lr_scale,
-                                 double decay, muon_stream_t stream) {
-  const int status = muon::check_flat(param, update, update_dtype, n);
-  if (status != MUON_OK || n == 0) return status;
-  const float scale = static_cast<float>(lr_scale);
-  const float factor = static_cast<float>(decay);
-  switch (update_dtype) {
-    case MUON_FLOAT16:
-      return muon::launch_unpack_apply<__half>(param, update, n, scale, factor, stream);
-    case MUON_BFLOAT16:
-      return muon::launch_unpack_apply<__nv_bfloat16>(param, update, n, scale, factor, stream);
-    default:
-      return muon::launch_unpack_apply<float>(param, update, n, scale, factor, stream);
-  }
+extern "C" int muon_unpack_apply(const MuonApplyRow* rows, int64_t count, int32_t param_dtype, int32_t update_dtype,
+                                 muon_stream_t stream) {
+  using namespace muon;
+  if (!known_dtype(param_dtype) || !known_dtype(update_dtype)) return MUON_DTYPE_UNSUPPORTED;
+  const int status = check_rows(rows, count, [&](const MuonApplyRow& row) {
+    const int first = check_array(row.param, param_dtype);
+    return first != MUON_OK ? first : check_array(row.update, update_dtype);
+  });
+  if (status != MUON_OK || count == 0) return status;
+  return with_dtype(param_dtype, [&](auto param) {
+    return with_dtype(update_dtype, [&](auto update) {
+      const auto kernel = unpack_apply_kernel<decltype(param)::value, decltype(update)::value>;
+      return launch_fragments<ApplyFragment>(kernel, rows, count, stream);
+    });
+  });
 }

@@ -29,6 +29,9 @@ enum MuonStatus {
 
 enum MuonDtype { MUON_FLOAT32 = 0, MUON_FLOAT16 = 1, MUON_BFLOAT16 = 2 };
 
+// Fragments of one launch of a flat pass: as many as fit into the 4 KiB of a kernel's arguments.
+enum { MUON_FLAT_ROWS = 72 };
+
 // d = alpha a b^T + beta c + diag I for `batch` products known to be symmetric.
 //
 // a and b are (batch, m, k), c and d are (batch, m, m), all row-major with unit stride along a row; ld* is the distance
@@ -60,13 +63,34 @@ int muon_sym_gemm_sm90_wide_available(void);
 int muon_sym_gemm_sm80_available(void);
 int muon_flat_passes_available(void);
 
-// momentum <- lerp(momentum, grad, 1 - decay); out <- nesterov ? lerp(grad, momentum, decay) : momentum, rounded to
-// out_dtype. momentum and grad are float32, all three have n elements and none overlaps another. One pass.
-int muon_momentum_pack(float* momentum, const float* grad, void* out, int32_t out_dtype, int64_t n, double decay,
-                       int32_t nesterov, muon_stream_t stream);
+// A fragment of momentum_pack: `n` elements each of three arrays, none of which overlaps another.
+typedef struct MuonPackRow {
+  void* momentum;
+  const void* grad;
+  void* out;
+  int64_t n;
+  double decay;
+  int32_t nesterov;
+} MuonPackRow;
 
-// param <- decay * param - lr_scale * update. param is float32, update of update_dtype; n elements each. One pass.
-int muon_unpack_apply(float* param, const void* update, int32_t update_dtype, int64_t n, double lr_scale, double decay,
+// momentum <- lerp(momentum, grad, 1 - decay); out <- nesterov ? lerp(grad, momentum, decay) : momentum, for all `count`
+// fragments, which lie on the host and may go once this returns. Arithmetic in float32: each array has one MuonDtype for
+// all fragments, and is rounded when it is written (out from the unrounded momentum). One pass, one launch for every
+// MUON_FLAT_ROWS fragments.
+int muon_momentum_pack(const MuonPackRow* rows, int64_t count, int32_t momentum_dtype, int32_t grad_dtype,
+                       int32_t out_dtype, muon_stream_t stream);
+
+// A fragment of unpack_apply: `n` elements each of two arrays.
+typedef struct MuonApplyRow {
+  void* param;
+  const void* update;
+  int64_t n;
+  double lr_scale;
+  double decay;
+} MuonApplyRow;
+
+// param <- decay * param - lr_scale * update, otherwise like muon_momentum_pack.
+int muon_unpack_apply(const MuonApplyRow* rows, int64_t count, int32_t param_dtype, int32_t update_dtype,
                       muon_stream_t stream);
 
 const char* muon_status_name(int status);
