@@ -266,7 +266,7 @@ class _Plan:
                     )
                 plan.writes.append((parameter, key, target))
         if hyperparameters:
-            plan.settings = group_settings(state, source)
+            plan.settings = group_settings(state, source.index, source.where)
         return plan
 
     def _target(self, parameter: LiveParameter, key: str) -> Tensor:

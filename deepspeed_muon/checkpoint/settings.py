@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from deepspeed_muon.checkpoint.index import COUNTERS, Progress
+from deepspeed_muon.checkpoint.index import COUNTERS, CheckpointIndex, Progress
 from deepspeed_muon.checkpoint.live import Host, LiveState, optimizer_of
 from deepspeed_muon.checkpoint.sealed import is_json
-from deepspeed_muon.checkpoint.sources import StateSource
 from deepspeed_muon.config import GROUP_KEYS, MuonConfig
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import logger, warn
@@ -66,12 +65,12 @@ def checked_settings(groups: Sequence[Mapping[str, Any]], where: str) -> list[di
     return checked
 
 
-def group_settings(state: LiveState, source: StateSource) -> dict[int, dict[str, Any]]:
+def group_settings(state: LiveState, index: CheckpointIndex, where: str) -> dict[int, dict[str, Any]]:
     """Return, by number of the param group, the settings on which the checkpoint agrees for all its parameters."""
-    groups = checked_settings(source.index.groups, source.where)
+    groups = checked_settings(index.groups, where)
     saved: dict[int, set[int]] = {}
     for parameter in state.parameters:
-        saved.setdefault(parameter.record.group, set()).add(source.parameters[parameter.name].group)
+        saved.setdefault(parameter.record.group, set()).add(index.parameters[parameter.name].group)
     found: dict[int, dict[str, Any]] = {}
     for number, origins in saved.items():
         group = state.optimizer.param_groups[number]
@@ -80,7 +79,7 @@ def group_settings(state: LiveState, source: StateSource) -> dict[int, dict[str,
             groups[origin]
             for origin in sorted(origins)
             if origin < len(groups)
-            and source.index.groups[origin].get("algorithm", group["algorithm"]) == group["algorithm"]
+            and index.groups[origin].get("algorithm", group["algorithm"]) == group["algorithm"]
         ]
         found[number] = {}
         keys = group.keys() & (set.intersection(*map(set, settings)) if settings else set())

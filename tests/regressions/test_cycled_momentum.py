@@ -82,9 +82,8 @@ def test_restoring_adamws_betas_leaves_momentum_alone() -> None:
     state: Any = SimpleNamespace(
         parameters=[SimpleNamespace(record=record, name="weight")], optimizer=optimizer
     )
-    index = SimpleNamespace(groups=[{"betas": [0.8, 0.99], "lr": 0.5}])
-    source: Any = SimpleNamespace(parameters={"weight": record}, index=index, where="a set")
-    settings = group_settings(state, source)[0]
+    index: Any = SimpleNamespace(groups=[{"betas": [0.8, 0.99], "lr": 0.5}], parameters={"weight": record})
+    settings = group_settings(state, index, "a set")[0]
     muon.update(settings)
     assert (muon["momentum"], muon["lr"]) == (0.95, 0.5) and "betas" not in settings
 
