@@ -9,7 +9,8 @@ import torch
 
 from benchmarks.cluster_report import Steps
 from benchmarks.step_ranks import MODELS, Decoder
-from deepspeed_muon.forecast.predict import Network, PlanSettings, exchange_of, network_seconds
+from deepspeed_muon.forecast.predict import PlanSettings, exchange_of
+from deepspeed_muon.forecast.report import Network, network_seconds
 from deepspeed_muon.routing.parameters import model_parameters_by_name
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.rules import route_parameters

@@ -14,9 +14,8 @@ import hjson
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.forecast.model_shapes import PRESETS, as_autoep, load_model, with_separate_experts
-from deepspeed_muon.forecast.predict import Network, PlanSettings, exchange_of, network_seconds
-from deepspeed_muon.forecast.report import forecast, report
-from deepspeed_muon.plan.hardware import GPUS
+from deepspeed_muon.forecast.predict import GPUS, PlanSettings, exchange_of
+from deepspeed_muon.forecast.report import Network, forecast, network_seconds, report
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.rules import route_parameters
 

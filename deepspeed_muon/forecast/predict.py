@@ -9,7 +9,7 @@ A collective counts the bytes that each rank of a ring sends: ``n (W-1)/W`` for 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -20,7 +20,6 @@ from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.plan.chunks import moves
 from deepspeed_muon.plan.exchange import sent_by_rank
-from deepspeed_muon.plan.hardware import GPUS, Gpu
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.plan.order import flat_partition_numel
 from deepspeed_muon.plan.owners import assign, assign_owners, blocks_flops
@@ -36,6 +35,44 @@ from deepspeed_muon.routing.route import Route, order_of_matrices
 # DeepSpeed's defaults: sub_group_size, and the elements up to which stage 3 keeps gathered parameters for backward.
 _SUB_GROUP_NUMEL = 1_000_000_000
 _REUSE_NUMEL = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One kind of GPU in the server in which it is usually sold. All bandwidths are bytes per second.
+
+    Attributes:
+        name: Key of the table.
+        flops: Dense bf16 / fp16 tensor operations per second, without sparsity.
+        memory_bandwidth: Of the device memory.
+        memory: Bytes of device memory.
+        node_bandwidth: NVLink, one direction, per GPU.
+        network_bandwidth: Network, one direction, per GPU.
+        source: Documents with the figures.
+    """
+
+    name: str
+    flops: float
+    memory_bandwidth: float
+    memory: float
+    node_bandwidth: float
+    network_bandwidth: float
+    source: str
+
+
+# The datasheets give NVLink as the sum of both directions; the table has half of it. The network is that of the DGX
+# server with eight GPUs: eight ports of 400 Gb/s (DGX H100, H200, B200) or 200 Gb/s (DGX A100).
+GPUS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu(
+            "a100", 312e12, 2.039e12, 80e9, 300e9, 25e9, "NVIDIA A100 80GB SXM datasheet; DGX A100 datasheet"
+        ),
+        Gpu("h100", 989e12, 3.35e12, 80e9, 450e9, 50e9, "NVIDIA H100 SXM datasheet; DGX H100 datasheet"),
+        Gpu("h200", 989e12, 4.8e12, 141e9, 450e9, 50e9, "NVIDIA H200 SXM datasheet; DGX H200 datasheet"),
+        Gpu("b200", 2250e12, 8.0e12, 180e9, 900e9, 50e9, "NVIDIA DGX B200 datasheet"),
+    )
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,72 +363,3 @@ def zero_bytes(routes: Sequence[Route], settings: PlanSettings) -> float:
         passes = {0: 2.0, 1: 3.0, 2: 3.0, 3: 2.0 if numel <= _REUSE_NUMEL else 3.0}[settings.stage]
         total += passes * numel * settings.model_dtype.itemsize * (ranks - 1) / ranks
     return total
-
-
-@dataclass(frozen=True, slots=True)
-class Network:
-    """The links between nodes.
-
-    Attributes:
-        rate: Bits a second that a node can send, and receive at the same time.
-        payload: The part of them that is data. The default is that of TCP over Ethernet: 1448 of 1514 bytes.
-        reduce_scatter: Whether the backend has one. gloo has none: torch runs an all-reduce, of twice the bytes.
-    """
-
-    rate: float
-    payload: float = 1448 / 1514
-    reduce_scatter: bool = True
-
-    def __post_init__(self) -> None:
-        if not self.rate > 0:  # a NaN too
-            raise ValueError(f"a rate of {self.rate:g} bits a second: it must be above 0")
-
-    def seconds(self, nbytes: float) -> float:
-        """Return the time that a node takes to send so many bytes."""
-        return 8.0 * nbytes / (self.rate * self.payload)
-
-
-def network_seconds(
-    routes: Sequence[Route],
-    settings: PlanSettings,
-    network: Network,
-    exchange: Exchange,
-    compute: Mapping[str, float] | None = None,
-) -> dict[str, dict[str, float]]:
-    """Predict the time on the wire, and the whole step if its time on a network without a limit is known.
-
-    Nothing is taken as hidden behind computation, so the whole step is an upper bound where collectives overlap.
-
-    Args:
-        routes: Of all parameters.
-        settings: Stage and ranks; ``gpus_per_node`` ranks share a node's link.
-        network: The links.
-        exchange: From :func:`exchange_of`.
-        compute: Seconds of forward, backward and step on a network without a limit, by optimizer.
-
-    Returns:
-        For ``muon`` and ``adamw`` the seconds of ``exchange`` and ``zero_collectives`` on
-        the wire; with ``compute`` that and the ``whole_step`` too.
-    """
-    zero = zero_bytes(routes, settings)
-    if settings.stage == 3 and not network.reduce_scatter:
-        for _, local, inside in divisions(routes, settings):
-            gradients = sum(route.numel for route in local) * settings.model_dtype.itemsize
-            zero += gradients * (inside.world_size - 1) / inside.world_size
-    # What one rank receives in one direction, it sends in the other.
-    one_way = max(exchange.gather_elements.max(), exchange.scatter_elements.max()) * settings.wire_bytes
-    ranks = min(settings.gpus_per_node, settings.world_size)
-    own = ranks * exchange.leaving * float(one_way) * (2.0 if settings.stage else 1.0)
-    # A ring passes every link once, however many ranks a node has.
-    several_nodes = settings.world_size > settings.gpus_per_node
-    found = {}
-    for name, nbytes in {"muon": own, "adamw": 0.0}.items():
-        seconds = {
-            "exchange": network.seconds(nbytes) if several_nodes else 0.0,
-            "zero_collectives": network.seconds(zero) if several_nodes else 0.0,
-        }
-        if compute is not None and name in compute:
-            seconds["compute"] = compute[name]
-            seconds["whole_step"] = sum(seconds.values())
-        found[name] = seconds
-    return found

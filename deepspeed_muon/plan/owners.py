@@ -11,6 +11,7 @@ every rank.
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections import Counter
 from collections.abc import Sequence
@@ -67,7 +68,8 @@ def assign(matrices: Sequence[MatrixLayout], iteration: NsSettings, load: list[f
     return Assignment(tuple(layouts), tuple(owners), tuple(index for index, _ in runs), tuple(work))
 
 
-def grid_blocks(row_blocks: Sequence[int], col_blocks: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+@functools.lru_cache(maxsize=512)
+def grid_blocks(row_blocks: tuple[int, ...], col_blocks: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
     """Return count, rows and columns of every kind of block in a grid with these row heights and column widths."""
     rows, cols = Counter(row_blocks), Counter(col_blocks)
     return tuple((n * k, r, c) for r, n in rows.items() for c, k in cols.items())
