@@ -191,7 +191,7 @@ def measure(parameters: int, stage: int, world: int, rank: int, trace: bool) -> 
     if trace:
         tracemalloc.start()
     start = time.process_time()
-    step_sets = read_step_sets(engine, optimizer, optimizer._route_table())
+    step_sets = read_step_sets(engine, optimizer, optimizer._routed.by_id)
     optimizer._bind(step_sets, device=torch.device("cpu"), ranks=Ranks.of([None]))
     agree(optimizer._plan_facts(), ranks=optimizer.ranks)
     found["bind_s"] = time.process_time() - start

@@ -13,7 +13,6 @@ from numbers import Number
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import Never, Unpack
 
@@ -142,11 +141,6 @@ class Muon(RoutedOptimizer):
         self.step_ends_outside = False
 
     @property
-    def _is_bound(self) -> bool:
-        """Whether :meth:`_bind` was called."""
-        return self._bound is not None
-
-    @property
     def _runners(self) -> list[StepRunner]:
         """The bound step sets with their exchange plans; empty before the optimizer is bound."""
         return [] if self._bound is None else list(self._bound.runners)
@@ -218,10 +212,6 @@ class Muon(RoutedOptimizer):
         if self._bound is None:
             raise BindingError("the optimizer is not bound to an engine yet")
         return self._bound
-
-    def _process_groups(self) -> list[dist.ProcessGroup]:
-        """Return the process groups that the bound step sets communicate in."""
-        return [] if self._bound is None else self._bound.process_groups()
 
     def _clip_attention_of(self, model: nn.Module) -> None:
         """Find the attention layers that ``qk_clip`` is about, before :meth:`_bind`; nothing without that setting.

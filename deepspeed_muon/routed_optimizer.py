@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,9 @@ class RoutedOptimizer(torch.optim.Optimizer):
         state_policy: Dtype of the state.
     """
 
+    _bound: object | None = None
+    """What tells it where its parameters are, once it was told."""
+
     def _begin(self, config: MuonConfig, routed: RoutedGroups, model: nn.Module | None) -> None:
         self.config = config
         self.managed = False
@@ -40,11 +43,6 @@ class RoutedOptimizer(torch.optim.Optimizer):
 
     def _start(self) -> None:
         """Begin unbound, with all counters at zero."""
-        raise NotImplementedError
-
-    @property
-    def _is_bound(self) -> bool:
-        """Whether it was told where its parameters lie."""
         raise NotImplementedError
 
     def _setup(self, config: MuonConfig, routed: RoutedGroups, model: nn.Module | None) -> None:
@@ -116,7 +114,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
         Raises:
             RoutingError: If the optimizer is already made: the new parameters would not be routed or exchanged.
         """
-        if self._is_bound or "algorithm" not in param_group:
+        if self._bound is not None or "algorithm" not in param_group:
             raise RoutingError("param groups cannot be added after the optimizer is made; make a new one")
         super().add_param_group(param_group)
 
@@ -178,10 +176,6 @@ class RoutedOptimizer(torch.optim.Optimizer):
             RoutingError: Naming the first parameter that would change sides.
         """
         self._routed = with_names_of(model, self._routed)
-
-    def _route_table(self) -> Mapping[int, Route]:
-        """Return ``id(parameter)`` to its route, for the adapters."""
-        return self._routed.by_id
 
     def _order_parameters(self, group_sizes: Sequence[int | None], *, device: torch.device) -> None:
         """Put the matrices of each Muon param group into the order in which ZeRO 1 or 2 shall flatten them.

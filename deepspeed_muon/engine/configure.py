@@ -270,7 +270,7 @@ def _bind(engine: Any, optimizer: Muon) -> None:
         if optimizer.config.qk_clip is not None:
             refuse_with_qk_clip(engine)
             optimizer._clip_attention_of(engine.module)
-        step_sets = read_step_sets(engine, optimizer, optimizer._route_table())
+        step_sets = read_step_sets(engine, optimizer, optimizer._routed.by_id)
         optimizer._bind(step_sets, device=_compute_device(), ranks=ranks)
         facts = optimizer._plan_facts()
     except Exception as caught:
@@ -283,7 +283,7 @@ def _bind(engine: Any, optimizer: Muon) -> None:
         optimizer.step_ends_outside = True
     elif engine.gradient_clipping() <= 0.0:
         optimizer.measure_norm = functools.partial(total_norm, weakref.ref(engine))
-    parts = parts_of(engine, optimizer._route_table())
+    parts = parts_of(engine, optimizer._routed.by_id)
     agree(RankFacts({}), error=no_checkpoint(optimizer.config, parts), ranks=ranks)
     optimizer.host = DeepSpeedHost(engine, parts)
     add_record_to_state_dict(engine)
