@@ -200,8 +200,9 @@ def _buffers(
         for _, rows, cols in route.kinds_of_blocks()
     }
     block = max((rows * cols for rows, cols in blocks), default=0)
-    # Directions and results that wait for their check; without overlap the directions lie in a buffer that was sent.
-    waiting = min(chunk, block + 2 * WINDOW_NUMEL)
+    # Directions, and results that are cut over a group and wait for their check; without overlap the directions lie in
+    # a buffer that was sent.
+    waiting = min(chunk, block + WINDOW_NUMEL * (settings.tensor_parallel > 1))
     iteration = settings.iteration.dtype.itemsize * (
         max((iteration_numel(*shape) for shape in blocks), default=0) + max(0, waiting - block)
     )

@@ -8,7 +8,7 @@ need communication: the ranks that hold the parts gather their norms, for all re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,16 +27,16 @@ from deepspeed_muon.monitoring.measure import (
     orthogonalize_carefully,
 )
 from deepspeed_muon.monitoring.recorder import StepRecorder
-from deepspeed_muon.monitoring.results import Member, R, Result, Together, copied_to_host
+from deepspeed_muon.monitoring.results import Member, R, Result, Together
 from deepspeed_muon.ops.reference import frobenius_norms
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.transport.ranks import phase
 
 WINDOW_NUMEL = 1 << 25
-"""Elements of the results that are checked together. On an accelerator, two such windows are under way."""
+"""Elements of the results that are cut over a group and checked together on a CPU."""
 
-# Results, and what waits for the copy of their norms to the host and returns them.
-_Started = tuple[list[R], Callable[[], list[float]]]
+LeftOut = tuple[list[int], Tensor]
+"""Matrices, and whether the update of each was left out: a flag for each, on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,9 @@ class ResultCheck:
     """Checks and samples the results of one exchange plan.
 
     Attributes:
-        failed_last: Matrices of this plan whose update was left out since the set was last cleared.
+        left_out: The verdicts since this list was last cleared, of the matrices of this plan.
+        told_later: Whether a verdict stays on the device, so that the host never waits for it inside of a step, and a
+            wrong result is left out instead of computed again.
     """
 
     def __init__(
@@ -77,7 +79,11 @@ class ResultCheck:
     ) -> None:
         """Reserve numbers for the plan's matrices; ``norms`` gives the Frobenius norms of a batch in fp32."""
         self.recorder = recorder
-        self.failed_last: set[int] = set()
+        self.left_out: list[LeftOut] = []
+        self.told_later = device.type != "cpu"
+        self._uncounted: list[LeftOut] = []
+        self._careful: set[int] = set()
+        self._anew: frozenset[int] = frozenset()
         self._matrices = matrices
         self._first = recorder.reserve(len(matrices))
         self._device = device
@@ -88,59 +94,88 @@ class ResultCheck:
         self._warned: set[int] = set()
 
     def settled(self, results: Iterable[R]) -> Iterator[R]:
-        """Yield results once they are right; whole ones in their order. A wrong result is replaced in place.
+        """Yield results once they are right; whole ones in their order. What is wrong is replaced in place.
 
-        On a CPU each result is checked at once. On an accelerator the norms of a window of results are read while the
-        next window runs, so the device never waits. Results that are cut over a group are checked in windows too. One
-        small all-gather serves a window, and the device waits for it: all ranks of the group must bring the same
-        results in the same order.
+        On a CPU each result is checked at once and computed again if it is wrong. On an accelerator it is left out
+        instead, by a factor that the host never sees. :meth:`learn` hears of it when the ranks tell each other the
+        flags of the next step, and from then on the matrix is computed in fp32.
+
+        Results that are cut over a group are checked together. One small all-gather serves a window of them on a CPU,
+        and each of them on an accelerator: all ranks of the group must bring the same results in the same order.
         """
-        window = _window_numel(self._device)
-        waiting: _Started[R] = ([], list)
-        current: list[R] = []
-        norms: list[Tensor] = []
-        numel = 0
         apart: dict[dist.ProcessGroup, list[R]] = {}
         for result in results:
-            if not self.recorder.check:
-                if self.recorder.sampling and result.together is None:
-                    self._sample(result)
-                yield result
-                continue
-            if result.together is not None:
+            if self.recorder.check and result.together is not None and not self.told_later:
                 group = result.together.group
                 apart.setdefault(group, []).append(result)
                 if sum(map(self._share_of, apart[group])) >= WINDOW_NUMEL:
                     yield from self._settle_together(apart.pop(group))
                 continue
-            if window == 0:
+            if self.recorder.check and self.told_later:
+                self._settle_on_device(result)
+            elif self.recorder.check:
                 self._settle_now(result)
-                yield result
-                continue
-            current.append(result)
-            norms.append(self._norms(result.updates))
-            numel += result.updates.numel()
-            if numel < window:
-                continue
-            started = current, copied_to_host(norms)
-            yield from self._settle_all(waiting)
-            waiting, current, norms, numel = started, [], [], 0
-        rest = (current, copied_to_host(norms)) if current else ([], list)
-        yield from self._settle_all(waiting)
-        yield from self._settle_all(rest)
+            if self.recorder.sampling and result.together is None:
+                self._sample(result)
+            yield result
         # In the order of their first results, which is the same on all ranks.
         for together in apart.values():
             yield from self._settle_together(together)
 
+    def learn(self, told: Collection[int]) -> set[int]:
+        """Hear which updates were left out in the step before, on any rank; the host waits only if there are some.
+
+        Those matrices are computed in fp32 from now on, and their row moments, which may be the cause, start anew. Must
+        be called by all ranks that have parts of a matrix, with the same.
+
+        Returns:
+            Those that were wrong in fp32 too.
+        """
+        if not self.told_later:
+            return set(told)
+        uncounted, self._uncounted = self._uncounted, []
+        for indices, flags in uncounted if told else ():
+            for index, left_out in zip(indices, flags.tolist(), strict=True):
+                if left_out:
+                    self.recorder.failed += 1
+                    self._warn(index, self._matrices[index], "its norm is outside of its bounds", None)
+        wrong_again = self._careful.intersection(told)
+        self._careful.update(told)
+        self._anew = frozenset(told)
+        return wrong_again
+
+    def _settle_on_device(self, result: Result) -> None:
+        """Zero the entries whose norm is wrong, and restore their row state, without waiting for the device."""
+        for position, (index, _) in enumerate(result.members if self._careful else ()):
+            if index in self._careful:
+                self._compute_in_fp32(result, position)
+        lowest, highest = self._bounds_of(*self._whole_shape(result))
+        norms, inputs = (
+            _gathered(self._norms(each), result.together).double().square().sum(0).sqrt()
+            for each in (result.updates, result.inputs)
+        )
+        # An input of a norm below 1e-12 (a head without a gradient is zero) is not normalised: its result may be small.
+        right = (norms <= highest) & ((norms >= lowest) | (inputs < self._ns.eps))
+        wrong = ~right
+        result.blocks.masked_fill_(wrong.view(-1, 1, 1), 0)
+        if result.finish is not None:
+            result.updates.masked_fill_(wrong.view(-1, 1, 1), 0)
+            result.finish.keep(result.members, right)
+        verdict = [index for index, _ in result.members], wrong
+        self.left_out.append(verdict)
+        if result.together is None or result.together.counts:
+            self._uncounted.append(verdict)
+
+    def _compute_in_fp32(self, result: Result, position: int) -> None:
+        """Replace an entry that was wrong in an earlier step; row moments, which may be the cause, start anew once."""
+        index = result.members[position][0]
+        largest = _gathered(_largest(result.inputs[position]), result.together).amax()
+        entry = _Wrong(result, position, (0.0, 0.0), 0.0, "")
+        update = self._again(entry, largest, anew=index in self._anew)
+        self._replace(entry, update, None)
+
     def _settle_now(self, result: Result) -> None:
         self._settle([result], self._norms(result.updates).tolist())
-
-    def _settle_all(self, started: _Started[R]) -> Iterator[R]:
-        results, read = started
-        norms = iter(read())
-        for result in results:
-            self._settle([result], [next(norms) for _ in result.members])
-            yield result
 
     def _settle_together(self, results: list[R]) -> Iterator[R]:
         """Check results that are cut over one group; all its ranks reach the same verdict."""
@@ -179,10 +214,6 @@ class ResultCheck:
                     wrong.append(_Wrong(result, position, (lowest, highest), norm, why))
         if wrong:
             self._redo(wrong)
-        if self.recorder.sampling:
-            for result in results:
-                if result.together is None:
-                    self._sample(result)
 
     def _bounds_of(self, rows: int, cols: int) -> tuple[float, float]:
         bounds = self._bounds.get((rows, cols))
@@ -227,7 +258,7 @@ class ResultCheck:
         for (each, _), update, norm in zip(entries, updates, norms, strict=True):
             self._replace(each, update, check_failure(norm, each.bounds))
 
-    def _again(self, entry: _Wrong, largest: float, *, anew: bool = False) -> Tensor:
+    def _again(self, entry: _Wrong, largest: float | Tensor, *, anew: bool = False) -> Tensor:
         """Return the update of one entry from the iteration in fp32, ``(rows, cols)``."""
         result, together = entry.result, entry.result.together
         direction = entry.direction.unsqueeze(0)
@@ -268,7 +299,7 @@ class ResultCheck:
             self.recorder.redone += 1
         else:
             self.recorder.failed += 1
-            self.failed_last.add(index)
+            self.left_out.append(([index], torch.ones(1, dtype=torch.bool)))
         self._warn(index, self._matrices[index], entry.why, worse)
 
     def _warn(self, index: int, matrix: MatrixLayout, why: str, failure: str | None) -> None:
@@ -277,7 +308,14 @@ class ResultCheck:
         self._warned.add(index)
         rows, cols = matrix.logical_shape
         shape, dtype = f"{rows} x {cols}", str(self._ns.dtype).removeprefix("torch.")
-        if failure is None:
+        if self.told_later:
+            logger.warning(
+                "deepspeed_muon: the orthogonalised update of %s (%s) was wrong in %s (%s): it got no update in the "
+                "step before, and is computed in fp32 from now on; deepspeed_muon.health counts it. If it happens "
+                "often, set ns_dtype to fp32 or ns_method to standard, and look at its gradient",
+                matrix.name, shape, dtype, why,
+            )  # fmt: skip
+        elif failure is None:
             logger.warning(
                 "deepspeed_muon: the orthogonalised update of %s (%s) was wrong in %s (%s) and was redone in fp32; "
                 "deepspeed_muon.health counts it. If it happens often, set ns_dtype to fp32 or ns_method to standard",
@@ -317,22 +355,23 @@ class ResultCheck:
         self.recorder.keep(layout.name, sums)
 
 
-def _window_numel(device: torch.device) -> int:
-    return 0 if device.type == "cpu" else WINDOW_NUMEL
-
-
 def _all_of(own: Tensor, together: Together | None) -> list[list[Any]]:
     """Return the values of every rank of a group, the same on all of them; waits for the device.
 
     Must be called by all ranks of the group with tensors of one shape.
     """
+    values: list[list[Any]] = _gathered(own, together).tolist()
+    return values
+
+
+def _gathered(own: Tensor, together: Together | None) -> Tensor:
+    """Return the values of every rank of a group, ``(ranks, ...)``, on the device; otherwise as :func:`_all_of`."""
     if together is None:
-        values: list[Any] = own.tolist()
-        return [values]
+        return own.unsqueeze(0)
     gathered = [torch.empty_like(own) for _ in together.sizes]
     with phase("check of results", together.group):
         dist.all_gather(gathered, own, group=together.group)
-    return [each.tolist() for each in gathered]
+    return torch.stack(gathered)
 
 
 def _largest(x: Tensor) -> Tensor:

@@ -121,7 +121,7 @@ def orthogonalize_carefully(
     x: Tensor,
     settings: NsSettings,
     *,
-    largest: float | None = None,
+    largest: float | Tensor | None = None,
     run: Callable[..., Tensor] = orthogonalize,
 ) -> Tensor:
     """Return the polar factors by the standard iteration in fp32, after division by the largest element.
@@ -140,7 +140,7 @@ def orthogonalize_carefully(
     if largest is None:
         divisor = x.abs().amax(dim=(-2, -1), keepdim=True).float()
     else:
-        divisor = torch.tensor(largest, dtype=torch.float32, device=x.device)
+        divisor = torch.as_tensor(largest, dtype=torch.float32, device=x.device)
     scaled = x.float() / divisor.clamp(min=torch.finfo(torch.float32).tiny)
     return run(scaled, settings=replace(settings, method="standard", dtype=torch.float32))
 

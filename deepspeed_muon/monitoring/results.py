@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -25,6 +24,9 @@ class Finish(Protocol):
 
     def take_back(self, block: Member, /) -> None:
         """Restore the state that a block had before this step."""
+
+    def keep(self, blocks: Sequence[Member], right: Tensor, /) -> None:
+        """Restore the state of the blocks whose flag in ``right`` is not set, without waiting for the device."""
 
     def start_anew(self, block: Member, /) -> None:
         """Reset the state of a block to its first value."""
@@ -76,25 +78,3 @@ class Result:
 
 
 R = TypeVar("R", bound=Result)
-
-
-def copied_to_host(norms: Sequence[Tensor]) -> Callable[[], list[float]]:
-    """Start to copy norms to the host in the order of the stream, so that later work does not delay it.
-
-    Returns:
-        A function that waits for the copy and returns the norms.
-    """
-    whole = torch.cat(list(norms))
-    if whole.device.type == "cpu":
-        return whole.tolist
-    host = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=True)
-    host.copy_(whole, non_blocking=True)
-    ready = torch.Event(device=whole.device.type)
-    ready.record()
-
-    def read() -> list[float]:
-        ready.synchronize()
-        values: list[float] = host.tolist()
-        return values
-
-    return read

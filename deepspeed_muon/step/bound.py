@@ -112,11 +112,10 @@ class GradientInspection:
         """
         if self._rows is None:
             self.exchange([self], grads)
-        self._runner.take_failed()
         rows, self._rows = self._rows or [], None
         names = [layout.name for layout in self._step_set.layouts]
         nonfinite = tuple(name for name, row in zip(names, rows, strict=True) if row[1])
-        failed = tuple(name for name, row in zip(names, rows, strict=True) if row[2])
+        failed = tuple(self._runner.learn({number for number, row in enumerate(rows) if row[2]}))
         if self._step_set.wider_group is not None:
             bad = torch.tensor([bool(nonfinite), bool(failed)], dtype=torch.uint8, device=self._device)
             others = _gather_flags(bad, group=self._step_set.wider_group).tolist()
@@ -126,10 +125,12 @@ class GradientInspection:
 
     def _own_flags(self, grads: Mapping[int, Flat]) -> Tensor:
         """Return three flags for each parameter, uint8: gradient not zero, not finite, left out last."""
-        flags = torch.zeros((len(self._step_set.layouts), 3), dtype=torch.uint8)
-        if failed := self._runner.failed_names():
-            flags[:, 2] = torch.tensor([layout.name in failed for layout in self._step_set.layouts])
-        flags = flags.to(self._device)
+        flags = torch.zeros((len(self._step_set.layouts), 3), dtype=torch.uint8, device=self._device)
+        if left_out := self._runner.left_out:
+            matrices = torch.tensor([n for indices, _ in left_out for n in indices], device=self._device)
+            wrong = torch.cat([each.to(self._device) for _, each in left_out]).int()
+            times = torch.zeros(len(flags), dtype=torch.int32, device=self._device)
+            flags[:, 2] = times.index_add_(0, matrices, wrong) > 0
         numbers, tensors, table = self._fragments(grads)
         if len(numbers):
             largest = largest_magnitudes(tensors, table).to(self._device)

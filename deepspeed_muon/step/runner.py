@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.config import MuonConfig
-from deepspeed_muon.monitoring.check import ResultCheck
+from deepspeed_muon.monitoring.check import LeftOut, ResultCheck
 from deepspeed_muon.monitoring.recorder import StepRecorder, Travelling
 from deepspeed_muon.ops import matrix_norms
 from deepspeed_muon.plan.exchange import build_exchange_plan
@@ -179,15 +179,33 @@ class StepRunner:
         """Where the variant's row state lies, for each matrix of the set; empty if it has none."""
         return row_places(self.step_set.matrices) if self._variant.state else ()
 
-    def take_failed(self) -> list[str]:
-        """Return the names of the matrices whose update this rank left out, and forget them."""
-        names = self.failed_names()
-        self._check.failed_last.clear()
-        return names
+    @property
+    def left_out(self) -> list[LeftOut]:
+        """Matrices of the set, and whether this rank left out the update of each, since :meth:`learn` was called."""
+        origin = self.assignment.origin
+        return [([origin[index] for index in indices], flags) for indices, flags in self._check.left_out]
 
-    def failed_names(self) -> list[str]:
-        """Return the names of the matrices whose update this rank left out."""
-        failed = {self.assignment.origin[index] for index in self._check.failed_last}
+    def learn(self, numbers: Collection[int]) -> list[str]:
+        """Hear which matrices of the set some rank left out in the step before, and forget those of this rank.
+
+        Returns:
+            The names of those that were wrong in fp32 too.
+        """
+        self._check.left_out.clear()
+        origin = self.assignment.origin
+        told = [index for index, number in enumerate(origin) if number in numbers] if numbers else ()
+        failed = {origin[index] for index in self._check.learn(told)}
+        return [self.step_set.matrices[number].name for number in sorted(failed)]
+
+    def take_failed(self) -> list[str]:
+        """Return the names of the matrices whose update this rank left out, and forget them.
+
+        There are none yet where only the next step tells (:attr:`.ResultCheck.told_later`).
+        """
+        if self._check.told_later:
+            return []
+        failed = {number for numbers, _ in self.left_out for number in numbers}
+        self._check.left_out.clear()
         return [self.step_set.matrices[number].name for number in sorted(failed)]
 
     def run(

@@ -111,6 +111,13 @@ class RowsAtOwner:
         for key, rows in self.rows.items():
             self._of_block(rows, *block).copy_(self._before[block][key])
 
+    def keep(self, blocks: Sequence[tuple[int, int]], right: Tensor) -> None:
+        """Restore the state of the blocks whose flag in ``right`` is not set, without waiting for the device."""
+        for number, block in enumerate(blocks):
+            for key, rows in self.rows.items():
+                own = self._of_block(rows, *block)
+                own.copy_(torch.where(right[number], own, self._before[block][key]))
+
     def start_anew(self, block: tuple[int, int]) -> None:
         """Give a block the state that it has before the first step."""
         for each in self._variant.state:

@@ -266,27 +266,61 @@ def test_unequal_blocks_are_measured_and_redone() -> None:
     assert found.alignment == pytest.approx(cosine, rel=1e-4)
 
 
-@pytest.mark.parametrize("window", [0, 1, 250, 10_000])
-def test_windows_keep_the_order(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
-    """As on an accelerator: a window is settled while the next one runs, and at most two wait."""
-    monkeypatch.setattr("deepspeed_muon.monitoring.check._window_numel", lambda device: window)
-    count = 9
-    check = check_of(*(MatrixLayout(f"w{i}", 8, 12, 0, sharded_placement(0, 96, 96)) for i in range(count)))
-    blocks = torch.randn(count, 1, 8, 12, generator=torch.Generator().manual_seed(8))
-    started: list[int] = []
+def test_on_an_accelerator_the_host_sees_nothing_inside_of_a_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A wrong result is left out by the device alone; the host is told in the next step, and then it is redone."""
+    check = check_of(*(MatrixLayout(f"w{i}", 8, 12, 0, sharded_placement(0, 96, 96)) for i in range(3)))
+    check.told_later = True
+    directions = torch.randn(3, 8, 12, generator=torch.Generator().manual_seed(8))
+    directions[0] = 0
+    right = orthogonalize(directions, settings=NsSettings(QUINTIC))
+    members = [(0, 0), (1, 0), (2, 0)]
 
-    def results() -> Any:
-        for index in range(count):
-            started.append(index)
-            update = orthogonalize(blocks[index], settings=NsSettings(QUINTIC))
-            yield result_of([(index, 0)], blocks[index], update * (math.nan if index == 4 else 1.0))
+    def settled(factor: float) -> Tensor:
+        blocks = right.clone()
+        blocks[2] *= factor
+        (result,) = check.settled([result_of(members, directions, blocks)])
+        return result.updates
 
-    seen = []
-    for result in check.settled(results()):
-        assert len(started) - len(seen) <= 2 * (window // 96 + 1)
-        assert bool(torch.isfinite(result.blocks).all())
-        seen += [index for index, _ in result.members]
-    assert seen == list(range(count)) and check.recorder.redone == 1
+    with monkeypatch.context() as patch:
+        for name in ("tolist", "item", "__bool__", "__float__", "__int__", "cpu", "numpy"):
+            patch.setattr(Tensor, name, lambda *_: pytest.fail("the host reads a tensor"))
+        first = settled(math.nan)
+    assert torch.equal(first[:2], right[:2]) and not first[2].any()
+    assert (check.recorder.redone, check.recorder.failed) == (0, 0)
+    ((indices, flags),) = check.left_out
+    assert indices == [0, 1, 2] and flags.tolist() == [False, False, True]
+    with caplog.at_level(logging.WARNING):
+        assert check.learn([2]) == set() and check.recorder.failed == 1
+    assert "w2 (8 x 12)" in caplog.text and "from now on" in caplog.text
+    torch.testing.assert_close(settled(math.nan), right, rtol=0, atol=1e-5)
+    assert check.learn([]) == set() and (check.recorder.redone, check.recorder.failed) == (1, 1)
+    directions[2] = math.inf
+    assert not settled(1.0)[2].any()
+    assert check.learn([2]) == {2} and check.recorder.failed == 2, "wrong in fp32 too"
+
+
+@pytest.mark.parametrize("mode", ["skip", "error"])
+def test_on_an_accelerator_a_matrix_that_stays_wrong_is_told_in_the_next_step(mode: Any) -> None:
+    """Left out in the first step, wrong in fp32 in the second, which the third one tells."""
+    weight, optimizer = one_matrix(wire_dtype="fp16", nonfinite_grad=mode, weight_decay=0.5)
+    optimizer._bind_plain()
+    (runner,) = optimizer._runners
+    runner._check.told_later = True
+    weight.data.fill_(1.0)
+    for _ in range(2):
+        weight.grad = torch.full((12, 20), 1e6)
+        optimizer.step()
+    assert bool((weight == 0.25).all()), "only the decay"
+    weight.grad = torch.randn(12, 20, generator=torch.Generator().manual_seed(10))
+    told = pytest.raises(
+        deepspeed_muon.OrthogonalizationError, match=r"layer\.weight were wrong in the step before"
+    )
+    with told if mode == "error" else contextlib.nullcontext():
+        optimizer.step()
+    assert bool((weight == 0.25).all()) == (mode == "error")
+    assert optimizer.health()["failed"] == 2
 
 
 def test_samples_take_turns() -> None:
