@@ -36,9 +36,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -47,7 +45,6 @@ from torch import Tensor, nn
 
 from deepspeed_muon.engine.zero import View, Zero3View, Zero12View, ZeroView
 from deepspeed_muon.logs import logger
-from deepspeed_muon.step.bound import Flat
 
 _MARK = "_z3_leaf"
 
@@ -154,31 +151,12 @@ def _fill_up(view: ZeroView) -> None:
             view.deliver_zero(param)
 
 
-class Pieces:
-    """A rank's gradient of one partition as ZeRO keeps it: tensors that follow each other in the partition."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = [tensor.detach().reshape(-1) for tensor in tensors]
-        self._starts = list(accumulate((tensor.numel() for tensor in self._tensors), initial=0))
-
-    def narrow(self, dim: int, start: int, length: int, /) -> Tensor:
-        """Return elements from ``start`` on; a view where they lie in one tensor, as a parameter's do."""
-        first = bisect_right(self._starts, start) - 1
-        parts = []
-        while length:
-            inside = start - self._starts[first]
-            part = self._tensors[first].narrow(0, inside, min(length, self._tensors[first].numel() - inside))
-            parts.append(part)
-            start, length, first = start + part.numel(), length - part.numel(), first + 1
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
 @contextlib.contextmanager
 def exchange_flags_first(view: ZeroView) -> Iterator[None]:
     """Exchange the flags of all groups before a step; forget them after it. Must be called by all ranks."""
     bound = view.optimizer._bound_steps
-    flat: dict[int, Flat] = {
-        index: kept.reshape(-1) if isinstance(kept, Tensor) else Pieces(kept)
+    flat = {
+        index: [each.detach().reshape(-1) for each in ([kept] if isinstance(kept, Tensor) else kept)]
         for index, kept in view.gradients().items()
     }
     bound.exchange_flags(flat)

@@ -5,9 +5,11 @@ Before a step changes anything, the ranks tell each other which parameters have 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,11 +41,8 @@ class GradientReport:
     failed: tuple[str, ...]
 
 
-class Flat(Protocol):
-    """A rank's gradient of one partition, of which runs can be read."""
-
-    def narrow(self, dim: int, start: int, length: int, /) -> Tensor:
-        """Return elements from ``start`` on; ``dim`` is 0."""
+Gradients = Mapping[int, Sequence[Tensor]]
+"""Partition index to a rank's gradient: flat tensors that follow each other in the partition."""
 
 
 class GradientInspection:
@@ -54,13 +53,8 @@ class GradientInspection:
         self._step_set = step_set = runner.step_set
         self._device = runner.context.device
         self._local = step_set.local_fragments()
-        rows = [
-            (position, each.partition_offset, position, each.partition_offset, each.numel, number)
-            for position, local in enumerate(self._local)
-            for number, each in local
-        ]
-        self._table = torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS)
-        self._numbers = self._table[:, -1].to(self._device)
+        self._lengths: list[list[int]] | None = None
+        self._table = torch.empty(0, COLUMNS, dtype=torch.int64)
         self._rows: list[list[int]] | None = None
         self.groups = [step_set.group] if step_set.world_size > 1 else []
         # A shard without a gradient must take part if other shards of its matrix have one, and so must the experts of a
@@ -77,7 +71,7 @@ class GradientInspection:
         self._rows = None
 
     @staticmethod
-    def exchange(inspections: Sequence[GradientInspection], grads: Mapping[int, Flat]) -> None:
+    def exchange(inspections: Sequence[GradientInspection], grads: Gradients) -> None:
         """Let the ranks tell each other their flags of several step sets of the same groups, in one message.
 
         Must be called by all ranks of the groups.
@@ -102,7 +96,7 @@ class GradientInspection:
         """Whether some gradient is not finite on any rank, after :meth:`exchange`."""
         return any(row[1] for row in self._rows or ())
 
-    def report(self, grads: Mapping[int, Flat]) -> GradientReport:
+    def report(self, grads: Mapping[int, Tensor]) -> GradientReport:
         """Return what all ranks know, and forget which matrices were left out.
 
         Must be called by all ranks of the group.
@@ -111,7 +105,7 @@ class GradientInspection:
             grads: Partition index to its gradient, flat and contiguous; a missing one counts as zero.
         """
         if self._rows is None:
-            self.exchange([self], grads)
+            self.exchange([self], {index: [grad] for index, grad in grads.items()})
         rows, self._rows = self._rows or [], None
         names = [layout.name for layout in self._step_set.layouts]
         nonfinite = tuple(name for name, row in zip(names, rows, strict=True) if row[1])
@@ -123,7 +117,7 @@ class GradientInspection:
             failed = failed or ("a matrix of other ranks",) * others[1]
         return GradientReport(tuple(bool(row[0]) for row in rows), nonfinite, failed)
 
-    def _own_flags(self, grads: Mapping[int, Flat]) -> Tensor:
+    def _own_flags(self, grads: Gradients) -> Tensor:
         """Return three flags for each parameter, uint8: gradient not zero, not finite, left out last."""
         flags = torch.zeros((len(self._step_set.layouts), 3), dtype=torch.uint8, device=self._device)
         if left_out := self._runner.left_out:
@@ -131,30 +125,37 @@ class GradientInspection:
             wrong = torch.cat([each.to(self._device) for _, each in left_out]).int()
             times = torch.zeros(len(flags), dtype=torch.int32, device=self._device)
             flags[:, 2] = times.index_add_(0, matrices, wrong) > 0
-        numbers, tensors, table = self._fragments(grads)
-        if len(numbers):
-            largest = largest_magnitudes(tensors, table).to(self._device)
+        pieces = [grads.get(partition.index, ()) for partition in self._step_set.partitions]
+        table = self._table_of([[each.numel() for each in own] for own in pieces])
+        if len(table):
+            largest = largest_magnitudes([each for own in pieces for each in own], table).to(self._device)
             # It is 0 for all zeros, infinity or NaN for anything that is not finite.
-            flags[numbers.to(self._device), :2] = torch.stack((largest != 0, ~largest.isfinite()), dim=1).to(
-                torch.uint8
-            )
+            found = torch.stack((largest != 0, ~largest.isfinite()), dim=1).int()
+            times = torch.zeros((len(flags), 2), dtype=torch.int32, device=self._device)
+            flags[:, :2] = times.index_add_(0, table[:, -1].to(self._device), found) > 0
         return flags
 
-    def _fragments(self, grads: Mapping[int, Flat]) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Return the parameters that have a gradient on this rank, and where: numbers, tensors, and their table."""
-        found = [grads.get(partition.index) for partition in self._step_set.partitions]
-        tensors = [grad for grad in found if isinstance(grad, Tensor)]
-        if len(tensors) == len(found):
-            return self._numbers, tensors, self._table
+    def _table_of(self, lengths: list[list[int]]) -> Tensor:
+        """Return where the parameters' fragments lie in tensors of some lengths for each partition; made once for each.
+
+        The last column is the number of the parameter.
+        """
+        if lengths == self._lengths:
+            return self._table
         rows: list[tuple[int, ...]] = []
-        tensors = []
-        for grad, local in zip(found, self._local, strict=True):
-            for number, fragment in local if grad is not None else ():
-                assert grad is not None
-                rows.append((len(tensors), 0, len(tensors), 0, fragment.numel, number))
-                tensors.append(grad.narrow(0, fragment.partition_offset, fragment.numel))
-        table = torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS)
-        return table[:, -1], tensors, table
+        first = 0
+        for own, local in zip(lengths, self._local, strict=True):
+            starts = list(accumulate(own, initial=0))
+            for number, fragment in local if own else ():
+                start, stop = fragment.partition_offset, fragment.partition_offset + fragment.numel
+                while start < stop:
+                    piece = bisect_right(starts, start) - 1
+                    place, end = start - starts[piece], min(stop, starts[piece + 1])
+                    rows.append((first + piece, place, first + piece, place, end - start, number))
+                    start = end
+            first += len(own)
+        self._lengths, self._table = lengths, torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS)
+        return self._table
 
 
 def _gather_flags(flags: Tensor, *, group: dist.ProcessGroup | None) -> Tensor:
@@ -241,7 +242,7 @@ class BoundSteps:
             current.append((runner, {p.index: group_of[id(p.tensor)] for p in partitions}))
         return current
 
-    def exchange_flags(self, grads: Mapping[int, Flat]) -> None:
+    def exchange_flags(self, grads: Gradients) -> None:
         """Let the ranks tell each other the gradient flags of all step sets, one message for each process group.
 
         Must be called by all ranks of the engine, before the calls of ``step()`` that update the sets.
