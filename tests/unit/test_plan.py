@@ -13,7 +13,7 @@ from deepspeed_muon.math.newton_schulz import orthogonalize_flops
 from deepspeed_muon.plan.exchange import BufferPlan, ExchangePlan, build_exchange_plan, sent_by_rank
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.owners import assign_owners
-from deepspeed_muon.plan.placement import Fragment, Placement, sharded_placement
+from deepspeed_muon.plan.placement import Fragment, Placement, flat_placement, sharded_placement
 from deepspeed_muon.plan.stacks import block_runs, cut_stack
 from deepspeed_muon.plan.wire import CODED, PLAIN, WireFormat
 from tests.support.layouts import (
@@ -177,6 +177,21 @@ def test_all_ranks_work_in_every_chunk() -> None:
 def test_load_of_other_partitions_counts() -> None:
     layouts = sharded_layouts([(64, 64)], 3)
     assert owners_of(layouts, [5e9, 0.0, 5e9]) == [1]
+
+
+@settings(max_examples=100, deadline=None)
+@given(offset=st.integers(0, 40), numel=st.integers(1, 40), partition=st.integers(1, 15))
+def test_placements_are_those_of_the_elements(offset: int, numel: int, partition: int) -> None:
+    """In a flat buffer that is cut into partitions, and at stage 3, where each rank's shard begins at one offset."""
+
+    def elements_of(placement: Placement) -> list[tuple[int, int]]:
+        return [(f.rank, f.partition_offset + i) for f in fragments_of(placement) for i in range(f.numel)]
+
+    flat = flat_placement(offset, numel, partition)
+    assert elements_of(flat) == [divmod(offset + element, partition) for element in range(numel)]
+    sharded = sharded_placement(offset, numel, partition)
+    expected = [(element // partition, offset + element % partition) for element in range(numel)]
+    assert elements_of(sharded) == expected
 
 
 def test_incomplete_layouts_are_refused() -> None:
