@@ -1,4 +1,4 @@
-"""Replacing a file, a folder or its set at once: whoever reads finds the old or the new one, also after a power cut.
+"""Replacing a file or a folder at once: whoever reads finds the old or the new one, also after a power cut.
 
 Everything is written under another name and synced, then renamed, then the folder that holds the name is synced.
 """
@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from deepspeed_muon.checkpoint.index import INDEX_NAME, SHARD_PATTERN, CheckpointIndex, load_index
@@ -23,16 +23,12 @@ from deepspeed_muon.logs import logger
 
 LOCK_NAME = ".muon_save.lock"
 
-# What killed saves leave of shards and of the index.
-_LEFTOVER = re.compile(
-    rf"\.({SHARD_PATTERN.pattern}|({re.escape(INDEX_NAME)}|muon_token)\.[0-9a-f]{{12}})\.tmp"
+# Shards, and what killed saves leave of shards and of the index.
+_OURS = re.compile(
+    rf"{SHARD_PATTERN.pattern}|\.({SHARD_PATTERN.pattern}|{re.escape(INDEX_NAME)}\.[0-9a-f]{{12}})\.tmp"
 )
 # NFS answers EBADF for a folder, which cannot be opened for writing.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
-
-
-class UnsettledError(CheckpointError):
-    """A save failed when the index that is in place names its shards, or may name them: they must stay."""
 
 
 def replace_file(path: Path, content: bytes, *, check: Callable[[], None] = lambda: None) -> None:
@@ -41,11 +37,10 @@ def replace_file(path: Path, content: bytes, *, check: Callable[[], None] = lamb
     Args:
         path: The file.
         content: The new content.
-        check: Called before the rename; may raise.
+        check: Called right before the rename; may raise.
 
     Raises:
-        UnsettledError: If the file was replaced, or may have been.
-        CheckpointError: If it was not.
+        CheckpointError: Saying what ``path`` holds now.
     """
     # No other process that writes to the same place has a file of this name.
     aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
@@ -60,11 +55,11 @@ def replace_file(path: Path, content: bytes, *, check: Callable[[], None] = lamb
     except OSError as error:
         left = _what_is_there(path, content)
         unlink(aside)
-        raise UnsettledError(f"{path}: {error}; {left}") from error
+        raise CheckpointError(f"{path}: {error}; {left}") from error
     try:
         fsync_folder(path.parent)
     except OSError as error:
-        raise UnsettledError(
+        raise CheckpointError(
             f"{path.parent}: {error}; the new set is in place and complete, but its index may not be on the disk: "
             f"after a power cut the set before it may be back, complete too. Save again"
         ) from error
@@ -223,7 +218,7 @@ class FolderWriter:
     """The process that writes the index of a folder; it keeps other saves out until :meth:`close`.
 
     Attributes:
-        save_id: A random number that is in the names of all files of this save.
+        save_id: A random number that is in the names of all files of this save, and meanwhile in the lock file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -237,16 +232,21 @@ class FolderWriter:
         """
         self.save_id = secrets.token_hex(6)
         self._folder = folder
-        self._replaced: list[str] = []
+        self._lock: int | None = None
+        # Which files of ours no index names: those of this save, as long as it has not renamed its index.
+        self._stale: Callable[[str], bool] = lambda name: self.save_id in name
         path = folder / LOCK_NAME
         try:
             self._lock = lock(path, os.O_RDWR | os.O_CREAT)
+            with open(path, "wb") as file:  # closing it lets ranks on other machines see the content
+                file.write(self.save_id.encode())
         except BlockingIOError:
             raise CheckpointError(
                 f"{folder}: another save is writing into this folder; wait for it, or name another folder"
             ) from None
         except OSError as error:
-            raise CheckpointError(f"{path}: {error}") from error
+            self._release()
+            raise CheckpointError(f"{path}: {error}; what the folder held before is untouched") from error
         if self._lock is None:
             logger.warning(
                 "deepspeed_muon: %s is on a file system without locks: never run two saves into it at once. What "
@@ -261,69 +261,57 @@ class FolderWriter:
             index: The whole index.
 
         Raises:
-            UnsettledError: If the index was renamed, or may have been.
-            CheckpointError: If it was not; the set that was there before is untouched.
+            CheckpointError: Saying which set the folder holds.
         """
+        replaced: set[str] = set()
         if self._lock is None:
             with contextlib.suppress(CheckpointError):
-                self._replaced = list(load_index(self._folder).files)
-        replace_file(self._folder / INDEX_NAME, index.to_bytes(), check=lambda: self._require_files(index))
+                replaced.update(load_index(self._folder).files)
 
-    def _require_files(self, index: CheckpointIndex) -> None:
-        """Raise unless every file that the index names is in the folder with its size."""
-        for name, record in index.files.items():
-            size = regular_size(self._folder / name)
-            if size != record.bytes:
-                raise CheckpointError(f"{name} has {size} bytes, {record.bytes} were written")
+        def check() -> None:
+            for name, record in index.files.items():
+                size = regular_size(self._folder / name)
+                if size != record.bytes:
+                    raise CheckpointError(f"{name} has {size} bytes, {record.bytes} were written")
+            self._stale = lambda name: False  # from now on until the rename lasts, either index may be there
 
-    def clear(self, index: CheckpointIndex) -> None:
-        """Remove what the committed ``index`` does not name. What cannot be removed stays, with a warning."""
-        if self._lock is not None:
-            remove_stale(self._folder, index.files)
-        else:
-            remove_shards(self._folder, set(self._replaced) - set(index.files))
+        replace_file(self._folder / INDEX_NAME, index.to_bytes(), check=check)
+        alone = self._lock is not None
+        self._stale = lambda name: name not in index.files and (alone or name in replaced)
 
     def close(self) -> None:
-        """Let other saves in; may be called twice."""
+        """Remove the files of ours that no index names, and let other saves in."""
+        remove_stale(self._folder, self._stale)
+        self._release()
+
+    def _release(self) -> None:
         if self._lock is not None:
             unlink(self._folder / LOCK_NAME)
             unlock(self._lock)
-            self._lock = None
 
 
-def remove_shards(folder: Path, names: Iterable[str]) -> None:
-    """Remove shards of this save, or of a set that was replaced. What cannot be removed stays, with a warning."""
+def remove_stale(folder: Path, stale: Callable[[str], bool]) -> None:
+    """Remove shards, and what killed saves left of shards and of indexes. What cannot be removed stays, with a warning.
+
+    Args:
+        folder: A consolidated checkpoint.
+        stale: Says of a name whether no index names it.
+    """
     stuck: list[OSError] = []
-    for name in list(names):  # a thread of the save may still be adding to them
+    try:
+        names = [name for name in os.listdir(folder) if _OURS.fullmatch(name) and stale(name)]
+    except OSError as error:
+        names, stuck = [], [error]
+    for name in names:
         try:
             (folder / name).unlink(missing_ok=True)
         except OSError as error:
             stuck.append(error)
     if stuck:
-        _warn_of_leftovers(folder, stuck)
-
-
-def remove_stale(folder: Path, keep: Iterable[str]) -> None:
-    """Remove shards, and what killed saves left of them, that no index names any more.
-
-    Args:
-        folder: A consolidated checkpoint; no other save may be writing into it.
-        keep: Names of the files that its index names.
-    """
-    kept = set(keep)
-    try:
-        names = os.listdir(folder)
-    except OSError as error:
-        _warn_of_leftovers(folder, [error])
-        return
-    ours = (name for name in names if _LEFTOVER.fullmatch(name) or SHARD_PATTERN.fullmatch(name))
-    remove_shards(folder, [name for name in ours if name not in kept])
-
-
-def _warn_of_leftovers(folder: Path, errors: list[OSError]) -> None:
-    logger.warning(
-        "deepspeed_muon: %s: %d files that no index names could not be removed, which the next save tries again: %s",
-        folder,
-        len(errors),
-        errors[0],
-    )
+        logger.warning(
+            "deepspeed_muon: %s: %d files that no index names could not be removed, which the next save tries again: "
+            "%s",
+            folder,
+            len(stuck),
+            stuck[0],
+        )

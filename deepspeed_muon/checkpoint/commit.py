@@ -1,7 +1,8 @@
 """How a save replaces the set of a folder: at every instant the folder holds the old set or the new one, whole.
 
-Before anything is written, the first rank puts a file with a random name into the folder, and all ranks read it: ranks
-with folders of their own would write shards that nobody finds. Then each step is on the disk before the next begins:
+Before anything is written, the first rank locks the folder and writes a random number into the lock file, and all ranks
+read it: ranks with folders of their own would write shards that nobody finds. Then each step is on the disk before the
+next begins:
 
 1. Every rank writes its shards aside, syncs and renames them, and syncs the folder, which holds their names.
 2. All ranks agree that their shards are there.
@@ -10,10 +11,10 @@ with folders of their own would write shards that nobody finds. Then each step i
 4. It syncs the folder.
 5. It removes the shards that the new index does not name.
 
-After a failure a rank removes its own shards only while it is certain that no index names them: until it told the
-others that they are there, and after the first rank said that it renamed nothing. The next save removes whatever else
-is left. A lock keeps a second save out of the folder meanwhile, which would remove the shards of this one as leftovers.
-A conversion without an engine takes the same steps, as a single rank.
+If a step before the rename fails, the first rank removes the files of this save. If it died, or if the rename may have
+happened, all files stay, and the next save removes those that its index does not name. The lock keeps a second save out
+of the folder meanwhile, which would remove the shards of this one as leftovers. A conversion without an engine takes
+the same steps, as a single rank.
 """
 
 from __future__ import annotations
@@ -23,23 +24,15 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.atomic import (
-    FolderWriter,
-    UnsettledError,
-    fsync_folder,
-    remove_shards,
-    unlink,
-    write_synced,
-)
+from deepspeed_muon.checkpoint.atomic import LOCK_NAME, FolderWriter, fsync_folder
 from deepspeed_muon.checkpoint.index import ITEM_BYTES, CheckpointIndex, FileRecord
 from deepspeed_muon.checkpoint.parts import Piece, SavePlan, Shapes, shard_name
 from deepspeed_muon.checkpoint.sealed import read_regular
@@ -48,7 +41,30 @@ from deepspeed_muon.logs import logger
 from deepspeed_muon.transport.agreement import RankFacts, agree
 from deepspeed_muon.transport.ranks import Ranks, all_ranks
 
-_UNKNOWN = "{folder}: it holds the new set or the one before, complete; 'checkpoint inspect' says which"
+
+def require_one_folder(folder: Path, writer: FolderWriter | None) -> str:
+    """Raise on every rank unless all of them see the same folder. Must be called by all ranks.
+
+    Args:
+        folder: As this rank calls it.
+        writer: Of the folder, on the first rank.
+
+    Returns:
+        The id of the save.
+    """
+    own = "" if writer is None else writer.save_id
+    save_id = str(next(iter(all_ranks().gather(own, what="naming of a save").values())))
+    error, seen = None, b""
+    with contextlib.suppress(OSError, CheckpointError):
+        seen = read_regular(folder / LOCK_NAME, 64)
+    if seen != save_id.encode():
+        error = CheckpointError(
+            f"{os.path.abspath(folder)}: this rank does not see there what rank 0 wrote into {folder}. All ranks "
+            f"must share the folder: name it by its absolute path on a file system that every machine mounts. "
+            f"Nothing was written, what it held before is untouched"
+        )
+    agree(RankFacts({}), error=error, kind=CheckpointError)
+    return save_id
 
 
 def write_set(
@@ -67,7 +83,7 @@ def write_set(
         plan: What to write.
         fill: See :func:`write_shards`.
         about: Returns what the index says besides files and parameters.
-        writer: Of the folder, on the first rank.
+        writer: Of the folder, on the first rank; closed in any case.
         save_id: Of the writer.
         ranks: The ranks that save.
 
@@ -77,146 +93,53 @@ def write_set(
     Raises:
         CheckpointError: On every rank. The message says which set the folder holds.
     """
-    log_stage(folder, "start")
-    files: dict[str, FileRecord] = {}
     names = [shard_name(save_id, number) for number in range(len(plan.shards))]
     untouched = f"{folder}: what it held before is untouched"
-    with rank_lost(untouched), _removed_on_failure(folder, files, BaseException):
-        log_stage(folder, "shards")
-        error = write_shards(plan, ranks.position, fill, folder, names, files)
-    if error is not None:
-        remove_shards(folder, files)
-    # From here on the other ranks may know that this rank's shards are there, and rank 0 may write the index.
-    with rank_lost(_UNKNOWN.format(folder=folder) if writer is None else untouched, UnsettledError):
-        # If one rank has no shards, every rank raises this error: nobody writes the index.
-        with _removed_on_failure(folder, files):
-            agree(RankFacts({}), error=error, kind=CheckpointError, ranks=ranks)
-        log_stage(folder, "shards written")
-        shares = ranks.gather(files, what="gathering of the index").values()
-        every = {name: share[name] for share in shares for name in share}
+    # What another rank than the first knows from the moment when that one may write the index.
+    unknown = f"{folder}: it holds the new set or the one before, complete; 'checkpoint inspect' says which"
     index: CheckpointIndex | None = None
     failure: CheckpointError | None = None
-    with _removed_on_failure(folder, files):
+    try:
+        log_stage(folder, "start")
+        with rank_lost(untouched):
+            log_stage(folder, "shards")
+            files, error = write_shards(plan, ranks.position, fill, folder, names)
+        with rank_lost(unknown if writer is None else untouched):
+            agree(RankFacts({}), error=error, kind=CheckpointError, ranks=ranks)
+            log_stage(folder, "shards written")
+            shares = ranks.gather(files, what="gathering of the index").values()
         if writer is not None:
-            index, failure = _commit(writer, plan, names, every, about)
-        _announce(folder, failure, ranks)
-    log_stage(folder, "index written")
-    if writer is not None and index is not None:
-        writer.clear(index)
+            try:
+                every = dict(sorted((name, share[name]) for share in shares for name in share))
+                index = CheckpointIndex.made_now(**about(), files=every, parameters=plan.records(names))
+                writer.commit(index)
+            except CheckpointError as caught:
+                failure = caught
+            except Exception as caught:
+                text = f"the index cannot be made: {type(caught).__name__}: {caught}"
+                failure = CheckpointError(f"{untouched}: {text}")
+            unknown = str(
+                failure or f"{folder}: the new set is complete and in place, but not every rank may know"
+            )
+        with rank_lost(unknown):
+            agree(RankFacts({}), error=failure, kind=CheckpointError, ranks=ranks)
+        log_stage(folder, "index written")
+    finally:
+        if writer is not None:
+            writer.close()
     log_stage(folder, "done")
     return index
 
 
-def _commit(
-    writer: FolderWriter,
-    plan: SavePlan,
-    names: Sequence[str],
-    files: Mapping[str, FileRecord],
-    about: Callable[[], dict[str, Any]],
-) -> tuple[CheckpointIndex | None, CheckpointError | None]:
-    """Write the index. Its failure is returned: the other ranks wait to hear of it."""
-    try:
-        parameters = plan.records(names)
-        index = CheckpointIndex.made_now(**about(), files=dict(sorted(files.items())), parameters=parameters)
-        writer.commit(index)
-    except CheckpointError as error:
-        return None, error
-    except Exception as error:
-        return None, CheckpointError(f"the index cannot be made: {type(error).__name__}: {error}")
-    return index, None
-
-
-def _announce(folder: Path, failure: CheckpointError | None, ranks: Ranks) -> None:
-    """Tell every rank what became of the index; all raise if it was not written, or may not last."""
-    said = [(failure is not None, isinstance(failure, UnsettledError), str(failure))]
-    if ranks.size > 1:
-        committed = "the new set is complete and in place, but not every rank may know"
-        knows = ranks.position == 0 and failure is None
-        left = f"{folder}: {committed}" if knows else _UNKNOWN.format(folder=folder)
-        try:
-            with rank_lost(left, UnsettledError):
-                dist.broadcast_object_list(said, src=0)
-        except UnsettledError:
-            if failure is None:
-                raise
-    if failure is not None:
-        raise failure
-    failed, unsettled, text = said[0]
-    if failed:
-        raise (UnsettledError if unsettled else CheckpointError)(f"rank 0: {text}")
-
-
 @contextlib.contextmanager
-def rank_lost(left: str, kind: type[CheckpointError] = CheckpointError) -> Iterator[None]:
+def rank_lost(left: str) -> Iterator[None]:
     """Name what is left of a save when a collective fails because a rank died or did not come."""
     try:
         yield
     except (MuonError, RuntimeError) as error:
         if isinstance(error, MuonError) and not isinstance(error, RankMissingError):
             raise
-        raise kind(f"{left}. The ranks did not finish the save together: {error}") from error
-
-
-@contextlib.contextmanager
-def _removed_on_failure(
-    folder: Path, files: Iterable[str], failure: type[BaseException] = CheckpointError
-) -> Iterator[None]:
-    """Remove the shards of this save if it fails while no index can name them.
-
-    Args:
-        folder: Where they are.
-        files: Their names; may grow meanwhile.
-        failure: The errors after which no index names them. An :class:`UnsettledError` is never one.
-    """
-    try:
-        yield
-    except UnsettledError:
-        raise
-    except failure:
-        remove_shards(folder, files)
-        raise
-
-
-def require_one_folder(folder: Path, writer: FolderWriter | None) -> str:
-    """Raise on every rank unless all of them see the same folder. Must be called by all ranks.
-
-    Args:
-        folder: As this rank calls it.
-        writer: Of the folder, on the first rank.
-
-    Returns:
-        The id of the save.
-    """
-    error: Exception | None = None
-    own, token = "", None
-    if writer is not None:
-        own = writer.save_id
-        token = _token(folder, own)
-        try:
-            write_synced(token, own.encode())
-        except OSError as caught:
-            error = CheckpointError(f"{token}: {caught.strerror}; what the folder held before is untouched")
-    try:
-        gathered = all_ranks().gather((own, error is None), what="naming of a save")
-        save_id, is_written = next(iter(gathered.values()))
-        try:
-            if is_written and read_regular(_token(folder, save_id), 64).decode() != save_id:
-                raise FileNotFoundError
-        except (OSError, ValueError, CheckpointError):
-            error = CheckpointError(
-                f"{os.path.abspath(folder)}: this rank does not see there what rank 0 wrote into {folder}. All ranks "
-                f"must share the folder: name it by its absolute path on a file system that every machine mounts. "
-                f"Nothing was written, what it held before is untouched"
-            )
-        agree(RankFacts({}), error=error, kind=CheckpointError)
-    finally:
-        if token is not None:
-            unlink(token)
-    return str(save_id)
-
-
-def _token(folder: Path, save_id: str) -> Path:
-    return folder / f".muon_token.{save_id}.tmp"
+        raise CheckpointError(f"{left}. The ranks did not finish the save together: {error}") from error
 
 
 def log_stage(folder: Path, stage: str) -> None:
@@ -230,8 +153,7 @@ def write_shards(
     fill: Callable[[Sequence[Piece | None], Tensor], None],
     folder: Path,
     names: Sequence[str],
-    files: dict[str, FileRecord],
-) -> Exception | None:
+) -> tuple[dict[str, FileRecord], Exception | None]:
     """Write this rank's files. A failure of the disk is returned, not raised: the other ranks still need its fragments.
 
     Args:
@@ -240,69 +162,51 @@ def write_shards(
         fill: Called in every round with the pieces of all ranks: brings this rank's into a tensor on the CPU.
         folder: Where to write.
         names: Of all files.
-        files: Gets the records of this rank's. Mutated.
+
+    Returns:
+        The records of this rank's files, and the first error.
     """
-    contents = [torch.empty(plan.piece_numel, dtype=torch.float32) for _ in range(2)]
-    writer = _Writer(plan, folder, names, files)
-    # Appends a piece while the next one is exchanged.
-    thread = ThreadPoolExecutor(1, thread_name_prefix="deepspeed_muon-save")
-    pending: list[Future[None]] = []
-    try:
-        for number, pieces in enumerate(plan.rounds()):
-            content = contents[number % 2]
-            if number > 1:
-                pending[number - 2].result()  # the thread has written what it held
-            fill(pieces, content)
-            pending.append(thread.submit(writer.append, pieces[rank], content))
-            log_stage(folder, "piece")
-        for future in pending[-2:]:
-            future.result()
-    except BaseException as interrupt:
-        # The thread must not make files after those of the save were removed.
-        writer.error = writer.error or CheckpointError(f"interrupted: {interrupt!r}")
-        raise
-    finally:
+    files: dict[str, FileRecord] = {}
+    current: list[ShardFile] = []
+    failed: list[CheckpointError] = []
+
+    def append(piece: Piece, content: Tensor) -> None:
+        path = folder / names[piece.shard]
+        if failed:
+            return
         try:
-            thread.shutdown(cancel_futures=True)
-        finally:
-            writer.discard()
-    if writer.error is None and files:
+            if not current:
+                current.append(ShardFile(path, plan.shards[piece.shard]))
+            current[0].write(content.narrow(0, 0, piece.stop - piece.start))
+            if piece.stop == plan.sizes[piece.shard]:
+                files[path.name] = current.pop().finish()
+        except OSError as error:
+            failed.append(CheckpointError(f"{path}: {error}; what the folder held before is untouched"))
+
+    contents = [torch.empty(plan.piece_numel, dtype=torch.float32) for _ in range(2)]
+    # Appends a piece while the next one is exchanged.
+    writing: list[Future[None]] = []
+    try:
+        with ThreadPoolExecutor(1, thread_name_prefix="deepspeed_muon-save") as thread:
+            for number, pieces in enumerate(plan.rounds()):
+                if len(writing) == 2:
+                    writing.pop(0).result()  # the thread has written what this buffer held
+                content, own = contents[number % 2], pieces[rank]
+                fill(pieces, content)
+                if own is not None:
+                    writing.append(thread.submit(append, own, content))
+                log_stage(folder, "piece")
+        for each in writing:
+            each.result()
+    finally:
+        for file in current:
+            file.close()
+    if files and not failed:
         try:
             fsync_folder(folder)
         except OSError as error:
-            return CheckpointError(f"{folder}: {error}; what it held before is untouched")
-    return writer.error
-
-
-class _Writer:
-    """Appends pieces to this rank's files. The first error is kept, and everything after it ignored."""
-
-    def __init__(
-        self, plan: SavePlan, folder: Path, names: Sequence[str], files: dict[str, FileRecord]
-    ) -> None:
-        self.error: Exception | None = None
-        self._plan, self._folder, self._names, self._files = plan, folder, names, files
-        self._current: ShardFile | None = None
-
-    def append(self, piece: Piece | None, content: Tensor) -> None:
-        """Write a piece, if there is one: the first elements of ``content``."""
-        if piece is None or self.error is not None:
-            return
-        path = self._folder / self._names[piece.shard]
-        try:
-            if self._current is None:
-                self._current = ShardFile(path, self._plan.shards[piece.shard])
-            self._current.write(content.narrow(0, 0, piece.stop - piece.start))
-            if piece.stop == self._plan.sizes[piece.shard]:
-                self._files[path.name] = self._current.finish()
-                self._current = None
-        except OSError as caught:
-            self.error = CheckpointError(f"{path}: {caught}; what the folder held before is untouched")
-
-    def discard(self) -> None:
-        """Remove a file that is not finished."""
-        if self._current is not None:
-            self._current.discard()
+            failed.append(CheckpointError(f"{folder}: {error}; what it held before is untouched"))
+    return files, failed[0] if failed else None
 
 
 class ShardFile:
@@ -323,11 +227,11 @@ class ShardFile:
         self._expected = 8 + len(text) + offset
         self._written = 0
         self._sha = hashlib.sha256()
-        self._file = open(self._aside, "wb")  # noqa: SIM115 - closed by finish() or discard()
+        self._file = open(self._aside, "wb")  # noqa: SIM115 - closed by close()
         try:
             self._put(len(text).to_bytes(8, "little") + text)
         except OSError:
-            self.discard()
+            self.close()
             raise
 
     def write(self, piece: Tensor) -> None:
@@ -352,10 +256,7 @@ class ShardFile:
         os.replace(self._aside, self._path)
         return FileRecord(bytes=self._written, sha256=self._sha.hexdigest())
 
-    def discard(self) -> None:
-        """Remove whatever there is of the file. No index may name it yet."""
+    def close(self) -> None:
+        """Close a file that is not finished. It keeps its temporary name."""
         with contextlib.suppress(OSError):
             self._file.close()
-        for path in (self._aside, self._path):
-            with contextlib.suppress(OSError):
-                path.unlink()

@@ -71,12 +71,8 @@ def consolidate(
     require_all_ranks(engine)
     with rank_lost(f"{out_dir}: what it held before is untouched"):
         folder, state, plan, writer, save_id = _prepare(engine, out_dir, shard_bytes)
-    try:
-        fill, about = _Exchange(state, plan).fill, functools.partial(_about, state)
-        write_set(folder, plan, fill, about, writer, save_id, all_ranks())
-    finally:
-        if writer is not None:
-            writer.close()
+    fill, about = _Exchange(state, plan).fill, functools.partial(_about, state)
+    write_set(folder, plan, fill, about, writer, save_id, all_ranks())
     return folder
 
 

@@ -74,10 +74,7 @@ def consolidate_files(
             saved.bring(plan.transfers(0, pieces[0]) if pieces[0] else (), content)
 
     writer = FolderWriter(out)
-    try:
-        index = write_set(out, plan, fill, saved.about, writer, writer.save_id, Ranks())
-    finally:
-        writer.close()
+    index = write_set(out, plan, fill, saved.about, writer, writer.save_id, Ranks())
     assert index is not None
     return index
 

@@ -166,14 +166,14 @@ def test_a_rank_that_does_not_see_the_checkpoint(ranks: Any, good: Path) -> None
 # ---------------------------------------------------------------------------------------------- faults while saving
 
 
-def killed_at(rank: int, world_size: int, *, folder: str, stage: str, zero_stage: int) -> None:
-    """Train further, then die in the middle of saving over a good checkpoint: both ranks at the same point."""
+def killed_at(rank: int, world_size: int, *, folder: str, stage: str, zero_stage: int, dies: int = 1) -> None:
+    """Train further, then let one rank die in the middle of saving over a good checkpoint."""
     engine = engine_for(zero_stage, world_size, seed=0, kind="toy")
     for step in range(3):
         training.run_step(engine, step, rank, world_size, MICROS // world_size)
 
     def act(reached: str) -> None:
-        if reached == stage and rank == world_size - 1:
+        if reached == stage and rank == dies:
             os.kill(os.getpid(), signal.SIGKILL)
 
     with at_every_stage(act):
@@ -206,8 +206,10 @@ def test_killed_while_saving(ranks: Any, damaged: Path, stage: str) -> None:
 
 
 def test_first_save_killed_leaves_nothing_that_loads(tmp_path: Path, ranks: Any) -> None:
+    """The first rank died: as long as it lives, it removes the files of a save that failed."""
+    arguments = {"folder": str(tmp_path), "stage": "shards written", "zero_stage": 1, "dies": 0}
     with pytest.raises(RanksFailed):
-        run_ranks(killed_at, 2, {"folder": str(tmp_path), "stage": "shards written", "zero_stage": 1})
+        run_ranks(killed_at, 2, arguments)
     assert list(tmp_path.glob("*.safetensors"))
     all_refuse(ranks, tmp_path, INDEX, "did not finish")
 
@@ -239,7 +241,7 @@ def test_disk_full(ranks: Any, damaged: Path, limit: int) -> None:
     """In the header, and in the middle of a file; training goes on, and the old checkpoint is untouched."""
     before = {path.name: path.read_bytes() for path in damaged.iterdir()}
     messages = ranks(2).run(disk_full, folder=str(damaged), stage=3, limit=limit)
-    file = ".safetensors" if limit else "muon_token"  # by which the ranks find that they share the folder
+    file = ".safetensors" if limit else ".muon_save.lock"
     assert all(file in message and "File too large" in message for message in messages), messages
     assert before == {path.name: path.read_bytes() for path in damaged.iterdir()}
 

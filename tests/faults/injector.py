@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-COLLECTIVES = ("all_gather_object", "broadcast_object_list", "all_to_all_single")
+COLLECTIVES = ("all_gather_object", "all_reduce", "all_to_all_single")
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def describe(entry: dict[str, Any]) -> str:
         return f"{kind.removesuffix(' lock')} lock"
     if name == "latest" or name.endswith(".py"):
         return f"{kind} {'latest' if name == 'latest' else 'script'}"
-    what = next((what for what in ("index", "token") if what in name), "shard")
+    what = "index" if "index" in name else "shard"
     if name.startswith("."):
         what += " aside"
     return f"{kind} {what}"

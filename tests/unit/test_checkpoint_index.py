@@ -181,7 +181,7 @@ def test_only_files_of_ours_are_removed(tmp_path: Path) -> None:
         shard_name("a" * 12, 7),
     ):
         (tmp_path / name).write_text("")
-    remove_stale(tmp_path, [FILE])
+    remove_stale(tmp_path, lambda name: name != FILE)
     assert {p.name for p in tmp_path.iterdir()} == {FILE, "model.safetensors", "muon-notes.safetensors"}
 
 
