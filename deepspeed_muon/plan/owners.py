@@ -2,7 +2,9 @@
 
 A matrix that lies whole on one rank is orthogonalised there and never moves. Every other matrix, the costliest first,
 goes to the rank that would finish it first. Its time is the work that the rank already has, the work of the matrix, and
-the transfer of the elements that the rank does not hold.
+the transfer of the elements that the rank does not hold. Matrices of equal cost that cross one partition boundary each,
+as blocks of a stack do, are decided together: the sum of these times is the least. One by one, the blocks of a long
+stack would push what does not divide evenly from rank to rank, until some rank has a block too many.
 
 If one rank holds half of a matrix or more, only holders may own it, so that balancing never moves more than twice what
 has to move. If half of the ranks hold parts of a matrix, any rank may own it. The same layouts give the same owners on
@@ -14,8 +16,10 @@ from __future__ import annotations
 import functools
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
@@ -106,23 +110,73 @@ def assign_owners(
             busy[only] += cost
     idle = [(work, rank) for rank, work in enumerate(busy.tolist())]
     heapq.heapify(idle)
-    for index in sorted(undecided, key=lambda index: (-costs[index], index)):
+    undecided.sort(key=lambda index: (-costs[index], index))
+    for together in _decided_together(undecided, costs, placements):
         while idle[0][0] != busy[idle[0][1]]:
             heapq.heapreplace(idle, (float(busy[idle[0][1]]), idle[0][1]))
-        idlest = owner = idle[0][1]
-        placement = placements[index]
-        if (
-            placement is not None
-            and not placement.replicated
-            and len(placement.ranks) < _everywhere(len(load))
-        ):
-            owner = _first_to_finish(placement, busy, idlest)
-        owners[index] = owner
-        busy[owner] += costs[index]
-        if owner == idlest:
-            heapq.heapreplace(idle, (float(busy[owner]), owner))
+        placement = placements[together[0]]
+        if placement is None or placement.replicated or len(placement.ranks) >= _everywhere(len(load)):
+            chosen = [idle[0][1]]
+        elif len(placement.ranks) == 2:
+            crossing = [each for index in together if (each := placements[index]) is not None]
+            chosen = _from_rank_to_rank(costs[together[0]], crossing, busy)
+        else:
+            chosen = [_first_to_finish(placement, busy, idle[0][1])]
+        for index, owner in zip(together, chosen, strict=True):
+            owners[index] = owner
+            busy[owner] += costs[index]
     load[:] = busy.tolist()
     return owners
+
+
+def _decided_together(
+    order: Sequence[int], costs: Sequence[float], placements: Sequence[Placement | None]
+) -> Iterator[list[int]]:
+    """Yield the matrices in an order; together those of equal cost that cross one boundary each, rank after rank."""
+    together: list[int] = []
+    last = -1
+    for index in order:
+        boundary = _crossed_boundary(placements[index])
+        if together and not (0 <= last < boundary and costs[index] == costs[together[0]]):
+            yield together
+            together = []
+        together.append(index)
+        last = boundary
+    if together:
+        yield together
+
+
+def _crossed_boundary(placement: Placement | None) -> int:
+    """Return the first of the two ranks that hold a matrix, -1 if it does not lie on two."""
+    return placement.first if placement and not placement.copies and len(placement.ranks) == 2 else -1
+
+
+def _from_rank_to_rank(cost: float, placements: Sequence[Placement], busy: Floats) -> list[int]:
+    """Return the owners of matrices of equal cost, each on two ranks, that end the sum of their times soonest.
+
+    Args:
+        cost: Operations of each matrix.
+        placements: Where they lie, in the order of the ranks. A rank that takes two of them finishes the second later.
+        busy: Operations that each rank already has.
+    """
+    # For either owner of the last matrix the best way so far: the sum of the times, that owner, the way before. A
+    # time is given without what is equal for both owners: the work of the matrix, and the transfer of all its elements.
+    ways: list[tuple[float, int, Any]] = [(0.0, -1, None)]
+    for placement in placements:
+        ends = {
+            rank: float(busy[rank]) - FLOPS_PER_MOVED_ELEMENT * placement.held_by(rank)
+            for rank in placement.ranks
+        }
+        ways = [
+            min(((way[0] + end + cost * (way[1] == rank), rank, way) for way in ways), key=itemgetter(0))
+            for rank, end in ends.items()
+        ]
+    owners: list[int] = []
+    way = min(ways, key=itemgetter(0))
+    while way[2] is not None:
+        owners.append(way[1])
+        way = way[2]
+    return owners[::-1]
 
 
 def _everywhere(world_size: int) -> int:

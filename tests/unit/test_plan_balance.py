@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import tracemalloc
 
@@ -55,6 +56,14 @@ def test_load_of_earlier_sets_is_evened_out() -> None:
     assert max(load) == 900.0 and min(load) >= 700.0
 
 
+def crosses_a_later_boundary(
+    index: int, before: int, costs: list[float], holders: list[dict[int, int]]
+) -> bool:
+    """Return whether a matrix costs the same as the one before, and both lie on two ranks, it on later ones."""
+    two = len(holders[index]) == len(holders[before]) == 2 and costs[index] == costs[before]
+    return two and min(holders[index]) > min(holders[before])
+
+
 def owners_by_definition(costs: list[float], placements: list[Placement], load: list[float]) -> list[int]:
     """Return the owners as the docstring of plan/owners.py says, with a loop over all ranks."""
     world, owners = len(load), [-1] * len(costs)
@@ -63,22 +72,43 @@ def owners_by_definition(costs: list[float], placements: list[Placement], load: 
     for index in alone:
         (owners[index],) = holders[index]
         load[owners[index]] += costs[index]
-    for index in sorted(set(range(len(costs))) - set(alone), key=lambda index: (-costs[index], index)):
+
+    def ends(index: int) -> dict[int, float]:
+        """Return the ranks that may own a matrix, and when each would begin with it."""
         held, numel = holders[index], placements[index].numel
-        anywhere = placements[index].replicated or len(held) >= max(3, (world + 1) // 2)
-        ends = {}
-        for rank in range(world):
-            own = 0 if anywhere else held.get(rank, 0)
-            if anywhere or own or 2 * max(held.values()) < numel:
-                ends[rank] = load[rank] + (0.0 if anywhere else FLOPS_PER_MOVED_ELEMENT * (numel - own))
-        owners[index] = min(ends, key=lambda rank: (ends[rank], rank))
-        load[owners[index]] += costs[index]
+        if placements[index].replicated or len(held) >= max(3, (world + 1) // 2):
+            return dict(enumerate(load))
+        return {
+            rank: load[rank] + FLOPS_PER_MOVED_ELEMENT * (numel - held.get(rank, 0))
+            for rank in range(world)
+            if rank in held or 2 * max(held.values()) < numel
+        }
+
+    order = sorted(set(range(len(costs))) - set(alone), key=lambda index: (-costs[index], index))
+    while order:
+        together = [order.pop(0)]
+        while order and crosses_a_later_boundary(order[0], together[-1], costs, holders):
+            together.append(order.pop(0))
+
+        def key(way: tuple[int, ...], together: list[int] = together) -> tuple[float, tuple[int, ...]]:
+            times = [
+                ends(index)[rank] + costs[index] * (1 + (rank in way[:number][-1:]))
+                for number, (index, rank) in enumerate(zip(together, way, strict=True))
+            ]
+            return sum(times), way[::-1]
+
+        for index, owner in zip(together, min(itertools.product(*map(ends, together)), key=key), strict=True):
+            owners[index] = owner
+            load[owner] += costs[index]
     return owners
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    dims=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=12),
+    dims=st.one_of(
+        st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=12),
+        st.lists(st.sampled_from([(4, 5), (10, 2), (3, 3)]), min_size=1, max_size=12),
+    ),
     world=st.integers(1, 24),
     kind=st.sampled_from(sorted(MAKERS)),
     before=st.lists(st.integers(0, 3), min_size=24, max_size=24),

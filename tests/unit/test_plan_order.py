@@ -72,9 +72,9 @@ def test_deepseek_v3_with_separate_experts(world: int, balance: float) -> None:
     assert exchange_of(routes, PlanSettings(world, 1)).balance <= balance
 
 
-@pytest.mark.parametrize(("separate", "balance"), [(True, 1.3), (False, 1.34)])
+@pytest.mark.parametrize(("separate", "balance"), [(True, 1.27), (False, 1.294)])
 def test_kimi_k2_on_1024_ranks(separate: bool, balance: float) -> None:
-    """Of a stack of experts a partition holds 34.06 blocks: the busiest rank has 35, of 0.038 of the mean each."""
+    """Of a stack of experts a partition holds 34.06 blocks: no rank has more than 34, of 0.038 of the mean each."""
     routes = routes_of("kimi-k2", separate)
     assert exchange_of(routes, PlanSettings(1024, 1)).balance <= balance
 
