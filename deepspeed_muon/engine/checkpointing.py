@@ -24,7 +24,8 @@ from deepspeed_muon.checkpoint.sealed import load_pickle, refusing
 from deepspeed_muon.checkpoint.settings import Before
 from deepspeed_muon.checkpoint.tag_folder import Glance, glance
 from deepspeed_muon.checkpoint.universal import UniversalSource, convert_to_universal, is_ours
-from deepspeed_muon.engine.zero import FlatView, View, view_of
+from deepspeed_muon.engine.zero.stages import FlatView, view_of
+from deepspeed_muon.engine.zero.views import View
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.transport.agreement import RankFacts, agree

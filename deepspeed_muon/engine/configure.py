@@ -31,14 +31,11 @@ from deepspeed_muon.engine.scaling import total_norm
 from deepspeed_muon.engine.supported import (
     expert_parallel,
     refuse_blocks_of_shards,
-    refuse_checkpoints,
     refuse_unsupported,
-    refuse_with_qk_clip,
+    refuse_with_settings,
 )
 from deepspeed_muon.engine.tensor_parallel import tensor_shards
 from deepspeed_muon.engine.topology import (
-    data_parallel_scope,
-    has_experts,
     model_facts,
     no_checkpoint,
     order_parameters,
@@ -46,7 +43,7 @@ from deepspeed_muon.engine.topology import (
     ranks_of,
     read_step_sets,
 )
-from deepspeed_muon.engine.zero import Zero12View, view_of
+from deepspeed_muon.engine.zero.stages import Zero12View, view_of
 from deepspeed_muon.errors import PlanMismatchError, UnsupportedConfigError
 from deepspeed_muon.logs import announce, logger
 from deepspeed_muon.ops import loaded
@@ -55,7 +52,7 @@ from deepspeed_muon.routing.param_groups import build_groups
 from deepspeed_muon.routing.parameters import is_divided
 from deepspeed_muon.routing.route import format_routes, summarize_routes
 from deepspeed_muon.routing.rules import check_routes, warn_without_muon
-from deepspeed_muon.transport.agreement import RankFacts, agree
+from deepspeed_muon.transport.agreement import RankFacts, Scope, agree
 from deepspeed_muon.transport.ranks import Ranks, all_ranks
 from deepspeed_muon.version import __version__
 
@@ -146,7 +143,7 @@ def configure_optimizer(
             _compare_settings(engine, client_optimizer, model_parameters)
             if given:
                 _adopt(engine, client_optimizer)
-            elif has_experts(engine):
+            elif engine.has_moe_layers:
                 model_parameters = _named_groups(model_parameters)
         result = original(engine, client_optimizer, model_parameters)
     optimizer = muon_of(engine)
@@ -201,7 +198,7 @@ def _compare_settings(engine: Any, client_optimizer: Muon | None, model_paramete
         facts.update(_preflight(engine, client_optimizer, model_parameters))
     except Exception as caught:
         error = caught
-    _agree(ranks_of(engine), RankFacts(facts, scope=data_parallel_scope(engine)), error=error)
+    _agree(ranks_of(engine), RankFacts(facts, scope=Scope.of(engine.seq_data_parallel_group)), error=error)
 
 
 def _named_groups(model_parameters: Any) -> Any:
@@ -238,7 +235,7 @@ def _preflight(engine: Any, client_optimizer: Muon | None, model_parameters: Any
         config = MuonConfig.from_params(engine.optimizer_params())
         shards = tensor_shards(engine)
         table = build_groups(model_parameters, config, model=engine.module, shards=shards).routes
-    refuse_checkpoints(engine, config)
+    refuse_with_settings(engine, config)
     settings = config.model_dump(mode="json")
     facts = {f"optimizer.params.{key}": json.dumps(value) for key, value in settings.items()}
     facts["routes"] = format_routes(table)
@@ -251,7 +248,7 @@ def _preflight(engine: Any, client_optimizer: Muon | None, model_parameters: Any
 
 def _sections(engine: Any, names: Collection[str]) -> dict[str, str]:
     """Return sections of the DeepSpeed configuration as text, those that are there."""
-    raw = getattr(engine._config, "_param_dict", {})
+    raw = engine._config._param_dict
     return {name: json.dumps(raw[name], sort_keys=True, default=str) for name in names if name in raw}
 
 
@@ -268,7 +265,6 @@ def _bind(engine: Any, optimizer: Muon) -> None:
     ranks = ranks_of(engine)
     try:
         if optimizer.config.qk_clip is not None:
-            refuse_with_qk_clip(engine)
             optimizer._clip_attention_of(engine.module)
         step_sets = read_step_sets(engine, optimizer, optimizer._routed.by_id)
         optimizer._bind(step_sets, device=_compute_device(), ranks=ranks)

@@ -34,16 +34,16 @@ there, in one message, which also answers ZeRO's question.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from deepspeed.utils import get_z3_leaf_modules
 from torch import Tensor, nn
 
-from deepspeed_muon.engine.zero import View, Zero3View, Zero12View, ZeroView
+from deepspeed_muon.engine.zero.stages import Zero12View, ZeroView
+from deepspeed_muon.engine.zero.views import View
 from deepspeed_muon.logs import logger
 
 _MARK = "_z3_leaf"
@@ -74,18 +74,19 @@ def gradient_partition_epilogue(
 ) -> Any:
     """End a backward pass, then give parameters that it did not reduce a gradient of zero."""
     result = original(*args, **kwargs)
-    _fill_up(view)
+    view.fill_up()
     return result
 
 
-@contextlib.contextmanager
-def only_gradients_of_the_step(view: ZeroView) -> Iterator[None]:
+def only_gradients_of_the_step(
+    original: Callable[..., Any], view: ZeroView, *args: Any, **kwargs: Any
+) -> Any:
     """Fill in zeros once more, for programs that end an accumulation in ``step()``; forget all after the step."""
-    _fill_up(view)
+    view.fill_up()
     try:
-        yield
+        return original(*args, **kwargs)
     finally:
-        _start_afresh(view)
+        view.forget_gradients()
 
 
 def zero_grad(original: Callable[..., Any], view: ZeroView, *args: Any, **kwargs: Any) -> Any:
@@ -100,7 +101,7 @@ def partition_grads(
     """Copy first gradients of the step into ZeRO 3's buffer, and add later ones."""
     if view.memory.restart:
         view.memory.restart = False
-        _start_afresh(view)
+        view.forget_gradients()
     parts: dict[bool, tuple[list[Tensor], list[Tensor]]] = {}
     for param, partition in zip(params, partitions, strict=True):
         chosen = parts.setdefault(_is_new(view, param), ([], []))
@@ -127,54 +128,20 @@ def _is_new(view: View, param: Tensor) -> bool:
     return new
 
 
-def _start_afresh(view: ZeroView) -> None:
-    """Forget what was reduced, and what remains of a step that overflowed or raised."""
-    view.memory.reduced.clear()
-    view.forget_gradients()
-
-
-def _fill_up(view: ZeroView) -> None:
-    """Give what was not reduced in this step a gradient of zero, also in the gradients of offloaded masters."""
-    reduced = view.memory.reduced
-    if isinstance(view, Zero3View):
-        delivers = view.offloads and view.at_boundary
-        missing = [
-            param
-            for group in view.params
-            for param in group
-            if id(param) not in reduced or (delivers and view.is_undelivered(param))
-        ]
-        if missing:
-            view.put_zeros(missing)
-    elif isinstance(view, Zero12View) and view.at_boundary:
-        for param in view.undelivered(reduced):
-            view.deliver_zero(param)
-
-
-@contextlib.contextmanager
-def exchange_flags_first(view: ZeroView) -> Iterator[None]:
+def exchange_flags_first(original: Callable[..., Any], view: ZeroView, *args: Any, **kwargs: Any) -> Any:
     """Exchange the flags of all groups before a step; forget them after it. Must be called by all ranks."""
     bound = view.optimizer._bound_steps
-    flat = {
-        index: [each.detach().reshape(-1) for each in ([kept] if isinstance(kept, Tensor) else kept)]
-        for index, kept in view.gradients().items()
-    }
-    bound.exchange_flags(flat)
+    bound.exchange_flags(view.gradients())
     try:
-        yield
+        return original(*args, **kwargs)
     finally:
         bound.forget_flags()
 
 
 def has_overflow(original: Callable[..., Any], view: ZeroView, *args: Any, **kwargs: Any) -> bool:
     """Answer from the flags whether a gradient is not finite on any rank, where all groups have the same ranks."""
-    optimizer = view.optimizer
-    found = optimizer._bound_steps.found_nonfinite(view.data_parallel_group)
-    if found is None:
-        return bool(original(*args, **kwargs))
-    return view.is_true_of_any(
-        torch.tensor([found], dtype=torch.uint8, device=optimizer.exchange_buffers.device)
-    )
+    found = view.optimizer._bound_steps.found_nonfinite(view.data_parallel_group)
+    return bool(original(*args, **kwargs)) if found is None else view.is_true_of_any(found)
 
 
 def mark_moe_layers(model: nn.Module) -> list[str]:

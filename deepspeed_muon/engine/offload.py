@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from deepspeed.ops.adam import fused_adam
 from deepspeed.runtime.zero import stage3, stage_1_and_2
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch import Tensor
 
-from deepspeed_muon.engine.zero import View
+from deepspeed_muon.engine.zero.views import View
 from deepspeed_muon.errors import OpsUnavailableError
 from deepspeed_muon.math.updates import AdamStep, reference_adamw_step
 
@@ -34,9 +35,8 @@ def offload_device(engine: Any, section: str = "offload_optimizer") -> str:
         engine: A ``DeepSpeedEngine``.
         section: ``offload_optimizer`` or ``offload_param``.
     """
-    offload = getattr(engine._config.zero_config, section, None)
-    device = getattr(offload, "device", None)
-    return "none" if device is None else str(getattr(device, "value", device))
+    offload = getattr(engine._config.zero_config, section)
+    return "none" if offload is None else OffloadDeviceEnum(offload.device).value
 
 
 def half_states(engine: Any) -> bool:

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from deepspeed_muon.checkpoint import restore
 from deepspeed_muon.checkpoint.index import COUNTERS, SCALE_KEYS
 from deepspeed_muon.engine import muon_of
-from deepspeed_muon.engine.zero import view_of
+from deepspeed_muon.engine.zero.stages import view_of
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.monitoring.recorder import monitor_events
@@ -68,7 +68,7 @@ class DeepSpeedHost:
     @property
     def scheduler(self) -> Any:
         """The learning-rate scheduler, or ``None``."""
-        return getattr(self._engine, "lr_scheduler", None)
+        return self._engine.lr_scheduler
 
     def counters(self) -> dict[str, int]:
         """Return what the engine counts."""

@@ -22,58 +22,24 @@ too, which then hides its own loss scale.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.utils import clip_grad_norm_, is_model_parallel_parameter
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor
 
 from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group
-from deepspeed_muon.engine.topology import has_experts
-from deepspeed_muon.engine.zero import Bf16View, HalfView, View, Zero12View, ZeroView, view_of
+from deepspeed_muon.engine.zero.stages import Bf16View, ZeroView
+from deepspeed_muon.engine.zero.views import HalfView, View
 from deepspeed_muon.errors import NonFiniteGradientError
 from deepspeed_muon.routing.param_groups import expert_group_name
 from deepspeed_muon.routing.parameters import is_divided
-
-
-def use_deepspeed_scaler(engine: Any) -> None:
-    """Replace the wrapper's GradScaler by a dynamic loss scale with the same start, growth and backoff.
-
-    Where the engine does not use ``torch_autocast``, the scaler is left over from another engine of the process: it is
-    removed and the loss scale stays the engine's own.
-    """
-    view = view_of(engine.optimizer)
-    if not isinstance(view, ZeroView):
-        return
-    scaler = view.take_grad_scaler()
-    if scaler is None or not engine.torch_autocast_enabled():
-        return
-    view.use_scaler(
-        DynamicLossScaler(
-            init_scale=scaler.get_scale(),
-            scale_window=scaler.get_growth_interval(),
-            min_scale=1.0,
-            delayed_shift=1,
-            consecutive_hysteresis=False,
-            raise_error_at_min_scale=False,
-            dtype=torch.float16,
-        )
-    )
-
-
-def look_for_overflow(engine: Any) -> None:
-    """Let ZeRO 1 and 2 always look for gradients that are not finite, so that they skip a step as a whole."""
-    view = view_of(engine.optimizer)
-    if isinstance(view, Zero12View):
-        view.look_for_overflow()
 
 
 def shrink_scale(original: Callable[..., Any], view: View, has_overflow: bool = False) -> None:
@@ -82,21 +48,21 @@ def shrink_scale(original: Callable[..., Any], view: View, has_overflow: bool = 
         original(has_overflow)
 
 
-@contextlib.contextmanager
-def grow_after_step(view: ZeroView) -> Iterator[None]:
+def grow_after_step(original: Callable[..., Any], view: ZeroView, *args: Any, **kwargs: Any) -> Any:
     """Update the scale after a step whose gradients carry the old one."""
-    yield
+    result = original(*args, **kwargs)
     if not view.wrapper.overflow:
         view.grow_scale()
+    return result
 
 
-@contextlib.contextmanager
-def report_skipped_step(view: View) -> Iterator[None]:
+def report_skipped_step(original: Callable[..., Any], view: View, *args: Any, **kwargs: Any) -> Any:
     """Set ``overflow`` of a wrapper after a step that our optimizer inside it skipped."""
     before = view.optimizer.skipped_steps
-    yield
+    result = original(*args, **kwargs)
     if view.optimizer.skipped_steps > before:
         view.wrapper.overflow = True
+    return result
 
 
 def overflow_is_error(view: View) -> bool:
@@ -106,32 +72,26 @@ def overflow_is_error(view: View) -> bool:
     return wanted and hasattr(view.wrapper, "overflow")
 
 
-@contextlib.contextmanager
-def raise_on_overflow(view: View) -> Iterator[None]:
+def raise_on_overflow(original: Callable[..., Any], view: View, *args: Any, **kwargs: Any) -> Any:
     """Turn a step that ZeRO skipped into an error; all ranks agree on ``overflow``."""
-    yield
+    result = original(*args, **kwargs)
     if view.wrapper.overflow:
         raise NonFiniteGradientError(
             "the global gradient norm is not finite and optimizer.params.nonfinite_grad is 'error'; DeepSpeed left "
             "weights and optimizer state unchanged"
         )
+    return result
 
 
-def loss_is_not_scaled(view: View) -> bool:
+def loss_is_not_scaled(view: HalfView) -> bool:
     """Return whether ``FP16_UnfusedOptimizer`` divides by a loss scale that the engine does not multiply with.
 
-    Engines that know ``ZeROOptimizer.scale_if_loss`` scale the loss only for wrappers of that class.
+    Engines scale the loss only for wrappers that are a ``ZeROOptimizer``.
     """
-    return (
-        isinstance(view, HalfView)
-        and view.divides
-        and not isinstance(view.wrapper, ZeROOptimizer)
-        and hasattr(ZeROOptimizer, "scale_if_loss")
-    )
+    return view.divides and not isinstance(view.wrapper, ZeROOptimizer)
 
 
-@contextlib.contextmanager
-def keep_applied_scale(view: HalfView) -> Iterator[None]:
+def keep_applied_scale(original: Callable[..., Any], view: HalfView, *args: Any, **kwargs: Any) -> Any:
     """Remember the loss scale that is in this step's gradients, and report their unscaled norm.
 
     ``FP16_UnfusedOptimizer`` divides by the scale of the *next* step when the scale has just grown, and the norm that
@@ -139,9 +99,10 @@ def keep_applied_scale(view: HalfView) -> Iterator[None]:
     """
     applied = float(view.wrapper.loss_scale) if view.divides else 1.0
     view.memory.applied_scale = applied
-    yield
+    result = original(*args, **kwargs)
     if not view.wrapper.overflow:
         view.norm = view.norm / applied
+    return result
 
 
 def backward(original: Callable[..., Any], engine: Any, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -204,7 +165,7 @@ def _exact_norm(engine: Any) -> Tensor | None:
     """Return the norm of the gradients of all stages or of all experts, ``None`` if DeepSpeed's own is right."""
     if is_divided(engine.module):
         return _norm_of_all_stages(engine)
-    if has_experts(engine):
+    if engine.has_moe_layers:
         return _norm_of_all_experts([(param, param.grad) for param in _params(engine)])
     return None
 
@@ -256,7 +217,8 @@ def unscale_and_clip_grads(
 ) -> float:
     """Divide by the scale that was applied, and clip by a norm that counts every expert."""
     applied = divisor = view.memory.applied_scale
-    if has_experts(view.memory.engine()):
+    engine: Any = view.memory.engine()
+    if engine.has_moe_layers:
         pairs = [(model, master.grad) for (model,), master in zip(view.params, view.masters, strict=True)]
         total_norm = view.norm = _norm_of_all_experts(pairs)
     if view.max_norm > 0.0:

@@ -17,7 +17,7 @@ from deepspeed_muon.checkpoint.live import SOME_RANKS
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.engine.offload import half_states, master_dtype, offload_device
 from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group, tensor_shards
-from deepspeed_muon.engine.topology import has_experts, ranks_of
+from deepspeed_muon.engine.topology import ranks_of
 from deepspeed_muon.errors import UnsupportedConfigError
 from deepspeed_muon.routing.parameters import is_divided
 
@@ -37,19 +37,19 @@ def refuse_unsupported(engine: Any) -> None:
     _refuse(engine, _REFUSED)
 
 
-def refuse_checkpoints(engine: Any, config: MuonConfig) -> None:
-    """Raise where a consolidated checkpoint is asked for of ranks that cannot write one together.
+def refuse_with_settings(engine: Any, config: MuonConfig) -> None:
+    """Raise where a setting of the optimizer is asked for of an engine in which its result would be wrong.
 
     Args:
         engine: A ``DeepSpeedEngine`` that knows its process groups.
         config: The optimizer's settings.
 
     Raises:
-        UnsupportedConfigError: Naming the config key, why, and what to do.
+        UnsupportedConfigError: Naming both keys, why, and what to do.
     """
-    wanted = [key for key in ("consolidate_on_save", "restore_from") if getattr(config, key)]
-    if wanted:
-        _refuse(engine, _REFUSED_CHECKPOINTS, f"optimizer.params.{wanted[0]} with ")
+    for setting, table in _REFUSED_WITH.items():
+        if getattr(config, setting):
+            _refuse(engine, table, f"optimizer.params.{setting} with ")
 
 
 def refuse_blocks_of_shards(engine: Any, config: MuonConfig) -> None:
@@ -69,18 +69,6 @@ def refuse_blocks_of_shards(engine: Any, config: MuonConfig) -> None:
             "makes from its configuration: the program's own was made before the number of tensor-parallel ranks was "
             'known. Write the settings under "optimizer": {"type": "Muon", "params": ...}'
         )
-
-
-def refuse_with_qk_clip(engine: Any) -> None:
-    """Raise where a rank sees only some heads or layers, so that its logits and its rows belong to different heads.
-
-    Args:
-        engine: A ``DeepSpeedEngine`` whose optimizer has ``qk_clip``.
-
-    Raises:
-        UnsupportedConfigError: Naming the config key, why, and what to do.
-    """
-    _refuse(engine, _REFUSED_WITH_QK_CLIP, "optimizer.params.qk_clip with ")
 
 
 def _refuse(engine: Any, table: _Table, prefix: str = "") -> None:
@@ -108,7 +96,7 @@ def _is_set(path: str) -> Callable[[Any], bool]:
 
 
 def _has_layers_of_deepspeed(engine: Any) -> bool:
-    return has_experts(engine) and any(isinstance(module, MoE) for module in engine.module.modules())
+    return engine.has_moe_layers and any(isinstance(module, MoE) for module in engine.module.modules())
 
 
 def _is_cut(engine: Any) -> bool:
@@ -133,7 +121,7 @@ def _has_sparse_gradients(engine: Any) -> bool:
 
 
 def _shares_sequences(engine: Any) -> bool:
-    return int(getattr(engine, "sequence_parallel_size", 1) or 1) > 1
+    return int(engine.sequence_parallel_size) > 1
 
 
 def _keeps_masters(engine: Any, dtype: torch.dtype) -> bool:
@@ -208,9 +196,7 @@ _REFUSED: _Table = {
         "which keeps a second copy of the weights inside each node",
     ),
     "zero_optimization.elastic_checkpoint": (
-        lambda engine: (
-            engine._config.zero_config.stage in (1, 2) and _setting(engine, "zero_config.elastic_checkpoint")
-        ),
+        lambda engine: engine.zero_optimization_stage() in (1, 2) and engine.zero_elastic_checkpoint(),
         "it reads the state of every param group by the first one's keys, and Muon's and AdamW's differ; remove it and "
         "use deepspeed_muon.checkpoint.consolidate and restore to change the number of ranks",
     ),
@@ -227,7 +213,7 @@ _REFUSED: _Table = {
         lambda engine: (
             _is_divided(engine)
             and (engine.fp16_enabled() or engine.bfloat16_enabled())
-            and engine._config.zero_config.stage == 0
+            and engine.zero_optimization_stage() == 0
         ),
         "DeepSpeed then clips by the norm of the first stage alone; set zero_optimization.stage to 1",
     ),
@@ -258,13 +244,15 @@ _REFUSED: _Table = {
         "stage 3",
     ),
 }
-_REFUSED_CHECKPOINTS: _Table = {
-    "an engine of some of the program's ranks": (
-        lambda engine: not ranks_of(engine).are_all,
-        SOME_RANKS,
-    ),
+_CONSOLIDATED: _Table = {
+    "an engine of some of the program's ranks": (lambda engine: not ranks_of(engine).are_all, SOME_RANKS),
 }
-_REFUSED_WITH_QK_CLIP: _Table = {
-    "sequence parallelism": (_shares_sequences, _PART_OF_ATTENTION),
-    "a pipeline": (_is_divided, _PART_OF_ATTENTION),
+_REFUSED_WITH: Mapping[str, _Table] = {
+    "consolidate_on_save": _CONSOLIDATED,
+    "restore_from": _CONSOLIDATED,
+    # A rank sees only some heads or layers, so that its logits and its rows belong to different heads.
+    "qk_clip": {
+        "sequence parallelism": (_shares_sequences, _PART_OF_ATTENTION),
+        "a pipeline": (_is_divided, _PART_OF_ATTENTION),
+    },
 }

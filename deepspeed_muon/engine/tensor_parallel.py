@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -192,16 +193,12 @@ def tensor_shards(engine: Any) -> dict[int, TensorShards]:
     if group is None:
         return {}
     found = {}
-    for module in engine.module.modules():
-        for param in module.parameters(recurse=False):
-            shape = true_shape(param)
-            if not is_marked(param) or len(shape) != 2:
-                continue
-            try:
+    for param in engine.module.parameters():
+        shape = true_shape(param)
+        if is_marked(param) and len(shape) == 2:
+            with suppress(ValueError):  # with_tensor_parallel refuses it, if it is Muon's
                 cut = read_cut(param).of_matrix()
-            except ValueError:  # with_tensor_parallel refuses it, if it is Muon's
-                continue
-            found[id(param)] = cut.shards(shape[cut.dim], dist.get_world_size(group))
+                found[id(param)] = cut.shards(shape[cut.dim], dist.get_world_size(group))
     return found
 
 
@@ -275,17 +272,16 @@ def _compare_names(told: list[list[tuple[int, str]]]) -> None:
 def _cuts(model: nn.Module, routes: Mapping[int, Route]) -> dict[str, Cut]:
     """Return what the layers say of each shard of a matrix of Muon's, by its name."""
     found = {}
-    for module in model.modules():
-        for param in module.parameters(recurse=False):
-            route = routes.get(id(param))
-            if route is None or route.algorithm != "muon" or not is_marked(param):
-                continue
-            if len(route.shape) != 2:
-                _refuse(route.name, f"a tensor-parallel shard of shape {list(route.shape)} is not a matrix")
-            try:
-                found[route.name] = read_cut(param).of_matrix()
-            except ValueError as error:
-                _refuse(route.name, str(error))
+    for param in model.parameters():
+        route = routes.get(id(param))
+        if route is None or route.algorithm != "muon" or not is_marked(param):
+            continue
+        if len(route.shape) != 2:
+            _refuse(route.name, f"a tensor-parallel shard of shape {list(route.shape)} is not a matrix")
+        try:
+            found[route.name] = read_cut(param).of_matrix()
+        except ValueError as error:
+            _refuse(route.name, str(error))
     return found
 
 
@@ -313,14 +309,12 @@ def _describe(step_set: StepSet, cuts: Mapping[str, Cut], ranks: int) -> list[_M
 
 
 def _content(matrix: MatrixLayout, tensor: Tensor, rank: int) -> str:
-    """Return a hash of what this rank holds of a matrix; empty where it is not in memory (NVMe)."""
-    digest = hashlib.sha256()
-    flat = tensor.detach().reshape(-1)
+    """Return a hash of what this rank holds of a matrix; empty if it holds nothing."""
     fragment = matrix.placement.on(rank)
-    if fragment is not None and fragment.partition_offset + fragment.numel <= flat.numel():
-        values = flat.narrow(0, fragment.partition_offset, fragment.numel).contiguous().view(torch.uint8)
-        digest.update(values.cpu().numpy().tobytes())
-    return digest.hexdigest()
+    if fragment is None:
+        return ""
+    held = tensor.detach().reshape(-1).narrow(0, fragment.partition_offset, fragment.numel)
+    return hashlib.sha256(held.contiguous().view(torch.uint8).cpu().numpy().tobytes()).hexdigest()
 
 
 def _joined(step_set: StepSet, views: list[list[_Matrix]], group: dist.ProcessGroup) -> StepSet:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.utils import groups
-from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
+from deepspeed.utils.bwc import bwc_pipeline_parallel_group, bwc_pipeline_parallel_world_size
 from torch import Tensor, nn
 
 from deepspeed_muon.config import MuonConfig
@@ -25,7 +25,8 @@ from deepspeed_muon.engine.tensor_parallel import (
     tensor_parallel_group,
     with_tensor_parallel,
 )
-from deepspeed_muon.engine.zero import View, view_of
+from deepspeed_muon.engine.zero.stages import view_of
+from deepspeed_muon.engine.zero.views import View
 from deepspeed_muon.errors import UnsupportedConfigError
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.slices import TensorSlice, whole_slice
@@ -46,18 +47,12 @@ def ranks_of(engine: Any) -> Ranks:
     Args:
         engine: A ``DeepSpeedEngine`` that knows its process groups: from its ``_broadcast_model`` on.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        return Ranks()
     found = [engine.seq_data_parallel_group]
-    mpu = engine.mpu
-    if engine.mp_world_size > 1:
-        # Not mpu.get_model_parallel_group: in a pipeline that spans the stages too.
-        found.append(bwc_tensor_model_parallel_group(mpu))
-    pipeline = getattr(
-        mpu, "get_pipeline_model_parallel_group", getattr(mpu, "get_pipe_parallel_group", None)
-    )
-    if pipeline is not None:
-        found.append(pipeline())
+    # Not mpu.get_model_parallel_group: in a pipeline that spans the stages too.
+    if (tensor_parallel := tensor_parallel_group(engine)) is not None:
+        found.append(tensor_parallel)
+    if bwc_pipeline_parallel_world_size(engine.mpu) > 1:
+        found.append(bwc_pipeline_parallel_group(engine.mpu))
     return Ranks.of(found)
 
 
@@ -93,29 +88,13 @@ def skips_with(
     return None, group if dist.get_world_size(group) > 1 else None
 
 
-def has_experts(engine: Any) -> bool:
-    """Return whether the model has mixture-of-experts layers of DeepSpeed: ``deepspeed.moe``, or those of AutoEP."""
-    return bool(getattr(engine, "has_moe_layers", False))
-
-
-def data_parallel_scope(engine: Any) -> Scope | None:
-    """Return the ranks that train the same parameters; ``None`` for all ranks of the engine."""
-    group = getattr(engine, "seq_data_parallel_group", None)
-    return None if group is None else Scope.of(group)
-
-
 def model_facts(engine: Any) -> RankFacts:
     """Return dtype and shape of every parameter, to be equal on the ranks between which DeepSpeed broadcasts it."""
-    data_parallel = engine.seq_data_parallel_group
-    facts, scopes = {}, {}
-    known = {data_parallel: Scope.of(data_parallel)}
+    facts, scopes, scope_of = {}, {}, functools.cache(Scope.of)
     for name, param in engine.module.named_parameters():
         fact = f"parameter {name}"
         facts[fact] = f"{str(param.dtype).removeprefix('torch.')} {list(true_shape(param))}"
-        group = holders(param, data_parallel)
-        if group not in known:
-            known[group] = Scope.of(group)
-        scopes[fact] = known[group]
+        scopes[fact] = scope_of(holders(param, engine.seq_data_parallel_group))
     return RankFacts(facts, scopes=scopes)
 
 
@@ -130,12 +109,9 @@ def order_parameters(engine: Any, optimizer: Muon, *, device: torch.device) -> N
         optimizer: Its optimizer. The lists in its param groups are replaced.
         device: Where the iteration will run.
     """
-    if engine.zero_optimization_stage() not in (1, 2):
+    if engine.zero_optimization_stage() not in (1, 2) or engine.zero_round_robin_gradients():
         return
-    if getattr(engine._config.zero_config, "round_robin_gradients", False):
-        return
-    group = getattr(engine, "seq_data_parallel_group", None)
-    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    ranks = dist.get_world_size(engine.seq_data_parallel_group)
     sizes = [None if entry.get("moe") else ranks for entry in optimizer.param_groups]
     optimizer._order_parameters(sizes, device=device)
 
@@ -213,21 +189,18 @@ def parts_of(engine: Any, routes: Mapping[int, Route]) -> dict[str, TensorSlice 
         with phase("comparison of tensor-parallel shapes", group):
             dist.all_gather_object(shapes, shapes[0], group=group)
     found: dict[str, TensorSlice | str] = {}
-    for module in engine.module.modules():
-        for param in module.parameters(recurse=False):
-            route = routes.get(id(param))
-            if route is None or route.algorithm == "frozen":
-                continue
-            try:
-                part = _part_of_expert(param, route, numbers)
-                if group is not None:
-                    part = _part_of_shard(
-                        param, module, part, rank, [each.get(route.name, ()) for each in shapes]
-                    )
-                if part != whole_slice(route.name, route.shape):
-                    found[route.name] = part
-            except ValueError as error:
-                found[route.name] = str(error)
+    for param in engine.module.parameters():
+        route = routes.get(id(param))
+        if route is None or route.algorithm == "frozen":
+            continue
+        try:
+            part = _part_of_expert(param, route, numbers)
+            if group is not None:
+                part = _part_of_shard(param, part, rank, [each.get(route.name, ()) for each in shapes])
+            if part != whole_slice(route.name, route.shape):
+                found[route.name] = part
+        except ValueError as error:
+            found[route.name] = str(error)
     return found
 
 
@@ -279,7 +252,7 @@ def _part_of_expert(param: Tensor, route: Route, numbers: Mapping[int, tuple[int
 
 
 def _part_of_shard(
-    param: Tensor, module: nn.Module, part: TensorSlice, rank: int, shapes: Sequence[tuple[int, ...]]
+    param: Tensor, part: TensorSlice, rank: int, shapes: Sequence[tuple[int, ...]]
 ) -> TensorSlice:
     """Return the part that tensor parallelism leaves of ``part``; ``shapes`` are those of the group's ranks."""
     if is_copy(param):

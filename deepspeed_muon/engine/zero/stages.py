@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -32,10 +33,6 @@ class ZeroView(View):
     is_one_call = False
 
     @property
-    def holds_gradients(self) -> bool:
-        return not getattr(self.wrapper, "swap_optimizer", False)
-
-    @property
     def at_boundary(self) -> bool:
         """Whether the last micro-step is running."""
         boundary = self.wrapper.is_gradient_accumulation_boundary  # an attribute in DeepSpeed 0.19.2
@@ -46,21 +43,29 @@ class ZeroView(View):
         """The data-parallel ranks of everything that is no expert."""
         return self.wrapper.dp_process_group
 
-    def gradients(self) -> dict[int, Tensor | Sequence[Tensor]]:
-        """Return this rank's gradient of each partition that has one: one tensor, or several that follow each other."""
-        waits = getattr(self.wrapper, "_wait_for_offload_copies", None)  # DeepSpeed 0.19.2 copies at once
-        if waits is not None:
-            waits()
-        if self.offloads:
-            kept = {index: master.grad for index, master in enumerate(self.masters)}
-        else:
-            kept = {index: self.wrapper.averaged_gradients.get(index) for index in range(len(self.masters))}
-        return {index: gradient for index, gradient in kept.items() if gradient is not None}
+    def gradients(self) -> dict[int, list[Tensor]]:
+        """Return this rank's gradient of each partition that has one, as flat tensors that follow each other."""
+        if hasattr(self.wrapper, "_wait_for_offload_copies"):  # DeepSpeed 0.19.2 copies at once
+            self.wrapper._wait_for_offload_copies()
+        found: dict[int, list[Tensor]] = {}
+        for index, master in enumerate(self.masters):
+            kept = master.grad if self.offloads else self.wrapper.averaged_gradients.get(index)
+            if kept is not None:
+                parts = [kept] if isinstance(kept, Tensor) else kept
+                found[index] = [part.detach().reshape(-1) for part in parts]
+        return found
 
-    def is_true_of_any(self, flag: Tensor) -> bool:
-        """Return whether a flag is set on any model-parallel rank. Must be called by all of them."""
-        self.wrapper._model_parallel_all_reduce(tensor=flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
+    def is_true_of_any(self, flag: bool) -> bool:
+        """Return whether a flag is set on any model-parallel rank, all of which must call this.
+
+        Without others nothing waits for the device.
+        """
+        group = self.wrapper.model_parallel_group
+        if group is None or dist.get_world_size(group) == 1:
+            return flag
+        told = torch.tensor([flag], dtype=torch.uint8, device=self.optimizer.exchange_buffers.device)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
+        return bool(told.item())
 
     @contextlib.contextmanager
     def in_micro_step(self, *, first: bool) -> Iterator[None]:
@@ -76,31 +81,44 @@ class ZeroView(View):
         """Return whether an offloaded parameter's sum of gradients has not reached its master yet."""
         return self.wrapper.get_param_id(param) not in self.wrapper.norm_for_param_grads
 
+    def fill_up(self) -> None:
+        """Give what was not reduced in this step a gradient of zero, also in the gradients of offloaded masters."""
+        raise NotImplementedError
+
     def forget_gradients(self) -> None:
-        """Drop what was reduced."""
+        """Forget what was reduced, and what remains of a step that overflowed or raised."""
+        self.memory.reduced.clear()
         if self.offloads:
             # Also the record of what has reached the gradients of the masters.
             self.wrapper.reset_cpu_buffers()
 
-    @property
-    def scale_may_grow(self) -> bool:
-        return bool(self.wrapper.dynamic_loss_scale)
+    def dynamic_scaler(self) -> Any:
+        return self.wrapper.loss_scaler if self.wrapper.dynamic_loss_scale else None
 
     def grow_scale(self) -> None:
         """Update the loss scale after a step without overflow, whatever replaces the wrapper's method."""
         type(self.wrapper)._update_scale(self.wrapper, False)
 
-    def take_grad_scaler(self) -> torch.amp.GradScaler | None:
-        """Remove the wrapper's ``GradScaler`` and return it."""
-        scaler: torch.amp.GradScaler | None = getattr(self.wrapper, "torch_autocast_gradscaler", None)
-        if scaler is not None:
-            self.wrapper.torch_autocast_gradscaler = None
-        return scaler
+    def remove_grad_scaler(self, *, is_used: bool) -> None:
+        """Let a dynamic loss scale with the same start, growth and backoff take the place of a ``GradScaler``.
 
-    def use_scaler(self, scaler: Any) -> None:
-        """Let a ``DynamicLossScaler`` scale the loss."""
-        self.wrapper.loss_scaler = scaler
+        Args:
+            is_used: Whether the engine uses ``torch_autocast``. Else the scaler is left over from another engine of the
+                process, and the loss scale stays the engine's own.
+        """
+        scaler, self.wrapper.torch_autocast_gradscaler = self.wrapper.torch_autocast_gradscaler, None
+        if scaler is None or not is_used:
+            return
         self.wrapper.dynamic_loss_scale = True
+        self.wrapper.loss_scaler = DynamicLossScaler(
+            init_scale=scaler.get_scale(),
+            scale_window=scaler.get_growth_interval(),
+            min_scale=1.0,
+            delayed_shift=1,
+            consecutive_hysteresis=False,
+            raise_error_at_min_scale=False,
+            dtype=torch.float16,
+        )
 
 
 class FlatView(View):
@@ -173,14 +191,9 @@ class Zero12View(FlatView, ZeroView):
         # fp32 sums of gradients in half precision.
         self.wrapper.averaged_gradients = dict.fromkeys(self.wrapper.averaged_gradients)
 
-    def use_scaler(self, scaler: Any) -> None:
-        super().use_scaler(scaler)
-        self.wrapper.check_grad_overflow = True
-
     def look_for_overflow(self) -> None:
         """Always look for gradients that are not finite, so that a step is skipped as a whole."""
-        looks = self.wrapper.dtype != torch.bfloat16 and getattr(self.wrapper, "compute_grad_norm", True)
-        self.wrapper.check_grad_overflow = getattr(self.wrapper, "check_grad_overflow", False) or not looks
+        self.wrapper.check_grad_overflow = True
 
     @property
     def reduces_every_backward(self) -> bool:
@@ -189,23 +202,21 @@ class Zero12View(FlatView, ZeroView):
 
     @property
     def reduces_last_only(self) -> bool:
+        """Whether only gradients that the last micro-step adds to are reduced (stage 1 with ``overlap_comm``)."""
         return bool(self.wrapper.overlap_comm) and not self.reduces_every_backward
 
     def has_gradient(self, param: Tensor) -> bool:
         """Return whether a parameter has a gradient that can be reduced."""
         return self.wrapper.get_gradient_for_reduction(param) is not None
 
-    def undelivered(self, reduced: Collection[int]) -> Iterator[Tensor]:
-        """Yield this rank's parameters with offloaded gradients that have not reached the masters, one by one.
-
-        Args:
-            reduced: ``id`` of the parameters with gradients. Of others DeepSpeed itself reports that they have none,
-                with ``ignore_unused_parameters`` false.
-        """
-        ignores_unused = self.wrapper.ignore_unused_parameters
-        for param in chain(*self.wrapper.params_in_partition):
+    def fill_up(self) -> None:
+        # With ignore_unused_parameters false DeepSpeed itself reports parameters that have no gradient.
+        reduced, ignores_unused = self.memory.reduced, self.wrapper.ignore_unused_parameters
+        for param in chain(*self.wrapper.params_in_partition) if self.at_boundary else ():
             if (ignores_unused or id(param) in reduced) and self.is_undelivered(param):
-                yield param
+                self.zero_gradient(param)
+                self.wrapper.copy_grads_in_partition(param)
+                setattr(param, "grad_accum" if self.wrapper.use_grad_accum_attribute else "grad", None)
 
     def zero_gradient(self, param: Any) -> None:
         """Give a parameter a gradient of zero, where DeepSpeed looks for it."""
@@ -213,12 +224,6 @@ class Zero12View(FlatView, ZeroView):
             param.grad_accum = torch.zeros_like(param, dtype=self.wrapper.gradient_accumulation_dtype)
         else:
             param.grad = torch.zeros_like(param)
-
-    def deliver_zero(self, param: Any) -> None:
-        """Put zeros where offloaded gradients of a parameter go."""
-        self.zero_gradient(param)
-        self.wrapper.copy_grads_in_partition(param)
-        setattr(param, "grad_accum" if self.wrapper.use_grad_accum_attribute else "grad", None)
 
     def reduce(self, param: Tensor, group_number: int) -> None:
         """Reduce a gradient as after a parameter's part of the backward pass."""
@@ -273,11 +278,18 @@ class Zero3View(ZeroView):
         """The model."""
         return self.wrapper.parameter_offload.module
 
-    def put_zeros(self, params: Sequence[Tensor]) -> None:
-        """Reduce gradients of zero of some parameters, on the stream on which DeepSpeed reduces."""
+    def fill_up(self) -> None:
+        reduced, delivers = self.memory.reduced, self.offloads and self.at_boundary
+        params = [
+            param
+            for param in chain(*self.params)
+            if id(param) not in reduced or (delivers and self.is_undelivered(param))
+        ]
+        if not params:
+            return
         accelerator, stream = get_accelerator(), self.wrapper.reduce_and_partition_stream
         device, dtype = accelerator.current_device_name(), self.wrapper.gradient_accumulation_dtype
-        # DeepSpeed looks for infinities on it too.
+        # DeepSpeed reduces, and looks for infinities, on this stream.
         with accelerator.stream(stream):
             numels = [param.partition_numel() for param in params]  # type: ignore[attr-defined]
             zeros = [torch.zeros(numel, dtype=dtype, device=device) for numel in numels]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -22,7 +21,6 @@ class Memory:
 
     Attributes:
         engine: The wrapper's engine, referred to weakly.
-        duties: Make the context managers in which each step runs, outermost first.
         reduced: ``id`` of every parameter whose gradient was reduced since the last step.
         queued: The same since the last call of ``reduce_gradients`` (ZeRO 1 with ``overlap_comm``).
         restart: Whether the next gradient is the first of a step (after ``zero_grad``).
@@ -31,7 +29,6 @@ class Memory:
     """
 
     engine: weakref.ref[Any]
-    duties: Sequence[Callable[[Any], AbstractContextManager[None]]] = ()
     reduced: set[int] = field(default_factory=set)
     queued: set[int] = field(default_factory=set)
     restart: bool = False
@@ -85,25 +82,8 @@ class View:
     def end_of_load(self) -> None:
         """Undo what the wrapper did before it loads a checkpoint, where it raised. Must be called by all ranks."""
 
-    @property
-    def holds_gradients(self) -> bool:
-        """Whether all gradients are reduced, and in memory, when the wrapper's step begins."""
-        return False
-
-    @property
-    def scale_may_grow(self) -> bool:
-        """Whether the wrapper has a dynamic loss scale that ZeRO updates."""
-        return False
-
-    @property
-    def reduces_last_only(self) -> bool:
-        """Whether only gradients that the last micro-step adds to are reduced (stage 1 with ``overlap_comm``)."""
-        return False
-
     def dynamic_scaler(self) -> Any:
         """Return the object with the attributes of a dynamic loss scale, or ``None``."""
-        has_one = getattr(self.wrapper, "dynamic_loss_scale", False)
-        return getattr(self.wrapper, "loss_scaler", None) if has_one else None
 
 
 class PlainView(View):
@@ -125,8 +105,7 @@ class HalfView(View):
     def __init__(self, wrapper: Any) -> None:
         models, masters = (list(chain(*groups)) for groups in (wrapper.fp16_groups, wrapper.fp32_groups))
         super().__init__(wrapper, [[model] for model in models], masters)
-        config = getattr(wrapper, "loss_scale_config", None)
-        self.divides = config is None or bool(config.use_grad_scaling)
+        self.divides = bool(wrapper.loss_scale_config.use_grad_scaling)
         self.max_norm: float = wrapper.clip_grad
 
     def refresh_weights(self) -> None:
