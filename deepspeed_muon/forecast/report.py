@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from deepspeed_muon.forecast.predict import Exchange, PlanSettings, divisions, exchange_of, zero_bytes
-from deepspeed_muon.monitoring.check import WINDOW_NUMEL
 from deepspeed_muon.plan.chunks import chunk_limit
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.transport.exchange import SLOTS, overlap_fits
@@ -200,16 +199,15 @@ def _buffers(
         for _, rows, cols in route.kinds_of_blocks()
     }
     block = max((rows * cols for rows, cols in blocks), default=0)
-    # Directions, and results that are cut over a group and wait for their check; without overlap the directions lie in
-    # a buffer that was sent.
-    waiting = min(chunk, block + WINDOW_NUMEL * (settings.tensor_parallel > 1))
-    iteration = settings.iteration.dtype.itemsize * (
-        max((iteration_numel(*shape) for shape in blocks), default=0) + max(0, waiting - block)
+    iteration = settings.iteration.dtype.itemsize * max(
+        (iteration_numel(*shape) for shape in blocks), default=0
     )
+    # Without overlap the directions of a block lie in a buffer that was sent.
+    waiting = overlap * settings.direction_bytes * min(chunk, block)
     return {
         "directions": settings.direction_bytes * local,
         "exchange_buffers": float(int(2 * (SLOTS if overlap else 1) * settings.wire_bytes * chunk)),
-        "iteration": float(iteration + overlap * settings.direction_bytes * waiting),
+        "iteration": float(iteration + waiting),
     }
 
 

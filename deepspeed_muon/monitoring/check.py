@@ -1,25 +1,27 @@
 """Checks every orthogonalised matrix before it is applied, and measures the sampled ones.
 
-Every placement hands each :class:`Result` to a :class:`ResultCheck` and gets it back once it is right. All checks of an
+Every strategy hands each :class:`Result` to a :class:`ResultCheck` and gets it back once it is right. All checks of an
 optimizer share one :class:`~deepspeed_muon.monitoring.recorder.StepRecorder`. Only results that stay cut over a group
-need communication: the ranks that hold the parts gather their norms, for all results of a window at once.
+need communication: the ranks that hold the parts gather their norms.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.logs import logger
-from deepspeed_muon.math.newton_schulz import NsSettings
+from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
 from deepspeed_muon.monitoring.measure import (
     SIGMA_TOLERANCE,
+    Sums,
     band_of,
     check_failure,
     measure,
@@ -27,36 +29,82 @@ from deepspeed_muon.monitoring.measure import (
     orthogonalize_carefully,
 )
 from deepspeed_muon.monitoring.recorder import StepRecorder
-from deepspeed_muon.monitoring.results import Member, R, Result, Together
 from deepspeed_muon.ops.reference import frobenius_norms
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.transport.ranks import phase
 
-WINDOW_NUMEL = 1 << 25
-"""Elements of the results that are cut over a group and checked together on a CPU."""
+Member = tuple[int, int]
+"""Matrix index and number of its block."""
 
 LeftOut = tuple[list[int], Tensor]
 """Matrices, and whether the update of each was left out: a flag for each, on the device."""
 
 
+class Finish(Protocol):
+    """Turns orthogonalised blocks into updates, as :class:`deepspeed_muon.transport.row_state.RowsAtOwner` does."""
+
+    def finish(self, blocks: Sequence[Member], results: Tensor, /) -> Tensor:
+        """Return the updates of orthogonalised ``(blocks, rows, cols)``, of the same shape and Frobenius norms.
+
+        All blocks of a call are transposed, or none is.
+        """
+
+    def take_back(self, block: Member, /) -> None:
+        """Restore the state that a block had before this step."""
+
+    def keep(self, blocks: Sequence[Member], right: Tensor, /) -> None:
+        """Restore the state of the blocks whose flag in ``right`` is not set, without waiting for the device."""
+
+    def start_anew(self, block: Member, /) -> None:
+        """Reset the state of a block to its first value."""
+
+
 @dataclass(frozen=True, slots=True)
-class _Wrong:
-    """The entry at ``position`` of a result, whose norm is outside of its bounds."""
+class Together:
+    """The ranks that orthogonalised matrices together; each has a part of the result.
 
-    result: Result
-    position: int
-    bounds: tuple[float, float]
-    norm: float
-    why: str
+    Attributes:
+        group: The process group of these ranks.
+        dim: The dimension that is cut: 0 for rows, 1 for columns.
+        sizes: Length along ``dim`` of every rank's part.
+        iterate: Runs the iteration on all these ranks, called as ``iterate(parts, settings=...)``.
+        counts: Whether this rank counts and reports wrong results.
+    """
 
-    @property
-    def member(self) -> Member:
-        return self.result.members[self.position]
+    group: dist.ProcessGroup
+    dim: int
+    sizes: tuple[int, ...]
+    iterate: Callable[..., Tensor]
+    counts: bool
 
-    @property
-    def direction(self) -> Tensor:
-        """The direction of the entry, ``(rows, cols)``, or this rank's part of it."""
-        return self.result.inputs[self.position]
+
+@dataclass(slots=True)
+class Result:
+    """The result of one call of the iteration.
+
+    Attributes:
+        members: Index of the matrix, and number of its block, of each entry.
+        inputs: ``(entries, rows, cols)``: the directions.
+        blocks: The orthogonalised blocks, of the same shape; in fp32 once an entry was redone.
+        scales: Factor of the scale rule for each entry.
+        finish: Turns blocks into updates; ``None`` if they are the updates.
+        together: The ranks that have the other parts of the blocks; ``None`` for whole blocks.
+        updates: The updates to apply.
+    """
+
+    members: Sequence[Member]
+    inputs: Tensor
+    blocks: Tensor
+    scales: Sequence[float]
+    finish: Finish | None = None
+    together: Together | None = None
+    updates: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.updates = self.blocks if self.finish is None else self.finish.finish(self.members, self.blocks)
+
+
+R = TypeVar("R", bound=Result)
 
 
 class ResultCheck:
@@ -86,31 +134,22 @@ class ResultCheck:
         self._anew: frozenset[int] = frozenset()
         self._matrices = matrices
         self._first = recorder.reserve(len(matrices))
-        self._device = device
         self._ns = ns
         self._norms = norms
         self._band = band_of(ns.coefficients)
-        self._bounds: dict[tuple[int, int], tuple[float, float]] = {}
         self._warned: set[int] = set()
 
     def settled(self, results: Iterable[R]) -> Iterator[R]:
-        """Yield results once they are right; whole ones in their order. What is wrong is replaced in place.
+        """Yield results once they are right. What is wrong is replaced in place.
 
         On a CPU each result is checked at once and computed again if it is wrong. On an accelerator it is left out
         instead, by a factor that the host never sees. :meth:`learn` hears of it when the ranks tell each other the
         flags of the next step, and from then on the matrix is computed in fp32.
 
-        Results that are cut over a group are checked together. One small all-gather serves a window of them on a CPU,
-        and each of them on an accelerator: all ranks of the group must bring the same results in the same order.
+        A small all-gather serves each result that is cut over a group: all its ranks must bring the same results in the
+        same order, and reach the same verdict.
         """
-        apart: dict[dist.ProcessGroup, list[R]] = {}
         for result in results:
-            if self.recorder.check and result.together is not None and not self.told_later:
-                group = result.together.group
-                apart.setdefault(group, []).append(result)
-                if sum(map(self._share_of, apart[group])) >= WINDOW_NUMEL:
-                    yield from self._settle_together(apart.pop(group))
-                continue
             if self.recorder.check and self.told_later:
                 self._settle_on_device(result)
             elif self.recorder.check:
@@ -118,9 +157,6 @@ class ResultCheck:
             if self.recorder.sampling and result.together is None:
                 self._sample(result)
             yield result
-        # In the order of their first results, which is the same on all ranks.
-        for together in apart.values():
-            yield from self._settle_together(together)
 
     def learn(self, told: Collection[int]) -> set[int]:
         """Hear which updates were left out in the step before, on any rank; the host waits only if there are some.
@@ -148,8 +184,10 @@ class ResultCheck:
         """Zero the entries whose norm is wrong, and restore their row state, without waiting for the device."""
         for position, (index, _) in enumerate(result.members if self._careful else ()):
             if index in self._careful:
-                self._compute_in_fp32(result, position)
-        lowest, highest = self._bounds_of(*self._whole_shape(result))
+                # Row moments, which may be the cause, start anew once.
+                update = self._in_fp32(result, position, anew=index in self._anew)
+                self._replace(result, position, update, "", None)
+        lowest, highest = self._bounds_of(result)
         norms, inputs = (
             _gathered(self._norms(each), result.together).double().square().sum(0).sqrt()
             for each in (result.updates, result.inputs)
@@ -166,206 +204,137 @@ class ResultCheck:
         if result.together is None or result.together.counts:
             self._uncounted.append(verdict)
 
-    def _compute_in_fp32(self, result: Result, position: int) -> None:
-        """Replace an entry that was wrong in an earlier step; row moments, which may be the cause, start anew once."""
-        index = result.members[position][0]
-        largest = _gathered(_largest(result.inputs[position]), result.together).amax()
-        entry = _Wrong(result, position, (0.0, 0.0), 0.0, "")
-        update = self._again(entry, largest, anew=index in self._anew)
-        self._replace(entry, update, None)
-
     def _settle_now(self, result: Result) -> None:
-        self._settle([result], self._norms(result.updates).tolist())
+        """Redo the entries whose norm is wrong."""
+        bounds = self._bounds_of(result)
+        for position, norm in enumerate(_norms_of_whole(self._norms(result.updates), result.together)):
+            why = check_failure(norm, bounds)
+            if why is None:
+                continue
+            own = result.inputs[position].double().norm().view(1)
+            # As above, of an input that is not normalised.
+            if not (norm <= bounds[1] and _norms_of_whole(own, result.together)[0] < self._ns.eps):
+                self._redo(result, position, why)
 
-    def _settle_together(self, results: list[R]) -> Iterator[R]:
-        """Check results that are cut over one group; all its ranks reach the same verdict."""
-        together = results[0].together
-        assert together is not None
-        own = torch.cat([self._norms(result.updates) for result in results])
-        norms = [math.hypot(*parts) for parts in zip(*_all_of(own, together), strict=True)]
-        self._settle(results, norms)
-        yield from results
-
-    def _share_of(self, result: Result) -> int:
-        """Return how many elements of a result a rank of its group has on average."""
-        assert result.together is not None
-        rows, cols = self._whole_shape(result)
-        return len(result.members) * rows * cols // len(result.together.sizes)
-
-    def _whole_shape(self, result: Result) -> tuple[int, int]:
-        """Return the shape of the whole blocks, also if this rank has parts of them."""
+    def _bounds_of(self, result: Result) -> tuple[float, float]:
+        """Return the bounds of the norms of a result, from the shape of the whole blocks."""
         rows, cols = result.blocks.shape[1:]
-        if result.together is None:
-            return rows, cols
-        total = sum(result.together.sizes)
-        return (total, cols) if result.together.dim == 0 else (rows, total)
+        if result.together is not None:
+            total = sum(result.together.sizes)
+            rows, cols = (total, cols) if result.together.dim == 0 else (rows, total)
+        return norm_bounds(rows, cols, self._band)
 
-    def _settle(self, results: Sequence[Result], norms: Iterable[float]) -> None:
-        """Redo the entries whose norm is wrong, and sample. All results are whole, or cut over one group."""
-        following = iter(norms)
-        wrong: list[_Wrong] = []
-        for result in results:
-            lowest, highest = self._bounds_of(*self._whole_shape(result))
-            for position in range(len(result.members)):
-                norm = next(following)
-                # A NaN fails this comparison too.
-                if not lowest <= norm <= highest:
-                    why = str(check_failure(norm, (lowest, highest)))
-                    wrong.append(_Wrong(result, position, (lowest, highest), norm, why))
-        if wrong:
-            self._redo(wrong)
-
-    def _bounds_of(self, rows: int, cols: int) -> tuple[float, float]:
-        bounds = self._bounds.get((rows, cols))
-        if bounds is None:
-            bounds = self._bounds[rows, cols] = norm_bounds(rows, cols, self._band)
-        return bounds
-
-    def _redo(self, wrong: Sequence[_Wrong]) -> None:
-        """Compute entries again in fp32, and zero those that are wrong again. All are whole, or cut over one group."""
-        together = wrong[0].result.together
-        own = torch.stack(
-            [
-                torch.stack((each.direction.double().norm(), _largest(each.direction).double()))
-                for each in wrong
-            ]
-        )
-        told = list(zip(*_all_of(own, together), strict=True))
-        inputs = [
-            (math.hypot(*(norm for norm, _ in facts)), _maximum(top for _, top in facts)) for facts in told
-        ]
-        # An input of a norm below 1e-12 (a head without a gradient is zero) is not normalised: its result may be small.
-        entries = [
-            (each, top)
-            for each, (norm, top) in zip(wrong, inputs, strict=True)
-            if not (norm < self._ns.eps and each.norm <= each.bounds[1])
-        ]
-        if not entries:
-            return
-        updates = [self._again(each, top) for each, top in entries]
-        norms = self._norms_of(updates, together)
-        anew = [
-            number
-            for number, (each, _) in enumerate(entries)
-            if each.result.finish is not None and check_failure(norms[number], each.bounds) is not None
-        ]
-        for number in anew:
+    def _redo(self, result: Result, position: int, why: str) -> None:
+        """Compute an entry again in fp32, and zero it if it is wrong again."""
+        update = self._in_fp32(result, position)
+        failure = self._failure(result, update)
+        if failure is not None and result.finish is not None:
             # The row moments may be the cause.
-            entry, top = entries[number]
-            entries[number] = (replace(entry, why=f"{entry.why}; its row moments start anew"), top)
-            updates[number] = self._again(*entries[number], anew=True)
-            norms[number] = self._norms_of([updates[number]], together)[0]
-        for (each, _), update, norm in zip(entries, updates, norms, strict=True):
-            self._replace(each, update, check_failure(norm, each.bounds))
+            why += "; its row moments start anew"
+            update = self._in_fp32(result, position, anew=True)
+            failure = self._failure(result, update)
+        self._replace(result, position, update, why, failure)
 
-    def _again(self, entry: _Wrong, largest: float | Tensor, *, anew: bool = False) -> Tensor:
-        """Return the update of one entry from the iteration in fp32, ``(rows, cols)``."""
-        result, together = entry.result, entry.result.together
-        direction = entry.direction.unsqueeze(0)
-        if together is None:
-            block = orthogonalize_carefully(direction, self._ns)
-        else:
-            with phase("iteration in fp32", together.group):
-                block = orthogonalize_carefully(direction, self._ns, largest=largest, run=together.iterate)
+    def _failure(self, result: Result, update: Tensor) -> str | None:
+        """Return what is wrong with an update ``(rows, cols)`` that was computed again."""
+        (norm,) = _norms_of_whole(self._norms(update.unsqueeze(0)), result.together)
+        return check_failure(norm, self._bounds_of(result))
+
+    def _in_fp32(self, result: Result, position: int, *, anew: bool = False) -> Tensor:
+        """Return the update of one entry from the iteration in fp32, ``(rows, cols)``, and keep its block.
+
+        ``anew`` starts its row moments anew.
+        """
+        direction, member, together = result.inputs[position], result.members[position], result.together
+        own = direction.abs().amax() if direction.numel() else direction.new_zeros(())
+        largest = _gathered(own, together).amax()
+        with nullcontext() if together is None else phase("iteration in fp32", together.group):
+            iterate = orthogonalize if together is None else together.iterate
+            block = orthogonalize_carefully(direction.unsqueeze(0), self._ns, largest=largest, run=iterate)
         result.blocks = result.blocks.float()
-        result.blocks[entry.position].copy_(block[0])
+        result.blocks[position].copy_(block[0])
         if result.finish is None:
             return block[0]
-        result.finish.take_back(entry.member)
+        result.finish.take_back(member)
         if anew:
-            result.finish.start_anew(entry.member)
-        return result.finish.finish([entry.member], block)[0]
+            result.finish.start_anew(member)
+        return result.finish.finish([member], block)[0]
 
-    def _norms_of(self, updates: Sequence[Tensor], together: Together | None) -> list[float]:
-        own = torch.cat([self._norms(update.unsqueeze(0)) for update in updates])
-        return [math.hypot(*parts) for parts in zip(*_all_of(own, together), strict=True)]
-
-    def _replace(self, entry: _Wrong, update: Tensor, worse: str | None) -> None:
+    def _replace(self, result: Result, position: int, update: Tensor, why: str, failure: str | None) -> None:
         """Write an update that was computed again, or zeros if it is wrong again; count and report it."""
-        result, index = entry.result, entry.member[0]
+        index = result.members[position][0]
         if result.finish is None:
             result.updates = result.blocks
         else:
             result.updates = result.updates.float()
-            result.updates[entry.position].copy_(update)
-        if worse is not None:
-            result.blocks[entry.position].zero_()
-            result.updates[entry.position].zero_()
+            result.updates[position].copy_(update)
+        if failure is not None:
+            result.blocks[position].zero_()
+            result.updates[position].zero_()
             if result.finish is not None:
-                result.finish.take_back(entry.member)
+                result.finish.take_back(result.members[position])
         if result.together is not None and not result.together.counts:
             return
-        if worse is None:
+        if failure is None:
             self.recorder.redone += 1
         else:
             self.recorder.failed += 1
             self.left_out.append(([index], torch.ones(1, dtype=torch.bool)))
-        self._warn(index, self._matrices[index], entry.why, worse)
+        self._warn(index, self._matrices[index], why, failure)
 
     def _warn(self, index: int, matrix: MatrixLayout, why: str, failure: str | None) -> None:
         if index in self._warned:
             return
         self._warned.add(index)
-        rows, cols = matrix.logical_shape
-        shape, dtype = f"{rows} x {cols}", str(self._ns.dtype).removeprefix("torch.")
+        counted = "deepspeed_muon.health counts it. If it happens often, set ns_dtype to fp32 or ns_method to standard"
         if self.told_later:
-            logger.warning(
-                "deepspeed_muon: the orthogonalised update of %s (%s) was wrong in %s (%s): it got no update in the "
-                "step before, and is computed in fp32 from now on; deepspeed_muon.health counts it. If it happens "
-                "often, set ns_dtype to fp32 or ns_method to standard, and look at its gradient",
-                matrix.name, shape, dtype, why,
-            )  # fmt: skip
+            then = (
+                f"it got no update in the step before, and is computed in fp32 from now on; {counted}, and look at its "
+                f"gradient"
+            )
         elif failure is None:
-            logger.warning(
-                "deepspeed_muon: the orthogonalised update of %s (%s) was wrong in %s (%s) and was redone in fp32; "
-                "deepspeed_muon.health counts it. If it happens often, set ns_dtype to fp32 or ns_method to standard",
-                matrix.name, shape, dtype, why,
-            )  # fmt: skip
+            then = f"it was redone in fp32; {counted}"
         else:
-            logger.warning(
-                "deepspeed_muon: the orthogonalised update of %s (%s) was wrong in %s (%s) and in fp32 (%s): it gets "
-                "no update in such a step. Look at its gradient; with wire_dtype fp16 an element above 65504 overflows",
-                matrix.name, shape, dtype, why, failure,
-            )  # fmt: skip
+            then = (
+                f"and in fp32 ({failure}): it gets no update in such a step. Look at its gradient; with wire_dtype "
+                f"fp16 an element above 65504 overflows"
+            )
+        logger.warning(
+            "deepspeed_muon: the orthogonalised update of %s (%s) was wrong in %s (%s): %s",
+            matrix.name,
+            "{} x {}".format(*matrix.logical_shape),
+            str(self._ns.dtype).removeprefix("torch."),
+            why,
+            then,
+        )
 
     def _sample(self, result: Result) -> None:
-        """Measure the entries of sampled matrices."""
+        """Measure the entries of sampled matrices, and redo them if a singular value is far above the band."""
         with self.recorder.span("sampling"):
             entries: dict[int, list[int]] = {}
             for position, (index, _) in enumerate(result.members):
                 if self.recorder.watches(self._first + index):
                     entries.setdefault(index, []).append(position)
             for index, positions in entries.items():
-                self._measure(result, index, positions)
+                sums = self._measured(result, positions)
+                largest, limit = sums["sigma_max"], self._band.high * (1 + SIGMA_TOLERANCE)
+                if self.recorder.check and not largest <= limit:
+                    why = f"its largest singular value {largest:.3g} is above {limit:.3g}"
+                    for position in positions:
+                        self._redo(result, position, why)
+                    sums = self._measured(result, positions)
+                self.recorder.keep(self._matrices[index].name, sums)
 
-    def _measure(self, result: Result, index: int, positions: Sequence[int]) -> None:
-        """Measure entries of a matrix, and redo them if a singular value is far above the band."""
-        layout = self._matrices[index]
-        directions, scale = result.inputs[list(positions)], result.scales[positions[0]]
-        band = self._band
-
-        sums = measure(directions, result.blocks[list(positions)], scale=scale, band=band)
-        limit = band.high * (1 + SIGMA_TOLERANCE)
-        if self.recorder.check and not sums.sigma_max <= limit:
-            why = f"its largest singular value {sums.sigma_max:.3g} is above {limit:.3g}"
-            norms = self._norms(result.updates).tolist()
-            bounds = self._bounds_of(*self._whole_shape(result))
-            self._redo([_Wrong(result, position, bounds, norms[position], why) for position in positions])
-            sums = measure(directions, result.blocks[list(positions)], scale=scale, band=band)
-        self.recorder.keep(layout.name, sums)
-
-
-def _all_of(own: Tensor, together: Together | None) -> list[list[Any]]:
-    """Return the values of every rank of a group, the same on all of them; waits for the device.
-
-    Must be called by all ranks of the group with tensors of one shape.
-    """
-    values: list[list[Any]] = _gathered(own, together).tolist()
-    return values
+    def _measured(self, result: Result, positions: list[int]) -> Sums:
+        scale = result.scales[positions[0]]
+        return measure(result.inputs[positions], result.blocks[positions], scale=scale, band=self._band)
 
 
 def _gathered(own: Tensor, together: Together | None) -> Tensor:
-    """Return the values of every rank of a group, ``(ranks, ...)``, on the device; otherwise as :func:`_all_of`."""
+    """Return the values of every rank of a group, ``(ranks, ...)``, on the device and the same on all of them.
+
+    Must be called by all ranks of the group with tensors of one shape.
+    """
     if together is None:
         return own.unsqueeze(0)
     gathered = [torch.empty_like(own) for _ in together.sizes]
@@ -374,12 +343,6 @@ def _gathered(own: Tensor, together: Together | None) -> Tensor:
     return torch.stack(gathered)
 
 
-def _largest(x: Tensor) -> Tensor:
-    """Return the largest magnitude: 0 for an empty tensor, NaN if there is one."""
-    return x.abs().amax() if x.numel() else x.new_zeros(())
-
-
-def _maximum(values: Iterable[float]) -> float:
-    """Return the largest value, NaN if there is one."""
-    found = list(values)
-    return math.nan if any(map(math.isnan, found)) else max(found)
+def _norms_of_whole(own: Tensor, together: Together | None) -> list[float]:
+    """Return the norms of whole blocks from those of this rank's parts; waits for the device."""
+    return [math.hypot(*parts) for parts in _gathered(own, together).mT.tolist()]

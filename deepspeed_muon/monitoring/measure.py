@@ -54,50 +54,8 @@ class Band:
     gain: float
 
 
-@dataclass(frozen=True, slots=True)
-class MatrixHealth:
-    """The measurements of one sampled matrix.
-
-    Attributes:
-        update_rms: Root mean square of the elements of the scaled update, before the learning rate.
-        orthogonality_error: Root mean square distance of the update's singular values from the schedule's band.
-        sigma_max: Largest singular value of the orthogonalised update, before scaling.
-        stable_rank: ``||U||_F^2 / ||U||_2^2`` of the direction ``U``.
-        alignment: Cosine of the angle between the update and the direction.
-    """
-
-    update_rms: float
-    orthogonality_error: float
-    sigma_max: float
-    stable_rank: float
-    alignment: float
-
-
-@dataclass(frozen=True, slots=True)
-class Sums:
-    """Sums over blocks of one matrix.
-
-    Attributes:
-        blocks: Number of blocks.
-        values: Number of singular values.
-        numel: Number of elements.
-        distances: Squared distances of the singular values from the band.
-        sigma_max: Largest singular value (the maximum, not a sum).
-        stable_ranks: Stable ranks of the directions.
-        directions: Squared elements of the directions.
-        updates: Squared elements of the scaled updates.
-        products: Products of the elements of both.
-    """
-
-    blocks: int
-    values: int
-    numel: int
-    distances: float
-    sigma_max: float
-    stable_ranks: float
-    directions: float
-    updates: float
-    products: float
+Sums = dict[str, float]
+"""What :func:`measure` returns of blocks of a matrix."""
 
 
 @functools.lru_cache(maxsize=16)
@@ -118,11 +76,7 @@ def norm_bounds(rows: int, cols: int, band: Band) -> tuple[float, float]:
 
 
 def orthogonalize_carefully(
-    x: Tensor,
-    settings: NsSettings,
-    *,
-    largest: float | Tensor | None = None,
-    run: Callable[..., Tensor] = orthogonalize,
+    x: Tensor, settings: NsSettings, *, largest: Tensor, run: Callable[..., Tensor] = orthogonalize
 ) -> Tensor:
     """Return the polar factors by the standard iteration in fp32, after division by the largest element.
 
@@ -131,17 +85,13 @@ def orthogonalize_carefully(
     Args:
         x: ``(batch, rows, cols)``. Not mutated.
         settings: The configured iteration; its method and dtype are replaced.
-        largest: The largest magnitude of the whole matrices, if ``x`` is a part of them; ``None`` to take each one's.
+        largest: The largest magnitude of the whole matrices, of which ``x`` may be a part.
         run: Runs the iteration, called as ``run(x, settings=...)``.
 
     Returns:
         ``(batch, rows, cols)``, fp32.
     """
-    if largest is None:
-        divisor = x.abs().amax(dim=(-2, -1), keepdim=True).float()
-    else:
-        divisor = torch.as_tensor(largest, dtype=torch.float32, device=x.device)
-    scaled = x.float() / divisor.clamp(min=torch.finfo(torch.float32).tiny)
+    scaled = x.float() / largest.float().clamp(min=torch.finfo(torch.float32).tiny)
     return run(scaled, settings=replace(settings, method="standard", dtype=torch.float32))
 
 
@@ -219,6 +169,11 @@ def measure(direction: Tensor, result: Tensor, *, scale: float, band: Band) -> S
         result: The orthogonalised blocks, before scaling. Not mutated.
         scale: Factor of the scale rule.
         band: The band of the schedule.
+
+    Returns:
+        Numbers of ``blocks``, singular ``values`` and elements (``numel``), ``sigma_max``, and sums: of the squared
+        ``distances`` of the singular values from the band, of the ``stable_ranks`` of the directions, and of the
+        squared elements of ``directions`` and scaled ``updates`` and of the ``products`` of both.
     """
     batch, rows, cols = result.shape
     if result.numel() <= _CONVERT_NUMEL:
@@ -229,33 +184,37 @@ def measure(direction: Tensor, result: Tensor, *, scale: float, band: Band) -> S
     error = float((weights * distance.square()).sum(dim=-1).mean())
     uu, xx, ux = _products(direction, result).double().cpu()
     top = spectrum(direction)[0].amax(dim=(-2, -1))
-    return Sums(
-        blocks=batch,
-        values=batch * min(rows, cols),
-        numel=result.numel(),
-        distances=error * batch * min(rows, cols),
-        sigma_max=float(sigma.max()),
-        stable_ranks=float(torch.where(top > 0, uu / top, torch.zeros_like(top)).sum()),
-        directions=float(uu.sum()),
-        updates=scale**2 * float(xx.sum()),
-        products=scale * float(ux.sum()),
-    )
+    return {
+        "blocks": batch,
+        "values": batch * min(rows, cols),
+        "numel": result.numel(),
+        "distances": error * batch * min(rows, cols),
+        "sigma_max": float(sigma.max()),
+        "stable_ranks": float(torch.where(top > 0, uu / top, torch.zeros_like(top)).sum()),
+        "directions": float(uu.sum()),
+        "updates": scale**2 * float(xx.sum()),
+        "products": scale * float(ux.sum()),
+    }
 
 
-def combine(parts: Sequence[Sums]) -> MatrixHealth:
-    """Return the numbers of a matrix from those of its blocks."""
+def combine(parts: Sequence[Sums]) -> dict[str, float]:
+    """Return the numbers of a sampled matrix from the sums over its blocks.
 
-    def total(name: str) -> float:
-        return math.fsum(getattr(part, name) for part in parts)
-
-    norms = math.sqrt(total("directions")) * math.sqrt(total("updates"))
-    return MatrixHealth(
-        update_rms=math.sqrt(total("updates") / total("numel")),
-        orthogonality_error=math.sqrt(total("distances") / total("values")),
-        sigma_max=max(part.sigma_max for part in parts),
-        stable_rank=total("stable_ranks") / total("blocks"),
-        alignment=total("products") / norms if norms else 0.0,
-    )
+    Returns:
+        ``update_rms``, root mean square of the elements of the scaled update, before the learning rate;
+        ``orthogonality_error``, root mean square distance of the update's singular values from the schedule's band;
+        ``sigma_max``, the largest one, before scaling; ``stable_rank``, ``||U||_F^2 / ||U||_2^2`` of the direction
+        ``U``; ``alignment``, the cosine of the angle between the update and the direction.
+    """
+    total = {key: math.fsum(part[key] for part in parts) for key in parts[0]}
+    norms = math.sqrt(total["directions"]) * math.sqrt(total["updates"])
+    return {
+        "update_rms": math.sqrt(total["updates"] / total["numel"]),
+        "orthogonality_error": math.sqrt(total["distances"] / total["values"]),
+        "sigma_max": max(part["sigma_max"] for part in parts),
+        "stable_rank": total["stable_ranks"] / total["blocks"],
+        "alignment": total["products"] / norms if norms else 0.0,
+    }
 
 
 def _products(u: Tensor, x: Tensor) -> Tensor:

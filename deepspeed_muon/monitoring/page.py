@@ -11,7 +11,7 @@ import csv
 import html
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,7 @@ _OURS = "Train_Muon_"
 _STEP = _OURS + "step"
 _MOST_POINTS = 2000
 
+Level = Literal["good", "look", "bad"]
 Series = list[tuple[int, float]]
 """Values of an event with their positions."""
 
@@ -37,62 +38,45 @@ class Finding:
         text: One sentence.
     """
 
-    level: Literal["good", "look", "bad"]
+    level: Level
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Chart:
-    """One chart of the page; ``names`` are those of the events after "Train/Muon/"."""
-
-    title: str
-    names: tuple[str, ...]
-    text: str
-    stacked: bool = False
-
-
-_CHARTS = (
-    _Chart(
-        "Where the step's time goes",
+# Title of a chart to the names of its events, after "Train/Muon/", and what it shows. Shares of time are stacked.
+_CHARTS = {
+    "Where the step's time goes": (
         ("time_gather", "time_newton_schulz", "time_scatter"),
         "Shares of the inner optimizer step, mean over the ranks; waiting for a slower rank counts as exchange. The "
         "rest is momentum, AdamW and applying the updates.",
-        stacked=True,
     ),
-    _Chart("Seconds of the inner step", ("seconds",), "On the slowest rank."),
-    _Chart(
-        "Update RMS",
+    "Seconds of the inner step": (("seconds",), "On the slowest rank."),
+    "Update RMS": (
         ("update_rms",),
         "Root mean square of the elements of an update, before the learning rate. It should hardly move; a slow fall "
         "means that the gradients lose rank.",
     ),
-    _Chart(
-        "Orthogonality",
+    "Orthogonality": (
         ("orthogonality_error", "alignment"),
         "The error is the distance of the update's singular values from their band: near 0 where directions have full "
         "rank. The alignment of update and direction is between 0 and 1.",
     ),
-    _Chart(
-        "Largest singular value",
+    "Largest singular value": (
         ("sigma_max",),
         "Of an update, before scaling. The quintic schedule ends between 0.68 and 1.20.",
     ),
-    _Chart(
-        "Stable rank",
+    "Stable rank": (
         ("stable_rank",),
         "Of the direction that is orthogonalised. Falling towards 1, a single direction dominates the gradient.",
     ),
-    _Chart(
-        "Loss of the wire",
+    "Loss of the wire": (
         ("wire_error_direction", "wire_error_update"),
         "What a coarse wire changes, relative to what travels; 0.007 is normal.",
     ),
-    _Chart(
-        "Matrices computed again",
+    "Matrices computed again": (
         ("redone", "failed"),
         "Since the start. Those redone were right in fp32; those failed got no update in their step.",
     ),
-)
+}
 
 
 def add_subcommand(subparsers: Any) -> None:
@@ -188,57 +172,55 @@ def _read(path: Path) -> Series:
 
 def findings(run: Mapping[str, Series]) -> list[Finding]:
     """Return what is good, worth a look or bad in a run, the worst first."""
-    last = {name.removeprefix(_OURS): values[-1][1] for name, values in run.items() if values}
-    found = list(_losses(run))
-    if not any(name.startswith(_OURS) for name in run):
-        found.append(
-            Finding(
-                "look",
-                "There are no samples of health: the run was shorter than `health` says, health was off, or "
-                "another Muon ran.",
-            )
-        )
-        return _sorted(found)
-    if last.get("failed", 0):
-        found.append(
-            Finding("bad", f"{last['failed']:.0f} matrices were wrong in fp32 too and got no update.")
-        )
-    if last.get("redone", 0):
-        text = (
-            f"{last['redone']:.0f} matrices were computed again in fp32. If it grows, set ns_dtype to fp32."
-        )
-        found.append(Finding("look", text))
-    if not last.get("redone", 0) and not last.get("failed", 0):
-        found.append(Finding("good", "Every orthogonalised matrix passed its check."))
-    if "alignment" in last and not last["alignment"] > 0:
-        found.append(Finding("bad", "Updates point away from their directions (alignment at or below 0)."))
-    for name in ("wire_error_direction", "wire_error_update"):
-        if last.get(name, 0.0) > 0.01:
-            text = f"{name} is {last[name]:.3f}: a few elements are much larger than their neighbours."
-            found.append(Finding("look", text))
+    ours = {name.removeprefix(_OURS): each for name, each in run.items() if name.startswith(_OURS)}
+    last = {name: values[-1][1] for name, values in ours.items() if values}
+    redone, failed = last.get("redone", 0), last.get("failed", 0)
     exchange = last.get("time_gather", 0.0) + last.get("time_scatter", 0.0)
-    if exchange > last.get("time_newton_schulz", math.inf):
-        text = (
+    conditions: list[tuple[Any, Level, str]] = [
+        (
+            not ours,
+            "look",
+            "There are no samples of health: the run was shorter than `health` says, health was off, or another Muon "
+            "ran.",
+        ),
+        (failed, "bad", f"{failed:.0f} matrices were wrong in fp32 too and got no update."),
+        (
+            redone,
+            "look",
+            f"{redone:.0f} matrices were computed again in fp32. If it grows, set ns_dtype to fp32.",
+        ),
+        (ours and not redone and not failed, "good", "Every orthogonalised matrix passed its check."),
+        (
+            not last.get("alignment", 1.0) > 0,
+            "bad",
+            "Updates point away from their directions (alignment at or below 0).",
+        ),
+        (
+            exchange > last.get("time_newton_schulz", math.inf),
+            "look",
             f"The exchanges take {exchange:.0%} of the inner step, more than the iteration: the network, or uneven "
-            "ranks."
-        )
-        found.append(Finding("look", text))
-    return _sorted(found)
-
-
-def _sorted(found: list[Finding]) -> list[Finding]:
+            f"ranks.",
+        ),
+    ]
+    for name in ("wire_error_direction", "wire_error_update"):
+        error = last.get(name, 0.0)
+        text = f"{name} is {error:.3f}: a few elements are much larger than their neighbours."
+        conditions.append((error > 0.01, "look", text))
+    found = [*_losses(run), *(Finding(level, text) for holds, level, text in conditions if holds)]
     return sorted(found, key=lambda finding: ("bad", "look", "good").index(finding.level))
 
 
-def _losses(run: Mapping[str, Series]) -> Iterable[Finding]:
-    for name, values in run.items():
-        if "loss" not in name or "scale" in name or not values:
-            continue
+def _loss_series(run: Mapping[str, Series]) -> dict[str, Series]:
+    return {name: values for name, values in run.items() if "loss" in name and "scale" not in name and values}
+
+
+def _losses(run: Mapping[str, Series]) -> Iterator[Finding]:
+    for name, values in _loss_series(run).items():
         if not all(math.isfinite(value) for _, value in values):
             first = next(position for position, value in values if not math.isfinite(value))
             yield Finding("bad", f"{name} is not finite from position {first} on.")
         elif len(values) > 1:
-            level: Literal["good", "look"] = "good" if values[-1][1] < values[0][1] else "look"
+            level: Level = "good" if values[-1][1] < values[0][1] else "look"
             yield Finding(level, f"{name} went from {values[0][1]:.4f} to {values[-1][1]:.4f}.")
 
 
@@ -259,28 +241,22 @@ def write_page(folder: Path, out: Path) -> list[Finding]:
     return found
 
 
-def _figures(run: Mapping[str, Series]) -> list[str]:
-    unit = "step" if _STEP in run else "step or sample"
-    losses = {name: values for name, values in run.items() if "loss" in name and "scale" not in name}
+def _figures(run: Mapping[str, Series]) -> Iterator[str]:
+    """Yield the charts as HTML, without those that have no value to draw."""
     rates = {name: values for name, values in run.items() if name.endswith("lr") or "lr_" in name}
-    figures = [_figure("Loss", losses, "As the program reported it.", unit)]
-    for chart in _CHARTS:
-        series = {name.removeprefix("time_"): run.get(_OURS + name, []) for name in chart.names}
-        figures.append(_figure(chart.title, series, chart.text, unit, stacked=chart.stacked))
-    figures.append(
-        _figure("Learning rates", rates, "Of each group of parameters that the program reported.", unit)
-    )
-    return [figure for figure in figures if figure]
+    yield from _figure(run, "Loss", _loss_series(run), "As the program reported it.")
+    for title, (names, text) in _CHARTS.items():
+        yield from _figure(run, title, {name: run.get(_OURS + name, []) for name in names}, text)
+    yield from _figure(run, "Learning rates", rates, "Of each group of parameters that the program reported.")
 
 
-def _figure(title: str, series: Mapping[str, Series], text: str, unit: str, *, stacked: bool = False) -> str:
-    """Return a chart as HTML, nothing if there is no value to draw."""
+def _figure(run: Mapping[str, Series], title: str, series: Mapping[str, Series], text: str) -> Iterator[str]:
     series = {name: _thinned(values) for name, values in series.items() if values}
     if not series:
-        return ""
+        return
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(6.4, 3.2))
-    if stacked:
+    if all(name.startswith("time_") for name in series):
         positions = sorted(set.intersection(*({x for x, _ in values} for values in series.values())))
         shares = [[dict(values)[x] for x in positions] for values in series.values()]
         axes.stackplot(positions, shares, labels=list(series), alpha=0.8)
@@ -289,7 +265,7 @@ def _figure(title: str, series: Mapping[str, Series], text: str, unit: str, *, s
         marker = "o" if max(map(len, series.values())) < 40 else ""
         for name, values in series.items():
             axes.plot(*zip(*values, strict=True), label=name, marker=marker, markersize=3)
-    axes.set_xlabel(unit)
+    axes.set_xlabel("step" if _STEP in run else "step or sample")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     drawn = io.StringIO()
@@ -298,7 +274,7 @@ def _figure(title: str, series: Mapping[str, Series], text: str, unit: str, *, s
     # What comes before the element is a declaration of a file of its own.
     svg = drawn.getvalue()
     svg = svg[svg.index("<svg") :]
-    return f"<figure><h2>{html.escape(title)}</h2>{svg}<figcaption>{html.escape(text)}</figcaption></figure>"
+    yield f"<figure><h2>{html.escape(title)}</h2>{svg}<figcaption>{html.escape(text)}</figcaption></figure>"
 
 
 def _thinned(values: Sequence[tuple[int, float]]) -> Series:

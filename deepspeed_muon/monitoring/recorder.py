@@ -10,12 +10,12 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
-from deepspeed_muon.monitoring.measure import MatrixHealth, Sums, combine
+from deepspeed_muon.monitoring.measure import Sums, combine
 from deepspeed_muon.transport.ranks import Ranks
 
 SpanName = Literal["step", "gather", "newton_schulz", "scatter", "sampling"]
@@ -43,37 +43,11 @@ class Sample:
             what was lost, and of all.
     """
 
-    matrices: dict[str, MatrixHealth] = field(default_factory=dict)
+    matrices: dict[str, dict[str, float]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     redone: int = 0
     failed: int = 0
     losses: dict[Travelling, tuple[float, float]] = field(default_factory=dict)
-
-    @property
-    def total(self) -> float:
-        """Seconds of the inner step; the time of sampling does not count."""
-        return self.seconds.get("step", 0.0) - self.seconds.get("sampling", 0.0)
-
-    def sums(self) -> dict[str, float]:
-        """Return the numbers that are added up over the ranks."""
-        found: dict[str, float] = {
-            "redone": self.redone,
-            "failed": self.failed,
-            "matrices": len(self.matrices),
-        }
-        for key in _MEANS:
-            found[key] = math.fsum(getattr(each, key) for each in self.matrices.values())
-        found["running"] = float(self.total > 0)
-        for part in _PARTS:
-            found[part] = self.seconds.get(part, 0.0) / self.total if self.total > 0 else 0.0
-        for what in _TRAVELLING:
-            found[f"lost {what}"], found[f"whole {what}"] = self.losses.get(what, (0.0, 0.0))
-        return found
-
-    def maxima(self) -> dict[str, float]:
-        """Return the numbers of which the largest counts."""
-        largest = max((each.sigma_max for each in self.matrices.values()), default=0.0)
-        return {"seconds": self.total, "sigma_max": largest}
 
 
 class StepRecorder:
@@ -206,24 +180,36 @@ def summarize(sample: Sample, ranks: Ranks) -> dict[str, Any]:
         and ``matrices`` with the numbers of each, at most 16 of them. Keys without a measurement are left out.
     """
     what = "summary of health"
-    own = sample.sums()
+    # The time of sampling does not count.
+    total = sample.seconds.get("step", 0.0) - sample.seconds.get("sampling", 0.0)
+    measured = sample.matrices.values()
+    own: dict[str, float] = {
+        "redone": sample.redone,
+        "failed": sample.failed,
+        "matrices": len(measured),
+        **{key: math.fsum(each[key] for each in measured) for key in _MEANS},
+        "running": float(total > 0),
+        **{part: sample.seconds.get(part, 0.0) / total if total > 0 else 0.0 for part in _PARTS},
+    }
+    for travelling in _TRAVELLING:
+        own[f"lost {travelling}"], own[f"whole {travelling}"] = sample.losses.get(travelling, (0.0, 0.0))
     sums = dict(zip(own, ranks.reduce(list(own.values()), "sum", what=what), strict=True))
-    own = sample.maxima()
-    largest = dict(zip(own, ranks.reduce(list(own.values()), "max", what=what), strict=True))
+    sigma = max((each["sigma_max"] for each in measured), default=0.0)
+    seconds, sigma = ranks.reduce([total, sigma], "max", what=what)
     summary: dict[str, Any] = {"redone": int(sums["redone"]), "failed": int(sums["failed"])}
     if count := sums["matrices"]:
         summary |= {key: sums[key] / count for key in _MEANS}
-        summary["sigma_max"] = largest["sigma_max"]
+        summary["sigma_max"] = sigma
     if running := sums["running"]:
         summary |= {f"time_{part}": sums[part] / running for part in _PARTS}
-        summary["seconds"] = largest["seconds"]
+        summary["seconds"] = seconds
     for travelling in _TRAVELLING:
         if lost := sums[f"lost {travelling}"]:
             summary[f"wire_error_{travelling}"] = math.sqrt(lost / sums[f"whole {travelling}"])
     matrices: dict[str, dict[str, float]] = {}
     for rank, (name, health) in ranks.collect(list(sample.matrices.items()), most=_LISTED, what=what):
         # Ranks that share no parameters (experts) can have matrices of the same name.
-        matrices[name if name not in matrices else f"{name} (rank {rank})"] = asdict(health)
+        matrices[name if name not in matrices else f"{name} (rank {rank})"] = health
     return {**summary, "matrices": matrices}
 
 

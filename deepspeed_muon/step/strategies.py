@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_muon.monitoring.check import ResultCheck
-from deepspeed_muon.monitoring.results import Member, Result, Together
+from deepspeed_muon.monitoring.check import Member, Result, ResultCheck, Together
 from deepspeed_muon.ops import BATCH_NUMEL
 from deepspeed_muon.plan.exchange import ExchangePlan
 from deepspeed_muon.plan.layout import Block, MatrixLayout

@@ -59,7 +59,7 @@ def reference_health(
         high: Upper end.
 
     Returns:
-        The numbers of :class:`deepspeed_muon.monitoring.measure.MatrixHealth`, by name.
+        The numbers of :func:`deepspeed_muon.monitoring.measure.combine`.
     """
     u, x = direction.double(), result.double()
     sigma = torch.linalg.svdvals(x)
