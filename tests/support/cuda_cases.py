@@ -79,12 +79,16 @@ def nothing_outside_is_written(kernels: Kernels, kernel: str, inputs: Inputs) ->
 
 
 def what_is_refused(kernels: Kernels, kernel: str, inputs: Inputs) -> None:
-    """A shape, an address and a dtype that a kernel cannot take."""
+    """A shape, the address of each operand and a dtype that a kernel cannot take."""
     d = torch.empty(1, 128, 128, dtype=torch.float16, device=inputs.device)
     a = inputs(1, 128, 68, dtype=torch.float16)
     assert kernels.sym_gemm(kernel, a, a, None, d) == SHAPE
-    a = inputs(1, 128, 72, dtype=torch.float16)[:, :, 4:68]
-    assert kernels.sym_gemm(kernel, a, a, None, d) == MISALIGNED
+    a = inputs(1, 128, 64, dtype=torch.float16)
+    off = inputs(1, 128, 144, dtype=torch.float16)[:, :, 4:]
+    assert kernels.sym_gemm(kernel, off[:, :, :64], a, d, d) == MISALIGNED
+    assert kernels.sym_gemm(kernel, a, off[:, :, :64], d, d) == MISALIGNED
+    assert kernels.sym_gemm(kernel, a, a, off[:, :, :128], d, beta=1.0) == MISALIGNED
+    assert kernels.sym_gemm(kernel, a, a, d, off[:, :, :128]) == MISALIGNED
     a = inputs(1, 128, 64)
     assert kernels.sym_gemm(kernel, a, a, None, d) == DTYPE
 

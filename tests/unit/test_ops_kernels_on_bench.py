@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
+import mmap
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,7 +16,7 @@ from tests.support import cuda_bench
 from tests.support import cuda_cases as cases
 from tests.support.cuda_bench import ANY_TIME, EARLY, LATE, Bench
 from tests.support.cuda_cases import Inputs
-from tests.support.cuda_library import DEVICE, FLAT_ROWS, OK, gram, product_of
+from tests.support.cuda_library import DEVICE, FLAT_ROWS, MISALIGNED, OK, ApplyRow, PackRow, gram, product_of
 from tests.support.reference import polar
 
 pytestmark = pytest.mark.skipif(cuda_bench.unavailable() is not None, reason=str(cuda_bench.unavailable()))
@@ -115,6 +119,10 @@ FLAT_DEFECTS = {
     "the last tile is not cut": ("left < kFlatTile ? left : kFlatTile", "kFlatTile"),
     "blocks stop after their first tile": ("number += gridDim.x", "number += table.tiles"),
     "an unaligned array is taken in vectors": ("if (off_grid != 0) return {n, 0};", ""),
+    "an unaligned gradient is taken in vectors": (
+        "(second.address + step * static_cast<uintptr_t>(second.bytes)) % 16 |",
+        "",
+    ),
     "the wrong fragment": ("if (firsts[middle] <= tile) {", "if (firsts[middle] < tile) {"),
     "the direction is that of the rounded momentum": (
         "direction.value[i] = momentum_step(m.value[i], g.value[i], fragment);",
@@ -126,17 +134,107 @@ FLAT_DEFECTS = {
 
 @pytest.mark.parametrize("name", FLAT_DEFECTS)
 def test_a_planted_defect_of_the_flat_passes_is_found(bench: Bench, tmp_path: Path, name: str) -> None:
-    broken = cuda_bench.build(tmp_path, dict([FLAT_DEFECTS[name]]), beside=bench.folder)
+    broken = cuda_bench.build(tmp_path, dict([FLAT_DEFECTS[name]]), beside=bench.folder, only="flat_passes")
     broken.configure(processors=2)
     lengths = cases.fragment_lengths(FLAT_ROWS)
 
     def run() -> None:
-        for offsets in ((0, 0, 0), (0, 0, 1)):
+        for offsets in ((0, 0, 0), (0, 0, 1), (0, 1, 0)):
             cases.momentum_pack(broken, lengths, offsets, (BF16, FP32, FP32), False, Inputs("cpu"))
             cases.unpack_apply(broken, lengths, offsets[1:], (FP32, BF16), Inputs("cpu"))
 
     with pytest.raises(AssertionError):
         run()
+
+
+def unaligned_arrays(kernels: Bench, _: str = "") -> None:
+    """Arrays of float32 of which one is not on a boundary of its elements."""
+    arrays = [each.data_ptr() for each in torch.zeros(3, 16)]
+    kernels.configure()
+    for wrong in range(3):
+        row = [each + 2 * (number == wrong) for number, each in enumerate(arrays)]
+        pack, apply = PackRow(*row, 8, 0.9, 1), ApplyRow(*row[:2], 8, 0.1, 1.0)
+        assert kernels.library.muon_momentum_pack(ctypes.byref(pack), 1, 0, 0, 0, None) == MISALIGNED
+        if wrong < 2:
+            assert kernels.library.muon_unpack_apply(ctypes.byref(apply), 1, 0, 0, None) == MISALIGNED
+
+
+def test_unaligned_arrays_are_refused(bench: Bench) -> None:
+    unaligned_arrays(bench)
+
+
+def far(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros of which only those pages take memory that are written to."""
+    size = math.prod(shape) * dtype.itemsize
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    return torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=dtype).view(shape)
+
+
+SIDE = 1 << 16
+TILES = SIDE // 128 * (SIDE // 128 + 1) // 2
+
+
+def beyond_2_31(kernels: Bench, kernel: str) -> None:
+    """The last tiles of two matrices of 2^32 elements each: rows, columns and matrices begin behind 2^31."""
+    a, c, d = (far(2, SIDE, SIDE, dtype=torch.float16) for _ in range(3))
+    a = a[:, :, :72]
+    inputs = Inputs("cpu")
+    a[1, -256:] = inputs(256, 72, dtype=torch.float16)
+    c[1, -256:, -256:] = cases.lower_mirrored(inputs(256, 256, dtype=torch.float16))
+    # A block for each tile, of which two run: on the diagonal and left of it, or the last square of 256.
+    squares = SIDE // 256 * (SIDE // 256 + 1)
+    last = 2 * (squares if kernel == "sm90_wide" else TILES) - 2
+    kernels.configure(processors=2 * TILES, major=MAJOR[kernel], blocks=(last, 2))
+    assert kernels.sym_gemm(kernel, a, a, c, d, alpha=0.5, beta=2.0) == OK
+    exact = 0.5 * a[1, -128:].double() @ a[1, -256:].double().mT + 2.0 * c[1, -128:, -256:].double()
+    for found in (d[1, -128:, -256:], d[1, -256:, -128:].mT):
+        torch.testing.assert_close(found.double(), exact, rtol=2.0**-10, atol=1e-3)
+
+
+def more_tiles_than_2_31(kernels: Bench, kernel: str) -> None:
+    """A block whose second and last tile is that of the last of 20,000 equal matrices."""
+    a, d = far(1, SIDE, 64, dtype=torch.float16), far(1, SIDE, SIDE, dtype=torch.float16)
+    a[0, -128:] = Inputs("cpu")(128, 64, dtype=torch.float16)
+    grid, tiles = (1 << 31) - 1, 20000 * TILES
+    kernels.configure(processors=grid, major=MAJOR[kernel], blocks=(tiles - 1 - grid, 1))
+    assert (
+        kernels.sym_gemm(
+            kernel, *(each.expand(20000, -1, -1) for each in (a, a)), None, d.expand(20000, -1, -1)
+        )
+        == OK
+    )
+    cases.check_product(d[:, -128:, -128:].contiguous(), a[:, -128:], a[:, -128:], None, 1.0, 0.0, 0.0)
+
+
+def long_fragments(kernels: Bench, _: str = "") -> None:
+    """The last tile of fragments of more than 2^31 elements."""
+    n = (1 << 31) + 8192
+    momentum, grad, out = far(n, dtype=FP32), far(n, dtype=BF16), far(n, dtype=BF16)
+    inputs = Inputs("cpu")
+    momentum[-4096:], grad[-4096:] = inputs(4096), inputs(4096, dtype=BF16)
+    before, direction = momentum[-4096:].clone(), grad[-4096:].float()
+    for run in (
+        lambda: kernels.momentum_pack([((momentum, grad, out), 0.9)], nesterov=False),
+        lambda: kernels.unpack_apply([((momentum, grad), 0.5)], lr_scale=0.25),
+    ):
+        kernels.configure(processors=n // 4096, blocks=(n // 4096 - 1, 1))
+        assert run() == OK
+    lerped = torch.lerp(before, direction, 0.1)
+    torch.testing.assert_close(out[-4096:].float(), lerped, rtol=2.0**-7, atol=1e-6)
+    torch.testing.assert_close(momentum[-4096:], 0.5 * lerped - 0.25 * direction)
+
+
+@pytest.mark.parametrize("kernel", ["sm80", "sm90", "sm90_wide"])
+def test_matrices_behind_2_31_elements(bench: Bench, kernel: str) -> None:
+    beyond_2_31(bench, kernel)
+
+
+def test_more_tiles_than_2_31(bench: Bench) -> None:
+    more_tiles_than_2_31(bench, "sm80")
+
+
+def test_fragments_of_more_than_2_31_elements(bench: Bench) -> None:
+    long_fragments(bench)
 
 
 def test_c_that_is_not_used_may_hold_anything(bench: Bench) -> None:
@@ -195,102 +293,172 @@ def test_as_the_products_of_gram_newton_schulz(
     assert abs(largest / right - 1) <= 0.05
 
 
-# What would be wrong on a GPU now and then, and what stands for it in the source.
-DEFECTS = {
-    "consumers do not wait for each other": (
+def products(kernels: Bench, kernel: str) -> None:
+    """Products of two matrices of six tiles, in twelve orders of everything that may be in any order."""
+    for seed in range(12):
+        kernels.configure(
+            processors=1, major=MAJOR[kernel], mode=(ANY_TIME, LATE, EARLY)[seed % 3], seed=1000 * seed + 1
+        )
+        cases.sym_gemm(kernels, kernel, (2, 264, 520), torch.float16, Inputs("cpu", seed))
+
+
+def refusals(kernels: Bench, kernel: str) -> None:
+    """What a kernel must refuse."""
+    kernels.configure(major=MAJOR[kernel])
+    cases.what_is_refused(kernels, kernel, Inputs("cpu"))
+
+
+class Defect(NamedTuple):
+    """A line of the sources, what stands for it, and who finds that in the build of one source with it."""
+
+    kernel: str
+    old: str
+    new: str
+    found_by: Callable[[Bench, str], None] = products
+
+
+# What would be wrong on a GPU now and then, or only with large operands, and what stands for it in the source.
+DEFECTS: dict[str, Defect] = {
+    "consumers do not wait for each other": Defect(
         "sm90",
         "if (number > 0) barrier_wait(barriers.issued(1 - consumer), static_cast<uint32_t>((number - 1) / 2) & 1u);",
         "",
     ),
-    "a stage is given back while its products run": ("sm90", "wgmma_wait<1>();", "wgmma_wait<2>();"),
-    "half of a stage's bytes are waited for": (
+    "a stage is given back while its products run": Defect("sm90", "wgmma_wait<1>();", "wgmma_wait<2>();"),
+    "half of a stage's bytes are waited for": Defect(
         "sm90",
         "barrier_arrive_expect(full, kRingStageBytes);",
         "barrier_arrive_expect(full, kRingStageBytes / 2);",
     ),
-    "no barrier before the next tile is staged": (
+    "no barrier before the next tile is staged": Defect(
         "sm90",
         "named_barrier<kWarpgroup>(named);  // Before the next tile's c, or the next tile, overwrites it.",
         "",
     ),
-    "no barrier between staging and storing": (
+    "no barrier between staging and storing": Defect(
         "sm90",
         "    named_barrier<kWarpgroup>(named);\n    store_tile",
         "    store_tile",
     ),
-    "no barrier after the copies of c": (
+    "no barrier after the copies of c": Defect(
         "sm90",
         "      cp_async_wait<0>();\n      named_barrier<kWarpgroup>(named);\n",
         "      cp_async_wait<0>();\n",
     ),
-    "half of b is not waited for": (
+    "half of b is not waited for": Defect(
         "sm90_wide",
         "constexpr int kRingStageBytes = (1 + kBlocks) * kSm90OperandBytes;  // rows of a, then both halves of b",
         "constexpr int kRingStageBytes = kBlocks * kSm90OperandBytes;",
     ),
-    "the other block is not asked for its stage": (
+    "the other block is not asked for its stage": Defect(
         "sm90_wide",
         "barrier_init(barriers.empty(stage), kBlocks * kTeam / 32);",
         "barrier_init(barriers.empty(stage), kTeam / 32);",
     ),
-    "a block does not tell the other one": (
+    "a block does not tell the other one": Defect(
         "sm90_wide",
         "if (lane == 1) barrier_arrive_in(empty, rank ^ 1);",
         "if (lane == 1) barrier_arrive(empty);",
     ),
-    "the blocks do not meet at the start": (
+    "the blocks do not meet at the start": Defect(
         "sm90_wide",
         "cluster_sync();  // The other block sends to this one's barriers.",
         "__syncthreads();",
     ),
-    "the blocks do not meet at the end": (
+    "the blocks do not meet at the end": Defect(
         "sm90_wide",
         "cluster_sync();  // Nobody leaves while the other block still sends to it.",
         "",
     ),
-    "the halves of b change places": (
+    "the halves of b change places": Defect(
         "sm90_wide",
         "target + (1 + rank) * kSm90OperandBytes",
         "target + (2 - rank) * kSm90OperandBytes",
     ),
-    "no barrier before the ring is staged over": (
+    "no barrier before the ring is staged over": Defect(
         "sm80",
         "__syncthreads();  // The ring is free: the staged tile takes its place.",
         "",
     ),
-    "no barrier after a tile": (
+    "no barrier after a tile": Defect(
         "sm80",
         "__syncthreads();  // Before the next tile's copies overwrite it.",
         "",
     ),
-    "a copy too few is waited for": (
+    "a copy too few is waited for": Defect(
         "sm80",
         "cp_async_wait<kStages - 2>();",
         "cp_async_wait<kStages - 1>();",
     ),
-    "the staged tile is not swizzled alike": ("sm90", "((chunk ^ staged_swizzle(row)) << 4)", "(chunk << 4)"),
-    "the descriptor's stride": ("sm90", "uint64_t{1024 >> 4} << 32", "uint64_t{512 >> 4} << 32"),
-    "the diagonal is not mirrored": (
+    "the staged tile is not swizzled alike": Defect(
+        "sm90", "((chunk ^ staged_swizzle(row)) << 4)", "(chunk << 4)"
+    ),
+    "the descriptor's stride": Defect("sm90", "uint64_t{1024 >> 4} << 32", "uint64_t{512 >> 4} << 32"),
+    "the diagonal is not mirrored": Defect(
         "sm80",
         "wanted = source != DiagonalSource::kStraight;",
         "wanted = source == DiagonalSource::kBoth;",
     ),
+    "the copy engine is not told of the barriers": Defect("sm90", "barrier_init_fence();", ""),
+    "the other block is not told of the barriers": Defect("sm90_wide", "barrier_init_fence();", ""),
+    "no fence before the products": Defect("sm90_wide", "wgmma_fence();", ""),
+    "more registers than a multiprocessor has": Defect(
+        "sm90", "constexpr int kConsumerRegisters = 232;", "constexpr int kConsumerRegisters = 240;"
+    ),
+    "one warp of a warpgroup asks for registers": Defect(
+        "sm90_wide",
+        "more_registers<kConsumerRegisters>();",
+        "if (threadIdx.x % kWarpgroup < 32) more_registers<kConsumerRegisters>();",
+    ),
+    "any address of c is taken": Defect("sm80", " || !on_16_bytes(p.c)", "", refusals),
+    "any address of d is taken": Defect("sm90", " || !on_16_bytes(p.d)", "", refusals),
+    "any address of a gradient is taken": Defect(
+        "flat_passes",
+        "second = check_array(row.grad, grad_dtype)",
+        "second = MUON_OK",
+        unaligned_arrays,
+    ),
+    "the distance of rows in 32 bits": Defect(
+        "sm80", "  int64_t ld;\n  int first;", "  int ld;\n  int first;", beyond_2_31
+    ),
+    "the distance of the output's rows in 32 bits": Defect(
+        "sm90",
+        "  int64_t ldc, ldd, stride_c, stride_d;",
+        "  int ldc, ldd; int64_t stride_c, stride_d;",
+        beyond_2_31,
+    ),
+    "the distance of the output's matrices in 32 bits": Defect(
+        "sm90_wide",
+        "  int64_t ldc, ldd, stride_c, stride_d;",
+        "  int64_t ldc, ldd; int stride_c, stride_d;",
+        beyond_2_31,
+    ),
+    "the copy engine's distance of matrices in 32 bits": Defect(
+        "sm90", "const int64_t matrix = batch > 1", "const int32_t matrix = batch > 1", beyond_2_31
+    ),
+    "tiles are counted in 32 bits": Defect(
+        "sm80", "  int64_t total; ", "  int total; ", more_tiles_than_2_31
+    ),
+    "elements of a fragment are counted in 32 bits": Defect(
+        "flat_passes", "const int64_t begin = (tile", "const int begin = (tile", long_fragments
+    ),
+    "shared memory is not asked for": Defect(
+        "sm80",
+        "error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);",
+        "",
+    ),
+    "the copy engine reads behind the last matrix": Defect(
+        "sm90_wide",
+        "static_cast<cuuint64_t>(m), ",
+        "static_cast<cuuint64_t>((m + kTile - 1) / kTile * kTile), ",
+    ),
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.full] * (number % 3 > 0)) for number, name in enumerate(DEFECTS)],
-)
+@pytest.mark.parametrize("name", DEFECTS)
 def test_a_planted_defect_is_found(bench: Bench, tmp_path: Path, name: str) -> None:
-    kernel, old, new = DEFECTS[name]
-    broken = cuda_bench.build(tmp_path, {old: new}, beside=bench.folder)
-    for seed in range(12):
-        broken.configure(
-            processors=1, major=MAJOR[kernel], mode=(ANY_TIME, LATE, EARLY)[seed % 3], seed=1000 * seed + 1
-        )
-        try:
-            cases.sym_gemm(broken, kernel, (2, 264, 520), torch.float16, Inputs("cpu", seed))
-        except AssertionError:
-            return
-    pytest.fail(f"nobody noticed: {name}")
+    defect = DEFECTS[name]
+    source = defect.kernel if defect.kernel == "flat_passes" else f"sym_gemm_{defect.kernel}"
+    broken = cuda_bench.build(tmp_path, {defect.old: defect.new}, beside=bench.folder, only=source)
+    with pytest.raises(AssertionError):
+        defect.found_by(broken, defect.kernel)

@@ -11,11 +11,15 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from tests.support.cuda_library import SOURCES, Kernels
+from torch import Tensor
+
+from tests.support.cuda_library import SOURCES, Fragment, Kernels
 
 HERE = Path(__file__).resolve().parent
 ANY_TIME, LATE, EARLY = 0, 1, 2
@@ -32,6 +36,7 @@ _FLAGS = [
     "-mf16c",
     "-mfma",
     "-ffp-contract=off",
+    "-fno-gnu-unique",  # else all benches of a process share what a function remembers
     "-D__CUDA_ARCH_FEAT_SM90_ALL",
     "-w",
 ]
@@ -45,10 +50,71 @@ class Bench(Kernels):
         self.folder = path.parent
         self.library.bench_error.restype = ctypes.c_char_p
         self.library.bench_configure.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_uint64]
+        self.library.bench_blocks.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
+        self.library.bench_operand.argtypes = [
+            ctypes.c_void_p,
+            *5 * [ctypes.c_int64],
+            ctypes.c_int,
+            ctypes.c_int,
+        ]
 
-    def configure(self, *, processors: int = 4, major: int = 9, mode: int = ANY_TIME, seed: int = 1) -> None:
-        """Choose the GPU, when asynchronous work ends, and the order of everything."""
+    def configure(
+        self,
+        *,
+        processors: int = 4,
+        major: int = 9,
+        mode: int = ANY_TIME,
+        seed: int = 1,
+        blocks: tuple[int, int] | None = None,
+    ) -> None:
+        """Choose the GPU, when asynchronous work ends, and the order of everything.
+
+        Args:
+            processors: Multiprocessors.
+            major: Compute capability.
+            mode: :data:`ANY_TIME`, :data:`LATE` or :data:`EARLY`.
+            seed: Of every random choice.
+            blocks: The first block of each launch that runs, and how many do; ``None`` for all.
+        """
         self.library.bench_configure(processors, major, mode, seed)
+        if blocks is not None:
+            self.library.bench_blocks(*blocks)
+
+    def sym_gemm(
+        self, kernel: str, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, **scalars: float
+    ) -> int:
+        """Run a kernel, which may access its operands and no other memory."""
+        with self._only([a, b] if c is None else [a, b, c], [d]):
+            return super().sym_gemm(kernel, a, b, c, d, **scalars)
+
+    def momentum_pack(self, fragments: Sequence[Fragment], **options: Any) -> int:
+        """Run the pass; what it takes in vectors lies in the fragments."""
+        parts = [tensors for tensors, _ in fragments]
+        with self._only(
+            [each for part in parts for each in part[:2]], [part[i] for part in parts for i in (0, 2)]
+        ):
+            return super().momentum_pack(fragments, **options)
+
+    def unpack_apply(self, fragments: Sequence[Fragment], **options: Any) -> int:
+        """Run the pass; what it takes in vectors lies in the fragments."""
+        parts = [tensors for tensors, _ in fragments]
+        with self._only([each for part in parts for each in part], [part[0] for part in parts]):
+            return super().unpack_apply(fragments, **options)
+
+    @contextmanager
+    def _only(self, read: Iterable[Tensor], written: Iterable[Tensor]) -> Iterator[None]:
+        """Let launches access these tensors alone, of one or three dimensions."""
+        for tensors, may in ((read, (1, 0)), (written, (0, 1))):
+            for each in tensors:
+                matrices, rows, row = (1, 1, *each.shape)[-3:]
+                matrix_stride, row_stride = (0, 0, *each.stride())[-3:-1]
+                sizes = (row, row_stride, matrix_stride)
+                in_bytes = [size * each.element_size() for size in sizes]
+                self.library.bench_operand(each.data_ptr(), in_bytes[0], rows, matrices, *in_bytes[1:], *may)
+        try:
+            yield
+        finally:
+            self.library.bench_forget()
 
     def _checked(self, status: int) -> int:
         if found := self.library.bench_error().decode():
@@ -63,20 +129,28 @@ def unavailable() -> str | None:
     return None if shutil.which("g++") else "needs g++"
 
 
-def build(folder: Path, mutation: Mapping[str, str] | None = None, *, beside: Path | None = None) -> Bench:
+def build(
+    folder: Path,
+    mutation: Mapping[str, str] | None = None,
+    *,
+    beside: Path | None = None,
+    only: str | None = None,
+) -> Bench:
     """Compile the kernels and the machine into ``folder``.
 
     Args:
         folder: An empty folder.
         mutation: Text of the sources and what takes its place, to plant a defect; each must be found.
         beside: The folder of another build; what is equal there is not compiled again.
+        only: The one source that is compiled with the mutation, where a header has it; the others are taken from
+            ``beside``.
     """
     mutation = dict(mutation or {})
     sources = _translated(folder, mutation)
 
     def compile_one(source: Path) -> Path:
         target = folder / f"{source.stem}.o"
-        if beside is not None and _equal(source, folder, beside):
+        if beside is not None and (_equal(source, folder, beside) or only not in (None, source.stem)):
             return beside / target.name
         command = ["g++", *_FLAGS, f"-I{HERE}", "-x", "c++", "-c", str(source), "-o", str(target)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -85,6 +159,8 @@ def build(folder: Path, mutation: Mapping[str, str] | None = None, *, beside: Pa
 
     with ThreadPoolExecutor(max_workers=2) as pool:
         objects = list(pool.map(compile_one, [*sources, HERE / "machine.cpp"]))
+    # Of a function in a header the linker takes the first one.
+    objects.sort(key=lambda each: each.parent != folder)
     library = folder / "libmuon_bench.so"
     subprocess.run(["g++", "-shared", *map(str, objects), "-o", str(library)], check=True, timeout=120)
     return Bench(library)

@@ -23,14 +23,29 @@
 #define blockIdx bench::block_index
 #define gridDim bench::grid_size
 
-struct uint4 {
-  uint32_t x, y, z, w;
+namespace bench {
+// 16 bytes in one access: each copy checks both addresses.
+template <typename T>
+struct alignas(16) Four {
+  T x, y, z, w;
+  Four() = default;
+  Four(T x, T y, T z, T w) : x(x), y(y), z(z), w(w) {}
+  Four(const Four& other) { *this = other; }
+  Four& operator=(const Four& other) {
+    void* to = this;
+    const void* from = &other;
+    asm("" : "+r"(to), "+r"(from));  // else the compiler trusts both to be aligned
+    touch(from, 16, false);
+    touch(to, 16, true);
+    std::memcpy(to, from, 16);
+    return *this;
+  }
 };
+}  // namespace bench
+using uint4 = bench::Four<uint32_t>;
+using float4 = bench::Four<float>;
 struct float2 {
   float x, y;
-};
-struct float4 {
-  float x, y, z, w;
 };
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
@@ -63,7 +78,7 @@ extern "C" int bench_attribute(int attribute);
 inline const char* cudaGetErrorString(cudaError_t) { return "an error of the bench"; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
+  *device = bench_attribute(cudaDevAttrMultiProcessorCount);  // each number of them is a device of its own
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
@@ -74,7 +89,10 @@ inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const v
   attributes->maxThreadsPerBlock = 1024;
   return cudaSuccess;
 }
-inline cudaError_t cudaFuncSetAttribute(const void*, int, int) { return cudaSuccess; }
+inline cudaError_t cudaFuncSetAttribute(const void* kernel, int, int bytes) {
+  bench::allow_shared(kernel, static_cast<size_t>(bytes));
+  return cudaSuccess;
+}
 inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
   *blocks = 1;
   return cudaSuccess;

@@ -32,6 +32,8 @@ constexpr size_t kStackBytes = 64 * 1024;
 constexpr uint32_t kSharedBase = 16;
 // From a block's shared memory to that of the next one of its cluster; a descriptor of wgmma holds no more bits.
 constexpr uint32_t kBlockBytes = 256 * 1024;
+// Shared memory that a kernel may have without asking.
+constexpr size_t kSharedLimit = 48 * 1024;
 
 // When asynchronous work ends: at any time, only when somebody waits for it, or as soon as possible.
 enum Mode { kAnyTime = 0, kLate = 1, kEarly = 2 };
@@ -41,6 +43,9 @@ struct Settings {
   int major = 9;
   int mode = kAnyTime;
   uint64_t seed = 1;
+  // Of each launch only `blocks` blocks run, from this one on.
+  uint64_t first_block = 0;
+  uint64_t blocks = UINT64_MAX;
 } settings;
 
 std::string error;
@@ -65,6 +70,14 @@ bool failed = false;
 unsigned cluster_blocks = 1;
 int block_threads = 0;
 const std::function<void()>* body = nullptr;
+std::map<const void*, size_t> shared_limits;  // of kernels that may have more shared memory than others
+
+void end_launch(const char* what) {
+  if (error.empty()) {
+    error = std::string(what) + " (block " + std::to_string(block_index.x) + ", thread " + std::to_string(current) + ")";
+  }
+  failed = true;
+}
 
 extern "C" void bench_switch(void** from, void* to);
 asm(R"(
@@ -164,6 +177,38 @@ void note_write(uint32_t address, int bytes) {
   }
 }
 
+// ---- global memory ------------------------------------------------------------------------------------------------
+
+// What a launch may read or write of one tensor: `sizes` bytes, rows and matrices, `strides` bytes from row to row and
+// from matrix to matrix.
+struct Operand {
+  const unsigned char* base;
+  int64_t sizes[3];
+  int64_t strides[2];
+  bool read, written;
+};
+std::vector<Operand> operands;
+
+bool inside(const Operand& operand, const void* address, int bytes) {
+  int64_t offset = static_cast<const unsigned char*>(address) - operand.base;
+  if (offset < 0) return false;
+  for (int i = 1; i >= 0; --i) {
+    const int64_t place = operand.strides[i] ? offset / operand.strides[i] : 0;
+    if (place >= operand.sizes[i + 1]) return false;
+    offset -= place * operand.strides[i];
+  }
+  return offset + bytes <= operand.sizes[0];
+}
+
+bool in_an_operand(const void* address, int bytes, bool written) {
+  if (operands.empty()) return true;
+  return std::any_of(operands.begin(), operands.end(), [&](const Operand& each) {
+    return (written ? each.written : each.read) && inside(each, address, bytes);
+  });
+}
+
+constexpr char kOutside[] = "an access to global memory outside of the operands";
+
 // ---- shared memory ------------------------------------------------------------------------------------------------
 
 unsigned char* shared_memory = nullptr;
@@ -204,8 +249,21 @@ struct Warp {
   uint64_t descriptors[2] = {};
   std::deque<Product> products;
   int group = 0;
+  bool fenced = false;  // since its threads could last touch the accumulators
 };
 std::vector<Warp> warps;
+
+constexpr int kWarpgroup = 128;
+constexpr int kRegisters = 64 * 1024;  // of a multiprocessor
+
+struct Warpgroup {
+  int registers = 0;  // a thread
+  int wanted = 0;
+  int arrived = 0;
+  uint64_t generation = 0;
+};
+std::vector<Warpgroup> warpgroups;
+std::vector<int> free_registers;  // of each block, beyond those of its warpgroups
 
 // All lanes of a warp come here; the last one carries the operation out for all of them.
 template <typename Execute>
@@ -260,6 +318,10 @@ struct Phase {
   int64_t bytes = 0;
   uint32_t parity = 0;
   Times known;
+  // Who initialised it, when, and whether a fence has told others than the threads of the block.
+  int maker = -1;
+  uint32_t made = 0;
+  bool fenced = false;
 
   void settle() {
     if (missing != 0 || bytes != 0) return;
@@ -277,7 +339,9 @@ Phase& phase_at(uint32_t barrier) {
   }
   const auto found = phases.find(barrier);
   if (found == phases.end()) fail("a barrier that was not initialised");
-  return found->second;
+  Phase& phase = found->second;
+  if (current >= 0 && !knows(current, phase.maker, phase.made)) fail("a barrier whose initialisation a thread has not seen");
+  return phase;
 }
 
 // ---- the copy engine ----------------------------------------------------------------------------------------------
@@ -303,14 +367,16 @@ uint32_t swizzled(uint32_t address) { return address ^ ((address >> 7 & 7u) << 4
 void carry_out(const BoxCopy& copy) {
   const TensorMap& map = copy.map;
   uint32_t offset = 0;
+  const int64_t within = std::clamp<int64_t>(static_cast<int64_t>(map.sizes[0]) - copy.from[0], 0, map.box[0]);
   for (uint32_t z = 0; z < map.box[2]; ++z) {
     for (uint32_t y = 0; y < map.box[1]; ++y) {
+      const uint64_t row[2] = {uint64_t(copy.from[1] + y), uint64_t(copy.from[2] + z)};
+      const auto* const source = map.base + 2 * copy.from[0] + map.strides[0] * row[0] + map.strides[1] * row[1];
+      const bool exists = row[0] < map.sizes[1] && row[1] < map.sizes[2];
+      if (exists && within && !in_an_operand(source, static_cast<int>(2 * within), false)) return end_launch(kOutside);
       for (uint32_t x = 0; x < map.box[0]; ++x, offset += 2) {
-        const uint64_t place[3] = {uint64_t(copy.from[0] + x), uint64_t(copy.from[1] + y), uint64_t(copy.from[2] + z)};
         uint16_t value = 0;  // outside of the tensor; a negative coordinate is a very large one
-        if (place[0] < map.sizes[0] && place[1] < map.sizes[1] && place[2] < map.sizes[2]) {
-          std::memcpy(&value, map.base + 2 * place[0] + map.strides[0] * place[1] + map.strides[1] * place[2], 2);
-        }
+        if (exists && uint64_t(copy.from[0] + x) < map.sizes[0]) std::memcpy(&value, source + 2 * x, 2);
         std::memcpy(at(swizzled(copy.target + offset), 2), &value, 2);
       }
     }
@@ -390,6 +456,9 @@ void start_blocks(unsigned threads) {
   meetings.clear();
   box_copies.clear();
   warps.assign(threads / kWarp, {});
+  // What the compiler gives a kernel of one block a multiprocessor.
+  warpgroups.assign((threads + kWarpgroup - 1) / kWarpgroup, {std::min(248, kRegisters / block_threads / 8 * 8)});
+  free_registers.assign(cluster_blocks, 0);
   copies.assign(threads, {});
   seen.assign(threads, Times(threads, 0));
   now.assign(threads, 1);
@@ -462,10 +531,7 @@ void run_blocks(unsigned block, unsigned threads) {
 }  // namespace
 
 void fail(const char* what) {
-  if (error.empty()) {
-    error = std::string(what) + " (block " + std::to_string(block_index.x) + ", thread " + std::to_string(current) + ")";
-  }
-  failed = true;
+  end_launch(what);
   if (current < 0) {
     std::fprintf(stderr, "%s\n", error.c_str());
     std::abort();  // the machine itself, outside of any thread
@@ -473,8 +539,18 @@ void fail(const char* what) {
   for (;;) leave();
 }
 
+void allow_shared(const void* handle, size_t bytes) { shared_limits[handle] = bytes; }
+
+void touch(const void* address, int bytes, bool written) {
+  const auto place = reinterpret_cast<uintptr_t>(address);
+  if (place % static_cast<uintptr_t>(bytes)) fail("an access to memory that is not aligned");
+  if (current < 0) return;
+  const auto stack = reinterpret_cast<uintptr_t>(stacks[current]);
+  if (place - stack >= kStackBytes && !in_an_operand(address, bytes, written)) fail(kOutside);
+}
+
 void launch(unsigned char* shared, unsigned grid, unsigned threads, size_t bytes, const std::function<void()>& kernel,
-            unsigned cluster) {
+            unsigned cluster, const void* handle) {
   generator.seed(settings.seed++);
   body = &kernel;
   grid_size = {grid};
@@ -487,7 +563,15 @@ void launch(unsigned char* shared, unsigned grid, unsigned threads, size_t bytes
     error = "a grid that is no multiple of the cluster";
     return;
   }
-  for (unsigned block = 0; block < grid && !failed; block += cluster) run_blocks(block, threads * cluster);
+  const auto limit = shared_limits.find(handle);
+  if (bytes > (limit == shared_limits.end() ? kSharedLimit : limit->second)) {
+    error = "more shared memory than this kernel may have";
+    return;
+  }
+  const uint64_t end = settings.blocks < grid - settings.first_block ? settings.first_block + settings.blocks : grid;
+  for (uint64_t block = settings.first_block; block < end && !failed; block += cluster) {
+    run_blocks(static_cast<unsigned>(block), threads * cluster);
+  }
 }
 
 uint32_t shared_address(const void* pointer) {
@@ -537,6 +621,7 @@ void load_matrices(uint32_t (&value)[4], uint32_t address, bool transposed) {
 
 void copy_async(uint32_t target, const void* source, bool valid) {
   if (target % 16 || reinterpret_cast<uintptr_t>(source) % 16) fail("a cp.async that is not aligned");
+  if (valid) touch(source, 16, false);
   at(target, 16);
   note_write(target, 16);
   copies[current].pending.push_back({target, source, valid, copies[current].group});
@@ -620,11 +705,25 @@ void phase_init(uint32_t barrier, uint32_t arrivals) {
   Phase phase;
   phase.arrivals = phase.missing = static_cast<int>(arrivals);
   phase.known.assign(fibres.size(), 0);
+  phase.maker = current;
+  phase.made = now[current];
   phases[barrier] = phase;
 }
 
-void phase_arrive(uint32_t barrier, uint32_t bytes) {
+void phase_init_fence() {
+  for (auto& [barrier, phase] : phases) phase.fenced |= phase.maker == current;
+}
+
+// The phase of a barrier for the copy engine or a thread of another block.
+static Phase& phase_from_outside(uint32_t barrier) {
   Phase& phase = phase_at(barrier);
+  if (!phase.fenced) fail("a barrier that only its block knows: no fence after its initialisation");
+  return phase;
+}
+
+void phase_arrive(uint32_t barrier, uint32_t bytes) {
+  const bool own = static_cast<int>(barrier / kBlockBytes) == current_block();
+  Phase& phase = own ? phase_at(barrier) : phase_from_outside(barrier);
   join(phase.known, seen[current]);
   phase.known[current] = std::max(phase.known[current], now[current]);
   ++now[current];
@@ -657,17 +756,32 @@ void copy_box(uint32_t target, const CUtensorMap* map, uint32_t barrier, int x, 
     if (!(blocks >> rank & 1)) continue;
     copy.target = address_in_block(target, rank);
     copy.barrier = address_in_block(barrier, rank);
-    phase_at(copy.barrier);
+    phase_from_outside(copy.barrier);
     box_copies.push_back(copy);
   }
 }
 
-void set_registers(bool more) {
-  together(more ? "setmaxnreg.inc" : "setmaxnreg.dec", nullptr, [](Warp&) {});
+void set_registers(int count, bool more) {
+  if (count % 8 || count < 24 || count > 256) fail("setmaxnreg takes multiples of 8 from 24 to 256");
+  Warpgroup& mine = warpgroups[current / kWarpgroup];
+  if (mine.arrived == 0) mine.wanted = count;
+  if (mine.wanted != count) fail("warps of a warpgroup disagree on their registers");
+  if (more ? count < mine.registers : count > mine.registers) fail("setmaxnreg in the wrong direction");
+  if (++mine.arrived < kWarpgroup) {
+    wait_until([&mine, before = mine.generation] { return mine.generation != before; });
+    return;
+  }
+  int& left = free_registers[current_block()];
+  const int needed = (count - mine.registers) * kWarpgroup;
+  wait_until([&left, needed] { return left >= needed; });
+  left -= needed;
+  mine.registers = count;
+  mine.arrived = 0;
+  ++mine.generation;
 }
 
 void group_fence() {
-  together("wgmma.fence", nullptr, [](Warp&) {});
+  together("wgmma.fence", nullptr, [](Warp& warp) { warp.fenced = true; });
 }
 
 void group_commit() {
@@ -680,6 +794,7 @@ void group_wait(int pending) {
       carry_out(warp.products.front());
       warp.products.pop_front();
     }
+    if (pending == 0) warp.fenced = false;
   });
 }
 
@@ -693,6 +808,7 @@ void group_multiply(float* d, uint64_t a, uint64_t b, bool half, int columns) {
   const int rows = 16 * (current / kWarp % 4);
   const uint32_t base = cluster_rank() * kBlockBytes;
   together("wgmma", d, [=](Warp& warp) {
+    if (!warp.fenced) fail("a wgmma without a fence after its accumulators were last touched");
     Product product{{}, a, b, half, rows, columns, base, warp.group};
     for (int lane = 0; lane < kWarp; ++lane) product.d[lane] = static_cast<float*>(warp.arguments[lane]);
     warp.products.push_back(product);
@@ -754,6 +870,23 @@ void bench_configure(int processors, int major, int mode, uint64_t seed) {
   bench::settings = {processors, major, mode, seed};
   bench::error.clear();
 }
+
+// Of the next launches only these blocks run, with the memory and the time of all others saved.
+void bench_blocks(uint64_t first, uint64_t count) {
+  bench::settings.first_block = first;
+  bench::settings.blocks = count;
+}
+
+// Names an operand of the next launches, which may then access no other memory; bench_forget forgets all of them.
+void bench_operand(const void* base, int64_t row, int64_t rows, int64_t matrices, int64_t row_stride,
+                   int64_t matrix_stride, int read, int written) {
+  bench::operands.push_back({static_cast<const unsigned char*>(base),
+                             {row, rows, matrices},
+                             {rows > 1 ? row_stride : 0, matrices > 1 ? matrix_stride : 0},
+                             read != 0,
+                             written != 0});
+}
+void bench_forget() { bench::operands.clear(); }
 
 // What went wrong in the launches since; empty if nothing did.
 const char* bench_error() { return bench::error.c_str(); }

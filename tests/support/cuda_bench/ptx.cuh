@@ -19,7 +19,7 @@ inline void cp_async_wait() {
 inline void ldmatrix_x4(uint32_t (&value)[4], uint32_t address) { bench::load_matrices(value, address, false); }
 inline void ldmatrix_x4_trans(uint32_t (&value)[4], uint32_t address) { bench::load_matrices(value, address, true); }
 inline void store_global_16(void* target, uint4 value) {
-  if (reinterpret_cast<uintptr_t>(target) % 16 != 0) bench::fail("a store of 16 bytes that is not aligned");
+  bench::touch(target, 16, true);
   std::memcpy(target, &value, sizeof(value));
 }
 

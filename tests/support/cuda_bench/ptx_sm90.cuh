@@ -8,7 +8,7 @@
 namespace muon {
 
 inline void barrier_init(uint32_t barrier, uint32_t arrivals) { bench::phase_init(barrier, arrivals); }
-inline void barrier_init_fence() {}
+inline void barrier_init_fence() { bench::phase_init_fence(); }
 inline void barrier_arrive(uint32_t barrier) { bench::phase_arrive(barrier, 0); }
 inline void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) { bench::phase_arrive(barrier, bytes); }
 inline void barrier_wait(uint32_t barrier, uint32_t parity) { bench::phase_wait(barrier, parity); }
@@ -30,11 +30,11 @@ inline void barrier_arrive_in(uint32_t barrier, uint32_t rank) {
 
 template <int registers>
 inline void more_registers() {
-  bench::set_registers(true);
+  bench::set_registers(registers, true);
 }
 template <int registers>
 inline void fewer_registers() {
-  bench::set_registers(false);
+  bench::set_registers(registers, false);
 }
 
 inline void wgmma_fence() { bench::group_fence(); }
