@@ -149,10 +149,10 @@ def test_a_planted_defect_of_the_flat_passes_is_found(bench: Bench, tmp_path: Pa
 
 def unaligned_arrays(kernels: Bench, _: str = "") -> None:
     """Arrays of float32 of which one is not on a boundary of its elements."""
-    arrays = [each.data_ptr() for each in torch.zeros(3, 16)]
+    data = torch.zeros(3, 16)
     kernels.configure()
     for wrong in range(3):
-        row = [each + 2 * (number == wrong) for number, each in enumerate(arrays)]
+        row = [each.data_ptr() + 2 * (number == wrong) for number, each in enumerate(data)]
         pack, apply = PackRow(*row, 8, 0.9, 1), ApplyRow(*row[:2], 8, 0.1, 1.0)
         assert kernels.library.muon_momentum_pack(ctypes.byref(pack), 1, 0, 0, 0, None) == MISALIGNED
         if wrong < 2:
