@@ -30,7 +30,7 @@ from tests.support.rank_worker import GROUP_TIMEOUT_VARIABLE
 SILENT = 1
 # Long enough for ranks that come on a busy machine. The silent rank comes never: without the time-out the harness would
 # end the test.
-TIMEOUT = 10.0
+TIMEOUT = 6.0
 
 
 def wait_for(path: Path) -> None:

@@ -6,7 +6,7 @@ tensors, numbers, strings, lists and dicts. Three ways to use it:
 * ``ranks(2).run(fn, stage=3)`` in a test, through the ``ranks`` fixture: a pool of ranks that stays alive for the
   session, so that torch and DeepSpeed are imported once. The way for almost every test.
 * ``run_ranks(fn, 2, {"stage": 3})``: fresh ranks, for what must not share a process. With ``env`` each is a new
-  interpreter; otherwise a fork of one that has imported torch and DeepSpeed and nothing else.
+  interpreter; otherwise a fork of one that has imported torch, DeepSpeed and this project.
 * ``run_command([...])``: any other program, such as a launcher.
 
 When a rank raises, hangs or dies, ``RanksFailed`` is raised with all ranks' output and, for those that hang, the

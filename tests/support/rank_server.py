@@ -1,7 +1,7 @@
 """Forks ranks from a process that has imported torch and DeepSpeed: ``python -m tests.support.rank_server FD PARENT``.
 
 Importing them takes a rank some seconds of a core, and a test session starts dozens of ranks. A fork starts with what
-this process has: imported modules, no threads, no process group, nothing of this project.
+this process has: imported modules, this project's among them; no threads, no process group.
 
 The harness has two servers, and neighbouring ranks come from different ones. Python draws the order of its sets by
 process, so that ranks that send in the order of a set still meet in different orders.
@@ -9,6 +9,7 @@ process, so that ranks that send in the order of a set still meet in different o
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -18,15 +19,23 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.support.hygiene import TAG_VARIABLE, new_tag
 from tests.support.native_ops import REPOSITORY
-from tests.support.rank_worker import die_with_parent, main
+from tests.support.rank_worker import die_with_parent, main, runtime_caches
 
-_PRELOADED = ("torch", "deepspeed", "torch._dynamo", "torch._inductor.compile_fx")
-"""What every engine imports sooner or later."""
+_PRELOADED = (
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.utils.cpp_extension",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.module_inject.auto_ep_layer",
+    "tests.support.training",
+)
+"""What every engine imports sooner or later; under an older DeepSpeed some of it is missing."""
 
 
 class RankServer:
@@ -124,9 +133,11 @@ def serve() -> None:
     requests, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     die_with_parent(parent)
     for name in _PRELOADED:
-        importlib.import_module(name)
+        with contextlib.suppress(ModuleNotFoundError):  # a rank that needs it says so
+            importlib.import_module(name)
     if len(list(Path("/proc/self/task").iterdir())) > 1:
         raise RuntimeError("an import started a thread, which a fork would lose")
+    caches = runtime_caches()
     gc.collect()
     gc.freeze()  # the collector would write into all objects, and so copy every page
     while True:
@@ -137,7 +148,7 @@ def serve() -> None:
         if "wait" in order:
             reply = {"code": _wait(order["wait"], order["timeout"])}
         else:
-            reply = {"pid": _fork(order, requests, *files)}
+            reply = {"pid": _fork(order, requests, *files, caches)}
         requests.sendall(json.dumps(reply).encode() + b"\n")
 
 
@@ -159,7 +170,9 @@ def _wait(pid: int, timeout: float | None) -> int | None:
         time.sleep(0.005)
 
 
-def _fork(order: dict[str, object], requests: socket.socket, channel: int, log: int) -> int:
+def _fork(
+    order: dict[str, object], requests: socket.socket, channel: int, log: int, caches: Sequence[Any]
+) -> int:
     server = os.getpid()
     if pid := os.fork():
         os.close(channel)
@@ -167,7 +180,6 @@ def _fork(order: dict[str, object], requests: socket.socket, channel: int, log: 
         return pid
     code = 1
     try:
-        gc.unfreeze()  # the rank looks for DeepSpeed's caches among the collector's objects
         requests.close()
         os.setsid()
         os.dup2(log, 1)
@@ -176,7 +188,7 @@ def _fork(order: dict[str, object], requests: socket.socket, channel: int, log: 
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.clear()
         os.environ.update(order["environment"])  # type: ignore[call-overload]
-        main(channel, server, shm_all_reduce=bool(order["shm_all_reduce"]))
+        main(channel, server, shm_all_reduce=bool(order["shm_all_reduce"]), caches=caches)
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1

@@ -18,7 +18,7 @@ import random
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from types import ModuleType
@@ -72,9 +72,13 @@ def portable(value: Any, where: str = "result") -> Any:
 
 
 class ProcessState:
-    """What a call may change in this process, as it was before the first call."""
+    """What a call may change in this process, as it was before the first call.
 
-    def __init__(self) -> None:
+    Args:
+        caches: Of functions in DeepSpeed's runtime: all that there are.
+    """
+
+    def __init__(self, caches: Sequence[functools._lru_cache_wrapper[Any]]) -> None:
         import torch
 
         self._environment = dict(os.environ)
@@ -85,7 +89,7 @@ class ProcessState:
             (module, _plain_globals(module)) for module in map(_import_if_there, _STATEFUL_MODULES) if module
         ]
         self._groups = set(torch.distributed.distributed_c10d._world.pg_map)
-        self._caches = _runtime_caches()
+        self._caches = caches
         # What exists now stays for good. Taking it out of every later collection, of which DeepSpeed runs a dozen
         # per engine, makes some tests ten times as fast, and a look at all objects as cheap.
         gc.collect()
@@ -174,7 +178,7 @@ def _release_engines() -> None:
             found.destroy()
 
 
-def _runtime_caches() -> list[functools._lru_cache_wrapper[Any]]:
+def runtime_caches() -> list[functools._lru_cache_wrapper[Any]]:
     """Return the caches of functions and methods in DeepSpeed's runtime."""
     found = (item for item in gc.get_objects() if type(item) is functools._lru_cache_wrapper)
     return [item for item in found if item.__module__.startswith("deepspeed.runtime.")]
@@ -242,8 +246,21 @@ def serve(job: dict[str, str], state: ProcessState) -> dict[str, Any]:
     return {"ok": True}
 
 
-def main(file: int, parent: int, *, shm_all_reduce: bool) -> None:
-    """Serve the calls that arrive at the socket ``file`` until told to stop, or until ``parent`` dies."""
+def main(
+    file: int,
+    parent: int,
+    *,
+    shm_all_reduce: bool,
+    caches: Sequence[functools._lru_cache_wrapper[Any]] | None = None,
+) -> None:
+    """Serve the calls that arrive at the socket ``file`` until told to stop, or until ``parent`` dies.
+
+    Args:
+        file: The socket.
+        parent: The process that must live.
+        shm_all_reduce: Whether DeepSpeed's shared-memory all-reduce stays on.
+        caches: What ``runtime_caches`` returned in the process that this one was forked from.
+    """
     channel = Connection(file)
     die_with_parent(parent)
     faulthandler.enable()
@@ -252,7 +269,7 @@ def main(file: int, parent: int, *, shm_all_reduce: bool) -> None:
     import torch
 
     join_group(shm_all_reduce=shm_all_reduce)
-    state = ProcessState()
+    state = ProcessState(runtime_caches() if caches is None else caches)
     channel.send_bytes(json.dumps({"ok": True}).encode())
     while True:
         try:
