@@ -16,12 +16,14 @@ from .dispatch import (
     select,
 )
 from .library import load, loaded, try_load
+from .reference import cautious_apply_
 
 __all__ = [
     "BATCH_NUMEL",
     "FlatPasses",
     "NsBackend",
     "Orthogonalizer",
+    "cautious_apply_",
     "flat_passes",
     "in_fp32",
     "largest_magnitudes",

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from deepspeed_muon.math.updates import cautious_decay_
+
 
 def sym_gemm(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, diag: float) -> Tensor:
     """Return ``alpha a b^T + beta c + diag I`` if that is symmetric; the result is symmetric to the last bit.
@@ -135,6 +137,30 @@ def unpack_apply_(params: Sequence[Tensor], updates: Sequence[Tensor], table: Te
             wide, [updates[row[2]].narrow(0, row[3], row[4]) for row in rows], alpha=-lr_scale
         )
         _write_back(own, wide)
+
+
+def cautious_apply_(
+    params: Sequence[Tensor], updates: Sequence[Tensor], table: Tensor, rates: Tensor
+) -> None:
+    """Write ``param <- param - decay * param * [update * param >= 0] - lr_scale * update`` for a table of fragments.
+
+    It has no native counterpart. All fragments of equal rates are copied together, so that the number of launches does
+    not grow with that of the fragments; the arithmetic is fp32, and half precision is rounded when it is written back.
+
+    Args:
+        params: Flat. Mutated.
+        updates: Flat.
+        table: As for :func:`unpack_apply_`.
+        rates: ``(matrices, 2)``, float64 on the CPU: learning rate times the scale of the matrix, and learning rate
+            times weight decay.
+    """
+    for (lr_scale, decay), rows in _with_equal_rates(table, rates):
+        own = [params[row[0]].narrow(0, row[1], row[4]) for row in rows]
+        (whole,) = _widened([torch.cat(own)])
+        update = torch.cat([updates[row[2]].narrow(0, row[3], row[4]) for row in rows])
+        cautious_decay_(whole, update, decay=decay)
+        whole.add_(update, alpha=-lr_scale)
+        torch._foreach_copy_(own, list(whole.split([row[4] for row in rows])))
 
 
 def largest_magnitudes(tensors: Sequence[Tensor], table: Tensor) -> Tensor:

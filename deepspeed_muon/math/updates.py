@@ -64,20 +64,6 @@ def cautious_decay_(param: Tensor, direction: Tensor, *, decay: float) -> None:
         param.sub_(aligned.mul_(param), alpha=decay)
 
 
-def cautious_apply_(param: Tensor, update: Tensor, *, lr_scale: float, decay: float) -> None:
-    """Write ``param <- param - decay * param * [update * param >= 0] - lr_scale * update``.
-
-    Args:
-        param: Flat. Mutated.
-        update: Flat, any floating dtype.
-        lr_scale: Learning rate times the scale of the matrix.
-        decay: Learning rate times weight decay.
-    """
-    with torch.no_grad():
-        cautious_decay_(param, update, decay=decay)
-        param.add_(update, alpha=-lr_scale)
-
-
 AdjustLrName = Literal["original", "match_rms_adamw", "spectral", "unit_rms_norm"]
 
 

@@ -8,10 +8,10 @@ need communication: the ranks that hold the parts gather their norms.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -104,9 +104,6 @@ class Result:
         self.updates = self.blocks if self.finish is None else self.finish.finish(self.members, self.blocks)
 
 
-R = TypeVar("R", bound=Result)
-
-
 class ResultCheck:
     """Checks and samples the results of one exchange plan.
 
@@ -139,24 +136,22 @@ class ResultCheck:
         self._band = band_of(ns.coefficients)
         self._warned: set[int] = set()
 
-    def settled(self, results: Iterable[R]) -> Iterator[R]:
-        """Yield results once they are right. What is wrong is replaced in place.
+    def settle(self, result: Result) -> None:
+        """Check a result, and replace in place what is wrong.
 
-        On a CPU each result is checked at once and computed again if it is wrong. On an accelerator it is left out
+        On a CPU it is computed again at once. On an accelerator it is left out
         instead, by a factor that the host never sees. :meth:`learn` hears of it when the ranks tell each other the
         flags of the next step, and from then on the matrix is computed in fp32.
 
         A small all-gather serves each result that is cut over a group: all its ranks must bring the same results in the
         same order, and reach the same verdict.
         """
-        for result in results:
-            if self.recorder.check and self.told_later:
-                self._settle_on_device(result)
-            elif self.recorder.check:
-                self._settle_now(result)
-            if self.recorder.sampling and result.together is None:
-                self._sample(result)
-            yield result
+        if self.recorder.check and self.told_later:
+            self._settle_on_device(result)
+        elif self.recorder.check:
+            self._settle_now(result)
+        if self.recorder.sampling and result.together is None:
+            self._sample(result)
 
     def learn(self, told: Collection[int]) -> set[int]:
         """Hear which updates were left out in the step before, on any rank; the host waits only if there are some.

@@ -99,10 +99,6 @@ class Chunk:
     scatters: bool
     copies: int = 0
 
-    def active(self, flags: Sequence[bool]) -> list[int]:
-        """Return the chunk's matrices whose flag is set; ``flags`` has one for each matrix of the plan."""
-        return [index for index in self.matrices if flags[index]]
-
     @property
     def sent_elements(self) -> int:
         """Units that this rank sends to others in gather and scatter; a broadcast counts once for each receiver."""

@@ -31,12 +31,12 @@ class GradientReport:
     """What all ranks of a group know about this step's gradients.
 
     Attributes:
-        active: Whether any rank has a non-zero gradient: flags of all matrices, then of all other parameters.
+        active: Whether any rank has a non-zero gradient, 1 or 0: flags of all matrices, then of all other parameters.
         nonfinite: Names of the parameters whose gradient holds an infinity or NaN on some rank.
         failed: Names of the matrices that got no update in the previous step, because it was wrong in fp32 too.
     """
 
-    active: tuple[bool, ...]
+    active: Sequence[int]
     nonfinite: tuple[str, ...]
     failed: tuple[str, ...]
 
@@ -55,7 +55,8 @@ class GradientInspection:
         self._local = step_set.local_fragments()
         self._lengths: list[list[int]] | None = None
         self._table = torch.empty(0, COLUMNS, dtype=torch.int64)
-        self._rows: list[list[int]] | None = None
+        self._rows: Tensor | None = None
+        self._names = [layout.name for layout in step_set.layouts]
         self.groups = [step_set.group] if step_set.world_size > 1 else []
         # A shard without a gradient must take part if other shards of its matrix have one, and so must the experts of a
         # stack that lies on several ranks: what a step does may not depend on where it is cut.
@@ -85,16 +86,14 @@ class GradientInspection:
         flags = torch.cat(own)
         for group in first.groups if len(flags) else ():
             flags = _gather_flags(flags, group=group)
-        rows: list[list[int]] = flags.tolist()  # the only time that the host waits for the device
-        start = 0
-        for each, mine in zip(inspections, own, strict=True):
-            each._rows = rows[start : start + len(mine)]
-            start += len(mine)
+        rows = flags.cpu()  # the only time that the host waits for the device
+        for each, part in zip(inspections, rows.split([len(each) for each in own]), strict=True):
+            each._rows = part
 
     @property
     def found_nonfinite(self) -> bool:
         """Whether some gradient is not finite on any rank, after :meth:`exchange`."""
-        return any(row[1] for row in self._rows or ())
+        return self._rows is not None and bool(self._rows[:, 1].any())
 
     def report(self, grads: Mapping[int, Tensor]) -> GradientReport:
         """Return what all ranks know, and forget which matrices were left out.
@@ -106,16 +105,18 @@ class GradientInspection:
         """
         if self._rows is None:
             self.exchange([self], {index: [grad] for index, grad in grads.items()})
-        rows, self._rows = self._rows or [], None
-        names = [layout.name for layout in self._step_set.layouts]
-        nonfinite = tuple(name for name, row in zip(names, rows, strict=True) if row[1])
-        failed = tuple(self._runner.learn({number for number, row in enumerate(rows) if row[2]}))
+        assert self._rows is not None
+        rows, self._rows = self._rows, None
+        active, infinite, left_out = rows.T.tolist()
+        nonfinite = tuple(self._names[n] for n, flag in enumerate(infinite) if flag) if any(infinite) else ()
+        told = {number for number, flag in enumerate(left_out) if flag} if any(left_out) else set()
+        failed = tuple(self._runner.learn(told))
         if self._step_set.wider_group is not None:
             bad = torch.tensor([bool(nonfinite), bool(failed)], dtype=torch.uint8, device=self._device)
             others = _gather_flags(bad, group=self._step_set.wider_group).tolist()
             nonfinite = nonfinite or ("a parameter of other ranks",) * others[0]
             failed = failed or ("a matrix of other ranks",) * others[1]
-        return GradientReport(tuple(bool(row[0]) for row in rows), nonfinite, failed)
+        return GradientReport(active, nonfinite, failed)
 
     def _own_flags(self, grads: Gradients) -> Tensor:
         """Return three flags for each parameter, uint8: gradient not zero, not finite, left out last."""

@@ -6,6 +6,7 @@ They read the tables of :mod:`deepspeed_muon.step.tables`, which stay. What chan
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,18 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_muon.math.updates import (
-    AdjustLrName,
-    WeightDecayMode,
-    cautious_apply_,
-    decay_factor,
-    update_scale,
-)
-from deepspeed_muon.ops import FlatPasses, in_fp32
+from deepspeed_muon.math.updates import AdjustLrName, WeightDecayMode, decay_factor, update_scale
+from deepspeed_muon.ops import FlatPasses, cautious_apply_
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.step.tables import COLUMNS, ChunkTable
 from deepspeed_muon.transport.exchange import Codec
-from deepspeed_muon.transport.row_state import RowsAtOwner
+from deepspeed_muon.transport.row_state import RowsAtOwner, Settings
 from deepspeed_muon.variants import Variant
 
 
@@ -36,31 +31,39 @@ class Rates:
         momentum: ``(matrices, 2)``, float64: decay of the moving average, and whether Nesterov's blend follows.
         apply: ``(matrices, 2)``, float64: the rate times the scale of the first block, relative to which an update is
             scaled; and the factor of the weights, or with cautious decay the share that those lose that decay.
-        cautious: Matrices of which only those weights decay that have the sign of their update.
-        scales: Factor of the scale rule for each block of a matrix.
-        settings: Values of the variant's settings for each matrix.
+        cautious: ``(partitions,)``, bool: where only weights decay that have the sign of their update; ``None`` if
+            nowhere.
+        scales: Factor of the scale rule for each block of each matrix.
+        settings: Partition index to the values of the variant's settings.
     """
 
     momentum: Tensor
     apply: Tensor
-    cautious: frozenset[int]
+    cautious: Tensor | None
     scales: Sequence[tuple[float, ...]]
-    settings: Sequence[Mapping[str, float]]
+    settings: Settings
 
 
 class RateTable:
     """The :class:`Rates` of a plan, made anew when a param group has changed."""
 
-    def __init__(self, matrices: Sequence[MatrixLayout], variant: Variant) -> None:
+    def __init__(
+        self, matrices: Sequence[MatrixLayout], variant: Variant, partitions: Mapping[int, int]
+    ) -> None:
+        """Keep the arguments; ``partitions`` maps the index of a partition to its position."""
         self._matrices = matrices
         self._keys = [each.name for each in variant.settings]
-        self._known: dict[tuple[int, AdjustLrName], tuple[float, ...]] = {}
-        self._read: dict[int, tuple[Any, ...]] = {}
+        self._position_of = partitions
+        self._positions = torch.tensor([partitions[each.partition] for each in matrices], dtype=torch.int64)
+        # A schedule changes the rates in every step, but not the rules.
+        self._scales = functools.lru_cache(maxsize=4)(self._scales_by)
+        self._read: list[tuple[Any, ...]] = []
         self._rates: Rates | None = None
 
     def of(self, groups: Mapping[int, Mapping[str, Any]]) -> Rates:
         """Return the rates for the param groups, which are given by partition index."""
-        read = {partition: self._numbers(group) for partition, group in groups.items()}
+        of_group = {id(group): self._numbers(group) for group in {id(g): g for g in groups.values()}.values()}
+        read = [of_group[id(groups[index])] for index in self._position_of]
         if read != self._read or self._rates is None:
             self._read = read
             self._rates = self._made(read)
@@ -78,31 +81,35 @@ class RateTable:
             *(float(group[key]) for key in self._keys),
         )
 
-    def _made(self, read: Mapping[int, tuple[Any, ...]]) -> Rates:
-        of_matrix = [read[matrix.partition] for matrix in self._matrices]
-        scales = [self._scales(number, each[3]) for number, each in enumerate(of_matrix)]
-        apply = [
-            (lr * own[0], _decay(mode, lr, decay))
-            for own, (lr, decay, mode, *_) in zip(scales, of_matrix, strict=True)
+    def _made(self, read: Sequence[tuple[Any, ...]]) -> Rates:
+        scales, first = self._scales(tuple(rule for _, _, _, rule, *_ in read))
+        numbers = [
+            (lr, _decay(mode, lr, decay), momentum, nesterov)
+            for lr, decay, mode, _, momentum, nesterov, *_ in read
         ]
-        settings = {values: dict(zip(self._keys, values[6:], strict=True)) for values in read.values()}
+        rows = torch.tensor(numbers, dtype=torch.float64).view(-1, 4)[self._positions]
+        rows[:, 0] *= first
+        cautious = torch.tensor([mode == "cautious" for _, _, mode, *_ in read])
         return Rates(
-            torch.tensor([each[4:6] for each in of_matrix], dtype=torch.float64).view(-1, 2),
-            torch.tensor(apply, dtype=torch.float64).view(-1, 2),
-            frozenset(number for number, each in enumerate(of_matrix) if each[2] == "cautious"),
+            rows[:, 2:].contiguous(),
+            rows[:, :2].contiguous(),
+            cautious if cautious.any() else None,
             scales,
-            [settings[each] for each in of_matrix],
+            {
+                index: dict(zip(self._keys, each[6:], strict=True))
+                for index, each in zip(self._position_of, read, strict=True)
+            },
         )
 
-    def _scales(self, index: int, rule: AdjustLrName) -> tuple[float, ...]:
-        scales = self._known.get((index, rule))
-        if scales is None:
-            matrix = self._matrices[index]
+    def _scales_by(self, rules: Sequence[AdjustLrName]) -> tuple[list[tuple[float, ...]], Tensor]:
+        """Return the scales of all blocks of each matrix, and of the first ones, for the rule of each partition."""
+        found = []
+        for matrix, position in zip(self._matrices, self._positions.tolist(), strict=True):
             shapes = [matrix.scale_shape]
             if not matrix.is_cut:
                 shapes = [matrix.layer_shape(block.rows, block.cols) for block in matrix.blocks()]
-            scales = self._known[index, rule] = tuple(update_scale(rule, *shape) for shape in shapes)
-        return scales
+            found.append(tuple(update_scale(rules[position], *shape) for shape in shapes))
+        return found, torch.tensor([each[0] for each in found], dtype=torch.float64)
 
 
 def _decay(mode: WeightDecayMode, lr: float, weight_decay: float) -> float:
@@ -110,56 +117,49 @@ def _decay(mode: WeightDecayMode, lr: float, weight_decay: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
-    """Where the updates of one step go.
+class Step:
+    """One step of one set. Flat tensors are this rank's, by position of the partition.
 
     Attributes:
-        active: Whether any rank has a gradient, one flag for each matrix of the plan.
-        mask: The same as a tensor; ``None`` if all are active.
+        mask: For each matrix of the plan, whether any rank has a gradient, bool on the CPU; ``None`` if all have one.
         rates: Of each matrix of the plan.
-        flat: This rank's flat weights, by position of the partition; mutated.
+        flat: Flat weights; mutated.
+        momentum: Mutated.
+        grads: The gradients that enter the momentum.
+        finish: The variant's ``finish`` with the row state of owned matrices; ``None`` if it has none.
         passes: Native or torch passes.
         variant: Its functions on fragments.
     """
 
-    active: Sequence[bool]
     mask: Tensor | None
     rates: Rates
     flat: Sequence[Tensor]
+    momentum: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    finish: RowsAtOwner | None
     passes: FlatPasses
     variant: Variant
+
+    def active(self, indices: Sequence[int]) -> Sequence[int]:
+        """Return those of some matrices that are active."""
+        if self.mask is None:
+            return indices
+        return [index for index, flag in zip(indices, self.mask[list(indices)].tolist(), strict=True) if flag]
 
     def active_rows(self, table: Tensor) -> Tensor:
         """Return the rows of a table whose matrix is active."""
         return table if self.mask is None else table[self.mask[table[:, COLUMNS - 1]]]
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The tensors of one step of one set; flat ones by position of the partition.
-
-    Attributes:
-        weights: Where the updates go.
-        momentum: This rank's momentum; mutated.
-        grads: The gradients that enter it.
-        finish: The variant's ``finish`` with the row state of owned matrices; ``None`` if it has none.
-    """
-
-    weights: Weights
-    momentum: Sequence[Tensor]
-    grads: Sequence[Tensor]
-    finish: RowsAtOwner | None
-
-
 def gradients_for(
-    momentum: Sequence[Tensor], grads: Sequence[Tensor | None], weights: Weights
+    momentum: Sequence[Tensor], grads: Sequence[Tensor | None], flat: Sequence[Tensor], variant: Variant
 ) -> list[Tensor]:
     """Return the gradients that enter the momentum: zeros for a missing one, and as the variant changes them."""
     found = [
         torch.zeros_like(buf) if grad is None else grad for buf, grad in zip(momentum, grads, strict=True)
     ]
-    change = weights.variant.before_momentum
-    return found if change is None else [change(g, w) for g, w in zip(found, weights.flat, strict=True)]
+    change = variant.before_momentum
+    return found if change is None else [change(g, w) for g, w in zip(found, flat, strict=True)]
 
 
 def pack(table: ChunkTable, step: Step, directions: Tensor, send: Tensor) -> None:
@@ -171,61 +171,44 @@ def pack(table: ChunkTable, step: Step, directions: Tensor, send: Tensor) -> Non
         directions: Receives those that do not travel, :attr:`ChunkTable.room` elements in the communication dtype.
         send: Receives those that travel. Both lie on the device of the momentum.
     """
-    weights, rows = step.weights, step.weights.active_rows(table.packed)
-    weights.passes.momentum_pack(step.momentum, step.grads, [directions, send], rows, weights.rates.momentum)
+    rows = step.active_rows(table.packed)
+    step.passes.momentum_pack(step.momentum, step.grads, [directions, send], rows, step.rates.momentum)
 
 
-def apply(table: Tensor, weights: Weights, updates: Sequence[Tensor]) -> None:
+def apply(table: Tensor, step: Step, updates: Sequence[Tensor]) -> None:
     """Decay and update the fragments of the weights in a table.
 
     Args:
         table: Of active fragments.
-        weights: Mutated.
+        step: The weights are mutated.
         updates: The table's other tensors: flat, in the communication dtype, on any device.
     """
     if not len(table):
         return
-    device, change, cautious = weights.flat[0].device, weights.variant.before_apply, weights.rates.cautious
+    device = step.flat[0].device
+    if step.variant.before_apply is not None or any(each.device != device for each in updates):
+        table, updates = _by_fragment(table, step, updates)
+    cautious = None if step.rates.cautious is None else step.rates.cautious[table[:, 0]]
+    if cautious is not None:
+        cautious_apply_(step.flat, updates, table[cautious], step.rates.apply)
+        table = table[~cautious]
+    step.passes.unpack_apply(step.flat, updates, table, step.rates.apply)
+
+
+def _by_fragment(table: Tensor, step: Step, updates: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+    """Return the update of each fragment on the device of the weights, as the variant changes it, and their table."""
+    rows, device, change = table.tolist(), step.flat[0].device, step.variant.before_apply
+    parts: Sequence[Tensor] = [updates[other].narrow(0, at, numel) for _, _, other, at, numel, _ in rows]
     if any(each.device != device for each in updates):
-        table, updates = _moved(table, updates, device)
-    if change is None and not cautious:
-        weights.passes.unpack_apply(weights.flat, updates, table, weights.rates.apply)
-        return
-    left: list[tuple[int, ...]] = []
-    changed: list[Tensor] = []
-    for partition, offset, other, place, numel, matrix in table.tolist():
-        target = weights.flat[partition].narrow(0, offset, numel)
-        update = updates[other].narrow(0, place, numel)
-        if change is not None:
-            update = change(update, target)
-        if matrix in cautious:
-            _apply_cautiously(target, update, *weights.rates.apply[matrix].tolist())
-            continue
-        left.append((partition, offset, len(changed), 0, numel, matrix))
-        changed.append(update)
-    rows = torch.tensor(left, dtype=torch.int64).view(-1, COLUMNS)
-    weights.passes.unpack_apply(weights.flat, changed, rows, weights.rates.apply)
-
-
-def _moved(table: Tensor, updates: Sequence[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """Return updates that lie on ``device`` in the order of the table, and that table."""
-    parts = [updates[row[2]].narrow(0, row[3], row[4]) for row in table.tolist()]
-    table, lengths = table.clone(), table[:, 4]
-    table[:, 2] = 0
-    table[:, 3] = lengths.cumsum(0) - lengths
-    return table, [torch.cat(parts).to(device)]
-
-
-def _apply_cautiously(target: Tensor, update: Tensor, step: float, decay: float) -> None:
-    """Update a fragment; only weights with the sign of their update decay."""
-
-    def run(param: Tensor, update: Tensor) -> None:
-        cautious_apply_(param, update, lr_scale=step, decay=decay)
-
-    if target.dtype.itemsize < 4:
-        in_fp32(run, [target], [update])
-    else:
-        run(target, update)
+        parts = torch.cat(list(parts)).to(device).split(table[:, 4].tolist())
+    if change is not None:
+        parts = [
+            change(part, step.flat[partition].narrow(0, offset, numel))
+            for part, (partition, offset, _, _, numel, _) in zip(parts, rows, strict=True)
+        ]
+    table = table.clone()
+    table[:, 2], table[:, 3] = torch.arange(len(table)), 0
+    return table, parts
 
 
 def write(place: Tensor, values: Tensor, codec: Codec, note: Callable[[Tensor, Tensor], None] | None) -> None:

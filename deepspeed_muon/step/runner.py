@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,25 +18,10 @@ from deepspeed_muon.ops import matrix_norms
 from deepspeed_muon.plan.exchange import build_exchange_plan
 from deepspeed_muon.plan.owners import assign
 from deepspeed_muon.plan.rows import RowPlaces, row_places
-from deepspeed_muon.step.passes import (
-    RateTable,
-    Step,
-    Weights,
-    apply,
-    gradients_for,
-    pack,
-    read,
-    write,
-)
+from deepspeed_muon.step.passes import RateTable, Step, apply, gradients_for, pack, read, write
 from deepspeed_muon.step.state import AdamW, State, StatePolicy, passes_for, row_state_of, state_of
 from deepspeed_muon.step.step_set import StepSet
-from deepspeed_muon.step.strategies import (
-    ChunkDirections,
-    CutOverGroup,
-    Orthogonalize,
-    Strategy,
-    WholeAtOwner,
-)
+from deepspeed_muon.step.strategies import Orthogonalize, Strategy, WholeAtOwner, batches
 from deepspeed_muon.step.tables import ChunkTable
 from deepspeed_muon.step.tensor_parallel import OverTensorGroup
 from deepspeed_muon.transport.exchange import (
@@ -46,7 +31,6 @@ from deepspeed_muon.transport.exchange import (
     InFlight,
     StepContext,
     StepStats,
-    cut,
 )
 from deepspeed_muon.transport.row_state import RowStateExchange
 from deepspeed_muon.variants import VARIANTS
@@ -112,6 +96,7 @@ class StepRunner:
             resources.stats,
         )
         self.assignment = assign(step_set.matrices, context.ns_settings, load)
+        self._origin = torch.tensor(self.assignment.origin, dtype=torch.int64)
         self.plan = build_exchange_plan(
             self.assignment.matrices,
             self.assignment.owners,
@@ -120,30 +105,22 @@ class StepRunner:
             chunk_numel=config.exchange_chunk_numel,
             wire=config.wire_format,
         )
-        self._exchange = ChunkExchange(
-            self.plan,
-            context,
-            resources.buffers,
-            overlap=self._overlap,
-        )
+        self._exchange = ChunkExchange(self.plan, context, resources.buffers, overlap=self._overlap)
         self._choose_strategy(config, resources)
         self._variant, group = VARIANTS[config.variant], step_set.tensor_group
-        self._rates = RateTable(self.plan.matrices, self._variant)
         finishes = self._variant.finish is not None
         self._rows = RowStateExchange(self.plan, context, self._variant, group) if finishes else None
         self._muon = [partition for partition in step_set.partitions if partition.muon]
-        self._tables = self._chunk_tables()
-        self._passes = passes_for(step_set.partitions, config, resources.policy)
-        self.adam = AdamW(step_set, config, resources.policy)
-
-    def _chunk_tables(self) -> list[ChunkTable]:
-        """Make the table of each chunk, with owned matrices in the order in which they run in batches."""
         numbers = {partition.index: number for number, partition in enumerate(self._muon)}
-        exact = self.context.codec.exact
-        return [
-            ChunkTable(self.plan, chunk, self._whole.batches(chunk.owned), numbers, exact=exact)
+        self._rates = RateTable(self.plan.matrices, self._variant, numbers)
+        # With owned matrices in the order in which they run in batches.
+        order, exact = functools.partial(batches, self.plan.matrices, context), context.codec.exact
+        self._tables = [
+            ChunkTable(self.plan, chunk, order(chunk.owned), numbers, exact=exact)
             for chunk in self.plan.chunks
         ]
+        self._passes = passes_for(step_set.partitions, config, resources.policy)
+        self.adam = AdamW(step_set, config, resources.policy)
 
     def _choose_strategy(self, config: MuonConfig, resources: StepResources) -> None:
         """Choose how matrices are orthogonalised."""
@@ -156,17 +133,17 @@ class StepRunner:
             norms=matrix_norms(config.ns_backend, context.device),
         )
         self._whole = WholeAtOwner(matrices, context, resources.orthogonalize, self._check)
-        self._strategy: Strategy = self._whole
+        self._updates: Strategy = self._whole.updates
         if tensor_group is not None:
-            distributed = config.tensor_parallel_mode == "distributed"
-            self._strategy = OverTensorGroup(
+            self._updates = OverTensorGroup(
                 matrices,
                 context,
+                self._check,
                 group=tensor_group,
                 whole=self._whole,
-                cut=CutOverGroup(matrices, context, self._check, group=tensor_group) if distributed else None,
+                distributed=config.tensor_parallel_mode == "distributed",
                 chunk_numel=config.exchange_chunk_numel,
-            )
+            ).updates
 
     @property
     def wire_bytes_per_step(self) -> int:
@@ -210,7 +187,7 @@ class StepRunner:
 
     def run(
         self,
-        flags: Sequence[bool],
+        flags: Sequence[int],
         grads: Mapping[int, Tensor],
         groups: Mapping[int, dict[str, Any]],
         state: State,
@@ -226,8 +203,7 @@ class StepRunner:
             state: The optimizer's state. Mutated; missing entries are created.
         """
         with self.step_set.flat_partitions() as flat, self._begin(flags, grads, groups, state, flat) as step:
-            active = step.weights.active
-            chunks = [number for number, chunk in enumerate(self.plan.chunks) if chunk.active(active)]
+            chunks = [number for number, chunk in enumerate(self.plan.chunks) if step.active(chunk.matrices)]
             moving = [number for number in chunks if self.plan.chunks[number].scatters]
             staying = [number for number in chunks if not self.plan.chunks[number].scatters]
             # With overlap a chunk's gather starts one turn before it is orthogonalised, and its updates are applied one
@@ -251,12 +227,12 @@ class StepRunner:
                 if turn == len(moving) - 1:
                     self._update_in_place(staying[half:], step)
                 if 0 <= turn - late < len(moving):
-                    self._apply_arrived(flights[turn - late], step.weights)
+                    self._apply_arrived(flights[turn - late], step)
 
     @contextlib.contextmanager
     def _begin(
         self,
-        flags: Sequence[bool],
+        flags: Sequence[int],
         grads: Mapping[int, Tensor],
         groups: Mapping[int, dict[str, Any]],
         state: State,
@@ -265,22 +241,29 @@ class StepRunner:
         """Read the rates and momentum of this step; bring the row state to the owners, and back at the end."""
         own = [state_of(partition, state, self._policy) for partition in self._muon]
         order = [partition.index for partition in self._muon]
-        active = [flags[origin] for origin in self.assignment.origin]
-        mask = None if all(active) else torch.tensor(active)
-        rates = self._rates.of({index: groups[index] for index in order})
-        weights = Weights(active, mask, rates, [flat[index] for index in order], self._passes, self._variant)
+        active = torch.tensor(flags, dtype=torch.bool)[self._origin]
         momentum = [each["momentum_buffer"].view(-1) for each in own]
-        entering = gradients_for(momentum, [grads.get(index) for index in order], weights)
+        weights = [flat[index] for index in order]
+        step = Step(
+            None if active.all() else active,
+            self._rates.of({index: groups[index] for index in order}),
+            weights,
+            momentum,
+            gradients_for(momentum, [grads.get(index) for index in order], weights, self._variant),
+            None,
+            self._passes,
+            self._variant,
+        )
         rows = self._rows
-        if rows is None or not any(active):
-            yield Step(weights, momentum, entering, None)
+        if rows is None or not active.any():
+            yield step
             return
         kept = {
             partition.index: row_state_of(partition, state, self._variant, rows.numel(partition.index))
             for partition in self._muon
         }
-        finish = rows.gather(kept, rates.settings)
-        yield Step(weights, momentum, entering, finish)
+        finish = rows.gather(kept, step.rates.settings)
+        yield replace(step, finish=finish)
         rows.scatter(finish, kept)
 
     def _pack(self, flight: InFlight, step: Step) -> None:
@@ -299,11 +282,9 @@ class StepRunner:
         if context.codec.exact:
             send.copy_(room)
             return
-        for row, place in zip(table.sent, table.arrived[:, 3].tolist(), strict=True):
-            if step.weights.active[row.matrix]:
-                assert row.segment is not None
-                values = room.narrow(0, place, row.numel).view(1, 1, -1)
-                write(cut(send, row.segment).unsqueeze(0), values, context.codec, self._note("direction"))
+        for matrix, copy in table.coded:
+            if step.mask is None or step.mask[matrix]:
+                write(copy.in_buffer(send), copy.in_batch(room), context.codec, self._note("direction"))
 
     def _wait_for_gather(self, flight: InFlight) -> None:
         with self._check.recorder.span("gather"):
@@ -315,18 +296,33 @@ class StepRunner:
         The updates overwrite the directions that the gather brought. The matrices lie in ``flight.idle`` meanwhile.
         """
         table = self._tables[flight.number]
-        owned = [index for index in flight.chunk.owned if step.weights.active[index]]
-        directions = ChunkDirections(self.plan, self.context, table, flight, step)
+        owned = step.active(flight.chunk.owned)
         codec, note = self.context.codec, self._note("update")
-        for indices, found in self._strategy.updates(owned, directions):
+        for indices, found in self._updates(owned, functools.partial(self._directions, flight), step):
             batch, updates = table.batch(indices), found.contiguous().view(-1)
             for copy in batch.travelled:
                 write(copy.in_buffer(flight.receive_buffer), copy.in_batch(updates), codec, note)
                 if self.plan.matrices[indices[0]].replicated and not codec.exact:
                     # All copies of a replicated matrix get the same numbers, also the owner's.
                     read(copy.in_batch(updates), copy.in_buffer(flight.receive_buffer), codec)
-            apply(batch.applied, step.weights, [updates])
-        flight.directions = flight.directions.new_empty(0)
+            apply(batch.applied, step, [updates])
+        del flight.directions  # it is of no use any more, and as large as what this rank owns
+
+    def _directions(self, flight: InFlight, indices: Sequence[int]) -> Tensor:
+        """Return the directions of owned matrices of one shape: this rank's fragments, and what the gather brought.
+
+        ``(matrices, rows, cols)``. Matrices that lie whole on this rank are used in place.
+        """
+        first, batch = self.plan.matrices[indices[0]], self._tables[flight.number].batch(indices)
+        shape, numel = (len(indices), first.rows, first.cols), len(indices) * first.numel
+        if batch.start is not None:
+            return flight.directions.narrow(0, batch.start, numel).view(shape)
+        whole = flight.room(numel, self.context)
+        for copy in batch.own:
+            copy.in_batch(whole).copy_(copy.in_buffer(flight.directions))
+        for copy in batch.travelled if flight.chunk.gathers else ():
+            read(copy.in_batch(whole), copy.in_buffer(flight.receive_buffer), self.context.codec)
+        return whole.view(shape)
 
     def _note(self, what: Travelling) -> Callable[[Tensor, Tensor], None] | None:
         """Return what notes in sampled steps how much int8 loses."""
@@ -340,7 +336,7 @@ class StepRunner:
             self._pack(chunk, step)
             self._orthogonalize(chunk, step)
 
-    def _apply_arrived(self, flight: InFlight, weights: Weights) -> None:
+    def _apply_arrived(self, flight: InFlight, step: Step) -> None:
         """Wait for the scatter of a chunk and apply its updates."""
         with self._check.recorder.span("scatter"):
             self._exchange.wait("scatter", flight)
@@ -348,9 +344,7 @@ class StepRunner:
         updates = flight.send_buffer
         if not codec.exact:
             updates = torch.empty(table.sent_room, dtype=self.context.comm_dtype, device=updates.device)
-            for row, place in zip(table.sent, table.arrived[:, 3].tolist(), strict=True):
-                if weights.active[row.matrix]:
-                    assert row.segment is not None
-                    values = updates.narrow(0, place, row.numel).view(1, 1, -1)
-                    read(values, cut(flight.send_buffer, row.segment).unsqueeze(0), codec)
-        apply(weights.active_rows(table.arrived), weights, [updates])
+            for matrix, copy in table.coded:
+                if step.mask is None or step.mask[matrix]:
+                    read(copy.in_batch(updates), copy.in_buffer(flight.send_buffer), codec)
+        apply(step.active_rows(table.arrived), step, [updates])

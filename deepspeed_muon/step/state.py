@@ -215,7 +215,7 @@ class AdamW:
 
     def run(
         self,
-        active: Sequence[bool],
+        active: Sequence[int],
         grads: Mapping[int, Tensor],
         groups: Mapping[int, dict[str, Any]],
         state: State,
@@ -261,7 +261,7 @@ class AdamW:
 
 
 def _active_runs(
-    local: Sequence[tuple[int, Fragment]], active: Sequence[bool], numel: int
+    local: Sequence[tuple[int, Fragment]], active: Sequence[int], numel: int
 ) -> list[tuple[int, int]]:
     """Return offset and length of the parts of a partition whose parameters have a gradient.
 

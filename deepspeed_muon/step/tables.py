@@ -6,8 +6,10 @@ copied at once: the work of a step in Python does not grow with the number of fr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -20,26 +22,6 @@ from deepspeed_muon.transport.exchange import aligned
 COLUMNS = 6
 DIRECTIONS, SEND = 0, 1
 """The other tensors of :attr:`ChunkTable.packed`."""
-
-
-class Row(NamedTuple):
-    """This rank's fragment of one matrix.
-
-    Attributes:
-        matrix: Index of the matrix in the plan.
-        partition: Position of the flat partition among those of Muon in the step set.
-        offset: Where the fragment starts in the partition.
-        matrix_offset: Where it starts in the matrix.
-        numel: Its length.
-        segment: Its place in the send buffer; ``None`` if it does not travel.
-    """
-
-    matrix: int
-    partition: int
-    offset: int
-    matrix_offset: int
-    numel: int
-    segment: Segment | None = None
 
 
 class Copy(NamedTuple):
@@ -109,14 +91,14 @@ class ChunkTable:
     """What this rank does in one chunk.
 
     Attributes:
-        own: Fragments of the matrices that this rank owns, by matrix, in the order in which they run in batches.
-        sent: Fragments of others' matrices: the update arrives where the direction left from.
-        segments: For each owned matrix, where other ranks' fragments lie in the receive buffer.
-        room: Elements of the directions that do not travel: of :attr:`own`, and of others' matrices in a chunk without
-            a gather, whose momentum alone is updated. Each starts at a multiple of 32 elements.
-        sent_room: Elements of :attr:`sent` in the communication dtype.
+        room: Elements of the directions that do not travel: of the owned matrices, in the order in which they run in
+            batches, and of others' matrices in a chunk without a gather, whose momentum alone is updated. Each fragment
+            starts at a multiple of 32 elements.
+        sent_room: Elements of the fragments of others' matrices in the communication dtype.
         packed: Table of the momentum with the directions and with what is sent.
-        arrived: Table of the partitions with what came back.
+        arrived: Table of the partitions with what came back; the update arrives where the direction left from.
+        coded: Index of the matrix, and the copy between the communication dtype and the send buffer, of each fragment
+            of :attr:`arrived`; empty if fragments lie in the send buffer as they are.
     """
 
     def __init__(
@@ -138,67 +120,59 @@ class ChunkTable:
             exact: Whether fragments lie in the send buffer as they are.
         """
         self._matrices = plan.matrices
-
-        def rows(indices: Iterable[int], segment: Segment | None = None) -> list[Row]:
-            held = [(index, plan.matrices[index].placement.on(plan.rank)) for index in indices]
-            return [
-                Row(
-                    index,
-                    partitions[plan.matrices[index].partition],
-                    each.partition_offset,
-                    each.matrix_offset,
-                    each.numel,
-                    segment,
-                )
-                for index, each in held
-                if each is not None
-            ]
-
-        own = rows(index for batch in batches for index in batch)
-        self.own = {row.matrix: row for row in own}
-        self.segments: dict[int, list[Segment]] = {}
+        self._partitions = partitions
+        found = ((index, plan.matrices[index].placement.on(plan.rank)) for index in chunk.matrices)
+        self._held = {index: fragment for index, fragment in found if fragment is not None}
+        self._segments: dict[int, list[Segment]] = {}
         for segment in chunk.receive_buffer.segments:
-            self.segments.setdefault(segment.matrix, []).append(segment)
-        others = () if chunk.gathers else [i for i in chunk.matrices if plan.owners[i] != plan.rank]
-        kept = [*own, *rows(others)]
-        self.sent = tuple(row for each in chunk.send_buffer.segments for row in rows([each.matrix], each))
-        starts, self.room = _one_after_the_other(kept)
-        at_send, self.sent_room = _one_after_the_other(self.sent)
+            self._segments.setdefault(segment.matrix, []).append(segment)
+
+        kept = [index for batch in batches for index in batch if index in self._held]
+        if not chunk.gathers:
+            kept += [i for i in chunk.matrices if plan.owners[i] != plan.rank and i in self._held]
+        starts, self.room = self._one_after_the_other(kept)
+        self._starts = dict(zip(kept, starts, strict=True))
+        segments = chunk.send_buffer.segments
+        sent = [segment.matrix for segment in segments]
         if exact:
-            at_send = [row.segment.buffer_offset for row in self.sent if row.segment is not None]
-            self.sent_room = chunk.send_buffer.numel
-        self._starts = {row.matrix: start for row, start in zip(kept, starts, strict=True)}
-        self.arrived = table_of(self.sent, 0, at_send)
-        sent = table_of(self.sent, SEND, at_send) if chunk.gathers else table_of((), SEND, ())
-        self.packed = torch.cat((table_of(kept, DIRECTIONS, starts), sent))
-        # Cut matrices of one logical shape need not be alike here.
-        alike = [batch for batch in batches if len({plan.matrices[index].numel for index in batch}) == 1]
-        self._batches = {tuple(batch): self._batch(batch) for batch in alike}
+            places, self.sent_room = [segment.buffer_offset for segment in segments], chunk.send_buffer.numel
+        else:
+            places, self.sent_room = self._one_after_the_other(sent)
+        pairs = zip(segments, places, strict=True)
+        self.coded = () if exact else tuple((each.matrix, _copy(each, place)) for each, place in pairs)
+        self.arrived = self._table(sent, 0, places)
+        self.packed = self._table(kept, DIRECTIONS, starts)
+        if chunk.gathers:
+            self.packed = torch.cat((self.packed, self._table(sent, SEND, places)))
+        # A chunk has the same active matrices in almost all steps, or some of a few sets.
+        self._batch = functools.lru_cache(maxsize=len(batches) + 64)(self._made)
+        for batch in batches:
+            # Cut matrices of one logical shape need not be alike here.
+            if len({plan.matrices[index].numel for index in batch}) == 1:
+                self.batch(batch)
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return what is copied for owned matrices of one shape. It is known for the batches of a whole chunk."""
-        return self._batches.get(tuple(indices)) or self._batch(indices)
+        return self._batch(tuple(indices))
 
-    def _batch(self, indices: Sequence[int]) -> Batch:
+    def _made(self, indices: tuple[int, ...]) -> Batch:
         numel = self._matrices[indices[0]].numel
         own: list[Copy] = []
         travelled: list[list[Copy]] = []
-        applied: list[Row] = []
+        applied: list[int] = []
         at_update: list[int] = []
         for number, index in enumerate(indices):
-            start, row = number * numel, self.own.get(index)
-            if row is not None:
-                place = start + row.matrix_offset
-                own.append(_copy(1, row.numel, place, self._starts[index], 0, row.numel))
-                applied.append(row)
+            start, fragment = number * numel, self._held.get(index)
+            if fragment is not None:
+                place = start + fragment.matrix_offset
+                piece = Segment(index, 0, fragment.numel, self._starts[index], fragment.numel)
+                own.append(_copy(piece, place))
+                applied.append(index)
                 at_update.append(place)
-            for position, each in enumerate(self.segments.get(index, ())):
+            for position, segment in enumerate(self._segments.get(index, ())):
                 if position == len(travelled):
                     travelled.append([])
-                place = start + each.matrix_offset
-                travelled[position].append(
-                    _copy(each.count, each.numel, place, each.buffer_offset, each.stride, each.units)
-                )
+                travelled[position].append(_copy(segment, start + segment.matrix_offset))
         whole = len(own) == len(indices) and all(
             each.shape[2] == numel and each.at_buffer == own[0].at_buffer + number * numel
             for number, each in enumerate(own)
@@ -207,40 +181,43 @@ class ChunkTable:
             own[0].at_buffer if whole and not self._gathered(indices) else None,
             tuple(_joined(own, numel)),
             tuple(each for copies in travelled for each in _joined(copies, numel)),
-            table_of(applied, 0, at_update),
+            self._table(applied, 0, at_update),
         )
 
     def _gathered(self, indices: Sequence[int]) -> bool:
-        return any(index in self.segments and not self._matrices[index].replicated for index in indices)
+        return any(index in self._segments and not self._matrices[index].replicated for index in indices)
+
+    def _one_after_the_other(self, indices: Sequence[int]) -> tuple[list[int], int]:
+        """Return where fragments start that lie one after the other, at multiples of 32 elements, and their room."""
+        ends = list(accumulate((aligned(self._held[index].numel) for index in indices), initial=0))
+        return ends[:-1], ends[-1]
+
+    def _table(self, indices: Sequence[int], other: int, places: Sequence[int]) -> Tensor:
+        """Return the table of this rank's fragments of matrices for the passes of ops/, int64 ``(fragments, 6)``.
+
+        Args:
+            indices: The matrices.
+            other: Number of the other tensor.
+            places: Where each fragment starts in it.
+        """
+        rows = []
+        for index, place in zip(indices, places, strict=True):
+            partition, fragment = self._partitions[self._matrices[index].partition], self._held[index]
+            rows.append((partition, fragment.partition_offset, other, place, fragment.numel, index))
+        return torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS)
 
 
-def _one_after_the_other(rows: Sequence[Row]) -> tuple[list[int], int]:
-    """Return where fragments start that lie one after the other, each at a multiple of 32 elements, and their room."""
-    starts, end = [], 0
-    for row in rows:
-        starts.append(end)
-        end += aligned(row.numel)
-    return starts, end
-
-
-def table_of(rows: Sequence[Row], other: int, places: Sequence[int]) -> Tensor:
-    """Return the table of fragments for the passes of ops/, int64 ``(fragments, 6)``.
-
-    Args:
-        rows: The fragments.
-        other: Number of the other tensor.
-        places: Where each fragment starts in it.
-    """
-    numbers = [
-        (row.partition, row.offset, other, place, row.numel, row.matrix)
-        for row, place in zip(rows, places, strict=True)
-    ]
-    return torch.tensor(numbers, dtype=torch.int64).view(-1, COLUMNS)
-
-
-def _copy(count: int, numel: int, at_matrix: int, at_buffer: int, stride: int, units: int) -> Copy:
-    """Return the copy of consecutive pieces of one matrix."""
-    return Copy((1, count, numel), at_matrix, (0, numel, 1), at_buffer, (0, stride, 1), units)
+def _copy(segment: Segment, at_matrix: int) -> Copy:
+    """Return the copy of the pieces of one matrix between a batch, from ``at_matrix`` on, and a buffer."""
+    numel = segment.numel
+    return Copy(
+        (1, segment.count, numel),
+        at_matrix,
+        (0, numel, 1),
+        segment.buffer_offset,
+        (0, segment.stride, 1),
+        segment.units,
+    )
 
 
 def _joined(copies: Sequence[Copy], distance: int) -> Iterator[Copy]:

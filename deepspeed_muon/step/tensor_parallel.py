@@ -5,7 +5,8 @@ owners of all shards of a matrix are the ranks of one tensor-parallel group. The
 
 * ``gather``: one rank receives the whole matrix, orthogonalises it and sends the shards of the update back. The
   matrices of a chunk are divided by their cost, so that all ranks work at the same time.
-* ``distributed``: the matrix stays cut, see :class:`deepspeed_muon.step.strategies.CutOverGroup`.
+* ``distributed``: the matrix stays cut, and all ranks iterate together
+  (:func:`deepspeed_muon.transport.sharded.orthogonalize_sharded`).
 
 Every rank of the group holds a whole copy of a matrix that tensor parallelism does not cut. In both modes one rank
 orthogonalises it and sends the update to the others, so that the copies stay equal bit for bit, whatever kernels run.
@@ -13,21 +14,24 @@ orthogonalises it and sends the update to the others, so that the copies stay eq
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.math.newton_schulz import orthogonalize_flops
-from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
+from deepspeed_muon.monitoring.check import Result, ResultCheck, Together
+from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.owners import assign_owners
-from deepspeed_muon.step.passes import Rates
-from deepspeed_muon.step.strategies import CutOverGroup, Directions, Updates, WholeAtOwner
+from deepspeed_muon.step.passes import Step
+from deepspeed_muon.step.strategies import Directions, Updates, WholeAtOwner, batches
 from deepspeed_muon.transport.exchange import StepContext, exchange_bytes
 from deepspeed_muon.transport.ranks import phase
 from deepspeed_muon.transport.row_state import RowsAtOwner
+from deepspeed_muon.transport.sharded import orthogonalize_sharded
 
 
 class OverTensorGroup:
@@ -37,10 +41,11 @@ class OverTensorGroup:
         self,
         matrices: Sequence[MatrixLayout],
         context: StepContext,
+        check: ResultCheck,
         *,
         group: dist.ProcessGroup,
         whole: WholeAtOwner,
-        cut: CutOverGroup | None,
+        distributed: bool,
         chunk_numel: int,
     ) -> None:
         """Keep the arguments; nothing is allocated or sent.
@@ -48,43 +53,41 @@ class OverTensorGroup:
         Args:
             matrices: All matrices of the exchange plan, in the same order on all ranks of ``group``.
             context: Of the step set.
+            check: Of the results.
             group: The tensor-parallel process group.
             whole: Orthogonalises matrices that are whole on this rank.
-            cut: Orthogonalises cut matrices where they lie; ``None`` to gather them.
+            distributed: Whether cut matrices are orthogonalised where they lie, and not gathered.
             chunk_numel: Elements that are gathered at once, unless a single matrix has more.
         """
         self._matrices = matrices
         self._context = context
+        self._check = check
         self._group = group
         self._rank = dist.get_rank(group)
         self._ranks = range(dist.get_world_size(group))
         self._whole = whole
-        self._cut = cut
+        self._distributed = distributed
         self._chunk_numel = chunk_numel
 
-    def updates(self, owned: Sequence[int], directions: Directions) -> Updates:
-        """Yield indices and updates of this rank's shards of all matrices in ``owned``.
+    def updates(self, owned: Sequence[int], directions: Directions, step: Step) -> Updates:
+        """Yield indices and updates of this rank's shards and copies, as :data:`.strategies.Strategy` says.
 
-        Must be called by all ranks of the group with the same ``owned``, and be exhausted.
-
-        Args:
-            owned: Active matrices of which this rank has a whole shard or a copy.
-            directions: Its ``stacked`` returns these shards and copies.
+        Must be called by all ranks of the group with the same ``owned``, and be exhausted: all ranks follow the order
+        of the plan, so that two ranks never wait for each other in different matrices.
         """
         # What is whole on this rank alone: attention heads, and other blocks that the cut leaves whole.
-        yield from self._whole.updates([i for i in owned if self._matrices[i].shards is None], directions)
-        copies = [index for index in owned if self._held_by_all(index)]
-        shards = [index for index in owned if self._matrices[index].is_cut]
-        for part in self._parts(copies):
-            yield from self._copied(part, directions)
-        if self._cut is not None:
-            yield from self._cut.updates(shards, directions)
+        yield from self._whole.updates(
+            [i for i in owned if self._matrices[i].shards is None], directions, step
+        )
+        shared = [index for index in owned if self._matrices[index].shards is not None]
+        shards = [index for index in shared if self._matrices[index].is_cut]
+        for part in self._parts([index for index in shared if not self._matrices[index].is_cut]):
+            yield from self._at_one_rank(part, directions, step)
+        if self._distributed:
+            yield from self._over_all_ranks(shards, directions, step)
             return
         for part in self._parts(shards):
-            yield from self._gathered(part, directions)
-
-    def _held_by_all(self, index: int) -> bool:
-        return self._matrices[index].shards is not None and not self._matrices[index].is_cut
+            yield from self._at_one_rank(part, directions, step)
 
     def _parts(self, indices: Sequence[int]) -> Iterator[list[int]]:
         """Cut a list of matrices into parts of bounded size, in the same way on all ranks of the group."""
@@ -109,57 +112,66 @@ class OverTensorGroup:
             for rank in self._ranks
         ]
 
-    def _copied(self, part: Sequence[int], directions: Directions) -> Updates:
-        """Yield updates of matrices that every rank holds whole: one rank orthogonalises, all apply its result."""
+    def _at_one_rank(self, part: Sequence[int], directions: Directions, step: Step) -> Updates:
+        """Yield updates of matrices that are all cut or all copied: each one goes through the iteration on one rank."""
         of_rank = self._dealt(part)
-        updates = dict(_one_by_one(self._whole.updates(of_rank[self._rank], directions)))
-        mine = [updates[index] for index in of_rank[self._rank]]
-        received = self._exchange(
-            [[] if rank == self._rank else mine for rank in self._ranks],
-            [
-                [] if rank == self._rank else [self._matrices[index].numel for index in of_rank[rank]]
-                for rank in self._ranks
-            ],
+        mine, kept = of_rank[self._rank], step.finish
+        if self._matrices[part[0]].is_cut:
+            directions = self._gathered(of_rank, directions)
+            if kept is not None:
+                step = replace(step, finish=self._gather_rows(kept, of_rank))
+        found = (
+            pair for each in self._whole.updates(mine, directions, step) for pair in zip(*each, strict=True)
         )
-        for rank in self._ranks:
-            if rank != self._rank:
-                updates.update(zip(of_rank[rank], received[rank], strict=True))
-        if directions.finish is not None:
-            self._return_rows(directions.finish, directions.finish, of_rank)
-        yield from (([index], update.unsqueeze(0)) for index, update in updates.items())
+        parts = {index: self._parts_of(index, update) for index, update in found}
+        returned = self._exchange(
+            [[parts[index][rank] for index in mine] for rank in self._ranks],
+            [[self._part_numel(index, self._rank) for index in each] for each in of_rank],
+        )
+        if kept is not None and step.finish is not None:
+            self._return_rows(kept, step.finish, of_rank)
+        for indices, updates in zip(of_rank, returned, strict=True):
+            for index, update in zip(indices, updates, strict=True):
+                yield [index], update.unsqueeze(0)
 
-    def _gathered(self, part: Sequence[int], directions: Directions) -> Updates:
-        """Yield updates of matrices that are cut: each one goes whole to one rank and comes back in shards."""
-        of_rank = self._dealt(part)
+    def _gathered(self, of_rank: Sequence[Sequence[int]], directions: Directions) -> Directions:
+        """Bring shards to the ranks that orthogonalise them; return the directions of this rank's whole matrices."""
         mine = of_rank[self._rank]
         arrived = self._exchange(
-            [[directions.stacked([index]).reshape(-1) for index in of_rank[rank]] for rank in self._ranks],
-            [[self._shard_numel(index, rank) for index in mine] for rank in self._ranks],
+            [[directions([index]).reshape(-1) for index in each] for each in of_rank],
+            [[self._part_numel(index, rank) for index in mine] for rank in self._ranks],
         )
-        shards = {
-            index: [arrived[rank][number].view(self._shard_shape(index, rank)) for rank in self._ranks]
-            for number, index in enumerate(mine)
-        }
-        kept = directions.finish
-        rows = None if kept is None else self._gather_rows(kept, of_rank)
-        gathered = _Gathered(
-            {index: torch.cat(parts, dim=self._shards(index)[0]) for index, parts in shards.items()},
-            directions.rates,
-            rows,
-        )
-        back: dict[int, Sequence[Tensor]] = {}
-        for index, update in _one_by_one(self._whole.updates(mine, gathered)):
+        whole = {}
+        for index, parts in zip(mine, zip(*arrived, strict=True), strict=True):
             dim, sizes = self._shards(index)
-            back[index] = update.view(self._matrices[index].logical_shape).split(sizes, dim=dim)
-        returned = self._exchange(
-            [[back[index][rank].reshape(-1) for index in mine] for rank in self._ranks],
-            [[self._shard_numel(index, self._rank) for index in of_rank[rank]] for rank in self._ranks],
+            rows, cols = self._matrices[index].logical_shape
+            shapes = [(size, cols) if dim == 0 else (rows, size) for size in sizes]
+            views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+            whole[index] = torch.cat(views, dim=dim)
+        return lambda indices: torch.stack([whole[index] for index in indices])
+
+    def _over_all_ranks(self, shards: Sequence[int], directions: Directions, step: Step) -> Updates:
+        """Yield updates of this rank's shards, which all ranks of the group iterate on together."""
+        for batch in batches(self._matrices, self._context, shards, by_shards=True):
+            result = self._iterated(batch, directions(batch), step)
+            self._check.settle(result)
+            yield batch, result.updates.to(self._context.comm_dtype).reshape(len(batch), -1)
+
+    def _iterated(self, batch: Sequence[int], inputs: Tensor, step: Step) -> Result:
+        """Orthogonalise matrices of one shape, cut alike, of which this rank has ``(matrices, rows, cols)``."""
+        dim, sizes = self._shards(batch[0])
+        iterate = functools.partial(
+            orthogonalize_sharded, group=self._group, shard_dim=dim - 2, shard_sizes=sizes
         )
-        if kept is not None and rows is not None:
-            self._return_rows(kept, rows, of_rank)
-        for rank in self._ranks:
-            for index, update in zip(of_rank[rank], returned[rank], strict=True):
-                yield [index], update.unsqueeze(0)
+        names = ", ".join(self._matrices[index].name for index in batch[:3])
+        with self._check.recorder.span("newton_schulz"), phase(f"iteration of {names}", self._group):
+            blocks = iterate(inputs, settings=self._context.ns_settings)
+        counts = self._rank == 0
+        first_blocks = sum(self._matrices[index].first_row == 0 for index in batch)
+        self._context.stats.matrices_orthogonalized += first_blocks if counts else 0
+        scales = [step.rates.scales[index][0] for index in batch]
+        together = Together(self._group, dim, sizes, iterate, counts)
+        return Result([(index, 0) for index in batch], inputs, blocks, scales, step.finish, together)
 
     def _gather_rows(self, kept: RowsAtOwner, of_rank: Sequence[Sequence[int]]) -> RowsAtOwner:
         """Return the row state of the matrices that this rank orthogonalises.
@@ -198,18 +210,25 @@ class OverTensorGroup:
 
     def _shards(self, index: int) -> tuple[int, tuple[int, ...]]:
         """Return the dimension that is cut, and the length of every rank's shard."""
-        shards: TensorShards | None = self._matrices[index].shards
+        shards = self._matrices[index].shards
         assert shards is not None and shards.dim is not None
         return shards.dim, shards.sizes
 
-    def _shard_shape(self, index: int, rank: int) -> tuple[int, int]:
+    def _parts_of(self, index: int, update: Tensor) -> Sequence[Tensor]:
+        """Return what each rank gets of a flat update: its shard, or a copy."""
+        matrix = self._matrices[index]
+        if not matrix.is_cut:
+            return [update] * len(self._ranks)
         dim, sizes = self._shards(index)
-        rows, cols = self._matrices[index].logical_shape
-        return (sizes[rank], cols) if dim == 0 else (rows, sizes[rank])
+        return [each.reshape(-1) for each in update.view(matrix.logical_shape).split(sizes, dim=dim)]
 
-    def _shard_numel(self, index: int, rank: int) -> int:
-        rows, cols = self._shard_shape(index, rank)
-        return rows * cols
+    def _part_numel(self, index: int, rank: int) -> int:
+        """Return how many elements of a matrix a rank has."""
+        matrix = self._matrices[index]
+        if not matrix.is_cut:
+            return matrix.numel
+        dim, sizes = self._shards(index)
+        return sizes[rank] * matrix.logical_shape[1 - dim]
 
     def _exchange(
         self,
@@ -231,22 +250,3 @@ class OverTensorGroup:
             part.split(list(lengths)) if lengths else ()
             for part, lengths in zip(received.split(into), wanted, strict=True)
         ]
-
-
-def _one_by_one(updates: Updates) -> Iterator[tuple[int, Tensor]]:
-    """Yield index and flat update of every matrix."""
-    for indices, found in updates:
-        yield from zip(indices, found, strict=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _Gathered:
-    """Whole directions of matrices that this rank of the tensor-parallel group orthogonalises."""
-
-    matrices: Mapping[int, Tensor]
-    rates: Rates
-    finish: RowsAtOwner | None
-
-    def stacked(self, indices: Sequence[int]) -> Tensor:
-        """Return ``(matrices, rows, cols)``."""
-        return torch.stack([self.matrices[index] for index in indices])

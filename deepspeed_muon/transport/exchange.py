@@ -209,7 +209,7 @@ class InFlight:
             leave from here.
         idle: Without overlap, what was sent from before the matrices are orthogonalised: room for them. It is the
             memory of ``send_buffer``.
-        directions: Directions of fragments that this rank needs itself, flat.
+        directions: Directions of fragments that this rank needs itself, flat; from its pack until it is orthogonalised.
         works: The messages that are under way.
     """
 
@@ -218,8 +218,15 @@ class InFlight:
     send_buffer: Tensor
     receive_buffer: Tensor
     idle: Tensor | None
-    directions: Tensor = field(default_factory=lambda: torch.empty(0))
+    directions: Tensor = field(init=False)
     works: list[dist.Work] = field(default_factory=list)
+
+    def room(self, numel: int, context: StepContext) -> Tensor:
+        """Return flat memory in the communication dtype that nobody else uses before the chunk is done."""
+        if self.idle is None or self.idle.numel() < aligned(numel):
+            return torch.empty(numel, dtype=context.comm_dtype, device=context.device)
+        place, self.idle = self.idle.tensor_split([aligned(numel)])
+        return place.narrow(0, 0, numel)
 
 
 class ChunkExchange:

@@ -19,8 +19,8 @@ from deepspeed_muon.transport.exchange import StepContext, Way, cut, part_of, st
 from deepspeed_muon.transport.ranks import phase
 from deepspeed_muon.variants import Sums, Variant
 
-Settings = Sequence[Mapping[str, float]]
-"""For each matrix of the plan, the values of the variant's settings in this step."""
+Settings = Mapping[int, Mapping[str, float]]
+"""Partition index to the values of the variant's settings in this step."""
 
 
 class RowsAtOwner:
@@ -44,7 +44,7 @@ class RowsAtOwner:
         Args:
             matrices: Of the exchange plan.
             variant: One with ``finish``.
-            settings: For each of ``matrices``.
+            settings: Of the variant.
             rows: See the class. Mutated.
             group: The tensor-parallel group that has the other shards of cut matrices; ``None`` if they are whole here.
         """
@@ -92,9 +92,10 @@ class RowsAtOwner:
         copies = {key: values.clone() for key, values in state.items()}
         for number, block in enumerate(blocks):
             self._before.setdefault(block, {key: values[number] for key, values in copies.items()})
+        own = [self._settings[self._matrices[index].partition] for index, _ in blocks]
         settings = {
             each.name: torch.tensor(
-                [self._settings[index][each.name] for index, _ in blocks], device=results.device
+                [of_matrix[each.name] for of_matrix in own], device=results.device
             ).unsqueeze(-1)
             for each in self._variant.settings
         }

@@ -22,7 +22,7 @@ from deepspeed_muon.monitoring.measure import band_of, norm_bounds
 from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.plan.placement import sharded_placement
-from deepspeed_muon.step import strategies
+from deepspeed_muon.step import tensor_parallel as strategy
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
 from tests.support import tensor_parallel
 from tests.support.contract import MUON_TOLERANCE, reference
@@ -52,7 +52,7 @@ def train_scaled(
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("deepspeed_muon").addHandler(handler)
     left = [garbage if rank == 1 else 0]
-    original = strategies.orthogonalize_sharded
+    original = strategy.orthogonalize_sharded
 
     def spoiling(iterate: Any) -> Any:
         def broken(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -61,7 +61,7 @@ def train_scaled(
 
         return broken
 
-    strategies.orthogonalize_sharded = spoiling(original)
+    strategy.orthogonalize_sharded = spoiling(original)
     config = ds_config(1, params={"tensor_parallel_mode": mode, **(params or {})})
     engine = tensor_parallel._engine("megatron", 2, config)
     optimizer = deepspeed_muon.muon_optimizer(engine)
@@ -79,7 +79,7 @@ def train_scaled(
                 error = f"step {step}: {type(caught).__name__}: {caught}"
             masters.append(tensor_parallel.assembled(engine, None, group))
     finally:
-        strategies.orthogonalize_sharded = original
+        strategy.orthogonalize_sharded = original
         logging.getLogger("deepspeed_muon").removeHandler(handler)
     report = deepspeed_muon.health(engine)
     engine.destroy()
@@ -145,8 +145,8 @@ def settle_parts(rank: int, world_size: int, *, dim: int) -> dict[str, Any]:
     together = Together(dist.group.WORLD, dim, sizes, iterate, counts=rank == 0)
     blocks = iterate(parts, settings=settings)
     result = Result([(0, 0), (1, 0), (2, 0)], parts, blocks, [1.0] * 3, together=together)
-    settled = list(check.settled([result]))
-    return {"wholes": wholes, "updates": settled[0].updates, "redone": check.recorder.redone}
+    check.settle(result)
+    return {"wholes": wholes, "updates": result.updates, "redone": check.recorder.redone}
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -9,7 +9,8 @@ from torch import nn
 from deepspeed_muon import ConfigError, Muon, MuonConfig
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import reference_orthogonalize
-from deepspeed_muon.math.updates import AdamStep, adam_step_, cautious_apply_
+from deepspeed_muon.math.updates import AdamStep, adam_step_
+from deepspeed_muon.ops import cautious_apply_
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import (
     flat_placement,
@@ -71,7 +72,11 @@ def test_cautious_apply_matches_the_reference() -> None:
     param, update = torch.randn(257), torch.randn(257).bfloat16()
     update[:3] = 0.0
     expected = decayed_step(param, update.double() * 2.0, lr=0.1, weight_decay=0.5, mode="cautious")
-    cautious_apply_(param, update, lr_scale=0.2, decay=0.05)
+    # Two fragments with an element between them that stays.
+    table = torch.tensor([[0, 0, 0, 0, 100, 0], [0, 101, 0, 101, 156, 0]])
+    rates = torch.tensor([[0.2, 0.05]], dtype=torch.float64)
+    expected[100] = param[100]
+    cautious_apply_([param], [update], table, rates)
     torch.testing.assert_close(param.double(), expected, rtol=1e-6, atol=1e-6)
 
 

@@ -222,10 +222,10 @@ def test_a_head_without_a_gradient_is_right() -> None:
     blocks = orthogonalize(direction.view(3, 4, 9), settings=NsSettings(QUINTIC))
     right = blocks.clone()
     members = [(0, 0), (0, 1), (0, 2)]
-    list(check.settled([result_of(members, direction.view(3, 4, 9), blocks)]))
+    check.settle(result_of(members, direction.view(3, 4, 9), blocks))
     assert torch.equal(blocks, right) and check.recorder.redone == 0
     blocks[2] *= 3
-    list(check.settled([result_of(members, direction.view(3, 4, 9), blocks)]))
+    check.settle(result_of(members, direction.view(3, 4, 9), blocks))
     assert torch.equal(blocks[:2], right[:2]) and check.recorder.redone == 1
     # Both are fp32, by the Gram and by the standard iteration.
     torch.testing.assert_close(blocks[2], right[2], rtol=0, atol=1e-5)
@@ -248,8 +248,9 @@ def test_unequal_blocks_are_measured_and_redone() -> None:
         )
     ]
     with recorder.step(1) as sample:
-        settled = list(check.settled(results))
-    for half, result in zip(halves, settled, strict=True):
+        for result in results:
+            check.settle(result)
+    for half, result in zip(halves, results, strict=True):
         torch.testing.assert_close(result.blocks[0], half.float(), rtol=0, atol=1e-5)
     assert recorder.redone == 1 and sample is not None
     found = sample.matrices["kv"]
@@ -280,7 +281,7 @@ def test_on_an_accelerator_the_host_sees_nothing_inside_of_a_step(
     def settled(factor: float) -> Tensor:
         blocks = right.clone()
         blocks[2] *= factor
-        (result,) = check.settled([result_of(members, directions, blocks)])
+        check.settle(result := result_of(members, directions, blocks))
         return result.updates
 
     with monkeypatch.context() as patch:

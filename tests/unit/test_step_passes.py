@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from deepspeed_muon.ops import flat_passes
 from deepspeed_muon.plan.exchange import ExchangePlan, build_exchange_plan
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import sharded_placement
-from deepspeed_muon.step.passes import Rates, Step, Weights, apply, gradients_for, pack
-from deepspeed_muon.step.tables import DIRECTIONS, ChunkTable, Copy, Row, table_of
+from deepspeed_muon.step.passes import Rates, Step, apply, gradients_for, pack
+from deepspeed_muon.step.tables import ChunkTable, Copy
 from deepspeed_muon.variants import VARIANTS, Variant
 
 
@@ -34,10 +35,26 @@ def rates_of(count: int, *, momentum: float, step: float = 1.0) -> Rates:
     return Rates(
         torch.tensor([(momentum, 0.0)] * count, dtype=torch.float64),
         torch.tensor([(step, 1.0)] * count, dtype=torch.float64),
-        frozenset(),
+        None,
         [(1.0,)] * count,
-        [{}] * count,
+        {},
     )
+
+
+def step_of(
+    momentum: Tensor,
+    grad: Tensor,
+    rates: Rates,
+    *,
+    active: list[bool],
+    param: Tensor | None = None,
+    variant: Variant = VARIANTS["muon"],
+) -> Step:
+    """Return a step on one partition."""
+    flat = [momentum if param is None else param]
+    grads = gradients_for([momentum], [grad], flat, variant)
+    mask = None if all(active) else torch.tensor(active)
+    return Step(mask, rates, flat, [momentum], grads, None, flat_passes("torch"), variant)
 
 
 def made(rows: int, order: list[int]) -> tuple[ChunkTable, torch.Tensor, torch.Tensor]:
@@ -46,9 +63,9 @@ def made(rows: int, order: list[int]) -> tuple[ChunkTable, torch.Tensor, torch.T
     table = ChunkTable(plan, plan.chunks[0], [order], {0: 0}, exact=True)
     grad = torch.arange(8.0 * rows * len(order))
     rates = rates_of(len(order), momentum=0.0)
-    weights = Weights([True] * len(order), None, rates, [], flat_passes("torch"), VARIANTS["muon"])
+    step = step_of(torch.zeros_like(grad), grad, rates, active=[True] * len(order))
     directions = torch.full((table.room,), torch.nan)
-    pack(table, Step(weights, [torch.zeros_like(grad)], [grad], None), directions, torch.empty(0))
+    pack(table, step, directions, torch.empty(0))
     return table, directions, grad
 
 
@@ -115,11 +132,10 @@ def test_a_matrix_without_a_gradient_is_left_alone() -> None:
     table = ChunkTable(plan, plan.chunks[0], [[0, 1, 2]], {0: 0}, exact=True)
     momentum, param, grad = torch.zeros(96), torch.ones(96), torch.ones(96)
     active = [True, False, True]
-    rates = rates_of(3, momentum=0.0)
-    weights = Weights(active, torch.tensor(active), rates, [param], flat_passes("torch"), VARIANTS["muon"])
+    step = step_of(momentum, grad, rates_of(3, momentum=0.0), active=active, param=param)
     directions = torch.zeros(96)
-    pack(table, Step(weights, [momentum], [grad], None), directions, torch.empty(0))
-    apply(weights.active_rows(table.packed), weights, [directions])
+    pack(table, step, directions, torch.empty(0))
+    apply(step.active_rows(table.packed), step, [directions])
     for each, changed in ((momentum, 1.0), (param, 0.0)):
         assert (each[:32] == changed).all() and (each[64:] == changed).all()
         assert (each[32:64] == 1.0 - changed).all()
@@ -130,16 +146,13 @@ def test_a_variant_may_change_gradients_and_updates_of_fragments() -> None:
     variant = Variant("test", before_momentum=lambda g, _: g.sign(), before_apply=lambda u, w: u * w.abs())
     param, grad = torch.randn(2, 10, generator=torch.Generator().manual_seed(7))
     before, momentum = param.clone(), torch.zeros(10)
-    weights = Weights(
-        [True], None, rates_of(1, momentum=0.5, step=0.1), [param], flat_passes("torch"), variant
-    )
-    table = table_of([Row(0, 0, 2, 0, 6)], DIRECTIONS, [0])
+    rates = rates_of(1, momentum=0.5, step=0.1)
+    step = step_of(momentum, grad, rates, active=[True], param=param, variant=variant)
+    table = torch.tensor([[0, 2, 0, 0, 6, 0]])
     direction = torch.empty(6)
-    weights.passes.momentum_pack(
-        [momentum], gradients_for([momentum], [grad], weights), [direction], table, weights.rates.momentum
-    )
+    step.passes.momentum_pack(step.momentum, step.grads, [direction], table, rates.momentum)
     assert torch.equal(direction, 0.5 * grad[2:8].sign()) and torch.equal(momentum[2:8], direction)
-    apply(table, weights, [direction])
+    apply(table, step, [direction])
     torch.testing.assert_close(param[2:8], before[2:8] - 0.1 * direction * before[2:8].abs())
     outside = [0, 1, 8, 9]
     assert torch.equal(param[outside], before[outside]) and not momentum[outside].any()
