@@ -52,46 +52,26 @@ _ELSEWHERE = {
 }
 
 REMOVED = {
-    "torch_adam": (
-        "0.3",
-        "leave it out: DeepSpeed's native Adam runs on offloaded partitions, torch's on all others",
-    ),
-    "ns_eps": ("0.3", "leave it out: a norm below 1e-12 counts as 1e-12"),
-    "min_muon_params": (
-        "0.3",
-        "leave it out: a warning says when no parameter goes to Muon, routes(engine) says why",
-    ),
-    "network": ("0.3", "leave it out: measured at 50 and 200 Mbit/s, the number of chunks changed nothing"),
-    "ranks_per_node": (
-        "0.3",
-        "leave it out: at stage 0 owners broadcast their updates, whatever the machines",
-    ),
-    "share_matrices": (
-        "0.3",
-        "leave it out: a matrix has one owner; tensor_parallel_mode: distributed stays",
-    ),
-    "order": (
-        "0.3",
-        "leave it out: ZeRO 1 and 2 always lay the matrices out so that the ranks have equal work",
-    ),
-    "health.every": ("0.3", 'write the number of steps: "health": 100'),
-    "health.check": ("0.3", 'leave it out: "health": false switches checks and samples off'),
-    "health.matrices": ("0.3", "leave it out: a sample measures four matrices, other ones each time"),
-    "split": ("0.3", 'write "matrices": {pattern: {"split": ...}}'),
-    "heads": ("0.3", 'write "matrices": {pattern: {"heads": ...}}'),
-    "per_head_muon": ("0.3", 'write "matrices": {"*": {"heads": "config"}}'),
-    "transposed": ("0.3", 'write "matrices": {pattern: {"transposed": true}}'),
-    "restore_from.hyperparameters": (
-        "0.3",
-        "it follows progress; deepspeed_muon.restore(engine, path, hyperparameters=...) takes it alone",
-    ),
-    "restore_from.scheduler": ("0.3", "call deepspeed_muon.restore(engine, path, scheduler=...) instead"),
-    "restore_from.allow_nonfinite": (
-        "0.3",
-        "call deepspeed_muon.restore(engine, path, allow_nonfinite=...) instead",
-    ),
+    "torch_adam": "leave it out: DeepSpeed's native Adam runs on offloaded partitions, torch's on all others",
+    "ns_eps": "leave it out: a norm below 1e-12 counts as 1e-12",
+    "min_muon_params": "leave it out: a warning says when no parameter goes to Muon, routes(engine) says why",
+    "network": "leave it out: measured at 50 and 200 Mbit/s, the number of chunks changed nothing",
+    "ranks_per_node": "leave it out: at stage 0 owners broadcast their updates, whatever the machines",
+    "share_matrices": "leave it out: a matrix has one owner; tensor_parallel_mode: distributed stays",
+    "order": "leave it out: ZeRO 1 and 2 always lay the matrices out so that the ranks have equal work",
+    "health.every": 'write the number of steps: "health": 100',
+    "health.check": 'leave it out: "health": false switches checks and samples off',
+    "health.matrices": "leave it out: a sample measures four matrices, other ones each time",
+    "split": 'write "matrices": {pattern: {"split": ...}}',
+    "heads": 'write "matrices": {pattern: {"heads": ...}}',
+    "per_head_muon": 'write "matrices": {"*": {"heads": "config"}}',
+    "transposed": 'write "matrices": {pattern: {"transposed": true}}',
+    "restore_from.hyperparameters": "it follows progress; deepspeed_muon.restore(engine, path, hyperparameters=...) "
+    "takes it alone",
+    "restore_from.scheduler": "call deepspeed_muon.restore(engine, path, scheduler=...) instead",
+    "restore_from.allow_nonfinite": "call deepspeed_muon.restore(engine, path, allow_nonfinite=...) instead",
 }
-"""Settings that are gone, after the key of their section: the first version without them, and what to do instead."""
+"""Settings that went in version 0.3, after the key of their section, and what to do instead."""
 
 # Keys whose value may be of several kinds. Pydantic reports one error for each kind; these texts replace them.
 _ALLOWED = {
@@ -124,8 +104,7 @@ def unknown_key_message(key: str, known: Any, where: str = "", *, section: str =
         return f"{where}{key!r} is an option of torch's optimizers that this one does not have; {TORCH_OPTIONS[key]}"
     path = f"{section}.{key}" if section else key
     if path in REMOVED:
-        since, instead = REMOVED[path]
-        return f"{where}{path!r} is no setting since version {since}; {instead}"
+        return f"{where}{path!r} is no setting since version 0.3; {REMOVED[path]}"
     if key in _ELSEWHERE:
         return f"{where}{key!r} is an argument of another Muon; {_ELSEWHERE[key]}"
     names = sorted(str(name) for name in known)

@@ -12,7 +12,6 @@ The descriptions are Markdown. The constructor's docstring and ``docs/settings.m
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
@@ -41,25 +40,6 @@ DEFAULT_ADAM_LR = 3e-4
 
 RATE_KEYS = ("lr", "muon_lr", "adam_lr")
 """Keys whose value the constructor also takes as a tensor, which the param groups then keep."""
-
-# Keys that a caller may set in a param group of its own, next to "params" and a MoE group's bookkeeping.
-GROUP_KEYS = frozenset(
-    {
-        "lr",
-        "muon_lr",
-        "adam_lr",
-        "weight_decay",
-        "muon_weight_decay",
-        "adam_weight_decay",
-        "weight_decay_mode",
-        "momentum",
-        "nesterov",
-        "betas",
-        "eps",
-        "adjust_lr_fn",
-        *VARIANT_SETTINGS,
-    }
-)
 
 # The names and settings of variants come from their files, which type checkers cannot follow.
 if TYPE_CHECKING:
@@ -325,10 +305,15 @@ class MuonConfig(_VariantSettings):
         """The rate that a scheduler's single number stands for: ``lr`` where given, else Muon's rate."""
         return float(_first(self.lr, self.muon_lr, DEFAULT_MUON_LR))
 
-    def digest(self) -> str:
-        """Return a text of all settings that the ranks compare."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True)
-
 
 def _first(*values: Any) -> Any:
     return next(value for value in values if value is not None)
+
+
+GROUP_KEYS = frozenset(MuonConfig().group_defaults("muon")) | {
+    "muon_lr",
+    "adam_lr",
+    "muon_weight_decay",
+    "adam_weight_decay",
+}
+"""Keys that a caller may set in a param group of its own, next to "params" and a MoE group's bookkeeping."""

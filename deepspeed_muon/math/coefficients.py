@@ -1,15 +1,14 @@
 """The polynomial schedules of the Newton-Schulz iteration.
 
 One step maps ``X <- a X + (b A + c A^2) X`` with ``A = X X^T``; it maps a singular value ``s`` to
-``a s + b s^3 + c s^5``. A table of ``(a, b, c)`` is a *schedule*: it is valid for certain step counts and has a
-rule for the steps after its last row. No table may be cycled: a 4-row table cycled to 5 steps returns minus the
+``a s + b s^3 + c s^5``. A table of ``(a, b, c)`` is a *schedule*: it is valid for as many steps as it has rows, and
+some for any number. No table may be cycled: a 4-row table cycled to 5 steps returns minus the
 polar factor, and a 5-row table cycled to 6 collapses the singular values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -20,45 +19,6 @@ Coefficients = tuple[float, float, float]
 NsScheduleName = Literal["quintic", "polar_express", "polar_express_5", "cans", "deepseekv4"]
 
 _QUINTIC: Coefficients = (3.4445, -4.7750, 2.0315)
-
-
-@dataclass(frozen=True, slots=True)
-class NsSchedule:
-    """A table of coefficients and the step counts for which it is valid.
-
-    Attributes:
-        name: The name used in the configuration.
-        rows: The coefficients ``(a, b, c)``, first step first.
-        tail: What happens after the last row: ``repeat`` repeats it, ``refuse`` makes more steps an error.
-        truncates: Whether the first rows alone are a valid schedule too.
-    """
-
-    name: str
-    rows: tuple[Coefficients, ...]
-    tail: Literal["repeat", "refuse"]
-    truncates: bool
-
-    def coefficients(self, steps: int) -> tuple[Coefficients, ...]:
-        """Return one ``(a, b, c)`` per step.
-
-        Raises:
-            ScheduleError: If this table is not valid for ``steps`` iterations.
-        """
-        if steps < 1:
-            raise ScheduleError(f"ns_steps must be at least 1, got {steps}")
-        if steps > len(self.rows) and self.tail == "refuse":
-            raise ScheduleError(self._wrong_count(steps))
-        if steps < len(self.rows) and not self.truncates:
-            raise ScheduleError(self._wrong_count(steps))
-        missing = max(0, steps - len(self.rows))
-        return self.rows[:steps] + (self.rows[-1],) * missing
-
-    def _wrong_count(self, steps: int) -> str:
-        return (
-            f"ns_schedule {self.name!r} is a table of {len(self.rows)} steps and cannot run for ns_steps={steps}: "
-            f"set ns_steps to {len(self.rows)}, or use ns_schedule 'quintic' or 'polar_express', which are valid "
-            f"for any number of steps"
-        )
 
 
 def _scaled(rows: Sequence[Coefficients], safety: float) -> tuple[Coefficients, ...]:
@@ -87,47 +47,31 @@ _POLAR_EXPRESS_5_ROWS: tuple[Coefficients, ...] = (
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 
-_SCHEDULES: dict[str, NsSchedule] = {
-    schedule.name: schedule
-    for schedule in (
-        # Keller Jordan, 2024.
-        NsSchedule("quintic", (_QUINTIC,), "repeat", True),
-        # Implementation 1 has the safety factor 1.01 in all rows but the last, and divides the input by 1.01 ||X||_F
-        # besides. Scaling the first row once more does that division.
-        NsSchedule(
-            "polar_express",
-            (
-                *_scaled(_POLAR_EXPRESS_ROWS[:1], 1.01**2),
-                *_scaled(_POLAR_EXPRESS_ROWS[1:-1], 1.01),
-                _POLAR_EXPRESS_ROWS[-1],
-            ),
-            "repeat",
-            True,
-        ),
-        # Its input is divided by 1.02 ||X||_F.
-        NsSchedule(
-            "polar_express_5",
-            (*_scaled(_POLAR_EXPRESS_5_ROWS[:1], 1.02), *_POLAR_EXPRESS_5_ROWS[1:]),
-            "refuse",
-            False,
-        ),
-        # CANS, arXiv 2506.10935.
-        NsSchedule(
-            "cans",
-            (
-                (8.4703, -25.1081, 18.6293),
-                (4.1828, -3.1087, 0.5806),
-                (3.9619, -2.9541, 0.5630),
-                (3.2866, -2.4647, 0.5074),
-                (2.2737, -1.6447, 0.4162),
-            ),
-            "refuse",
-            False,
-        ),
-        # DeepSeek-V4 report: eight quintic steps, two of the cubic-convergent polynomial.
-        NsSchedule("deepseekv4", (_QUINTIC,) * 8 + ((2.0, -1.5, 0.5),) * 2, "refuse", False),
-    )
+_SCHEDULES: dict[str, tuple[Coefficients, ...]] = {
+    # Keller Jordan, 2024.
+    "quintic": (_QUINTIC,),
+    # Implementation 1 has the safety factor 1.01 in all rows but the last, and divides the input by 1.01 ||X||_F
+    # besides. Scaling the first row once more does that division.
+    "polar_express": (
+        *_scaled(_POLAR_EXPRESS_ROWS[:1], 1.01**2),
+        *_scaled(_POLAR_EXPRESS_ROWS[1:-1], 1.01),
+        _POLAR_EXPRESS_ROWS[-1],
+    ),
+    # Its input is divided by 1.02 ||X||_F.
+    "polar_express_5": (*_scaled(_POLAR_EXPRESS_5_ROWS[:1], 1.02), *_POLAR_EXPRESS_5_ROWS[1:]),
+    # CANS, arXiv 2506.10935.
+    "cans": (
+        (8.4703, -25.1081, 18.6293),
+        (4.1828, -3.1087, 0.5806),
+        (3.9619, -2.9541, 0.5630),
+        (3.2866, -2.4647, 0.5074),
+        (2.2737, -1.6447, 0.4162),
+    ),
+    # DeepSeek-V4 report: eight quintic steps, two of the cubic-convergent polynomial.
+    "deepseekv4": (_QUINTIC,) * 8 + ((2.0, -1.5, 0.5),) * 2,
 }
+# Valid for any number of steps: their first rows are a schedule too, and the last one can be repeated.
+_ANY_LENGTH = ("quintic", "polar_express")
 
 
 def resolve_schedule(
@@ -144,21 +88,27 @@ def resolve_schedule(
         ScheduleError: If the name is unknown, the table is not valid for ``steps``, or a caller's own table does
             not map singular values into the neighbourhood of 1.
     """
-    if isinstance(schedule, str):
-        if schedule not in _SCHEDULES:
-            raise ScheduleError(
-                f"ns_schedule: unknown name {schedule!r}; known: {', '.join(sorted(_SCHEDULES))}"
-            )
-        named = _SCHEDULES[schedule]
-        if steps is None:
-            steps = len(named.rows) if named.tail == "refuse" else 5
-        return named.coefficients(steps)
-    rows = tuple(_checked_row(index, row) for index, row in enumerate(schedule))
-    if not rows:
-        raise ScheduleError("ns_schedule: an own table needs at least one (a, b, c) triple")
-    own = NsSchedule("<own table>", rows, "refuse", False)
-    coefficients = own.coefficients(len(rows) if steps is None else steps)
-    _check_converges(coefficients)
+    if not isinstance(schedule, str):
+        name, rows = "<own table>", tuple(_checked_row(index, row) for index, row in enumerate(schedule))
+        if not rows:
+            raise ScheduleError("ns_schedule: an own table needs at least one (a, b, c) triple")
+    elif schedule in _SCHEDULES:
+        name, rows = schedule, _SCHEDULES[schedule]
+    else:
+        raise ScheduleError(f"ns_schedule: unknown name {schedule!r}; known: {', '.join(sorted(_SCHEDULES))}")
+    if steps is None:
+        steps = 5 if name in _ANY_LENGTH else len(rows)
+    if steps < 1:
+        raise ScheduleError(f"ns_steps must be at least 1, got {steps}")
+    if steps != len(rows) and name not in _ANY_LENGTH:
+        raise ScheduleError(
+            f"ns_schedule {name!r} is a table of {len(rows)} steps and cannot run for ns_steps={steps}: "
+            f"set ns_steps to {len(rows)}, or use ns_schedule 'quintic' or 'polar_express', which are valid "
+            f"for any number of steps"
+        )
+    coefficients = rows[:steps] + rows[-1:] * (steps - len(rows))
+    if not isinstance(schedule, str):
+        _check_converges(coefficients)
     return coefficients
 
 

@@ -10,6 +10,7 @@ import math
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -79,7 +80,7 @@ class QkClip:
         self._runs: dict[int, tuple[HeadRun, ...]] = {}
         self._group: dist.ProcessGroup | None = None
         self._tensor_group: dist.ProcessGroup | None = None
-        self._cut: tuple[bool, ...] = (False,) * len(self.layers)
+        self._divisions: Sequence[Division] = ["none"] * len(self.layers)
         self._device = torch.device("cpu")
         self._largest: list[list[float]] | None = None
         self.report = QkClipReport({}, {}, 0)
@@ -96,14 +97,17 @@ class QkClip:
                 leaves their heads on different ranks.
         """
         self._tensor_group = next((each.tensor_group for each in step_sets if each.tensor_group), None)
-        heads = _HeadsOfGroup.of(self.layers, step_sets, self._tensor_group)
-        self._cut = heads.cut
+        rank, ranks = 0, 1
+        if self._tensor_group is not None:
+            rank, ranks = dist.get_rank(self._tensor_group), dist.get_world_size(self._tensor_group)
+            cut_of = {matrix.name: matrix.is_cut for each in step_sets for matrix in each.matrices}
+            self._divisions = [_division(layer, cut_of) for layer in self.layers]
         wanted = {block.parameter for layer in self.layers for block in layer.rows}
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         for number, step_set in enumerate(step_sets):
             layouts = [each for each in step_set.layouts if each.name in wanted]
             parameters = {each.name: (each.partition, each.placement.on(step_set.rank)) for each in layouts}
-            self._runs[number] = heads.among_all(head_runs(self.layers, parameters))
+            self._runs[number] = head_runs(self.layers, parameters, self._divisions, rank=rank, ranks=ranks)
             if parameters:
                 group = step_set.group
                 groups[() if group is None else tuple(dist.get_process_group_ranks(group))] = group
@@ -153,7 +157,7 @@ class QkClip:
         rows = torch.stack(told).cpu().split(lengths, dim=1)
         # Two entries a layer. Ranks that have the same heads computed the same numbers, perhaps with other rounding.
         return [
-            (part.flatten() if self._cut[number // 2] else part.amax(dim=0)).tolist()
+            (part.amax(dim=0) if self._divisions[number // 2] == "none" else part.flatten()).tolist()
             for number, part in enumerate(rows)
         ]
 
@@ -222,14 +226,44 @@ def _with_routed_names(
     return AttentionHeads(layer.layer, layer.heads, tuple(rows))
 
 
+Division = Literal["none", "heads", "query heads"]
+"""What tensor parallelism divides of a layer: nothing, its heads, or query heads beside a key head that all have."""
+
+
+def _division(layer: AttentionHeads, cut_of: Mapping[str, bool]) -> Division:
+    """Return how a tensor-parallel group divides a layer; ``cut_of`` tells of each matrix of Muon's whether it is cut.
+
+    Raises:
+        ConfigError: If that is not known, or query heads are elsewhere than their key heads.
+    """
+    # A bias has the rows of its weight.
+    weights = [rows for rows in layer.rows if rows.row_numel > 1]
+    unknown = [rows.parameter for rows in weights if rows.parameter not in cut_of]
+    if unknown:
+        raise ConfigError(
+            f"optimizer.params.qk_clip: with tensor parallelism the weights of queries and keys must be Muon's "
+            f"matrices, and {unknown[0]} is AdamW's; remove it from 'exclude', or unset qk_clip"
+        )
+    queries = {cut_of[rows.parameter] for rows in weights if rows.role != "key"}
+    keys = {cut_of[rows.parameter] for rows in weights if rows.role == "key"}
+    if queries == keys:
+        return "heads" if True in queries else "none"
+    one_key = all(rows.heads == 1 for rows in weights if rows.role == "key")
+    if queries == {True} and keys == {False} and one_key:
+        return "query heads"
+    raise ConfigError(
+        f"optimizer.params.qk_clip: tensor parallelism cuts only some of the query and key weights of {layer.layer}, "
+        f"so that nobody knows which query heads a key head serves; cut both, or unset qk_clip"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class HeadRun:
     """A run of one rank's partition that belongs to one head.
 
     Attributes:
         layer: Number of the attention layer.
-        heads: Query heads that the layer has on this rank.
-        first: First of the query heads whose largest logit decides the factor.
+        first: First of the query heads whose largest logit decides the factor, among those of all ranks.
         stop: The query head after the last of them.
         role: What the rows make.
         partition: Index of the flat partition.
@@ -238,7 +272,6 @@ class HeadRun:
     """
 
     layer: int
-    heads: int
     first: int
     stop: int
     role: HeadRole
@@ -247,85 +280,34 @@ class HeadRun:
     numel: int
 
 
-@dataclass(frozen=True, slots=True)
-class _HeadsOfGroup:
-    """Which heads of each layer are this rank's.
-
-    Attributes:
-        cut: For each layer, whether the ranks of a tensor-parallel group have different query heads.
-        shared_keys: For each layer, whether all of them have its only key head nevertheless.
-        ranks: Number of these ranks.
-        rank: This one.
-    """
-
-    cut: tuple[bool, ...]
-    shared_keys: tuple[bool, ...]
-    ranks: int
-    rank: int
-
-    @classmethod
-    def of(
-        cls,
-        layers: Sequence[AttentionHeads],
-        step_sets: Sequence[StepSet],
-        group: dist.ProcessGroup | None,
-    ) -> _HeadsOfGroup:
-        if group is None:
-            return cls((False,) * len(layers), (False,) * len(layers), 1, 0)
-        cut_of = {matrix.name: matrix.is_cut for each in step_sets for matrix in each.matrices}
-        cut, shared = [], []
-        for layer in layers:
-            # A bias has the rows of its weight.
-            weights = [rows for rows in layer.rows if rows.row_numel > 1]
-            unknown = [rows.parameter for rows in weights if rows.parameter not in cut_of]
-            if unknown:
-                raise ConfigError(
-                    f"optimizer.params.qk_clip: with tensor parallelism the weights of queries and keys must be Muon's "
-                    f"matrices, and {unknown[0]} is AdamW's; remove it from 'exclude', or unset qk_clip"
-                )
-            queries = {cut_of[rows.parameter] for rows in weights if rows.role != "key"}
-            keys = {cut_of[rows.parameter] for rows in weights if rows.role == "key"}
-            one_key = all(rows.heads == 1 for rows in weights if rows.role == "key")
-            if queries != keys and not (queries == {True} and keys == {False} and one_key):
-                raise ConfigError(
-                    f"optimizer.params.qk_clip: tensor parallelism cuts only some of the query and key weights of "
-                    f"{layer.layer}, so that nobody knows which query heads a key head serves; cut both, or unset "
-                    f"qk_clip"
-                )
-            cut.append(True in queries)
-            shared.append(queries != keys)
-        return cls(tuple(cut), tuple(shared), dist.get_world_size(group), dist.get_rank(group))
-
-    def among_all(self, runs: Sequence[HeadRun]) -> tuple[HeadRun, ...]:
-        """Return runs of this rank with the numbers that their heads have among those of all ranks."""
-        found = []
-        for run in runs:
-            if not self.cut[run.layer]:
-                found.append(run)
-            elif self.shared_keys[run.layer] and run.role == "key":
-                found.append(replace(run, first=0, stop=self.ranks * run.stop))
-            else:
-                heads = self.rank * run.heads
-                found.append(replace(run, first=heads + run.first, stop=heads + run.stop))
-        return tuple(found)
-
-
 def head_runs(
-    layers: Sequence[AttentionHeads], parameters: Mapping[str, tuple[int, Fragment | None]]
+    layers: Sequence[AttentionHeads],
+    parameters: Mapping[str, tuple[int, Fragment | None]],
+    divisions: Sequence[Division],
+    *,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> tuple[HeadRun, ...]:
     """Return every run of this rank's partitions that belongs to a head.
 
     Args:
         layers: The attention layers.
         parameters: Name of each parameter to its partition and this rank's fragment.
+        divisions: How tensor parallelism divides each layer.
+        rank: This rank in the tensor-parallel group.
+        ranks: Its size.
     """
     runs = []
-    for number, layer in enumerate(layers):
+    for number, (layer, division) in enumerate(zip(layers, divisions, strict=True)):
         for block in layer.rows:
             partition, fragment = parameters.get(block.parameter, (0, None))
             if fragment is None:
                 continue
-            group = layer.heads // block.heads
+            # Query heads that a head of this block serves.
+            served = layer.heads // block.heads
+            first = rank * layer.heads if division != "none" else 0
+            if division == "query heads" and block.role == "key":
+                first, served = 0, ranks * served
             for head in range(block.heads):
                 begin = (block.start + head * block.stride) * block.row_numel
                 end = begin + block.rows * block.row_numel
@@ -333,8 +315,6 @@ def head_runs(
                 high = min(end, fragment.matrix_offset + fragment.numel)
                 if low < high:
                     offset = fragment.partition_offset + low - fragment.matrix_offset
-                    heads = (head * group, (head + 1) * group)
-                    runs.append(
-                        HeadRun(number, layer.heads, *heads, block.role, partition, offset, high - low)
-                    )
+                    heads = (first + head * served, first + (head + 1) * served)
+                    runs.append(HeadRun(number, *heads, block.role, partition, offset, high - low))
     return tuple(runs)

@@ -318,7 +318,7 @@ class BoundSteps:
                 across = Scope.of(step_set.tensor_group)
                 order = plan.owners, [chunk.matrices for chunk in plan.chunks], overlap
                 tell(across, f"owners and chunks of step set {number}", order)
-                tell(across, f"optimizer.params for step set {number}", self._config.digest())
+                tell(across, f"optimizer.params for step set {number}", self._config.model_dump_json())
         return RankFacts(facts, scopes=scopes)
 
 

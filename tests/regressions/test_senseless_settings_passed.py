@@ -81,8 +81,7 @@ def test_a_setting_that_is_gone_says_since_when_and_what_to_do(key: str) -> None
     section, _, inner = key.rpartition(".")
     with pytest.raises(ConfigError) as caught:
         MuonConfig.from_params({section: {"path": "a", inner: 2}} if section else {key: 2})
-    since, instead = REMOVED[key]
-    assert f"'{key}' is no setting since version {since}; {instead}" in str(caught.value)
+    assert f"'{key}' is no setting since version 0.3; {REMOVED[key]}" in str(caught.value)
 
 
 def test_each_bad_key_has_its_line() -> None:
@@ -119,7 +118,7 @@ def test_what_people_run_is_accepted() -> None:
         {"matrices": {"c": {"split": [4, 4], "transposed": True}, "d": {}}},
     ):
         config = MuonConfig.from_params(params)
-        assert MuonConfig.from_params(json.loads(config.digest())) == config
+        assert MuonConfig.from_params(json.loads(config.model_dump_json())) == config
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_rows_of_heads_in_partitions() -> None:
     marked = torch.zeros(24, dtype=torch.int)
     for rank in range(4):
         fragment = placement.on(rank)
-        for run in head_runs([layer], {"w": (7, fragment)}):
+        for run in head_runs([layer], {"w": (7, fragment)}, ["none"]):
             assert run.partition == 7 and fragment is not None
             begin = fragment.matrix_offset + run.offset - fragment.partition_offset
             marked[begin : begin + run.numel] = run.stop // 2
