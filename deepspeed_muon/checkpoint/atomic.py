@@ -280,14 +280,16 @@ class FolderWriter:
         self._stale = lambda name: name not in index.files and (alone or name in replaced)
 
     def close(self) -> None:
-        """Remove the files of ours that no index names, and let other saves in."""
+        """Remove the files of ours that no index names, and let other saves in; may be called twice."""
         remove_stale(self._folder, self._stale)
+        self._stale = lambda name: False
         self._release()
 
     def _release(self) -> None:
         if self._lock is not None:
             unlink(self._folder / LOCK_NAME)
             unlock(self._lock)
+            self._lock = None
 
 
 def remove_stale(folder: Path, stale: Callable[[str], bool]) -> None:

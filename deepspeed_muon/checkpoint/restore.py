@@ -7,7 +7,7 @@ which are put back if one rank cannot set them, then the partitions.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,89 +65,82 @@ def restore(
             or of another model, or its schedule is of another kind. The engine is unchanged then.
     """
     require_all_ranks(engine)
-    error: Exception | None = None
-    source: ConsolidatedSource | None = None
-    before: Before | None = None
-    try:
-        with refusing(repr(folder)):
-            source = ConsolidatedSource(find_consolidated(folder_of("folder", folder)))
-            before = Before(engine)
-    except Exception as caught:
-        error = caught
-    restore_from_source(
+    source, before = restore_from_source(
         engine,
-        source,
+        lambda: ConsolidatedSource(find_consolidated(folder_of("folder", folder))),
+        repr(folder),
         hyperparameters=hyperparameters,
         progress=progress,
         scheduler=scheduler,
         allow_nonfinite=allow_nonfinite,
-        error=error,
     )
-    assert source is not None and before is not None
     before.warn_of_replaced(source.where, "call deepspeed_muon.restore with hyperparameters=False")
     return Path(source.where)
 
 
 def restore_from_source(
     engine: Any,
-    source: StateSource | None,
+    open_source: Callable[[], StateSource],
+    where: str,
     *,
     hyperparameters: bool = True,
     progress: bool = True,
     scheduler: bool = True,
     state_too: bool = True,
     allow_nonfinite: bool = False,
-    error: Exception | None = None,
-) -> None:
-    """Check a source against the engine on all ranks, then fill the engine from it.
+) -> tuple[StateSource, Before]:
+    """Check a source against the engine on all ranks, then fill the engine from it. Must be called by all ranks.
 
     Args:
         engine: A ``DeepSpeedEngine`` with our optimizer.
-        source: Where to read from; closed in any case. ``None`` if this rank could not open it.
+        open_source: Returns where to read from, or raises; on every rank the same.
+        where: What it opens, for errors.
         hyperparameters: See :func:`restore`.
         progress: See :func:`restore`.
         scheduler: See :func:`restore`.
         state_too: Load momentum and moments, not the masters alone.
         allow_nonfinite: See :func:`restore`.
-        error: Why ``source`` could not be opened.
+
+    Returns:
+        The source, closed, and the settings of the engine as they were.
 
     Raises:
         CheckpointError: See :func:`restore`.
     """
     facts = RankFacts({})
-    state: LiveState | None = None
-    plan: _Plan | None = None
+    source: StateSource | None = None
     problems: list[str] = []
     nonfinite: list[str] = []
-    hyperparameters = hyperparameters and source is not None and not source.converted
-    run = source.progress if source is not None and progress else None
+    error: Exception | None = None
     try:
-        if error is None:
-            assert source is not None
-            with refusing(source.where):
-                state = collect(engine)
-                problems = _compare(state, source, state_too)
-                if not problems:
-                    plan = _Plan.of(state, source, hyperparameters=hyperparameters, state_too=state_too)
-                    if run is not None and scheduler:
-                        check_schedule(state.host.scheduler, run, source.where, rates=hyperparameters)
-                    nonfinite = source.verify(state.rank, state.world_size)
-                facts = RankFacts({"checkpoint": source.digest()})
+        with refusing(where):
+            source = open_source()
+            before = Before(engine)
+            state = collect(engine)
+            rates = hyperparameters and not source.converted
+            run = source.progress if progress else None
+            problems = _compare(state, source, state_too)
+            if not problems:
+                plan = _Plan.of(state, source, hyperparameters=rates, state_too=state_too)
+                if run is not None and scheduler:
+                    check_schedule(state.host.scheduler, run, source.where, rates=rates)
+                nonfinite = source.verify(state.rank, state.world_size)
+            facts = RankFacts({"checkpoint": source.digest()})
     except Exception as caught:
         error = caught
     try:
         agree(facts, error=error, kind=CheckpointError)
-        assert source is not None and state is not None
+        assert source is not None
         _refuse_another_model(state, source, problems)
-        assert plan is not None
         found = all_ranks().gather(nonfinite, what="check of a checkpoint").values()
         _judge(sorted(name for names in found for name in names), source, allow_nonfinite)
-        _write_settings(engine, plan, run, source.where, scheduler=scheduler, rates=hyperparameters)
+        _write_settings(plan, before, run, source.where, scheduler=scheduler, rates=rates)
         _fill(plan, source)
         state.host.end_restore()
     finally:
         if source is not None:
             source.close()
+    return source, before
 
 
 def _judge(nonfinite: list[str], source: StateSource, allowed: bool) -> None:
@@ -287,12 +280,11 @@ class _Plan:
         return self.made[place].view(-1)
 
 
-def _write_settings(engine: Any, plan: _Plan, run: Progress | None, where: str, **how: bool) -> None:
+def _write_settings(plan: _Plan, before: Before, run: Progress | None, where: str, **how: bool) -> None:
     """Set the progress and the settings of the param groups, or nothing: all ranks raise if one of them cannot.
 
     Must be called by all ranks. ``how`` are arguments of ``write_progress``.
     """
-    before = Before(engine)
     error: Exception | None = None
     try:
         try:

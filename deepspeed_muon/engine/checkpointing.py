@@ -55,16 +55,15 @@ def load_universal_checkpoint(
     """Load a universal checkpoint through our layouts. Must be called by all ranks."""
     engine = view.memory.engine()
     require_all_ranks(engine)
-    source: UniversalSource | None = None
-    error: Exception | None = None
-    try:
-        with refusing(str(checkpoint_folder)):
-            live = {parameter.name: parameter.record for parameter in collect(engine).parameters}
-            source = UniversalSource(checkpoint_folder, live)
-    except Exception as caught:
-        error = caught
-    restore_from_source(engine, source, progress=False, state_too=load_optimizer_states, error=error)
-    if source is not None and source.index.progress.loss_scale:
+
+    def open_source() -> UniversalSource:
+        live = {parameter.name: parameter.record for parameter in collect(engine).parameters}
+        return UniversalSource(checkpoint_folder, live)
+
+    source, _before = restore_from_source(
+        engine, open_source, str(checkpoint_folder), progress=False, state_too=load_optimizer_states
+    )
+    if source.index.progress.loss_scale:
         optimizer_of(engine).host.set_loss_scale(source.index.progress.loss_scale)
 
 
