@@ -31,7 +31,7 @@ say "AdamW at ZeRO 1, with a checkpoint at the end"
 train --deepspeed_config ds_configs/zero1.json --optimizer AdamW --lr 0.003 --run_name adamw --save_dir "$OUT/saved"
 
 say "Its weights and moments become a set for Muon: AdamW's exp_avg is the first momentum"
-"$PYTHON" -m deepspeed_muon checkpoint convert "$OUT/saved" "$OUT/set"
+"$PYTHON" -m deepspeed_muon checkpoint consolidate "$OUT/saved" "$OUT/set"
 
 say "Muon goes on from there at ZeRO 3"
 # Rates and schedule are the new run's own: AdamW's count for another optimizer and a schedule that has ended.

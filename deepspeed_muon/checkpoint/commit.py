@@ -34,7 +34,7 @@ from torch import Tensor
 
 from deepspeed_muon.checkpoint.atomic import LOCK_NAME, FolderWriter, fsync_folder
 from deepspeed_muon.checkpoint.index import ITEM_BYTES, CheckpointIndex, FileRecord
-from deepspeed_muon.checkpoint.parts import Piece, SavePlan, Shapes, shard_name
+from deepspeed_muon.checkpoint.parts import Piece, SavePlan, Shapes
 from deepspeed_muon.checkpoint.sealed import read_regular
 from deepspeed_muon.errors import CheckpointError, MuonError, RankMissingError
 from deepspeed_muon.logs import logger
@@ -73,7 +73,6 @@ def write_set(
     fill: Callable[[Sequence[Piece | None], Tensor], None],
     about: Callable[[], dict[str, Any]],
     writer: FolderWriter | None,
-    save_id: str,
     ranks: Ranks,
 ) -> CheckpointIndex | None:
     """Replace the set of a folder, in the order above. Must be called by all ``ranks``.
@@ -84,7 +83,6 @@ def write_set(
         fill: See :func:`write_shards`.
         about: Returns what the index says besides files and parameters.
         writer: Of the folder, on the first rank; closed in any case.
-        save_id: Of the writer.
         ranks: The ranks that save.
 
     Returns:
@@ -93,7 +91,6 @@ def write_set(
     Raises:
         CheckpointError: On every rank. The message says which set the folder holds.
     """
-    names = [shard_name(save_id, number) for number in range(len(plan.shards))]
     untouched = f"{folder}: what it held before is untouched"
     # What another rank than the first knows from the moment when that one may write the index.
     unknown = f"{folder}: it holds the new set or the one before, complete; 'checkpoint inspect' says which"
@@ -103,7 +100,7 @@ def write_set(
         log_stage(folder, "start")
         with rank_lost(untouched):
             log_stage(folder, "shards")
-            files, error = write_shards(plan, ranks.position, fill, folder, names)
+            files, error = write_shards(plan, ranks.position, fill, folder)
         with rank_lost(unknown if writer is None else untouched):
             agree(RankFacts({}), error=error, kind=CheckpointError, ranks=ranks)
             log_stage(folder, "shards written")
@@ -111,7 +108,7 @@ def write_set(
         if writer is not None:
             try:
                 every = dict(sorted((name, share[name]) for share in shares for name in share))
-                index = CheckpointIndex.made_now(**about(), files=every, parameters=plan.records(names))
+                index = CheckpointIndex.made_now(**about(), files=every, parameters=plan.records())
                 writer.commit(index)
             except CheckpointError as caught:
                 failure = caught
@@ -152,7 +149,6 @@ def write_shards(
     rank: int,
     fill: Callable[[Sequence[Piece | None], Tensor], None],
     folder: Path,
-    names: Sequence[str],
 ) -> tuple[dict[str, FileRecord], Exception | None]:
     """Write this rank's files. A failure of the disk is returned, not raised: the other ranks still need its fragments.
 
@@ -161,7 +157,6 @@ def write_shards(
         rank: This rank.
         fill: Called in every round with the pieces of all ranks: brings this rank's into a tensor on the CPU.
         folder: Where to write.
-        names: Of all files.
 
     Returns:
         The records of this rank's files, and the first error.
@@ -171,14 +166,14 @@ def write_shards(
     failed: list[CheckpointError] = []
 
     def append(piece: Piece, content: Tensor) -> None:
-        path = folder / names[piece.shard]
+        path = folder / piece.file
         if failed:
             return
         try:
             if not current:
-                current.append(ShardFile(path, plan.shards[piece.shard]))
+                current.append(ShardFile(path, plan.files[piece.file]))
             current[0].write(content.narrow(0, 0, piece.stop - piece.start))
-            if piece.stop == plan.sizes[piece.shard]:
+            if piece.ends:
                 files[path.name] = current.pop().finish()
         except OSError as error:
             failed.append(CheckpointError(f"{path}: {error}; what the folder held before is untouched"))

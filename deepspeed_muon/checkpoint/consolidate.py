@@ -6,11 +6,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from deepspeed_muon.checkpoint.parts import (
     Transfer,
     check_shard_bytes,
     put_together,
+    transfers_of,
 )
 from deepspeed_muon.checkpoint.sealed import folder_of, json_settings, refusing
 from deepspeed_muon.checkpoint.settings import read_progress
@@ -69,20 +71,29 @@ def consolidate(
             were taken, or when another save is writing into ``out_dir``. The message says which set the folder holds.
     """
     require_all_ranks(engine)
-    with rank_lost(f"{out_dir}: what it held before is untouched"):
-        folder, state, plan, writer, save_id = _prepare(engine, out_dir, shard_bytes)
-    fill, about = _Exchange(state, plan).fill, functools.partial(_about, state)
-    write_set(folder, plan, fill, about, writer, save_id, all_ranks())
+    with rank_lost(f"{out_dir}: what it held before is untouched"), contextlib.ExitStack() as locked:
+        folder, state, writer = _open(engine, out_dir, shard_bytes, locked)
+        save_id = require_one_folder(folder, writer)
+        # What every data-parallel group holds, from the first rank of each.
+        own = [each.told() for each in state.parameters if each.rank == 0]
+        held = list(chain.from_iterable(all_ranks().gather(own, what="plan of a save").values()))
+        parts = put_together(held)
+        records = {name: first.record for name, (first, *_) in parts.items()}
+        plan = SavePlan(records, shard_bytes, save_id, state.world_size)
+        _compare_copies(state, held)
+        locked.pop_all()  # write_set closes the writer
+    fill = _Exchange(state, plan, parts).fill
+    write_set(folder, plan, fill, functools.partial(_about, state), writer, all_ranks())
     return folder
 
 
-def _prepare(
-    engine: Any, out_dir: Any, shard_bytes: Any
-) -> tuple[Path, LiveState, SavePlan, FolderWriter | None, str]:
-    """Make the plan and the folder, locked by the first rank; every rank raises if one of them fails or differs.
+def _open(
+    engine: Any, out_dir: Any, shard_bytes: Any, locked: contextlib.ExitStack
+) -> tuple[Path, LiveState, FolderWriter | None]:
+    """Make the folder, locked by the first rank until ``locked`` ends; all ranks raise if one of them fails or differs.
 
     Returns:
-        The folder, what this rank holds, the plan, the writer on the first rank, and the id of the save.
+        The folder, what this rank holds, and the writer on the first rank.
     """
     error: Exception | None = None
     facts = RankFacts({})
@@ -96,22 +107,12 @@ def _prepare(
             make_folder(folder)
         if is_first_rank():
             writer = FolderWriter(folder)
+            locked.callback(writer.close)
         facts = _facts(state, folder, shard_bytes)
     except Exception as caught:
         error = caught
-    try:
-        agree(facts, error=error, kind=CheckpointError)
-        save_id = require_one_folder(folder, writer)
-        # What every data-parallel group holds, from the first rank of each.
-        own = [each.told() for each in state.parameters if each.rank == 0]
-        held = list(chain.from_iterable(all_ranks().gather(own, what="plan of a save").values()))
-        plan = SavePlan(put_together(held), shard_bytes, state.world_size)
-        _compare_copies(state, held)
-    except BaseException:
-        if writer is not None:
-            writer.close()
-        raise
-    return folder, state, plan, writer, save_id
+    agree(facts, error=error, kind=CheckpointError)
+    return folder, state, writer
 
 
 def _facts(state: LiveState, folder: Path, shard_bytes: int) -> RankFacts:
@@ -181,24 +182,17 @@ def _about(state: LiveState) -> dict[str, Any]:
 
 
 class _Exchange:
-    """Brings every rank its piece of a round with one all-to-all.
+    """Brings every rank its piece of a round with one all-to-all."""
 
-    All rounds share its buffers: to allocate them in each round would cost more than the copies.
-    """
-
-    def __init__(self, state: LiveState, plan: SavePlan) -> None:
-        self._state = state
-        self._plan = plan
+    def __init__(
+        self, state: LiveState, plan: SavePlan, parts: Mapping[str, Sequence[HeldParameter]]
+    ) -> None:
+        self._state, self._plan, self._parts = state, plan, parts
         self._by_name = state.by_name
-        self._buffers = dict.fromkeys(
-            ("outgoing", "incoming"), torch.empty(0, dtype=torch.float32, device=state.device)
+        # All rounds share the buffers: to allocate them in each round would cost more than the copies.
+        self._outgoing, self._incoming = (
+            torch.empty(0, dtype=torch.float32, device=state.device) for _ in range(2)
         )
-
-    def _buffer(self, name: str, numel: int) -> Tensor:
-        """Return a buffer on the exchange's device; its content is whatever it was."""
-        if self._buffers[name].numel() < numel:
-            self._buffers[name] = torch.empty(numel, dtype=torch.float32, device=self._state.device)
-        return self._buffers[name].narrow(0, 0, numel)
 
     def _elements(self, transfer: Transfer) -> Tensor:
         """Return the elements of a transfer that this rank sends."""
@@ -213,7 +207,7 @@ class _Exchange:
         received: list[list[Transfer]] = [[] for _ in pieces]
         traffic = False
         for writer, piece in enumerate(pieces):
-            for transfer in self._plan.transfers(writer, piece) if piece else ():
+            for transfer in self._transfers(writer, piece) if piece else ():
                 traffic = traffic or transfer.source != writer
                 if transfer.source == writer == rank:
                     transfer.put(self._elements(transfer), content)
@@ -223,19 +217,24 @@ class _Exchange:
                     received[transfer.source].append(transfer)
         if not traffic:
             return
-        out_splits = [sum(transfer.numel for transfer in transfers) for transfers in sent]
-        in_splits = [sum(transfer.numel for transfer in transfers) for transfers in received]
-        outgoing = self._buffer("outgoing", sum(out_splits))
-        leaving = list(chain.from_iterable(sent))
-        for transfer, part in zip(leaving, _split(outgoing, leaving), strict=True):
-            part.copy_(self._elements(transfer))
-        incoming = self._buffer("incoming", sum(in_splits))
+        out_splits = [sum(each.numel for each in transfers) for transfers in sent]
+        in_splits = [sum(each.numel for each in transfers) for transfers in received]
+        outgoing, incoming = self._outgoing.resize_(sum(out_splits)), self._incoming.resize_(sum(in_splits))
+        for transfer, elements in _split(outgoing, sent):
+            elements.copy_(self._elements(transfer))
         with phase("exchange of a checkpoint's pieces", None):
             dist.all_to_all_single(incoming, outgoing, in_splits, out_splits)
-        arrived = list(chain.from_iterable(received))
-        for transfer, part in zip(arrived, _split(incoming, arrived), strict=True):
-            transfer.put(part, content)
+        for transfer, elements in _split(incoming, received):
+            transfer.put(elements, content)
+
+    def _transfers(self, writer: int, piece: Piece) -> Iterator[Transfer]:
+        """Yield everything that a rank's piece consists of, in an order that all ranks share."""
+        for name, key, start, stop, piece_start in self._plan.ranges(piece):
+            parts = self._parts[name]
+            yield from transfers_of(parts, key, start, stop, piece_start=piece_start, writer=writer)
 
 
-def _split(buffer: Tensor, transfers: Sequence[Transfer]) -> Sequence[Tensor]:
-    return buffer.split_with_sizes([transfer.numel for transfer in transfers])
+def _split(buffer: Tensor, transfers: Sequence[Sequence[Transfer]]) -> Iterator[tuple[Transfer, Tensor]]:
+    """Yield the transfers of all ranks, one rank after the other, with their parts of a buffer."""
+    flat = list(chain.from_iterable(transfers))
+    return zip(flat, buffer.split_with_sizes([each.numel for each in flat]), strict=True)

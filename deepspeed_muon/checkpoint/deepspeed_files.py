@@ -7,21 +7,20 @@ classes allowed. They are mapped into memory, so that the disk reads only what i
 from __future__ import annotations
 
 import functools
-import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.foreign import foreign_state
-from deepspeed_muon.checkpoint.index import OURS, ParameterRecord
+from deepspeed_muon.checkpoint.index import OURS
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, read_records
-from deepspeed_muon.checkpoint.parts import HeldParameter, Transfer, put_together, transfers_of
+from deepspeed_muon.checkpoint.parts import HeldParameter, put_together, transfers_of
 from deepspeed_muon.checkpoint.sealed import check_tensor, drop_pages, json_settings, refusing
-from deepspeed_muon.checkpoint.sources import WINDOW
 from deepspeed_muon.checkpoint.tag_folder import TagFolder, optimizer_kind
 from deepspeed_muon.errors import CheckpointError
 
@@ -30,11 +29,9 @@ class DeepSpeedFiles(TagFolder):
     """The parameters that one tag of ``engine.save_checkpoint`` holds, by name.
 
     Attributes:
-        kind: Whose optimizer saved it.
-        optimizer: The settings of our optimizer; empty for others.
-        parameters: Name of every whole tensor to the parts of it that groups of ranks hold.
-        groups: The settings of the param groups.
-        lossy: What is lost or invented when another optimizer's state becomes ours, in words.
+        parts: Name of every whole tensor to the parts of it that groups of ranks hold.
+        parameters: Name of every parameter to its record.
+        about: What the index of a conversion says besides files and parameters.
     """
 
     def __init__(
@@ -59,44 +56,36 @@ class DeepSpeedFiles(TagFolder):
             CheckpointError: Naming the file and, where one is to blame, the parameter.
         """
         super().__init__(folder, trust=trust, verify=verify)
-        self.optimizer: dict[str, Any] = {}
-        self.lossy: list[str] = []
-        self._whole_from: Mapping[tuple[str, int], int] = {}
         with refusing(f"{self.folder}: not as DeepSpeed writes it"):
-            self.groups = [json_settings(group) for group in self.inner[0]["param_groups"]]
-            self.kind = optimizer_kind(self.inner[0])
-            if self.kind == OURS:
-                held = self._from_record()
+            self._kind = optimizer_kind(self.inner[0])
+            optimizer: Mapping[str, Any] = {}
+            lossy: list[str] = []
+            if self._kind == OURS:
+                held, optimizer = self._from_record()
             else:
-                held, self._whole_from, self.lossy = foreign_state(self, self.kind, include, exclude)
-            self.parameters = put_together(held, self.files)
-            for parts in self.parameters.values():
-                for each in parts:
-                    self._check_lengths(each)
+                held, lossy = foreign_state(self, self._kind, include, exclude)
+            self.parts = put_together(held, self.files)
+            self.parameters = {name: first.record for name, (first, *_) in self.parts.items()}
+            for each in chain.from_iterable(self.parts.values()):
+                self._check_lengths(each)
+            self.about = {
+                "source": {
+                    "writer": "offline",
+                    "optimizer": self._kind,
+                    "zero_stage": self.stage,
+                    "world_size": self.world_size,
+                },
+                "lossy": lossy,
+                "optimizer": optimizer,
+                "groups": [json_settings(group) for group in self.inner[0]["param_groups"]],
+                "progress": self.progress,
+            }
 
-    @property
-    def records(self) -> dict[str, ParameterRecord]:
-        """The record of every parameter."""
-        return {name: first.record for name, (first, *_) in self.parameters.items()}
-
-    def about(self) -> dict[str, Any]:
-        """Return what the index of a conversion says of the run."""
-        return {
-            "source": {
-                "writer": "offline",
-                "optimizer": self.kind,
-                "zero_stage": self.stage,
-                "world_size": self.world_size,
-            },
-            "lossy": self.lossy,
-            "optimizer": self.optimizer,
-            "groups": self.groups,
-            "progress": self.progress,
-        }
-
-    def _from_record(self) -> list[HeldParameter]:
+    def _from_record(self) -> tuple[list[HeldParameter], Mapping[str, Any]]:
+        """Return what our layout record says of the parameters, and the settings of the optimizer."""
         found: list[HeldParameter] = []
         names: dict[tuple[int, ...], set[str]] = {}
+        optimizer: Mapping[str, Any] = {}
         for record, files in read_records(
             [inner.get(RECORD_KEY) for inner in self.inner], str(self.files[0])
         ):
@@ -104,21 +93,21 @@ class DeepSpeedFiles(TagFolder):
                 raise CheckpointError(
                     f"{self.files[0]}: its layout record is of {record.world_size} ranks, there are {len(files)}"
                 )
-            self.optimizer = dict(record.optimizer)
+            optimizer = record.optimizer
             known = names.setdefault(tuple(files), set())
             for held in record.held(files):
                 if held.name in known:
                     raise CheckpointError(f"{self.model_file}: two parameters are called {held.name}")
                 known.add(held.name)
                 found.append(self._with_state(held))
-        return found
+        return found, optimizer
 
     def _with_state(self, held: HeldParameter) -> HeldParameter:
         """Return a parameter of a record with what the files of its ranks say of it."""
         first = held.holders[0]
         where = f"{self.files[first]}: parameter {held.name}"
         groups = self.inner[first]["param_groups"]
-        if held.record.group >= len(self.groups):
+        if held.record.group >= len(self.inner[0]["param_groups"]):
             raise CheckpointError(f"{where}: there is no param group {held.record.group}")
         if self.stage == 0 and not any(held.partition in group["params"] for group in groups):
             raise CheckpointError(f"{where}: there is no parameter number {held.partition}")
@@ -140,7 +129,7 @@ class DeepSpeedFiles(TagFolder):
                     raise CheckpointError(
                         f"{path}: no {key} of parameter {held.name}{'' if self.stage else ': ' + remedy}"
                     ) from error
-                if size < self._offset(held, key, rank, fragment.matrix_offset) + fragment.numel:
+                if size < held.offset(key, rank, fragment.matrix_offset) + fragment.numel:
                     raise CheckpointError(
                         f"{path}: {key} of parameter {held.name} is cut off: the partition has {size} elements"
                     )
@@ -157,7 +146,7 @@ class DeepSpeedFiles(TagFolder):
         """Return what the file of a number holds under a key."""
         if key != "fp32":
             state = self.inner[number]["state"][held.partition]
-            from_adam = self.kind != OURS and key == "momentum_buffer" and key not in state
+            from_adam = self._kind != OURS and key == "momentum_buffer" and key not in state
             return state["exp_avg" if from_adam else key]
         if self.stage:
             return self.masters(number)[held.partition]
@@ -181,31 +170,16 @@ class DeepSpeedFiles(TagFolder):
             found.update(self.load(path))
         return found
 
-    def _offset(self, held: HeldParameter, key: str, rank: int, element: int) -> int:
-        """Return where an element of a part lies in a rank's partition."""
-        whole_from = self._whole_from.get((held.name, rank)) if key == "momentum_buffer" else None
-        return held.offset(key, rank, element) if whole_from is None else whole_from + element
+    def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
+        """Return elements ``[start, start + numel)`` of a tensor in row-major order, fp32, one-dimensional.
 
-    def bring(self, transfers: Iterable[Transfer], piece: Tensor) -> None:
-        """Copy the elements of transfers to their places in a piece."""
-        read = []
-        for each in transfers:
-            start = self._offset(each.held, each.key, each.rank, each.start)
-            read.append(self._flat(each.held, each.key, each.rank).narrow(0, start, each.numel))
-            each.put(read[-1], piece)
-        drop_pages(read)
-
-    def pieces(self, name: str, key: str) -> Iterator[Tensor]:
-        """Yield a tensor in row-major order, fp32, flat, some megabytes at a time; a piece lasts until the next one.
-
-        Args:
-            name: The parameter.
-            key: ``fp32`` or an entry of its state.
+        The same as :meth:`~deepspeed_muon.checkpoint.sources.StateSource.read`.
         """
-        parts = self.parameters[name]
-        numel = math.prod(parts[0].record.shape_of(key))
-        buffer = torch.empty(min(numel, WINDOW), dtype=torch.float32)
-        for start in range(0, numel, WINDOW):
-            piece = buffer.narrow(0, 0, min(WINDOW, numel - start))
-            self.bring(transfers_of(parts, key, start, start + piece.numel(), piece_start=start), piece)
-            yield piece
+        found = torch.empty(numel, dtype=torch.float32)
+        read = []
+        for each in transfers_of(self.parts[parameter], key, start, start + numel, piece_start=start):
+            place = each.held.offset(key, each.rank, each.start)
+            read.append(self._flat(each.held, key, each.rank).narrow(0, place, each.numel))
+            each.put(read[-1], found)
+        drop_pages(read)
+        return found

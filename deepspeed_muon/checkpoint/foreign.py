@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
@@ -143,7 +144,7 @@ def repeat_in_run(
 
 def foreign_state(
     saved: TagFolder, kind: str, include: Sequence[str] = (), exclude: Sequence[str] = ()
-) -> tuple[list[HeldParameter], dict[tuple[str, int], int], list[str]]:
+) -> tuple[list[HeldParameter], list[str]]:
     """Work out where the parameters lie, as ZeRO lays them out, and route those of AdamW.
 
     Args:
@@ -153,8 +154,7 @@ def foreign_state(
         exclude: For AdamW: patterns of names that stay with AdamW.
 
     Returns:
-        What the files hold of each. With DeepSpeed's Muon at stages 1 and 2, by name and rank, where the momentum of
-        the whole matrix starts in the buffer of the rank. What is lost or invented when it becomes our state, in words.
+        What the files hold of each, and what is lost or invented when it becomes our state, in words.
 
     Raises:
         CheckpointError: Naming the file, if they cannot be read without an engine.
@@ -174,11 +174,10 @@ def foreign_state(
         routes = route_saved(shapes, saved.aliases(), **patterns)
         to_muon = {name for name, route in routes.items() if route.algorithm == "muon"}
     found: dict[str, HeldParameter] = {}
-    whole_from: dict[tuple[str, int], int] = {}
     for partition, members in enumerate(partitions):
         momentum = "momentum_buffer" in saved.state_of(partition)
         keeps_whole = momentum and _keeps_whole_matrices(saved, partition, members)
-        wholes: dict[int, int] = {}
+        wholes: Counter[int] = Counter()
         for name, shape, placement in members:
             if name in found:
                 raise CheckpointError(f"{saved.model_file}: two parameters are called {name}")
@@ -188,10 +187,12 @@ def foreign_state(
                 group=group_of.get(partition, 0),
                 step=saved.step_of(partition),
             )
-            found[name] = HeldParameter(record, whole_slice(name, shape), placement, None, holders, partition)
-            for rank in placement.ranks if keeps_whole else ():
-                whole_from[name, rank] = start = wholes.get(rank, 0)
-                wholes[rank] = start + math.prod(shape)
+            starts = {rank: wholes[rank] for rank in placement.ranks} if keeps_whole else {}
+            wholes.update(dict.fromkeys(starts, math.prod(shape)))
+            part = whole_slice(name, shape)
+            found[name] = HeldParameter(
+                record, part, placement, None, holders, partition, whole_momentum=starts
+            )
     lossy = repeat_in_run(
         {name: each.record.algorithm for name, each in found.items()},
         {name: each.record.shape for name, each in found.items()},
@@ -199,7 +200,7 @@ def foreign_state(
         **patterns,
     )
     held = list(found.values())
-    return held, whole_from, [*lossy, *_lossy(saved, kind, held)]
+    return held, [*lossy, *_lossy(saved, kind, held)]
 
 
 def _refuse_parallel_models(saved: TagFolder, kind: str) -> None:

@@ -67,14 +67,18 @@ def consolidate_files(
     saved = DeepSpeedFiles(folder, trust=trust, include=include, exclude=exclude)
     with refusing(f"{out}: cannot be made"):
         make_folder(out)
-    plan = SavePlan(saved.parameters, shard_bytes)
+    writer = FolderWriter(out)
+    plan = SavePlan(saved.parameters, shard_bytes, writer.save_id)
 
     def fill(pieces: Sequence[Piece | None], content: Tensor) -> None:
+        (piece,) = pieces
+        assert piece is not None
         with refusing(str(saved.folder)):
-            saved.bring(plan.transfers(0, pieces[0]) if pieces[0] else (), content)
+            for name, key, start, stop, piece_start in plan.ranges(piece):
+                found = saved.read(name, key, start, stop - start)
+                content[start - piece_start : stop - piece_start] = found
 
-    writer = FolderWriter(out)
-    index = write_set(out, plan, fill, saved.about, writer, writer.save_id, Ranks())
+    index = write_set(out, plan, fill, lambda: saved.about, writer, Ranks())
     assert index is not None
     return index
 
@@ -201,25 +205,21 @@ def add_subcommands(subparsers: Any) -> None:
     )
     reading.add_argument("--include", action="append", default=[], help="from AdamW: names that go to Muon")
     reading.add_argument("--exclude", action="append", default=[], help="from AdamW: names that stay AdamW's")
-    writing = argparse.ArgumentParser(add_help=False, parents=[reading])
-    writing.add_argument("--shard-bytes", type=int, default=DEFAULT_SHARD_BYTES, help="size of a file")
 
     command = commands.add_parser(
-        "consolidate", parents=[writing], help="DeepSpeed's saved files -> one safetensors set"
+        "consolidate",
+        parents=[reading],
+        help="DeepSpeed's saved files, also of its own Muon or AdamW -> one safetensors set",
     )
     command.add_argument("dir", help="a tag's folder of save_checkpoint, or the folder with 'latest'")
     command.add_argument("out", help="folder to write")
-    command.set_defaults(run=_convert, to="consolidated")
+    command.add_argument("--shard-bytes", type=int, default=DEFAULT_SHARD_BYTES, help="size of a file")
+    command.set_defaults(run=_consolidate)
 
-    command = commands.add_parser(
-        "convert",
-        parents=[writing],
-        help="from DeepSpeed's own Muon or AdamW, or to torch.optim.Muon's state_dict",
-    )
-    command.add_argument("dir", help="DeepSpeed's files; for --to torch a consolidated set")
-    command.add_argument("out", help="folder to write")
-    command.add_argument("--to", choices=("consolidated", "torch"), default="consolidated")
-    command.set_defaults(run=_convert)
+    command = commands.add_parser("export", help="a set -> state_dict() files of torch's Muon and AdamW")
+    command.add_argument("dir", help="a consolidated set")
+    command.add_argument("out", help="folder to write; must not hold anything yet")
+    command.set_defaults(run=_export)
 
     command = commands.add_parser(
         "universal", parents=[reading], help="DeepSpeed's saved files -> universal checkpoint"
@@ -248,18 +248,18 @@ def _reading(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"trust": arguments.trust_pickles, "include": arguments.include, "exclude": arguments.exclude}
 
 
-def _convert(arguments: argparse.Namespace) -> int:
-    if arguments.to == "torch":
-        lossy = export_to_torch(arguments.dir, arguments.out)
-        print(f"{printable(arguments.out)}: muon.pt, adamw.pt, weights.pt")
-    else:
-        index = consolidate_files(
-            arguments.dir, arguments.out, shard_bytes=arguments.shard_bytes, **_reading(arguments)
-        )
-        lossy = index.lossy
-        print(
-            f"{printable(arguments.out)}: {counted(index.parameters, 'parameter')} in {counted(index.files, 'file')}"
-        )
+def _consolidate(arguments: argparse.Namespace) -> int:
+    index = consolidate_files(
+        arguments.dir, arguments.out, shard_bytes=arguments.shard_bytes, **_reading(arguments)
+    )
+    made = f"{counted(index.parameters, 'parameter')} in {counted(index.files, 'file')}"
+    print(f"{printable(arguments.out)}: {made}")
+    return _print_lossy(index.lossy)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    lossy = export_to_torch(arguments.dir, arguments.out)
+    print(f"{printable(arguments.out)}: muon.pt, adamw.pt, weights.pt")
     return _print_lossy(lossy)
 
 
@@ -275,40 +275,34 @@ def _universal(arguments: argparse.Namespace) -> int:
 def _inspect(arguments: argparse.Namespace) -> int:
     if (Path(arguments.dir) / INDEX_NAME).is_file():
         index = load_index(arguments.dir)
-        document, records, lossy = index.model_dump(mode="json"), index.parameters, index.lossy
-        size = sum(record.bytes for record in index.files.values())
+        about, parameters, document = dict(index), index.parameters, index.model_dump(mode="json")
         head = [
             f"consolidated checkpoint, format {index.version}",
-            f"from {_listed(index.source)}",
             f"written by {_listed(index.versions)}",
-            f"{counted(records, 'parameter')}, {counted(index.files, 'file')}, {size} bytes",
-            f"global_steps {index.progress.global_steps}",
+            f"{counted(index.files, 'file')}, {sum(file.bytes for file in index.files.values())} bytes",
         ]
     else:
         saved = DeepSpeedFiles(arguments.dir, verify=False, **_reading(arguments))
-        records, lossy = saved.records, saved.lossy
-        keys = {"shape", "algorithm", "step"}
+        about, parameters = saved.about, saved.parameters
         rows = {
-            name: {**record.model_dump(mode="json", include=keys), "tensors": list(record.tensor_keys)}
-            for name, record in records.items()
+            name: {**record.model_dump(mode="json"), "tensors": record.tensor_keys}
+            for name, record in parameters.items()
         }
-        document = {"optimizer": saved.kind, "zero_stage": saved.stage, "parameters": rows}
-        head = [
-            f"DeepSpeed checkpoint {printable(str(saved.folder))}",
-            f"optimizer {saved.kind}, ZeRO stage {saved.stage}, {counted(range(saved.world_size), 'rank')}",
-            f"global_steps {saved.progress.global_steps}",
-        ]
+        document = {"source": about["source"], "parameters": rows}
+        head = [f"DeepSpeed checkpoint {printable(str(saved.folder))}"]
     if arguments.json:
         print(json.dumps(document, indent=1))
         return 0
-    width = max((len(printable(name)) for name in records), default=0)
+    head.append(f"from {_listed(about['source'])}")
+    head.append(f"{counted(parameters, 'parameter')}, global_steps {about['progress'].global_steps}")
+    width = max((len(printable(name)) for name in parameters), default=0)
     table = [
         f"{printable(name):{width}}  {record.algorithm:5}  step {record.step}  {list(record.shape)}  "
         f"{' '.join(record.tensor_keys)}"
-        for name, record in records.items()
+        for name, record in parameters.items()
     ]
     print("\n".join([*head, *table]))
-    return _print_lossy(lossy)
+    return _print_lossy(about["lossy"])
 
 
 def _listed(values: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -43,6 +43,8 @@ class HeldParameter:
         row_places: Where these lie; ``None`` where there are none.
         holders: The ranks of the group, as global ranks or as numbers of files: one object for all its parameters.
         partition: Index of the flat partition.
+        whole_momentum: With DeepSpeed's Muon at stages 1 and 2, where the momentum of the whole matrix starts in the
+            state of each rank that holds some of the matrix.
     """
 
     record: ParameterRecord
@@ -51,6 +53,7 @@ class HeldParameter:
     row_places: RowPlaces | None
     holders: tuple[int, ...]
     partition: int
+    whole_momentum: Mapping[int, int] = field(default_factory=dict, kw_only=True)
 
     @property
     def name(self) -> str:
@@ -84,6 +87,8 @@ class HeldParameter:
 
     def offset(self, key: str, rank: int, element: int) -> int:
         """Return where an element of the part lies in the partition of a rank of the group, which must hold it."""
+        if key == "momentum_buffer" and self.whole_momentum:
+            return self.whole_momentum[rank] + element
         fragment = self.places_of(key).on(rank)
         assert fragment is not None
         return fragment.partition_offset + element - fragment.matrix_offset
@@ -130,13 +135,7 @@ class Transfer:
 
 
 def transfers_of(
-    parts: Iterable[HeldParameter],
-    key: str,
-    start: int,
-    stop: int,
-    *,
-    piece_start: int,
-    ranks: Mapping[int, int] | None = None,
+    parts: Iterable[HeldParameter], key: str, start: int, stop: int, *, piece_start: int, writer: int = 0
 ) -> Iterator[Transfer]:
     """Yield everything that elements ``[start, stop)`` of a whole tensor consist of, in an order that all ranks share.
 
@@ -146,13 +145,13 @@ def transfers_of(
         start: The first element.
         stop: The one behind the last.
         piece_start: See :class:`Transfer`.
-        ranks: Which rank of a group, by its identity, sends what each of its ranks has; by default the first.
+        writer: The rank that gets them. Of copies it gets its own if it has one, else that of the first rank.
     """
     for held in parts:
         part, places = held.part_of(key), held.places_of(key)
         begin, end = part.before(start), part.before(stop)
         if begin < end and places.replicated:
-            rank = (ranks or {}).get(id(held.holders), 0)
+            rank = held.holders.index(writer) if writer in held.holders else 0
             yield Transfer(held, key, rank, begin, end - begin, piece_start)
         elif begin < end:
             for rank, first, last in runs_within(places, begin, end):
@@ -218,14 +217,16 @@ class Piece:
     """What one rank appends to its current file in one round.
 
     Attributes:
-        shard: Number of the file.
+        file: Name of the file.
         start: First element of the file's tensors, taken together, that it holds.
         stop: First element that it does not hold.
+        ends: Whether it is the last piece of the file.
     """
 
-    shard: int
+    file: str
     start: int
     stop: int
+    ends: bool
 
 
 def pack(tensors: Shapes, shard_bytes: int) -> list[dict[str, tuple[int, ...]]]:
@@ -259,86 +260,73 @@ class SavePlan:
     """Which file holds what, who writes it, and in which pieces; made from metadata, equal on all ranks.
 
     Attributes:
-        parts: Name of each whole tensor to the parts of it that groups of ranks hold, copies left out.
-        shards: The tensors of every file.
-        sizes: The elements of every file.
+        files: Name of every file to the tensors in it.
         piece_numel: Elements of the largest piece.
     """
 
     def __init__(
-        self, parts: Mapping[str, Sequence[HeldParameter]], shard_bytes: int, world_size: int = 1
+        self, parameters: Mapping[str, ParameterRecord], shard_bytes: int, save_id: str, world_size: int = 1
     ) -> None:
         """Make the plan.
 
         Args:
-            parts: See above, in the same order on all ranks.
+            parameters: Name of each parameter to its record, in the same order on all ranks.
             shard_bytes: The intended size of a file; it bounds the pieces too.
+            save_id: A random number that is in the names of the files.
             world_size: How many ranks write.
         """
-        self.parts = parts
+        self._parameters = parameters
         tensors = {
-            tensor_name(key, name): first.record.shape_of(key)
-            for name, (first, *_) in parts.items()
-            for key in first.record.tensor_keys
+            tensor_name(key, name): record.shape_of(key)
+            for name, record in parameters.items()
+            for key in record.tensor_keys
         }
-        total = sum(math.prod(shape) for shape in tensors.values()) * ITEM_BYTES
         # Small models too are written by all ranks.
-        self.shards = pack(tensors, min(shard_bytes, max(-(-total // world_size), 1)))
-        self.sizes = [sum(map(math.prod, shard.values())) for shard in self.shards]
-        writers = _balanced(self.sizes, world_size)
+        share = -(-sum(map(math.prod, tensors.values())) * ITEM_BYTES // world_size)
+        shards = pack(tensors, min(shard_bytes, max(share, 1)))
+        self.files = {shard_name(save_id, number): shard for number, shard in enumerate(shards)}
         piece_bytes = max(1 << 10, min(_PIECE_BYTES, shard_bytes // (2 * world_size)))
-        self.piece_numel = piece = piece_bytes // ITEM_BYTES
+        self.piece_numel = numel = piece_bytes // ITEM_BYTES
         self._pieces: list[list[Piece]] = [[] for _ in range(world_size)]
-        for shard, (size, writer) in enumerate(zip(self.sizes, writers, strict=True)):
-            self._pieces[writer].extend(
-                Piece(shard, start, min(start + piece, size)) for start in range(0, size, piece)
-            )
-        # Where a writer is among the ranks that hold copies. By identity: the ranks of one group are one object, and
-        # too many to compare for every parameter.
-        self._positions: list[dict[int, int]] = [{} for _ in range(world_size)]
-        groups = {id(each.holders): each.holders for held in parts.values() for each in held}
-        for key, holders in groups.items():
-            for position, rank in enumerate(holders if world_size > 1 else ()):
-                self._positions[rank][key] = position
+        load = [0] * world_size
+        sizes = {file: sum(map(math.prod, shard.values())) for file, shard in self.files.items()}
+        # The largest files first, each to the rank that has least to write.
+        for file, size in sorted(sizes.items(), key=lambda item: -item[1]):
+            rank = load.index(min(load))
+            load[rank] += size
+            self._pieces[rank] += [
+                Piece(file, start, min(start + numel, size), start + numel >= size)
+                for start in range(0, size, numel)
+            ]
 
     def rounds(self) -> Iterator[tuple[Piece | None, ...]]:
         """Yield the piece of every rank, or ``None`` for ranks that are done."""
         return zip_longest(*self._pieces)
 
-    def transfers(self, writer: int, piece: Piece) -> Iterator[Transfer]:
-        """Yield everything that ``piece`` consists of, in an order that all ranks share."""
+    def ranges(self, piece: Piece) -> Iterator[tuple[str, str, int, int, int]]:
+        """Yield what a piece consists of.
+
+        Yields:
+            Parameter, key, the first element of that tensor and the one behind the last, and which element of the
+            tensor comes first in the piece: negative if the tensor begins later in it.
+        """
         offset = 0
-        for tensor, shape in self.shards[piece.shard].items():
+        for tensor, shape in self.files[piece.file].items():
             numel = math.prod(shape)
             begin, end = max(piece.start - offset, 0), min(piece.stop - offset, numel)
             if begin < end:
                 key, _, name = tensor.partition("/")
-                own = self._positions[writer]
-                yield from transfers_of(
-                    self.parts[name], key, begin, end, piece_start=piece.start - offset, ranks=own
-                )
+                yield name, key, begin, end, piece.start - offset
             offset += numel
             if offset >= piece.stop:
                 return
 
-    def records(self, names: Sequence[str]) -> dict[str, ParameterRecord]:
+    def records(self) -> dict[str, ParameterRecord]:
         """Return the record of every parameter, with the names of its files."""
-        files: dict[str, dict[str, str]] = {}
-        for shard, file in zip(self.shards, names, strict=True):
-            for tensor in shard:
-                key, _, name = tensor.partition("/")
-                files.setdefault(name, {})[key] = file
+        file_of = {tensor: file for file, tensors in self.files.items() for tensor in tensors}
         return {
-            name: first.record.model_copy(update={"tensors": files[name]})
-            for name, (first, *_) in self.parts.items()
+            name: record.model_copy(
+                update={"tensors": {key: file_of[tensor_name(key, name)] for key in record.tensor_keys}}
+            )
+            for name, record in self._parameters.items()
         }
-
-
-def _balanced(sizes: Sequence[int], world_size: int) -> list[int]:
-    """Give every file to the rank that has least to write, largest files first."""
-    load = [0] * world_size
-    writers = [0] * len(sizes)
-    for number in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        writers[number] = min(range(world_size), key=lambda rank: (load[rank], rank))
-        load[writers[number]] += sizes[number]
-    return writers

@@ -82,9 +82,8 @@ class Glance:
         out, run = str(self.folder), ""
         if not os.path.lexists(self.folder / CONSOLIDATED_FOLDER / INDEX_NAME):
             out = f"{self.folder}_consolidated"
-            command = "consolidate" if self.kind == OURS else "convert"
             paths = shlex.join((str(self.folder), out))
-            run = f"run 'python -m deepspeed_muon checkpoint {command} {paths}' and "
+            run = f"run 'python -m deepspeed_muon checkpoint consolidate {paths}' and "
         if arguments:
             return f"{run}call deepspeed_muon.restore(engine, {json.dumps(out)}, {arguments})"
         return f'{run}set "restore_from": {json.dumps(out)} in optimizer.params'

@@ -15,7 +15,7 @@ import shutil
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ from deepspeed_muon.checkpoint.sealed import (
     load_pickle,
     refusing,
 )
-from deepspeed_muon.checkpoint.sources import StateSource, file_digest
+from deepspeed_muon.checkpoint.sources import WINDOW, StateSource, file_digest
 from deepspeed_muon.checkpoint.tag_folder import MODEL_FILES, model_file_in
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import logger, warn
@@ -75,30 +75,35 @@ def convert_to_universal(
     saved = DeepSpeedFiles(input_folder, **reading)
     with new_folder(out) as partial:
         records = _write_parameters(saved, partial / "zero")
-        torch.save({"param_groups": saved.groups}, partial / "zero" / "optimizer_state.pt")
+        torch.save({"param_groups": saved.about["groups"]}, partial / "zero" / "optimizer_state.pt")
         for model_rank, path in saved.model_files().items():
             for name in MODEL_FILES:
                 _link(path, partial / name.replace("mp_rank_00", model_rank))
-        index = CheckpointIndex.made_now(UNIVERSAL_FORMAT, **saved.about(), parameters=records)
+        index = CheckpointIndex.made_now(UNIVERSAL_FORMAT, **saved.about, parameters=records)
         write_synced(partial / RECORD_NAME, index.to_bytes())
     replace_file(out.parent / "latest_universal", out.name.encode())
-    return saved.lossy
+    return index.lossy
 
 
 def _write_parameters(saved: DeepSpeedFiles, folder: Path) -> dict[str, ParameterRecord]:
     """Write the tensors; return the records with the checksums of their files."""
     found = {}
-    for name, record in saved.records.items():
+    for name, record in saved.parameters.items():
         if not is_name(name):
             raise CheckpointError(f"parameter {name!r} cannot name a folder")
         place = folder / name
         place.mkdir(parents=True)
         for key in record.tensor_keys:
-            _write_tensor(place / f"{key}.pt", record.shape_of(key), saved.pieces(name, key))
+            _write_tensor(place / f"{key}.pt", record.shape_of(key), _pieces(saved, name, key))
         torch.save(record.step, place / "step.pt")
         digests = {key: file_digest(place / f"{key}.pt") for key in record.tensor_keys}
         found[name] = record.model_copy(update={"tensors": digests})
     return found
+
+
+def _pieces(saved: DeepSpeedFiles, name: str, key: str) -> Iterator[Tensor]:
+    numel = math.prod(saved.parameters[name].shape_of(key))
+    return (saved.read(name, key, start, min(WINDOW, numel - start)) for start in range(0, numel, WINDOW))
 
 
 class _Pickler(pickle.Pickler):

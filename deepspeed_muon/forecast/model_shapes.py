@@ -264,7 +264,7 @@ def _from_checkpoint(folder: Path) -> list[NamedParameter]:
         from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
 
         saved = DeepSpeedFiles(folder, verify=False)
-        return _from_shapes({name: record.shape for name, record in saved.records.items()})
+        return _from_shapes({name: record.shape for name, record in saved.parameters.items()})
     raise ConfigError(
         f"{folder}: no *.safetensors, config.json, consolidated set or DeepSpeed checkpoint in this folder"
     )

@@ -209,7 +209,7 @@ def test_convert_from_adamw(
     saved = ranks(size).run(
         save_other, folder=str(tmp_path / "in"), optimizer="AdamW", stage=stage, zero=zero
     )[0]
-    assert cli.main(["checkpoint", "convert", str(tmp_path / "in"), str(tmp_path / "out")]) == 0
+    assert cli.main(["checkpoint", "consolidate", str(tmp_path / "in"), str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
     assert "exp_avg became the momentum of 8 matrices" in printed and "decay 0.8" in printed
     assert_converted(tmp_path / "out", saved)
@@ -285,10 +285,7 @@ def test_universal_of_adamw_by_deepspeed_goes_on_with_muon(ranks: Any, tmp_path:
 def test_export_loads_into_torch(ranks: Any, tmp_path: Path, capsys: Any) -> None:
     saved = ranks(2).run(save_ours, folder=str(tmp_path / "in"), stage=2, zero=ROUND)[0]
     assert cli.main(["checkpoint", "consolidate", str(tmp_path / "in"), str(tmp_path / "set")]) == 0
-    assert (
-        cli.main(["checkpoint", "convert", "--to", "torch", str(tmp_path / "set"), str(tmp_path / "out")])
-        == 0
-    )
+    assert cli.main(["checkpoint", "export", str(tmp_path / "set"), str(tmp_path / "out")]) == 0
     assert "Newton-Schulz" in capsys.readouterr().out
     model = build("toy", seed=3)
     model.load_state_dict(torch.load(tmp_path / "out" / "weights.pt", weights_only=True))
@@ -315,7 +312,7 @@ def test_command_line(ranks: Any, tmp_path: Path, capsys: Any) -> None:
     ranks(2).run(save_ours, folder=str(tmp_path / "in"), stage=1)
     run = lambda *words: cli.main(["checkpoint", *map(str, words)])  # noqa: E731
     assert run("inspect", tmp_path / "in") == 0
-    assert "optimizer deepspeed_muon, ZeRO stage 1, 2 ranks" in capsys.readouterr().out
+    assert "optimizer deepspeed_muon, zero_stage 1, world_size 2" in capsys.readouterr().out
     assert run("consolidate", tmp_path / "in", tmp_path / "set", "--shard-bytes", 4000) == 0
     assert run("inspect", tmp_path / "set") == 0
     printed = capsys.readouterr().out

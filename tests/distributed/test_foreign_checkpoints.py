@@ -60,7 +60,7 @@ def test_a_converted_set_brings_no_settings(
     """The documented way from AdamW ran both halves at AdamW's rate, with its decay and betas."""
     arguments = {"folder": str(tmp_path / "in"), "optimizer": optimizer, "stage": stage, "zero": {}}
     ranks(2).run(save_other, extra={"scheduler": WARMUP} if schedule else None, **arguments)
-    assert cli.main(["checkpoint", "convert", str(tmp_path / "in"), str(tmp_path / "out")]) == 0
+    assert cli.main(["checkpoint", "consolidate", str(tmp_path / "in"), str(tmp_path / "out")]) == 0
     for result in ranks(2).run(restored, folder=str(tmp_path / "out"), stage=to_stage, schedule=schedule):
         if schedule:
             # The run's own schedule after two of its eight steps to 0.01; AdamW's half has 0.15 of that.
@@ -175,7 +175,7 @@ def test_a_foreign_checkpoint_names_the_command(
     restoring = ranks(size).run(loaded, folder=folder, stage=to_stage, by="restore")
     for result in (*native, *restoring):
         assert said in result["refused"] and result["unchanged"], result
-        assert f"checkpoint {'consolidate' if kind == 'ours' else 'convert'} " in result["refused"]
+        assert "checkpoint consolidate " in result["refused"]
     path = run_command_in(native[0]["refused"])
     for result in ranks(size).run(loaded, folder=path, stage=to_stage, by="restore"):
         assert not result["refused"] and not result["unchanged"]

@@ -54,7 +54,7 @@ def test_convolutions_go_where_training_sends_them(
 ) -> None:
     """The transposed one has as many inputs as outputs, which no file tells from a plain one: it is named."""
     ranks(2).run(save_adamw, folder=str(tmp_path / "in"), stage=stage, kind=kind)
-    arguments = ["checkpoint", "convert", str(tmp_path / "in"), str(tmp_path / "out")]
+    arguments = ["checkpoint", "consolidate", str(tmp_path / "in"), str(tmp_path / "out")]
     assert cli.main([*arguments, "--exclude", "others.1.weight", "--include", "plain.2.weight"]) == 0
     printed = capsys.readouterr().out
     assert (
@@ -75,7 +75,7 @@ def test_convolutions_go_where_training_sends_them(
 
 def test_patterns_are_written_out(ranks: Any, tmp_path: Path, capsys: Any) -> None:
     ranks(2).run(save_adamw, folder=str(tmp_path / "in"), stage=1, kind="toy")
-    arguments = ["checkpoint", "convert", str(tmp_path / "in"), str(tmp_path / "out")]
+    arguments = ["checkpoint", "consolidate", str(tmp_path / "in"), str(tmp_path / "out")]
     assert cli.main(arguments) == 0
     assert not needed(capsys.readouterr().out)
     assert cli.main([*arguments, "--exclude", "blocks.1.*"]) == 0
