@@ -271,8 +271,8 @@ def _among_data_parallel(muon: Sequence[Route], settings: PlanSettings) -> Excha
         found = assign(layouts, iteration, load)
         sent, returned = sent_by_rank(found.matrices, found.owners, ranks)
         gather, scatter = gather + sent, scatter + returned
+        np.add.at(owned, list(found.owners), [matrix.numel for matrix in found.matrices])
         for matrix, owner, origin in zip(found.matrices, found.owners, found.origin, strict=True):
-            owned[owner] += matrix.numel
             owners.setdefault(numbers[origin], owner)
             if moves(matrix.placement, owner):
                 moving.add(numbers[origin])

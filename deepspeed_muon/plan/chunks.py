@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import Places
 
@@ -45,17 +47,22 @@ def cut_into_chunks(
     chunks: list[list[int]] = []
     for (moving, replicated), members in sorted(kinds.items()):
         together = moving and replicated
-        parts: dict[int, list[int]] = {}
-        for index in sorted(members, key=lambda i: (-matrices[i].numel, i)):
-            parts.setdefault(-1 if together else owners[index], []).append(index)
-        largest = max(sum(matrices[i].numel for i in part) for part in parts.values())
-        limit = chunk_limit(largest, bound, ranks=world_size if together else 1)
+        part_of = [0 if together else owners[index] for index in members]
+        numels = [matrices[index].numel for index in members]
+        limit = chunk_limit(
+            int(np.bincount(part_of, numels).max()), bound, ranks=world_size if together else 1
+        )
         found: list[list[int]] = []
-        for part in parts.values():
-            items = [(i, matrices[i].numel) for i in part]
-            for number, filled in enumerate(_fill(items, limit)):
-                found += [[]] if number == len(found) else []
-                found[number] += filled
+        number, filled = [-1] * world_size, [0] * world_size
+        for position in sorted(range(len(members)), key=lambda position: -numels[position]):
+            part, numel = part_of[position], numels[position]
+            if number[part] < 0 or filled[part] + numel > limit:
+                number[part] += 1
+                filled[part] = 0
+            if number[part] == len(found):
+                found.append([])
+            found[number[part]].append(members[position])
+            filled[part] += numel
         chunks += [sorted(chunk) for chunk in found]
     return chunks
 
@@ -69,16 +76,3 @@ def chunk_limit(largest: int, bound: int, *, ranks: int = 1) -> int:
         ranks: Ranks that share the bound.
     """
     return min(bound, max(-(-largest // _CHUNKS), _LEAST_NUMEL_PER_RANK * ranks))
-
-
-def _fill(items: Sequence[tuple[int, int]], limit: int) -> list[list[int]]:
-    """Divide items of an index and elements, in order, into chunks of at most ``limit`` elements or one item."""
-    chunks: list[list[int]] = []
-    filled = 0
-    for index, numel in items:
-        if not chunks or filled + numel > limit:
-            chunks.append([])
-            filled = 0
-        chunks[-1].append(index)
-        filled += numel
-    return chunks

@@ -14,7 +14,6 @@ fragments make one :class:`Segment`: a plan has about as many segments as matric
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -134,24 +133,24 @@ class ExchangePlan:
         """Return a hash of :meth:`description`, which must be equal on all ranks."""
         found = hashlib.sha256()
         for row in self.description():
-            found.update(json.dumps(row).encode())
+            found.update(repr(row).encode())
         return found.hexdigest()
 
-    def description(self) -> Iterator[list[object]]:
+    def description(self) -> Iterator[tuple[object, ...]]:
         """Yield what all ranks must agree on, owners, chunks and layouts, as plain data: one row per matrix."""
         chunk_of = {index: number for number, chunk in enumerate(self.chunks) for index in chunk.matrices}
         for index, matrix in enumerate(self.matrices):
-            yield [
+            yield (
                 matrix.name,
                 matrix.rows,
                 matrix.cols,
-                [list(sizes) for sizes in matrix.grid],
+                matrix.grid,
                 matrix.transposed,
                 matrix.first_row,
                 self.owners[index],
                 chunk_of[index],
                 matrix.placement.numbers(),
-            ]
+            )
 
 
 def build_exchange_plan(
@@ -189,8 +188,8 @@ def sent_by_rank(
 
     They are the sums of what the plans of all ranks say, without a plan for each.
     """
-    rules = np.array([matrix.placement.numbers() for matrix in matrices], dtype=np.int64).reshape(-1, 7)
-    numel, first, head, _, body, _, copies = rules.T
+    rules = [(p.numel, p.first, p.head, p.body, p.copies) for p in (matrix.placement for matrix in matrices)]
+    numel, first, head, body, copies = np.array(rules, dtype=np.int64).reshape(-1, 5).T
     owner, cut = np.asarray(owners, dtype=np.int64), copies == 0
 
     def start(behind: Ints) -> Ints:

@@ -154,6 +154,22 @@ class MatrixLayout:
         """Return all blocks, row by row of the grid."""
         return _blocks(*self.grid)
 
+    def run(self, first: int, row_blocks: tuple[int, ...]) -> MatrixLayout:
+        """Return blocks that follow each other, from row ``first`` on, as a matrix of their own."""
+        rows = sum(row_blocks)
+        return MatrixLayout(
+            self.name,
+            rows,
+            self.cols,
+            self.partition,
+            self.placement.part(first * self.cols, (first + rows) * self.cols),
+            row_blocks if len(row_blocks) > 1 else (),
+            self.col_blocks,
+            self.transposed,
+            self.shards,
+            self.first_row + first,
+        )
+
     def layer_shape(self, rows: int, cols: int) -> tuple[int, int]:
         """Return output and input size of a stored ``rows x cols`` block."""
         return (cols, rows) if self.transposed else (rows, cols)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,11 +27,13 @@ import numpy as np
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize_flops
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import Floats, Placement
-from deepspeed_muon.plan.stacks import cut_stack, shares_of_blocks, travelling_cost
+from deepspeed_muon.plan.stacks import cut_stack, shares_of_blocks
 
 # Floating-point operations that take as long as sending one element forth and back, at 400 TFLOP/s, 100 GB/s and two
 # bytes an element. It weighs moving against waiting, so only its order of magnitude matters.
 FLOPS_PER_MOVED_ELEMENT = 16_000.0
+# A run of several blocks of a stack that is sent costs at most this part of a rank's average work.
+_TRAVELLING_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +63,15 @@ def assign(matrices: Sequence[MatrixLayout], iteration: NsSettings, load: list[f
     """
     shares = [(index, share) for index, matrix in enumerate(matrices) for share in shares_of_blocks(matrix)]
     costs = [blocks_flops(grid_blocks(*share.grid), iteration) for _, share in shares]
-    limit = travelling_cost(costs, load)
-    runs = [
-        (index, run)
-        for (index, share), cost in zip(shares, costs, strict=True)
-        for run in cut_stack(share, cost=cost, limit=limit)
-    ]
-    layouts = [run for _, run in runs]
+    limit = _TRAVELLING_SHARE * (math.fsum(costs) + math.fsum(load)) / len(load)
+    layouts: list[MatrixLayout] = []
+    origin: list[int] = []
+    for (index, share), cost in zip(shares, costs, strict=True):
+        layouts += cut_stack(share, cost=cost, limit=limit)
+        origin += [index] * (len(layouts) - len(origin))
     work = [blocks_flops(grid_blocks(*run.grid), iteration) for run in layouts]
     owners = assign_owners(work, [run.placement for run in layouts], load=load)
-    return Assignment(tuple(layouts), tuple(owners), tuple(index for index, _ in runs), tuple(work))
+    return Assignment(tuple(layouts), tuple(owners), tuple(origin), tuple(work))
 
 
 @functools.lru_cache(maxsize=512)
@@ -79,7 +81,8 @@ def grid_blocks(row_blocks: tuple[int, ...], col_blocks: tuple[int, ...]) -> tup
     return tuple((n * k, r, c) for r, n in rows.items() for c, k in cols.items())
 
 
-def blocks_flops(kinds: Sequence[tuple[int, int, int]], iteration: NsSettings) -> float:
+@functools.lru_cache(maxsize=512)
+def blocks_flops(kinds: tuple[tuple[int, int, int], ...], iteration: NsSettings) -> float:
     """Return the floating-point operations of orthogonalising blocks, given as in :func:`grid_blocks`."""
     steps = len(iteration.coefficients)
     return sum(
@@ -98,34 +101,34 @@ def assign_owners(
         placements: Where each matrix lies; ``None`` if any rank may own it at equal cost.
         load: What each rank has to do already. Mutated: the new matrices are added.
     """
-    busy = np.array(load)
     owners = [-1] * len(costs)
     undecided: list[int] = []
     for index, (cost, placement) in enumerate(zip(costs, placements, strict=True)):
-        only = None if placement is None else placement.whole_on
-        if only is None:
+        if placement is None or (only := placement.whole_on) is None:
             undecided.append(index)
         else:
             owners[index] = only
-            busy[only] += cost
-    idle = [(work, rank) for rank, work in enumerate(busy.tolist())]
-    heapq.heapify(idle)
-    undecided.sort(key=lambda index: (-costs[index], index))
+            load[only] += cost
+    busy = np.array(load)
+    # A heap. It has the idlest rank: so many matrices cannot make all of these ranks busier.
+    least = np.argsort(busy, kind="stable")[: len(undecided) + 1]
+    idle = [(load[rank], rank) for rank in least.tolist()]
+    undecided.sort(key=lambda index: -costs[index])  # stable: in the order of the plan
     for together in _decided_together(undecided, costs, placements):
-        while idle[0][0] != busy[idle[0][1]]:
-            heapq.heapreplace(idle, (float(busy[idle[0][1]]), idle[0][1]))
-        placement = placements[together[0]]
+        while idle[0][0] != load[idle[0][1]]:
+            heapq.heapreplace(idle, (load[idle[0][1]], idle[0][1]))
+        placement, idlest = placements[together[0]], idle[0][1]
         if placement is None or placement.replicated or len(placement.ranks) >= _everywhere(len(load)):
-            chosen = [idle[0][1]]
-        elif len(placement.ranks) == 2:
+            chosen = [idlest]
+        elif _crossed_boundary(placement) >= 0:
             crossing = [each for index in together if (each := placements[index]) is not None]
-            chosen = _from_rank_to_rank(costs[together[0]], crossing, busy)
+            chosen = _from_rank_to_rank(costs[together[0]], crossing, load)
         else:
-            chosen = [_first_to_finish(placement, busy, idle[0][1])]
+            chosen = [_first_to_finish(placement, load, busy, idlest)]
         for index, owner in zip(together, chosen, strict=True):
             owners[index] = owner
-            busy[owner] += costs[index]
-    load[:] = busy.tolist()
+            load[owner] += costs[index]
+            busy[owner] = load[owner]
     return owners
 
 
@@ -148,24 +151,25 @@ def _decided_together(
 
 def _crossed_boundary(placement: Placement | None) -> int:
     """Return the first of the two ranks that hold a matrix, -1 if it does not lie on two."""
-    return placement.first if placement and not placement.copies and len(placement.ranks) == 2 else -1
+    if placement is None or placement.copies or not 0 < placement.numel - placement.head <= placement.body:
+        return -1
+    return placement.first
 
 
-def _from_rank_to_rank(cost: float, placements: Sequence[Placement], busy: Floats) -> list[int]:
+def _from_rank_to_rank(cost: float, placements: Sequence[Placement], load: Sequence[float]) -> list[int]:
     """Return the owners of matrices of equal cost, each on two ranks, that end the sum of their times soonest.
 
     Args:
         cost: Operations of each matrix.
         placements: Where they lie, in the order of the ranks. A rank that takes two of them finishes the second later.
-        busy: Operations that each rank already has.
+        load: Operations that each rank already has.
     """
     # For either owner of the last matrix the best way so far: the sum of the times, that owner, the way before. A
     # time is given without what is equal for both owners: the work of the matrix, and the transfer of all its elements.
     ways: list[tuple[float, int, Any]] = [(0.0, -1, None)]
     for placement in placements:
         ends = {
-            rank: float(busy[rank]) - FLOPS_PER_MOVED_ELEMENT * placement.held_by(rank)
-            for rank in placement.ranks
+            rank: load[rank] - FLOPS_PER_MOVED_ELEMENT * placement.held_by(rank) for rank in placement.ranks
         }
         ways = [
             min(((way[0] + end + cost * (way[1] == rank), rank, way) for way in ways), key=itemgetter(0))
@@ -184,15 +188,14 @@ def _everywhere(world_size: int) -> int:
     return max(3, -(-world_size // 2))
 
 
-def _first_to_finish(placement: Placement, busy: Floats, idlest: int) -> int:
-    """Return which holder of a matrix on several ranks, or the idlest rank, would begin with it first."""
-    ranks, last = placement.ranks, placement.held_by(placement.ranks[-1])
-    ends = busy[ranks.start : ranks.stop] + FLOPS_PER_MOVED_ELEMENT * (placement.numel - placement.body)
-    ends[0] = busy[ranks[0]] + FLOPS_PER_MOVED_ELEMENT * (placement.numel - placement.head)
-    ends[-1] = busy[ranks[-1]] + FLOPS_PER_MOVED_ELEMENT * (placement.numel - last)
-    holder = int(ends.argmin())
-    best = float(ends[holder]), ranks[holder]
-    most = max(placement.head, last, placement.body if len(ranks) > 2 else 0)
-    if 2 * most < placement.numel:
-        best = min(best, (float(busy[idlest] + FLOPS_PER_MOVED_ELEMENT * placement.numel), idlest))
-    return best[1]
+def _first_to_finish(placement: Placement, load: Sequence[float], busy: Floats, idlest: int) -> int:
+    """Return which holder of a matrix on three ranks or more, or the idlest rank, would begin with it first.
+
+    ``load`` and ``busy`` are the same work of each rank.
+    """
+    first, end = placement.first, placement.ranks.stop - 1
+    middle = first + 1 + int(busy[first + 1 : end].argmin())
+    held = {first: placement.head, middle: placement.body, end: placement.held_by(end)}
+    if 2 * max(held.values()) < placement.numel:
+        held.setdefault(idlest, 0)
+    return min(held, key=lambda rank: (load[rank] - FLOPS_PER_MOVED_ELEMENT * held[rank], rank))

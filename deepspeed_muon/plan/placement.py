@@ -131,11 +131,16 @@ class Placement:
     @property
     def whole_on(self) -> int | None:
         """The only rank that holds elements, or ``None`` if several do."""
-        return self.ranks[0] if len(self.ranks) == 1 else None
+        return self.first if self.head == self.numel and self.copies < 2 else None
 
     def rank_at(self, element: int) -> int:
         """Return the rank that holds an element; not for replicated placements."""
         return self.first if element < self.head else self.first + 1 + (element - self.head) // self.body
+
+    def ranks_at(self, elements: Ints) -> Ints:
+        """Return :meth:`rank_at` of each element."""
+        behind = (elements - self.head) // max(1, self.body)
+        return self.first + np.maximum(behind + 1, 0)
 
     def starts(self, ranks: Ints) -> Ints:
         """Return the first element that lies on each of ``ranks`` or on a later one; not for replicated placements."""
@@ -164,15 +169,14 @@ class Placement:
         if self.copies:
             offset = self.head_offset + start
             return Placement(stop - start, 0, stop - start, offset, self.body, offset, self.copies)
-        rank = self.rank_at(start)
-        fragment = self.on(rank)
-        if fragment is None:
-            raise ValueError(f"element {start} is none of {self.numel}")
-        inside = start - fragment.matrix_offset
-        head = min(fragment.numel - inside, stop - start)
-        return Placement(
-            stop - start, rank, head, fragment.partition_offset + inside, self.body, self.body_offset
-        )
+        if not 0 <= start < stop <= self.numel:
+            raise ValueError(f"elements {start} to {stop} are not among {self.numel}")
+        rank, inside, room, offset = self.first, start, self.head, self.head_offset
+        if start >= self.head:
+            further, inside = divmod(start - self.head, self.body)
+            rank, room, offset = self.first + 1 + further, self.body, self.body_offset
+        head = min(room - inside, stop - start)
+        return Placement(stop - start, rank, head, offset + inside, self.body, self.body_offset)
 
     def numbers(self) -> list[int]:
         """Return the rule as plain numbers, from which ``Placement(*numbers)`` makes it again."""

@@ -13,7 +13,13 @@ from deepspeed_muon.math.newton_schulz import orthogonalize_flops
 from deepspeed_muon.plan.exchange import BufferPlan, ExchangePlan, build_exchange_plan, sent_by_rank
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.owners import assign_owners
-from deepspeed_muon.plan.placement import Fragment, Placement, flat_placement, sharded_placement
+from deepspeed_muon.plan.placement import (
+    Fragment,
+    Placement,
+    flat_placement,
+    replicated_placement,
+    sharded_placement,
+)
 from deepspeed_muon.plan.stacks import block_runs, cut_stack
 from deepspeed_muon.plan.wire import CODED, PLAIN, WireFormat
 from tests.support.layouts import (
@@ -263,15 +269,15 @@ def test_replicated_updates_are_bounded(owners: list[int]) -> None:
 
 def test_stacks_are_cut_where_blocks_lie_whole() -> None:
     """Six blocks of ten elements over ranks of 25: two whole on each end, the third and fourth cross a cut."""
-    assert block_runs(6, 10, lambda element: element // 25, cost=1.0, limit=0.5) == [
+    assert block_runs(6, 10, flat_placement(0, 60, 25), cost=1.0, limit=0.5) == [
         (0, 2),
         (2, 1),
         (3, 2),
         (5, 1),
     ]
     # Blocks that all cross go together up to the limit; where every rank has all, only the limit counts.
-    assert block_runs(4, 10, lambda element: element // 5, cost=1.0, limit=2.9) == [(0, 2), (2, 2)]
-    assert block_runs(5, 10, None, cost=1.0, limit=2.0) == [(0, 2), (2, 2), (4, 1)]
+    assert block_runs(4, 10, flat_placement(0, 40, 5), cost=1.0, limit=2.9) == [(0, 2), (2, 2)]
+    assert block_runs(5, 10, replicated_placement(0, 50, 3), cost=1.0, limit=2.0) == [(0, 2), (2, 2), (4, 1)]
 
 
 @settings(max_examples=150, deadline=None)
