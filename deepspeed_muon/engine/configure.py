@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -58,8 +58,9 @@ from deepspeed_muon.version import __version__
 
 OPTIMIZER_TYPE = "muon"
 
-# Sections of the DeepSpeed configuration that must be equal on all ranks for the step to be defined.
-_COMPARED_SECTIONS = {
+# Sections of the DeepSpeed configuration that must be equal on all ranks for the step, and AutoEP's process groups and
+# layers, to be defined.
+_COMPARED_SECTIONS = (
     "optimizer",
     "scheduler",
     "zero_optimization",
@@ -71,12 +72,6 @@ _COMPARED_SECTIONS = {
     "data_types",
     "expert_parallel",
     "tensor_parallel",
-}
-# Those by which AutoEP makes process groups and layers.
-_SECTIONS_OF_AUTOEP = (
-    "expert_parallel",
-    "tensor_parallel",
-    "zero_optimization",
     "use_data_before_expert_parallelism",
 )
 
@@ -120,7 +115,7 @@ def configure_expert_parallel(original: Callable[..., Any], engine: Any, *args: 
     error: Exception | None = None
     if engine.client_optimizer is not None:
         error = UnsupportedConfigError(_MADE_BEFORE_AUTOEP)
-    _agree(all_ranks(), RankFacts(_sections(engine, _SECTIONS_OF_AUTOEP)), error=error)
+    _agree(all_ranks(), RankFacts(_sections(engine)), error=error)
     try:
         result = original(engine, *args, **kwargs)
     except Exception as caught:
@@ -242,14 +237,15 @@ def _preflight(engine: Any, client_optimizer: Muon | None, model_parameters: Any
     facts["leaf modules (set_z3_leaf_modules)"] = ", ".join(mark_moe_layers(engine.module))
     # Equal settings can mean different arithmetic on different machines.
     facts["ns_dtype on this machine"] = str(config.ns_settings(_compute_device()).dtype)
-    facts.update(_sections(engine, _COMPARED_SECTIONS))
+    facts.update(_sections(engine))
     return facts
 
 
-def _sections(engine: Any, names: Collection[str]) -> dict[str, str]:
-    """Return sections of the DeepSpeed configuration as text, those that are there."""
+def _sections(engine: Any) -> dict[str, str]:
+    """Return the compared sections of the DeepSpeed configuration as text, those that are there."""
     raw = engine._config._param_dict
-    return {name: json.dumps(raw[name], sort_keys=True, default=str) for name in names if name in raw}
+    present = (name for name in _COMPARED_SECTIONS if name in raw)
+    return {name: json.dumps(raw[name], sort_keys=True, default=str) for name in present}
 
 
 def _remove_tags(model: nn.Module) -> None:

@@ -66,10 +66,6 @@ HOOKS = (
     Hook(ds_to_universal, "main", checkpointing.convert),
 )
 
-# An optimizer that is not in this list needs zero_allow_untested_optimizer. Other modules hold the list, so Muon is
-# appended to it instead of replacing it.
-LISTED = (ZERO_SUPPORTED_OPTIMIZERS, Muon)
-
 _INSTALLED: dict[Hook, tuple[Any, Any]] = {}
 """Each hook that is in place, with the original and its replacement."""
 
@@ -105,9 +101,8 @@ def register() -> None:
         ours = _replacement(original, hook.function)
         setattr(hook.owner, hook.attribute, ours)
         _INSTALLED[hook] = original, ours
-    optimizers, ours = LISTED
-    if ours not in optimizers:
-        optimizers.append(ours)
+    # An optimizer that is not in this list needs zero_allow_untested_optimizer. Other modules hold the list.
+    ZERO_SUPPORTED_OPTIMIZERS.append(Muon)
 
 
 def unregister() -> None:
@@ -124,9 +119,8 @@ def unregister() -> None:
     while _INSTALLED:
         hook, (original, _) = _INSTALLED.popitem()
         setattr(hook.owner, hook.attribute, original)
-    optimizers, ours = LISTED
-    if ours in optimizers:
-        optimizers.remove(ours)
+    if Muon in ZERO_SUPPORTED_OPTIMIZERS:
+        ZERO_SUPPORTED_OPTIMIZERS.remove(Muon)
     running.forget_trainer()
 
 

@@ -29,9 +29,12 @@ from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.shapes import true_shape
 from deepspeed_muon.step.step_set import StepSet
-from deepspeed_muon.transport.ranks import phase
+from deepspeed_muon.transport.ranks import Ranks
 
 _META = "ds_autotp_universal_checkpoint_meta"
+
+_Cuts = dict[str, tuple[TensorShards, int | None]]
+"""Name of each matrix that is cut to its shards, and to the elements of the whole if that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,42 +81,33 @@ class Cut:
             )
         return [[part // ranks] * ranks for part in parts]
 
-    @property
-    def numel(self) -> int | None:
-        """Elements of the whole tensor, ``None`` where that is not known."""
-        return torch.Size(self.shape).numel() if self.shape else None
-
-    def of_matrix(self) -> Cut:
-        """Return the cut of the parameter as a matrix, whose dimension is 0 or 1 and whose parts are known if equal.
+    def of_matrix(self, shape: Sequence[int], ranks: int) -> TensorShards:
+        """Return the shards of the parameter as a matrix, of which this rank has ``shape``, and the others as much.
 
         Raises:
             ValueError: If a matrix has no such dimension.
         """
-        shape = self.shape
-        if not shape:
+        if not self.shape:
             if self.dim not in (0, 1):
                 raise ValueError(
                     f"it is marked as a shard of dimension {self.dim} (partition_dim), which a matrix does not have"
                 )
-            return self
-        # The shape that AutoTP has recorded may have more than two dimensions.
-        dim = self.dim % len(shape)
-        widths = self.widths or ((shape[dim],),)
-        uneven = any(len(set(each)) > 1 for each in widths)
-        if dim == len(shape) - 1:
-            return replace(self, dim=1, parts=None if uneven else tuple(sum(each) for each in widths))
-        # As a matrix, the indices before dim repeat the parts, and those behind it (but the last) make them longer.
-        inner = torch.Size(shape[dim + 1 : -1]).numel()
-        parts = tuple(sum(each) * inner for each in widths) * torch.Size(shape[:dim]).numel()
-        return replace(self, dim=0, parts=None if uneven else parts)
-
-    def shards(self, length: int, ranks: int) -> TensorShards:
-        """Return the shards of a matrix; ``length`` is that of this rank's shard along :attr:`dim`."""
-        parts = self.parts or ()
-        if isinstance(parts, int):
-            count, whole = parts, length * ranks
-            parts = (whole // count,) * count if whole % count == 0 else ()
-        return TensorShards(1 if self.dim else 0, (length,) * ranks, parts)
+            whole, parts = shape[self.dim] * ranks, self.parts or ()
+            if isinstance(parts, int):
+                parts = (whole // parts,) * parts if whole % parts == 0 else ()
+            return TensorShards(1 if self.dim else 0, (shape[self.dim],) * ranks, parts)
+        # The shape that AutoTP has recorded may have more than two dimensions. As a matrix, the indices before dim
+        # repeat the parts, and those behind it (but the last) make them longer.
+        dim = self.dim % len(self.shape)
+        widths = self.widths or ((self.shape[dim],),)
+        parts = ()
+        if all(len(set(each)) == 1 for each in widths):
+            inner = torch.Size(self.shape[dim + 1 : -1]).numel()
+            parts = tuple(sum(each) * inner for each in widths)
+            if dim < len(self.shape) - 1:
+                parts *= torch.Size(self.shape[:dim]).numel()
+        is_last = dim == len(self.shape) - 1
+        return TensorShards(1 if is_last else 0, (shape[int(is_last)],) * ranks, parts)
 
 
 def is_marked(param: Tensor) -> bool:
@@ -197,8 +191,7 @@ def tensor_shards(engine: Any) -> dict[int, TensorShards]:
         shape = true_shape(param)
         if is_marked(param) and len(shape) == 2:
             with suppress(ValueError):  # with_tensor_parallel refuses it, if it is Muon's
-                cut = read_cut(param).of_matrix()
-                found[id(param)] = cut.shards(shape[cut.dim], dist.get_world_size(group))
+                found[id(param)] = read_cut(param).of_matrix(shape, dist.get_world_size(group))
     return found
 
 
@@ -221,31 +214,31 @@ def with_tensor_parallel(
         PlanMismatchError: If another rank of the group failed, or holds other matrices.
     """
     sets: list[StepSet] = []
-    own: list[list[_Matrix]] = []
+    matrices: dict[str, _Matrix] = {}
     listed: list[tuple[int, str]] = []
     error: Exception | None = None
     try:
         sets = read()
-        cuts = _cuts(model, routes)
-        own = [_describe(step_set, cuts, dist.get_world_size(group)) for step_set in sets]
-        # Ranks exchange flags of gradients by position, also those of AdamW's parameters.
-        listed = [
-            (number, layout.name) for number, step_set in enumerate(sets) for layout in step_set.layouts
-        ]
+        cuts = _cuts(model, routes, dist.get_world_size(group))
+        for number, step_set in enumerate(sets):
+            # Ranks exchange flags of gradients by position, also those of AdamW's parameters.
+            listed += [(number, layout.name) for layout in step_set.layouts]
+            matrices |= _described(step_set, cuts)
     except Exception as caught:
         error = caught
     failure = None if error is None else f"{type(error).__name__}: {error}"
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    with phase("comparison of tensor-parallel shards", group):
-        dist.all_gather_object(everyone, (own, listed, failure), group=group)
+    told = (
+        Ranks((group,))
+        .gather((matrices, listed, failure), what="comparison of tensor-parallel shards")
+        .values()
+    )
     if error is not None:
         raise error
-    failures = [text for *_, text in everyone if text is not None]
+    failures = [text for *_, text in told if text is not None]
     if failures:
         raise PlanMismatchError(f"another rank of the tensor-parallel group failed: {failures[0]}")
-    views: list[list[list[_Matrix]]] = [matrices for matrices, *_ in everyone]
-    _compare_names([told for _, told, _ in everyone])
-    return [_joined(step_set, [view[i] for view in views], group) for i, step_set in enumerate(sets)]
+    _compare_names([names for _, names, _ in told])
+    return [_joined(step_set, [of_rank for of_rank, *_ in told], group) for step_set in sets]
 
 
 def _compare_names(told: list[list[tuple[int, str]]]) -> None:
@@ -269,8 +262,8 @@ def _compare_names(told: list[list[tuple[int, str]]]) -> None:
             )
 
 
-def _cuts(model: nn.Module, routes: Mapping[int, Route]) -> dict[str, Cut]:
-    """Return what the layers say of each shard of a matrix of Muon's, by its name."""
+def _cuts(model: nn.Module, routes: Mapping[int, Route], ranks: int) -> _Cuts:
+    """Return what the layers say of each shard of a matrix of Muon's."""
     found = {}
     for param in model.parameters():
         route = routes.get(id(param))
@@ -279,7 +272,9 @@ def _cuts(model: nn.Module, routes: Mapping[int, Route]) -> dict[str, Cut]:
         if len(route.shape) != 2:
             _refuse(route.name, f"a tensor-parallel shard of shape {list(route.shape)} is not a matrix")
         try:
-            found[route.name] = read_cut(param).of_matrix()
+            cut = read_cut(param)
+            numel = torch.Size(cut.shape).numel() if cut.shape else None
+            found[route.name] = cut.of_matrix(route.shape, ranks), numel
         except ValueError as error:
             _refuse(route.name, str(error))
     return found
@@ -292,19 +287,17 @@ def _refuse(name: str, why: str) -> NoReturn:
     )
 
 
-def _describe(step_set: StepSet, cuts: Mapping[str, Cut], ranks: int) -> list[_Matrix]:
+def _described(step_set: StepSet, cuts: _Cuts) -> dict[str, _Matrix]:
     if step_set.stack_group is not None:
-        return []  # every rank of the group has other experts, all of them whole
+        return {}  # every rank of the group has other experts, all of them whole
     tensors = {partition.index: partition.tensor for partition in step_set.partitions}
-    described = []
+    described = {}
     for matrix in step_set.matrices:
-        cut, shards = cuts.get(matrix.name), matrix.shards
-        if cut is not None and shards is None:
-            shards = cut.shards((matrix.rows, matrix.cols)[cut.dim], ranks)
+        cut, numel = cuts.get(matrix.name, (None, None))
         plan = f"{matrix.rows} x {matrix.cols}, {matrix.grid}, {matrix.placement.numbers()}"
         content = _content(matrix, tensors[matrix.partition], step_set.rank) if cut is None else ""
-        numel = None if cut is None else cut.numel
-        described.append(_Matrix(matrix.name, (matrix.rows, matrix.cols), shards, numel, plan, content))
+        shape, shards = (matrix.rows, matrix.cols), matrix.shards or cut
+        described[matrix.name] = _Matrix(matrix.name, shape, shards, numel, plan, content)
     return described
 
 
@@ -317,13 +310,13 @@ def _content(matrix: MatrixLayout, tensor: Tensor, rank: int) -> str:
     return hashlib.sha256(held.contiguous().view(torch.uint8).cpu().numpy().tobytes()).hexdigest()
 
 
-def _joined(step_set: StepSet, views: list[list[_Matrix]], group: dist.ProcessGroup) -> StepSet:
+def _joined(step_set: StepSet, told: list[dict[str, _Matrix]], group: dist.ProcessGroup) -> StepSet:
     """Return the step set with the shards of its matrices, from what the ranks of the group say of each."""
     if step_set.stack_group is not None:
         return step_set
-    matrices = []
-    for number, matrix in enumerate(step_set.matrices):
-        matrices.append(replace(matrix, shards=_shards([view[number] for view in views])))
+    matrices = (
+        replace(matrix, shards=_shards([each[matrix.name] for each in told])) for matrix in step_set.matrices
+    )
     return replace(step_set, matrices=tuple(matrices), tensor_group=group)
 
 

@@ -35,7 +35,7 @@ from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.shapes import true_shape
 from deepspeed_muon.step.step_set import LayoutReader, StepSet
 from deepspeed_muon.transport.agreement import RankFacts, Scope
-from deepspeed_muon.transport.ranks import Ranks, phase
+from deepspeed_muon.transport.ranks import Ranks
 
 # What AutoEP says of its stacks of experts, and which experts a rank's stack has.
 _STACK, _EXPERTS = "ds_autoep_uc_meta", "local_experts"
@@ -185,9 +185,8 @@ def parts_of(engine: Any, routes: Mapping[int, Route]) -> dict[str, TensorSlice 
     shapes = [{route.name: route.shape for route in routes.values()}]
     rank = 0
     if group is not None:
-        rank, shapes = dist.get_rank(group), shapes * dist.get_world_size(group)
-        with phase("comparison of tensor-parallel shapes", group):
-            dist.all_gather_object(shapes, shapes[0], group=group)
+        rank = dist.get_rank(group)
+        shapes = list(Ranks((group,)).gather(shapes[0], what="comparison of tensor-parallel shapes").values())
     found: dict[str, TensorSlice | str] = {}
     for param in engine.module.parameters():
         route = routes.get(id(param))

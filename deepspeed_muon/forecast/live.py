@@ -17,7 +17,8 @@ def plan_report(engine: Any) -> dict[str, Any]:
     """Return routes, owners, work and bytes of every rank of an engine, from its exchange plans, as plain data.
 
     ``python -m deepspeed_muon plan`` predicts the same without an engine, with memory and times. The ranks of a step
-    set are those among which its plan is made: all, or those that hold the same experts.
+    set are those among which its plan is made: all, or those that hold the same experts. ``own_bytes_per_step`` are
+    those that this rank sends, a variant's row state included; ``exchange_buffer_bytes`` those of its buffers.
 
     Args:
         engine: A ``DeepSpeedEngine`` made with this optimizer.
@@ -45,7 +46,12 @@ def plan_report(engine: Any) -> dict[str, Any]:
                 "max_over_mean": float(flops.max() / flops.mean()) if flops.any() else 1.0,
             }
         )
-    return {"routes": route_rows(optimizer.routes, each=True), "step_sets": sets}
+    return {
+        "routes": route_rows(optimizer.routes, each=True),
+        "step_sets": sets,
+        "own_bytes_per_step": sum(runner.wire_bytes_per_step for runner in optimizer._runners),
+        "exchange_buffer_bytes": optimizer.exchange_buffers.reserved_bytes,
+    }
 
 
 def _moved(matrix: MatrixLayout, owner: int) -> int:

@@ -88,23 +88,19 @@ def add_subcommand(subparsers: Any) -> None:
         metavar="RUN",
         help="where DeepSpeed's csv_monitor wrote: output_path/job_name",
     )
-    parser.add_argument("--html", action="store_true", help="write a page with charts")
-    parser.add_argument("--out", type=Path, help="the page (default: RUN/health.html)")
+    parser.add_argument("--html", action="store_true", help="write RUN/health.html, a page with charts")
     parser.set_defaults(run=_health)
 
 
 def _health(parsed: argparse.Namespace) -> int:
     """Print what is found; return 1 if something is bad."""
     folder: Path = parsed.run_folder
-    if parsed.html:
-        out: Path = parsed.out or folder / "health.html"
-        found = write_page(folder, out)
-    else:
-        found = findings(read_run(folder))
+    page = folder / "health.html"
+    found = write_page(folder, page) if parsed.html else findings(read_run(folder))
     for finding in found:
         print(f"{finding.level:4}  {finding.text}")
     if parsed.html:
-        print(f"Page: {out}")
+        print(f"Page: {page}")
     return int(any(finding.level == "bad" for finding in found))
 
 

@@ -116,7 +116,9 @@ class StepRecorder:
         self._sample = sample = Sample()
         try:
             yield sample
-            self._close_spans(sample)
+            for name, start, end in self._spans:
+                end.synchronize()
+                sample.seconds[name] = sample.seconds.get(name, 0.0) + start.elapsed_time(end) / 1000.0
             sample.matrices = {name: combine(parts) for name, parts in self._parts.items()}
             sample.redone, sample.failed = self.redone, self.failed
         finally:
@@ -163,11 +165,6 @@ class StepRecorder:
         yield
         events[1].record()
         self._spans.append((name, events[0], events[1]))
-
-    def _close_spans(self, sample: Sample) -> None:
-        for name, start, end in self._spans:
-            end.synchronize()
-            sample.seconds[name] = sample.seconds.get(name, 0.0) + start.elapsed_time(end) / 1000.0
 
 
 def summarize(sample: Sample, ranks: Ranks) -> dict[str, Any]:

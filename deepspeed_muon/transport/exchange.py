@@ -181,11 +181,6 @@ class ExchangeBuffers:
         self._memory.clear()
 
     @property
-    def allocated_bytes(self) -> int:
-        """Bytes that the buffers hold now."""
-        return sum(memory.numel() for memory in self._memory.values())
-
-    @property
     def reserved_bytes(self) -> int:
         """Bytes of all buffers together, once each of them was used."""
         return sum(self._needed.values())

@@ -102,7 +102,7 @@ def follow(rank: int, world_size: int, *, overlap: bool) -> dict[str, Any]:
         "order": list(order),
         "places": len(places - {0}),
         "chunks": chunks,
-        "reserved": optimizer.exchange_buffers.reserved_bytes,
+        "reserved": deepspeed_muon.plan_report(engine)["exchange_buffer_bytes"],
     }
     engine.destroy()
     return report

@@ -164,7 +164,7 @@ def train(
         "norms": norms,
         "losses": losses,
         "bytes_sent": optimizer.stats.bytes_sent,
-        "planned_bytes": sum(runner.wire_bytes_per_step for runner in optimizer._runners),
+        "planned_bytes": deepspeed_muon.plan_report(engine)["own_bytes_per_step"],
         "orthogonalized": optimizer.stats.matrices_orthogonalized,
         "skipped": engine.skipped_steps,
         # Elements of each matrix, and how many of them travel in both directions together.
