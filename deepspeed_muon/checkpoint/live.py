@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
-from deepspeed_muon.checkpoint.index import ParameterRecord
+from deepspeed_muon.checkpoint.index import COUNTERS, SCALE_KEYS, ParameterRecord
 from deepspeed_muon.checkpoint.parts import HeldParameter
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.optimizer import Muon
@@ -27,66 +29,110 @@ SOME_RANKS = (
 )
 
 
-class Host(Protocol):
+class Host:
     """The engine around an optimizer. The engine sets it as ``Muon.host`` when it binds the optimizer.
 
     Attributes:
+        parts: Name of each parameter that is a part of a whole tensor, or has another name there, to that part. A text
+            in its place is the reason why it is not known.
         step_thread: The thread that took the last step; ``None`` before the first one.
         save_id: Random id of the save that ``engine.save_checkpoint`` is writing, equal on all ranks; else ``None``.
     """
 
-    step_thread: int | None
-    save_id: str | None
+    def __init__(
+        self, engine: Any, parts: Mapping[str, TensorSlice | str], view_of: Callable[[Any], Any]
+    ) -> None:
+        """Refer to the engine weakly, because its optimizer refers to this and must not keep the engine alive.
+
+        Args:
+            engine: A ``DeepSpeedEngine`` whose optimizer is ours and bound.
+            parts: See the class.
+            view_of: Returns the view of what the engine has as its ``optimizer``.
+        """
+        self._reference = weakref.ref(engine)
+        self._view_of = view_of
+        self.parts = parts
+        self.save_id: str | None = None
+        self.step_thread: int | None = None
+        self._restoring: str | None = None
+        self._guards: list[RemovableHandle] = []
+
+    @property
+    def _engine(self) -> Any:
+        engine = self._reference()
+        if engine is None:
+            raise CheckpointError("the engine of this optimizer is gone")
+        return engine
+
+    @property
+    def _view(self) -> Any:
+        return self._view_of(self._engine.optimizer)
 
     @property
     def zero_stage(self) -> int:
         """The ZeRO stage."""
-
-    @property
-    def parts(self) -> Mapping[str, TensorSlice | str]:
-        """Name of each parameter that is a part of a whole tensor, or has another name there, to that part.
-
-        A text in its place says why nobody knows it.
-        """
+        return int(self._engine.zero_optimization_stage())
 
     @property
     def scheduler(self) -> Any:
         """The learning-rate scheduler, or ``None``."""
+        return self._engine.lr_scheduler
 
     def counters(self) -> dict[str, int]:
         """Return ``global_steps``, ``global_samples`` and ``skipped_steps``."""
+        return {key: int(getattr(self._engine, key)) for key in COUNTERS}
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
         """Set the counters that :meth:`counters` returns."""
+        for key, value in counters.items():
+            setattr(self._engine, key, value)
 
     def param_group_numbers(self) -> list[int]:
-        """Return the number of the param group of every partition, in the order of the partitions."""
+        """Return the number of the param group that every partition belongs to, in the order of the partitions."""
+        numbers: list[int] = self._view.group_numbers()
+        return numbers
 
     def loss_scale(self) -> dict[str, float] | None:
         """Return what the dynamic loss scale needs to continue, or ``None`` where there is none."""
+        scaler = self._view.dynamic_scaler()
+        if scaler is None:
+            return None
+        values = {key: getattr(scaler, key, None) for key in SCALE_KEYS}
+        return {key: value for key, value in values.items() if isinstance(value, (int, float))}
 
     def set_loss_scale(self, state: Mapping[str, Any]) -> None:
-        """Continue with a loss scale from :meth:`loss_scale`; nothing happens where there is no dynamic one."""
+        """Let a dynamic loss scale continue from :meth:`loss_scale`; others are left alone."""
+        scaler = self._view.dynamic_scaler()
+        for key in SCALE_KEYS:
+            if scaler is not None and key in state and hasattr(scaler, key):
+                setattr(scaler, key, state[key])
 
+    @torch.no_grad()
     def refresh_weights(self) -> None:
         """Round the fp32 masters into the weights of the forward pass. Must be called by all ranks."""
+        self._view.refresh_weights()
 
     def begin_restore(self, where: str) -> None:
-        """Let steps, saves and forward passes raise from now on, until :meth:`end_restore`; may be called again.
-
-        Args:
-            where: What is restored, for the message.
-        """
+        """Let steps, saves and forward passes raise from now on, until :meth:`end_restore`; may be called again."""
+        self._restoring = where
+        # A pipeline engine calls its module without calling itself; programs that evaluate may call the module too.
+        for module in (self._engine, self._engine.module) if not self._guards else ():
+            guard = module.register_forward_pre_hook(lambda *_: self.require_restored(), prepend=True)
+            self._guards.append(guard)
 
     def end_restore(self) -> None:
         """Let the engine train again."""
+        self._restoring = None
+        while self._guards:
+            self._guards.pop().remove()
 
     def require_restored(self) -> None:
-        """Raise if a restore began and did not end.
-
-        Raises:
-            CheckpointError: Naming what was restored and the remedy.
-        """
+        """Raise ``CheckpointError`` if a restore began and did not end."""
+        if self._restoring is not None:
+            raise CheckpointError(
+                f"a restore from {self._restoring} did not end: weights and optimizer state are of two states. "
+                f"Restore again, or make the engine anew"
+            )
 
 
 def optimizer_of(engine: Any) -> Muon:

@@ -20,13 +20,14 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from deepspeed_muon.checkpoint.layout_record import add_record_to_state_dict
+from deepspeed_muon.checkpoint.live import Host
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.engine import muon_of
 from deepspeed_muon.engine.checkpointing import record_order
 from deepspeed_muon.engine.engine_hooks import hook_engine
 from deepspeed_muon.engine.gradients import mark_moe_layers, prepare_inputs
 from deepspeed_muon.engine.offload import Admission
-from deepspeed_muon.engine.running import DeepSpeedHost, name_rates_in_trainer
+from deepspeed_muon.engine.running import name_rates_in_trainer
 from deepspeed_muon.engine.scaling import total_norm
 from deepspeed_muon.engine.supported import (
     expert_parallel,
@@ -277,7 +278,7 @@ def _bind(engine: Any, optimizer: Muon) -> None:
         optimizer.measure_norm = functools.partial(total_norm, weakref.ref(engine))
     parts = parts_of(engine, optimizer._routed.by_id)
     agree(RankFacts({}), error=no_checkpoint(optimizer.config, parts), ranks=ranks)
-    optimizer.host = DeepSpeedHost(engine, parts)
+    optimizer.host = Host(engine, parts, view_of)
     add_record_to_state_dict(engine)
     record_order(engine, optimizer)
     hook_engine(engine)

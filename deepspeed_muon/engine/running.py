@@ -1,4 +1,4 @@
-"""A running engine: its schedule and its steps, and what checkpoints need to know of it.
+"""A running engine: its schedule, its steps, and the rates that it logs.
 
 Programs log one rate: DeepSpeed's monitor and ``transformers.Trainer`` that of the first group, which is Muon's, so the
 rate of embeddings, heads and vectors would be seen nowhere. Here both log both.
@@ -11,119 +11,23 @@ import functools
 import inspect
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from deepspeed.runtime import lr_schedules
-from torch.utils.hooks import RemovableHandle
 
 from deepspeed_muon.checkpoint import restore
-from deepspeed_muon.checkpoint.index import COUNTERS, SCALE_KEYS
 from deepspeed_muon.engine import muon_of
-from deepspeed_muon.engine.zero.stages import view_of
-from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.monitoring.recorder import monitor_events
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.plan.slices import TensorSlice
 from deepspeed_muon.transport.ranks import phase
 
 _KEYS = {"muon": "muon_lr", "adamw": "adam_lr"}
 
 _TRAINER: list[tuple[Any, Any, Any]] = []
 """The class of transformers whose ``on_log`` is replaced, the original and the replacement; empty while none is."""
-
-
-class DeepSpeedHost:
-    """Implements :class:`deepspeed_muon.checkpoint.live.Host` with a ``DeepSpeedEngine``."""
-
-    def __init__(self, engine: Any, parts: Mapping[str, TensorSlice | str]) -> None:
-        """Refer to the engine weakly, because its optimizer refers to this and must not keep the engine alive.
-
-        Args:
-            engine: A ``DeepSpeedEngine`` whose optimizer is ours and bound.
-            parts: See :func:`deepspeed_muon.engine.topology.parts_of`.
-        """
-        self._reference = weakref.ref(engine)
-        self.parts = parts
-        self.save_id: str | None = None
-        self.step_thread: int | None = None
-        self._restoring: str | None = None
-        self._guards: list[RemovableHandle] = []
-
-    @property
-    def _engine(self) -> Any:
-        engine = self._reference()
-        if engine is None:
-            raise CheckpointError("the engine of this optimizer is gone")
-        return engine
-
-    @property
-    def zero_stage(self) -> int:
-        """The ZeRO stage."""
-        return int(self._engine.zero_optimization_stage())
-
-    @property
-    def scheduler(self) -> Any:
-        """The learning-rate scheduler, or ``None``."""
-        return self._engine.lr_scheduler
-
-    def counters(self) -> dict[str, int]:
-        """Return what the engine counts."""
-        return {key: int(getattr(self._engine, key)) for key in COUNTERS}
-
-    def set_counters(self, counters: Mapping[str, int]) -> None:
-        """Set what the engine counts."""
-        for key, value in counters.items():
-            setattr(self._engine, key, value)
-
-    def param_group_numbers(self) -> list[int]:
-        """Return the number of the param group that every partition belongs to, in the order of the partitions."""
-        return view_of(self._engine.optimizer).group_numbers()
-
-    def loss_scale(self) -> dict[str, float] | None:
-        """Return what the dynamic loss scale needs to continue, or ``None`` where there is none."""
-        scaler = view_of(self._engine.optimizer).dynamic_scaler()
-        if scaler is None:
-            return None
-        values = {key: getattr(scaler, key, None) for key in SCALE_KEYS}
-        return {key: value for key, value in values.items() if isinstance(value, (int, float))}
-
-    def set_loss_scale(self, state: Mapping[str, Any]) -> None:
-        """Let a dynamic loss scale continue from :meth:`loss_scale`; others are left alone."""
-        scaler = view_of(self._engine.optimizer).dynamic_scaler()
-        for key in SCALE_KEYS:
-            if scaler is not None and key in state and hasattr(scaler, key):
-                setattr(scaler, key, state[key])
-
-    @torch.no_grad()
-    def refresh_weights(self) -> None:
-        """Round the fp32 masters into the weights of the forward pass. Must be called by all ranks."""
-        view_of(self._engine.optimizer).refresh_weights()
-
-    def begin_restore(self, where: str) -> None:
-        """Let steps, saves and forward passes raise from now on, until :meth:`end_restore`; may be called again."""
-        self._restoring = where
-        # A pipeline engine calls its module without calling itself; programs that evaluate may call the module too.
-        for module in (self._engine, self._engine.module) if not self._guards else ():
-            guard = module.register_forward_pre_hook(lambda *_: self.require_restored(), prepend=True)
-            self._guards.append(guard)
-
-    def end_restore(self) -> None:
-        """Let the engine train again."""
-        self._restoring = None
-        while self._guards:
-            self._guards.pop().remove()
-
-    def require_restored(self) -> None:
-        """Raise if a restore began and did not end."""
-        if self._restoring is not None:
-            raise CheckpointError(
-                f"a restore from {self._restoring} did not end: weights and optimizer state are of two states. "
-                f"Restore again, or make the engine anew"
-            )
 
 
 def configure_lr_scheduler(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
