@@ -1,12 +1,11 @@
 """Parameter names and shapes without a model: from a preset, a Hugging Face config.json or a checkpoint.
 
-Nothing is downloaded and no weight is read. The shapes become parameters on the meta device, so that routing decides
-about them exactly as about those of a real model.
+Nothing is downloaded and no weight is read. transformers builds the model of a configuration on the meta device, so
+that routing decides about its parameters exactly as about those of a real model.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -81,6 +80,9 @@ _SMALLEST = {
 }
 """The keys of a config.json that are sizes, and the smallest value of each."""
 
+_SAME_SHAPES = {"kimi_k2": "deepseek_v3"}
+"""Architectures that are not in transformers, and one there with the same parameters."""
+
 
 def load_model(source: str) -> list[NamedParameter]:
     """Return the parameters of a preset, a config.json or a checkpoint, on the meta device.
@@ -89,10 +91,10 @@ def load_model(source: str) -> list[NamedParameter]:
         source: Name of a preset, a config.json, or a folder with a checkpoint or a config.json.
 
     Raises:
-        ConfigError: If it is none of these, or of an unknown architecture.
+        ConfigError: If it is none of these, or :func:`from_config` cannot build it.
     """
     if source in PRESETS:
-        return _from_shapes(family_shapes(PRESETS[source]))
+        return from_config(PRESETS[source])
     path = Path(source)
     if path.is_file() and path.suffix == ".json":
         return from_config(_read_json(path))
@@ -185,20 +187,34 @@ def _from_shapes(shapes: Shapes | Mapping[str, tuple[int, ...]]) -> list[NamedPa
 
 
 def from_config(config: Mapping[str, Any]) -> list[NamedParameter]:
-    """Return the parameters of a Hugging Face configuration.
-
-    Where transformers is installed it builds the model on the meta device, for any architecture that it knows.
-    Otherwise the architecture must be one that is known here.
+    """Return the parameters of a Hugging Face configuration: transformers builds the model on the meta device.
 
     Raises:
-        ConfigError: If the architecture is not known, naming what would help.
+        ConfigError: If a size is impossible, transformers is not installed, or it cannot build the model.
     """
     _check_sizes(config)
     kind = str(config.get("model_type", ""))
     transformers = _transformers_knowing(kind)
-    if transformers is not None:
-        return _from_transformers(transformers, config, kind)
-    return _from_shapes(family_shapes(config))
+    if transformers is None:
+        raise ConfigError(
+            f"the shapes of a model of model_type {kind!r} come from transformers, which is not installed or does not "
+            f"know it: pip install 'deepspeed-muon[hf]', or pass a folder with *.safetensors files"
+        )
+    settings = {key: value for key, value in config.items() if key != "model_type"}
+    try:
+        parsed = transformers.CONFIG_MAPPING[_SAME_SHAPES.get(kind, kind)](**settings)
+        # The class that saved the config decides which head the model has.
+        named = [getattr(transformers, str(name), None) for name in config.get("architectures") or ()]
+        own: list[Any] = [each for each in named if getattr(each, "config_class", None) is type(parsed)]
+        causal = type(parsed) in transformers.AutoModelForCausalLM._model_mapping
+        maker = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+        with torch.device("meta"):
+            model: nn.Module = own[0](parsed) if own else maker.from_config(parsed)
+    except Exception as error:  # of any kind: the architecture's own code runs
+        raise ConfigError(
+            f"transformers {transformers.__version__} cannot build this model of model_type {kind!r}: {error}"
+        ) from error
+    return list(model_parameters_by_name(model).values())
 
 
 def _check_sizes(config: Mapping[str, Any], where: str = "") -> None:
@@ -220,25 +236,7 @@ def _transformers_knowing(kind: str) -> Any:
         import transformers
     except ImportError:
         return None
-    return transformers if kind in transformers.CONFIG_MAPPING else None
-
-
-def _from_transformers(transformers: Any, config: Mapping[str, Any], kind: str) -> list[NamedParameter]:
-    settings = {key: value for key, value in config.items() if key != "model_type"}
-    try:
-        parsed = transformers.CONFIG_MAPPING[kind](**settings)
-        # The class that saved the config decides which head the model has.
-        named = [getattr(transformers, str(name), None) for name in config.get("architectures") or ()]
-        own: list[Any] = [each for each in named if getattr(each, "config_class", None) is type(parsed)]
-        causal = type(parsed) in transformers.AutoModelForCausalLM._model_mapping
-        maker = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
-        with torch.device("meta"):
-            model: nn.Module = own[0](parsed) if own else maker.from_config(parsed)
-    except Exception as error:  # of any kind: the architecture's own code runs
-        raise ConfigError(
-            f"transformers {transformers.__version__} cannot build this model of model_type {kind!r}: {error}"
-        ) from error
-    return list(model_parameters_by_name(model).values())
+    return transformers if _SAME_SHAPES.get(kind, kind) in transformers.CONFIG_MAPPING else None
 
 
 def _from_checkpoint(folder: Path) -> list[NamedParameter]:
@@ -282,104 +280,3 @@ def _safetensors_shapes(file: Path) -> Shapes:
     for name, entry in header.items():
         if name != "__metadata__":
             yield name, tuple(entry["shape"])
-
-
-def family_shapes(config: Mapping[str, Any]) -> Shapes:
-    """Return names and shapes of a model of a known family (``model_type``), as transformers 5 builds it.
-
-    Raises:
-        ConfigError: Naming the unknown architecture, or the missing key.
-    """
-    kind = str(config.get("model_type", ""))
-    if kind not in _FAMILIES:
-        more = "pass a folder with *.safetensors files"
-        if importlib.util.find_spec("transformers") is None:
-            more = f"install transformers, which knows more, or {more}"
-        raise ConfigError(
-            f"the shapes of model_type {kind!r} are not known here (known: {', '.join(_FAMILIES)}); {more}"
-        )
-    try:
-        return iter(list(_model(config, kind)))
-    except KeyError as error:
-        raise ConfigError(f"config of model_type {kind!r} lacks the key {error.args[0]!r}") from error
-
-
-_FAMILIES = {
-    "llama": None,
-    "mistral": None,
-    "qwen2": None,
-    "qwen3": None,
-    "qwen3_moe": "num_experts",
-    "deepseek_v3": "n_routed_experts",
-    "kimi_k2": "n_routed_experts",
-}
-"""The families whose shapes are known without transformers, and the key with their number of experts."""
-
-
-def _model(config: Mapping[str, Any], kind: str) -> Shapes:
-    vocabulary, width = config["vocab_size"], config["hidden_size"]
-    yield "model.embed_tokens.weight", (vocabulary, width)
-    for number in range(config["num_hidden_layers"]):
-        for name, shape in _layer(config, kind, number):
-            yield f"model.layers.{number}.{name}", shape
-    yield "model.norm.weight", (width,)
-    if not config.get("tie_word_embeddings", False):
-        yield "lm_head.weight", (vocabulary, width)
-
-
-def _layer(config: Mapping[str, Any], kind: str, number: int) -> Shapes:
-    width, experts = config["hidden_size"], _FAMILIES[kind]
-    yield from _latent_attention(config) if "kv_lora_rank" in config else _attention(config, kind)
-    dense = number < config.get("first_k_dense_replace", 0) or number in (config.get("mlp_only_layers") or ())
-    if experts is None or dense or (number + 1) % config.get("decoder_sparse_step", 1):
-        yield from _mlp("mlp", width, config["intermediate_size"])
-    else:
-        count, hidden = config[experts], config["moe_intermediate_size"]
-        yield "mlp.experts.gate_up_proj", (count, 2 * hidden, width)
-        yield "mlp.experts.down_proj", (count, width, hidden)
-        yield "mlp.gate.weight", (count, width)
-        if shared := config.get("n_shared_experts"):
-            yield from _mlp("mlp.shared_experts", width, hidden * shared)
-    yield "input_layernorm.weight", (width,)
-    yield "post_attention_layernorm.weight", (width,)
-
-
-def _mlp(prefix: str, width: int, hidden: int) -> Shapes:
-    yield f"{prefix}.gate_proj.weight", (hidden, width)
-    yield f"{prefix}.up_proj.weight", (hidden, width)
-    yield f"{prefix}.down_proj.weight", (width, hidden)
-
-
-def _attention(config: Mapping[str, Any], kind: str) -> Shapes:
-    """Grouped-query attention with the biases of qwen2 and the head norms of qwen3."""
-    width, heads = config["hidden_size"], config["num_attention_heads"]
-    key_heads = config.get("num_key_value_heads") or heads
-    size = config.get("head_dim") or (128 if kind.startswith("qwen3") else width // heads)
-    bias = kind == "qwen2" or config.get("attention_bias", False)
-    for name, count in {"q": heads * size, "k": key_heads * size, "v": key_heads * size}.items():
-        yield f"self_attn.{name}_proj.weight", (count, width)
-        if bias:
-            yield f"self_attn.{name}_proj.bias", (count,)
-    yield "self_attn.o_proj.weight", (width, heads * size)
-    if bias and kind != "qwen2":
-        yield "self_attn.o_proj.bias", (width,)
-    if kind.startswith("qwen3"):
-        yield "self_attn.q_norm.weight", (size,)
-        yield "self_attn.k_norm.weight", (size,)
-
-
-def _latent_attention(config: Mapping[str, Any]) -> Shapes:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
-    width, heads = config["hidden_size"], config["num_attention_heads"]
-    plain, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
-    query, latent = config.get("q_lora_rank"), config["kv_lora_rank"]
-    if query:
-        yield "self_attn.q_a_proj.weight", (query, width)
-        yield "self_attn.q_a_layernorm.weight", (query,)
-        yield "self_attn.q_b_proj.weight", (heads * (plain + rope), query)
-    else:
-        yield "self_attn.q_proj.weight", (heads * (plain + rope), width)
-    yield "self_attn.kv_a_proj_with_mqa.weight", (latent + rope, width)
-    yield "self_attn.kv_a_layernorm.weight", (latent,)
-    yield "self_attn.kv_b_proj.weight", (heads * (plain + value), latent)
-    yield "self_attn.o_proj.weight", (width, heads * value)

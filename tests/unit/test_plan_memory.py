@@ -17,6 +17,8 @@ from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsMethod, NsSettings, orthogonalize
 from deepspeed_muon.transport.exchange import SLOTS
 
+pytest.importorskip("transformers")
+
 
 class Peak(TorchDispatchMode):
     """Counts the bytes of all tensors that live at once, but for those that were there before."""

@@ -15,6 +15,8 @@ from deepspeed_muon.plan.order import balanced_order
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.rules import route_parameters
 
+pytest.importorskip("transformers")
+
 
 @settings(max_examples=200, deadline=None)
 @given(
