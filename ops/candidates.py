@@ -34,7 +34,8 @@ _GRAPH_UP_TO = 1e12
 # The symmetric CUDA kernels need multiples of this for m and k (include/muon_cuda.h); cuBLAS takes all others.
 _CUDA_MULTIPLE = 8
 
-# Squares of 256 are tried from this short side on: below, too few of them are at work at once.
+# Squares of 256 are tried from this short side on, and first where they take no more waves than tiles of 128: below,
+# too few of them are at work at once.
 _WIDE_FROM = 1024
 
 # Triangles in blocks need at least two blocks of 256 rows.
@@ -183,8 +184,11 @@ def _variants(problem: Problem, operators: Any) -> list[str]:
     """Return the suffixes of the native methods that can run, the fastest expected first."""
     if problem.device != "cpu":
         kernel = _cuda_products(problem, operators)
-        wide = kernel == "sm90" and problem.short >= _WIDE_FROM and operators.sym_gemm_wide_available()
-        return ["+sm90wide", "+sm90"] if wide else [f"+{kernel}"]
+        if kernel != "sm90" or problem.short < _WIDE_FROM:
+            return [f"+{kernel}"]
+        narrow, wide = operators.sym_gemm_waves(problem.batch, problem.short)
+        variants = ["+sm90wide", "+sm90"] if wide <= narrow else ["+sm90", "+sm90wide"]
+        return variants if wide else ["+sm90"]
     if problem.settings.dtype == torch.bfloat16 and operators.tiles_available():
         return ["+tiles", ""]
     if problem.settings.dtype == torch.bfloat16 and operators.vectors_available():

@@ -79,7 +79,7 @@ def _test_orthogonalize(operators: Any, device: str) -> list[dict[str, Any]]:
         variants = ["", "+symmetric"]
         if device == "cuda":
             half = dtype != torch.float32
-            variants = ["", "+wide"] if half and operators.sym_gemm_wide_available() else [""]
+            variants = ["", "+wide"] if half and all(operators.sym_gemm_waves(1, 256)) else [""]
         if device == "cpu" and dtype == torch.bfloat16 and operators.tiles_available():
             variants.append("+tiles")
         if device == "cpu" and dtype == torch.bfloat16 and operators.vectors_available():

@@ -88,7 +88,11 @@ def gpu_names(
     batch: int, rows: int, cols: int, dtype: torch.dtype, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> list[str]:
     # What a build with CUDA would answer; no such build can be made here.
-    operators = SimpleNamespace(sym_gemm_kernel=lambda: kernel, sym_gemm_wide_available=lambda: True)
+    def waves(batch: int, m: int) -> tuple[int, int]:
+        tiles, squares = -(-m // 128), -(-m // 256)  # on 132 multiprocessors in 66 clusters
+        return -(-batch * tiles * (tiles + 1) // 264), 2 * -(-batch * squares * (squares + 1) // 132)
+
+    operators = SimpleNamespace(sym_gemm_kernel=lambda: kernel, sym_gemm_waves=waves)
     monkeypatch.setattr(candidates, "has_kernel", lambda *_: True)
     settings = NsSettings(SETTINGS.coefficients, "gram", dtype)
     problem = Problem("cuda", torch.float32, batch, rows, cols, 0, settings)
@@ -98,8 +102,12 @@ def gpu_names(
 def test_the_name_of_a_gpu_candidate_says_what_computes_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
     half = torch.float16
     assert gpu_names(1, 512, 2048, half, "sm90", monkeypatch)[:2] == ["ops gram+sm90", "ops standard+sm90"]
-    large = gpu_names(1, 4096, 16384, half, "sm90", monkeypatch)
-    assert large[:3] == ["ops gram+sm90wide", "ops standard+sm90wide", "ops gram+sm90"]
+    for m in (2048, 8192):
+        large = gpu_names(1, m, 4 * m, half, "sm90", monkeypatch)
+        assert large[:3] == ["ops gram+sm90wide", "ops standard+sm90wide", "ops gram+sm90"]
+    # 136 squares on 66 clusters are three waves, as long as six of tiles, which need four.
+    uneven = gpu_names(1, 4096, 16384, half, "sm90", monkeypatch)
+    assert uneven[:3] == ["ops gram+sm90", "ops standard+sm90", "ops gram+sm90wide"]
     assert not any("wide" in name for name in gpu_names(1, 4096, 16384, half, "sm80", monkeypatch))
     assert gpu_names(1, 512, 2050, half, "sm90", monkeypatch)[0] == "ops gram+cublas", (
         "2050 is no multiple of 8"

@@ -65,6 +65,43 @@ def test_what_is_refused(bench: Bench, kernel: str) -> None:
     assert bench.available("sm90") == bench.available("sm90_wide") == DEVICE and bench.available("sm80") == OK
 
 
+def test_as_many_clusters_run_as_the_device_holds_at_once(bench: Bench) -> None:
+    # 132 multiprocessors in groups of which some are odd: fewer than 66 clusters.
+    bench.configure(processors=132, clusters=60, blocks=(0, 0))
+    a, d = torch.zeros(2, 4096, 64, dtype=torch.float16), torch.zeros(2, 4096, 4096, dtype=torch.float16)
+    assert bench.sym_gemm("sm90_wide", a, a, None, d) == OK
+    assert bench.library.bench_grid() == 2 * 60
+    assert bench.sym_gemm("sm90_wide", a[:, :512], a[:, :512], None, d[:, :512, :512]) == OK
+    assert bench.library.bench_grid() == 2 * 2 * 3
+
+
+@pytest.mark.parametrize(
+    ("batch", "m", "narrow", "wide"),
+    # On 132 multiprocessors in 66 clusters: 136 squares are three waves, and 528 tiles four full ones.
+    [
+        (1, 1024, 1, 2),
+        (1, 2048, 2, 2),
+        (1, 4096, 4, 6),
+        (2, 4096, 8, 10),
+        (8, 2048, 9, 10),
+        (1, 8192, 16, 16),
+    ],
+)
+def test_waves(bench: Bench, batch: int, m: int, narrow: int, wide: int) -> None:
+    bench.configure(processors=132, clusters=66)
+    found = (
+        bench.library.muon_sym_gemm_sm90_waves(batch, m),
+        bench.library.muon_sym_gemm_sm90_wide_waves(batch, m),
+    )
+    assert found == (narrow, wide)
+    bench.configure(major=10)
+    assert (
+        bench.library.muon_sym_gemm_sm90_waves(batch, m)
+        == bench.library.muon_sym_gemm_sm90_wide_waves(batch, m)
+        == 0
+    )
+
+
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 

@@ -156,7 +156,10 @@ std::string sym_gemm_kernel() {
   return status == MUON_OK ? "sm80" : muon_status_name(status);
 }
 
-bool sym_gemm_wide_available() { return muon_sym_gemm_sm90_wide_available() == MUON_OK; }
+// Waves of the two kernels for Hopper: in tiles of 128, and in squares of 256 by clusters; 0 where one cannot run.
+std::vector<int64_t> sym_gemm_waves(int64_t batch, int64_t m) {
+  return {muon_sym_gemm_sm90_waves(batch, m), muon_sym_gemm_sm90_wide_waves(batch, m)};
+}
 
 // Why the flat passes cannot run on the current device; empty if they can.
 std::string flat_passes_missing() {
@@ -168,7 +171,7 @@ std::string flat_passes_missing() {
 
 TORCH_LIBRARY_FRAGMENT(deepspeed_muon, m) {
   m.def("sym_gemm_kernel() -> str", &sym_gemm_kernel);
-  m.def("sym_gemm_wide_available() -> bool", &sym_gemm_wide_available);
+  m.def("sym_gemm_waves(int batch, int m) -> int[]", &sym_gemm_waves);
   m.def("flat_passes_missing() -> str", &flat_passes_missing);
 }
 

@@ -181,10 +181,17 @@ int launch(const MuonSymGemm& p, cudaStream_t stream) {
 }  // namespace
 }  // namespace muon
 
-extern "C" int muon_sym_gemm_sm90_available(void) {
+static muon::Prepared prepared() {
   const int status = muon::hopper_with_tensor_maps();
-  if (status != MUON_OK) return status;
-  return muon::prepare(muon::sym_gemm_sm90_kernel<__half>, muon::kThreads, muon::kSharedBytes).status;
+  if (status != MUON_OK) return {status, 0};
+  return muon::prepare(muon::sym_gemm_sm90_kernel<__half>, muon::kThreads, muon::kSharedBytes);
+}
+
+extern "C" int muon_sym_gemm_sm90_available(void) { return prepared().status; }
+
+extern "C" int64_t muon_sym_gemm_sm90_waves(int64_t batch, int64_t m) {
+  const muon::TileSchedule tiles(static_cast<int>(m), static_cast<int>(batch));
+  return muon::waves(tiles.total, prepared().blocks);
 }
 
 extern "C" int muon_sym_gemm_sm90(const MuonSymGemm* problem, muon_stream_t stream) {

@@ -190,15 +190,15 @@ __global__ void MUON_SM90_CLUSTER __launch_bounds__(MUON_SM90_THREADS, 1)
 
 template <typename T>
 int launch(const MuonSymGemm& p, cudaStream_t stream) {
-  const Prepared prepared = prepare(sym_gemm_sm90_wide_kernel<T>, kThreads, kSharedBytes);
+  const Prepared prepared = prepare(sym_gemm_sm90_wide_kernel<T>, kThreads, kSharedBytes, kBlocks);
   if (prepared.status != MUON_OK || p.batch == 0) return prepared.status;
   CUtensorMap map_a;
   CUtensorMap map_b;
   const int status = describe(p, &map_a, &map_b);
   if (status != MUON_OK) return status;
   const TileSchedule schedule(static_cast<int>(p.m), static_cast<int>(p.batch), kSquare);
-  const int64_t clusters = prepared.blocks / kBlocks > 0 ? prepared.blocks / kBlocks : 1;
-  const unsigned grid = static_cast<unsigned>(kBlocks * (schedule.total < clusters ? schedule.total : clusters));
+  const int64_t blocks = kBlocks * schedule.total;
+  const unsigned grid = static_cast<unsigned>(blocks < prepared.blocks ? blocks : prepared.blocks);
   sym_gemm_sm90_wide_kernel<T><<<grid, kThreads, kSharedBytes, stream>>>(
       map_a, map_b, epilogue_args(p), static_cast<int>(p.k), static_cast<int>(p.batch));
   return cudaGetLastError();
@@ -207,10 +207,18 @@ int launch(const MuonSymGemm& p, cudaStream_t stream) {
 }  // namespace
 }  // namespace muon
 
-extern "C" int muon_sym_gemm_sm90_wide_available(void) {
+static muon::Prepared prepared() {
   const int status = muon::hopper_with_tensor_maps();
-  if (status != MUON_OK) return status;
-  return muon::prepare(muon::sym_gemm_sm90_wide_kernel<__half>, muon::kThreads, muon::kSharedBytes).status;
+  if (status != MUON_OK) return {status, 0};
+  return muon::prepare(muon::sym_gemm_sm90_wide_kernel<__half>, muon::kThreads, muon::kSharedBytes, muon::kBlocks);
+}
+
+extern "C" int muon_sym_gemm_sm90_wide_available(void) { return prepared().status; }
+
+// A square takes a multiprocessor of its cluster as long as two tiles.
+extern "C" int64_t muon_sym_gemm_sm90_wide_waves(int64_t batch, int64_t m) {
+  const muon::TileSchedule squares(static_cast<int>(m), static_cast<int>(batch), muon::kSquare);
+  return 2 * muon::waves(squares.total, prepared().blocks / muon::kBlocks);
 }
 
 extern "C" int muon_sym_gemm_sm90_wide(const MuonSymGemm* problem, muon_stream_t stream) {

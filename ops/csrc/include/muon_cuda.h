@@ -63,6 +63,11 @@ int muon_sym_gemm_sm90_wide_available(void);
 int muon_sym_gemm_sm80_available(void);
 int muon_flat_passes_available(void);
 
+// How many tiles of 128 x 128, one after the other, the busiest multiprocessor of the current device computes for `batch`
+// products of m x m: what the two kernels for Hopper differ in, beside their speed within a tile. 0 where one cannot run.
+int64_t muon_sym_gemm_sm90_waves(int64_t batch, int64_t m);
+int64_t muon_sym_gemm_sm90_wide_waves(int64_t batch, int64_t m);
+
 // A fragment of momentum_pack: `n` elements each of three arrays, none of which overlaps another.
 typedef struct MuonPackRow {
   void* momentum;

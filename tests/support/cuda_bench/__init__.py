@@ -49,7 +49,13 @@ class Bench(Kernels):
         super().__init__(path)
         self.folder = path.parent
         self.library.bench_error.restype = ctypes.c_char_p
-        self.library.bench_configure.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_uint64]
+        self.library.bench_configure.argtypes = [
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_uint64,
+            ctypes.c_int,
+        ]
         self.library.bench_blocks.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
         self.library.bench_operand.argtypes = [
             ctypes.c_void_p,
@@ -65,6 +71,7 @@ class Bench(Kernels):
         major: int = 9,
         mode: int = ANY_TIME,
         seed: int = 1,
+        clusters: int | None = None,
         blocks: tuple[int, int] | None = None,
     ) -> None:
         """Choose the GPU, when asynchronous work ends, and the order of everything.
@@ -74,9 +81,12 @@ class Bench(Kernels):
             major: Compute capability.
             mode: :data:`ANY_TIME`, :data:`LATE` or :data:`EARLY`.
             seed: Of every random choice.
+            clusters: How many clusters of two blocks run at once; ``None`` for half of the multiprocessors.
             blocks: The first block of each launch that runs, and how many do; ``None`` for all.
         """
-        self.library.bench_configure(processors, major, mode, seed)
+        if clusters is None:
+            clusters = max(1, processors // 2)
+        self.library.bench_configure(processors, major, mode, seed, clusters)
         if blocks is not None:
             self.library.bench_blocks(*blocks)
 

@@ -19,9 +19,9 @@
 #define CUDART_VERSION 13000
 
 #define __cluster_dims__(x, y, z)
-#define threadIdx bench::thread_index
-#define blockIdx bench::block_index
-#define gridDim bench::grid_size
+inline bench::Dim& threadIdx = bench::thread_index;
+inline bench::Dim& blockIdx = bench::block_index;
+inline bench::Dim& gridDim = bench::grid_size;
 
 namespace bench {
 // 16 bytes in one access: each copy checks both addresses.
@@ -74,11 +74,12 @@ struct cudaFuncAttributes {
 };
 
 extern "C" int bench_attribute(int attribute);
+extern "C" int bench_device();
 
 inline const char* cudaGetErrorString(cudaError_t) { return "an error of the bench"; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline cudaError_t cudaGetDevice(int* device) {
-  *device = bench_attribute(cudaDevAttrMultiProcessorCount);  // each number of them is a device of its own
+  *device = bench_device();
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
@@ -95,6 +96,20 @@ inline cudaError_t cudaFuncSetAttribute(const void* kernel, int, int bytes) {
 }
 inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
   *blocks = 1;
+  return cudaSuccess;
+}
+
+struct dim3 {
+  explicit dim3(unsigned x = 1) : x(x) {}
+  unsigned x, y = 1, z = 1;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+};
+extern "C" int bench_clusters();
+inline cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void*, const cudaLaunchConfig_t*) {
+  *clusters = bench_clusters();
   return cudaSuccess;
 }
 

@@ -43,6 +43,7 @@ struct Settings {
   int major = 9;
   int mode = kAnyTime;
   uint64_t seed = 1;
+  int clusters = 2;
   // Of each launch only `blocks` blocks run, from this one on.
   uint64_t first_block = 0;
   uint64_t blocks = UINT64_MAX;
@@ -865,9 +866,23 @@ int bench_attribute(int attribute) {
   }
 }
 
-// Before each launch: how many multiprocessors, of which generation, when asynchronous work ends, and the seed.
-void bench_configure(int processors, int major, int mode, uint64_t seed) {
-  bench::settings = {processors, major, mode, seed};
+// Each number of multiprocessors and clusters is a device of its own: launchers remember what they have asked.
+int bench_device() {
+  static std::map<std::pair<int, int>, int> devices;
+  const auto known = static_cast<int>(devices.size());
+  return devices.emplace(std::pair(bench::settings.processors, bench::settings.clusters), known).first->second;
+}
+
+// How many clusters of two blocks are resident at once.
+int bench_clusters() { return bench::settings.clusters; }
+
+// Blocks of the last launch.
+unsigned bench_grid() { return bench::grid_size.x; }
+
+// Before each launch: how many multiprocessors, of which generation, when asynchronous work ends, the seed, and how many
+// clusters of two blocks run at once.
+void bench_configure(int processors, int major, int mode, uint64_t seed, int clusters) {
+  bench::settings = {processors, major, mode, seed, clusters};
   bench::error.clear();
 }
 
