@@ -170,7 +170,8 @@ def candidates_for(
     if problem.device == "cuda" and half:
         names = [name for name in other_products() if name not in without]
         others = [_torch(method, name) for name in names for method in in_torch]
-        plain[len(native) : len(native)] = others
+        place = 0 if _has_tcgen05() else len(native)
+        plain[place:place] = others
     if problem.device != "cuda" or problem.flops > _GRAPH_UP_TO:
         return plain
     return plain + [
@@ -178,6 +179,16 @@ def candidates_for(
         for each in plain
         if "graphs" not in without
     ]
+
+
+def _has_tcgen05() -> bool:
+    """Return whether the GPU has Blackwell's own tensor core instructions, which no CUDA kernel of this project uses.
+
+    On such a chip (compute capability 10 and 11, not the 12 of consumer cards) those kernels run by ``mma.sync``, which
+    its tensor cores serve at a fraction of their rate. Triton and quack compile to ``tcgen05``, so they are the expected
+    winners there. Nobody has timed it: the choice between all of them is measured.
+    """
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (10, 11)
 
 
 def _variants(problem: Problem, operators: Any) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,13 @@ from . import library, reference
 from .autotune import TOLERANCE, error_of
 from .candidates import candidates_for, has_kernel, other_products, problem_of
 
+Checks = list[dict[str, Any]]
+
 # What the operators compute in.
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def self_test() -> list[dict[str, Any]]:
+def self_test() -> Checks:
     """Compare each operator with its reference on every device that has kernels; builds the library if necessary.
 
     Returns:
@@ -33,13 +35,14 @@ def self_test() -> list[dict[str, Any]]:
     return checks + cuda_checks() if torch.cuda.is_available() else checks
 
 
-def cuda_checks() -> list[dict[str, Any]]:
+def cuda_checks(started: Callable[[str], object] = lambda part: None) -> Checks:
     """Return the part of :func:`self_test` for the current GPU: the operators, if there are any, and graphs.
 
-    Each check has the ``part`` that it belongs to, and ``raised`` where it raised instead of giving a number.
+    ``started`` is told of each part before it runs, so that one that hangs is known. Each check has the ``part`` that it
+    belongs to, and ``raised`` where it raised instead of giving a number.
     """
     operators = library.try_load()
-    parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    parts: dict[str, Callable[[], Checks]] = {
         name: functools.partial(_test_other_product, name) for name in other_products()
     }
     parts["graphs"] = lambda: _test_graphs(operators)
@@ -47,6 +50,7 @@ def cuda_checks() -> list[dict[str, Any]]:
         parts["native"] = lambda: _test_operators(operators, "cuda")
     checks = []
     for part, run in parts.items():
+        started(part)
         try:
             found = run()
             torch.cuda.synchronize()
@@ -57,7 +61,7 @@ def cuda_checks() -> list[dict[str, Any]]:
     return checks
 
 
-def _test_operators(operators: Any, device: str) -> list[dict[str, Any]]:
+def _test_operators(operators: Any, device: str) -> Checks:
     return [
         *_test_orthogonalize(operators, device),
         *_test_sym_gemm(operators, device),
@@ -66,7 +70,7 @@ def _test_operators(operators: Any, device: str) -> list[dict[str, Any]]:
     ]
 
 
-def _test_orthogonalize(operators: Any, device: str) -> list[dict[str, Any]]:
+def _test_orthogonalize(operators: Any, device: str) -> Checks:
     if not has_kernel(operators, device, "orthogonalize"):
         return []
     rows = resolve_schedule("quintic")
@@ -98,33 +102,59 @@ def _test_orthogonalize(operators: Any, device: str) -> list[dict[str, Any]]:
     return checks
 
 
-def _test_sym_gemm(operators: Any, device: str) -> list[dict[str, Any]]:
+def _test_sym_gemm(operators: Any, device: str) -> Checks:
     if not has_kernel(operators, device, "sym_gemm"):
         return []
-    return [_test_product("sym_gemm", operators.sym_gemm, device, dtype) for dtype in _DTYPES]
+    checks = _test_product("sym_gemm", operators.sym_gemm, device, _DTYPES)
+    if device == "cuda" and all(operators.sym_gemm_waves(1, 256)):
+        checks += _test_product("sym_gemm in squares of 256", operators.sym_gemm_wide, device, _DTYPES[1:])
+    return checks
 
 
-def _test_other_product(name: str) -> list[dict[str, Any]]:
+def _test_other_product(name: str) -> Checks:
     product = importlib.import_module(f"{__package__}.{name}_sym").sym_gemm
-    return [
-        _test_product(f"sym_gemm of {name}", product, "cuda", dtype)
-        for dtype in (torch.float16, torch.bfloat16)
-    ]
+    return _test_product(f"sym_gemm of {name}", product, "cuda", _DTYPES[1:])
+
+
+def product_shapes(processors: int) -> list[tuple[int, int, int]]:
+    """Return batch, m and k of the products to check on a device with so many multiprocessors; 0 is a CPU.
+
+    On a GPU a block must come back to its ring and its barriers: the second shape has at least three tiles of 128 for
+    each of two blocks on a multiprocessor, three squares of 256 for each cluster, a batch of 8, more elements of k than
+    twice the stages of a ring (5 x 64), not whole stages of them, and tiles enough for Triton's larger ones.
+    """
+    small = (2, 264, 128)
+    return [small, (max(8, -(-6 * processors // 55)), 1160, 712)] if processors else [small]
 
 
 def _test_product(
-    name: str, product: Callable[..., torch.Tensor], device: str, dtype: torch.dtype
+    name: str, product: Callable[..., torch.Tensor], device: str, dtypes: Sequence[torch.dtype]
+) -> Checks:
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device == "cuda" else 0
+    return [
+        _compare_product(f"{name} {batch}x{m}x{k} {_short(dtype)}", product, (batch, m, k), device, dtype)
+        for batch, m, k in product_shapes(processors)
+        for dtype in dtypes
+    ]
+
+
+def _compare_product(
+    name: str,
+    product: Callable[..., torch.Tensor],
+    shape: tuple[int, int, int],
+    device: str,
+    dtype: torch.dtype,
 ) -> dict[str, Any]:
-    a = torch.randn(2, 264, 128, generator=torch.Generator().manual_seed(0)).to(device, dtype) / 16
+    a = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype) / 16
     c = reference.sym_gemm(a, a, None, 0.5, 0.0, 0.0)
     result = product(a, a, c, 1.5, -0.5, 2.0)
     error = error_of(result.double(), reference.sym_gemm(a, a, c, 1.5, -0.5, 2.0).double())
     if not torch.equal(result, result.mT):
         error = float("inf")
-    return _check(f"{name} {_short(dtype)}, bitwise symmetric", device, error, 2 * torch.finfo(dtype).eps)
+    return _check(f"{name}, bitwise symmetric", device, error, 2 * torch.finfo(dtype).eps)
 
 
-def _test_norms(operators: Any, device: str) -> list[dict[str, Any]]:
+def _test_norms(operators: Any, device: str) -> Checks:
     if not has_kernel(operators, device, "frobenius_norms"):
         return []
     checks = []
@@ -135,7 +165,7 @@ def _test_norms(operators: Any, device: str) -> list[dict[str, Any]]:
     return checks
 
 
-def _test_flat(operators: Any, device: str) -> list[dict[str, Any]]:
+def _test_flat(operators: Any, device: str) -> Checks:
     checks = []
     generator = torch.Generator().manual_seed(0)
     # Aligned and not, longer than one tile of the GPU's kernels, and more fragments than one launch takes.
@@ -175,7 +205,7 @@ def _test_flat(operators: Any, device: str) -> list[dict[str, Any]]:
     return checks
 
 
-def _test_graphs(operators: Any | None) -> list[dict[str, Any]]:
+def _test_graphs(operators: Any | None) -> Checks:
     """Compare replayed graphs with plain calls, bit for bit."""
     settings = NsSettings(resolve_schedule("quintic"), "gram", torch.float16)
     inputs = [torch.randn(2, 256, 640, device="cuda") for _ in range(3)]

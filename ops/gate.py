@@ -12,12 +12,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,6 +39,9 @@ _INSIDE = "DS_MUON_IN_SELF_TEST"
 # Seconds for which a failure is believed that may have passed since: so long that the processes which start together
 # test once.
 _PASSING_SECONDS = 600.0
+
+# Seconds for which a test that was ended is waited for.
+_LAST_SECONDS = 5.0
 
 PARTS = ("native", "graphs", "triton", "quack")
 """What is tested and kept out by itself: the native operators, CUDA graphs, and the products of two libraries."""
@@ -135,27 +141,31 @@ def _known(file: Path, identity: Sequence[str]) -> Verdict | None:
 
 def _tried(command: Sequence[str], seconds: float) -> Verdict:
     """Run the self-test in a session of its own, so that it can be ended with all that it started."""
-    try:
-        child = subprocess.Popen(
-            command,
-            env={**os.environ, _INSIDE: "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-    except OSError as error:
-        return _nothing_works(f"it did not start: {error}")
-    try:
-        output, _ = child.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return _nothing_works(f"it did not end within {seconds:g} s")
-    finally:
-        if child.poll() is None:
+    # Into a file: of a pipe nobody would see the end while something that the test started holds it.
+    with tempfile.TemporaryFile("w+") as output:
+        try:
+            child = subprocess.Popen(
+                command,
+                env={**os.environ, _INSIDE: "1"},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return _nothing_works(f"it did not start: {error}")
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=seconds)
+        ended = child.poll() is not None
+        if not ended:
             os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-    lines = output.strip().splitlines()
+            # A process that waits for a GPU inside of the driver may not be ended by anything.
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=_LAST_SECONDS)
+        output.seek(0)
+        lines = output.read().strip().splitlines()
     last = "; ".join(lines[-3:]) or "no output"
+    if not ended:
+        return _nothing_works(f"it did not end within {seconds:g} s: {last}")
     if child.returncode < 0:
         return _nothing_works(f"it was ended by {signal.Signals(-child.returncode).name}: {last}")
     try:
@@ -179,7 +189,7 @@ def _failures(device: int) -> dict[str, str | bool]:
     torch.cuda.set_device(device)
     failed: dict[str, list[str]] = {}
     passing = False
-    for check in cuda_checks():
+    for check in cuda_checks(_announce):
         if "raised" in check:
             passing = True
             failed.setdefault(check["part"], []).append(check["raised"])
@@ -189,5 +199,11 @@ def _failures(device: int) -> dict[str, str | bool]:
     return {**{part: "; ".join(texts[:3]) for part, texts in failed.items()}, "passing": passing}
 
 
+def _announce(part: str) -> None:
+    sys.stdout.write(f"testing {part}\n")
+    sys.stdout.flush()
+
+
 if __name__ == "__main__":
+    signal.alarm(math.ceil(SECONDS) + 1)  # it ends although nobody waits for it any more
     sys.stdout.write("\n" + json.dumps(_failures(int(sys.argv[1]))) + "\n")

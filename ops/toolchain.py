@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 
 CSRC = Path(__file__).resolve().parent / "csrc"
 
-# Targets with instructions of one chip generation only (wgmma, tcgen05): code for plain sm_90 would have none of them.
+# Targets with instructions of one chip generation only: code for plain sm_90 would have no wgmma.
 _ARCH_SPECIFIC = {"90": "90a", "100": "100a", "120": "120a"}
 
 # Targets if there is neither a device nor TORCH_CUDA_ARCH_LIST.
@@ -75,12 +76,21 @@ def cxx_compiler() -> str | None:
 
 
 def find_nvcc() -> str | None:
-    """Return the path of nvcc, or ``None``. ``CUDA_HOME`` and ``CUDA_PATH`` come before ``PATH``."""
+    """Return the path of nvcc, or ``None``.
+
+    ``CUDA_HOME`` and ``CUDA_PATH`` come before ``PATH``, and that before pip's ``nvidia-cuda-nvcc``, which goes beside
+    the libraries of torch's own CUDA.
+    """
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         home = os.environ.get(variable)
         if home and (found := shutil.which("nvcc", path=str(Path(home) / "bin"))):
             return found
-    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    packages = Path(sysconfig.get_path("platlib"), "nvidia")
+    of_pip = [str(packages / f"cu{major}" / "bin") for major in (13, 12)] + [
+        str(packages / "cuda_nvcc" / "bin")
+    ]
+    folders = os.pathsep.join([*of_pip, "/usr/local/cuda/bin"])
+    return shutil.which("nvcc") or shutil.which("nvcc", path=folders)
 
 
 @functools.cache
@@ -169,7 +179,7 @@ def cuda_reason(torch: Any) -> str | None:
     if not torch.cuda.is_available() and not os.environ.get("TORCH_CUDA_ARCH_LIST"):
         return "no CUDA device, and TORCH_CUDA_ARCH_LIST does not say what to build for"
     if find_nvcc() is None:
-        return "no nvcc on PATH or in CUDA_HOME"
+        return "no nvcc on PATH, in CUDA_HOME or of pip (nvidia-cuda-nvcc)"
     return None
 
 

@@ -5,7 +5,7 @@
 #
 # Fails on warnings, on register spills, and where ptxas serialises wgmma or ignores setmaxnreg (C75xx): such a kernel
 # is right but slow, which nobody would notice without a GPU. sm_90a and sm_100a are the architecture-specific targets
-# of Hopper and Blackwell, with wgmma and tcgen05. The sources include no torch headers. Then scripts/sass_check.py looks
+# of Hopper and Blackwell; wgmma needs the first, and nothing here uses the second's tcgen05. The sources include no torch headers. Then scripts/sass_check.py looks
 # at the machine code of the flat passes.
 set -euo pipefail
 

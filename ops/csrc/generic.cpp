@@ -18,13 +18,6 @@ namespace {
 
 constexpr char kWide[] = "+wide";
 
-// Sets wide_products while it lives.
-struct WideProducts {
-  explicit WideProducts(bool wide) : before(wide_products) { wide_products = wide; }
-  ~WideProducts() { wide_products = before; }
-  const bool before;
-};
-
 using SymGemm =
     at::Tensor(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, double, double);
 

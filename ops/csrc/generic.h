@@ -17,6 +17,13 @@ at::Tensor orthogonalize_generic(
 // Whether the products of this thread run in squares of 256 on a GPU that has a kernel for them.
 extern thread_local bool wide_products;
 
+// Sets it while this lives.
+struct WideProducts {
+  explicit WideProducts(bool wide) : before(wide_products) { wide_products = wide; }
+  ~WideProducts() { wide_products = before; }
+  const bool before;
+};
+
 // The kernel for devices without one of their own: checks, then the above. Method "...+wide" sets wide_products.
 at::Tensor orthogonalize_by_products(
     const at::Tensor& x, at::ArrayRef<double> coefficients, std::string method, at::IntArrayRef restarts,

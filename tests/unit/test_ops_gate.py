@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -15,7 +18,7 @@ import torch
 from deepspeed_muon.errors import OpsUnavailableError
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings
-from deepspeed_muon.ops import candidates, dispatch, gate
+from deepspeed_muon.ops import candidates, checks, dispatch, gate
 from deepspeed_muon.ops.candidates import Problem
 from tests.support.native_ops import REPOSITORY
 
@@ -31,7 +34,7 @@ GOOD = command("print('{}')")
 PLANTED = {
     "hangs": (
         command("import time; print('sym_gemm', flush=True); time.sleep(600)"),
-        "did not end within 1 s",
+        "did not end within 1 s: sym_gemm",
     ),
     "crashes": (
         command("import os; print('sym_gemm', flush=True); os.abort()"),
@@ -76,6 +79,61 @@ def test_what_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
     child = Path("/proc", (tmp_path / "child").read_text())
     while child.exists() and (child / "stat").read_text().split()[2] != "Z":
         time.sleep(0.1)
+
+
+def test_what_cannot_be_ended_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process inside of a driver may outlive its SIGKILL; so may one that the test has started, with its output."""
+    monkeypatch.setattr(gate, "_LAST_SECONDS", 0.2)
+    monkeypatch.setattr(gate.os, "killpg", lambda *_: None)
+    began = time.monotonic()
+    hangs = command("import time; print('testing native', flush=True); time.sleep(30)")
+    assert "within 3 s" in gate.decide(IDENTITY, hangs, folder=tmp_path, seconds=3.0).why
+    leaves = command("""
+        import subprocess
+        subprocess.Popen(["sleep", "30"], start_new_session=True)
+        print("{}")
+    """)
+    assert not gate.decide([*IDENTITY, "leaves"], leaves, folder=tmp_path, seconds=25.0).failed
+    assert time.monotonic() - began < 25
+
+
+def test_a_self_test_that_nobody_waits_for_ends_by_itself() -> None:
+    """The training that had started it was killed: else it would keep the GPU. The last line names the part."""
+    code = """
+        import runpy, sys, time, torch
+        from deepspeed_muon.ops import checks
+
+        def hangs():
+            time.sleep(600)
+
+        checks.other_products = lambda: {"triton": None}
+        checks._test_other_product = lambda name: hangs()
+        checks.library.try_load = lambda: None
+        torch.cuda.set_device = lambda device: None
+        sys.argv = ["gate", "0"]
+        runpy.run_module("deepspeed_muon.ops.gate", run_name="__main__")
+    """
+    environment = {**os.environ, "DS_MUON_SELF_TEST_SECONDS": "1"}
+    done = subprocess.run(
+        command(code), env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == -signal.SIGALRM and done.stdout.split("\n")[-2] == "testing triton"
+
+
+@pytest.mark.parametrize("processors", [40, 84, 108, 132, 142, 160])
+def test_products_of_the_self_test_come_back_to_their_barriers(processors: int) -> None:
+    small, (batch, m, k) = checks.product_shapes(processors)
+    tiles, squares = (-(-m // edge) for edge in (128, 256))
+    of_batch = [batch * side * (side + 1) // 2 for side in (tiles, squares)]
+    assert of_batch[0] >= 3 * 2 * processors and of_batch[1] >= 3 * (processors // 2)
+    assert batch >= 8 and k > 2 * 5 * 64 and k % 64
+    assert of_batch[0] >= triton_tiles_from() and checks.product_shapes(0) == [small]
+
+
+def triton_tiles_from() -> int:
+    text = (Path(gate.__file__).parent / "triton_sym.py").read_text()
+    (found,) = re.findall(r"^_TILES_FROM = (\d+)$", text, flags=re.MULTILINE)
+    return int(found)
 
 
 def test_processes_that_start_at_once_test_once(tmp_path: Path) -> None:

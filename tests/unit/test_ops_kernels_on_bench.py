@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from deepspeed_muon.ops.checks import product_shapes
 from tests.support import cuda_bench
 from tests.support import cuda_cases as cases
 from tests.support.cuda_bench import ANY_TIME, EARLY, LATE, Bench
@@ -490,6 +491,29 @@ DEFECTS: dict[str, Defect] = {
         "static_cast<cuuint64_t>((m + kTile - 1) / kTile * kTile), ",
     ),
 }
+
+
+# What a block does wrong only when it comes back to its ring or its barriers.
+LATE_DEFECTS = {
+    "blocks of k beyond two rounds of the ring": (
+        "phase ^= static_cast<uint32_t>(position / stages) & 1u;",
+        "phase ^= position >= stages ? 1u : 0u;",
+    ),
+    "the third tile of a block": ("static_cast<uint32_t>((number - 1) / 2) & 1u", "0u"),
+}
+
+
+@pytest.mark.parametrize("name", LATE_DEFECTS)
+def test_small_products_do_not_find_what_the_self_test_must(bench: Bench, tmp_path: Path, name: str) -> None:
+    small, large = product_shapes(132)
+    broken = cuda_bench.build(tmp_path, dict([LATE_DEFECTS[name]]), beside=bench.folder, only="sym_gemm_sm90")
+    broken.configure(processors=132)
+    cases.sym_gemm(broken, "sm90", small, torch.float16, Inputs("cpu"))
+    # As many tiles for each block as the large one has, and as many blocks of k.
+    batch, _, k = large
+    broken.configure(processors=1)
+    with pytest.raises(AssertionError):
+        cases.sym_gemm(broken, "sm90", (batch * 55 // 132, 128, k), torch.float16, Inputs("cpu"))
 
 
 @pytest.mark.parametrize("name", DEFECTS)

@@ -19,6 +19,7 @@ from deepspeed_muon.ops import candidates, reference
 from deepspeed_muon.ops.candidates import Problem, candidates_for
 from tests.support.native_ops import REPOSITORY
 
+FP32 = torch.float32
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )
@@ -73,6 +74,25 @@ def test_when_it_is_a_candidate(
     assert names[-2:] == ["torch gram", "torch standard"]
     monkeypatch.setattr(candidates, "other_products", dict)
     assert not any(each.name.startswith("triton") for each in candidates_for(problem, None, without=without))
+
+
+@pytest.mark.parametrize(
+    ("capability", "first"),
+    [((8, 0), "ops"), ((9, 0), "ops"), ((10, 0), "triton"), ((10, 3), "triton"), ((12, 0), "ops")],
+)
+def test_it_is_expected_to_win_where_only_it_has_tcgen05(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], first: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(candidates, "has_kernel", lambda *_: True)
+    monkeypatch.setattr(candidates, "other_products", lambda: {"triton": Products(lambda x: x @ x.mT)})
+    operators = types.SimpleNamespace(sym_gemm_kernel=lambda: "sm80")
+    settings = NsSettings(resolve_schedule("quintic"), "gram", torch.float16)
+    names = [
+        each.name for each in candidates_for(Problem("cuda", FP32, 1, 4096, 4096, 0, settings), operators)
+    ]
+    assert names[0].startswith(first) and {"ops standard+sm80", "triton standard"} <= set(names)
 
 
 def stand_in(

@@ -97,6 +97,13 @@ at::Tensor sym_gemm(
   return sym_gemm_cublas(left, right, added, alpha, beta, diag).view(shape);
 }
 
+at::Tensor sym_gemm_wide(
+    const at::Tensor& a, const at::Tensor& b, const std::optional<at::Tensor>& c, double alpha, double beta,
+    double diag) {
+  const muon::WideProducts wide(true);
+  return sym_gemm(a, b, c, alpha, beta, diag);
+}
+
 const char* pointer(const at::Tensor& t, int64_t offset) {
   return static_cast<const char*>(t.const_data_ptr()) + offset * t.element_size();
 }
@@ -173,10 +180,13 @@ TORCH_LIBRARY_FRAGMENT(deepspeed_muon, m) {
   m.def("sym_gemm_kernel() -> str", &sym_gemm_kernel);
   m.def("sym_gemm_waves(int batch, int m) -> int[]", &sym_gemm_waves);
   m.def("flat_passes_missing() -> str", &flat_passes_missing);
+  // sym_gemm in squares of 256, where a kernel has them.
+  m.def("sym_gemm_wide(Tensor a, Tensor b, Tensor? c, float alpha, float beta, float diag) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(deepspeed_muon, CUDA, m) {
   m.impl("sym_gemm", &sym_gemm);
+  m.impl("sym_gemm_wide", &sym_gemm_wide);
   m.impl("momentum_pack_", &momentum_pack);
   m.impl("unpack_apply_", &unpack_apply);
 }
