@@ -171,7 +171,7 @@ class Muon(RoutedOptimizer):
         device: torch.device,
         ranks: Ranks | None = None,
     ) -> None:
-        """Tell the optimizer where ZeRO keeps its parameters and make the exchange plans; nothing is sent.
+        """Tell the optimizer where ZeRO keeps its parameters, make the plans and choose kernels; nothing is sent.
 
         Called once, after the ZeRO wrapper exists. Whoever calls it compares :meth:`_plan_facts` between the ranks.
 
@@ -197,6 +197,10 @@ class Muon(RoutedOptimizer):
             overlap=overlaps(step_sets, self.config),
         )
         self._bound = BoundSteps(step_sets, self.config, resources)
+        # Kernels are timed now: in the first step the other ranks would wait for the one that measures.
+        for runner in self._bound.runners:
+            for x in runner.inputs():
+                self._orthogonalize.prepare(x, settings=runner.context.ns_settings, device=device)
         for group in self.param_groups:  # hidden from DeepSpeed's wrappers until they are made
             group.setdefault("use_muon", group["algorithm"] == "muon")
         if self.qk_clip is not None:

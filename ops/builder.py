@@ -245,6 +245,7 @@ def _compile(spec: BuildSpec, target: Path, verbose: bool) -> None:
     """Compile in a folder below the target's and move the library into place, so that nobody loads half a file."""
     from torch.utils import cpp_extension
 
+    linking: list[str] = []
     work = target.parent / "build"
     work.mkdir(exist_ok=True)
     # torch's own lock is a file that outlives a killed build. While we hold ours it can only be such a leftover.
@@ -257,11 +258,13 @@ def _compile(spec: BuildSpec, target: Path, verbose: bool) -> None:
         if spec.with_cuda and (nvcc := toolchain.find_nvcc()):
             # torch takes the parent of the nvcc on PATH, which may be a script that calls another one.
             cpp_extension.CUDA_HOME = toolchain.cuda_home(nvcc)
+            linking = toolchain.runtime_flags(Path(cpp_extension.CUDA_HOME), work)
         cpp_extension.load(
             name=toolchain.library_name(spec.key),
             sources=list(spec.sources),
             extra_cflags=list(spec.cxx_flags),
             extra_cuda_cflags=list(spec.nvcc_flags) or None,
+            extra_ldflags=linking,
             extra_include_paths=list(spec.include_dirs),
             build_directory=str(work),
             with_cuda=spec.with_cuda,

@@ -90,16 +90,17 @@ class Problem:
         )
 
 
-def problem_of(x: Tensor, settings: NsSettings) -> Problem:
-    """Return the problem of orthogonalising ``x`` with ``settings``."""
+def problem_of(x: Tensor, settings: NsSettings, device: torch.device | None = None) -> Problem:
+    """Return the problem of orthogonalising ``x``, or a tensor like it on ``device``, with ``settings``."""
     rows, cols = x.shape[-2:]
+    kind = (device or x.device).type
     return Problem(
-        device=x.device.type,
+        device=kind,
         input_dtype=x.dtype,
         batch=x.shape[:-2].numel(),
         rows=rows,
         cols=cols,
-        threads=torch.get_num_threads() if x.device.type == "cpu" else 0,
+        threads=torch.get_num_threads() if kind == "cpu" else 0,
         settings=settings,
     )
 
@@ -184,9 +185,9 @@ def candidates_for(
 def _has_tcgen05() -> bool:
     """Return whether the GPU has Blackwell's own tensor core instructions, which no CUDA kernel of this project uses.
 
-    On such a chip (compute capability 10 and 11, not the 12 of consumer cards) those kernels run by ``mma.sync``, which
-    its tensor cores serve at a fraction of their rate. Triton and quack compile to ``tcgen05``, so they are the expected
-    winners there. Nobody has timed it: the choice between all of them is measured.
+    On such a chip (compute capability 10 and 11, not the 12 of consumer cards) those kernels run by ``mma.sync``, at a
+    fraction of its rate. Triton and quack compile to ``tcgen05``, so they are the expected winners there. Nobody has
+    timed it: the choice between all of them is measured.
     """
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (10, 11)
 

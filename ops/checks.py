@@ -38,8 +38,8 @@ def self_test() -> Checks:
 def cuda_checks(started: Callable[[str], object] = lambda part: None) -> Checks:
     """Return the part of :func:`self_test` for the current GPU: the operators, if there are any, and graphs.
 
-    ``started`` is told of each part before it runs, so that one that hangs is known. Each check has the ``part`` that it
-    belongs to, and ``raised`` where it raised instead of giving a number.
+    ``started`` is told of each part before it runs, so that one that hangs is known. Each check has the ``part`` that
+    it belongs to, and ``raised`` where it raised instead of giving a number.
     """
     operators = library.try_load()
     parts: dict[str, Callable[[], Checks]] = {

@@ -46,7 +46,7 @@ class Orthogonalizer:
     def __call__(self, x: Tensor, *, settings: NsSettings) -> Tensor:
         """Return the approximate polar factor of every matrix of a batch.
 
-        The first call with a new shape may measure the candidates (bounded in time; no collective).
+        The first call with a shape that was not prepared may measure the candidates (bounded in time; no collective).
 
         Args:
             x: ``(..., rows, cols)``, any floating dtype. Not mutated.
@@ -61,13 +61,22 @@ class Orthogonalizer:
         """
         if x.ndim < 2:
             raise ValueError(f"orthogonalize needs (..., rows, cols), got shape {tuple(x.shape)}")
-        problem = problem_of(x, settings)
-        found = self._chosen.get(problem)
-        if found is None:
-            found = self._chosen[problem] = self._choose(problem, x.device)
-        candidate, ran = found
+        candidate, ran = self.prepare(x, settings=settings, device=x.device)
         ran.calls += 1
         return candidate.run(x, settings)
+
+    def prepare(self, x: Tensor, *, settings: NsSettings, device: torch.device) -> tuple[Candidate, Ran]:
+        """Choose what will run tensors like ``x`` on ``device``, unless that is known; see :meth:`__call__`.
+
+        Args:
+            x: Only its shape and dtype are looked at; it may be on the meta device.
+            settings: Polynomial, method, dtype and eps.
+            device: Where the tensors will be.
+        """
+        problem = problem_of(x, settings, device)
+        if problem not in self._chosen:
+            self._chosen[problem] = self._choose(problem, device)
+        return self._chosen[problem]
 
     def _choose(self, problem: Problem, device: torch.device) -> tuple[Candidate, Ran]:
         if self.backend == "torch":

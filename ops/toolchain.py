@@ -116,6 +116,22 @@ def cuda_home(nvcc: str) -> str:
     return os.path.realpath(found[1].strip()) if found else str(Path(nvcc).resolve().parents[1])
 
 
+def runtime_flags(home: Path, folder: Path) -> list[str]:
+    """Return what a linker needs to find CUDA's runtime in a toolkit of pip, which has no plain ``libcudart.so``.
+
+    Args:
+        home: The toolkit.
+        folder: Gets a link with that name, if it is needed.
+    """
+    libraries = [path for part in ("lib64", "lib") for path in sorted((home / part).glob("libcudart.so*"))]
+    if not libraries or any(path.name == "libcudart.so" for path in libraries):
+        return []
+    link = folder / "libcudart.so"
+    link.unlink(missing_ok=True)
+    link.symlink_to(libraries[-1])
+    return [f"-L{folder}"]
+
+
 def find_program(name: str) -> str | None:
     """Return a program's path: on ``PATH``, or beside the interpreter of an environment that is not activated."""
     return shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))

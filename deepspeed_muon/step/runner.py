@@ -21,7 +21,7 @@ from deepspeed_muon.plan.rows import RowPlaces, row_places
 from deepspeed_muon.step.passes import RateTable, Step, apply, gradients_for, pack, read, write
 from deepspeed_muon.step.state import AdamW, State, StatePolicy, passes_for, row_state_of, state_of
 from deepspeed_muon.step.step_set import StepSet
-from deepspeed_muon.step.strategies import Orthogonalize, Strategy, WholeAtOwner, batches
+from deepspeed_muon.step.strategies import Orthogonalize, WholeAtOwner, batches
 from deepspeed_muon.step.tables import ChunkTable
 from deepspeed_muon.step.tensor_parallel import OverTensorGroup
 from deepspeed_muon.transport.exchange import (
@@ -133,9 +133,9 @@ class StepRunner:
             norms=matrix_norms(config.ns_backend, context.device),
         )
         self._whole = WholeAtOwner(matrices, context, resources.orthogonalize, self._check)
-        self._updates: Strategy = self._whole.updates
+        chosen: WholeAtOwner | OverTensorGroup = self._whole
         if tensor_group is not None:
-            self._updates = OverTensorGroup(
+            chosen = OverTensorGroup(
                 matrices,
                 context,
                 self._check,
@@ -143,7 +143,13 @@ class StepRunner:
                 whole=self._whole,
                 distributed=config.tensor_parallel_mode == "distributed",
                 chunk_numel=config.exchange_chunk_numel,
-            ).updates
+            )
+        self._strategy = chosen
+
+    def inputs(self) -> Iterator[Tensor]:
+        """Yield empty tensors like those that this rank orthogonalises in a step with a gradient of every matrix."""
+        for chunk in self.plan.chunks:
+            yield from self._strategy.inputs(chunk.owned)
 
     @property
     def wire_bytes_per_step(self) -> int:
@@ -298,7 +304,9 @@ class StepRunner:
         table = self._tables[flight.number]
         owned = step.active(flight.chunk.owned)
         codec, note = self.context.codec, self._note("update")
-        for indices, found in self._updates(owned, functools.partial(self._directions, flight), step):
+        for indices, found in self._strategy.updates(
+            owned, functools.partial(self._directions, flight), step
+        ):
             batch, updates = table.batch(indices), found.contiguous().view(-1)
             for copy in batch.travelled:
                 write(copy.in_buffer(flight.receive_buffer), copy.in_batch(updates), codec, note)

@@ -26,10 +26,6 @@ Updates = Iterator[tuple[Sequence[int], Tensor]]
 """Indices of matrices of one shape, and their checked updates or those of this rank's parts: ``(matrices, elements)``
 in the communication dtype."""
 
-Strategy = Callable[[Sequence[int], Directions, Step], Updates]
-"""Active matrices that this rank owns, their directions and the step to the updates of all of them, each once; the
-iterator must be exhausted."""
-
 
 def batches(
     matrices: Sequence[MatrixLayout], context: StepContext, indices: Sequence[int], *, by_shards: bool = False
@@ -97,12 +93,26 @@ class WholeAtOwner:
         self._batches = functools.lru_cache(maxsize=64)(self._planned)
 
     def updates(self, owned: Sequence[int], directions: Directions, step: Step) -> Updates:
-        """Yield indices and updates of owned matrices, as :data:`Strategy` says."""
+        """Yield indices and updates of matrices, each once; the iterator must be exhausted.
+
+        Args:
+            owned: Active matrices that this rank owns.
+            directions: Their directions.
+            step: The step.
+        """
         for batch in self._batches(tuple(owned)):
             self._context.stats.matrices_orthogonalized += batch.counted
             matrices = directions(batch.indices)
             run = self._of_stack if batch.equal else self._of_blocks
             yield batch.indices, run(batch, matrices, step).view(len(batch.indices), -1)
+
+    def inputs(self, owned: Sequence[int]) -> Iterator[Tensor]:
+        """Yield empty tensors, on the meta device, like those that :meth:`updates` orthogonalises."""
+        for batch in self._batches(tuple(owned)):
+            for members in batch.calls:
+                block = batch.blocks[members[0][1]]
+                shape = (len(members), block.rows, block.cols)
+                yield torch.empty(shape, dtype=self._context.comm_dtype, device="meta")
 
     def _planned(self, owned: Sequence[int]) -> list[_Batch]:
         found = []

@@ -70,7 +70,7 @@ class OverTensorGroup:
         self._chunk_numel = chunk_numel
 
     def updates(self, owned: Sequence[int], directions: Directions, step: Step) -> Updates:
-        """Yield indices and updates of this rank's shards and copies, as :data:`.strategies.Strategy` says.
+        """Yield indices and updates of this rank's shards and copies, as :meth:`.WholeAtOwner.updates` does.
 
         Must be called by all ranks of the group with the same ``owned``, and be exhausted: all ranks follow the order
         of the plan, so that two ranks never wait for each other in different matrices.
@@ -88,6 +88,14 @@ class OverTensorGroup:
             return
         for part in self._parts(shards):
             yield from self._at_one_rank(part, directions, step)
+
+    def inputs(self, owned: Sequence[int]) -> Iterator[Tensor]:
+        """Yield empty tensors like the whole matrices that this rank orthogonalises."""
+        yield from self._whole.inputs([i for i in owned if self._matrices[i].shards is None])
+        shared = [index for index in owned if self._matrices[index].shards is not None]
+        for cut in (False,) if self._distributed else (False, True):
+            for part in self._parts([index for index in shared if self._matrices[index].is_cut == cut]):
+                yield from self._whole.inputs(self._dealt(part)[self._rank])
 
     def _parts(self, indices: Sequence[int]) -> Iterator[list[int]]:
         """Cut a list of matrices into parts of bounded size, in the same way on all ranks of the group."""

@@ -48,6 +48,9 @@ def test_megatron_style(ranks: Any, stage: int, mode: str, ranks_and_size: tuple
     )
     compare(results, "even", 2 * world // size, clipping)
     assert sum(result["orthogonalized"] for result in results) == len(MATRICES["even"])
+    for result in results:
+        prepared, ran, known = result["shapes"]
+        assert prepared == ran == known
 
 
 # AutoTP's layers multiply in the weights' fp32, so the gradients differ from the float64 reference's by some 1e-6, and

@@ -16,7 +16,7 @@ import deepspeed_muon
 from deepspeed_muon import QkRecorder
 from tests.support.attention_models import HEADS, KEY_HEADS, LAYOUTS, WIDTH
 from tests.support.models import Even, batch, build
-from tests.support.training import ds_config
+from tests.support.training import ds_config, shapes_chosen
 
 
 class SomeRanks:
@@ -377,6 +377,7 @@ def train(
         zero=zero,
     )
     engine = _engine(style, tensor_size, config, mark, dead, kind)
+    prepared = shapes_chosen(deepspeed_muon.muon_optimizer(engine), ran=False)
     norms, count = [], 0
     largest, clipped = [], []
     for step in range(steps):
@@ -396,8 +397,10 @@ def train(
         if optimizer.qk_clip is not None:
             largest.append(optimizer.qk_clip.report.largest["attn"])
             clipped.append(optimizer.qk_clip.report.clipped)
-    group = deepspeed_muon.muon_optimizer(engine)._runners[0].step_set.tensor_group
+    optimizer = deepspeed_muon.muon_optimizer(engine)
+    group = optimizer._runners[0].step_set.tensor_group
     report = {
+        "shapes": (prepared, shapes_chosen(optimizer, ran=True), shapes_chosen(optimizer, ran=False)),
         "params": assembled(engine, None, group),
         "momentum": assembled(engine, "momentum_buffer", group),
         "norms": norms,

@@ -88,6 +88,11 @@ def run_step(engine: Any, step: int, rank: int, world_size: int, accumulation: i
     return total
 
 
+def shapes_chosen(optimizer: Muon, *, ran: bool) -> list[str]:
+    """Return the shapes of which this rank knows what runs them, or those that ran."""
+    return sorted(entry["problem"] for entry in optimizer.kernel_report() if entry["calls"] or not ran)
+
+
 def full_masters(engine: Any) -> dict[str, Tensor]:
     """Assemble every parameter's fp32 master from the partitions of all ranks, by this project's own layouts."""
     return _assemble(engine, lambda optimizer, tensor: tensor.detach())
@@ -150,6 +155,7 @@ def train(
     )
     engine = make_engine(config, kind, zero_init=zero_init, exact=exact)
     optimizer: Muon = deepspeed_muon.muon_optimizer(engine)
+    prepared = shapes_chosen(optimizer, ran=False)
     norms, losses = [], []
     for step in range(steps):
         if idle_from is not None:
@@ -167,6 +173,7 @@ def train(
         "planned_bytes": deepspeed_muon.plan_report(engine)["own_bytes_per_step"],
         "orthogonalized": optimizer.stats.matrices_orthogonalized,
         "skipped": engine.skipped_steps,
+        "shapes": (prepared, shapes_chosen(optimizer, ran=True), shapes_chosen(optimizer, ran=False)),
         # Elements of each matrix, and how many of them travel in both directions together.
         "layout": [
             [matrix.numel, 2 * (matrix.numel - matrix.placement.held_by(owner))]

@@ -217,6 +217,47 @@ def test_the_toolkit_of_a_script_that_calls_nvcc(tmp_path: Path) -> None:
     assert home != tmp_path and (home / "bin" / "nvcc").exists()
 
 
+def test_nvcc_of_pip_is_found_behind_that_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda name: str(tmp_path / name))
+    programs = [tmp_path / "platlib" / "nvidia" / "cu13" / "bin" / "nvcc", tmp_path / "bin" / "nvcc"]
+    for program in programs:
+        program.parent.mkdir(parents=True)
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+        assert toolchain.find_nvcc() == str(program)
+
+
+def test_the_runtime_of_a_toolkit_of_pip_is_linked(tmp_path: Path) -> None:
+    """Its wheel has ``lib/libcudart.so.13`` and no other name of it."""
+    library, build = tmp_path / "lib" / "libcudart.so.13", tmp_path / "build"
+    for folder in (library.parent, build):
+        folder.mkdir()
+    assert toolchain.runtime_flags(tmp_path / "without", build) == []
+    (tmp_path / "runtime.c").write_text("int cudaGetLastError(void) { return 0; }\n")
+    command = ["cc", "-shared", "-fPIC", str(tmp_path / "runtime.c"), "-Wl,-soname,libcudart.so.13"]
+    subprocess.run([*command, "-o", str(library)], check=True)
+    (tmp_path / "user.c").write_text(
+        "int cudaGetLastError(void); int user(void) { return cudaGetLastError(); }\n"
+    )
+    for _ in range(2):  # a build that is tried again
+        flags = toolchain.runtime_flags(tmp_path, build)
+        command = [
+            "cc",
+            "-shared",
+            "-fPIC",
+            "-Wl,--no-undefined",
+            str(tmp_path / "user.c"),
+            *flags,
+            "-lcudart",
+        ]
+        subprocess.run([*command, "-o", str(build / "user.so")], check=True)
+    library.with_name("libcudart.so").symlink_to(library)
+    assert toolchain.runtime_flags(tmp_path, build) == []
+
+
 def test_the_lock_is_free_after_use(tmp_path: Path) -> None:
     with builder._exclusive(tmp_path):
         pass
