@@ -132,19 +132,18 @@ class StepRunner:
             ns=context.ns_settings,
             norms=matrix_norms(config.ns_backend, context.device),
         )
-        self._whole = WholeAtOwner(matrices, context, resources.orthogonalize, self._check)
-        chosen: WholeAtOwner | OverTensorGroup = self._whole
+        whole = WholeAtOwner(matrices, context, resources.orthogonalize, self._check)
+        self._strategy: WholeAtOwner | OverTensorGroup = whole
         if tensor_group is not None:
-            chosen = OverTensorGroup(
+            self._strategy = OverTensorGroup(
                 matrices,
                 context,
                 self._check,
                 group=tensor_group,
-                whole=self._whole,
+                whole=whole,
                 distributed=config.tensor_parallel_mode == "distributed",
                 chunk_numel=config.exchange_chunk_numel,
             )
-        self._strategy = chosen
 
     def inputs(self) -> Iterator[Tensor]:
         """Yield empty tensors like those that this rank orthogonalises in a step with a gradient of every matrix."""

@@ -8,6 +8,7 @@ largest element of its block.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -143,10 +144,11 @@ class StepContext:
     def batch_below(self) -> int:
         """Blocks with a shorter short side than this are orthogonalised in batches.
 
-        Above it a CPU multiplies matrices faster one at a time, and a single matrix fills a GPU: at 2048 it is still
-        136 tiles of 128 x 128 on the 132 multiprocessors of an H100, two waves for the work of one.
+        Above it a CPU multiplies matrices faster one at a time. A GPU takes all that may be stacked: of 2560 x 2560 one
+        is 210 tiles of 128 x 128 on the 132 multiprocessors of an H100, two waves of which the second is 60 % full, and
+        five are eight full ones.
         """
-        return 256 if self.device.type == "cpu" else 2049
+        return 256 if self.device.type == "cpu" else sys.maxsize
 
 
 class ExchangeBuffers:
