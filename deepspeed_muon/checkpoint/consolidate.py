@@ -35,7 +35,6 @@ from deepspeed_muon.checkpoint.parts import (
     transfers_of,
 )
 from deepspeed_muon.checkpoint.sealed import folder_of, json_settings, refusing
-from deepspeed_muon.checkpoint.settings import read_progress
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.transport.agreement import RankFacts, Scope, agree
 from deepspeed_muon.transport.ranks import all_ranks, is_first_rank, phase
@@ -177,7 +176,7 @@ def _about(state: LiveState) -> dict[str, Any]:
         },
         "optimizer": state.optimizer.config.model_dump(mode="json"),
         "groups": [json_settings(group) for group in state.optimizer.param_groups],
-        "progress": read_progress(state.host),
+        "progress": state.host.progress(),
     }
 
 
@@ -203,38 +202,34 @@ class _Exchange:
     def fill(self, pieces: Sequence[Piece | None], content: Tensor) -> None:
         """Send every rank its piece of this round; this rank's own comes into ``content``, on the CPU."""
         rank = self._state.rank
-        sent: list[list[Transfer]] = [[] for _ in pieces]
-        received: list[list[Transfer]] = [[] for _ in pieces]
-        traffic = False
-        for writer, piece in enumerate(pieces):
-            for transfer in self._transfers(writer, piece) if piece else ():
-                traffic = traffic or transfer.source != writer
-                if transfer.source == writer == rank:
-                    transfer.put(self._elements(transfer), content)
-                elif transfer.source == rank:
-                    sent[writer].append(transfer)
-                elif writer == rank:
-                    received[transfer.source].append(transfer)
-        if not traffic:
+        moves = [
+            (each, writer) for writer, piece in enumerate(pieces) for each in self._transfers(writer, piece)
+        ]
+        for each, writer in moves:
+            if each.source == writer == rank:
+                each.put(self._elements(each), content)
+        if all(each.source == writer for each, writer in moves):
             return
-        out_splits = [sum(each.numel for each in transfers) for transfers in sent]
-        in_splits = [sum(each.numel for each in transfers) for transfers in received]
+        # All ranks list the moves in the same order, so a sender and a receiver cut their buffers alike.
+        sent = [(each, writer) for each, writer in moves if each.source == rank != writer]
+        received = [each for each, writer in moves if each.source != rank == writer]
+        received.sort(key=lambda each: each.source)
+        out_splits, in_splits = [0] * len(pieces), [0] * len(pieces)
+        for each, writer in sent:
+            out_splits[writer] += each.numel
+        for each in received:
+            in_splits[each.source] += each.numel
         outgoing, incoming = self._outgoing.resize_(sum(out_splits)), self._incoming.resize_(sum(in_splits))
-        for transfer, elements in _split(outgoing, sent):
-            elements.copy_(self._elements(transfer))
+        places = outgoing.split([each.numel for each, _ in sent])
+        for (each, _), place in zip(sent, places, strict=True):
+            place.copy_(self._elements(each))
         with phase("exchange of a checkpoint's pieces", None):
             dist.all_to_all_single(incoming, outgoing, in_splits, out_splits)
-        for transfer, elements in _split(incoming, received):
-            transfer.put(elements, content)
+        for each, place in zip(received, incoming.split([each.numel for each in received]), strict=True):
+            each.put(place, content)
 
-    def _transfers(self, writer: int, piece: Piece) -> Iterator[Transfer]:
+    def _transfers(self, writer: int, piece: Piece | None) -> Iterator[Transfer]:
         """Yield everything that a rank's piece consists of, in an order that all ranks share."""
-        for name, key, start, stop, piece_start in self._plan.ranges(piece):
+        for name, key, start, stop, piece_start in self._plan.ranges(piece) if piece else ():
             parts = self._parts[name]
             yield from transfers_of(parts, key, start, stop, piece_start=piece_start, writer=writer)
-
-
-def _split(buffer: Tensor, transfers: Sequence[Sequence[Transfer]]) -> Iterator[tuple[Transfer, Tensor]]:
-    """Yield the transfers of all ranks, one rank after the other, with their parts of a buffer."""
-    flat = list(chain.from_iterable(transfers))
-    return zip(flat, buffer.split_with_sizes([each.numel for each in flat]), strict=True)

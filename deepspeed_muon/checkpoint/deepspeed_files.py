@@ -10,7 +10,6 @@ import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -66,8 +65,6 @@ class DeepSpeedFiles(TagFolder):
                 held, lossy = foreign_state(self, self._kind, include, exclude)
             self.parts = put_together(held, self.files)
             self.parameters = {name: first.record for name, (first, *_) in self.parts.items()}
-            for each in chain.from_iterable(self.parts.values()):
-                self._check_lengths(each)
             self.about = {
                 "source": {
                     "writer": "offline",
@@ -113,31 +110,20 @@ class DeepSpeedFiles(TagFolder):
             raise CheckpointError(f"{where}: there is no parameter number {held.partition}")
         return held.with_state(self.state_of(held.partition, first), self.step_of(held.partition, first))
 
-    def _check_lengths(self, held: HeldParameter) -> None:
-        """Make sure that every file holds all that its parameters need."""
-        for key in held.record.tensor_keys:
-            places = held.places_of(key)
-            for rank in places.ranks[:1] if places.replicated else places.ranks:
-                fragment = places.on(rank)
-                if fragment is None:
-                    continue
-                path = self.files[held.holders[rank]]
-                try:
-                    size = self._flat(held, key, rank).numel()
-                except (KeyError, IndexError) as error:
-                    remedy = "consolidate it with the engine, or save at ZeRO stage 1"
-                    raise CheckpointError(
-                        f"{path}: no {key} of parameter {held.name}{'' if self.stage else ': ' + remedy}"
-                    ) from error
-                if size < held.offset(key, rank, fragment.matrix_offset) + fragment.numel:
-                    raise CheckpointError(
-                        f"{path}: {key} of parameter {held.name} is cut off: the partition has {size} elements"
-                    )
-
     def _flat(self, held: HeldParameter, key: str, rank: int) -> Tensor:
-        """Return the partition of a rank of a group, flat, as its file has it."""
+        """Return the partition of a rank of a group, flat, as its file has it.
+
+        Raises:
+            CheckpointError: If the file has none, or something else.
+        """
         number = held.holders[rank]
-        saved = self._saved(held, key, number)
+        try:
+            saved = self._saved(held, key, number)
+        except (KeyError, IndexError) as error:
+            remedy = "" if self.stage else ": consolidate it with the engine, or save at ZeRO stage 1"
+            raise CheckpointError(
+                f"{self.files[number]}: no {key} of parameter {held.name}{remedy}"
+            ) from error
         check_tensor(saved, f"{self.files[number]}: {key} of parameter {held.name}")
         flat: Tensor = saved.detach().reshape(-1)
         return flat
@@ -178,8 +164,13 @@ class DeepSpeedFiles(TagFolder):
         found = torch.empty(numel, dtype=torch.float32)
         read = []
         for each in transfers_of(self.parts[parameter], key, start, start + numel, piece_start=start):
-            place = each.held.offset(key, each.rank, each.start)
-            read.append(self._flat(each.held, key, each.rank).narrow(0, place, each.numel))
+            place, flat = each.held.offset(key, each.rank, each.start), self._flat(each.held, key, each.rank)
+            if place + each.numel > flat.numel():
+                raise CheckpointError(
+                    f"{self.files[each.source]}: {key} of parameter {parameter} is cut off: the partition has "
+                    f"{flat.numel()} elements"
+                )
+            read.append(flat.narrow(0, place, each.numel))
             each.put(read[-1], found)
         drop_pages(read)
         return found

@@ -25,7 +25,6 @@ from pydantic import (
     Field,
     SkipValidation,
     ValidationError,
-    field_validator,
     model_validator,
 )
 from typing_extensions import TypedDict
@@ -254,16 +253,11 @@ class CheckpointIndex(_Record):
         """Return the file's content, with the checksum. It leaves out what has its default."""
         return sealed_json(self.model_dump(mode="json", exclude_defaults=True))
 
-    @field_validator("files")
-    @classmethod
-    def _inside(cls, files: dict[str, FileRecord]) -> dict[str, FileRecord]:
-        for name in files:
-            if not SHARD_PATTERN.fullmatch(name):
-                raise ValueError(f"{name!r} is not the name of a shard of this folder")
-        return files
-
     @model_validator(mode="after")
     def _consistent(self) -> CheckpointIndex:
+        for name in self.files:
+            if not SHARD_PATTERN.fullmatch(name):
+                raise ValueError(f"{name!r} is not the name of a shard of this folder")
         used = dict.fromkeys(self.files, 0)
         for name, record in self.parameters.items():
             if record.group >= len(self.groups):

@@ -13,15 +13,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from deepspeed_muon.checkpoint.index import COUNTERS, SCALE_KEYS, ParameterRecord
+from deepspeed_muon.checkpoint.index import COUNTERS, SCALE_KEYS, ParameterRecord, Progress
 from deepspeed_muon.checkpoint.parts import HeldParameter
+from deepspeed_muon.checkpoint.sealed import is_json
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.logs import warn
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
 from deepspeed_muon.plan.placement import Fragment
+from deepspeed_muon.plan.rows import row_places
 from deepspeed_muon.plan.slices import TensorSlice, whole_slice
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.step.step_set import BoundPartition
+from deepspeed_muon.variants import VARIANTS
 
 SOME_RANKS = (
     "the ranks of a save agree over the default process group, whose other ranks would not come, as in DeepSpeed's own "
@@ -111,6 +115,23 @@ class Host:
     def refresh_weights(self) -> None:
         """Round the fp32 masters into the weights of the forward pass. Must be called by all ranks."""
         self._view.refresh_weights()
+
+    def progress(self) -> Progress:
+        """Return the engine's counters, schedule and loss scale."""
+        schedule = None
+        scheduler = self.scheduler
+        if scheduler is not None and hasattr(scheduler, "state_dict"):
+            schedule = scheduler.state_dict()
+            if not is_json(schedule):
+                warn(
+                    "deepspeed_muon: the state of the scheduler %s is not JSON and is left out of the consolidated "
+                    "checkpoint; step the scheduler to progress.global_steps after restoring",
+                    type(scheduler).__name__,
+                )
+                schedule = None
+        named = None if scheduler is None else type(scheduler).__name__
+        found = {"lr_scheduler": schedule, "lr_scheduler_class": named, "loss_scale": self.loss_scale()}
+        return Progress.model_validate({**self.counters(), **found})
 
     def begin_restore(self, where: str) -> None:
         """Let steps, saves and forward passes raise from now on, until :meth:`end_restore`; may be called again."""
@@ -267,7 +288,8 @@ def collect(engine: Any) -> LiveState:
     parameters: dict[str, LiveParameter] = {}
     for runner in optimizer._runners:
         step_set = runner.step_set
-        rows = {places.matrix.name: places for places in runner.row_places}
+        with_rows = step_set.matrices if VARIANTS[optimizer.config.variant].state else ()
+        rows = {places.matrix.name: places for places in row_places(with_rows)}
         ranks = (0,) if step_set.group is None else tuple(dist.get_process_group_ranks(step_set.group))
         ranks = members.setdefault(ranks, ranks)
         partitions = {partition.index: partition for partition in step_set.partitions}

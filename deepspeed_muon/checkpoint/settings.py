@@ -16,7 +16,6 @@ from pydantic import ValidationError
 
 from deepspeed_muon.checkpoint.index import COUNTERS, CheckpointIndex, Progress
 from deepspeed_muon.checkpoint.live import Host, LiveState, optimizer_of
-from deepspeed_muon.checkpoint.sealed import is_json
 from deepspeed_muon.config import GROUP_KEYS, MuonConfig
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import logger, warn
@@ -107,24 +106,6 @@ def _checked(key: str, value: Any) -> Any:
         return getattr(MuonConfig.model_validate({name: value}), name)
     except ValidationError as error:
         raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from error
-
-
-def read_progress(host: Host) -> Progress:
-    """Return the engine's counters, schedule and loss scale."""
-    schedule = None
-    scheduler = host.scheduler
-    if scheduler is not None and hasattr(scheduler, "state_dict"):
-        schedule = scheduler.state_dict()
-        if not is_json(schedule):
-            warn(
-                "deepspeed_muon: the state of the scheduler %s is not JSON and is left out of the consolidated "
-                "checkpoint; step the scheduler to progress.global_steps after restoring",
-                type(scheduler).__name__,
-            )
-            schedule = None
-    named = None if scheduler is None else type(scheduler).__name__
-    found = {"lr_scheduler": schedule, "lr_scheduler_class": named, "loss_scale": host.loss_scale()}
-    return Progress.model_validate({**host.counters(), **found})
 
 
 def write_progress(optimizer: Muon, progress: Progress, where: str, *, scheduler: bool, rates: bool) -> None:

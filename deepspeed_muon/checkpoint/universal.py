@@ -106,6 +106,10 @@ def _pieces(saved: DeepSpeedFiles, name: str, key: str) -> Iterator[Tensor]:
     return (saved.read(name, key, start, min(WINDOW, numel - start)) for start in range(0, numel, WINDOW))
 
 
+class _Elements(int):
+    """The number of elements in the record ``data/0`` of a file."""
+
+
 class _Pickler(pickle.Pickler):
     """Writes a tensor on the device ``meta`` as one whose elements are in the record ``data/0`` of the file."""
 
@@ -113,18 +117,12 @@ class _Pickler(pickle.Pickler):
         if not isinstance(value, Tensor):
             return NotImplemented
         hooks: OrderedDict[str, Any] = OrderedDict()
-        arguments = (_Storage(value.numel()), 0, tuple(value.shape), value.stride(), False, hooks)
+        arguments = (_Elements(value.numel()), 0, tuple(value.shape), value.stride(), False, hooks)
         return torch._utils._rebuild_tensor_v2, arguments
 
     def persistent_id(self, value: Any) -> Any:
-        if not isinstance(value, _Storage):
-            return None
-        return "storage", torch.FloatStorage, "0", "cpu", value.numel
-
-
-class _Storage:
-    def __init__(self, numel: int) -> None:
-        self.numel = numel
+        found = "storage", torch.FloatStorage, "0", "cpu"
+        return (*found, int(value)) if isinstance(value, _Elements) else None
 
 
 def _write_tensor(path: Path, shape: Sequence[int], pieces: Iterable[Tensor]) -> None:
@@ -173,28 +171,24 @@ class UniversalSource(StateSource):
         with refusing(self.where):
             if not (self._folder / "zero").is_dir():
                 raise CheckpointError(f"{self._folder}: no folder 'zero': not a universal checkpoint")
-            self._has_checksums = os.path.lexists(self._folder / RECORD_NAME)
-            self.index = (
-                self._described_by_record() if self._has_checksums else self._described_by_files(live)
-            )
-
-    def _described_by_record(self) -> CheckpointIndex:
-        path = self._folder / RECORD_NAME
-        index = load_index(self._folder, RECORD_NAME, UNIVERSAL_FORMAT)
-        for name in index.parameters:
-            if not is_name(name):
-                raise CheckpointError(f"{path}: refused: parameter {name!r} cannot name a folder")
-        return index
+            if os.path.lexists(self._folder / RECORD_NAME):
+                self.index = load_index(self._folder, RECORD_NAME, UNIVERSAL_FORMAT)
+            else:
+                self.index = self._described_by_files(live)
+            for name in self.index.parameters:
+                if not is_name(name):
+                    raise CheckpointError(
+                        f"{self._folder / RECORD_NAME}: refused: parameter {name!r} cannot name a folder"
+                    )
 
     def _described_by_files(self, live: Mapping[str, Any]) -> CheckpointIndex:
         """Describe a checkpoint of DeepSpeed's own converter. It holds buffers and frozen parameters as well."""
         parameters: dict[str, ParameterRecord] = {}
-        for place in sorted((self._folder / "zero").iterdir()):
-            name = place.name
-            if not place.is_dir() or name not in live:
-                continue
-            algorithm = live[name].algorithm
+        for name in sorted(live):
+            place, algorithm = self._folder / "zero" / name, live[name].algorithm
             found = {path.stem for path in place.glob("*.pt")}
+            if not found:
+                continue
             stateful = set(STATE_KEYS[algorithm]) <= found
             if algorithm == "muon" and not stateful and "exp_avg" in found:
                 self._from_adam.add(name)
@@ -238,7 +232,7 @@ class UniversalSource(StateSource):
             for key, checksum in self.parameters[name].tensors.items():
                 path, shape = self._path(name, key), self.parameters[name].shape_of(key)
                 with refusing(f"{path}; parameter {name}"):
-                    if self._has_checksums and file_digest(path) != checksum:
+                    if checksum and file_digest(path) != checksum:
                         raise CheckpointError(
                             f"{path}: its checksum is not that of the record; parameter {name}"
                         )

@@ -17,7 +17,6 @@ from deepspeed_muon.monitoring.recorder import StepRecorder, Travelling
 from deepspeed_muon.ops import matrix_norms
 from deepspeed_muon.plan.exchange import build_exchange_plan
 from deepspeed_muon.plan.owners import assign
-from deepspeed_muon.plan.rows import RowPlaces, row_places
 from deepspeed_muon.step.passes import RateTable, Step, apply, gradients_for, pack, read, write
 from deepspeed_muon.step.state import AdamW, State, StatePolicy, passes_for, row_state_of, state_of
 from deepspeed_muon.step.step_set import StepSet
@@ -155,11 +154,6 @@ class StepRunner:
         """Bytes that this rank sends to data-parallel ranks in a step in which every matrix has a gradient."""
         rows = 0 if self._rows is None else self._rows.sent_elements
         return self.plan.sent_elements * self.context.codec.dtype.itemsize + rows * torch.float32.itemsize
-
-    @property
-    def row_places(self) -> tuple[RowPlaces, ...]:
-        """Where the variant's row state lies, for each matrix of the set; empty if it has none."""
-        return row_places(self.step_set.matrices) if self._variant.state else ()
 
     @property
     def left_out(self) -> list[LeftOut]:

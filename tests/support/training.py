@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import deepspeed_muon
 from deepspeed_muon.optimizer import Muon
+from deepspeed_muon.plan.rows import row_places
 from deepspeed_muon.variants.normuon import MOMENTS
 from tests.support.models import batch, build
 
@@ -206,7 +207,7 @@ def full_rows(engine: Any) -> dict[str, Tensor]:
     full = {}
     for runner in optimizer._runners:
         tensors = {p.index: optimizer.state[p.tensor].get(MOMENTS) for p in runner.step_set.partitions}
-        for places in runner.row_places:
+        for places in row_places(runner.step_set.matrices):
             kept = tensors[places.matrix.partition]
             if kept is None:
                 continue
