@@ -284,12 +284,12 @@ def collect(engine: Any) -> LiveState:
             raise CheckpointError(f"two parameters are called {route.name}: pass model.named_parameters()")
         routes[route.name] = route
     groups = host.param_group_numbers()
+    has_rows = bool(VARIANTS[optimizer.config.variant].state)
     members: dict[tuple[int, ...], tuple[int, ...]] = {}
     parameters: dict[str, LiveParameter] = {}
     for runner in optimizer._runners:
         step_set = runner.step_set
-        with_rows = step_set.matrices if VARIANTS[optimizer.config.variant].state else ()
-        rows = {places.matrix.name: places for places in row_places(with_rows)}
+        rows = {places.matrix.name: places for places in row_places(step_set.matrices)} if has_rows else {}
         ranks = (0,) if step_set.group is None else tuple(dist.get_process_group_ranks(step_set.group))
         ranks = members.setdefault(ranks, ranks)
         partitions = {partition.index: partition for partition in step_set.partitions}

@@ -19,7 +19,7 @@ from torch import Tensor
 from deepspeed_muon.checkpoint.atomic import FolderWriter, make_folder, new_folder
 from deepspeed_muon.checkpoint.commit import write_set
 from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
-from deepspeed_muon.checkpoint.index import INDEX_NAME, ROW_KEYS, CheckpointIndex, load_index
+from deepspeed_muon.checkpoint.index import INDEX_NAME, STATE_KEYS, CheckpointIndex, load_index
 from deepspeed_muon.checkpoint.parts import DEFAULT_SHARD_BYTES, Piece, SavePlan, check_shard_bytes
 from deepspeed_muon.checkpoint.sealed import folder_of, refusing
 from deepspeed_muon.checkpoint.settings import checked_settings
@@ -127,27 +127,24 @@ def export_to_torch(folder: str | os.PathLike[str], out_dir: str | os.PathLike[s
     """
     place = Path(os.path.abspath(folder_of("out_dir", out_dir)))
     index = verify_folder(folder)
-    source = ConsolidatedSource(folder)
+    records, source = index.parameters, ConsolidatedSource(folder)
+
+    def whole(name: str, key: str) -> Tensor:
+        return source.read(name, key, 0, records[name].numel).view(records[name].shape)
+
     lossy: list[str] = []
-    content: dict[str, Any] = {"weights.pt": {}}
-    for name, record in index.parameters.items():
-        content["weights.pt"][name] = source.read(name, "fp32", 0, record.numel).view(record.shape)
-    for algorithm, file in (("muon", "muon.pt"), ("adamw", "adamw.pt")):
-        names = [name for name, record in index.parameters.items() if record.algorithm == algorithm]
-        state = {}
-        for number, name in enumerate(names):
-            record = index.parameters[name]
-            entries: dict[str, Any] = {
-                key: source.read(name, key, 0, record.numel).view(record.shape)
-                for key in record.tensors
-                if key not in ("fp32", *ROW_KEYS[algorithm])
-            }
-            if entries and algorithm == "adamw":
-                entries["step"] = torch.tensor(float(record.step))
-            if entries:
-                state[number] = entries
+    content: dict[str, Any] = {"weights.pt": {name: whole(name, "fp32") for name in records}}
+    for algorithm, keys in STATE_KEYS.items():
+        names = [name for name, record in records.items() if record.algorithm == algorithm]
+        state = {
+            number: {key: whole(name, key) for key in keys}
+            for number, name in enumerate(names)
+            if records[name].step
+        }
+        for number, entries in state.items() if algorithm == "adamw" else ():
+            entries["step"] = torch.tensor(float(records[names[number]].step))
         settings = _torch_settings(index, algorithm, names, lossy)
-        content[file] = {
+        content[f"{algorithm}.pt"] = {
             "state": state,
             "param_groups": [{**settings, "params": list(range(len(names))), "param_names": names}],
         }
