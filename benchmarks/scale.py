@@ -1,7 +1,8 @@
 """What one rank of many costs at the start: time, memory, messages, and its part of a checkpoint's record.
 
 ``python benchmarks/scale.py --out benchmarks/results/scale-NAME`` makes one rank of 64, 1,024 and 16,384, of models
-with 723, 5,000 and 44,000 parameters, at stages 1 and 3. Each cell runs in a process of its own. The code is the real
+with 723, 5,000 and 44,000 parameters, at stages 1 and 3; with ``--parameters 915`` of kimi-k2, whose 46,080 experts are
+stacked. Each cell runs in a process of its own. The code is the real
 one: routing, the order of the matrices, the readers of ZeRO's wrappers, owners, exchange plans, the comparison of the
 plans, the record. Not real are ZeRO's wrapper, an object with the attributes that the reader reads, whose flat buffers
 are mapped but never touched; and the other ranks, for whom this program answers that they have the same facts.
@@ -22,6 +23,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,10 +73,18 @@ def experts(
             yield f"{prefix}experts.{expert}.down_proj.weight", (width, hidden)
 
 
-MODELS: dict[int, Shapes] = {
-    723: list(dense(80, 8192, 1024, 28672, 128256)),
-    5000: list(experts(26, 4096, 1408, 62, 128256))[:5000],
-    44000: list(experts(61, 7168, 2048, 240, 129280))[:44000],
+def preset(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    from deepspeed_muon.forecast.model_shapes import load_model
+
+    for member in load_model(name):
+        yield member.name, tuple(member.param.shape)
+
+
+MODELS: dict[int, Iterator[tuple[str, tuple[int, ...]]]] = {
+    723: dense(80, 8192, 1024, 28672, 128256),
+    5000: experts(26, 4096, 1408, 62, 128256),
+    44000: experts(61, 7168, 2048, 240, 129280),
+    915: preset("kimi-k2"),
 }
 
 
@@ -172,7 +182,10 @@ def measure(parameters: int, stage: int, world: int, rank: int, trace: bool) -> 
 
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     others = OtherRanks()
-    named = [(name, torch.nn.Parameter(tensor)) for name, tensor in mapped_all(MODELS[parameters])]
+    named = [
+        (name, torch.nn.Parameter(tensor))
+        for name, tensor in mapped_all(list(islice(MODELS[parameters], parameters)))
+    ]
     found: dict[str, float] = {"tensors": len(named)}
     start = time.process_time()
     optimizer = deepspeed_muon.Muon(named, muon_lr=0.02)
@@ -260,7 +273,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parameters", nargs="+", type=int, choices=MODELS, default=list(MODELS))
+    parser.add_argument("--parameters", nargs="+", type=int, choices=MODELS, default=list(MODELS)[:3])
     parser.add_argument("--stages", nargs="+", type=int, choices=(1, 3), default=[1, 3])
     parser.add_argument("--ranks", nargs="+", type=int, default=[64, 1024, 16384])
     parser.add_argument("--out", help="path without ending for .json and .md")
