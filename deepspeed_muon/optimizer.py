@@ -28,12 +28,13 @@ from deepspeed_muon.logs import warn
 from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.ops import Orthogonalizer, select
 from deepspeed_muon.plan.layout import TensorShards
+from deepspeed_muon.plan.placement import replicated_placement
 from deepspeed_muon.qk_clip.clip import QkClip
 from deepspeed_muon.routed_optimizer import RoutedOptimizer
 from deepspeed_muon.routing.param_groups import ParamsInput, build_groups
 from deepspeed_muon.step.bound import BoundSteps, flat_gradients, overlaps
 from deepspeed_muon.step.runner import StepResources, StepRunner
-from deepspeed_muon.step.step_set import StepSet, read_whole
+from deepspeed_muon.step.step_set import StepSet, read_step_set
 from deepspeed_muon.transport.agreement import RankFacts
 from deepspeed_muon.transport.exchange import ExchangeBuffers, StepStats
 from deepspeed_muon.transport.ranks import Ranks
@@ -320,13 +321,13 @@ class Muon(RoutedOptimizer):
     def _bind_plain(self) -> None:
         """Bind to the parameters themselves: a single process without DeepSpeed."""
         known = set(self._routed.by_id)
-        pairs = [(p, p) for group in self.param_groups for p in group["params"]]
-        if not {id(param) for param, _ in pairs} <= known:
+        params = [param for group in self.param_groups for param in group["params"]]
+        if not {id(param) for param in params} <= known:
             raise BindingError(
                 "the optimizer's parameters were replaced by flat partitions, but it was not told where they lie: call "
                 "deepspeed_muon.register() before deepspeed.initialize"
             )
-        devices = {param.device for param, _ in pairs}
+        devices = {param.device for param in params}
         if len(devices) > 1:
             raise BindingError(
                 f"without DeepSpeed all parameters must be on one device, found {sorted(map(str, devices))}"
@@ -335,7 +336,16 @@ class Muon(RoutedOptimizer):
             if self._model is None:
                 raise ConfigError("qk_clip needs the model: pass model=... to deepspeed_muon.Muon")
             self._clip_attention_of(self._model)
-        self._bind([read_whole(pairs, self._routed.by_id, None)], device=devices.pop())
+        partitions = [
+            (
+                index,
+                param,
+                [param],
+                [(param, replicated_placement(0, param.numel(), 1))] if param.numel() else [],
+            )
+            for index, param in enumerate(params)
+        ]
+        self._bind([read_step_set(partitions, self._routed.by_id)], device=devices.pop())
 
     def _refuse(self, nonfinite: Sequence[str]) -> None:
         """Leave everything as it is, or raise, as configured. All ranks come here together."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import json
 import os
 import secrets
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_muon.checkpoint import CONSOLIDATED_FOLDER, consolidate
 from deepspeed_muon.checkpoint.index import INDEX_NAME, OURS
@@ -67,25 +69,30 @@ def load_universal_checkpoint(
         optimizer_of(engine).host.set_loss_scale(source.index.progress.loss_scale)
 
 
-def save_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+def save_checkpoint(
+    original: Callable[..., Any],
+    engine: Any,
+    save_dir: Any,
+    tag: Any = None,
+    client_state: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Let DeepSpeed save with a random id of this save in every rank's files, the first rank's.
 
     The consolidated set comes before, if the configuration asks for one: DeepSpeed writes ``latest`` last, so that it
     never names a tag whose set is not complete.
     """
-    names = ("save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters")
-    given = dict(zip(names, args, strict=False)) | kwargs
     optimizer = engine.basic_optimizer
     optimizer.host.require_restored()
-    if optimizer.config.consolidate_on_save and given.get("save_dir"):
-        tag = given.get("tag")
+    if optimizer.config.consolidate_on_save and save_dir:
         name = f"global_step{engine.global_steps}" if tag is None else str(tag)
-        consolidate(engine, os.path.join(given["save_dir"], name, CONSOLIDATED_FOLDER))
+        consolidate(engine, os.path.join(save_dir, name, CONSOLIDATED_FOLDER))
     ((_, save_id),) = optimizer.ranks.collect([secrets.token_hex(8)], most=1, what="naming of a save")
-    given["client_state"] = {**(given.get("client_state") or {}), SAVE_KEY: save_id}
+    client_state = {**(client_state or {}), SAVE_KEY: save_id}
     optimizer.host.save_id = save_id
     try:
-        return original(**given)
+        return original(save_dir, tag, client_state, *args, **kwargs)
     finally:
         optimizer.host.save_id = None
 
@@ -95,7 +102,7 @@ def load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwa
 
     DeepSpeed sets counters and schedule first: they are put back if a universal checkpoint is refused.
     """
-    given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+    given = inspect.signature(DeepSpeedEngine.load_checkpoint).bind(engine, *args, **kwargs).arguments
     with_state = given.get("load_optimizer_states", True) and not given.get("load_module_only", False)
     universal = bool(engine.load_universal_checkpoint())
     saved: Glance | None = None
@@ -140,16 +147,6 @@ def _digest_of_layout(optimizer: Muon) -> str:
     matrices = (matrix for runner in optimizer._runners for matrix in runner.step_set.matrices)
     rows = sorted([m.name, m.partition, m.placement.numbers()] for m in matrices)
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
-
-
-_ARGUMENTS = (
-    "load_dir",
-    "tag",
-    "load_module_strict",
-    "load_optimizer_states",
-    "load_lr_scheduler_states",
-    "load_module_only",
-)
 
 
 def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> Glance | None:

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_group, bwc_tensor_model_parallel_world_size
 from torch import Tensor, nn
 
@@ -110,15 +111,10 @@ class Cut:
         return TensorShards(1 if is_last else 0, (shape[int(is_last)],) * ranks, parts)
 
 
-def is_marked(param: Tensor) -> bool:
-    """Return whether a parameter is marked as a shard, as both conventions do."""
-    return bool(getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False))
-
-
 def is_copy(param: Tensor) -> bool:
     """Return whether every rank has the whole parameter, as far as it is marked."""
     meta = getattr(param, _META, None) or {}
-    return bool(meta.get("replicated")) or not (meta or is_marked(param))
+    return bool(meta.get("replicated")) or not (meta or is_model_parallel_parameter(param))
 
 
 def read_cut(param: Tensor) -> Cut:
@@ -189,7 +185,7 @@ def tensor_shards(engine: Any) -> dict[int, TensorShards]:
     found = {}
     for param in engine.module.parameters():
         shape = true_shape(param)
-        if is_marked(param) and len(shape) == 2:
+        if is_model_parallel_parameter(param) and len(shape) == 2:
             with suppress(ValueError):  # with_tensor_parallel refuses it, if it is Muon's
                 found[id(param)] = read_cut(param).of_matrix(shape, dist.get_world_size(group))
     return found
@@ -267,7 +263,7 @@ def _cuts(model: nn.Module, routes: Mapping[int, Route], ranks: int) -> _Cuts:
     found = {}
     for param in model.parameters():
         route = routes.get(id(param))
-        if route is None or route.algorithm != "muon" or not is_marked(param):
+        if route is None or route.algorithm != "muon" or not is_model_parallel_parameter(param):
             continue
         if len(route.shape) != 2:
             _refuse(route.name, f"a tensor-parallel shard of shape {list(route.shape)} is not a matrix")

@@ -33,7 +33,7 @@ from deepspeed_muon.plan.slices import TensorSlice, whole_slice
 from deepspeed_muon.routing.param_groups import expert_group_name
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.shapes import true_shape
-from deepspeed_muon.step.step_set import LayoutReader, StepSet
+from deepspeed_muon.step.step_set import StepSet, read_step_set
 from deepspeed_muon.transport.agreement import RankFacts, Scope
 from deepspeed_muon.transport.ranks import Ranks
 
@@ -155,17 +155,18 @@ def _read(engine: Any, optimizer: Muon, routes: Mapping[int, Route]) -> list[Ste
 def _step_set(
     view: View, routes: Mapping[int, Route], group: dist.ProcessGroup, indices: list[int], everyone: Any
 ) -> StepSet:
-    reader = LayoutReader(
+    wider_group, stack_group = skips_with(view.params[indices[0]][0], everyone)
+    ranks = dist.get_world_size(group)
+    if wider_group is not None and dist.get_world_size(wider_group) <= ranks:
+        wider_group = None
+    return read_step_set(
+        [(each, view.masters[each], view.params[each], view.placements(each, ranks)) for each in indices],
         routes,
         group,
-        others=skips_with(view.params[indices[0]][0], everyone),
+        wider_group=wider_group,
+        stack_group=stack_group,
         native_adam=CpuAdam if view.offloads else None,
     )
-    for index in indices:
-        reader.add_partition(index, view.masters[index], view.params[index])
-        for param, placement in view.placements(index, reader.world_size):
-            reader.add_parameter(param, placement)
-    return reader.step_set()
 
 
 def parts_of(engine: Any, routes: Mapping[int, Route]) -> dict[str, TensorSlice | str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepspeed_muon.errors import BindingError
 from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
-from deepspeed_muon.plan.placement import Fragment, Placement, replicated_placement
+from deepspeed_muon.plan.placement import Fragment, Placement
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.shapes import true_shape
 
@@ -99,109 +99,66 @@ class StepSet:
         return (*self.matrices, *self.others)
 
 
-class LayoutReader:
-    """Collects the layouts of one step set while a reader walks the partitions of a wrapper."""
+def read_step_set(
+    partitions: Sequence[tuple[int, Tensor, Sequence[Tensor], Iterable[tuple[Tensor, Placement]]]],
+    routes: Mapping[int, Route],
+    group: dist.ProcessGroup | None = None,
+    *,
+    wider_group: dist.ProcessGroup | None = None,
+    stack_group: dist.ProcessGroup | None = None,
+    native_adam: NativeAdam | None = None,
+) -> StepSet:
+    """Describe what one call of ``step()`` updates.
 
-    def __init__(
-        self,
-        routes: Mapping[int, Route],
-        group: dist.ProcessGroup | None,
-        *,
-        others: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = (None, None),
-        native_adam: NativeAdam | None = None,
-    ) -> None:
-        """Start an empty set; ``routes`` maps ``id(model parameter)`` to its route, for the rest see :class:`StepSet`.
+    Args:
+        partitions: Number of each partition, this rank's tensor, the model's parameters in it, and the placements of
+            those that have elements.
+        routes: ``id(model parameter)`` to its route.
+        group: The ranks among which the placements hold; ``None`` in a single process.
+        wider_group: See :class:`StepSet`.
+        stack_group: See :class:`StepSet`.
+        native_adam: See :class:`StepSet`.
 
-        ``others`` are ``wider_group`` and ``stack_group``. A wider group that is no larger than the group does not
-        count.
-        """
-        self._native_adam = native_adam
-        wider_group, self._stack_group = others
-        self._routes = routes
-        self._group = group
-        self._wider_group = wider_group
-        if group is not None and wider_group is not None:
-            larger = dist.get_world_size(wider_group) > dist.get_world_size(group)
-            self._wider_group = wider_group if larger else None
-        self.rank = dist.get_rank(group) if group is not None else 0
-        self.world_size = dist.get_world_size(group) if group is not None else 1
-        self._partitions: list[BoundPartition] = []
-        self._matrices: list[MatrixLayout] = []
-        self._others: list[ParameterLayout] = []
-        self._model_dtype: torch.dtype | None = None
-
-    def add_partition(self, index: int, tensor: Tensor, params: Sequence[Tensor]) -> None:
-        """Begin the partition that holds ``params``.
-
-        Raises:
-            BindingError: If it mixes Muon's parameters with others.
-        """
-        algorithms = {self._route(param).algorithm for param in params}
-        if len(algorithms) > 1:
-            names = ", ".join(
-                f"{self._route(param).name}: {self._route(param).algorithm}" for param in params
-            )
+    Raises:
+        BindingError: If a partition mixes Muon's parameters with others, or a parameter has no route.
+    """
+    bound: list[BoundPartition] = []
+    matrices: list[MatrixLayout] = []
+    others: list[ParameterLayout] = []
+    for index, tensor, params, placements in partitions:
+        held = [_route_of(param, routes) for param in params]
+        is_muon = {route.algorithm for route in held} == {"muon"}
+        if len({route.algorithm for route in held}) > 1:
+            names = ", ".join(f"{route.name}: {route.algorithm}" for route in held)
             raise BindingError(
                 f"flat partition {index} mixes algorithms ({names}); its param group was changed after start"
             )
-        self._partitions.append(BoundPartition(index, tensor, algorithms == {"muon"}))
-        if params and self._model_dtype is None:
-            self._model_dtype = params[0].dtype
-
-    def add_parameter(self, param: Tensor, placement: Placement) -> None:
-        """Add one parameter of the partition begun last."""
-        partition = self._partitions[-1]
-        route = self._route(param)
-        if partition.muon:
-            self._matrices.append(route.layout(partition.index, placement))
-        else:
-            self._others.append(ParameterLayout(route.name, partition.index, placement))
-
-    def step_set(self) -> StepSet:
-        """Return what was collected."""
-        return StepSet(
-            tuple(self._partitions),
-            tuple(self._matrices),
-            tuple(self._others),
-            self._group,
-            self.rank,
-            self.world_size,
-            self._model_dtype or torch.float32,
-            self._wider_group,
-            native_adam=self._native_adam,
-            stack_group=self._stack_group,
-        )
-
-    def _route(self, param: Tensor) -> Route:
-        try:
-            return self._routes[id(param)]
-        except KeyError:
-            raise BindingError(
-                f"a parameter of shape {true_shape(param)} is in DeepSpeed's groups but was never routed: add every "
-                f"parameter to the optimizer before deepspeed.initialize"
-            ) from None
+        bound.append(BoundPartition(index, tensor, is_muon))
+        for param, placement in placements:
+            route = _route_of(param, routes)
+            if is_muon:
+                matrices.append(route.layout(index, placement))
+            else:
+                others.append(ParameterLayout(route.name, index, placement))
+    return StepSet(
+        tuple(bound),
+        tuple(matrices),
+        tuple(others),
+        group,
+        0 if group is None else dist.get_rank(group),
+        1 if group is None else dist.get_world_size(group),
+        next((params[0].dtype for _, _, params, _ in partitions if params), torch.float32),
+        wider_group,
+        native_adam=native_adam,
+        stack_group=stack_group,
+    )
 
 
-def read_whole(
-    pairs: Sequence[tuple[Tensor, Tensor]],
-    routes: Mapping[int, Route],
-    group: dist.ProcessGroup | None,
-    *,
-    numbers: Sequence[int] | None = None,
-    others: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = (None, None),
-) -> StepSet:
-    """Return a step set of parameters that every rank holds whole; each one is a partition.
-
-    Args:
-        pairs: Model parameter and the fp32 tensor that the optimizer updates (often the same), in order.
-        routes: ``id(model parameter)`` to its route.
-        group: Ranks that hold the same parameters; ``None`` in a single process.
-        numbers: Number of each partition; ``None`` counts from 0.
-        others: As for :class:`LayoutReader`.
-    """
-    reader = LayoutReader(routes, group, others=others)
-    for index, (model, master) in zip(numbers or range(len(pairs)), pairs, strict=True):
-        reader.add_partition(index, master, [model])
-        if model.numel():
-            reader.add_parameter(model, replicated_placement(0, model.numel(), reader.world_size))
-    return reader.step_set()
+def _route_of(param: Tensor, routes: Mapping[int, Route]) -> Route:
+    try:
+        return routes[id(param)]
+    except KeyError:
+        raise BindingError(
+            f"a parameter of shape {true_shape(param)} is in DeepSpeed's groups but was never routed: add every "
+            f"parameter to the optimizer before deepspeed.initialize"
+        ) from None
