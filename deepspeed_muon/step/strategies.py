@@ -14,6 +14,7 @@ from deepspeed_muon.ops import BATCH_NUMEL
 from deepspeed_muon.plan.layout import Block, MatrixLayout
 from deepspeed_muon.step.passes import Step
 from deepspeed_muon.transport.exchange import StepContext
+from deepspeed_muon.transport.row_state import before_iteration
 
 Orthogonalize = Callable[..., Tensor]
 """``(batch, rows, cols)`` to the same in the settings' dtype; called as ``orthogonalize(x, settings=...)``."""
@@ -161,6 +162,7 @@ class WholeAtOwner:
 
     def _checked(self, members: list[Member], inputs: Tensor, step: Step) -> Tensor:
         """Return the checked updates of blocks that run together, ``(blocks, rows, cols)``."""
+        inputs = before_iteration(step.variant, inputs, self._matrices[members[0][0]])
         with self._check.recorder.span("newton_schulz"):
             blocks = self._orthogonalize(inputs, settings=self._context.ns_settings)
         scales = [step.rates.scales[index][number] for index, number in members]

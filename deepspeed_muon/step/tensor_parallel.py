@@ -30,7 +30,7 @@ from deepspeed_muon.step.passes import Step
 from deepspeed_muon.step.strategies import Directions, Updates, WholeAtOwner, batches
 from deepspeed_muon.transport.exchange import StepContext, exchange_bytes
 from deepspeed_muon.transport.ranks import phase
-from deepspeed_muon.transport.row_state import RowsAtOwner
+from deepspeed_muon.transport.row_state import RowsAtOwner, before_iteration
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
 
 
@@ -171,6 +171,7 @@ class OverTensorGroup:
         iterate = functools.partial(
             orthogonalize_sharded, group=self._group, shard_dim=dim - 2, shard_sizes=sizes
         )
+        inputs = before_iteration(step.variant, inputs, self._matrices[batch[0]], self._group)
         names = ", ".join(self._matrices[index].name for index in batch[:3])
         with self._check.recorder.span("newton_schulz"), phase(f"iteration of {names}", self._group):
             blocks = iterate(inputs, settings=self._context.ns_settings)

@@ -23,6 +23,47 @@ Settings = Mapping[int, Mapping[str, float]]
 """Partition index to the values of the variant's settings in this step."""
 
 
+def sums_of(matrix: MatrixLayout, group: dist.ProcessGroup | None) -> Sums:
+    """Return what adds up over rows and over a matrix.
+
+    Args:
+        matrix: A whole matrix, or this rank's shard of a cut one.
+        group: The tensor-parallel group that has the other shards of cut matrices; ``None`` if they are whole here.
+    """
+    if group is None or not matrix.is_cut:
+        return Sums()
+    assert matrix.shards is not None
+
+    def add_up(part: Tensor) -> Tensor:
+        with phase("sums of rows", group):
+            dist.all_reduce(part, group=group)
+        return part
+
+    if matrix.cuts_outputs:
+        return Sums(add_rows=add_up)
+    return Sums(cols=sum(matrix.shards.sizes), add_columns=add_up)
+
+
+def before_iteration(
+    variant: Variant, directions: Tensor, matrix: MatrixLayout, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Return what is orthogonalised, ``(batch, rows, cols)``: the directions, or what the variant makes of them.
+
+    For shards of cut matrices it must be called by all ranks of ``group``.
+
+    Args:
+        variant: The variant.
+        directions: Of blocks that are stored and cut as those of ``matrix`` are.
+        matrix: One of their matrices.
+        group: As for :func:`sums_of`.
+    """
+    if variant.before_iteration is None:
+        return directions
+    oriented = directions.mT if matrix.transposed else directions
+    changed = variant.before_iteration(oriented, sums_of(matrix, group))
+    return changed.mT if matrix.transposed else changed
+
+
 class RowsAtOwner:
     """A variant's ``finish`` with the row state of matrices on this rank: whole matrices, or its shards of cut ones.
 
@@ -59,21 +100,6 @@ class RowsAtOwner:
         """Return the same for matrices whose shards were gathered here."""
         return RowsAtOwner(self._matrices, self._variant, self._settings, rows, group=None)
 
-    def _sums(self, matrix: MatrixLayout) -> Sums:
-        group = self._group
-        if group is None or not matrix.is_cut:
-            return Sums()
-        assert matrix.shards is not None
-
-        def add_up(part: Tensor) -> Tensor:
-            with phase("sums of rows", group):
-                dist.all_reduce(part, group=group)
-            return part
-
-        if matrix.cuts_outputs:
-            return Sums(add_rows=add_up)
-        return Sums(cols=sum(matrix.shards.sizes), add_columns=add_up)
-
     def finish(self, blocks: Sequence[tuple[int, int]], results: Tensor) -> Tensor:
         """Turn orthogonalised blocks into updates and advance their state.
 
@@ -101,7 +127,7 @@ class RowsAtOwner:
         }
         first = self._matrices[blocks[0][0]]
         oriented = results.mT if first.transposed else results
-        updates = self._variant.finish(oriented, state, settings, self._sums(first))
+        updates = self._variant.finish(oriented, state, settings, sums_of(first, self._group))
         for key, views in kept.items():
             for view, new in zip(views, state[key], strict=True):
                 view.copy_(new)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from deepspeed_muon.variants import muon, normuon
-from deepspeed_muon.variants.variant import RowState, Setting, Sums, Variant
+from deepspeed_muon.variants import muon, muon_eq, normuon
+from deepspeed_muon.variants.variant import ReferenceRates, RowState, Setting, Sums, Variant
 
-VARIANTS: dict[str, Variant] = {each.VARIANT.name: each.VARIANT for each in (muon, normuon)}
+VARIANTS: dict[str, Variant] = {each.VARIANT.name: each.VARIANT for each in (muon, normuon, muon_eq)}
 """``optimizer.params.variant`` to what it means."""
 
 SETTINGS: dict[str, Setting] = {each.name: each for variant in VARIANTS.values() for each in variant.settings}
@@ -14,4 +14,4 @@ SETTINGS: dict[str, Setting] = {each.name: each for variant in VARIANTS.values()
 ROW_STATE: dict[str, RowState] = {each.key: each for variant in VARIANTS.values() for each in variant.state}
 """All entries of the optimizer state that some variant keeps for each row."""
 
-__all__ = ["ROW_STATE", "SETTINGS", "VARIANTS", "RowState", "Setting", "Sums", "Variant"]
+__all__ = ["ROW_STATE", "SETTINGS", "VARIANTS", "ReferenceRates", "RowState", "Setting", "Sums", "Variant"]

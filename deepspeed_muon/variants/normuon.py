@@ -18,7 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from deepspeed_muon.variants.variant import RowState, Setting, Sums, Variant
+from deepspeed_muon.variants.variant import ReferenceRates, RowState, Setting, Sums, Variant
 
 MOMENTS = "row_second_moment"
 _EPS = 1e-8
@@ -66,8 +66,17 @@ def reference_finish(o: Tensor, v: Tensor, *, beta2: float, eps: float = _EPS) -
     return normalized * (o.norm() / normalized.norm()), v
 
 
+def reference(weights: Tensor, direction: Tensor, state: dict[str, Tensor], rates: ReferenceRates) -> Tensor:
+    """See :data:`.variant.Reference`."""
+    moments = state.get(MOMENTS, direction.new_zeros(len(direction)))
+    factor = rates.orthogonalize(direction)
+    update, state[MOMENTS] = reference_finish(factor, moments, beta2=rates.settings["beta2"])
+    return rates.scale * update
+
+
 VARIANT = Variant(
     "normuon",
+    reference,
     description="rows of the update are brought to equal size by a running second moment",
     state=(RowState(MOMENTS, "row moments of NorMuon"),),
     settings=(Setting("beta2", 0.95, Field(ge=0, lt=1), "Decay of NorMuon's second moment of each row."),),

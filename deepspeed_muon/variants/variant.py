@@ -12,12 +12,42 @@ from torch import Tensor
 OnFragment = Callable[[Tensor, Tensor], Tensor]
 """``(values, weights)`` of a fragment, flat, to new values of the same length; computed element by element."""
 
+BeforeIteration = Callable[[Tensor, "Sums"], Tensor]
+"""``(directions, sums)`` to what is orthogonalised instead: a new tensor of that shape.
+
+``directions`` is ``(batch, rows, cols)`` with a row for each output of the layer, in the communication dtype.
+"""
+
 Finish = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, Tensor], "Sums"], Tensor]
 """``(blocks, state, settings, sums)`` to the updates: a new tensor of the shape of ``blocks``.
 
 ``blocks`` is ``(batch, rows, cols)``: orthogonalised matrices with a row for each output of the layer. ``state`` has
 ``(batch, rows)`` for each key and is mutated; ``settings`` has ``(batch, 1)`` for each name.
 """
+
+Reference = Callable[[Tensor, Tensor, dict[str, Tensor], "ReferenceRates"], Tensor]
+"""``(weights, direction, state, rates)`` to the update of one block, all float64, with a row for each output.
+
+The weights become ``decay(weights) - lr * update``. ``state`` is empty before the first step and is mutated. Only tests
+call it: written to be read, without anything of the fast path.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceRates:
+    """What a :data:`Reference` needs besides.
+
+    Attributes:
+        orthogonalize: Returns the orthogonalised ``(rows, cols)`` of a direction.
+        lr: Learning rate.
+        scale: Factor of the scale rule.
+        settings: Values of the variant's settings.
+    """
+
+    orthogonalize: Callable[[Tensor], Tensor]
+    lr: float
+    scale: float
+    settings: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +90,23 @@ class Variant:
 
     Attributes:
         name: The value of ``optimizer.params.variant``.
+        reference: One step of one block, for tests.
         description: What it does, as Markdown for the docs; empty for Muon itself.
         state: What it keeps beside the momentum.
         settings: The keys that only this variant reads.
         before_momentum: Changes the gradient of a fragment before it enters the momentum.
+        before_iteration: Changes the directions that are orthogonalised; ``None`` if they are used as they are.
         finish: Turns orthogonalised blocks into updates; ``None`` if they are the updates.
         before_apply: Changes the update of a fragment, in units of the first block's scale, before it is applied.
     """
 
     name: str
+    reference: Reference
     description: str = ""
     state: tuple[RowState, ...] = ()
     settings: tuple[Setting, ...] = ()
     before_momentum: OnFragment | None = None
+    before_iteration: BeforeIteration | None = None
     finish: Finish | None = None
     before_apply: OnFragment | None = None
 

@@ -40,29 +40,6 @@ def test_normuon_matches_the_reference(ranks: Any, stage: int, world: int, kind:
     assert sum(result["orthogonalized"] for result in results) == len(MATRICES[kind])
 
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "stage2-round-robin": {"stage": 2, "zero": {"round_robin_gradients": True}},
-    "stage3-sub-groups": {"stage": 3, "zero": {"sub_group_size": 150}},
-    "stage2-offload": {"stage": 2, "zero": {"offload_optimizer": {"device": "cpu"}}},
-    "stage3-chunks": {"stage": 3, "params": {"exchange_chunk_numel": 300}},
-}
-
-
-@pytest.mark.parametrize("name", list(VARIANTS))
-def test_normuon_under_other_settings(ranks: Any, name: str) -> None:
-    settings = {**VARIANTS[name]}
-    params = {"variant": "normuon", **settings.pop("params", {})}
-    results = ranks(3).run(training.train, accumulation=2, clipping=0.5, params=params, **settings)
-    compare(results, "toy", 6, 0.5, variant="normuon")
-
-
-def test_normuon_by_heads(ranks: Any) -> None:
-    """Every head is normalised to its own norm."""
-    params = {"variant": "normuon", "matrices": {"*": {"heads": "config"}}}
-    results = ranks(3).run(training.train, stage=3, kind="heads", params=params)
-    compare(results, "heads", 3, 0.0, variant="normuon")
-
-
 @pytest.mark.parametrize(("stage", "mode"), [(0, "independent"), (1, "cautious"), (3, "independent")])
 def test_weight_decay_modes(ranks: Any, stage: int, mode: str) -> None:
     results = ranks(2).run(training.train, stage=stage, params={"weight_decay_mode": mode})

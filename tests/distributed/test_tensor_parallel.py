@@ -14,7 +14,6 @@ from tests.support import tensor_parallel
 from tests.support.contract import HALF_TOLERANCE, MUON_TOLERANCE, compare, reference
 from tests.support.models import MATRICES, build
 from tests.support.reference import relative
-from tests.support.thinning import each_value
 
 CASES = list(itertools.product((0, 1, 2, 3), ("gather", "distributed"), ((2, 2), (4, 2), (4, 4))))
 CORE = {(stage, mode, (4, 2)) for stage, mode, _ in CASES} | {
@@ -103,41 +102,6 @@ def test_autotp_cuts_each_part(ranks: Any) -> None:
             found = in_order(found, int("down" in name))
         error = relative(found, end[name], start[name])
         assert error <= AUTOTP_TOLERANCE, (name, error)
-
-
-# What is divided into blocks: every part (the query in heads, key and value whole), also of a layer stored as input x
-# output and of one whose inputs are cut.
-BLOCKS: dict[str, Any] = {
-    "matrices": {
-        "*.qkv_proj.weight": {"split": [16, 8, 8], "heads": [4, 1, 1]},
-        "*.c_attn.weight": {"split": [16, 16, 16], "heads": [4, 4, 4], "transposed": True},
-        "*.o_proj.weight": {"split": [12, 4]},
-        "*.gate_up_proj": {"split": "gate_up"},
-    }
-}
-BLOCK_CASES = each_value(
-    itertools.product(
-        range(4), ("gather", "distributed"), ("muon", "normuon"), ((1, 1), (2, 2), (4, 2), (4, 4))
-    )
-)
-
-
-@pytest.mark.parametrize(("stage", "mode", "variant", "ranks_and_size"), BLOCK_CASES)
-def test_blocks_of_cut_matrices(
-    ranks: Any, stage: int, mode: str, variant: str, ranks_and_size: tuple[int, int]
-) -> None:
-    """Heads that lie on one rank and parts that all ranks share, against the float64 reference of the whole layers."""
-    world, size = ranks_and_size
-    results = ranks(world).run(
-        tensor_parallel.train,
-        style="sliced",
-        kind="fused",
-        tensor_size=size,
-        stage=stage,
-        mode=mode,
-        params={**BLOCKS, "variant": variant},
-    )
-    compare(results, "fused", world // size, 0.0, variant=variant, cuts="fused-over-ranks")
 
 
 def test_heads_of_the_configuration(ranks: Any) -> None:

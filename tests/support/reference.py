@@ -1,6 +1,7 @@
-"""The independent oracle of the distributed tests: one process, float64, no code of the package.
+"""The independent oracle of the distributed tests: one process, float64.
 
-It trains the same model on the global batch with the definition of the Muon step written out once more.
+It trains the same model on the global batch with the definition of the Muon step written out once more. Of the package
+it takes the variants' float64 references alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+
+from deepspeed_muon.variants import VARIANTS, ReferenceRates
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 
@@ -47,14 +50,16 @@ class Oracle:
     heads: dict[str, int] = field(default_factory=dict)
     experts: set[str] = field(default_factory=set)
     variant: str = "muon"
-    beta2: float = 0.95
+    # Of the variant; each has its default.
+    settings: dict[str, float] = field(default_factory=dict)
     decay_mode: str = "decoupled"
     # Name to rows, columns and whether the weight is input x output; 3-D weights are stacked to one matrix first.
     cuts: dict[str, tuple[list[int], list[int], bool]] = field(default_factory=dict)
     keep: Callable[[Tensor], Tensor] = lambda buf: buf
     step: int = 0
     state: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
-    rows: dict[str, Tensor] = field(default_factory=dict)
+    # Name and number of a block to what the variant keeps.
+    kept: dict[tuple[object, ...], dict[str, Tensor]] = field(default_factory=dict)
 
     def update(self, model: nn.Module) -> float:
         """Apply one step to ``model`` from its ``.grad`` and return the norm of the raw gradients."""
@@ -76,24 +81,22 @@ class Oracle:
         u = (1 - self.momentum) * grad + self.momentum * buf if self.nesterov else buf
         self.state[name] = (self.keep(buf),)
         if name in self.cuts:
-            update = self._cut(name, u.reshape(-1, u.shape[-1]), *self.cuts[name])
+            flat = (each.reshape(-1, each.shape[-1]) for each in (param, u))
+            update = self._cut(name, *flat, *self.cuts[name])
         else:
-            blocks = list(u) if name in self.experts else u.flatten(1).chunk(self.heads.get(name, 1))
-            factors = self._normalized(name, [polar(block) for block in blocks])
-            update = torch.cat([self.scale(*factor.shape) * factor for factor in factors])
+            blocks = [list(each) if name in self.experts else self._heads(name, each) for each in (param, u)]
+            pairs = enumerate(zip(*blocks, strict=True))
+            update = torch.cat([self._block((name, number), *pair) for number, pair in pairs])
         self._apply(param, update.view(param.shape), self.lr)
 
-    def _normalized(self, name: str, factors: list[Tensor]) -> list[Tensor]:
-        if self.variant != "normuon":
-            return factors
-        seconds = self.rows.get(name, torch.zeros(sum(len(o) for o in factors), dtype=torch.float64))
-        seconds = self.beta2 * seconds + (1 - self.beta2) * torch.cat([(o**2).mean(1) for o in factors])
-        self.rows[name] = seconds
-        result = []
-        for o, v in zip(factors, seconds.split([len(o) for o in factors]), strict=True):
-            n = o / (v.sqrt() + 1e-8)[:, None]
-            result.append(n / n.norm() * o.norm())
-        return result
+    def _heads(self, name: str, whole: Tensor) -> list[Tensor]:
+        return list(whole.flatten(1).chunk(self.heads.get(name, 1)))
+
+    def _block(self, place: tuple[object, ...], weights: Tensor, u: Tensor) -> Tensor:
+        variant = VARIANTS[self.variant]
+        settings = {each.name: each.default for each in variant.settings} | self.settings
+        rates = ReferenceRates(polar, self.lr, self.scale(*u.shape), settings)
+        return variant.reference(weights, u, self.kept.setdefault(place, {}), rates)
 
     def _apply(self, param: Tensor, update: Tensor, lr: float) -> None:
         if self.decay_mode == "cautious":
@@ -102,17 +105,17 @@ class Oracle:
             decay = (1.0 if self.decay_mode == "independent" else lr) * self.weight_decay * param
         param.sub_(decay + lr * update)
 
-    def _cut(self, name: str, u: Tensor, rows: list[int], cols: list[int], transposed: bool) -> Tensor:
-        def own(place: str, cell: Tensor) -> Tensor:
-            layer = cell.T if transposed else cell
-            (factor,) = self._normalized(place, [polar(layer)])
-            update = self.scale(*layer.shape) * factor
-            return update.T if transposed else update
-
+    def _cut(
+        self, name: str, weights: Tensor, u: Tensor, rows: list[int], cols: list[int], transposed: bool
+    ) -> Tensor:
         bands = []
-        for i, band in enumerate(u.split(rows)):
-            cells = enumerate(band.split(cols, 1))
-            bands.append(torch.cat([own(f"{name}[{i}, {j}]", cell) for j, cell in cells], 1))
+        for i, band in enumerate(zip(weights.split(rows), u.split(rows), strict=True)):
+            cells = []
+            for j, cell in enumerate(zip(*(each.split(cols, 1) for each in band), strict=True)):
+                layer = [each.T if transposed else each for each in cell]
+                update = self._block((name, i, j), *layer)
+                cells.append(update.T if transposed else update)
+            bands.append(torch.cat(cells, 1))
         return torch.cat(bands)
 
     def _adamw(self, name: str, param: Tensor, grad: Tensor) -> None:

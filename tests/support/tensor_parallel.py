@@ -18,6 +18,17 @@ from tests.support.attention_models import HEADS, KEY_HEADS, LAYOUTS, WIDTH
 from tests.support.models import Even, batch, build
 from tests.support.training import ds_config, shapes_chosen
 
+# What is divided into blocks: every part (the query in heads, key and value whole), also of a layer stored as input x
+# output and of one whose inputs are cut.
+BLOCKS: dict[str, Any] = {
+    "matrices": {
+        "*.qkv_proj.weight": {"split": [16, 8, 8], "heads": [4, 1, 1]},
+        "*.c_attn.weight": {"split": [16, 16, 16], "heads": [4, 4, 4], "transposed": True},
+        "*.o_proj.weight": {"split": [12, 4]},
+        "*.gate_up_proj": {"split": "gate_up"},
+    }
+}
+
 
 class SomeRanks:
     """The ``mpu`` of an engine that spans one of ``parts`` alone; all ranks of the program make it.

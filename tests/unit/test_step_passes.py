@@ -143,7 +143,12 @@ def test_a_matrix_without_a_gradient_is_left_alone() -> None:
 
 def test_a_variant_may_change_gradients_and_updates_of_fragments() -> None:
     """Signs of the gradient, and updates in proportion to the weights: of the fragment alone, not its neighbours."""
-    variant = Variant("test", before_momentum=lambda g, _: g.sign(), before_apply=lambda u, w: u * w.abs())
+    variant = Variant(
+        "test",
+        VARIANTS["muon"].reference,
+        before_momentum=lambda g, _: g.sign(),
+        before_apply=lambda u, w: u * w.abs(),
+    )
     param, grad = torch.randn(2, 10, generator=torch.Generator().manual_seed(7))
     before, momentum = param.clone(), torch.zeros(10)
     rates = rates_of(1, momentum=0.5, step=0.1)

@@ -1,0 +1,44 @@
+"""MuonEq by rows (arXiv 2603.28254): the rows of the direction are brought to unit norm before they are orthogonalised.
+
+For each row ``i`` of the ``r x c`` direction ``u``, before Newton-Schulz::
+
+    u_i <- u_i / |u_i|
+
+A row whose norm is below ``1e-12``, such as one of zeros, is divided by ``1e-12`` instead. Nothing is kept from step to
+step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepspeed_muon.variants.variant import ReferenceRates, Sums, Variant
+
+_SMALLEST = 1e-12
+"""The norm below which a direction counts as zero, as in the iteration."""
+
+
+def before_iteration(directions: Tensor, sums: Sums) -> Tensor:
+    """Bring the rows of a batch of directions to unit norm; see :data:`.variant.BeforeIteration`.
+
+    Returns:
+        A new fp32 tensor (float64 for float64 directions).
+    """
+    wide = torch.promote_types(directions.dtype, torch.float32)
+    squares = sums.of_rows(torch.linalg.vector_norm(directions, dim=-1, dtype=wide).square_())
+    return directions / squares.sqrt_().clamp_(min=_SMALLEST).unsqueeze(-1)
+
+
+def reference(weights: Tensor, direction: Tensor, state: dict[str, Tensor], rates: ReferenceRates) -> Tensor:
+    """See :data:`.variant.Reference`."""
+    rows = [row / max(float(row.norm()), _SMALLEST) for row in direction]
+    return rates.scale * rates.orthogonalize(torch.stack(rows))
+
+
+VARIANT = Variant(
+    "muon_eq",
+    reference,
+    description="rows of the direction are brought to unit norm before it is orthogonalised",
+    before_iteration=before_iteration,
+)
