@@ -42,7 +42,7 @@ SHARD_PATTERN = re.compile(r"muon-[0-9a-f]{12}-[0-9]{5,}\.safetensors")
 STATE_KEYS: dict[str, tuple[str, ...]] = {"muon": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}
 """What the optimizer keeps for each element of a parameter of an algorithm, next to the fp32 master."""
 ROW_KEYS: dict[str, tuple[str, ...]] = {"muon": tuple(ROW_STATE), "adamw": ()}
-"""What a variant of the algorithm keeps besides, one number for each row of each block."""
+"""What the variants of the algorithm keep besides, one number for each row of each block; a run has one variant's."""
 
 ITEM_BYTES = 4
 """All tensors of a set are fp32."""
@@ -113,6 +113,7 @@ class ParameterRecord(_Record):
         transposed: Whether the weight is stored as input x output.
         group: Number of its param group.
         rows: Numbers in each entry of its state that has one a row; 0 where there is no such entry.
+        row_keys: These entries.
         step: Optimizer steps taken; 0 when there is no optimizer state.
         tensors: Each of :attr:`tensor_keys` to its file, or to its checksum where each has a file of its own.
             Empty as long as nothing is written.
@@ -125,6 +126,7 @@ class ParameterRecord(_Record):
     transposed: Annotated[bool, Field(strict=True)] = False
     group: Count
     rows: Annotated[int, Field(ge=0, le=_MAX_NUMEL, strict=True)] = 0
+    row_keys: Annotated[tuple[str, ...], _at_most(len(ROW_STATE))] = ()
     step: Steps = 0
     tensors: dict[str, str] = {}
 
@@ -144,7 +146,7 @@ class ParameterRecord(_Record):
         """``fp32``, and the entries of the state once a step was taken."""
         if not self.step:
             return ("fp32",)
-        return ("fp32", *STATE_KEYS[self.algorithm], *(ROW_KEYS[self.algorithm] if self.rows else ()))
+        return ("fp32", *STATE_KEYS[self.algorithm], *self.row_keys)
 
     def shape_of(self, key: str) -> tuple[int, ...]:
         """Return the shape of the whole master (``fp32``) or of an entry of the state."""
@@ -161,6 +163,10 @@ class ParameterRecord(_Record):
             raise ValueError(
                 f"{self.rows} rows of moments do not fit {self.algorithm} and shape {list(self.shape)}"
             )
+        if not set(self.row_keys) <= set(ROW_KEYS[self.algorithm]) or len(set(self.row_keys)) < len(
+            self.row_keys
+        ):
+            raise ValueError(f"row_keys {list(self.row_keys)} are not among {list(ROW_KEYS[self.algorithm])}")
         return self
 
 
@@ -262,7 +268,12 @@ class CheckpointIndex(_Record):
         for name, record in self.parameters.items():
             if record.group >= len(self.groups):
                 raise ValueError(f"parameter {name}: param group {record.group} does not exist")
-            if record.tensors.keys() != set(record.tensor_keys) or (record.rows and not record.step):
+            stateless = not record.step and record.rows
+            if (
+                record.tensors.keys() != set(record.tensor_keys)
+                or stateless
+                or bool(record.rows) != bool(record.row_keys)
+            ):
                 raise ValueError(
                     f"parameter {name}: holds {sorted(record.tensors)}, expected {sorted(record.tensor_keys)}"
                 )

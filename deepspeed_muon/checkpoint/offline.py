@@ -28,6 +28,7 @@ from deepspeed_muon.checkpoint.universal import convert_to_universal
 from deepspeed_muon.errors import CheckpointError, printable
 from deepspeed_muon.logs import counted
 from deepspeed_muon.transport.ranks import Ranks
+from deepspeed_muon.variants import ROW_STATE
 
 # Settings of torch's optimizers that ours have too. Our eps is that of AdamW in every group.
 _TAKEN_OVER = {
@@ -176,8 +177,8 @@ def _torch_settings(
     records = [index.parameters[name] for name in names]
     if any(record.heads > 1 for record in records):
         lossy.append("torch.optim.Muon does not orthogonalise heads, experts or parts separately")
-    if any(record.rows for record in records):
-        lossy.append("torch.optim.Muon keeps a momentum only: the row moments are dropped")
+    if dropped := sorted({ROW_STATE[key].what for record in records for key in record.row_keys}):
+        lossy.append(f"torch.optim.Muon keeps a momentum only: {', '.join(dropped)} are dropped")
     if any(record.transposed for record in records):
         lossy.append("torch.optim.Muon takes the scale of a transposed weight from its stored shape")
     return defaults

@@ -95,11 +95,12 @@ class HeldParameter:
 
     def with_state(self, state: Mapping[str, Any], step: int) -> Self:
         """Return it with the steps that were taken, and with the rows that the ``state`` of its partition has."""
-        key = next((key for key in ROW_KEYS[self.record.algorithm] if key in state), None)
-        rows = self.part_of(key).length if step and key is not None and self.row_places is not None else 0
-        return replace(
-            self, record=ParameterRecord.of(self.record, group=self.record.group, step=step, rows=rows)
-        )
+        keys: tuple[str, ...] = ()
+        if step and self.row_places is not None:
+            keys = tuple(key for key in ROW_KEYS[self.record.algorithm] if key in state)
+        rows = self.part_of(keys[0]).length if keys else 0
+        own = ParameterRecord.of(self.record, group=self.record.group, step=step, rows=rows, row_keys=keys)
+        return replace(self, record=own)
 
 
 @dataclass(frozen=True, slots=True)

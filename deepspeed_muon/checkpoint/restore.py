@@ -29,7 +29,7 @@ from deepspeed_muon.errors import CheckpointError, MuonError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.transport.agreement import RankFacts, agree
 from deepspeed_muon.transport.ranks import all_ranks
-from deepspeed_muon.variants import ROW_STATE
+from deepspeed_muon.variants import ROW_STATE, VARIANTS
 
 
 def restore(
@@ -248,7 +248,7 @@ class _Plan:
             algorithm = parameter.route.algorithm
             keys: tuple[str, ...] = ()
             if state_too and plan.steps[parameter.partition] > 0:
-                keys = STATE_KEYS[algorithm] + (ROW_KEYS[algorithm] if parameter.row_places else ())
+                keys = STATE_KEYS[algorithm] + (_row_keys(state) if parameter.row_places else ())
             for key in ("fp32", *keys):
                 target = plan._target(parameter, key)
                 own = parameter.own_fragment(key)
@@ -363,23 +363,28 @@ def _steps(state: LiveState, source: StateSource) -> dict[int, int]:
     return {index: max(steps) for index, steps in found.items()}
 
 
+def _row_keys(state: LiveState) -> tuple[str, ...]:
+    """Return what the variant of this run keeps for each row."""
+    return tuple(each.key for each in VARIANTS[state.optimizer.config.variant].state)
+
+
 def _say_what_happens_to_rows(state: LiveState, source: StateSource) -> None:
-    """Warn where entries of a variant's state start from zero or are dropped, because the saved run had another one."""
+    """Warn where the variant's state starts anew or is dropped, because the saved run had another variant."""
     pairs = [(parameter, source.parameters[parameter.name]) for parameter in state.parameters]
-    without = [live.name for live, saved in pairs if live.row_places and saved.step and not saved.rows]
-    dropped = [live.name for live, saved in pairs if saved.rows and not live.row_places]
-    if without:
+    told = []
+    for key, kind in ROW_STATE.items():
+        kept = key in _row_keys(state)
+        without = [m.name for m, r in pairs if kept and m.row_places and r.step and key not in r.row_keys]
+        if without:
+            told.append(
+                f"{kind.what} start from {kind.start:g} for {len(without)} matrices ({without[0]}, ...)"
+            )
+        if not kept and any(key in saved.row_keys for _, saved in pairs):
+            told.append(f"{kind.what} are dropped")
+    if told:
         warn(
-            "deepspeed_muon: %s holds no row moments for %d matrices (%s, ...); they start from zero",
-            source.where,
-            len(without),
-            without[0],
-        )
-    if dropped:
-        warn(
-            "deepspeed_muon: %s was saved with a variant that keeps row moments, this run has variant %r: those of %d "
-            "matrices are dropped",
+            "deepspeed_muon: %s was saved with another variant than %r: %s",
             source.where,
             state.optimizer.config.variant,
-            len(dropped),
+            "; ".join(told),
         )

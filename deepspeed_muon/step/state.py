@@ -17,7 +17,7 @@ from deepspeed_muon.math.updates import AdamStep, adam_step_
 from deepspeed_muon.ops import FlatPasses, flat_passes, in_fp32
 from deepspeed_muon.plan.placement import Fragment
 from deepspeed_muon.step.step_set import BoundPartition, NativeAdam, StepSet
-from deepspeed_muon.variants import Variant
+from deepspeed_muon.variants import ROW_STATE, Variant
 
 State = MutableMapping[Tensor, dict[str, Any]]
 
@@ -104,6 +104,8 @@ def row_state_of(partition: BoundPartition, state: State, variant: Variant, nume
         BindingError: If the state was saved with another layout.
     """
     own = state[partition.tensor]
+    for key in ROW_STATE.keys() - {each.key for each in variant.state}:
+        own.pop(key, None)  # of another variant, from a state dict
     for each in variant.state:
         if each.key not in own:
             if own["step"] > 1 and numel:

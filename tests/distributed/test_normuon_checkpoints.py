@@ -136,7 +136,8 @@ def test_deepspeeds_files_without_an_engine(ranks: Any, tmp_path: Path) -> None:
     loaded = ranks(2).run(train, load=str(tmp_path / "universal"), how="universal", **arguments)[0]["loaded"]
     assert_equal(loaded, saved)
     assert any(
-        "row moments are dropped" in line for line in export_to_torch(tmp_path / "set", tmp_path / "torch")
+        "row moments of NorMuon are dropped" in line
+        for line in export_to_torch(tmp_path / "set", tmp_path / "torch")
     )
 
 
@@ -147,7 +148,7 @@ def test_sets_of_the_other_variant(ranks: Any, tmp_path: Path) -> None:
     result = ranks(2).run(train, stage=3, steps=(2, 2), load=str(tmp_path / "m"), how="consolidated")[0]
     assert result["loaded"]["rows"].keys() == MATRICES["mixed"]
     assert not any(rows.any() for rows in result["loaded"]["rows"].values())
-    assert any("they start from zero" in line for line in result["log"])
+    assert any("start from 0" in line for line in result["log"])
     ranks(2).run(train, stage=1, steps=(0, 2), save=str(tmp_path / "n"), how="consolidated")
     result = ranks(2).run(
         train, stage=3, steps=(2, 3), load=str(tmp_path / "n"), how="consolidated", params=muon

@@ -210,12 +210,18 @@ def test_row_moments_must_fit(tmp_path: Path) -> None:
     content = changed(["parameters", "w", "tensors"], tensors)
     assert "holds" in refused(tmp_path, content)
     content["parameters"]["w"]["rows"] = 4
+    assert "holds" in refused(tmp_path, content)
+    content["parameters"]["w"]["row_keys"] = ["row_second_moment"]
     seal(tmp_path, content)
     record = load_index(tmp_path).parameters["w"]
     assert record.shape_of("row_second_moment") == (4,) and record.shape_of("fp32") == (4, 3)
     content["parameters"]["w"]["rows"] = 13
     assert "13 rows of moments do not fit" in refused(tmp_path, content)
     content["parameters"]["w"]["rows"] = 4
+    for keys in (["other"], ["row_second_moment"] * 2):
+        content["parameters"]["w"]["row_keys"] = keys
+        assert "row_keys" in refused(tmp_path, content)
+    content["parameters"]["w"]["row_keys"] = ["row_second_moment"]
     content["files"][FILE]["bytes"] = 4 * (12 + 12 + 3)
     assert "its tensors need 112" in refused(tmp_path, content)
     assert "holds" in refused(tmp_path, changed(["parameters", "w", "rows"], 4))
