@@ -234,12 +234,27 @@ class MuonConfig(_VariantSettings):
                 f"optimizer.params.weight_decay_mode: {self.weight_decay_mode!r} needs adam_w_mode true; "
                 f"with adam_w_mode false the decay of AdamW's half is a term of the gradient"
             )
+        self.check_variant({**self.muon_defaults(), "qk_clip": self.qk_clip}, "optimizer.params")
         for key in ("weight_decay", "muon_weight_decay", "adam_weight_decay"):
             if self.weight_decay_mode == "independent" and (getattr(self, key) or 0.0) > 1.0:
                 raise ConfigError(
                     f"optimizer.params.{key}: must be at most 1 with weight_decay_mode 'independent', where it is the "
                     f"share of a weight that goes in each step (got {getattr(self, key)!r})"
                 )
+
+    def check_variant(self, values: Mapping[str, Any], where: str) -> None:
+        """Refuse settings of the matrices that the variant cannot follow.
+
+        Args:
+            values: The settings.
+            where: What has them, for the message.
+
+        Raises:
+            ConfigError: Naming the key, its value and the reason.
+        """
+        for key, why in VARIANTS[self.variant].refuses.items():
+            if key in values and values[key] != type(self).model_fields[key].default:
+                raise ConfigError(f"{where}.{key}: {shown(values[key])} with variant {self.variant!r}: {why}")
 
     def coefficients(self) -> tuple[Coefficients, ...]:
         """Return the ``(a, b, c)`` of every Newton-Schulz step, or raise ``ScheduleError``."""

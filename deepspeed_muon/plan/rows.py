@@ -123,6 +123,17 @@ def row_places(matrices: Sequence[MatrixLayout]) -> tuple[RowPlaces, ...]:
     return tuple(found)
 
 
+def rows_by_partition(places: Sequence[RowPlaces], rank: int) -> dict[int, int]:
+    """Return how many rows of each partition a rank keeps, of partitions that have matrices."""
+    found: dict[int, int] = {}
+    for each in places:
+        kept = each.on(rank)
+        found[each.matrix.partition] = found.get(each.matrix.partition, 0) + (
+            0 if kept is None else kept.numel
+        )
+    return found
+
+
 def _rows_on(matrix: MatrixLayout, rank: int) -> range:
     """Return the rows whose first element lies on a rank."""
     fragment = matrix.placement.on(rank)

@@ -237,6 +237,8 @@ def _halves(
             own = group.settings.get(f"{prefix}_{key}", group.settings.get(key))
             if own is not None:
                 settings[key] = own if isinstance(own, Tensor) else float(own)
+        if algorithm == "muon":
+            config.check_variant(settings, group.where)
         reference = config.reference_lr
         settings["lr_ratio"] = float(settings["lr"]) / reference if reference else 1.0
         shared: dict[str | None, list[Tensor]] = {}

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.updates import AdjustLrName, WeightDecayMode, decay_factor, update_scale
 from deepspeed_muon.ops import FlatPasses, cautious_apply_
 from deepspeed_muon.plan.layout import MatrixLayout
@@ -52,6 +53,7 @@ class RateTable:
     ) -> None:
         """Keep the arguments; ``partitions`` maps the index of a partition to its position."""
         self._matrices = matrices
+        self._variant = variant
         self._keys = [each.name for each in variant.settings]
         self._position_of = partitions
         self._positions = torch.tensor([partitions[each.partition] for each in matrices], dtype=torch.int64)
@@ -82,6 +84,12 @@ class RateTable:
         )
 
     def _made(self, read: Sequence[tuple[Any, ...]]) -> Rates:
+        decays = {decay for _, decay, *_ in read} - {0.0}
+        if decays and "weight_decay" in self._variant.refuses:  # from a schedule, or another run's settings
+            raise ConfigError(
+                f"weight_decay {decays.pop():g} in a param group of Muon with variant {self._variant.name!r}: "
+                f"{self._variant.refuses['weight_decay']}. After another variant restore with hyperparameters=False"
+            )
         scales, first = self._scales(tuple(rule for _, _, _, rule, *_ in read))
         numbers = [
             (lr, _decay(mode, lr, decay), momentum, nesterov)
@@ -103,12 +111,15 @@ class RateTable:
 
     def _scales_by(self, rules: Sequence[AdjustLrName]) -> tuple[list[tuple[float, ...]], Tensor]:
         """Return the scales of all blocks of each matrix, and of the first ones, for the rule of each partition."""
-        found = []
+        found: list[tuple[float, ...]] = []
         for matrix, position in zip(self._matrices, self._positions.tolist(), strict=True):
             shapes = [matrix.scale_shape]
             if not matrix.is_cut:
                 shapes = [matrix.layer_shape(block.rows, block.cols) for block in matrix.blocks()]
-            found.append(tuple(update_scale(rules[position], *shape) for shape in shapes))
+            if self._variant.relative_rate:
+                found.append((1.0,) * len(shapes))
+            else:
+                found.append(tuple(update_scale(rules[position], *shape) for shape in shapes))
         return found, torch.tensor([each[0] for each in found], dtype=torch.float64)
 
 
@@ -128,7 +139,8 @@ class Step:
         grads: The gradients that enter the momentum.
         finish: The variant's ``finish`` with the row state of owned matrices; ``None`` if it has none.
         passes: Native or torch passes.
-        variant: Its functions on fragments.
+        variant: What becomes of the directions.
+        kept: Partition index and key to the row state that this rank keeps; mutated.
     """
 
     mask: Tensor | None
@@ -139,6 +151,7 @@ class Step:
     finish: RowsAtOwner | None
     passes: FlatPasses
     variant: Variant
+    kept: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
 
     def active(self, indices: Sequence[int]) -> Sequence[int]:
         """Return those of some matrices that are active."""
@@ -149,17 +162,6 @@ class Step:
     def active_rows(self, table: Tensor) -> Tensor:
         """Return the rows of a table whose matrix is active."""
         return table if self.mask is None else table[self.mask[table[:, COLUMNS - 1]]]
-
-
-def gradients_for(
-    momentum: Sequence[Tensor], grads: Sequence[Tensor | None], flat: Sequence[Tensor], variant: Variant
-) -> list[Tensor]:
-    """Return the gradients that enter the momentum: zeros for a missing one, and as the variant changes them."""
-    found = [
-        torch.zeros_like(buf) if grad is None else grad for buf, grad in zip(momentum, grads, strict=True)
-    ]
-    change = variant.before_momentum
-    return found if change is None else [change(g, w) for g, w in zip(found, flat, strict=True)]
 
 
 def pack(table: ChunkTable, step: Step, directions: Tensor, send: Tensor) -> None:
@@ -186,8 +188,8 @@ def apply(table: Tensor, step: Step, updates: Sequence[Tensor]) -> None:
     if not len(table):
         return
     device = step.flat[0].device
-    if step.variant.before_apply is not None or any(each.device != device for each in updates):
-        table, updates = _by_fragment(table, step, updates)
+    if any(each.device != device for each in updates):
+        table, updates = _moved(table, updates, device)
     cautious = None if step.rates.cautious is None else step.rates.cautious[table[:, 0]]
     if cautious is not None:
         cautious_apply_(step.flat, updates, table[cautious], step.rates.apply)
@@ -195,20 +197,13 @@ def apply(table: Tensor, step: Step, updates: Sequence[Tensor]) -> None:
     step.passes.unpack_apply(step.flat, updates, table, step.rates.apply)
 
 
-def _by_fragment(table: Tensor, step: Step, updates: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
-    """Return the update of each fragment on the device of the weights, as the variant changes it, and their table."""
-    rows, device, change = table.tolist(), step.flat[0].device, step.variant.before_apply
-    parts: Sequence[Tensor] = [updates[other].narrow(0, at, numel) for _, _, other, at, numel, _ in rows]
-    if any(each.device != device for each in updates):
-        parts = torch.cat(list(parts)).to(device).split(table[:, 4].tolist())
-    if change is not None:
-        parts = [
-            change(part, step.flat[partition].narrow(0, offset, numel))
-            for part, (partition, offset, _, _, numel, _) in zip(parts, rows, strict=True)
-        ]
+def _moved(table: Tensor, updates: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
+    """Return the update of each fragment on the device of the weights, and their table."""
+    parts = [updates[other].narrow(0, at, numel) for _, _, other, at, numel, _ in table.tolist()]
+    moved = torch.cat(parts).to(device).split(table[:, 4].tolist())
     table = table.clone()
     table[:, 2], table[:, 3] = torch.arange(len(table)), 0
-    return table, parts
+    return table, moved
 
 
 def write(place: Tensor, values: Tensor, codec: Codec, note: Callable[[Tensor, Tensor], None] | None) -> None:

@@ -17,7 +17,9 @@ from deepspeed_muon.monitoring.recorder import StepRecorder, Travelling
 from deepspeed_muon.ops import matrix_norms
 from deepspeed_muon.plan.exchange import build_exchange_plan
 from deepspeed_muon.plan.owners import assign
-from deepspeed_muon.step.passes import RateTable, Step, apply, gradients_for, pack, read, write
+from deepspeed_muon.plan.rows import row_places, rows_by_partition
+from deepspeed_muon.step.block_sums import BlockSums, block_sums, refuse_zeros
+from deepspeed_muon.step.passes import RateTable, Step, apply, pack, read, write
 from deepspeed_muon.step.state import AdamW, State, StatePolicy, passes_for, row_state_of, state_of
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.step.strategies import Orthogonalize, WholeAtOwner, batches
@@ -109,6 +111,8 @@ class StepRunner:
         self._variant, group = VARIANTS[config.variant], step_set.tensor_group
         finishes = self._variant.finish is not None
         self._rows = RowStateExchange(self.plan, context, self._variant, group) if finishes else None
+        places = row_places(self.plan.matrices) if self._variant.state else ()
+        self._kept = rows_by_partition(places, self.plan.rank)
         self._muon = [partition for partition in step_set.partitions if partition.muon]
         numbers = {partition.index: number for number, partition in enumerate(self._muon)}
         self._rates = RateTable(self.plan.matrices, self._variant, numbers)
@@ -118,6 +122,14 @@ class StepRunner:
             ChunkTable(self.plan, chunk, order(chunk.owned), numbers, exact=exact)
             for chunk in self.plan.chunks
         ]
+        self._sums: list[BlockSums] = []
+        if self._variant.apply is not None:
+            device = step_set.partitions[0].tensor.device
+            held = [table.held for table in self._tables]
+            self._sums = block_sums(
+                self.plan, held, self._variant, context, device=device, tensor_group=group
+            )
+        self._weights_known = not self._sums
         self._passes = passes_for(step_set.partitions, config, resources.policy)
         self.adam = AdamW(step_set, config, resources.policy)
 
@@ -243,27 +255,31 @@ class StepRunner:
         active = torch.tensor(flags, dtype=torch.bool)[self._origin]
         momentum = [each["momentum_buffer"].view(-1) for each in own]
         weights = [flat[index] for index in order]
+        found = [grads.get(index) for index in order]
         step = Step(
             None if active.all() else active,
             self._rates.of({index: groups[index] for index in order}),
             weights,
             momentum,
-            gradients_for(momentum, [grads.get(index) for index in order], weights, self._variant),
+            [torch.zeros_like(buf) if g is None else g for buf, g in zip(momentum, found, strict=True)],
             None,
             self._passes,
             self._variant,
         )
-        rows = self._rows
-        if rows is None or not active.any():
+        if not active.any():
             yield step
             return
+        if not self._weights_known:
+            refuse_zeros(self._sums, self._variant, weights)
+            self._weights_known = True
         kept = {
-            partition.index: row_state_of(partition, state, self._variant, rows.numel(partition.index))
+            partition.index: row_state_of(partition, state, self._variant, self._kept.get(partition.index, 0))
             for partition in self._muon
         }
-        finish = rows.gather(kept, step.rates.settings)
-        yield replace(step, finish=finish)
-        rows.scatter(finish, kept)
+        finish = None if self._rows is None else self._rows.gather(kept, step.rates.settings)
+        yield replace(step, finish=finish, kept=kept)
+        if self._rows is not None and finish is not None:
+            self._rows.scatter(finish, kept)
 
     def _pack(self, flight: InFlight, step: Step) -> None:
         """Update the momentum of a chunk's matrices and put the directions that travel into the send buffer."""
@@ -306,8 +322,13 @@ class StepRunner:
                 if self.plan.matrices[indices[0]].replicated and not codec.exact:
                     # All copies of a replicated matrix get the same numbers, also the owner's.
                     read(copy.in_batch(updates), copy.in_buffer(flight.receive_buffer), codec)
-            apply(batch.applied, step, [updates])
-        del flight.directions  # it is of no use any more, and as large as what this rank owns
+            if not self._sums:
+                apply(batch.applied, step, [updates])
+                continue
+            for copy in batch.own:  # until all updates of the chunk are there
+                copy.in_buffer(flight.directions).copy_(copy.in_batch(updates))
+        if not self._sums:
+            del flight.directions  # it is of no use any more, and as large as what this rank owns
 
     def _directions(self, flight: InFlight, indices: Sequence[int]) -> Tensor:
         """Return the directions of owned matrices of one shape: this rank's fragments, and what the gather brought.
@@ -336,6 +357,8 @@ class StepRunner:
             chunk = self._exchange.open(number, None)
             self._pack(chunk, step)
             self._orthogonalize(chunk, step)
+            if self._sums:
+                self._apply_arrived(chunk, step)
 
     def _apply_arrived(self, flight: InFlight, step: Step) -> None:
         """Wait for the scatter of a chunk and apply its updates."""
@@ -348,4 +371,8 @@ class StepRunner:
             for matrix, copy in table.coded:
                 if step.mask is None or step.mask[matrix]:
                     read(copy.in_batch(updates), copy.in_buffer(flight.send_buffer), codec)
-        apply(step.active_rows(table.arrived), step, [updates])
+        if self._sums:
+            self._sums[flight.number].apply(step, [flight.directions, updates])
+            del flight.directions
+        else:
+            apply(step.active_rows(table.arrived), step, [updates])

@@ -97,6 +97,7 @@ class ChunkTable:
         sent_room: Elements of the fragments of others' matrices in the communication dtype.
         packed: Table of the momentum with the directions and with what is sent.
         arrived: Table of the partitions with what came back; the update arrives where the direction left from.
+        held: Table of the partitions with all updates: where the directions of owned matrices were, and what came back.
         coded: Index of the matrix, and the copy between the communication dtype and the send buffer, of each fragment
             of :attr:`arrived`; empty if fragments lie in the send buffer as they are.
     """
@@ -141,6 +142,9 @@ class ChunkTable:
         pairs = zip(segments, places, strict=True)
         self.coded = () if exact else tuple((each.matrix, _copy(each, place)) for each, place in pairs)
         self.arrived = self._table(sent, 0, places)
+        owned = [index for index in kept if plan.owners[index] == plan.rank]
+        at_owned = [self._starts[index] for index in owned]
+        self.held = torch.cat((self._table(owned, DIRECTIONS, at_owned), self._table(sent, SEND, places)))
         self.packed = self._table(kept, DIRECTIONS, starts)
         if chunk.gathers:
             self.packed = torch.cat((self.packed, self._table(sent, SEND, places)))

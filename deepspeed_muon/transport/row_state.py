@@ -190,11 +190,6 @@ class RowStateExchange:
         """Elements that this rank sends to other ranks per step."""
         return self._chunk.sent_elements * len(self._variant.state)
 
-    def numel(self, partition: int) -> int:
-        """Return how many rows of a partition this rank keeps."""
-        held = zip(self._matrices, self._held, strict=True)
-        return sum(own.numel for matrix, own in held if own is not None and matrix.partition == partition)
-
     def gather(self, kept: Mapping[int, Mapping[str, Tensor]], settings: Settings) -> RowsAtOwner:
         """Bring the rows of every matrix to its owner. Must be called by all ranks of the group."""
         chunk = self._chunk

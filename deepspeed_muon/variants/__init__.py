@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from deepspeed_muon.variants import muon, muon_eq, normuon
+from deepspeed_muon.variants import hyperball, muon, muon_eq, normuon
 from deepspeed_muon.variants.variant import ReferenceRates, RowState, Setting, Sums, Variant
 
-VARIANTS: dict[str, Variant] = {each.VARIANT.name: each.VARIANT for each in (muon, normuon, muon_eq)}
+VARIANTS: dict[str, Variant] = {
+    each.VARIANT.name: each.VARIANT for each in (muon, normuon, muon_eq, hyperball)
+}
 """``optimizer.params.variant`` to what it means."""
 
 SETTINGS: dict[str, Setting] = {each.name: each for variant in VARIANTS.values() for each in variant.settings}

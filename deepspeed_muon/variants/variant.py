@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-
-OnFragment = Callable[[Tensor, Tensor], Tensor]
-"""``(values, weights)`` of a fragment, flat, to new values of the same length; computed element by element."""
 
 BeforeIteration = Callable[[Tensor, "Sums"], Tensor]
 """``(directions, sums)`` to what is orthogonalised instead: a new tensor of that shape.
@@ -23,6 +20,14 @@ Finish = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, Tensor], "Sums"], 
 
 ``blocks`` is ``(batch, rows, cols)``: orthogonalised matrices with a row for each output of the layer. ``state`` has
 ``(batch, rows)`` for each key and is mutated; ``settings`` has ``(batch, 1)`` for each name.
+"""
+
+Apply = Callable[[tuple[Tensor, Tensor, Tensor], dict[str, Tensor], Tensor], tuple[Tensor, Tensor]]
+"""``(products, state, rates)`` to two factors ``(a, b)``: the weights ``W`` of a block become ``a * W - b * o``.
+
+``products`` are ``|W|^2``, ``<W, o>`` and ``|o|^2`` with the update ``o``, sums over whole blocks. Everything is
+float64 with one number for each block of a chunk. ``state`` has the mean over the rows of a block, for each key; what
+the function writes there becomes the number of every row. Nothing may wait for the device.
 """
 
 Reference = Callable[[Tensor, Tensor, dict[str, Tensor], "ReferenceRates"], Tensor]
@@ -94,10 +99,12 @@ class Variant:
         description: What it does, as Markdown for the docs; empty for Muon itself.
         state: What it keeps beside the momentum.
         settings: The keys that only this variant reads.
-        before_momentum: Changes the gradient of a fragment before it enters the momentum.
         before_iteration: Changes the directions that are orthogonalised; ``None`` if they are used as they are.
         finish: Turns orthogonalised blocks into updates; ``None`` if they are the updates.
-        before_apply: Changes the update of a fragment, in units of the first block's scale, before it is applied.
+        apply: Turns sums over a block's weights and update into how they are added; ``None`` for the rate, the scale
+            rule and weight decay.
+        relative_rate: Whether the rate is relative to the weights: neither scale rule nor weight decay counts.
+        refuses: Keys that must keep their default, with the reason and what to do instead.
     """
 
     name: str
@@ -105,10 +112,11 @@ class Variant:
     description: str = ""
     state: tuple[RowState, ...] = ()
     settings: tuple[Setting, ...] = ()
-    before_momentum: OnFragment | None = None
     before_iteration: BeforeIteration | None = None
     finish: Finish | None = None
-    before_apply: OnFragment | None = None
+    apply: Apply | None = None
+    relative_rate: bool = False
+    refuses: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import pytest
 
 from deepspeed_muon.variants import VARIANTS
 from tests.support import tensor_parallel, training
-from tests.support.contract import compare
+from tests.support.contract import compare, params_of
 from tests.support.models import MATRICES
 from tests.support.thinning import pairwise
 
@@ -36,7 +36,7 @@ def test_invariance(
         mode=mode,
         accumulation=accumulation,
         clipping=0.5,
-        params={**tensor_parallel.BLOCKS, "variant": variant},
+        params={**tensor_parallel.BLOCKS, **params_of(variant)},
     )
     replicas = accumulation * world // size
     compare(results, "fused", replicas, 0.5, variant=variant, cuts="fused-over-ranks")
@@ -65,7 +65,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 )
 def test_other_settings(ranks: Any, variant: str, name: str, world: int) -> None:
     settings = {"kind": "toy", **SETTINGS[name]}
-    params = {"variant": variant, **settings.pop("params", {})}
+    params = {**params_of(variant), **settings.pop("params", {})}
     results = ranks(world).run(training.train, clipping=0.5, params=params, **settings)
     compare(results, settings["kind"], world, 0.5, variant=variant)
     for result in results:

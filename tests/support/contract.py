@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed_muon.variants import VARIANTS
 from tests.support.models import CUTS, MATRICES, batch, build
 from tests.support.reference import Oracle, relative, worst
 
@@ -56,6 +57,11 @@ def reference(
     end = {name: param.detach() for name, param in model.named_parameters() if param.requires_grad}
     momentum = {name: oracle.state[name][0] for name in MATRICES[kind]}
     return start, end, norms, momentum
+
+
+def params_of(variant: str) -> dict[str, Any]:
+    """Return ``optimizer.params`` that select a variant, without what it refuses of the tests' settings."""
+    return {"variant": variant, **({"muon_weight_decay": 0.0} if VARIANTS[variant].relative_rate else {})}
 
 
 def compare(

@@ -87,7 +87,8 @@ class Oracle:
             blocks = [list(each) if name in self.experts else self._heads(name, each) for each in (param, u)]
             pairs = enumerate(zip(*blocks, strict=True))
             update = torch.cat([self._block((name, number), *pair) for number, pair in pairs])
-        self._apply(param, update.view(param.shape), self.lr)
+        decay = 0.0 if VARIANTS[self.variant].relative_rate else self.weight_decay
+        self._apply(param, update.view(param.shape), self.lr, decay)
 
     def _heads(self, name: str, whole: Tensor) -> list[Tensor]:
         return list(whole.flatten(1).chunk(self.heads.get(name, 1)))
@@ -98,11 +99,11 @@ class Oracle:
         rates = ReferenceRates(polar, self.lr, self.scale(*u.shape), settings)
         return variant.reference(weights, u, self.kept.setdefault(place, {}), rates)
 
-    def _apply(self, param: Tensor, update: Tensor, lr: float) -> None:
+    def _apply(self, param: Tensor, update: Tensor, lr: float, weight_decay: float) -> None:
         if self.decay_mode == "cautious":
-            decay = lr * self.weight_decay * param * (update * param >= 0)
+            decay = lr * weight_decay * param * (update * param >= 0)
         else:
-            decay = (1.0 if self.decay_mode == "independent" else lr) * self.weight_decay * param
+            decay = (1.0 if self.decay_mode == "independent" else lr) * weight_decay * param
         param.sub_(decay + lr * update)
 
     def _cut(
@@ -124,7 +125,7 @@ class Oracle:
         m, v = b1 * m + (1 - b1) * grad, b2 * v + (1 - b2) * grad**2
         self.state[name] = (m, v)
         root = (v / (1 - b2**self.step)).sqrt() + self.eps
-        self._apply(param, (m / (1 - b1**self.step)) / root, self.adam_lr)
+        self._apply(param, (m / (1 - b1**self.step)) / root, self.adam_lr, self.weight_decay)
 
 
 def relative(actual: Tensor, expected: Tensor, start: Tensor) -> float:

@@ -9,9 +9,9 @@ from deepspeed_muon.ops import flat_passes
 from deepspeed_muon.plan.exchange import ExchangePlan, build_exchange_plan
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import sharded_placement
-from deepspeed_muon.step.passes import Rates, Step, apply, gradients_for, pack
+from deepspeed_muon.step.passes import Rates, Step, apply, pack
 from deepspeed_muon.step.tables import ChunkTable, Copy
-from deepspeed_muon.variants import VARIANTS, Variant
+from deepspeed_muon.variants import VARIANTS
 
 
 def plan_of(rows: int, count: int, ranks: int = 1) -> ExchangePlan:
@@ -48,13 +48,11 @@ def step_of(
     *,
     active: list[bool],
     param: Tensor | None = None,
-    variant: Variant = VARIANTS["muon"],
 ) -> Step:
     """Return a step on one partition."""
     flat = [momentum if param is None else param]
-    grads = gradients_for([momentum], [grad], flat, variant)
     mask = None if all(active) else torch.tensor(active)
-    return Step(mask, rates, flat, [momentum], grads, None, flat_passes("torch"), variant)
+    return Step(mask, rates, flat, [momentum], [grad], None, flat_passes("torch"), VARIANTS["muon"])
 
 
 def made(rows: int, order: list[int]) -> tuple[ChunkTable, torch.Tensor, torch.Tensor]:
@@ -139,25 +137,3 @@ def test_a_matrix_without_a_gradient_is_left_alone() -> None:
     for each, changed in ((momentum, 1.0), (param, 0.0)):
         assert (each[:32] == changed).all() and (each[64:] == changed).all()
         assert (each[32:64] == 1.0 - changed).all()
-
-
-def test_a_variant_may_change_gradients_and_updates_of_fragments() -> None:
-    """Signs of the gradient, and updates in proportion to the weights: of the fragment alone, not its neighbours."""
-    variant = Variant(
-        "test",
-        VARIANTS["muon"].reference,
-        before_momentum=lambda g, _: g.sign(),
-        before_apply=lambda u, w: u * w.abs(),
-    )
-    param, grad = torch.randn(2, 10, generator=torch.Generator().manual_seed(7))
-    before, momentum = param.clone(), torch.zeros(10)
-    rates = rates_of(1, momentum=0.5, step=0.1)
-    step = step_of(momentum, grad, rates, active=[True], param=param, variant=variant)
-    table = torch.tensor([[0, 2, 0, 0, 6, 0]])
-    direction = torch.empty(6)
-    step.passes.momentum_pack(step.momentum, step.grads, [direction], table, rates.momentum)
-    assert torch.equal(direction, 0.5 * grad[2:8].sign()) and torch.equal(momentum[2:8], direction)
-    apply(table, step, [direction])
-    torch.testing.assert_close(param[2:8], before[2:8] - 0.1 * direction * before[2:8].abs())
-    outside = [0, 1, 8, 9]
-    assert torch.equal(param[outside], before[outside]) and not momentum[outside].any()

@@ -1,0 +1,178 @@
+"""Pieces of fragments inside of blocks, and a variant that keeps the norm of its matrices, in one process."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed_muon import BindingError, ConfigError, Muon, MuonConfig
+from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.placement import flat_placement
+from deepspeed_muon.step.block_sums import pieces_of
+from deepspeed_muon.variants import VARIANTS
+from deepspeed_muon.variants.hyperball import RADIUS, apply
+from tests.support.reference import Oracle, relative
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols"),
+    [((5,), (4,)), ((2, 3), (4,)), ((5,), (1, 3)), ((1, 2, 2), (2, 1, 1)), ((5,), (1, 1, 1, 1))],
+)
+def test_pieces_cover_every_fragment_once(rows: tuple[int, ...], cols: tuple[int, ...]) -> None:
+    """Every range of a 5 x 4 matrix, and every grid of blocks: each element is in the piece of its own block."""
+    blocks = torch.empty(5, 4, dtype=torch.int64)
+    matrix = MatrixLayout("m", 5, 4, 0, flat_placement(0, 20, 20), row_blocks=rows, col_blocks=cols)
+    for number, block in enumerate(matrix.blocks()):
+        blocks[block.area] = number
+    for start in range(20):
+        for stop in range(start + 1, 21):
+            fragment = torch.full((3 + stop - start,), -1)
+            for piece in pieces_of(matrix, start, stop):
+                view = piece.of(fragment, 3)
+                assert (view == -1).all() and view.numel()
+                view.fill_(piece.block)
+            assert torch.equal(fragment[3:], blocks.view(-1)[start:stop]) and (fragment[:3] == -1).all()
+
+
+def test_sums_give_the_factors_of_the_formula() -> None:
+    """Also where the weights have left the ball, where the update is zero, and in the first step."""
+    generator = torch.Generator().manual_seed(3)
+    weights, updates = torch.randn(2, 3, 4, 5, generator=generator, dtype=torch.float64)
+    updates[1] = 0
+    state = {RADIUS: torch.tensor([0.0, 2.0, 3.0], dtype=torch.float64)}
+    sums = tuple((a * b).sum((1, 2)) for a, b in ((weights, weights), (weights, updates), (updates, updates)))
+    rates = torch.tensor([0.1, 0.1, 0.3], dtype=torch.float64)
+    keep, move = apply(sums, state, rates)  # type: ignore[arg-type]
+    assert state[RADIUS][0] == weights[0].norm() and state[RADIUS][1:].tolist() == [2.0, 3.0]
+    assert (keep[1], move[1]) == (1, 0)
+    for i in (0, 2):
+        radius = state[RADIUS][i]
+        moved = weights[i] - rates[i] * radius * updates[i] / updates[i].norm()
+        expected = radius * moved / moved.norm()
+        torch.testing.assert_close(
+            keep[i] * weights[i] - move[i] * updates[i], expected, rtol=1e-12, atol=1e-14
+        )
+
+
+def model_of(fill: float | None = None) -> nn.Module:
+    torch.manual_seed(4)
+    model = nn.Module()
+    model.layer = nn.Linear(6, 8, bias=False)
+    if fill is not None:
+        nn.init.constant_(model.layer.weight, fill)
+    return model
+
+
+SETTINGS: dict[str, Any] = {
+    "variant": "hyperball",
+    "muon_lr": 0.1,
+    "ns_dtype": "fp32",
+    "ns_backend": "torch",
+    "adam_weight_decay": 0.1,
+}
+
+
+def train(model: nn.Module, optimizer: Muon, steps: int, *, first: int = 0) -> None:
+    for step in range(first, first + steps):
+        torch.manual_seed(step)
+        model.layer.weight.grad = torch.randn(8, 6).to(model.layer.weight.dtype)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("momentum_dtype", [None, "bf16"])
+def test_the_norm_stays(momentum_dtype: str | None) -> None:
+    """Against the reference, with a schedule; a matrix without a gradient keeps its weights."""
+    model, other = model_of(), model_of().double()
+    start = model.layer.weight.detach().clone()
+    optimizer = Muon(model, **SETTINGS, momentum_dtype=momentum_dtype)
+    oracle = Oracle({"layer.weight"}, variant="hyperball")
+    for step in range(6):
+        optimizer.param_groups[0]["lr"] = oracle.lr = 0.1 / (1 + step)
+        train(model, optimizer, 1, first=step)
+        other.layer.weight.grad = model.layer.weight.grad.double()
+        oracle.update(other)
+    error = relative(model.layer.weight.detach(), other.layer.weight.detach(), start)
+    # fp32 as in tests/support/contract.py; momentum in bf16 is rounded by 2^-9.
+    assert error <= (1e-5 if momentum_dtype is None else 0.05)
+    torch.testing.assert_close(model.layer.weight.norm(), start.norm(), rtol=1e-6, atol=0)
+    kept = optimizer.state[model.layer.weight][RADIUS]
+    torch.testing.assert_close(kept, start.norm().expand(8), rtol=1e-6, atol=0)
+    before = model.layer.weight.detach().clone()
+    model.layer.weight.grad = torch.zeros(8, 6)
+    optimizer.step()
+    assert torch.equal(model.layer.weight, before)
+
+
+def test_masters_in_half_precision_do_not_drift() -> None:
+    """Their rounding changes the norm in every step, and the next step takes it from the state."""
+    model = model_of().bfloat16()
+    start = float(model.layer.weight.detach().double().norm())
+    optimizer = Muon(model, **{**SETTINGS, "muon_lr": 0.01})
+    train(model, optimizer, 100)
+    # 48 weights are rounded by 2^-9 each after the last step.
+    assert float(model.layer.weight.detach().double().norm()) == pytest.approx(start, rel=2**-9)
+
+
+def test_another_variant_starts_anew(caplog: pytest.LogCaptureFixture) -> None:
+    """A state dict of NorMuon: its row moments go, the radius is that of the loaded weights."""
+    model = model_of()
+    saved = Muon(model, variant="normuon", ns_backend="torch")
+    train(model, saved, 2)
+    optimizer = Muon(model, **SETTINGS)
+    optimizer.load_state_dict(saved.state_dict())
+    norm = model.layer.weight.detach().norm().clone()
+    with caplog.at_level(logging.WARNING):
+        train(model, optimizer, 2, first=2)
+    state = optimizer.state[model.layer.weight]
+    assert "row_second_moment" not in state and caplog.text.count("has no radius") == 1
+    torch.testing.assert_close(state[RADIUS], norm.expand(8), rtol=1e-6, atol=0)
+
+
+def test_weights_of_zero_are_refused_before_anything_changes() -> None:
+    model = model_of(0.0)
+    optimizer = Muon(model, **SETTINGS)
+    with pytest.raises(BindingError, match=r"'hyperball' keeps the norm .* layer\.weight is 0 .*exclude"):
+        train(model, optimizer, 1)
+    assert not model.layer.weight.any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"weight_decay": 0.1}, r"optimizer\.params\.weight_decay: 0\.1 .* set muon_weight_decay to 0"),
+        ({"muon_weight_decay": 0.1}, r"weight_decay: 0\.1 with variant 'hyperball'"),
+        ({"adjust_lr_fn": "match_rms_adamw"}, r"adjust_lr_fn: .* no scale applies"),
+        ({"qk_clip": {}}, r"qk_clip: .* undo the clip"),
+    ],
+)
+def test_what_does_not_fit_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        MuonConfig.from_params({"variant": "hyperball", **settings})
+    MuonConfig.from_params({"variant": "hyperball", "weight_decay": 0.1, "muon_weight_decay": 0.0})
+
+
+def test_param_groups_are_held_to_it_too() -> None:
+    """When they are made, and when a schedule or another run's settings change them."""
+    model = model_of()
+    weight = model.layer.weight
+    with pytest.raises(ConfigError, match=r"param group 0\.weight_decay: 0\.1 with variant 'hyperball'"):
+        Muon([{"params": [("layer.weight", weight)], "weight_decay": 0.1}], muon_weight_decay=0.0, **SETTINGS)
+    optimizer = Muon(model, **SETTINGS)
+    optimizer.param_groups[0]["weight_decay"] = 0.2
+    with pytest.raises(ConfigError, match=r"weight_decay 0\.2 .* hyperparameters=False"):
+        train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_every_variant_is_one_short_file(name: str) -> None:
+    """Its functions, its float64 reference and its registration."""
+    from importlib import import_module
+
+    path = import_module(f"deepspeed_muon.variants.{name}").__file__
+    assert path is not None
+    with open(path) as file:
+        assert len(file.readlines()) < 150
