@@ -111,12 +111,11 @@ def row_state_of(partition: BoundPartition, state: State, variant: Variant, nume
             if own["step"] > 1 and numel:
                 logger.warning(
                     "deepspeed_muon: the state of partition %d has no %s after %d steps (saved with another variant?); "
-                    "variant %r starts it from %g",
+                    "variant %r starts it anew",
                     partition.index,
                     each.key,
                     own["step"] - 1,
                     variant.name,
-                    each.start,
                 )
             own[each.key] = torch.full((numel,), each.start, dtype=each.dtype, device=partition.tensor.device)
         if own[each.key].numel() != numel:

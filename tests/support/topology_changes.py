@@ -17,6 +17,7 @@ SMALL = {"zero": {"sub_group_size": 300}}
 OFFLOAD = {"zero": {"offload_optimizer": {"device": "cpu"}}}
 BLOCKS_BY_ADAM = {"exclude": ["blocks.*"]}
 NORMUON = {"variant": "normuon"}
+HYPERBALL = {"variant": "hyperball", "muon_weight_decay": 0.0}
 HEADS = {**NORMUON, "matrices": {"blocks.*.up.weight": {"heads": 4}}}
 
 CHANGES = {
@@ -51,6 +52,10 @@ CHANGES = {
         at(4, "megatron", 3, 2, params=HEADS),
         at(2, "data", 2, params=HEADS),
     ),
+    "tensor 2, hyperball of heads, to tensor 4": (
+        at(4, "megatron", 2, 2, params={**HEADS, **HYPERBALL}),
+        at(4, "megatron", 3, 4, params={**HEADS, **HYPERBALL}),
+    ),
     # experts
     "experts over 2 to 1": (at(4, "experts", 1, 2), at(3, "experts", 2)),
     "experts over 1 to 4": (at(2, "experts", 2), at(4, "experts", 1, 4)),
@@ -60,6 +65,10 @@ CHANGES = {
     "experts over 2, NorMuon, to 1": (
         at(4, "experts", 1, 2, params={"variant": "normuon"}),
         at(2, "experts", 2, params={"variant": "normuon"}),
+    ),
+    "experts over 4, hyperball, to 2": (
+        at(4, "experts", 1, 4, params=HYPERBALL),
+        at(2, "experts", 2, 2, params=HYPERBALL),
     ),
     # stacks of experts
     "AutoEP over 2 to 1": (at(4, "autoep", 2, 2), at(2, "autoep", 3, 1)),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import deepspeed_muon
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.rows import row_places
-from deepspeed_muon.variants.normuon import MOMENTS
+from deepspeed_muon.variants import VARIANTS
 from tests.support.models import batch, build
 
 MUON_PARAMS = {
@@ -202,11 +202,12 @@ def try_to_start(
 
 
 def full_rows(engine: Any) -> dict[str, Tensor]:
-    """Assemble every matrix's row moments from the ranks; empty where there are none."""
+    """Assemble what the variant keeps for the rows of every matrix from the ranks; empty where there is nothing."""
     optimizer = deepspeed_muon.muon_optimizer(engine)
-    full = {}
-    for runner in optimizer._runners:
-        tensors = {p.index: optimizer.state[p.tensor].get(MOMENTS) for p in runner.step_set.partitions}
+    full: dict[str, Tensor] = {}
+    keys = [each.key for each in VARIANTS[optimizer.config.variant].state]
+    for runner, key in ((runner, key) for runner in optimizer._runners for key in keys):
+        tensors = {p.index: optimizer.state[p.tensor].get(key) for p in runner.step_set.partitions}
         for places in row_places(runner.step_set.matrices):
             kept = tensors[places.matrix.partition]
             if kept is None:

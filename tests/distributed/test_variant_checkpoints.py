@@ -1,4 +1,4 @@
-"""NorMuon's row moments in every kind of checkpoint: exact at the same topology, and after moving to another."""
+"""What variants keep in every kind of checkpoint: exact at the same topology, and after moving to another."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ import torch
 from deepspeed_muon.checkpoint import consolidate, load_index, restore
 from deepspeed_muon.checkpoint.offline import consolidate_files, export_to_torch
 from deepspeed_muon.checkpoint.universal import convert_to_universal
+from deepspeed_muon.variants import ROW_STATE, VARIANTS
 from tests.support import training
-from tests.support.contract import compare
+from tests.support.contract import compare, params_of
 from tests.support.models import MATRICES
 from tests.support.training import full_rows
 
 MICROS = 4
-NORMUON = {"variant": "normuon"}
+KEEPING = [name for name, variant in VARIANTS.items() if variant.state]
+NORMUON = params_of("normuon")
 
 
 def make(stage: int, world_size: int, *, seed: int = 0, params: Any = None, **settings: Any) -> Any:
@@ -96,8 +98,11 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     ],
     ids=["stage0", "stage1-bf16", "stage2-offload", "stage3-sub-groups"],
 )
-def test_resume_is_bit_identical(ranks: Any, tmp_path: Path, stage: int, settings: dict[str, Any]) -> None:
-    pool, arguments = ranks(2), {"stage": stage, **settings}
+@pytest.mark.parametrize("variant", KEEPING)
+def test_resume_is_bit_identical(
+    ranks: Any, tmp_path: Path, stage: int, settings: dict[str, Any], variant: str
+) -> None:
+    pool, arguments = ranks(2), {"stage": stage, "params": params_of(variant), **settings}
     half = pool.run(train, steps=(0, 2), save=str(tmp_path), **arguments)
     whole = pool.run(train, steps=(0, 4), **arguments)
     rest = pool.run(train, steps=(2, 4), load=str(tmp_path), **arguments)
@@ -110,35 +115,36 @@ def test_resume_is_bit_identical(ranks: Any, tmp_path: Path, stage: int, setting
     ("from_stage", "from_world", "to_stage", "to_world"),
     [(3, 4, 1, 2), (0, 2, 3, 4), pytest.param(2, 2, 0, 1, marks=pytest.mark.full)],
 )
+@pytest.mark.parametrize("variant", KEEPING)
 def test_consolidated_sets_move_to_another_topology(
-    ranks: Any, tmp_path: Path, from_stage: int, from_world: int, to_stage: int, to_world: int
+    ranks: Any, tmp_path: Path, from_stage: int, from_world: int, to_stage: int, to_world: int, variant: str
 ) -> None:
-    saved = ranks(from_world).run(
-        train, stage=from_stage, steps=(0, 3), save=str(tmp_path), how="consolidated"
-    )
-    index = load_index(tmp_path)
-    assert index.parameters["experts.up_proj"].rows == 30
-    results = ranks(to_world).run(train, stage=to_stage, steps=(3, 5), load=str(tmp_path), how="consolidated")
+    arguments = {"how": "consolidated", "params": params_of(variant)}
+    saved = ranks(from_world).run(train, stage=from_stage, steps=(0, 3), save=str(tmp_path), **arguments)
+    record = load_index(tmp_path).parameters["experts.up_proj"]
+    assert record.rows == 30 and record.row_keys == tuple(each.key for each in VARIANTS[variant].state)
+    results = ranks(to_world).run(train, stage=to_stage, steps=(3, 5), load=str(tmp_path), **arguments)
     assert_equal(results[0]["loaded"], saved[0])
     for result, before in zip(results, [saved[0]] * to_world, strict=True):
         result["norms"] = before["norms"] + result["norms"]
-    compare(results, "mixed", MICROS, 0.5, variant="normuon")
+    compare(results, "mixed", MICROS, 0.5, variant=variant)
 
 
-def test_deepspeeds_files_without_an_engine(ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("variant", KEEPING)
+def test_deepspeeds_files_without_an_engine(ranks: Any, tmp_path: Path, variant: str) -> None:
     """Offline consolidation, universal checkpoints and the export to torch."""
-    saved = ranks(4).run(train, stage=3, steps=(0, 2), save=str(tmp_path / "saved"))[0]
+    params = params_of(variant)
+    saved = ranks(4).run(train, stage=3, steps=(0, 2), save=str(tmp_path / "saved"), params=params)[0]
     consolidate_files(tmp_path / "saved", tmp_path / "set")
-    arguments = {"stage": 2, "steps": (2, 2)}
+    arguments = {"stage": 2, "steps": (2, 2), "params": params}
     loaded = ranks(2).run(train, load=str(tmp_path / "set"), how="consolidated", **arguments)[0]["loaded"]
     assert_equal(loaded, saved)
     convert_to_universal(tmp_path / "saved" / "tag", tmp_path / "universal" / "step2")
     loaded = ranks(2).run(train, load=str(tmp_path / "universal"), how="universal", **arguments)[0]["loaded"]
     assert_equal(loaded, saved)
-    assert any(
-        "row moments of NorMuon are dropped" in line
-        for line in export_to_torch(tmp_path / "set", tmp_path / "torch")
-    )
+    lossy = export_to_torch(tmp_path / "set", tmp_path / "torch")
+    for each in VARIANTS[variant].state:
+        assert any(f"{each.what} are dropped" in line for line in lossy)
 
 
 def test_sets_of_the_other_variant(ranks: Any, tmp_path: Path) -> None:
@@ -148,9 +154,28 @@ def test_sets_of_the_other_variant(ranks: Any, tmp_path: Path) -> None:
     result = ranks(2).run(train, stage=3, steps=(2, 2), load=str(tmp_path / "m"), how="consolidated")[0]
     assert result["loaded"]["rows"].keys() == MATRICES["mixed"]
     assert not any(rows.any() for rows in result["loaded"]["rows"].values())
-    assert any("start from 0" in line for line in result["log"])
+    assert any("start anew" in line for line in result["log"])
     ranks(2).run(train, stage=1, steps=(0, 2), save=str(tmp_path / "n"), how="consolidated")
     result = ranks(2).run(
         train, stage=3, steps=(2, 3), load=str(tmp_path / "n"), how="consolidated", params=muon
     )[0]
     assert not result["rows"] and any("are dropped" in line for line in result["log"])
+
+
+def test_a_set_of_a_variant_that_keeps_something_else(ranks: Any, tmp_path: Path) -> None:
+    """One warning says what starts anew and what is dropped; the radius is then the norm of the restored weights."""
+    normuon = {**NORMUON, "muon_weight_decay": 0.0}
+    arguments = {"how": "consolidated", "stage": 2}
+    saved = ranks(2).run(train, steps=(0, 2), save=str(tmp_path), params=normuon, **arguments)[0]
+    result = ranks(2).run(
+        train, steps=(2, 3), load=str(tmp_path), params=params_of("hyperball"), **arguments
+    )[0]
+    told = [line for line in result["log"] if "another variant" in line]
+    assert len(told) == 1, told
+    assert f"{ROW_STATE['radius'].what} start anew for" in told[0]
+    assert f"{ROW_STATE['row_second_moment'].what} are dropped" in told[0]
+    name = "blocks.0.up.weight"
+    norm = saved["params"][name].norm()
+    torch.testing.assert_close(
+        result["rows"][name], norm.expand(len(result["rows"][name])), rtol=1e-6, atol=0
+    )
