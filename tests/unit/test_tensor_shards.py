@@ -12,7 +12,7 @@ from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.plan.placement import flat_placement
 from deepspeed_muon.plan.stacks import shares_of_blocks
 from deepspeed_muon.routing.param_groups import build_groups
-from deepspeed_muon.variants import Sums
+from deepspeed_muon.variants import Sums, muon_eq
 from deepspeed_muon.variants.normuon import MOMENTS, finish
 
 SHARES = {
@@ -122,3 +122,15 @@ def test_rows_of_shards_are_normalised_as_those_of_the_whole(dim: int) -> None:
     torch.testing.assert_close(
         own_moments[0] if dim == 1 else torch.cat(own_moments, dim=1), expected_moments
     )
+
+
+def test_rows_of_cut_directions_have_unit_norm() -> None:
+    """Of MuonEq, where the inputs are cut, in half precision; rows of zeros stay zeros."""
+    whole = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(5)).bfloat16()
+    whole[0, 2], whole[1, 3] = 0, whole[1, 3] * 1e-6
+    squares = whole.float().square().sum(-1)
+    sums = Sums(cols=8, add_columns=lambda _: squares.clone())
+    done = torch.cat([muon_eq.before_iteration(each, sums) for each in whole.chunk(2, dim=2)], dim=2)
+    expected = (squares > 0).float()
+    torch.testing.assert_close(done.norm(dim=-1), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(done, muon_eq.before_iteration(whole, Sums()))
