@@ -32,7 +32,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 
 
 def replace_file(path: Path, content: bytes, *, check: Callable[[], None] = lambda: None) -> None:
-    """Replace a small file that makes what lies beside it a set.
+    """Replace a small file that makes the files beside it a set.
 
     Args:
         path: The file.
@@ -66,7 +66,7 @@ def replace_file(path: Path, content: bytes, *, check: Callable[[], None] = lamb
 
 
 def _what_is_there(path: Path, content: bytes) -> str:
-    """Say which set the folder holds after a rename that reported an error."""
+    """Return which set the folder holds after a rename that reported an error, in words."""
     try:
         new = path.read_bytes() == content
     except FileNotFoundError:
@@ -297,7 +297,7 @@ def remove_stale(folder: Path, stale: Callable[[str], bool]) -> None:
 
     Args:
         folder: A consolidated checkpoint.
-        stale: Says of a name whether no index names it.
+        stale: Whether no index names a file.
     """
     stuck: list[OSError] = []
     try:

@@ -12,9 +12,9 @@ next begins:
 5. It removes the shards that the new index does not name.
 
 If a step before the rename fails, the first rank removes the files of this save. If it died, or if the rename may have
-happened, all files stay, and the next save removes those that its index does not name. The lock keeps a second save out
-of the folder meanwhile, which would remove the shards of this one as leftovers. A conversion without an engine takes
-the same steps, as a single rank.
+happened, all files are kept, and the next save removes those that its index does not name. The lock keeps a second save
+out of the folder meanwhile, which would remove the shards of this one as leftovers. A conversion without an engine
+takes the same steps, as a single rank.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def write_set(
         folder: Where the set is to be.
         plan: What to write.
         fill: See :func:`write_shards`.
-        about: Returns what the index says besides files and parameters.
+        about: Returns the entries of the index besides files and parameters.
         writer: Of the folder, on the first rank; closed in any case.
         ranks: The ranks that save.
 
@@ -92,7 +92,7 @@ def write_set(
         CheckpointError: On every rank. The message says which set the folder holds.
     """
     untouched = f"{folder}: what it held before is untouched"
-    # What another rank than the first knows from the moment when that one may write the index.
+    # All that the other ranks know as soon as the first one may write the index.
     unknown = f"{folder}: it holds the new set or the one before, complete; 'checkpoint inspect' says which"
     index: CheckpointIndex | None = None
     failure: CheckpointError | None = None
@@ -140,7 +140,7 @@ def rank_lost(left: str) -> Iterator[None]:
 
 
 def log_stage(folder: Path, stage: str) -> None:
-    """Say in the log how far a save has come."""
+    """Log how far a save has come."""
     logger.debug("deepspeed_muon: save to %s: %s", folder, stage)
 
 

@@ -74,7 +74,7 @@ def consolidate(
         folder, state, writer = _open(engine, out_dir, shard_bytes, locked)
         save_id = require_one_folder(folder, writer)
         # What every data-parallel group holds, from the first rank of each.
-        own = [each.told() for each in state.parameters if each.rank == 0]
+        own = [each.without_tensors() for each in state.parameters if each.rank == 0]
         held = list(chain.from_iterable(all_ranks().gather(own, what="plan of a save").values()))
         parts = put_together(held)
         records = {name: first.record for name, (first, *_) in parts.items()}

@@ -1,10 +1,10 @@
-"""A record of where every parameter lies, inside every optimizer state that DeepSpeed saves.
+"""A record of the placement of every parameter, inside every optimizer state that DeepSpeed saves.
 
-DeepSpeed's own files do not say where a parameter lies when gradients are dealt round-robin or groups are split, and
-at stage 0 they have no names. The record gives the rule of each parameter, a
+DeepSpeed's own files do not tell where a parameter is under round-robin gradients or split groups, and at stage 0 they
+have no names. The record gives the rule of each parameter, a
 :class:`~deepspeed_muon.plan.placement.Placement`, so its size does not grow with the number of ranks. A file has a
 record for each data-parallel group of its rank. The ranks of a group divide its parameters: each describes some in its
-own file, and each parameter says which part of the whole tensor it is. The record consists of numbers, strings, lists
+own file, with the part of the whole tensor that it is. The record consists of numbers, strings, lists
 and dicts, so that torch loads it with ``weights_only``.
 
 Every save has a random id, which is in each rank's files: files of two saves are not read together, even if both are of
@@ -20,7 +20,7 @@ from itertools import zip_longest
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from deepspeed_muon.checkpoint.index import Count, Dimension, ParameterRecord, checked
 from deepspeed_muon.checkpoint.live import LiveParameter, LiveState, collect
@@ -42,16 +42,8 @@ SAVE_KEY = "deepspeed_muon_save"
 _MOST_BLOCKS = 1 << 20
 
 
-def _placement(value: Any) -> Placement:
-    if isinstance(value, Placement):
-        return value
-    if not isinstance(value, (list, tuple)) or [type(number) for number in value] != [int] * 7:
-        raise ValueError(f"{value!r} is not seven whole numbers")
-    return Placement(*value)
-
-
 class _Whole(BaseModel):
-    """What an entry says of the whole tensor, where the parameter is a part of it.
+    """The whole tensor of an entry whose parameter is a part of it.
 
     Attributes:
         shape: Of the whole tensor.
@@ -76,14 +68,19 @@ class _Entry(ParameterRecord):
     Attributes:
         name: Dotted name of the whole tensor.
         partition: Index of the flat partition in every rank's file.
-        spread: Its placement; the file has the numbers of the rule.
+        spread: The numbers of its :attr:`placement`.
         whole: Which part of the whole tensor it is; ``None`` for all of it.
     """
 
     name: str
     partition: Count
-    spread: Annotated[Placement, PlainValidator(_placement)]
+    spread: Annotated[tuple[Count, ...], Field(min_length=7, max_length=7)]
     whole: _Whole | None = None
+
+    @property
+    def placement(self) -> Placement:
+        """Where its elements are; raises a ValueError if they cannot be there."""
+        return Placement(*self.spread)
 
     @property
     def part(self) -> TensorSlice:
@@ -108,7 +105,7 @@ class _Entry(ParameterRecord):
             rows,
             cols,
             self.partition,
-            self.spread,
+            self.placement,
             row_blocks=row_blocks,
             col_blocks=col_blocks,
             transposed=self.transposed,
@@ -118,11 +115,11 @@ class _Entry(ParameterRecord):
         """Return what the files hold of it, before any step; the record has no rows yet."""
         whole = {} if self.whole is None else self.whole.model_dump(exclude={"dim", "ranges"})
         record = ParameterRecord.of(self, group=self.group, **whole)
-        return HeldParameter(record, self.part, self.spread, rows, files, self.partition)
+        return HeldParameter(record, self.part, self.placement, rows, files, self.partition)
 
 
 class LayoutRecord(BaseModel):
-    """The record of a data-parallel group, checked: nothing lies in two places, or where something else lies.
+    """The record of a data-parallel group, checked: no two parameters share an element of a partition.
 
     Attributes:
         world_size: Ranks over which the parameters are spread.
@@ -145,7 +142,7 @@ class LayoutRecord(BaseModel):
                 raise ValueError(f"two parameters are called {entry.name}")
             names.add(entry.name)
             _require_fit(entry, self.world_size)
-            partitions.setdefault(entry.partition, []).append((entry.name, entry.spread))
+            partitions.setdefault(entry.partition, []).append((entry.name, entry.placement))
         for partition, members in partitions.items():
             _refuse_overlaps(partition, members)
         places = self._row_places()
@@ -169,10 +166,11 @@ def _require_fit(entry: _Entry, world_size: int) -> None:
     where = f"parameter {entry.name}: "
     if entry.part.own_shape != entry.shape:
         raise ValueError(f"{where}shape {list(entry.shape)} is not that of its part {entry.whole}")
-    if entry.spread.numel != entry.numel:
-        raise ValueError(f"{where}its placement has {entry.spread.numel} of {entry.numel} elements")
-    if entry.spread.ranks.stop > world_size or entry.spread.copies not in (0, world_size):
-        raise ValueError(f"{where}ranks {entry.spread.ranks} are not those of {world_size}")
+    placement = entry.placement
+    if placement.numel != entry.numel:
+        raise ValueError(f"{where}its placement has {placement.numel} of {entry.numel} elements")
+    if placement.ranks.stop > world_size or placement.copies not in (0, world_size):
+        raise ValueError(f"{where}ranks {placement.ranks} are not those of {world_size}")
     if entry.rows and entry.heads > min(entry.rows, _MOST_BLOCKS):
         raise ValueError(f"{where}{entry.heads} blocks do not fit {entry.rows} row moments")
 
@@ -249,7 +247,7 @@ def read_records(contents: Sequence[Any], where: str) -> list[tuple[LayoutRecord
             numbers = [ranks[rank][0] for rank in sorted(ranks)]
             parts = [ranks[rank][1] for rank in sorted(ranks)]
             if all(entry["spread"][-1] for entry in parts[0]["parameters"]):
-                # At stage 0 each file that there is says and holds all of it.
+                # At stage 0 each file describes and holds all of it.
                 numbers, parts = numbers[:1], parts[:1]
             elif sorted(ranks) != list(range(parts[0]["world_size"])):
                 raise ValueError(f"of group {name} there are files of ranks {sorted(ranks)}")
@@ -277,8 +275,8 @@ def add_record_to_state_dict(engine: Any) -> None:
         try:
             state_dict[RECORD_KEY] = record_of(collect(live))
         except CheckpointError as error:
-            # DeepSpeed's own resume works without the record. A reader must learn why there is none, or it would take
-            # the state for that of another optimizer.
+            # DeepSpeed's own resume works without the record. Without the reason a reader would take the state for that
+            # of another optimizer.
             save_id = live.basic_optimizer.host.save_id
             state_dict[RECORD_KEY] = {"version": RECORD_VERSION, "save": save_id, "missing": str(error)}
             if not warned:
@@ -294,7 +292,7 @@ def add_record_to_state_dict(engine: Any) -> None:
 
 
 def record_of(state: LiveState) -> Mapping[str, Any]:
-    """Return what this rank's file says of the layout."""
+    """Return this rank's part of the record."""
     if state.host.save_id is None:
         raise CheckpointError("engine.save_checkpoint did not write it")
     return {
@@ -306,7 +304,7 @@ def record_of(state: LiveState) -> Mapping[str, Any]:
 
 
 def _record_of_group(state: LiveState, held: Sequence[LiveParameter]) -> dict[str, Any]:
-    """Return what this rank's file says of the parameters of one data-parallel group."""
+    """Return this rank's part of the record of one data-parallel group."""
     order = {route.name: number for number, route in enumerate(state.optimizer.routes)}
     entries = [_entry(each) for each in sorted(held, key=lambda each: order[each.route.name])]
     first = held[0]

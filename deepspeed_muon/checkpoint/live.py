@@ -193,7 +193,7 @@ def require_all_ranks(engine: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LiveParameter(HeldParameter):
-    """One parameter of a running engine, and where it lies.
+    """One parameter of a running engine, with this rank's partition.
 
     Attributes:
         route: Name, true shape and algorithm on this rank.
@@ -209,8 +209,8 @@ class LiveParameter(HeldParameter):
         """Return this rank's fragment of the master or of an entry of the state."""
         return self.places_of(key).on(self.rank)
 
-    def told(self) -> HeldParameter:
-        """Return what the other ranks are told: no tensors, and of the rows' places what tells the rank."""
+    def without_tensors(self) -> HeldParameter:
+        """Return what is sent to the other ranks: no tensors, and of the rows' places only which rank has which."""
         rows = None if self.row_places is None else self.row_places.alone()
         return HeldParameter(self.record, self.part, self.placement, rows, self.holders, self.partition)
 
@@ -267,14 +267,14 @@ class LiveState:
 
 
 def collect(engine: Any) -> LiveState:
-    """Describe the engine's state as this rank knows it, without copying or sending anything.
+    """Describe what this rank holds of the engine's state, without copying or sending anything.
 
     Args:
         engine: A ``DeepSpeedEngine`` whose optimizer is ours.
 
     Raises:
-        CheckpointError: If the engine runs another optimizer, its parameters cannot be told apart by name, or nobody
-            knows which part of a whole tensor one of them is.
+        CheckpointError: If the engine runs another optimizer, two parameters have one name, or it is not known
+            which part of a whole tensor one of them is.
     """
     optimizer = optimizer_of(engine)
     host: Host = optimizer.host

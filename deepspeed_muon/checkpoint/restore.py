@@ -51,8 +51,8 @@ def restore(
         folder: A consolidated checkpoint, or a DeepSpeed checkpoint (its folder or its tag's folder) that was saved
             with ``consolidate_on_save``.
         hyperparameters: Take rates and other settings of the param groups from the checkpoint, as
-            ``engine.load_checkpoint`` does; otherwise those of the configuration stay, and the schedule goes on with
-            them from the saved count. They always stay if the set was converted from another optimizer.
+            ``engine.load_checkpoint`` does; otherwise those of the configuration are kept, and the schedule goes on
+            with them from the saved count. They are always kept if the set was converted from another optimizer.
         progress: Restore step counters, scheduler and loss scale too.
         scheduler: With ``progress``, restore the scheduler too. Unset it to go on with another schedule.
         allow_nonfinite: Restore a state that holds infinities or NaN, too.
@@ -144,7 +144,7 @@ def restore_from_source(
 
 
 def _judge(nonfinite: list[str], source: StateSource, allowed: bool) -> None:
-    """Refuse a state with infinities or NaN on every rank, or say what is restored."""
+    """Raise on every rank, or warn if it is ``allowed``, if tensors hold infinities or NaN."""
     if not nonfinite:
         return
     text = f"{source.where}: {nonfinite_text(nonfinite)}"
@@ -157,7 +157,7 @@ def _judge(nonfinite: list[str], source: StateSource, allowed: bool) -> None:
 
 
 def _compare(state: LiveState, source: StateSource, state_too: bool) -> list[str]:
-    """Say of each parameter that this rank has how it differs from the checkpoint's."""
+    """Return how the parameters of this rank differ from the checkpoint's, in words."""
     live, saved = state.by_name, source.parameters
     problems = []
     extra = [name for name in saved if name not in live]

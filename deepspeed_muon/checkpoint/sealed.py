@@ -156,7 +156,7 @@ def load_pickle(path: Path, *, trust: bool = False) -> Any:
 def drop_pages(tensors: Sequence[Tensor]) -> None:
     """Give back the memory of contiguous parts of mapped files after they were read; the disk has them still.
 
-    Pages of a mapping count as the process's until then. Nothing happens to tensors that lie elsewhere.
+    Pages of a mapping count as the process's until then. Nothing happens to other tensors.
     """
     try:
         with open("/proc/self/maps") as maps:
@@ -176,7 +176,7 @@ def drop_pages(tensors: Sequence[Tensor]) -> None:
 
 
 def check_tensor(tensor: Any, where: str) -> None:
-    """Raise unless what was unpickled is a dense tensor that holds as many real numbers as its shape says.
+    """Raise unless what was unpickled is a dense tensor that holds all real numbers of its shape.
 
     Strides of zero could make a few numbers look like a large tensor.
     """

@@ -1,4 +1,4 @@
-"""What a checkpoint says about the run: settings of groups, counters, loss scale, schedule; checked before use.
+"""What a checkpoint holds of the run: settings of groups, counters, loss scale, schedule; checked before use.
 
 Settings must pass the checks of ``optimizer.params``, and a schedule must fit the scheduler.
 """
@@ -213,7 +213,7 @@ def _unfit(own: Any, progress: Progress, where: str, problem: str) -> Checkpoint
 
 
 def _problem(live: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
-    """Say which saved value cannot replace the live one: another kind, another length, a count below -1."""
+    """Return why a saved value cannot replace the live one: another kind or length, a count below -1."""
     for key in sorted(live.keys() & saved.keys()):
         mine, other = live[key], saved[key]
         if mine is None or other is None:

@@ -43,7 +43,7 @@ class StateSource(ABC):
 
     Attributes:
         where: What error messages call it.
-        index: What the checkpoint says of itself.
+        index: Its index, or what stands for it.
         progress: Where the run stood, if the run goes on from there.
     """
 
@@ -249,7 +249,7 @@ def _places(path: Path, file: BinaryIO, shapes: Mapping[str, Sequence[int]]) -> 
         shapes: The expected tensors.
 
     Raises:
-        CheckpointError: If the header says anything else.
+        CheckpointError: If the header has anything else.
     """
     longest = 1024 + sum(len(json.dumps(name)) + 128 + 24 * len(shape) for name, shape in shapes.items())
     length = int.from_bytes(file.read(8), "little")
@@ -295,7 +295,7 @@ def listed(names: Sequence[str], most: int) -> str:
 
 
 def nonfinite_text(names: Sequence[str]) -> str:
-    """Say which tensors hold an infinity or NaN, and what that means."""
+    """Return the message about tensors that hold an infinity or NaN."""
     return f"{len(names)} tensors hold an infinity or NaN: {listed(names, 10)}: the run had diverged when it was saved"
 
 

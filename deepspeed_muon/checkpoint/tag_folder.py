@@ -13,6 +13,7 @@ import shlex
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ CONSOLIDATED_FOLDER = "muon_consolidated"
 
 @dataclass(frozen=True, slots=True)
 class Glance:
-    """What one file of a tag says of the whole save.
+    """What one file of a tag tells about the whole save.
 
     Attributes:
         folder: The tag's folder.
@@ -65,7 +66,7 @@ class Glance:
 
     @property
     def entries(self) -> list[Mapping[str, Any]]:
-        """What the file's part of our layout record says of parameters."""
+        """The parameters in the file's part of our layout record."""
         groups = self.inner.get(RECORD_KEY, {}).get("groups", ())
         return [entry for group in groups for entry in group["parameters"]]
 
@@ -78,7 +79,7 @@ class Glance:
             )
 
     def way(self, arguments: str = "") -> str:
-        """Say how ``restore_from`` takes it, or ``restore`` with other ``arguments`` than the defaults."""
+        """Return the remedy: a command and a key, or a call of ``restore`` with ``arguments``."""
         out, run = str(self.folder), ""
         if not os.path.lexists(self.folder / CONSOLIDATED_FOLDER / INDEX_NAME):
             out = f"{self.folder}_consolidated"
@@ -104,16 +105,17 @@ def glance(
         return None
     with refusing(f"{folder}: not as DeepSpeed writes it"):
         model = load(models[0])
-        content = model.get("optimizer")
-        files = sorted(path for path in folder.iterdir() if _OPTIMIZER_FILE.fullmatch(path.name))
-        whole = sorted(folder.glob(_EXPERTS_OPTIMIZER_FILE))
-        if not content and files:
-            content = load(file if file in files else files[0])["optimizer_state_dict"]
-        elif not content and whole:
-            content = load(whole[0]).get("optimizer")
-        stage, inner = unwrapped(content or {})
+        files = [path for path in folder.iterdir() if _OPTIMIZER_FILE.fullmatch(path.name)]
+        files = sorted(files) or sorted(folder.glob(_EXPERTS_OPTIMIZER_FILE)) or models
+        own = file if file is not None and file in files else files[0]
+        stage, inner = unwrapped(model.get("optimizer") or _optimizer_in(load(own)))
         inner = inner if isinstance(inner, Mapping) else {}
         return Glance(folder, optimizer_kind(inner), stage, int(model.get("dp_world_size", 1)), inner)
+
+
+def _optimizer_in(content: Mapping[str, Any]) -> Any:
+    """Return what the wrapper of the optimizer saved in a file: of ZeRO, of experts or with the model."""
+    return content.get("optimizer_state_dict") or content.get("optimizer") or {}
 
 
 def unwrapped(saved: Mapping[str, Any]) -> tuple[int, Any]:
@@ -170,13 +172,16 @@ class TagFolder:
                 )
             self.model_file = model_file
             self.model = self.load(model_file)
-            self.files, self.wrappers = self._read_partitions() or self._read_whole()
+            experts = sorted(self.folder.glob(_EXPERTS_OPTIMIZER_FILE))
+            self.files = self._partition_files() or experts or _model_files(self.folder)
+            contents = [self.model if path == model_file else self.load(path) for path in self.files]
+            self.wrappers: list[dict[str, Any]] = [_optimizer_in(content) for content in contents]
             self.world_size = len(self.files)
             found = [unwrapped(wrapper) for wrapper in self.wrappers]
             self.stage = found[0][0]
             for path, (stage, inner) in zip(self.files, found, strict=True):
-                told = isinstance(inner, dict) and {"state", "param_groups"} <= inner.keys()
-                if stage != self.stage or not told:
+                is_state = isinstance(inner, dict) and {"state", "param_groups"} <= inner.keys()
+                if stage != self.stage or not is_state:
                     raise CheckpointError(
                         f"{path}: holds no optimizer state (elastic checkpoints are not read)"
                     )
@@ -184,50 +189,35 @@ class TagFolder:
             self._refuse_mixed_saves()
             self.progress = self._read_progress()
 
-    def _read_partitions(self) -> tuple[list[Path], list[dict[str, Any]]] | None:
-        """Return the files of ZeRO and what each holds, those of one model-parallel rank after the other."""
+    def _partition_files(self) -> list[Path]:
+        """Return the files of ZeRO, those of one model-parallel rank after the other; none at stage 0."""
         files: dict[tuple[int, int], Path] = {}
         for path in self.folder.iterdir():
-            match = _OPTIMIZER_FILE.fullmatch(path.name)
-            place = (int(match.group(2)), int(match.group(1))) if match else (0, 0)
-            if match and (other := files.setdefault(place, path)) != path:
+            if (match := _OPTIMIZER_FILE.fullmatch(path.name)) is None:
+                continue
+            place = int(match.group(2)), int(match.group(1))
+            if (other := files.setdefault(place, path)) != path:
                 raise CheckpointError(
                     f"{path} and {other.name}: both are of rank {place[1]}: the folder holds two checkpoints"
                 )
         if not files:
-            return None
-        data, model = (int(self.model.get(f"{kind}_world_size") or 1) for kind in ("dp", "mp"))
-        data = max(data, 1 + max(rank for _, rank in files))
-        model = max(model, 1 + max(rank for rank, _ in files))
-        places = [(part, rank) for part in range(model) for rank in range(data)]
-        missing = next((place for place in places if place not in files), None)
-        expected = int(self.model.get("dp_world_size", 0)) * int(self.model.get("mp_world_size") or 1)
+            return []
+        model, data = (
+            range(int(self.model.get(key) or 1 + max(place[number] for place in files)))
+            for number, key in enumerate(("mp_world_size", "dp_world_size"))
+        )
+        saved = f"saved by {len(model) * len(data)} ranks"
+        missing = next((place for place in product(model, data) if place not in files), None)
         if missing is not None:
             name = re.sub(r"pp_rank_\d+", f"pp_rank_{missing[1]}", next(iter(files.values())).name)
             name = re.sub(r"mp_rank_\d+", f"mp_rank_{missing[0]:02d}", name)
+            raise CheckpointError(f"{self.folder / name}: missing; the checkpoint was {saved}")
+        if len(files) > len(model) * len(data):
+            left = next(place for place in sorted(files) if place[0] not in model or place[1] not in data)
             raise CheckpointError(
-                f"{self.folder / name}: missing; the checkpoint was saved by {expected} ranks"
+                f"{files[left]}: left of another checkpoint; this one was {saved} ({self.model_file.name})"
             )
-        if 0 < expected < len(files):
-            own = int(self.model["dp_world_size"]), int(self.model.get("mp_world_size") or 1)
-            left = next(place for place in places if place[1] >= own[0] or place[0] >= own[1])
-            raise CheckpointError(
-                f"{files[left]}: left of another checkpoint; this one was saved by {expected} ranks "
-                f"({self.model_file.name})"
-            )
-        states = []
-        for place in places:
-            content = load_pickle(files[place], trust=self._trust)
-            if not isinstance(content, dict) or not isinstance(content.get("optimizer_state_dict"), dict):
-                raise CheckpointError(f"{files[place]}: not an optimizer state of DeepSpeed")
-            states.append(content["optimizer_state_dict"])
-        return [files[place] for place in places], states
-
-    def _read_whole(self) -> tuple[list[Path], list[dict[str, Any]]]:
-        """Return the files of stage 0 that hold the state of the optimizer, and the state of its wrapper in each."""
-        files = sorted(self.folder.glob(_EXPERTS_OPTIMIZER_FILE)) or _model_files(self.folder)
-        contents = [self.model if path == self.model_file else self.load(path) for path in files]
-        return files, [content.get("optimizer") or {} for content in contents]
+        return [files[place] for place in sorted(files)]
 
     def load(self, path: Path) -> dict[str, Any]:
         """Return the content of a file."""
@@ -254,11 +244,13 @@ class TagFolder:
     def _refuse_mixed_saves(self) -> None:
         """Raise if the files are of different saves."""
         others = [path for path in _model_files(self.folder) if path != self.model_file]
-        told: list[tuple[Path, Any, Mapping[Any, Any]]] = [(self.model_file, self.model, {})]
-        told += [(path, self.load(path), {}) for path in others]
-        told += [(path, inner, inner["state"]) for path, inner in zip(self.files, self.inner, strict=True)]
+        contents: list[tuple[Path, Any, Mapping[Any, Any]]] = [(self.model_file, self.model, {})]
+        contents += [(path, self.load(path), {}) for path in others]
+        contents += [
+            (path, inner, inner["state"]) for path, inner in zip(self.files, self.inner, strict=True)
+        ]
         first: dict[str, tuple[Path, Any]] = {}
-        for path, content, states in told:
+        for path, content, states in contents:
             facts: dict[str, Any] = {"save": save_of(content)}
             if facts["save"] is None:
                 facts |= {key: content[key] for key in COUNTERS if key in content}
