@@ -17,13 +17,47 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeVar
 
 import numpy as np
 
 from deepspeed_muon.plan.chunks import cut_into_chunks, moves
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import Floats, Ints, Places
-from deepspeed_muon.plan.wire import PLAIN, WireFormat
+
+_Numel = TypeVar("_Numel", int, Ints)
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class WireFormat:
+    """The room of a fragment in a buffer: its elements as they are, or one byte each and a scale for every block.
+
+    Attributes:
+        block: Elements of a fragment that share an fp32 scale; 0 for elements as they are.
+    """
+
+    block: int = 0
+
+    def units(self, numel: _Numel) -> _Numel:
+        """Return the room for a fragment of ``numel`` elements: elements of the buffer, which are bytes if coded.
+
+        Scales follow the elements, at a multiple of four bytes.
+        """
+        if not self.block:
+            return numel
+        return -(-numel // _SCALE_BYTES) * _SCALE_BYTES + -(-numel // self.block) * _SCALE_BYTES
+
+    def bytes_per_element(self, itemsize: int) -> float:
+        """Return the bytes that an element takes in a long fragment; ``itemsize`` is that of elements as they are."""
+        return 1 + _SCALE_BYTES / self.block if self.block else itemsize
+
+
+PLAIN = WireFormat()
+"""Elements as they are."""
+
+CODED = WireFormat(256)
+"""One byte an element, and a scale for each 256."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +71,7 @@ class Segment:
         buffer_offset: Where the first one starts in the buffer of this rank.
         count: The number of fragments.
         stride: Units of the buffer from the start of a fragment to that of the next one.
-        units: Room of each fragment in the buffer; see :class:`~deepspeed_muon.plan.wire.WireFormat`.
+        units: Room of each fragment in the buffer; see :class:`WireFormat`.
     """
 
     matrix: int

@@ -319,7 +319,7 @@ class StepRunner:
             batch, updates = table.batch(indices), found.contiguous().view(-1)
             for copy in batch.travelled:
                 write(copy.in_buffer(flight.receive_buffer), copy.in_batch(updates), codec, note)
-                if self.plan.matrices[indices[0]].replicated and not codec.exact:
+                if flight.chunk.copies and not codec.exact:
                     # All copies of a replicated matrix get the same numbers, also the owner's.
                     read(copy.in_batch(updates), copy.in_buffer(flight.receive_buffer), codec)
             if not self._sums:

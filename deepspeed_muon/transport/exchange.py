@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.math.newton_schulz import NsSettings
-from deepspeed_muon.plan.exchange import Chunk, ExchangePlan, Segment
-from deepspeed_muon.plan.wire import PLAIN, WireFormat
+from deepspeed_muon.plan.exchange import PLAIN, Chunk, ExchangePlan, Segment, WireFormat
 from deepspeed_muon.transport.ranks import phase
 
 SLOTS = 3

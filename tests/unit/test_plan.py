@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_muon.math.newton_schulz import orthogonalize_flops
-from deepspeed_muon.plan.exchange import BufferPlan, ExchangePlan, build_exchange_plan, sent_by_rank
+from deepspeed_muon.plan.exchange import (
+    CODED,
+    PLAIN,
+    BufferPlan,
+    ExchangePlan,
+    WireFormat,
+    build_exchange_plan,
+    sent_by_rank,
+)
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.owners import assign_owners
 from deepspeed_muon.plan.placement import (
@@ -21,7 +29,6 @@ from deepspeed_muon.plan.placement import (
     sharded_placement,
 )
 from deepspeed_muon.plan.stacks import block_runs, cut_stack
-from deepspeed_muon.plan.wire import CODED, PLAIN, WireFormat
 from tests.support.layouts import (
     MAKERS,
     flat_layouts,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deepspeed_muon.plan.wire import CODED
+from deepspeed_muon.plan.exchange import CODED
 from deepspeed_muon.transport.exchange import Codec
 
 WIRE = Codec(torch.float32, CODED)
