@@ -5,8 +5,9 @@ TORCH_VERSION ?= 2.13.0
 DEEPSPEED_VERSION ?= 0.19.8
 OLD_DEEPSPEED_VERSION ?= 0.19.2
 PYTEST_ARGS ?=
-# Test files side by side. Each of these processes has ranks of its own: some 5 GB of memory.
-JOBS ?= 2
+# Test files side by side, more than two cores can run at once: ranks wait for each other. Each of these processes has
+# ranks of its own: some 5 GB of memory.
+JOBS ?= 3
 CLIENTS ?=
 
 VENV := .venv

@@ -82,11 +82,9 @@ def test_universal_and_offline_consolidation(
     )[0]
     assert_equal(saved, loaded)
     consolidate_files(tmp_path / "saved", tmp_path / "set", shard_bytes=4000)
-    for other in (to_stage, 0):
-        zero_of = to_zero if other else {}
-        assert_equal(
-            saved, ranks(to_size).run(load, folder=str(tmp_path / "set"), stage=other, zero=zero_of)[0]
-        )
+    other, other_zero = (to_stage, to_zero) if to_stage != stage else (0, {})
+    loaded = ranks(to_size).run(load, folder=str(tmp_path / "set"), stage=other, zero=other_zero)[0]
+    assert_equal(saved, loaded)
 
 
 @pytest.mark.full

@@ -153,7 +153,7 @@ def run_command_in(message: str) -> str:
         pytest.param("AdamW", 1, 3, 3, marks=pytest.mark.full),
         ("Muon", 2, 1, 2),
         pytest.param("Muon", 3, 3, 2, marks=pytest.mark.full),
-        ("ours", 1, 3, 2),
+        pytest.param("ours", 1, 3, 2, marks=pytest.mark.full),
         ("ours", 3, 0, 2),
         ("ours", 0, 2, 3),
         ("ours", 3, 3, 3),
@@ -219,7 +219,7 @@ def test_sub_groups_of_another_size_are_refused(ranks: Any, tmp_path: Path) -> N
         assert "sub_group_size" in result["refused"] and result["unchanged"]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full), 3])
 def test_replaced_settings_are_named_once(ranks: Any, tmp_path: Path, stage: int) -> None:
     """``load_checkpoint`` keeps what was saved, and said nothing."""
     folder, constant = str(tmp_path), {"scheduler": {}}

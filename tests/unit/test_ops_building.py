@@ -10,9 +10,11 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from deepspeed_muon import ops
 from deepspeed_muon.errors import OpsUnavailableError
@@ -123,26 +125,22 @@ def test_a_tiny_library_is_built_once_and_a_leftover_lock_is_no_obstacle(
     assert path.stat().st_mtime_ns == stamp
 
 
-def test_ranks_that_build_at_once_build_once(tmp_path: Path) -> None:
+def build_tiny(rank: int, world_size: int, *, folder: str) -> int:
+    """Build at the same time as the other ranks; return how often this one compiled."""
+    compiled: list[Any] = []
+    real, os.environ["TORCH_EXTENSIONS_DIR"] = builder._compile, folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toolchain, "CSRC", Path(folder) / "csrc")
+        patch.setattr(builder, "_compile", lambda *args: (compiled.append(args), real(*args)))
+        dist.barrier()
+        MuonBuilder().load()
+    return len(compiled)
+
+
+def test_ranks_that_build_at_once_build_once(ranks: Any, tmp_path: Path) -> None:
     (tmp_path / "csrc").mkdir()
     (tmp_path / "csrc" / "tiny.cpp").write_text('extern "C" int tiny() { return 7; }\n')
-    code = f"""
-        from pathlib import Path
-        from deepspeed_muon.ops import builder, toolchain
-        toolchain.CSRC = Path({str(tmp_path / "csrc")!r})
-        compile_ = builder._compile
-        builder._compile = lambda *a: (print("compiled"), compile_(*a))
-        builder.MuonBuilder().load()
-    """
-    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    ranks = [
-        subprocess.Popen(command, env=environment, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
-        for _ in range(3)
-    ]
-    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0, 0]
-    assert sum(output.count("compiled") for output in outputs) == 1
+    assert sum(ranks(3).run(build_tiny, folder=str(tmp_path))) == 1
 
 
 def test_the_lock_dies_with_its_holder_and_waiting_ends(

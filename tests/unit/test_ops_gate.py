@@ -11,9 +11,11 @@ import textwrap
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from deepspeed_muon.errors import OpsUnavailableError
 from deepspeed_muon.math.coefficients import resolve_schedule
@@ -136,18 +138,14 @@ def triton_tiles_from() -> int:
     return int(found)
 
 
-def test_processes_that_start_at_once_test_once(tmp_path: Path) -> None:
-    code = f"""
-        import sys
-        from pathlib import Path
-        from deepspeed_muon.ops import gate
-        count = "import time; time.sleep(1); open({str(tmp_path / "count")!r}, 'a').write('x'); print('{{}}')"
-        print(gate.decide(["same"], [sys.executable, "-c", count], folder=Path({str(tmp_path)!r})).failed)
-    """
-    started = [
-        subprocess.Popen(command(code), cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) for _ in range(2)
-    ]
-    assert [each.communicate(timeout=120)[0].strip() for each in started] == ["{}", "{}"]
+def decide_at_once(rank: int, world_size: int, *, folder: str) -> dict[str, str]:
+    count = f"import time; time.sleep(1); open({folder + '/count'!r}, 'a').write('x'); print('{{}}')"
+    dist.barrier()
+    return gate.decide(["same"], [sys.executable, "-c", count], folder=Path(folder)).failed
+
+
+def test_processes_that_start_at_once_test_once(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2).run(decide_at_once, folder=str(tmp_path)) == [{}, {}]
     assert (tmp_path / "count").read_text() == "x"
 
 

@@ -1,4 +1,4 @@
-"""The launchers' checks of arguments, which come before anything that needs a device: nvcc links, ctypes calls."""
+"""The launchers' checks of arguments, on the CPU's bench (``tests/support/cuda_bench``)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support import cuda_bench
+from tests.support.cuda_bench import Bench
 from tests.support.cuda_library import (
     BAD_ARGUMENT,
     DTYPE,
     MISALIGNED,
+    OK,
     SHAPE,
     ApplyRow,
     Kernels,
@@ -22,25 +25,16 @@ from tests.support.cuda_library import (
     problem_of,
 )
 
-pytestmark = [
-    pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc"),
-    pytest.mark.time_limit(400),
-]
+pytestmark = pytest.mark.skipif(cuda_bench.unavailable() is not None, reason=str(cuda_bench.unavailable()))
 
 
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    return Kernels(build(Path(tmp_path_factory.mktemp("cuda")), ("90a",)))
-
-
-def problem(m: int = 128, k: int = 64, batch: int = 2, dtype: torch.dtype = torch.float16) -> SymGemm:
-    a = torch.zeros(batch, m, k, dtype=dtype)
-    d = torch.zeros(batch, m, m, dtype=dtype)
+def problem() -> SymGemm:
+    a = torch.zeros(2, 128, 64, dtype=torch.float16)
+    d = torch.zeros(2, 128, 128, dtype=torch.float16)
     return problem_of(a, a, None, d, alpha=1.0, beta=0.0, diag=0.0)
 
 
-# One case per reason; a pointer of the host is never followed.
-@pytest.mark.parametrize("kernel", ["", "_sm80", "_sm90", "_sm90_wide"])
+# One case per reason; a pointer is never followed.
 @pytest.mark.parametrize(
     ("change", "status"),
     [
@@ -61,33 +55,37 @@ def problem(m: int = 128, k: int = 64, batch: int = 2, dtype: torch.dtype = torc
     ],
     ids=str,
 )
-def test_sym_gemm_refuses(kernels: Kernels, kernel: str, change: dict[str, int], status: int) -> None:
+def test_sym_gemm_refuses(bench: Bench, change: dict[str, int], status: int) -> None:
     wrong = problem()
     for name, value in change.items():
         setattr(wrong, name, value)
-    assert getattr(kernels.library, f"muon_sym_gemm{kernel}")(ctypes.byref(wrong), 0) == status
-    assert kernels.name(status) not in ("ok", "unknown status")
+    for kernel, major in {"": 9, "_sm80": 8, "_sm90": 9, "_sm90_wide": 9}.items():
+        bench.configure(major=major)
+        assert getattr(bench.library, f"muon_sym_gemm{kernel}")(ctypes.byref(wrong), 0) == status, kernel
+    assert bench.name(status) not in ("ok", "unknown status")
 
 
-def test_strides_of_a_single_matrix_do_not_matter(kernels: Kernels) -> None:
-    single = problem(batch=1)
+def test_strides_of_a_single_matrix_do_not_matter(bench: Bench) -> None:
+    bench.configure(major=8)
+    a, d = (torch.zeros(1, 128, k, dtype=torch.float16) for k in (64, 128))
+    single = problem_of(a, a, None, d, alpha=1.0, beta=0.0, diag=0.0)
     single.stride_a = single.stride_b = single.stride_d = 3
-    # Past the checks: without a device that is an error of CUDA; with one, pointers of the host are not tried here.
-    if not torch.cuda.is_available():
-        assert kernels.library.muon_sym_gemm_sm80(ctypes.byref(single), 0) > 0
+    assert bench.library.muon_sym_gemm_sm80(ctypes.byref(single), 0) == OK
 
 
-def test_flat_passes_refuse(kernels: Kernels) -> None:
+def test_flat_passes_refuse(bench: Bench) -> None:
+    bench.configure()
+
     def pack(dtypes: tuple[int, int, int], *rows: tuple[int, int, int, int]) -> int:
         table = (PackRow * len(rows))(*(PackRow(*row, 0.9, 1) for row in rows))
-        return int(kernels.library.muon_momentum_pack(table, len(rows), *dtypes, None))
+        return int(bench.library.muon_momentum_pack(table, len(rows), *dtypes, None))
 
     def apply(dtypes: tuple[int, int], *rows: tuple[int, int, int]) -> int:
         table = (ApplyRow * len(rows))(*(ApplyRow(*row, 0.1, 1.0) for row in rows))
-        return int(kernels.library.muon_unpack_apply(table, len(rows), *dtypes, None))
+        return int(bench.library.muon_unpack_apply(table, len(rows), *dtypes, None))
 
     good = (4096, 4096, 4096, 8)
-    assert pack((0, 0, 2)) == 0 and kernels.library.muon_momentum_pack(None, 1, 0, 0, 2, None) == BAD_ARGUMENT
+    assert pack((0, 0, 2)) == 0 and bench.library.muon_momentum_pack(None, 1, 0, 0, 2, None) == BAD_ARGUMENT
     for dtypes in ((7, 0, 2), (0, 7, 2), (0, 0, 7)):
         assert pack(dtypes, good) == DTYPE
     for wrong, status in [
@@ -106,19 +104,19 @@ def test_flat_passes_refuse(kernels: Kernels) -> None:
         ((4097, 4096, 8), MISALIGNED),
     ]:
         assert apply((2, 0), (4096, 4096, 8), other) == status
-    if not torch.cuda.is_available():
-        # Past the checks, also of half formats at their own boundaries.
-        assert pack((1, 2, 1), (4098, 4098, 4098, 8)) > 0
 
 
-def test_the_structures_agree(kernels: Kernels) -> None:
+def test_the_structures_agree() -> None:
     # 4 pointers, 11 sizes, 3 floats and an int: what the compiler lays out without padding.
     assert ctypes.sizeof(SymGemm) == 4 * 8 + 11 * 8 + 4 * 4
     assert ctypes.sizeof(PackRow) == 48 and ctypes.sizeof(ApplyRow) == 40
 
 
+@pytest.mark.full
+@pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
-def test_without_a_device_every_launcher_says_so(kernels: Kernels) -> None:
+def test_without_a_device_what_nvcc_builds_says_so(tmp_path: Path) -> None:
+    kernels = Kernels(build(tmp_path, ("90a",)))
     for kernel in ("sm80", "sm90", "sm90_wide"):
         assert kernels.available(kernel) > 0  # a cudaError_t
         assert kernels.name(kernels.available(kernel)) != "unknown status"

@@ -88,9 +88,10 @@ def test_an_environment_variable_switches_an_installed_wheel_on(wheel: Path, tmp
         f"import os, site, sys; site.addsitedir({str(tmp_path)!r})\n"
         f"print('before', '_deepspeed_muon_switch' in sys.modules, 'torch' in sys.modules)\n"
         f"if len(sys.argv) > 1: os.execv(sys.executable, [sys.executable, '-c', sys.argv[1]])\n"
+        f"if 'deepspeed_muon' in str(sys.meta_path) or '_deepspeed_muon_switch' in sys.modules:\n"
         # Accelerate and transformers look for DeepSpeed first.
-        f"import importlib.util; assert importlib.util.find_spec('deepspeed')\n"
-        f"import deepspeed\n"
+        f"    import importlib.util; assert importlib.util.find_spec('deepspeed')\n"
+        f"    import deepspeed\n"
         f"print('after', 'deepspeed_muon' in sys.modules and sys.modules['deepspeed_muon'].is_registered())\n"
     )
     # Not this repository's own copy.

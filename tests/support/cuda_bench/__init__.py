@@ -7,6 +7,7 @@ what is checked. What it cannot show: the memory model of a GPU, the rounding in
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import platform
 import re
 import shutil
@@ -22,6 +23,7 @@ from torch import Tensor
 from tests.support.cuda_library import SOURCES, Fragment, Kernels
 
 HERE = Path(__file__).resolve().parent
+LIBRARY = "libmuon_bench.so"
 ANY_TIME, LATE, EARLY = 0, 1, 2
 """When asynchronous work ends: at any time, only when somebody waits, or as soon as possible."""
 
@@ -139,6 +141,14 @@ def unavailable() -> str | None:
     return None if shutil.which("g++") else "needs g++"
 
 
+def session_build(folder: Path) -> Bench:
+    """Return the unchanged kernels, compiled into ``folder`` by the first process of a test session that asks."""
+    folder.mkdir(exist_ok=True)
+    with open(folder.with_suffix(".lock"), "w") as gate:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        return Bench(folder / LIBRARY) if (folder / LIBRARY).exists() else build(folder)
+
+
 def build(
     folder: Path,
     mutation: Mapping[str, str] | None = None,
@@ -171,7 +181,7 @@ def build(
         objects = list(pool.map(compile_one, [*sources, HERE / "machine.cpp"]))
     # Of a function in a header the linker takes the first one.
     objects.sort(key=lambda each: each.parent != folder)
-    library = folder / "libmuon_bench.so"
+    library = folder / LIBRARY
     subprocess.run(["g++", "-shared", *map(str, objects), "-o", str(library)], check=True, timeout=120)
     return Bench(library)
 
