@@ -7,6 +7,9 @@ same round.
 
     inner: all calls of the inner optimizer's ``step()`` of one step; without what DeepSpeed does around them
     step: ``engine.step()``
+
+With ``--fragments`` rank 1 owns all matrices, so that rank 0 only has a fragment of each. The exchange of the gradient
+flags, which comes before the inner step, counts for ``inner`` then. The last line has what one more matrix costs.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ import argparse
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -71,9 +76,23 @@ def make_engine(name: str, count: int) -> Any:
     return engine
 
 
-def measure(rank: int, world_size: int, *, count: int, rounds: int) -> dict[str, list[list[float]]]:
+def owned_by_last(*args: Any, **kwargs: Any) -> Any:
+    """Assign all matrices to the last rank."""
+    from deepspeed_muon.plan.owners import assign
+
+    found, ranks = assign(*args, **kwargs), len(kwargs.get("load", args[-1]))
+    return replace(found, owners=(ranks - 1,) * len(found.owners))
+
+
+def measure(
+    rank: int, world_size: int, *, count: int, rounds: int, fragments: bool
+) -> dict[str, list[list[float]]]:
     """Return the milliseconds of each round: inner, and step."""
-    engines = {name: make_engine(name, count) for name in OPTIMIZERS}
+    if fragments:
+        with mock.patch("deepspeed_muon.step.runner.assign", owned_by_last):
+            engines = {"ours": make_engine("ours", count)}
+    else:
+        engines = {name: make_engine(name, count) for name in OPTIMIZERS}
     spent = [0.0]
 
     def timed(original: Any) -> Any:
@@ -86,12 +105,18 @@ def measure(rank: int, world_size: int, *, count: int, rounds: int) -> dict[str,
 
         return run
 
-    found: dict[str, list[list[float]]] = {name: [] for name in OPTIMIZERS}
+    names = list(engines)
+    found: dict[str, list[list[float]]] = {name: [] for name in names}
     for engine in engines.values():
         engine.optimizer.optimizer.step = timed(engine.optimizer.optimizer.step)
+    if fragments:
+        from deepspeed_muon import muon_optimizer
+
+        bound = muon_optimizer(engines["ours"])._bound_steps
+        bound.exchange_flags = timed(bound.exchange_flags)  # type: ignore[method-assign]
     for number in range(rounds + 3):
-        turn = number % len(OPTIMIZERS)
-        for name in OPTIMIZERS[turn:] + OPTIMIZERS[:turn]:
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
             engine = engines[name]
             engine.backward(engine(torch.randn(1, WIDTH, dtype=torch.bfloat16)))
             spent[0], start = 0.0, time.thread_time()
@@ -102,6 +127,17 @@ def measure(rank: int, world_size: int, *, count: int, rounds: int) -> dict[str,
     for engine in engines.values():
         engine.destroy()
     return found
+
+
+def fragment_table(found: dict[int, list[list[float]]]) -> list[str]:
+    """Return the table of a rank that owns nothing, and what one more matrix costs."""
+    inner = {count: statistics.median(each[0] for each in rounds) for count, rounds in found.items()}
+    lines = [f"| {count} | {spent:.2f} | {1e3 * spent / count:.2f} |" for count, spent in inner.items()]
+    few, many = min(inner), max(inner)
+    if few < many:
+        each = 1e3 * (inner[many] - inner[few]) / (many - few)
+        lines += ["", f"One more matrix: {each:.2f} us; 44,000 matrices: {each * 44:.0f} ms."]
+    return ["| matrices | inner and flags ms | us a matrix |", "|---|---|---|", *lines]
 
 
 def table(count: int, found: dict[str, list[list[float]]]) -> list[str]:
@@ -129,19 +165,22 @@ def main() -> int:
     )
     parser.add_argument("--matrices", type=int, nargs="+", default=[224, 448])
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--fragments", action="store_true", help="rank 0 owns no matrix")
     parser.add_argument("--out", help="Markdown file for the table")
     arguments = parser.parse_args()
-    lines = [
-        ", ".join(f"{name}: {value}" for name, value in machine().items()),
-        "",
-        "| matrices | optimizer | inner ms | inner us a matrix | step ms | inner / AdamW | step / AdamW |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    results = {}
     for count in arguments.matrices:
-        results = run_ranks(
-            "benchmarks.host_time:measure", 2, {"count": count, "rounds": arguments.rounds}, timeout=600
-        )
-        lines += table(count, results[0])
+        settings = {"count": count, "rounds": arguments.rounds, "fragments": arguments.fragments}
+        results[count] = run_ranks("benchmarks.host_time:measure", 2, settings, timeout=600)[0]
+    lines = [", ".join(f"{name}: {value}" for name, value in machine().items()), ""]
+    if arguments.fragments:
+        lines += fragment_table({count: found["ours"] for count, found in results.items()})
+    else:
+        lines += [
+            "| matrices | optimizer | inner ms | inner us a matrix | step ms | inner / AdamW | step / AdamW |",
+            "|---|---|---|---|---|---|---|",
+            *(line for count, found in results.items() for line in table(count, found)),
+        ]
     print("\n".join(lines))
     if arguments.out:
         Path(arguments.out).write_text("\n".join(["# Host time of a step", "", *lines]) + "\n")

@@ -31,7 +31,7 @@ from deepspeed_muon.plan.layout import TensorShards
 from deepspeed_muon.plan.placement import replicated_placement
 from deepspeed_muon.qk_clip.clip import QkClip
 from deepspeed_muon.routed_optimizer import RoutedOptimizer
-from deepspeed_muon.routing.param_groups import ParamsInput, build_groups
+from deepspeed_muon.routing.param_groups import ParamsInput, RoutedGroups, build_groups
 from deepspeed_muon.step.bound import BoundSteps, flat_gradients, overlaps
 from deepspeed_muon.step.runner import StepResources, StepRunner
 from deepspeed_muon.step.step_set import StepSet, read_step_set
@@ -122,8 +122,9 @@ class Muon(RoutedOptimizer):
         self._setup(config, build_groups(params, config, model=model, shards=shards), model)
         return self
 
-    def _start(self) -> None:
+    def _begin(self, config: MuonConfig, routed: RoutedGroups, model: nn.Module | None) -> None:
         """Begin unbound, with all counters at zero."""
+        super()._begin(config, routed, model)
         self.stats = StepStats()
         self.recorder = StepRecorder(every=self.config.health, check=self.config.health > 0)
         self.skipped_steps = 0
@@ -232,8 +233,7 @@ class Muon(RoutedOptimizer):
 
     def _plan_facts(self) -> RankFacts:
         """Return what this rank derived for the exchange, to be compared with the other ranks."""
-        assert self._bound is not None
-        plans = self._bound.facts()
+        plans = self._bound_steps.facts()
         facts, scopes = dict(plans.facts), dict(plans.scopes)
         if self.qk_clip is not None:
             for scope in plans.scopes.values():

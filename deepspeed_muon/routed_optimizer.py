@@ -33,17 +33,13 @@ class RoutedOptimizer(torch.optim.Optimizer):
     """What tells it where its parameters are, once it was told."""
 
     def _begin(self, config: MuonConfig, routed: RoutedGroups, model: nn.Module | None) -> None:
+        """Begin unbound; also where a copied or pickled optimizer begins."""
         self.config = config
         self.managed = False
         self.state_policy = StatePolicy.of(config)
         self._routed = routed
         # Kept for the attention layers alone: a model that its optimizer refers to lives longer.
         self._model = model if config.qk_clip is not None else None
-        self._start()
-
-    def _start(self) -> None:
-        """Begin unbound, with all counters at zero."""
-        raise NotImplementedError
 
     def _setup(self, config: MuonConfig, routed: RoutedGroups, model: nn.Module | None) -> None:
         self._begin(config, routed, model)

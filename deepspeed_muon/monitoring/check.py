@@ -184,8 +184,10 @@ class ResultCheck:
                 self._replace(result, position, update, "", None)
         lowest, highest = self._bounds_of(result)
         norms, inputs = (
-            _gathered(self._norms(each), result.together).double().square().sum(0).sqrt()
-            for each in (result.updates, result.inputs)
+            own.double()
+            if result.together is None
+            else _gathered(own, result.together).double().square().sum(0).sqrt()
+            for own in (self._norms(result.updates), self._norms(result.inputs))
         )
         # An input of a norm below 1e-12 (a head without a gradient is zero) is not normalised: its result may be small.
         right = (norms <= highest) & ((norms >= lowest) | (inputs < self._ns.eps))
@@ -203,9 +205,9 @@ class ResultCheck:
         """Redo the entries whose norm is wrong."""
         bounds = self._bounds_of(result)
         for position, norm in enumerate(_norms_of_whole(self._norms(result.updates), result.together)):
-            why = check_failure(norm, bounds)
-            if why is None:
+            if bounds[0] <= norm <= bounds[1]:
                 continue
+            why = str(check_failure(norm, bounds))
             own = result.inputs[position].double().norm().view(1)
             # As above, of an input that is not normalised.
             if not (norm <= bounds[1] and _norms_of_whole(own, result.together)[0] < self._ns.eps):
@@ -340,4 +342,7 @@ def _gathered(own: Tensor, together: Together | None) -> Tensor:
 
 def _norms_of_whole(own: Tensor, together: Together | None) -> list[float]:
     """Return the norms of whole blocks from those of this rank's parts; waits for the device."""
+    if together is None:
+        norms: list[float] = own.tolist()
+        return norms
     return [math.hypot(*parts) for parts in _gathered(own, together).mT.tolist()]

@@ -83,7 +83,7 @@ class Segment:
     stride: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class BufferPlan:
     """What lies where in one of a rank's two buffers of a chunk.
 

@@ -97,7 +97,6 @@ class StepRunner:
             resources.stats,
         )
         self.assignment = assign(step_set.matrices, context.ns_settings, load)
-        self._origin = torch.tensor(self.assignment.origin, dtype=torch.int64)
         self.plan = build_exchange_plan(
             self.assignment.matrices,
             self.assignment.owners,
@@ -252,21 +251,32 @@ class StepRunner:
         """Read the rates and momentum of this step; bring the row state to the owners, and back at the end."""
         own = [state_of(partition, state, self._policy) for partition in self._muon]
         order = [partition.index for partition in self._muon]
-        active = torch.tensor(flags, dtype=torch.bool)[self._origin]
+        of_matrices = flags[: len(self.step_set.matrices)]
+        mask = None
+        if not all(of_matrices):
+            mask = torch.tensor([bool(flags[origin]) for origin in self.assignment.origin])
         momentum = [each["momentum_buffer"].view(-1) for each in own]
         weights = [flat[index] for index in order]
-        found = [grads.get(index) for index in order]
+        used: set[int] = set()
+        if any(index not in grads for index in order):
+            told = zip(self.step_set.matrices, of_matrices, strict=True)
+            used = {matrix.partition for matrix, flag in told if flag}
+        entering = [
+            # Nobody reads the gradient of a partition in which no rank has one.
+            grads[index] if index in grads else torch.zeros_like(buf) if index in used else buf
+            for index, buf in zip(order, momentum, strict=True)
+        ]
         step = Step(
-            None if active.all() else active,
+            mask,
             self._rates.of({index: groups[index] for index in order}),
             weights,
             momentum,
-            [torch.zeros_like(buf) if g is None else g for buf, g in zip(momentum, found, strict=True)],
+            entering,
             None,
             self._passes,
             self._variant,
         )
-        if not active.any():
+        if not any(of_matrices):
             yield step
             return
         if not self._weights_known:

@@ -8,6 +8,7 @@ largest element of its block.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.math.newton_schulz import NsSettings
-from deepspeed_muon.plan.exchange import PLAIN, Chunk, ExchangePlan, Segment, WireFormat
+from deepspeed_muon.plan.exchange import PLAIN, BufferPlan, Chunk, ExchangePlan, Segment, WireFormat
 from deepspeed_muon.transport.ranks import phase
 
 SLOTS = 3
@@ -368,8 +369,8 @@ def start_messages(
         sent, received = received, sent
     context.stats.count_exchange((chunk.copies or 1) * send.numel() * send.element_size())
     if not chunk.copies:
-        splits = [each.splits(context.world_size) for each in (received, sent)]
-        return [exchange_bytes(out, send, *splits, group=group)]
+        into, out_of = _splits(received, context.world_size), _splits(sent, context.world_size)
+        return [exchange_bytes(out, send, into, out_of, group=group)]
     parts = dict(zip(received.peers.tolist(), out.split(received.counts.tolist()), strict=True))
     if send.numel():
         parts[context.rank] = send
@@ -377,6 +378,10 @@ def start_messages(
         dist.broadcast(parts[owner].view(torch.uint8), group=group, group_src=owner, async_op=True)
         for owner in sorted(parts)
     ]
+
+
+# A number for each rank, which does not change from step to step.
+_splits = functools.lru_cache(maxsize=64)(BufferPlan.splits)
 
 
 def cut(buffer: Tensor, segment: Segment) -> Tensor:

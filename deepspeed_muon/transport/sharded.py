@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -75,8 +74,9 @@ def orthogonalize_sharded(
     else:
         length, longer = divmod(rows, world_size)
         row_sizes = tuple(length + (rank < longer) for rank in range(world_size))
-        recut = _Recut(tuple(shard_sizes), row_sizes, group)
-        result = recut.back(_iterate(recut.there(flat), settings, group))
+        # No name for the matrices between the cuts: the iteration frees them.
+        result = _iterate(_recut(flat, row_sizes, shard_sizes, group), settings, group)
+        result = _recut(result, shard_sizes, row_sizes, group)
     result = result.reshape(columns.shape)
     return result.mT.contiguous() if dim == -2 else result
 
@@ -184,37 +184,25 @@ def _iterate(x: Tensor, settings: NsSettings, group: dist.ProcessGroup) -> Tenso
     return iterate_columns(x, settings=settings, gram_of=gram_of)
 
 
-@dataclass(frozen=True, slots=True)
-class _Recut:
-    """Changes a cut along columns to a cut along rows, and back.
+def _recut(x: Tensor, sizes: Sequence[int], others: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Change a cut along columns to one along rows; calling it again with the sizes exchanged changes it back.
 
-    Attributes:
-        col_sizes: Columns that each rank holds before and after.
-        row_sizes: Rows that each rank holds in between.
+    Args:
+        x: ``(batch, rows, own columns)``.
+        sizes: Rows that each rank will hold.
+        others: Columns that each rank holds.
         group: The process group.
+
+    Returns:
+        ``(batch, columns, own rows)``, transposed.
     """
-
-    col_sizes: tuple[int, ...]
-    row_sizes: tuple[int, ...]
-    group: dist.ProcessGroup
-
-    def there(self, x: Tensor) -> Tensor:
-        """Turn ``(batch, rows, own columns)`` into ``(batch, columns, own rows)``, transposed."""
-        parts = [part.mT for part in x.split(self.row_sizes, dim=-2)]
-        own = self.row_sizes[dist.get_rank(self.group)]
-        return torch.cat(self._exchange(parts, [(size, own) for size in self.col_sizes]), dim=-2)
-
-    def back(self, x: Tensor) -> Tensor:
-        """Turn ``(batch, columns, own rows)`` back into ``(batch, rows, own columns)``."""
-        parts = [part.mT for part in x.split(self.col_sizes, dim=-2)]
-        own = self.col_sizes[dist.get_rank(self.group)]
-        return torch.cat(self._exchange(parts, [(size, own) for size in self.row_sizes]), dim=-2)
-
-    def _exchange(self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """Send one part ``(batch, r, c)`` to every rank; return theirs, of the given ``(r, c)``."""
-        batch = parts[0].shape[0]
-        send = torch.cat([part.reshape(-1) for part in parts])
-        counts = [batch * rows * cols for rows, cols in shapes]
-        received = send.new_empty(sum(counts))
-        exchange_bytes(received, send, counts, [part.numel() for part in parts], group=self.group).wait()
-        return [part.view(batch, *shape) for part, shape in zip(received.split(counts), shapes, strict=True)]
+    parts = [part.mT for part in x.split(list(sizes), dim=-2)]
+    own, batch = sizes[dist.get_rank(group)], x.shape[0]
+    send = torch.cat([part.reshape(-1) for part in parts])
+    counts = [batch * size * own for size in others]
+    received = send.new_empty(sum(counts))
+    exchange_bytes(received, send, counts, [part.numel() for part in parts], group=group).wait()
+    return torch.cat(
+        [part.view(batch, size, own) for part, size in zip(received.split(counts), others, strict=True)],
+        dim=-2,
+    )

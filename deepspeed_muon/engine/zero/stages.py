@@ -52,7 +52,11 @@ class ZeroView(View):
             kept = master.grad if self.offloads else self.wrapper.averaged_gradients.get(index)
             if kept is not None:
                 parts = [kept] if isinstance(kept, Tensor) else kept
-                found[index] = [part.detach().reshape(-1) for part in parts]
+                found[index] = [
+                    # A view costs as much as all else that a small parameter costs here.
+                    part if part.dim() == 1 and not part.requires_grad else part.detach().reshape(-1)
+                    for part in parts
+                ]
         return found
 
     def is_true_of_any(self, flag: bool) -> bool:

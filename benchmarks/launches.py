@@ -1,0 +1,201 @@
+"""What the inner step of one rank launches on a GPU, counted from the plan of a model that need not exist.
+
+``python benchmarks/launches.py --model llama-7b --ranks 64`` makes the plan of the busiest rank at ZeRO 3 and runs its
+step, with all tensors on the meta device. An operation on a tensor counts as one launch unless it only makes a view. Of
+what needs several launches, the number is that of the kernels: the flat passes take 72 fragments a launch, torch's
+concatenation 128 tensors, its multi-tensor norm 320 blocks of 65,536 elements. An all-to-all is one launch. A copy to
+the host is a wait of the host. No message is sent, so the counts are those of all ranks but for the matrices they own.
+
+    flags: the gradient flags of all matrices, and their all-reduce
+    passes: the flat passes and copies
+    iteration: Newton-Schulz by torch's operations. A recorded CUDA graph takes three launches for each call: two copies
+        and the graph
+    check: the norms of updates and directions, and the verdict, which stays on the device
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from deepspeed_muon import MuonConfig, orthogonalize
+from deepspeed_muon.forecast.model_shapes import load_model
+from deepspeed_muon.monitoring.check import ResultCheck
+from deepspeed_muon.monitoring.recorder import StepRecorder
+from deepspeed_muon.ops import FlatPasses
+from deepspeed_muon.plan.placement import sharded_placement
+from deepspeed_muon.routing.rules import route_parameters
+from deepspeed_muon.step.bound import GradientInspection
+from deepspeed_muon.step.runner import StepResources, StepRunner
+from deepspeed_muon.step.state import StatePolicy
+from deepspeed_muon.step.step_set import BoundPartition, StepSet
+from deepspeed_muon.transport.exchange import ExchangeBuffers, StepStats
+
+META = torch.device("meta")
+FRAGMENTS = 72  # MUON_FLAT_ROWS of ops/csrc/include/muon_cuda.h
+PARTS = ("flags", "passes", "iteration", "check", "all-to-all")
+
+
+class Launches(TorchDispatchMode):
+    """Counts what a GPU would launch, by the part of the step that is running.
+
+    Attributes:
+        counts: Part of the step to its launches.
+        waits: How often the host waited for the device.
+        calls: Calls of the iteration.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.waits = self.calls = 0
+        self.part = "passes"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [
+            each for each in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)
+        ]
+        name = func.overloadpacket.__name__
+        if not any(each.device == META for each in tensors):
+            return func(*args, **kwargs)
+        if name == "_to_copy" and kwargs.get("device") == torch.device("cpu"):
+            self.waits += 1
+            self.counts[self.part] += 1
+            flags = torch.zeros(args[0].shape, dtype=args[0].dtype)
+            flags[..., 0] = 1  # all matrices have a gradient, all are finite, none was left out
+            return flags
+        if not (func.is_view or "empty" in name or name == "detach"):
+            self.counts[self.part] += launches_of(name, tensors)
+        return func(*args, **kwargs)
+
+    def during(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function whose launches count for a part of the step."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before, self.part = self.part, part
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.part = before
+
+        return run
+
+
+def launches_of(name: str, tensors: list[Tensor]) -> int:
+    """Return the kernels of one operation of torch."""
+    if name == "_foreach_norm":
+        return -(-sum(-(-each.numel() // 65536) for each in tensors) // 320) + 1
+    if name in ("cat", "stack"):
+        return -(-len(tensors) // 128)
+    return 1
+
+
+def runner_of(model: str, ranks: int, rank: int, launches: Launches) -> StepRunner:
+    """Return the runner of one rank at ZeRO 3, on the meta device and in bf16, whose messages and passes only count."""
+    config = MuonConfig.from_params({"ns_backend": "torch", "ns_dtype": "bf16"})
+    routes = [each for each in route_parameters(load_model(model), config) if each.algorithm == "muon"]
+    layouts, offset = [], 0
+    for route in routes:
+        shard = -(-route.numel // ranks)
+        layouts.append(route.layout(0, sharded_placement(offset, route.numel, shard)))
+        offset += shard
+    partition = BoundPartition(0, torch.empty(offset, device=META), True)
+    step_set = StepSet((partition,), tuple(layouts), (), None, rank, ranks, torch.bfloat16)
+    iterate = launches.during("iteration", orthogonalize)
+
+    def count_call(*args: Any, **kwargs: Any) -> Tensor:
+        launches.calls += 1
+        found: Tensor = iterate(*args, **kwargs)
+        return found
+
+    resources = StepResources(
+        META,
+        count_call,
+        StepStats(),
+        StepRecorder(every=100, check=True),
+        ExchangeBuffers(META),
+        StatePolicy(),
+        overlap=True,
+    )
+    runner = StepRunner(step_set, config, resources, load=[0.0] * ranks)
+
+    def count_pass(*args: Any) -> None:
+        launches.counts["passes"] += -(-len(args[-2]) // FRAGMENTS)
+
+    runner._passes = FlatPasses("counted", count_pass, count_pass)
+    return runner
+
+
+def count(model: str, ranks: int) -> dict[str, int]:
+    """Return the launches of each part of a step of the rank that owns most matrices, and ``matrices``, ``waits``."""
+    launches = Launches()
+    owners = Counter(runner_of(model, ranks, 0, launches).plan.owners)
+    rank = owners.most_common(1)[0][0]
+    runner = runner_of(model, ranks, rank, launches)
+    group = {**MuonConfig().group_defaults("muon"), "lr": 0.02}
+    partition = runner.step_set.partitions[0].tensor
+    state: dict[Tensor, dict[str, Any]] = {partition: {}}
+    grads = {0: torch.empty_like(partition)}
+
+    def send(*_: Any) -> list[Any]:
+        launches.counts["all-to-all"] += 1
+        return []
+
+    def reduce(flags: Tensor, **_: Any) -> Tensor:
+        launches.counts["flags"] += 1
+        return flags
+
+    settle = launches.during("check", ResultCheck.settle)
+    with (
+        mock.patch("deepspeed_muon.transport.exchange.start_messages", send),
+        mock.patch("deepspeed_muon.step.bound._gather_flags", reduce),
+        mock.patch.object(ResultCheck, "settle", lambda check, result: settle(check, result)),
+        torch.no_grad(),
+    ):
+        for _ in range(2):  # the first step makes the momentum
+            launches.counts.clear()
+            launches.waits = launches.calls = 0
+            with launches:
+                flags = launches.during("flags", GradientInspection(runner).report)(grads)
+                runner.run(flags.active, grads, {0: group}, state)
+    return {
+        "matrices": len(runner.plan.matrices),
+        "owned": owners[rank],
+        "chunks": len(runner.plan.chunks),
+        **{part: launches.counts[part] for part in PARTS},
+        "launches": launches.counts.total(),
+        "with graphs": launches.counts.total() - launches.counts["iteration"] + 3 * launches.calls,
+        "waits": launches.waits,
+    }
+
+
+def main() -> int:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="llama-7b")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[64])
+    arguments = parser.parse_args()
+    for number, ranks in enumerate(arguments.ranks):
+        found = {"model": arguments.model, "ranks": ranks, **count(arguments.model, ranks)}
+        if number == 0:
+            print(f"| {' | '.join(found)} |\n|{'---|' * len(found)}")
+        print(f"| {' | '.join(map(str, found.values()))} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
