@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.step_ranks import MODELS, OPTIMIZERS, VARIANTS
+from benchmarks.step_ranks import MODELS, ON_REQUEST, ONLY_STAGE, OPTIMIZERS
 
 # So small that every tensor that matters is mapped by itself and given back when it is freed.
 _RETURN_MEMORY = {
@@ -51,13 +51,16 @@ def parse_arguments() -> argparse.Namespace:
         "--optimizers",
         nargs="+",
         choices=list(OPTIMIZERS),
-        default=[name for name in OPTIMIZERS if name not in VARIANTS],
+        default=[name for name in OPTIMIZERS if name not in ON_REQUEST],
     )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=128, help="tokens of a micro-batch of one sequence")
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--no-times", action="store_true", help="only measure memory")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument(
+        "--updates", action="store_true", help="compare each optimizer's first update with float64"
+    )
     parser.add_argument(
         "--profile", action="store_true", help="keep a trace of one step of each cell, beside --out"
     )
@@ -81,7 +84,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[list[Row]]:
         for model, stage, accumulation in cells:
             cell = {"model": model, "stage": stage, "accumulation": accumulation}
             common = {**cell, "tokens": arguments.tokens, "device": arguments.device}
-            names = [name for name in arguments.optimizers if name != "torch Muon" or stage == 0]
+            names = [name for name in arguments.optimizers if ONLY_STAGE.get(name, stage) == stage]
             found: dict[str, Row] = {name: {**cell, "ranks": ranks, "optimizer": name} for name in names}
             if not arguments.no_times:
                 started, profile = time.strftime("%Y-%m-%d %H:%M:%S"), ""
@@ -106,6 +109,19 @@ def measure(arguments: argparse.Namespace) -> Iterator[list[Row]]:
                         "sent_bytes": max(part["bytes"] for part in parts),
                         "matrices": [part["matrices"] for part in parts],
                     }
+                yield list(found.values())
+            if arguments.updates:
+                reports = runner.run(
+                    "measure_updates",
+                    ranks,
+                    model=model,
+                    stage=stage,
+                    optimizers=names,
+                    tokens=arguments.tokens,
+                    device=arguments.device,
+                )
+                for name, distance in reports[0].items():
+                    found[name]["distance"] = distance
                 yield list(found.values())
             if not arguments.no_memory:
                 for name in names:

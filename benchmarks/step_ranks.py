@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks import peers
 from benchmarks.sent_bytes import SentBytes
 
 
@@ -40,6 +41,8 @@ MODELS = {
     "tiny": Shape(64, 176, 2, 64),
 }
 
+DION = "Dion's Muon, FSDP2"
+
 # Every optimizer that takes part, in the order of the tables.
 OPTIMIZERS = {
     "ours": "this project, its defaults",
@@ -48,12 +51,16 @@ OPTIMIZERS = {
     "DeepSpeed Muon, gram": "its default (fp16 where supported)",
     "DeepSpeed AdamW": "DeepSpeed's fused AdamW",
     "torch Muon": "torch.optim.Muon and AdamW, whole matrices on every rank, stage 0 only",
+    DION: "under torch's FSDP2, stage 3 only; needs a checkout; only on request",
 }
 
 VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
     "ours, no overlap": lambda: {"exchange_overlap": False},
 }
 """Other settings of this project than its defaults."""
+
+ONLY_STAGE = {"torch Muon": 0, DION: 3}
+ON_REQUEST = {*VARIANTS, DION}
 
 
 class Layer(nn.Module):
@@ -155,6 +162,8 @@ def make_engine(optimizer: str, shape: Shape, stage: int, accumulation: int, dev
     vars(deepspeed.get_accelerator()).pop("is_fp16_supported", None)
     torch.manual_seed(0)
     model = Decoder(shape)
+    if optimizer == DION:
+        return peers.make_dion(model, accumulation, device)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": accumulation,
@@ -291,6 +300,39 @@ def _ours_counted(engine: Any, counter: dict[str, int]) -> Iterator[None]:
     optimizer.stats.reset()
     yield
     counter["calls"] = optimizer.stats.matrices_orthogonalized
+
+
+def measure_updates(
+    rank: int, world_size: int, *, model: str, stage: int, optimizers: list[str], tokens: int, device: str
+) -> dict[str, float]:
+    """Return how far each optimizer's first update of a matrix is from its own iteration of the gradient in float64.
+
+    The distance is the sine of the angle between the two as vectors; the largest over the matrices. Whatever scales an
+    update does not change it.
+    """
+    from deepspeed_muon.math.coefficients import resolve_schedule
+    from deepspeed_muon.math.newton_schulz import reference_orthogonalize
+
+    distances = {}
+    gradients: dict[str, Tensor] = {}
+    for name in ["ours", *(each for each in optimizers if each not in ("ours", "DeepSpeed AdamW"))]:
+        engine = make_engine(name, MODELS[model], stage, 1, device)
+        fields = peers.Fields(engine)
+        for group in engine.optimizer.param_groups:
+            group["lr"] = 1e-2
+        engine.backward(engine(batch_of(MODELS[model], 0, tokens, device)))
+        if not name.startswith("DeepSpeed"):  # whose gradients are updates by now; they were those of ours
+            gradients = fields.gradients()
+        before = fields.weights()
+        engine.step()
+        after = fields.weights()
+        schedule = resolve_schedule("polar_express_5" if name == DION else "quintic", 5)
+        distances[name] = max(
+            peers.sine(before[key] - after[key], reference_orthogonalize(gradients[key], schedule))
+            for key in before
+        )
+        engine.destroy()
+    return {name: distances[name] for name in optimizers if name in distances}
 
 
 def measure_memory(

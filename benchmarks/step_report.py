@@ -45,11 +45,12 @@ def table(report: dict[str, Any]) -> str:
         "",
         "Times are medians of the slowest rank; bytes those of the rank that sends most, gradient reduction and "
         "parameter gathers included; memory the growth of the largest rank over the process before the model. `x` "
-        "columns are this project / that optimizer, for times the median of paired ratios.",
+        "columns are this project / that optimizer, for times the median of paired ratios. Distance: the sine of "
+        "the angle between an optimizer's first update and its own iteration in float64, the largest of all matrices.",
         "",
         "| model | stage | ranks | acc. | optimizer | backward + step, ms | x | step, ms | sent, MB | x | peak, MB | x "
-        "| Newton-Schulz calls by rank |",
-        "|" + "---|" * 13,
+        "| distance of the update | Newton-Schulz calls by rank |",
+        "|" + "---|" * 14,
     ]
     for (model, stage, ranks, accumulation), found in cells(report["rows"]).items():
         ours = found.get(OURS)
@@ -71,6 +72,7 @@ def table(report: dict[str, Any]) -> str:
                 against["sent_bytes"],
                 _scaled(row, "peak_bytes", 1e-6),
                 against["peak_bytes"],
+                f"{row['distance']:.3f}" if "distance" in row else "",
                 " ".join(str(count) for count in row.get("matrices", [])),
             ]
             lines.append("| " + " | ".join(map(str, values)) + " |")

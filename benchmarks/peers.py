@@ -1,0 +1,112 @@
+"""Dion's distributed Muon under torch's FSDP2, as an engine of ``benchmarks/optimizer_step.py``.
+
+Needs a checkout of https://github.com/microsoft/dion on ``PYTHONPATH``. It compiles parts of its step with
+``torch.compile``, which on a CPU takes a C++ compiler. torchtitan's DistMuon accepts CUDA devices only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+
+class FullyShardedDion:
+    """A model under FSDP2 with Dion's Muon, with the calls of a DeepSpeed engine.
+
+    Weights are bf16 copies of fp32 shards and gradients are reduced in bf16, as DeepSpeed does at stage 3.
+    """
+
+    basic_optimizer = None
+
+    def __init__(
+        self, model: nn.Module, layers: Sequence[nn.Module], *, accumulation: int, device: str
+    ) -> None:
+        """Shard the model in place.
+
+        Args:
+            model: The same weights on every rank, in fp32. Its ``layers`` hold the matrices for Muon.
+            layers: The modules that are gathered one by one.
+            accumulation: Micro-batches in a step.
+            device: ``"cpu"`` or ``"cuda"``.
+        """
+        import dion
+
+        self.model = model.to(device)
+        mesh = init_device_mesh(device, (dist.get_world_size(),))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        for layer in (*layers, model):
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        matrices = [p for layer in layers for p in layer.parameters() if p.ndim == 2]
+        chosen = {id(p) for p in matrices}
+        rest = [p for p in model.parameters() if id(p) not in chosen]
+        groups = [{"params": matrices}, {"params": rest, "algorithm": "adamw"}]
+        self.optimizer = dion.Muon(groups, distributed_mesh=mesh, lr=0.0, weight_decay=0.0, nesterov=True)
+        self._accumulation = accumulation
+        self._micro_batches = 0
+
+    def __call__(self, batch: Tensor) -> Tensor:
+        """Return the loss."""
+        loss: Tensor = self.model(batch)
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        """Add to the sharded gradients."""
+        (loss / self._accumulation).backward()
+
+    def step(self) -> None:
+        """Update the weights with the last micro-batch of a step."""
+        self._micro_batches += 1
+        if self._micro_batches % self._accumulation == 0:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def destroy(self) -> None:
+        """Release the model."""
+        self.optimizer.state.clear()
+        del self.model, self.optimizer
+
+
+class Fields:
+    """Whole fp32 weights and gradients of the hidden matrices of an engine; all ranks must call."""
+
+    def __init__(self, engine: Any) -> None:
+        module = engine.model if isinstance(engine, FullyShardedDion) else engine.module
+        shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in module.named_parameters()}
+        self._shapes = {
+            n: shape for n, shape in shapes.items() if n.startswith("layers.") and len(shape) == 2
+        }
+        self._matrices = {n: p for n, p in module.named_parameters() if n in self._shapes}
+        if isinstance(engine, FullyShardedDion):
+            self._weight, self._gradient = lambda p: p.full_tensor(), lambda p: p.grad.full_tensor()
+        else:
+            from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+
+            self._weight, self._gradient = safe_get_full_fp32_param, safe_get_full_grad
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return copies of the weights, by name."""
+        return {n: self._whole(n, self._weight(p)) for n, p in self._matrices.items()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return copies of the gradients, by name."""
+        return {n: self._whole(n, self._gradient(p)) for n, p in self._matrices.items()}
+
+    def _whole(self, name: str, values: Tensor) -> Tensor:
+        return values.detach().clone().double().cpu().view(self._shapes[name])
+
+
+def sine(a: Tensor, b: Tensor) -> float:
+    """Return the sine of the angle between two tensors as vectors."""
+    a, b = a / a.norm(), b / b.norm()
+    return float((a - (a * b).sum() * b).norm())
+
+
+def make_dion(model: Any, accumulation: int, device: str) -> FullyShardedDion:
+    """Return the engine for a decoder of the benchmark."""
+    return FullyShardedDion(model, list(model.layers), accumulation=accumulation, device=device)
