@@ -128,6 +128,14 @@ def read_regular(path: Path, limit: int = _MAX_BYTES) -> bytes:
         return file.read()
 
 
+def latest_tag(folder: Path) -> str | None:
+    """Return what ``latest`` in a folder names, which need not be a name; ``None`` if there is no such file."""
+    try:
+        return read_regular(folder / "latest", 4096).decode().strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
 def load_pickle(path: Path, *, trust: bool = False) -> Any:
     """Read a file of ``torch.save`` on the CPU, memory-mapped, without running code from it.
 

@@ -26,8 +26,15 @@ from deepspeed_muon.checkpoint.index import (
     tensor_name,
 )
 from deepspeed_muon.checkpoint.parts import views
-from deepspeed_muon.checkpoint.sealed import is_name, open_regular, parse_json, refusing, regular_size
-from deepspeed_muon.checkpoint.tag_folder import CONSOLIDATED_FOLDER, glance, latest_tag
+from deepspeed_muon.checkpoint.sealed import (
+    is_name,
+    latest_tag,
+    open_regular,
+    parse_json,
+    refusing,
+    regular_size,
+)
+from deepspeed_muon.checkpoint.tag_folder import CONSOLIDATED_FOLDER, glance
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.plan.placement import Fragment

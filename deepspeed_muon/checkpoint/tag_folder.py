@@ -21,7 +21,7 @@ from torch import Tensor
 
 from deepspeed_muon.checkpoint.index import COUNTERS, INDEX_NAME, OURS, SCALE_KEYS, Progress
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, save_of
-from deepspeed_muon.checkpoint.sealed import is_json, is_name, load_pickle, read_regular, refusing
+from deepspeed_muon.checkpoint.sealed import is_json, is_name, latest_tag, load_pickle, refusing
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import counted
 
@@ -329,14 +329,6 @@ def _model_files(folder: Path) -> list[Path]:
     """Return the files with the counters and the model of each model-parallel rank; at stage 3 of each rank."""
     pattern = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
     return sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name))
-
-
-def latest_tag(folder: Path) -> str | None:
-    """Return what ``latest`` in a folder names, which need not be a name; ``None`` if there is no such file."""
-    try:
-        return read_regular(folder / "latest", 4096).decode().strip()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
 
 
 def _tag_folder(folder: Path) -> Path:
