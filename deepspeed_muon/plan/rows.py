@@ -123,14 +123,11 @@ def row_places(matrices: Sequence[MatrixLayout]) -> tuple[RowPlaces, ...]:
     return tuple(found)
 
 
-def rows_by_partition(places: Sequence[RowPlaces], rank: int) -> dict[int, int]:
+def rows_by_partition(matrices: Sequence[MatrixLayout], rank: int) -> dict[int, int]:
     """Return how many rows of each partition a rank keeps, of partitions that have matrices."""
     found: dict[int, int] = {}
-    for each in places:
-        kept = each.on(rank)
-        found[each.matrix.partition] = found.get(each.matrix.partition, 0) + (
-            0 if kept is None else kept.numel
-        )
+    for matrix in matrices:
+        found[matrix.partition] = found.get(matrix.partition, 0) + len(_rows_on(matrix, rank))
     return found
 
 

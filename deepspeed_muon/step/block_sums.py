@@ -19,6 +19,8 @@ from deepspeed_muon.plan.exchange import Chunk, ExchangePlan
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.rows import RowPlaces, row_places
 from deepspeed_muon.step.passes import Step
+from deepspeed_muon.step.step_set import StepSet
+from deepspeed_muon.step.tables import ChunkTable
 from deepspeed_muon.transport.exchange import StepContext
 from deepspeed_muon.transport.ranks import phase
 from deepspeed_muon.variants import Variant
@@ -258,19 +260,18 @@ class BlockSums:
 
 def block_sums(
     plan: ExchangePlan,
-    tables: Sequence[Tensor],
+    tables: Sequence[ChunkTable],
     variant: Variant,
     context: StepContext,
-    *,
-    device: torch.device,
-    tensor_group: dist.ProcessGroup | None,
+    step_set: StepSet,
 ) -> list[BlockSums]:
-    """Return the sums of each chunk, whose table of :class:`BlockSums` is in ``tables``; for the rest see there."""
+    """Return the sums of each chunk, with the chunks' tables; none for a variant without ``apply``."""
+    if variant.apply is None:
+        return []
     places = row_places(plan.matrices)
+    device, group = step_set.partitions[0].tensor.device, step_set.tensor_group
     return [
-        BlockSums(
-            plan, chunk, table, variant, context, device=device, places=places, tensor_group=tensor_group
-        )
+        BlockSums(plan, chunk, table.held, variant, context, device=device, places=places, tensor_group=group)
         for chunk, table in zip(plan.chunks, tables, strict=True)
     ]
 

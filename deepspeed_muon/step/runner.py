@@ -17,8 +17,8 @@ from deepspeed_muon.monitoring.recorder import StepRecorder, Travelling
 from deepspeed_muon.ops import matrix_norms
 from deepspeed_muon.plan.exchange import build_exchange_plan
 from deepspeed_muon.plan.owners import assign
-from deepspeed_muon.plan.rows import row_places, rows_by_partition
-from deepspeed_muon.step.block_sums import BlockSums, block_sums, refuse_zeros
+from deepspeed_muon.plan.rows import rows_by_partition
+from deepspeed_muon.step.block_sums import block_sums, refuse_zeros
 from deepspeed_muon.step.passes import RateTable, Step, apply, pack, read, write
 from deepspeed_muon.step.state import AdamW, State, StatePolicy, passes_for, row_state_of, state_of
 from deepspeed_muon.step.step_set import StepSet
@@ -107,11 +107,7 @@ class StepRunner:
         )
         self._exchange = ChunkExchange(self.plan, context, resources.buffers, overlap=self._overlap)
         self._choose_strategy(config, resources)
-        self._variant, group = VARIANTS[config.variant], step_set.tensor_group
-        finishes = self._variant.finish is not None
-        self._rows = RowStateExchange(self.plan, context, self._variant, group) if finishes else None
-        places = row_places(self.plan.matrices) if self._variant.state else ()
-        self._kept = rows_by_partition(places, self.plan.rank)
+        self._variant = VARIANTS[config.variant]
         self._muon = [partition for partition in step_set.partitions if partition.muon]
         numbers = {partition.index: number for number, partition in enumerate(self._muon)}
         self._rates = RateTable(self.plan.matrices, self._variant, numbers)
@@ -121,16 +117,19 @@ class StepRunner:
             ChunkTable(self.plan, chunk, order(chunk.owned), numbers, exact=exact)
             for chunk in self.plan.chunks
         ]
-        self._sums: list[BlockSums] = []
-        if self._variant.apply is not None:
-            device = step_set.partitions[0].tensor.device
-            held = [table.held for table in self._tables]
-            self._sums = block_sums(
-                self.plan, held, self._variant, context, device=device, tensor_group=group
-            )
-        self._weights_known = not self._sums
+        self._prepare_variant()
         self._passes = passes_for(step_set.partitions, config, resources.policy)
         self.adam = AdamW(step_set, config, resources.policy)
+
+    def _prepare_variant(self) -> None:
+        """Make what the variant's functions and state need; nothing is sent."""
+        variant, context, plan = self._variant, self.context, self.plan
+        self._rows: RowStateExchange | None = None
+        if variant.finish is not None:
+            self._rows = RowStateExchange(plan, context, variant, self.step_set.tensor_group)
+        self._kept = rows_by_partition(plan.matrices, plan.rank) if variant.state else {}
+        self._sums = block_sums(plan, self._tables, variant, context, self.step_set)
+        self._weights_known = not self._sums
 
     def _choose_strategy(self, config: MuonConfig, resources: StepResources) -> None:
         """Choose how matrices are orthogonalised."""
