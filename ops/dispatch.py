@@ -148,9 +148,7 @@ def process_tuner() -> Tuner:
     """Return the tuner that all orthogonalizers of this process share."""
     global _tuner
     if _tuner is None:
-        from .builder import MuonBuilder
-
-        _tuner = Tuner(library_key=MuonBuilder().spec().key if library.loaded() else "torch")
+        _tuner = Tuner(library_key=library.key())
     return _tuner
 
 

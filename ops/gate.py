@@ -87,11 +87,8 @@ def known_verdict(device: int) -> Verdict | None:
 
 
 def _identity(device: int) -> list[str]:
-    from .builder import MuonBuilder
-
-    key = MuonBuilder().spec().key if library.loaded() else "torch"
     driver = str(getattr(torch._C, "_cuda_getDriverVersion")())  # noqa: B009  # only in torch with CUDA
-    return [torch.cuda.get_device_name(device), driver, torch.__version__, key]
+    return [torch.cuda.get_device_name(device), driver, torch.__version__, library.key()]
 
 
 def _file(folder: Path, identity: Sequence[str]) -> Path:

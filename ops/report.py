@@ -14,7 +14,6 @@ import torch
 from deepspeed_muon.errors import OpsUnavailableError
 
 from . import library, toolchain
-from .builder import MuonBuilder, build_folder, ninja_folder, prebuilt_path
 from .candidates import has_kernel
 from .gate import known_verdict
 from .machine import cache_folder, hardware_name
@@ -30,27 +29,30 @@ _CUDA_KERNELS = {
 
 def collect() -> dict[str, Any]:
     """Return everything that the report shows; builds nothing."""
-    builder = MuonBuilder()
-    spec = builder.spec()
-    ahead = prebuilt_path(spec)
+    spec = library.spec()
+    ahead, built, reason = (
+        library.prebuilt_path(spec),
+        library.built_path(spec) is not None,
+        library.unavailable_reason(),
+    )
     return {
         "versions": _versions(),
         "hardware": hardware_name(),
         "toolchain": {
             "g++": _first_line(toolchain.cxx_compiler(), "--version"),
             "nvcc": _last_release(toolchain.find_nvcc()),
-            "ninja": ninja_folder(),
+            "ninja": toolchain.find_program("ninja"),
         },
         "build": {
-            "folder": str(build_folder(spec)),
+            "folder": str(library.build_folder(spec)),
             "ahead_of_time": None if ahead is None else str(ahead),
-            "built": builder.built_path() is not None,
-            "cannot_be_built": builder.unavailable_reason(),
+            "built": built,
+            "cannot_be_built": None if built else reason,
             "with_cuda": spec.with_cuda,
             "without_cuda_because": toolchain.cuda_reason(torch),
             "architectures": list(toolchain.architectures(spec)),
         },
-        "ops": _ops(builder),
+        "ops": _ops(built, compatible=built or reason is None),
         "gpu": _gpu(),
         "choices": str(cache_folder()),
     }
@@ -102,8 +104,7 @@ def _versions() -> dict[str, str | None]:
     return versions
 
 
-def _ops(builder: MuonBuilder) -> list[dict[str, Any]]:
-    built, compatible = builder.built_path() is not None, builder.is_compatible()
+def _ops(built: bool, *, compatible: bool) -> list[dict[str, Any]]:
     operators = None
     if built:
         try:

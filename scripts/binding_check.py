@@ -8,12 +8,11 @@ import time
 import torch
 
 from deepspeed_muon.ops import library, toolchain
-from deepspeed_muon.ops.builder import MuonBuilder
 from deepspeed_muon.ops.checks import self_test
 
 
 def main() -> int:
-    spec = MuonBuilder().spec()
+    spec = library.spec()
     nvcc = subprocess.run([str(toolchain.find_nvcc()), "--version"], capture_output=True, text=True).stdout
     print(f"torch {torch.__version__}; {nvcc.strip().splitlines()[-1]}")
     print("architectures:", *(flag.rpartition("=")[2] for flag in spec.nvcc_flags if "gencode" in flag))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_muon.ops import builder, machine, toolchain
+from deepspeed_muon.ops import library, machine, toolchain
 
 
 @pytest.fixture
@@ -26,8 +26,8 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         target.touch()
         made.append(target)
 
-    monkeypatch.setattr(builder, "_compile", compile_)
-    monkeypatch.setattr(builder, "_load_library", lambda path: None)
+    monkeypatch.setattr(library, "_compile", compile_)
+    monkeypatch.setattr(library, "_load_library", lambda path: None)
     monkeypatch.setattr(machine.time, "sleep", lambda seconds: pytest.fail("it waits for nobody"))
     return made
 
@@ -38,7 +38,7 @@ def test_a_folder_that_cannot_be_written(
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
     for _ in range(2):
-        builder.MuonBuilder().jit_load()
+        library.build_and_load()
     (own,) = compiled
     assert own.exists() and tmp_path not in own.parents
     assert len(caplog.records) == 1 and "temporary folder" in caplog.text
@@ -59,7 +59,7 @@ def test_a_file_system_without_locks(
     with machine.locked(tmp_path / "lock", 60.0) as mine:
         assert mine is None
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / str(code)))
-    builder.MuonBuilder().jit_load()
+    library.build_and_load()
     assert len(compiled) == 1 and tmp_path not in compiled[0].parents
 
 
@@ -96,9 +96,9 @@ def test_a_library_for_other_gpus_is_not_taken(tmp_path: Path, monkeypatch: pyte
         return toolchain.build_spec(torch_version="2.13.0", with_cuda=True, capabilities=capabilities)
 
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
-    monkeypatch.setattr(builder, "PACKAGE", tmp_path)
+    monkeypatch.setattr(library, "PACKAGE", tmp_path)
     (tmp_path / f"{toolchain.prebuilt_name(spec((8, 0)))}.so").touch()
-    assert builder.prebuilt_path(spec((8, 0))) is not None
-    assert builder.prebuilt_path(spec((9, 0))) is None
+    assert library.prebuilt_path(spec((8, 0))) is not None
+    assert library.prebuilt_path(spec((9, 0))) is None
     (tmp_path / f"{toolchain.prebuilt_name(spec((8, 0), (9, 0)))}.so").touch()
-    assert builder.prebuilt_path(spec((9, 0))) is not None
+    assert library.prebuilt_path(spec((9, 0))) is not None

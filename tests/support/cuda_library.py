@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,6 +98,11 @@ class ApplyRow(ctypes.Structure):
     ]
 
 
+def pointers(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the addresses of a fragment's tensors, then their length."""
+    return [*(each.data_ptr() for each in tensors), tensors[0].numel()]
+
+
 class Kernels:
     """The launchers; each call raises on a CUDA error and returns the status otherwise."""
 
@@ -139,23 +145,20 @@ class Kernels:
 
     def momentum_pack(self, fragments: Sequence[Fragment], *, nesterov: bool) -> int:
         """Run one call over fragments of ``(momentum, gradient, out)``, each with its decay."""
-        rows = [
-            PackRow(*(each.data_ptr() for each in tensors), tensors[0].numel(), decay, nesterov)
-            for tensors, decay in fragments
-        ]
-        dtypes = [DTYPES[each.dtype] for each in fragments[0][0]]
-        call = self.library.muon_momentum_pack
-        return self._checked(call((PackRow * len(rows))(*rows), len(rows), *dtypes, stream()))
+        rows = [(*pointers(each), decay, nesterov) for each, decay in fragments]
+        return self._pass(self.library.muon_momentum_pack, PackRow, rows, fragments)
 
     def unpack_apply(self, fragments: Sequence[Fragment], *, lr_scale: float) -> int:
         """Run one call over fragments of ``(param, update)``, each with its decay."""
-        rows = [
-            ApplyRow(*(each.data_ptr() for each in tensors), tensors[0].numel(), lr_scale, decay)
-            for tensors, decay in fragments
-        ]
+        rows = [(*pointers(each), lr_scale, decay) for each, decay in fragments]
+        return self._pass(self.library.muon_unpack_apply, ApplyRow, rows, fragments)
+
+    def _pass(
+        self, call: Any, row: Any, rows: Sequence[tuple[Any, ...]], fragments: Sequence[Fragment]
+    ) -> int:
+        table = (row * len(rows))(*(row(*each) for each in rows))
         dtypes = [DTYPES[each.dtype] for each in fragments[0][0]]
-        call = self.library.muon_unpack_apply
-        return self._checked(call((ApplyRow * len(rows))(*rows), len(rows), *dtypes, stream()))
+        return self._checked(call(table, len(rows), *dtypes, stream()))
 
     def _checked(self, status: int) -> int:
         if status > 0:

@@ -20,8 +20,7 @@ from deepspeed_muon import ops
 from deepspeed_muon.errors import OpsUnavailableError
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings
-from deepspeed_muon.ops import builder, library, toolchain
-from deepspeed_muon.ops.builder import MuonBuilder
+from deepspeed_muon.ops import library, toolchain
 from tests.support.native_ops import REPOSITORY
 
 SETTINGS = NsSettings(resolve_schedule("quintic"))
@@ -104,7 +103,7 @@ def test_a_broken_source_is_a_typed_error_with_the_compilers_output(
     monkeypatch.setattr(toolchain, "CSRC", tmp_path / "csrc")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     with pytest.raises(OpsUnavailableError, match=r"broken\.cpp:1:1: error"):
-        MuonBuilder().load()
+        library.build_and_load()
 
 
 def test_a_tiny_library_is_built_once_and_a_leftover_lock_is_no_obstacle(
@@ -114,26 +113,26 @@ def test_a_tiny_library_is_built_once_and_a_leftover_lock_is_no_obstacle(
     (tmp_path / "csrc" / "tiny.cpp").write_text('extern "C" int tiny() { return 7; }\n')
     monkeypatch.setattr(toolchain, "CSRC", tmp_path / "csrc")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    path = builder.library_path(MuonBuilder().spec())
+    path = library.library_path(library.spec())
     (path.parent / "build").mkdir(parents=True)
     (path.parent / "build" / "lock").touch()  # what torch leaves when a build is killed
     (path.parent / ".building").touch()
-    MuonBuilder().load()
+    library.build_and_load()
     assert path.exists()
     stamp = path.stat().st_mtime_ns
-    MuonBuilder().load()
+    library.build_and_load()
     assert path.stat().st_mtime_ns == stamp
 
 
 def build_tiny(rank: int, world_size: int, *, folder: str) -> int:
     """Build at the same time as the other ranks; return how often this one compiled."""
     compiled: list[Any] = []
-    real, os.environ["TORCH_EXTENSIONS_DIR"] = builder._compile, folder
+    real, os.environ["TORCH_EXTENSIONS_DIR"] = library._compile, folder
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(toolchain, "CSRC", Path(folder) / "csrc")
-        patch.setattr(builder, "_compile", lambda *args: (compiled.append(args), real(*args)))
+        patch.setattr(library, "_compile", lambda *args: (compiled.append(args), real(*args)))
         dist.barrier()
-        MuonBuilder().load()
+        library.build_and_load()
     return len(compiled)
 
 
@@ -149,8 +148,8 @@ def test_the_lock_dies_with_its_holder_and_waiting_ends(
     code = """
         import sys, time
         from pathlib import Path
-        from deepspeed_muon.ops import builder
-        with builder._exclusive(Path(sys.argv[1])):
+        from deepspeed_muon.ops import library
+        with library._exclusive(Path(sys.argv[1])):
             print("held", flush=True)
             time.sleep(600)
     """
@@ -163,12 +162,12 @@ def test_the_lock_dies_with_its_holder_and_waiting_ends(
     try:
         assert holder.stdout is not None
         assert any("held" in line for line in holder.stdout)
-        monkeypatch.setattr(builder, "WAIT_SECONDS", 0.3)
-        with pytest.raises(OpsUnavailableError, match="DS_MUON_BUILD_TIMEOUT"), builder._exclusive(tmp_path):
+        monkeypatch.setattr(library, "WAIT_SECONDS", 0.3)
+        with pytest.raises(OpsUnavailableError, match="DS_MUON_BUILD_TIMEOUT"), library._exclusive(tmp_path):
             pass
         holder.send_signal(signal.SIGKILL)
         holder.wait(timeout=30)
-        with builder._exclusive(tmp_path):
+        with library._exclusive(tmp_path):
             pass
     finally:
         holder.kill()
@@ -180,9 +179,9 @@ def test_a_failed_cuda_build_leaves_the_cpu_operators(
 ) -> None:
     """The CPU's operators are built alone, and the failed build is not tried again before its folder is removed."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(builder.MuonBuilder, "is_compatible", lambda *_: True)
+    monkeypatch.setattr(library, "unavailable_reason", lambda: None)
     wide = toolchain.build_spec(torch_version=torch.__version__, with_cuda=True, capabilities=[(9, 0)])
-    monkeypatch.setattr(builder.MuonBuilder, "spec", lambda _: wide)
+    monkeypatch.setattr(library, "spec", lambda: wide)
     tried: list[bool] = []
 
     def compile_(spec: toolchain.BuildSpec, target: Path, verbose: bool) -> None:
@@ -192,14 +191,14 @@ def test_a_failed_cuda_build_leaves_the_cpu_operators(
         target.touch()
 
     loaded: list[Path] = []
-    monkeypatch.setattr(builder, "_compile", compile_)
-    monkeypatch.setattr(builder, "_load_library", loaded.append)
+    monkeypatch.setattr(library, "_compile", compile_)
+    monkeypatch.setattr(library, "_load_library", loaded.append)
     narrow = toolchain.build_spec(torch_version=torch.__version__, with_cuda=False)
     for expected in ([True, False], []):
         tried.clear()
-        builder.MuonBuilder().jit_load()
-        assert tried == expected and loaded[-1] == builder.library_path(narrow)
-        assert "cuda_runtime.h" in caplog.text and str(builder.build_folder(wide)) in caplog.text
+        library.build_and_load()
+        assert tried == expected and loaded[-1] == library.library_path(narrow)
+        assert "cuda_runtime.h" in caplog.text and str(library.build_folder(wide)) in caplog.text
         caplog.clear()
 
 
@@ -257,7 +256,7 @@ def test_the_runtime_of_a_toolkit_of_pip_is_linked(tmp_path: Path) -> None:
 
 
 def test_the_lock_is_free_after_use(tmp_path: Path) -> None:
-    with builder._exclusive(tmp_path):
+    with library._exclusive(tmp_path):
         pass
     with open(tmp_path / ".building") as gate:
         fcntl.flock(gate, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -307,19 +306,6 @@ def test_arch_flags(capabilities: list[tuple[int, int]], arch_list: str | None, 
     assert toolchain.arch_flags(capabilities, arch_list) == expected
 
 
-def test_the_builder_has_the_face_of_an_op_builder() -> None:
-    from deepspeed.ops.op_builder.builder import OpBuilder
-
-    made = MuonBuilder()
-    assert isinstance(made, OpBuilder) and made.name == MuonBuilder.NAME == "muon"
-    assert made.absolute_name().startswith("deepspeed_muon.ops.")
-    assert made.is_compatible()
-    assert all(os.path.isabs(path) for path in made.sources() + made.include_paths())
-    assert made.load().orthogonalize is ops.load().orthogonalize
-    extension = made.builder()
-    assert extension.sources == made.sources()
-
-
 @pytest.mark.full
 @pytest.mark.time_limit(3600)
 def test_a_cold_build_compiles_each_source_once(tmp_path: Path) -> None:
@@ -335,4 +321,4 @@ def test_a_cold_build_compiles_each_source_once(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     calls = [call.split() for call in (tmp_path / "calls").read_text().splitlines()]
     compiled = [word for call in calls if "-c" in call for word in call if word.endswith(".cpp")]
-    assert sorted(compiled) == sorted(MuonBuilder().sources())
+    assert sorted(compiled) == sorted(library.spec().sources)

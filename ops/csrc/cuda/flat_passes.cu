@@ -150,6 +150,15 @@ __device__ __forceinline__ float apply_step(float param, float update, const App
   return fmaf(-fragment.lr_scale, update, fragment.decay * param);
 }
 
+// Calls vector(i) for each group of kFlatVector elements of a tile that this thread takes, from element i on, and single(i)
+// for each of the others.
+template <typename Vectors, typename Singles>
+__device__ __forceinline__ void walk(const FlatSplit& split, int64_t n, const Vectors& vector, const Singles& single) {
+  for (int64_t i = threadIdx.x; i < split.vectors; i += kThreads) vector(split.head + i * kFlatVector);
+  const int64_t singles = split.singles(n);
+  for (int64_t i = threadIdx.x; i < singles; i += kThreads) single(split.single(i));
+}
+
 template <int momentum_dtype, int grad_dtype, int out_dtype>
 __global__ void __launch_bounds__(kThreads)
     momentum_pack_kernel(const __grid_constant__ Fragments<PackFragment> table) {
@@ -163,8 +172,7 @@ __global__ void __launch_bounds__(kThreads)
     const Grad* __restrict__ const grad = static_cast<const Grad*>(fragment.grad) + tile.begin;
     Out* __restrict__ const out = static_cast<Out*>(fragment.out) + tile.begin;
     const FlatSplit split = flat_split(flat_array(momentum), flat_array(grad), flat_array(out), tile.n);
-    for (int64_t vector = threadIdx.x; vector < split.vectors; vector += kThreads) {
-      const int64_t at = split.head + vector * kFlatVector;
+    const auto vector = [&](int64_t at) {
       Vector m = load_vector(momentum + at);
       const Vector g = load_vector(grad + at);
       Vector direction;
@@ -172,15 +180,14 @@ __global__ void __launch_bounds__(kThreads)
       for (int i = 0; i < kFlatVector; ++i) direction.value[i] = momentum_step(m.value[i], g.value[i], fragment);
       store_vector(momentum + at, m);
       store_vector(out + at, direction);
-    }
-    const int64_t singles = split.singles(tile.n);
-    for (int64_t single = threadIdx.x; single < singles; single += kThreads) {
-      const int64_t at = split.single(single);
+    };
+    const auto single = [&](int64_t at) {
       float m = to_float(momentum[at]);
       const float direction = momentum_step(m, to_float(grad[at]), fragment);
       momentum[at] = from_float<Momentum>(m);
       out[at] = from_float<Out>(direction);
-    }
+    };
+    walk(split, tile.n, vector, single);
   }
 }
 
@@ -195,19 +202,17 @@ __global__ void __launch_bounds__(kThreads)
     Param* __restrict__ const param = static_cast<Param*>(fragment.param) + tile.begin;
     const Update* __restrict__ const update = static_cast<const Update*>(fragment.update) + tile.begin;
     const FlatSplit split = flat_split(flat_array(param), flat_array(param), flat_array(update), tile.n);
-    for (int64_t vector = threadIdx.x; vector < split.vectors; vector += kThreads) {
-      const int64_t at = split.head + vector * kFlatVector;
+    const auto vector = [&](int64_t at) {
       Vector p = load_vector(param + at);
       const Vector u = load_vector(update + at);
 #pragma unroll
       for (int i = 0; i < kFlatVector; ++i) p.value[i] = apply_step(p.value[i], u.value[i], fragment);
       store_vector(param + at, p);
-    }
-    const int64_t singles = split.singles(tile.n);
-    for (int64_t single = threadIdx.x; single < singles; single += kThreads) {
-      const int64_t at = split.single(single);
+    };
+    const auto single = [&](int64_t at) {
       param[at] = from_float<Param>(apply_step(to_float(param[at]), to_float(update[at]), fragment));
-    }
+    };
+    walk(split, tile.n, vector, single);
   }
 }
 
