@@ -159,7 +159,7 @@ class Muon(RoutedOptimizer):
             self._orthogonalize.release()
 
     def kernel_report(self) -> list[dict[str, Any]]:
-        """Return what really ran the Newton-Schulz iteration on this rank, one entry for each shape."""
+        """Return what runs the Newton-Schulz iteration on this rank and how often it did, one entry for each shape."""
         return [] if self._orthogonalize is None else self._orthogonalize.report()
 
     def adam_report(self) -> list[dict[str, Any]]:

@@ -112,7 +112,7 @@ class Orthogonalizer:
                 candidate.run.release()
 
     def report(self) -> list[dict[str, Any]]:
-        """Return one entry for each problem that was run: its shape, what ran it, why, how often, the timings."""
+        """Return one entry for each problem that was prepared or run: shape, what runs it, why, how often, timings."""
         entries = []
         for _, ran in self._chosen.values():
             choice = ran.choice
