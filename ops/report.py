@@ -18,23 +18,13 @@ from .candidates import has_kernel
 from .gate import known_verdict
 from .machine import cache_folder, hardware_name
 
-# Oldest compute capability of each CUDA kernel of sym_gemm, and the newest where it is for one generation only.
-_CUDA_KERNELS = {
-    "sym_gemm mma.sync": (80, None),
-    "sym_gemm wgmma + TMA": (90, 90),
-    "sym_gemm in squares of 256": (90, 90),
-    "flat passes": (80, None),
-}
-
 
 def collect() -> dict[str, Any]:
     """Return everything that the report shows; builds nothing."""
     spec = library.spec()
-    ahead, built, reason = (
-        library.prebuilt_path(spec),
-        library.built_path(spec) is not None,
-        library.unavailable_reason(),
-    )
+    ahead, reason = library.prebuilt_path(spec), library.unavailable_reason()
+    built = library.built_path(spec) is not None
+    operators = _loaded(built)
     return {
         "versions": _versions(),
         "hardware": hardware_name(),
@@ -52,8 +42,8 @@ def collect() -> dict[str, Any]:
             "without_cuda_because": toolchain.cuda_reason(torch),
             "architectures": list(toolchain.architectures(spec)),
         },
-        "ops": _ops(built, compatible=built or reason is None),
-        "gpu": _gpu(),
+        "ops": _ops(operators, compatible=built or reason is None),
+        "gpu": _gpu(operators),
         "choices": str(cache_folder()),
     }
 
@@ -71,9 +61,8 @@ def render(found: dict[str, Any], checks: list[dict[str, Any]] | None = None) ->
     for op in found["ops"]:
         devices = ", ".join(op["devices"]) or "-"
         lines.append(f"{op['name']:<18} {_yes(op['built']):<6} {_yes(op['compatible']):<13} {devices}")
-    lines += ["", "CUDA kernels"]
-    for kernel in found["gpu"]["kernels"]:
-        lines.append(f"  {kernel['name']:<24} {kernel['state']}")
+    lines += ["", "CUDA kernels (sm90: wgmma and TMA; sm80: mma.sync)"]
+    lines += [f"  {name:<24} {state}" for name, state in found["gpu"]["kernels"].items()]
     lines += [f"  tested before the first use: {found['gpu']['self_test']}"]
     lines += ["", f"remembered choices: {found['choices']}"]
     if checks is not None:
@@ -104,17 +93,11 @@ def _versions() -> dict[str, str | None]:
     return versions
 
 
-def _ops(built: bool, *, compatible: bool) -> list[dict[str, Any]]:
-    operators = None
-    if built:
-        try:
-            operators = library.load()
-        except OpsUnavailableError:
-            built = False
+def _ops(operators: Any | None, *, compatible: bool) -> list[dict[str, Any]]:
     return [
         {
             "name": name,
-            "built": built,
+            "built": operators is not None,
             "compatible": compatible,
             "devices": [device for device in ("cpu", "cuda") if has_kernel(operators, device, name)],
         }
@@ -122,27 +105,29 @@ def _ops(built: bool, *, compatible: bool) -> list[dict[str, Any]]:
     ]
 
 
-def _gpu() -> dict[str, Any]:
+def _loaded(built: bool) -> Any | None:
+    """Return the operators if they are built already and can be loaded."""
+    try:
+        return library.load() if built else None
+    except OpsUnavailableError:
+        return None
+
+
+def _gpu(operators: Any | None) -> dict[str, Any]:
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    capability = None
-    if names:
-        major, minor = torch.cuda.get_device_capability(0)
-        capability = 10 * major + minor
-    sources = sorted(path.name for path in (toolchain.CSRC / "cuda").glob("*.cu"))
-    kernels = []
-    for name, (oldest, newest) in _CUDA_KERNELS.items():
-        if capability is None:
-            state = "no GPU here"
-        elif capability < oldest or (newest is not None and capability > newest):
-            state = f"none for compute capability {capability / 10:.1f}"
-        else:
-            state = f"for {names[0]}"
-        kernels.append({"name": name, "state": state})
-    verdict = known_verdict(0) if names else None
-    tested = "not run yet" if names else "no GPU here"
+    if not names:
+        return {"devices": [], "kernels": {}, "self_test": "no GPU here"}
+    kernels = {}
+    if has_kernel(operators, "cuda", "sym_gemm"):
+        assert operators is not None
+        wide = "in squares of 256 too" if all(operators.sym_gemm_waves(1, 256)) else ""
+        kernels["sym_gemm"] = f"{operators.sym_gemm_kernel()} {wide}".strip()
+        kernels["flat passes"] = operators.flat_passes_missing() or "ops"
+    verdict = known_verdict(0)
+    tested = "not run yet"
     if verdict is not None:
         tested = f"failed, so torch's code runs instead: {verdict.why}" if verdict.failed else "passed"
-    return {"devices": names, "kernels": kernels, "sources": sources, "self_test": tested}
+    return {"devices": names, "kernels": kernels, "self_test": tested}
 
 
 def _yes(value: bool) -> str:

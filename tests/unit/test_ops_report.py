@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from deepspeed_muon.__main__ import main
 from deepspeed_muon.errors import OpsUnavailableError
-from deepspeed_muon.ops import checks, library
+from deepspeed_muon.ops import checks, library, report
+from deepspeed_muon.ops.gate import Verdict
 from tests.support.harness import run_command
 
 
@@ -29,6 +32,26 @@ def test_the_text_names_what_a_reader_looks_for(capsys: pytest.CaptureFixture[st
     for word in ("torch", "deepspeed", "MPI", "g++", "nvcc", "ninja", "sym_gemm", "architectures", "wgmma"):
         assert word in text
     assert "self-test" not in text
+
+
+@pytest.mark.parametrize("wide", [0, 2])
+def test_a_gpu_names_the_kernels_that_it_runs(monkeypatch: pytest.MonkeyPatch, wide: int) -> None:
+    without = report.collect()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    monkeypatch.setattr(report, "known_verdict", lambda device: Verdict({"graphs": "it hangs"}))
+    monkeypatch.setattr(report, "has_kernel", lambda operators, *_: operators is not None)
+    operators = SimpleNamespace(
+        sym_gemm_kernel=lambda: "sm90",
+        sym_gemm_waves=lambda batch, m: [1, wide],
+        flat_passes_missing=lambda: "no code for this device",
+    )
+    found = report._gpu(operators)
+    assert found["kernels"]["sym_gemm"] == ("sm90 in squares of 256 too" if wide else "sm90")
+    assert found["kernels"]["flat passes"] == "no code for this device" and "it hangs" in found["self_test"]
+    assert report._gpu(None)["kernels"] == {}
+    text = report.render({**without, "gpu": found})
+    assert "sym_gemm                 sm90" in text and "no code for this device" in text
 
 
 def test_a_failed_check_is_a_failed_command(
