@@ -131,11 +131,11 @@ def _test_product(
     name: str, product: Callable[..., torch.Tensor], device: str, dtypes: Sequence[torch.dtype]
 ) -> Checks:
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device == "cuda" else 0
-    return [
-        _compare_product(f"{name} {batch}x{m}x{k} {_short(dtype)}", product, (batch, m, k), device, dtype)
-        for batch, m, k in product_shapes(processors)
-        for dtype in dtypes
-    ]
+    small, *large = product_shapes(processors)
+    # In fp32 a GPU has cuBLAS alone.
+    runs = [(small, dtype) for dtype in dtypes]
+    runs += [(shape, dtype) for shape in large for dtype in dtypes if dtype != torch.float32]
+    return [_compare_product(name, product, shape, device, dtype) for shape, dtype in runs]
 
 
 def _compare_product(
@@ -151,7 +151,8 @@ def _compare_product(
     error = error_of(result.double(), reference.sym_gemm(a, a, c, 1.5, -0.5, 2.0).double())
     if not torch.equal(result, result.mT):
         error = float("inf")
-    return _check(f"{name}, bitwise symmetric", device, error, 2 * torch.finfo(dtype).eps)
+    op = f"{name} {'x'.join(map(str, shape))} {_short(dtype)}, bitwise symmetric"
+    return _check(op, device, error, 2 * torch.finfo(dtype).eps)
 
 
 def _test_norms(operators: Any, device: str) -> Checks:

@@ -139,7 +139,7 @@ def _known(file: Path, identity: Sequence[str]) -> Verdict | None:
 def _tried(command: Sequence[str], seconds: float) -> Verdict:
     """Run the self-test in a session of its own, so that it can be ended with all that it started."""
     # Into a file: of a pipe nobody would see the end while something that the test started holds it.
-    with tempfile.TemporaryFile("w+") as output:
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
         try:
             child = subprocess.Popen(
                 command,
@@ -150,14 +150,18 @@ def _tried(command: Sequence[str], seconds: float) -> Verdict:
             )
         except OSError as error:
             return _nothing_works(f"it did not start: {error}")
-        with suppress(subprocess.TimeoutExpired):
+        ended = False
+        try:
             child.wait(timeout=seconds)
-        ended = child.poll() is not None
-        if not ended:
-            os.killpg(child.pid, signal.SIGKILL)
-            # A process that waits for a GPU inside of the driver may not be ended by anything.
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(timeout=_LAST_SECONDS)
+            ended = True
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            if not ended:
+                os.killpg(child.pid, signal.SIGKILL)
+                # A process that waits for a GPU inside of the driver may not be ended by anything.
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(timeout=_LAST_SECONDS)
         output.seek(0)
         lines = output.read().strip().splitlines()
     last = "; ".join(lines[-3:]) or "no output"
