@@ -141,15 +141,15 @@ class StepRunner:
             ns=context.ns_settings,
             norms=matrix_norms(config.ns_backend, context.device),
         )
-        whole = WholeAtOwner(matrices, context, resources.orthogonalize, self._check)
-        self._strategy: WholeAtOwner | OverTensorGroup = whole
+        self._whole = WholeAtOwner(matrices, context, resources.orthogonalize, self._check)
+        self._strategy: WholeAtOwner | OverTensorGroup = self._whole
         if tensor_group is not None:
             self._strategy = OverTensorGroup(
                 matrices,
                 context,
                 self._check,
                 group=tensor_group,
-                whole=whole,
+                whole=self._whole,
                 distributed=config.tensor_parallel_mode == "distributed",
                 chunk_numel=config.exchange_chunk_numel,
             )
