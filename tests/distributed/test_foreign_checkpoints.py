@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import shlex
 from pathlib import Path
@@ -17,7 +16,6 @@ from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.checkpoint.offline import consolidate_files
 from deepspeed_muon.checkpoint.universal import convert_to_universal
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.logs import logger
 from tests.support import training
 from tests.support.checkpoints import SMALL, engine_for, save_other, save_ours
 
@@ -111,12 +109,9 @@ def loaded(
     rank: int, world_size: int, *, folder: str, stage: int, by: str = "load_checkpoint", **given: Any
 ) -> dict[str, Any]:
     """Load into a new engine; return the warning, or the refusal and whether anything was changed."""
-    lines: list[str] = []
-    listener = logging.Handler()
-    listener.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     engine = engine_for(stage, 12, seed=7, kind="toy", **given)
     before, refused = training.full_masters(engine), ""
-    logger.addHandler(listener)
+    lines = training.heard()
     try:
         if by == "load_checkpoint":
             engine.load_checkpoint(folder)
@@ -124,12 +119,11 @@ def loaded(
             restore(engine, folder)
     except CheckpointError as error:
         refused = str(error)
-    finally:
-        logger.removeHandler(listener)
+    lines = [line for line in lines if "replaced" in line]
     after = training.full_masters(engine)
     engine.destroy()
     return {
-        "lines": [line for line in lines if "replaced" in line],
+        "lines": lines,
         "refused": refused,
         "unchanged": all(torch.equal(before[name], after[name]) for name in before),
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +126,7 @@ def broken(
     params: dict[str, Any] | None = None,
 ) -> Any:
     """Train while the bf16 iteration returns garbage for some matrices: NaN, zeros, or ten times too much."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("deepspeed_muon").addHandler(handler)
+    messages = training.heard()
     config = training.ds_config(stage, params={"ns_dtype": "bf16", "health": 5, **(params or {})})
     engine = training.make_engine(config)
     optimizer = deepspeed_muon.muon_optimizer(engine)
@@ -156,7 +152,6 @@ def broken(
         "report": deepspeed_muon.health(engine),
         "messages": messages,
     }
-    logging.getLogger("deepspeed_muon").removeHandler(handler)
     engine.destroy()
     return result
 

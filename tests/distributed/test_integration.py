@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 import deepspeed_muon
-from deepspeed_muon.logs import logger
 from deepspeed_muon.optimizer import Muon
 from tests.support import training
 from tests.support.contract import reference
@@ -207,13 +205,9 @@ def warned_of_rates(
     config = training.ds_config(1)
     config["optimizer"]["params"] = params
     config["scheduler"] = {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, **scheduler}}
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
+    messages = training.heard()
     training.make_engine(config).destroy()
-    logger.removeHandler(handler)
-    return [text for text in heard if "_lr" in text]
+    return [text for text in messages if "_lr" in text]
 
 
 def test_rates_that_nobody_chose_are_told(ranks: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +55,7 @@ def train(
     """Load, run steps, save; report the state after loading and at the end."""
     if how == "universal":
         settings["extra"] = {"checkpoint": {"load_universal": bool(load)}}
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("deepspeed_muon").addHandler(handler)
+    records = training.heard()
     engine = make(stage, world_size, seed=7 if load else 0, **settings)
     if load and how == "consolidated":
         restore(engine, load)
@@ -76,7 +72,6 @@ def train(
     elif save:
         engine.save_checkpoint(save, tag="tag")
     report = {**outcome(engine), "loaded": loaded, "norms": norms, "log": records}
-    logging.getLogger("deepspeed_muon").removeHandler(handler)
     engine.destroy()
     return report
 

@@ -7,7 +7,6 @@ matrix passes.
 from __future__ import annotations
 
 import functools
-import logging
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ from tests.support import tensor_parallel
 from tests.support.contract import MUON_TOLERANCE, reference
 from tests.support.models import MATRICES, batch
 from tests.support.reference import relative
-from tests.support.training import ds_config
+from tests.support.training import ds_config, heard
 
 MODES = ("gather", "distributed")
 CUT = sorted(name for name in MATRICES["even"] if "blocks" in name)
@@ -47,10 +46,7 @@ def train_scaled(
 
     The first ``garbage`` iterations of cut matrices on rank 1 return NaN.
     """
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("deepspeed_muon").addHandler(handler)
+    messages = heard()
     left = [garbage if rank == 1 else 0]
     original = strategy.orthogonalize_sharded
 
@@ -80,7 +76,6 @@ def train_scaled(
             masters.append(tensor_parallel.assembled(engine, None, group))
     finally:
         strategy.orthogonalize_sharded = original
-        logging.getLogger("deepspeed_muon").removeHandler(handler)
     report = deepspeed_muon.health(engine)
     engine.destroy()
     counts = {"redone": report["redone"], "failed": report["failed"]}

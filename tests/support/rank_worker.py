@@ -13,6 +13,7 @@ import functools
 import gc
 import importlib
 import json
+import logging
 import os
 import random
 import signal
@@ -82,6 +83,7 @@ class ProcessState:
         import torch
 
         self._environment = dict(os.environ)
+        self._handlers = list(logging.getLogger("deepspeed_muon").handlers)
         self._folder = os.getcwd()
         self._path = list(sys.path)
         self._dtype = torch.get_default_dtype()
@@ -127,6 +129,7 @@ class ProcessState:
             torch.distributed.destroy_process_group(group)
         os.environ.clear()
         os.environ.update(self._environment)
+        logging.getLogger("deepspeed_muon").handlers[:] = self._handlers
         os.chdir(self._folder)
         sys.path[:] = self._path
         torch.set_default_dtype(self._dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -220,6 +221,15 @@ def full_rows(engine: Any) -> dict[str, Tensor]:
                 dist.all_reduce(whole, group=runner.step_set.group)
             full[places.matrix.name] = whole
     return full
+
+
+def heard() -> list[str]:
+    """Return a list that is filled with what this package logs in this rank, until the pool's call ends."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("deepspeed_muon").addHandler(handler)
+    return messages
 
 
 EVENTS = {

@@ -15,14 +15,10 @@ from tests.support import training
 
 
 def say(rank: int, world_size: int) -> list[str]:
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
+    messages = training.heard()
     warn("%s of all", rank)
     logger.warning("%s of its own", rank)
-    logger.removeHandler(handler)
-    return heard
+    return messages
 
 
 def test_what_every_rank_would_say_is_said_by_the_first(ranks: Any) -> None:
