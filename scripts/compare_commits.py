@@ -152,6 +152,12 @@ def digest(value: Any) -> str:
 
 def train(rank: int, world_size: int, *, tree: str, case: dict[str, Any]) -> dict[str, Any]:
     """Train one case on this rank with the package of ``tree``; return digests and losses."""
+    # Ranks are forked from a process that has imported the package of this checkout, and hooked DeepSpeed with it.
+    if "deepspeed_muon" in sys.modules and not str(sys.modules["deepspeed_muon"].__file__).startswith(tree):
+        sys.modules["deepspeed_muon"].unregister()
+        for name in [*sys.modules]:
+            if name.split(".")[0] == "deepspeed_muon" or name.startswith("tests.support"):
+                del sys.modules[name]
     sys.path.insert(0, tree)
     import deepspeed
 
