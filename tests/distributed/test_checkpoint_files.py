@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import types
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from tests.support.checkpoints import (
     ROUND,
     SMALL,
     assert_equal,
+    converter_options,
     engine_for,
     load,
     probe,
@@ -123,16 +123,8 @@ def test_deepspeeds_converter_converts_ours(ranks: Any, tmp_path: Path) -> None:
     from deepspeed.checkpoint import ds_to_universal
 
     saved = ranks(3).run(save_ours, folder=str(tmp_path / "saved"), stage=3)[0]
-    arguments = types.SimpleNamespace(
-        input_folder=str(tmp_path / "saved" / "global_step2"),
-        output_folder=str(tmp_path / "step2"),
-        num_extract_workers=1,
-        num_merge_workers=1,
-        keep_temp_folder=False,
-        strict=True,
-        inject_missing_state=False,
-    )
-    ds_to_universal.main(arguments)
+    source = tmp_path / "saved" / "global_step2"
+    ds_to_universal.main(converter_options(source, tmp_path / "step2", missing_state=False))
     assert_equal(saved, ranks(2).run(load_universal, folder=str(tmp_path), stage=2)[0])
 
 
@@ -256,16 +248,7 @@ def test_universal_of_adamw_by_deepspeed_goes_on_with_muon(ranks: Any, tmp_path:
     for stage in (2, 3):
         place = tmp_path / str(stage)
         saved = ranks(2).run(save_other, folder=str(place / "in"), optimizer="AdamW", stage=stage, zero={})[0]
-        arguments = types.SimpleNamespace(
-            input_folder=str(place / "in" / "global_step2"),
-            output_folder=str(place / "step2"),
-            num_extract_workers=1,
-            num_merge_workers=1,
-            keep_temp_folder=False,
-            strict=True,
-            inject_missing_state=True,
-        )
-        ds_to_universal.main(arguments)
+        ds_to_universal.main(converter_options(place / "in" / "global_step2", place / "step2"))
         assert not (place / "step2" / "muon_universal.json").exists(), "DeepSpeed's own code ran"
         loaded = ranks(3).run(load_universal, folder=str(place), stage=stage, schedule=False)[0]
         for name, weight in saved["fp32"].items():

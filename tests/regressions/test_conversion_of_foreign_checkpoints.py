@@ -15,24 +15,15 @@ import torch
 from deepspeed.checkpoint import ds_to_universal
 
 import deepspeed_muon
-from tests.support.checkpoints import save_other, save_ours
+from tests.support.checkpoints import converter_options, save_other, save_ours
 
 TAG = "global_step2"
 
 
 def convert(main: Any, source: Path, target: Path) -> str:
     """Return the error of a conversion, or an empty text."""
-    arguments = types.SimpleNamespace(
-        input_folder=str(source),
-        output_folder=str(target),
-        num_extract_workers=1,
-        num_merge_workers=1,
-        keep_temp_folder=False,
-        strict=True,
-        inject_missing_state=True,
-    )
     try:
-        main(arguments)
+        main(converter_options(source, target))
     except BaseException as error:
         return f"{type(error).__name__}: {error}".replace(str(target), "TARGET")
     return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,19 @@ NEXT_LOSS = 1e-7
 
 
 NEXT_LOSS_HALF = 1e-3
+
+
+def converter_options(source: Path, target: Path, *, missing_state: bool = True) -> types.SimpleNamespace:
+    """Return what ``ds_to_universal.main`` takes; ``missing_state``: fill in a state that it does not find."""
+    return types.SimpleNamespace(
+        input_folder=str(source),
+        output_folder=str(target),
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=missing_state,
+    )
 
 
 @contextlib.contextmanager
