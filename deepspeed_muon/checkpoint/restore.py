@@ -95,11 +95,8 @@ def restore_from_source(
         engine: A ``DeepSpeedEngine`` with our optimizer.
         open_source: Returns where to read from, or raises; on every rank the same.
         where: What it opens, for errors.
-        hyperparameters: See :func:`restore`.
-        progress: See :func:`restore`.
-        scheduler: See :func:`restore`.
+        hyperparameters, progress, scheduler, allow_nonfinite: See :func:`restore`.
         state_too: Load momentum and moments, not the masters alone.
-        allow_nonfinite: See :func:`restore`.
 
     Returns:
         The source, closed, and the settings of the engine as they were.
