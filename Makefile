@@ -22,7 +22,7 @@ SETUP_INPUTS := setup.py pyproject.toml Makefile scripts/setup_env.sh
 export PYTHON TORCH_VERSION
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-old lint format types pre-commit nvcc-check wheel-check docs readme clients setup clean
+.PHONY: help demo test test-full test-old lint format types pre-commit nvcc-check kernel-defects wheel-check docs readme clients setup clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -59,6 +59,9 @@ pre-commit: $(VENV)/.ready ## run the commit hooks over all files
 
 nvcc-check: ## compile the CUDA sources for all architectures; needs no GPU
 	scripts/nvcc_check.sh
+
+kernel-defects: $(VENV)/.ready ## plant every defect of the CUDA kernels on the CPU bench, which must find all
+	$(BIN)/python -m pytest -q --full tests/unit/test_ops_kernels_on_bench.py
 
 wheel-check: ## build the wheel, install it into an empty environment and run it there
 	scripts/wheel_check.sh $(DEEPSPEED_VERSION)

@@ -86,17 +86,26 @@ def test_what_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
 def test_what_cannot_be_ended_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process inside of a driver may outlive its SIGKILL; so may one that the test has started, with its output."""
     monkeypatch.setattr(gate, "_LAST_SECONDS", 0.2)
-    monkeypatch.setattr(gate.os, "killpg", lambda *_: None)
-    began = time.monotonic()
-    hangs = command("import time; print('testing native', flush=True); time.sleep(30)")
-    assert "within 3 s" in gate.decide(IDENTITY, hangs, folder=tmp_path, seconds=3.0).why
-    leaves = command("""
-        import subprocess
-        subprocess.Popen(["sleep", "30"], start_new_session=True)
-        print("{}")
+    hangs = command(f"""
+        import os, time
+        print("testing native", flush=True)
+        open({str(tmp_path / "hanging")!r}, "w").write(str(os.getpid()))
+        time.sleep(600)
     """)
-    assert not gate.decide([*IDENTITY, "leaves"], leaves, folder=tmp_path, seconds=25.0).failed
-    assert time.monotonic() - began < 25
+    leaves = command(f"""
+        import subprocess
+        left = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        open({str(tmp_path / "left")!r}, "w").write(str(left.pid))
+        print("{{}}")
+    """)
+    with monkeypatch.context() as patched:
+        patched.setattr(gate.os, "killpg", lambda *_: None)
+        assert "within 3 s" in gate.decide(IDENTITY, hangs, folder=tmp_path, seconds=3.0).why
+        assert not gate.decide([*IDENTITY, "leaves"], leaves, folder=tmp_path, seconds=60.0).failed
+    for name in ("hanging", "left"):  # both still run
+        while not (written := tmp_path / name).exists() or not written.read_text():
+            time.sleep(0.1)
+        os.kill(int(written.read_text()), signal.SIGKILL)
 
 
 def test_a_self_test_that_nobody_waits_for_ends_by_itself() -> None:
