@@ -194,6 +194,7 @@ def write_shards(
         for each in writing:
             each.result()
     finally:
+        thread.shutdown(cancel_futures=True)  # if the end of the block was interrupted, it still writes
         for file in current:
             file.close()
     if files and not failed:

@@ -95,8 +95,11 @@ def restore_from_source(
         engine: A ``DeepSpeedEngine`` with our optimizer.
         open_source: Returns where to read from, or raises; on every rank the same.
         where: What it opens, for errors.
-        hyperparameters, progress, scheduler, allow_nonfinite: See :func:`restore`.
+        hyperparameters: See :func:`restore`.
+        progress: See :func:`restore`.
+        scheduler: See :func:`restore`.
         state_too: Load momentum and moments, not the masters alone.
+        allow_nonfinite: See :func:`restore`.
 
     Returns:
         The source, closed, and the settings of the engine as they were.
@@ -106,14 +109,12 @@ def restore_from_source(
     """
     facts = RankFacts({})
     source: StateSource | None = None
-    problems: list[str] = []
-    nonfinite: list[str] = []
+    problems, nonfinite = list[str](), list[str]()
     error: Exception | None = None
     try:
         with refusing(where):
             source = open_source()
-            before = Before(engine)
-            state = collect(engine)
+            before, state = Before(engine), collect(engine)
             rates = hyperparameters and not source.converted
             run = source.progress if progress else None
             problems = _compare(state, source, state_too)
@@ -129,8 +130,7 @@ def restore_from_source(
         agree(facts, error=error, kind=CheckpointError)
         assert source is not None
         _refuse_another_model(state, source, problems)
-        found = all_ranks().gather(nonfinite, what="check of a checkpoint").values()
-        _judge(sorted(name for names in found for name in names), source, allow_nonfinite)
+        _judge(nonfinite, source, allow_nonfinite)
         _write_settings(plan, before, run, source.where, scheduler=scheduler, rates=rates)
         _fill(plan, source)
         state.host.end_restore()
@@ -141,7 +141,9 @@ def restore_from_source(
 
 
 def _judge(nonfinite: list[str], source: StateSource, allowed: bool) -> None:
-    """Raise on every rank, or warn if it is ``allowed``, if tensors hold infinities or NaN."""
+    """Raise on every rank, or warn if it is ``allowed``, if tensors that any rank looked at hold infinities or NaN."""
+    found = all_ranks().gather(nonfinite, what="check of a checkpoint").values()
+    nonfinite = sorted(name for names in found for name in names)
     if not nonfinite:
         return
     text = f"{source.where}: {nonfinite_text(nonfinite)}"
