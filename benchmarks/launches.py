@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -129,7 +130,7 @@ def runner_of(model: str, ranks: int, rank: int, launches: Launches) -> StepRunn
         StatePolicy(),
         overlap=True,
     )
-    runner = StepRunner(step_set, config, resources, load=[0.0] * ranks)
+    runner = StepRunner(step_set, config, resources, load=np.zeros(ranks))
 
     def count_pass(*args: Any) -> None:
         launches.counts["passes"] += -(-len(args[-2]) // FRAGMENTS)

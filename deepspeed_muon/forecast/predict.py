@@ -263,7 +263,7 @@ def exchange_of(routes: Sequence[Route], settings: PlanSettings) -> Exchange:
 def _among_data_parallel(muon: Sequence[Route], settings: PlanSettings) -> Exchange:
     """Return the exchange of data-parallel ranks that divide the same parameters."""
     ranks, iteration = settings.world_size, settings.iteration
-    load = [0.0] * ranks
+    load = np.zeros(ranks)
     owners: dict[int, int] = {}
     moving: set[int] = set()
     gather, scatter, owned = (np.zeros(ranks) for _ in range(3))
@@ -281,7 +281,7 @@ def _among_data_parallel(muon: Sequence[Route], settings: PlanSettings) -> Excha
         # A broadcast goes from rank to rank.
         leaving = (-(-ranks // settings.gpus_per_node) - 1) / (ranks - 1)
     in_order = tuple(owners[number] for number in range(len(muon)))
-    return Exchange(in_order, owned, np.array(load), gather, scatter, len(moving), leaving)
+    return Exchange(in_order, owned, load, gather, scatter, len(moving), leaving)
 
 
 def _step_sets(
@@ -322,7 +322,7 @@ def _among_tensor_parallel(muon: Sequence[Route], shards: Exchange, settings: Pl
         together.setdefault(first, []).append(number)
     owners = list(shards.owners)
     for first, numbers in together.items():
-        load = [0.0] * ways
+        load = np.zeros(ways)
         costs = [blocks_flops(muon[number].kinds_of_blocks(), iteration) for number in numbers]
         for number, rank in zip(numbers, assign_owners(costs, [None] * len(costs), load=load), strict=True):
             owners[number] = first + rank

@@ -47,21 +47,20 @@ def cut_into_chunks(
     chunks: list[list[int]] = []
     for (moving, replicated), members in sorted(kinds.items()):
         together = moving and replicated
-        part_of = [0 if together else owners[index] for index in members]
-        numels = [matrices[index].numel for index in members]
-        limit = chunk_limit(
-            int(np.bincount(part_of, numels).max()), bound, ranks=world_size if together else 1
-        )
+        room = np.zeros(world_size, dtype=np.int64)
+        for index in members:
+            room[0 if together else owners[index]] += matrices[index].numel
+        limit = chunk_limit(int(room.max()), bound, ranks=world_size if together else 1)
         found: list[list[int]] = []
-        number, filled = [-1] * world_size, [0] * world_size
-        for position in sorted(range(len(members)), key=lambda position: -numels[position]):
-            part, numel = part_of[position], numels[position]
-            if number[part] < 0 or filled[part] + numel > limit:
+        number, filled = [0] * world_size, np.zeros(world_size, dtype=np.int64)
+        for index in sorted(members, key=lambda index: matrices[index].placement.numel, reverse=True):
+            part, numel = 0 if together else owners[index], matrices[index].numel
+            if filled[part] and filled[part] + numel > limit:
                 number[part] += 1
                 filled[part] = 0
             if number[part] == len(found):
                 found.append([])
-            found[number[part]].append(members[position])
+            found[number[part]].append(index)
             filled[part] += numel
         chunks += [sorted(chunk) for chunk in found]
     return chunks

@@ -156,13 +156,13 @@ class MatrixLayout:
 
     def run(self, first: int, row_blocks: tuple[int, ...]) -> MatrixLayout:
         """Return blocks that follow each other, from row ``first`` on, as a matrix of their own."""
-        rows = sum(row_blocks)
+        rows, numel = _extent(row_blocks, self.cols)
         return MatrixLayout(
             self.name,
             rows,
             self.cols,
             self.partition,
-            self.placement.part(first * self.cols, (first + rows) * self.cols),
+            self.placement.part(first * self.cols, numel),
             row_blocks if len(row_blocks) > 1 else (),
             self.col_blocks,
             self.transposed,
@@ -177,9 +177,11 @@ class MatrixLayout:
     def __post_init__(self) -> None:
         if self.rows < 1 or self.cols < 1:
             raise ValueError(f"{self.name}: {self.rows} x {self.cols} is not a matrix")
-        for what, sizes, whole in zip(("row", "column"), self.grid, (self.rows, self.cols), strict=True):
-            if min(sizes) < 1 or sum(sizes) != whole:
-                raise ValueError(f"{self.name}: {what} blocks {sizes} do not add up to {whole}")
+        rows, cols = self.grid
+        if min(rows) < 1 or min(cols) < 1 or sum(rows) != self.rows or sum(cols) != self.cols:
+            raise ValueError(
+                f"{self.name}: blocks {rows} x {cols} do not add up to {self.rows} x {self.cols}"
+            )
         if self.placement.numel != self.numel:
             raise ValueError(
                 f"{self.name}: {self.rows} x {self.cols} elements are not the {self.placement.numel} of its placement"
@@ -219,6 +221,12 @@ def _blocks_on(rank: int, ranks: int, parts: Sequence[int], blocks: Sequence[int
             elif held > 0:
                 found.append((number, held))
     return found
+
+
+@functools.lru_cache(maxsize=512)
+def _extent(row_blocks: tuple[int, ...], cols: int) -> tuple[int, int]:
+    """Return rows and elements of blocks; the many runs of a stack share these numbers."""
+    return sum(row_blocks), sum(row_blocks) * cols
 
 
 @functools.lru_cache(maxsize=512)

@@ -32,8 +32,9 @@ from deepspeed_muon.plan.stacks import cut_stack, shares_of_blocks
 # Floating-point operations that take as long as sending one element forth and back, at 400 TFLOP/s, 100 GB/s and two
 # bytes an element. It weighs moving against waiting, so only its order of magnitude matters.
 FLOPS_PER_MOVED_ELEMENT = 16_000.0
-# A run of several blocks of a stack that is sent costs at most this part of a rank's average work.
-_TRAVELLING_SHARE = 0.25
+# A run of several blocks of a stack that is sent costs at most this part of a rank's average work. With a quarter the
+# busiest of 1,024 ranks has 1.14 times the mean for kimi-k2 at stage 3, with a sixteenth 1.01.
+_TRAVELLING_SHARE = 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Assignment:
     work: tuple[float, ...]
 
 
-def assign(matrices: Sequence[MatrixLayout], iteration: NsSettings, load: list[float]) -> Assignment:
+def assign(matrices: Sequence[MatrixLayout], iteration: NsSettings, load: Floats) -> Assignment:
     """Choose the owner of each matrix of a step set, and cut stacks of blocks for several owners.
 
     Args:
@@ -92,7 +93,7 @@ def blocks_flops(kinds: tuple[tuple[int, int, int], ...], iteration: NsSettings)
 
 
 def assign_owners(
-    costs: Sequence[float], placements: Sequence[Placement | None], *, load: list[float]
+    costs: Sequence[float], placements: Sequence[Placement | None], *, load: Floats
 ) -> list[int]:
     """Return the owner of every matrix. Nothing loops over the ranks that hold a matrix.
 
@@ -109,10 +110,9 @@ def assign_owners(
         else:
             owners[index] = only
             load[only] += cost
-    busy = np.array(load)
     # A heap. It has the idlest rank: so many matrices cannot make all of these ranks busier.
-    least = np.argsort(busy, kind="stable")[: len(undecided) + 1]
-    idle = [(load[rank], rank) for rank in least.tolist()]
+    least = np.argsort(load, kind="stable")[: len(undecided) + 1]
+    idle = list(zip(load[least].tolist(), least.tolist(), strict=True))
     undecided.sort(key=lambda index: -costs[index])  # stable: in the order of the plan
     for together in _decided_together(undecided, costs, placements):
         while idle[0][0] != load[idle[0][1]]:
@@ -124,11 +124,10 @@ def assign_owners(
             crossing = [each for index in together if (each := placements[index]) is not None]
             chosen = _from_rank_to_rank(costs[together[0]], crossing, load)
         else:
-            chosen = [_first_to_finish(placement, load, busy, idlest)]
+            chosen = [_first_to_finish(placement, load, idlest)]
         for index, owner in zip(together, chosen, strict=True):
             owners[index] = owner
             load[owner] += costs[index]
-            busy[owner] = load[owner]
     return owners
 
 
@@ -156,7 +155,7 @@ def _crossed_boundary(placement: Placement | None) -> int:
     return placement.first
 
 
-def _from_rank_to_rank(cost: float, placements: Sequence[Placement], load: Sequence[float]) -> list[int]:
+def _from_rank_to_rank(cost: float, placements: Sequence[Placement], load: Floats) -> list[int]:
     """Return the owners of matrices of equal cost, each on two ranks, that end the sum of their times soonest.
 
     Args:
@@ -188,13 +187,10 @@ def _everywhere(world_size: int) -> int:
     return max(3, -(-world_size // 2))
 
 
-def _first_to_finish(placement: Placement, load: Sequence[float], busy: Floats, idlest: int) -> int:
-    """Return which holder of a matrix on three ranks or more, or the idlest rank, would begin with it first.
-
-    ``load`` and ``busy`` are the same work of each rank.
-    """
+def _first_to_finish(placement: Placement, load: Floats, idlest: int) -> int:
+    """Return which holder of a matrix on three ranks or more, or the idlest rank, would begin with it first."""
     first, end = placement.first, placement.ranks.stop - 1
-    middle = first + 1 + int(busy[first + 1 : end].argmin())
+    middle = first + 1 + int(load[first + 1 : end].argmin())
     held = {first: placement.head, middle: placement.body, end: placement.held_by(end)}
     if 2 * max(held.values()) < placement.numel:
         held.setdefault(idlest, 0)

@@ -164,19 +164,19 @@ class Placement:
         fragment = self.on(rank)
         return 0 if fragment is None else fragment.numel
 
-    def part(self, start: int, stop: int) -> Placement:
-        """Return the placement of the elements from ``start`` up to ``stop``, counted from ``start``."""
+    def part(self, start: int, numel: int) -> Placement:
+        """Return the placement of ``numel`` elements from ``start`` on, counted from there."""
         if self.copies:
             offset = self.head_offset + start
-            return Placement(stop - start, 0, stop - start, offset, self.body, offset, self.copies)
-        if not 0 <= start < stop <= self.numel:
-            raise ValueError(f"elements {start} to {stop} are not among {self.numel}")
+            return Placement(numel, 0, numel, offset, self.body, offset, self.copies)
+        if start < 0 or start + numel > self.numel:
+            raise ValueError(f"{numel} elements from {start} on are not among {self.numel}")
         rank, inside, room, offset = self.first, start, self.head, self.head_offset
         if start >= self.head:
             further, inside = divmod(start - self.head, self.body)
             rank, room, offset = self.first + 1 + further, self.body, self.body_offset
-        head = min(room - inside, stop - start)
-        return Placement(stop - start, rank, head, offset + inside, self.body, self.body_offset)
+        head = min(room - inside, numel)
+        return Placement(numel, rank, head, offset + inside, self.body, self.body_offset)
 
     def numbers(self) -> list[int]:
         """Return the rule as plain numbers, from which ``Placement(*numbers)`` makes it again."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import BindingError
 from deepspeed_muon.ops import largest_magnitudes
+from deepspeed_muon.plan.placement import Floats
 from deepspeed_muon.step.runner import StepResources, StepRunner
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.step.tables import COLUMNS
@@ -183,10 +185,10 @@ class BoundSteps:
         """
         self._config = config
         self._resources = resources
-        loads: dict[Scope, list[float]] = {}
+        loads: dict[Scope, Floats] = {}
         self.runners: list[StepRunner] = []
         for number, step_set in enumerate(step_sets):
-            load = loads.setdefault(Scope.of(step_set.group), [0.0] * step_set.world_size)
+            load = loads.setdefault(Scope.of(step_set.group), np.zeros(step_set.world_size))
             self.runners.append(StepRunner(step_set, config, resources, load=load, number=number))
         self._inspections = {runner: GradientInspection(runner) for runner in self.runners}
         self._runner_of = {

@@ -17,6 +17,7 @@ from deepspeed_muon.monitoring.recorder import StepRecorder, Travelling
 from deepspeed_muon.ops import matrix_norms
 from deepspeed_muon.plan.exchange import build_exchange_plan
 from deepspeed_muon.plan.owners import assign
+from deepspeed_muon.plan.placement import Floats
 from deepspeed_muon.plan.rows import rows_by_partition
 from deepspeed_muon.step.block_sums import block_sums, refuse_zeros
 from deepspeed_muon.step.passes import RateTable, Step, apply, pack, read, write
@@ -69,7 +70,7 @@ class StepRunner:
         config: MuonConfig,
         resources: StepResources,
         *,
-        load: list[float],
+        load: Floats,
         number: int = 0,
     ) -> None:
         """Make the exchange plan; nothing is sent.

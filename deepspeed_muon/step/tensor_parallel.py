@@ -18,6 +18,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -114,7 +115,7 @@ class OverTensorGroup:
     def _dealt(self, part: Sequence[int]) -> list[list[int]]:
         """Divide matrices among the ranks of the group: the costliest first, each to the rank with the least work."""
         costs = [orthogonalize_flops(*self._matrices[index].logical_shape) for index in part]
-        owners = assign_owners(costs, [None] * len(part), load=[0.0] * len(self._ranks))
+        owners = assign_owners(costs, [None] * len(part), load=np.zeros(len(self._ranks)))
         return [
             [index for index, owner in zip(part, owners, strict=True) if owner == rank]
             for rank in self._ranks
