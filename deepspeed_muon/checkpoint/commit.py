@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,12 +32,12 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.atomic import LOCK_NAME, FolderWriter, fsync_folder
-from deepspeed_muon.checkpoint.index import ITEM_BYTES, CheckpointIndex, FileRecord
-from deepspeed_muon.checkpoint.parts import Piece, SavePlan, Shapes
+from deepspeed_muon.checkpoint.index import CheckpointIndex, FileRecord
+from deepspeed_muon.checkpoint.parts import Piece, SavePlan, Shapes, shard_header
 from deepspeed_muon.checkpoint.sealed import read_regular
 from deepspeed_muon.errors import CheckpointError, MuonError, RankMissingError
 from deepspeed_muon.logs import logger
-from deepspeed_muon.transport.agreement import RankFacts, agree
+from deepspeed_muon.transport.agreement import RankFacts, agree, together
 from deepspeed_muon.transport.ranks import Ranks, all_ranks
 
 
@@ -54,16 +53,16 @@ def require_one_folder(folder: Path, writer: FolderWriter | None) -> str:
     """
     own = "" if writer is None else writer.save_id
     save_id = str(next(iter(all_ranks().gather(own, what="naming of a save").values())))
-    error, seen = None, b""
-    with contextlib.suppress(OSError, CheckpointError):
-        seen = read_regular(folder / LOCK_NAME, 64)
-    if seen != save_id.encode():
-        error = CheckpointError(
-            f"{os.path.abspath(folder)}: this rank does not see there what rank 0 wrote into {folder}. All ranks "
-            f"must share the folder: name it by its absolute path on a file system that every machine mounts. "
-            f"Nothing was written, what it held before is untouched"
-        )
-    agree(RankFacts({}), error=error, kind=CheckpointError)
+    seen = b""
+    with together(CheckpointError):
+        with contextlib.suppress(OSError, CheckpointError):
+            seen = read_regular(folder / LOCK_NAME, 64)
+        if seen != save_id.encode():
+            raise CheckpointError(
+                f"{os.path.abspath(folder)}: this rank does not see there what rank 0 wrote into {folder}. All ranks "
+                f"must share the folder: name it by its absolute path on a file system that every machine mounts. "
+                f"Nothing was written, what it held before is untouched"
+            )
     return save_id
 
 
@@ -212,15 +211,10 @@ class ShardFile:
         """Open the file under its temporary name and write the header for ``tensors``."""
         self._path = path
         self._aside = path.with_name(f".{path.name}.tmp")
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for name, shape in tensors.items():
-            end = offset + math.prod(shape) * ITEM_BYTES
-            header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, end]}
-            offset = end
-        text = json.dumps(header, separators=(",", ":")).encode()
+        header, numbers = shard_header(tensors)
+        text = json.dumps({"__metadata__": {"format": "pt"}, **header}, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        self._expected = 8 + len(text) + offset
+        self._expected = 8 + len(text) + numbers
         self._written = 0
         self._sha = hashlib.sha256()
         self._file = open(self._aside, "wb")  # noqa: SIM115 - closed by close()

@@ -36,7 +36,7 @@ from deepspeed_muon.checkpoint.parts import (
 )
 from deepspeed_muon.checkpoint.sealed import folder_of, json_settings, refusing
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.transport.agreement import RankFacts, Scope, agree
+from deepspeed_muon.transport.agreement import RankFacts, Scope, together
 from deepspeed_muon.transport.ranks import all_ranks, is_first_rank, phase
 
 # How many of the first elements of copies are compared, and how far apart they may be, relative to the largest.
@@ -94,10 +94,8 @@ def _open(
     Returns:
         The folder, what this rank holds, and the writer on the first rank.
     """
-    error: Exception | None = None
-    facts = RankFacts({})
     writer: FolderWriter | None = None
-    try:
+    with together(CheckpointError) as agreed:
         folder = folder_of("out_dir", out_dir)
         check_shard_bytes(shard_bytes)
         state = collect(engine)
@@ -107,21 +105,17 @@ def _open(
         if is_first_rank():
             writer = FolderWriter(folder)
             locked.callback(writer.close)
-        facts = _facts(state, folder, shard_bytes)
-    except Exception as caught:
-        error = caught
-    agree(facts, error=error, kind=CheckpointError)
+        _add_facts(agreed, state, folder, shard_bytes)
     return folder, state, writer
 
 
-def _facts(state: LiveState, folder: Path, shard_bytes: int) -> RankFacts:
-    """Return what must be equal before a save: on all ranks, and between the ranks that hold the same parameters."""
-    facts = {
-        "out_dir": str(folder),
-        "global_steps": str(state.host.counters()["global_steps"]),
-        "shard_bytes": str(shard_bytes),
-    }
-    scopes: dict[str, Scope] = {}
+def _add_facts(agreed: RankFacts, state: LiveState, folder: Path, shard_bytes: int) -> None:
+    """Add what must be equal before a save: on all ranks, and between the ranks that hold the same parameters."""
+    agreed.facts.update(
+        out_dir=str(folder),
+        global_steps=str(state.host.counters()["global_steps"]),
+        shard_bytes=str(shard_bytes),
+    )
     for held in state.groups:
         scope = Scope.among(held[0].holders, held[0].rank)
         place = "" if scope.size == state.world_size else f" of ranks {scope.name}"
@@ -129,11 +123,10 @@ def _facts(state: LiveState, folder: Path, shard_bytes: int) -> RankFacts:
         for each in held:
             steps.setdefault(each.record.step, each.name)
         shown = ", ".join(f"{step} ({name}, ...)" for step, name in sorted(steps.items()))
-        facts[f"optimizer steps{place}"] = shown
+        agreed.facts[f"optimizer steps{place}"] = shown
         told = repr([(each.route, each.part, each.placement, each.record) for each in held])
-        facts[f"plan of the save{place}"] = hashlib.sha256(told.encode()).hexdigest()
-        scopes |= {f"{fact}{place}": scope for fact in ("optimizer steps", "plan of the save")}
-    return RankFacts(facts, scopes=scopes)
+        agreed.facts[f"plan of the save{place}"] = hashlib.sha256(told.encode()).hexdigest()
+        agreed.scopes.update({f"{fact}{place}": scope for fact in ("optimizer steps", "plan of the save")})
 
 
 def _compare_copies(state: LiveState, held: Sequence[HeldParameter]) -> None:

@@ -80,24 +80,11 @@ class DeepSpeedFiles(TagFolder):
 
     def _from_record(self) -> tuple[list[HeldParameter], Mapping[str, Any]]:
         """Return what our layout record says of the parameters, and the settings of the optimizer."""
-        found: list[HeldParameter] = []
-        names: dict[tuple[int, ...], set[str]] = {}
-        optimizer: Mapping[str, Any] = {}
-        for record, files in read_records(
-            [inner.get(RECORD_KEY) for inner in self.inner], str(self.files[0])
-        ):
-            if self.stage and record.world_size != len(files):
-                raise CheckpointError(
-                    f"{self.files[0]}: its layout record is of {record.world_size} ranks, there are {len(files)}"
-                )
-            optimizer = record.optimizer
-            known = names.setdefault(tuple(files), set())
-            for held in record.held(files):
-                if held.name in known:
-                    raise CheckpointError(f"{self.model_file}: two parameters are called {held.name}")
-                known.add(held.name)
-                found.append(self._with_state(held))
-        return found, optimizer
+        contents = [inner.get(RECORD_KEY) for inner in self.inner]
+        optimizer, found = read_records(contents, str(self.files[0]))
+        if self.stage and any(held.placement.replicated for held in found):
+            raise CheckpointError(f"{self.files[0]}: its layout record is not one of ZeRO stage {self.stage}")
+        return [self._with_state(held) for held in found], optimizer
 
     def _with_state(self, held: HeldParameter) -> HeldParameter:
         """Return a parameter of a record with what the files of its ranks say of it."""

@@ -3,9 +3,9 @@
 DeepSpeed's own files do not tell where a parameter is under round-robin gradients or split groups, and at stage 0 they
 have no names. The record gives the rule of each parameter, a
 :class:`~deepspeed_muon.plan.placement.Placement`, so its size does not grow with the number of ranks. A file has a
-record for each data-parallel group of its rank. The ranks of a group divide its parameters: each describes some in its
-own file, with the part of the whole tensor that it is. The record consists of numbers, strings, lists
-and dicts, so that torch loads it with ``weights_only``.
+record for each data-parallel group of its rank; the file of the group's first rank describes its parameters, each with
+the part of the whole tensor that it is. The record consists of numbers, strings, lists and dicts, so that torch loads
+it with ``weights_only``.
 
 Every save has a random id, which is in each rank's files: files of two saves are not read together, even if both are of
 the same step.
@@ -13,16 +13,16 @@ the same step.
 
 from __future__ import annotations
 
+import math
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
-from itertools import zip_longest
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from deepspeed_muon.checkpoint.index import Count, Dimension, ParameterRecord, checked
+from deepspeed_muon.checkpoint.index import Blocks, Count, ParameterRecord, checked
 from deepspeed_muon.checkpoint.live import LiveParameter, LiveState, collect
 from deepspeed_muon.checkpoint.parts import HeldParameter
 from deepspeed_muon.checkpoint.sealed import refusing
@@ -30,52 +30,33 @@ from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import Placement, Places
-from deepspeed_muon.plan.rows import RowPlaces, row_places
+from deepspeed_muon.plan.rows import row_places
 from deepspeed_muon.plan.slices import TensorSlice, whole_slice
 from deepspeed_muon.transport.agreement import Scope
 
 RECORD_KEY = "deepspeed_muon_layout"
-RECORD_VERSION = 1
+RECORD_VERSION: Literal[2] = 2
 SAVE_KEY = "deepspeed_muon_save"
 """Where a file with a model has the id of its save; in the state of an optimizer it is in the record."""
-# More blocks than any matrix has: a damaged number must not take memory.
-_MOST_BLOCKS = 1 << 20
-
-
-class _Whole(BaseModel):
-    """The whole tensor of an entry whose parameter is a part of it.
-
-    Attributes:
-        shape: Of the whole tensor.
-        dim: The dimension that is cut.
-        ranges: As :class:`~deepspeed_muon.plan.slices.TensorSlice` has them.
-        heads: Blocks of the whole tensor.
-        grid: Their rows and columns, see :class:`~deepspeed_muon.checkpoint.index.ParameterRecord`.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    shape: Annotated[tuple[Dimension, ...], Field(min_length=1, max_length=64)]
-    dim: Count
-    ranges: Annotated[tuple[tuple[Count, Count], ...], Field(min_length=1)]
-    heads: Dimension = 1
-    grid: tuple[tuple[Dimension, ...], tuple[Dimension, ...]] | None = None
 
 
 class _Entry(ParameterRecord):
-    """One parameter of the record, as the ranks of the group hold it.
+    """One parameter of the record: the whole tensor, the part of it that the ranks hold, and where that lies.
 
     Attributes:
         name: Dotted name of the whole tensor.
         partition: Index of the flat partition in every rank's file.
         spread: The numbers of its :attr:`placement`.
-        whole: Which part of the whole tensor it is; ``None`` for all of it.
+        cut: Which part of the whole tensor the ranks hold, as dimension and ranges of a
+            :class:`~deepspeed_muon.plan.slices.TensorSlice`; ``None`` for all of it.
+        blocks: Rows and columns of the part's blocks, where the variant keeps numbers of its rows.
     """
 
     name: str
     partition: Count
     spread: Annotated[tuple[Count, ...], Field(min_length=7, max_length=7)]
-    whole: _Whole | None = None
+    cut: tuple[Count, Annotated[tuple[tuple[Count, Count], ...], Field(min_length=1)]] | None = None
+    blocks: tuple[Blocks, Blocks] | None = None
 
     @property
     def placement(self) -> Placement:
@@ -85,56 +66,47 @@ class _Entry(ParameterRecord):
     @property
     def part(self) -> TensorSlice:
         """Which part of the whole tensor it is; raises a ValueError if it is none."""
-        if self.whole is None:
-            return whole_slice(self.name, self.shape)
-        return TensorSlice(self.name, self.whole.shape, self.whole.dim, self.whole.ranges)
-
-    def matrix(self) -> MatrixLayout:
-        """Return the layout of a parameter with rows; raises a ValueError if they do not fit."""
-        row_blocks, col_blocks = self.grid or ((), ())
-        if self.transposed:
-            stripes = len(row_blocks) or self.heads
-            rows = self.numel * stripes // self.rows
-        else:
-            rows = self.rows // (len(col_blocks) or 1)
-        cols = self.numel // rows
-        if self.grid is None and self.heads > 1:
-            row_blocks = (rows // self.heads,) * self.heads
-        return MatrixLayout(
-            self.name,
-            rows,
-            cols,
-            self.partition,
-            self.placement,
-            row_blocks=row_blocks,
-            col_blocks=col_blocks,
-            transposed=self.transposed,
+        return (
+            whole_slice(self.name, self.shape)
+            if self.cut is None
+            else TensorSlice(self.name, self.shape, *self.cut)
         )
 
-    def held(self, rows: RowPlaces | None, files: tuple[int, ...]) -> HeldParameter:
-        """Return what the files hold of it, before any step; the record has no rows yet."""
-        whole = {} if self.whole is None else self.whole.model_dump(exclude={"dim", "ranges"})
-        record = ParameterRecord.of(self, group=self.group, **whole)
-        return HeldParameter(record, self.part, self.placement, rows, files, self.partition)
+    @property
+    def matrix(self) -> MatrixLayout | None:
+        """The layout of a parameter with :attr:`blocks`."""
+        if self.blocks is None:
+            return None
+        rows, cols = map(sum, self.blocks)
+        where = self.partition, self.placement, *self.blocks
+        return MatrixLayout(self.name, rows, cols, *where, transposed=self.transposed)
 
 
-class LayoutRecord(BaseModel):
-    """The record of a data-parallel group, checked: no two parameters share an element of a partition.
+class _Group(BaseModel):
+    """What a rank's file says of one data-parallel group that the rank is in.
 
     Attributes:
+        name: Of the group.
+        rank: Of the file inside the group.
         world_size: Ranks over which the parameters are spread.
-        optimizer: The settings of the optimizer.
-        parameters: All parameters.
+        parameters: All parameters; only the group's first rank describes them, or every rank if each holds all.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    name: str
+    rank: Count
     world_size: Annotated[int, Field(ge=1, le=1 << 24, strict=True)]
-    optimizer: dict[str, Any]
-    parameters: Annotated[tuple[_Entry, ...], Field(min_length=1)]
+    parameters: tuple[_Entry, ...]
+
+    @property
+    def in_one_file(self) -> bool:
+        """Whether every rank holds everything, so that only one of them writes a file."""
+        return bool(self.parameters) and all(entry.placement.replicated for entry in self.parameters)
 
     @model_validator(mode="after")
-    def _consistent(self) -> LayoutRecord:
+    def _consistent(self) -> _Group:
+        """Raise if two parameters share a name or an element of a partition, or if one cannot be where it is said."""
         names: set[str] = set()
         partitions: dict[int, list[tuple[str, Places]]] = {}
         for entry in self.parameters:
@@ -145,34 +117,49 @@ class LayoutRecord(BaseModel):
             partitions.setdefault(entry.partition, []).append((entry.name, entry.placement))
         for partition, members in partitions.items():
             _refuse_overlaps(partition, members)
-        places = self._row_places()
-        for entry in self.parameters:
-            if entry.rows and entry.rows != places[entry.name].numel:
-                raise ValueError(f"parameter {entry.name}: {entry.rows} row moments do not fit")
         return self
 
-    def _row_places(self) -> dict[str, RowPlaces]:
-        places = row_places([entry.matrix() for entry in self.parameters if entry.rows])
-        return {each.matrix.name: each for each in places}
+    def held(self, files: tuple[int, ...]) -> Iterator[HeldParameter]:
+        """Yield what the files of the group's ranks hold of each parameter, before any step."""
+        matrices = [entry.matrix for entry in self.parameters]
+        rows = {
+            each.matrix.name: each for each in row_places([each for each in matrices if each is not None])
+        }
+        for entry in self.parameters:
+            record = ParameterRecord.of(entry, group=entry.group)
+            place = entry.placement, rows.get(entry.name), files, entry.partition
+            yield HeldParameter(record, entry.part, *place)
 
-    def held(self, files: Sequence[int]) -> list[HeldParameter]:
-        """Return what the files of the group's ranks hold of each parameter, before any step."""
-        rows, holders = self._row_places(), tuple(files)
-        return [entry.held(rows.get(entry.name), holders) for entry in self.parameters]
+
+class LayoutRecord(BaseModel):
+    """The record in a rank's file.
+
+    Attributes:
+        version: :data:`RECORD_VERSION`.
+        save: Random id of the save.
+        optimizer: The settings of the optimizer.
+        groups: The data-parallel groups that the rank is in.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    version: Literal[2] = RECORD_VERSION
+    save: str
+    optimizer: dict[str, Any]
+    groups: tuple[_Group, ...]
 
 
 def _require_fit(entry: _Entry, world_size: int) -> None:
     """Raise unless a parameter has as many elements as its placement, on ranks that exist."""
-    where = f"parameter {entry.name}: "
-    if entry.part.own_shape != entry.shape:
-        raise ValueError(f"{where}shape {list(entry.shape)} is not that of its part {entry.whole}")
-    placement = entry.placement
-    if placement.numel != entry.numel:
-        raise ValueError(f"{where}its placement has {placement.numel} of {entry.numel} elements")
+    where, placement, numel = f"parameter {entry.name}: ", entry.placement, math.prod(entry.part.own_shape)
+    if placement.numel != numel:
+        raise ValueError(f"{where}its placement has {placement.numel} of {numel} elements")
     if placement.ranks.stop > world_size or placement.copies not in (0, world_size):
         raise ValueError(f"{where}ranks {placement.ranks} are not those of {world_size}")
-    if entry.rows and entry.heads > min(entry.rows, _MOST_BLOCKS):
-        raise ValueError(f"{where}{entry.heads} blocks do not fit {entry.rows} row moments")
+    if entry.step or entry.rows or entry.tensors:
+        raise ValueError(f"{where}a layout has no state")
+    if entry.matrix is not None and entry.matrix.numel != numel:
+        raise ValueError(f"{where}its blocks have {entry.matrix.numel} of {numel} elements")
 
 
 def _refuse_overlaps(partition: int, members: Sequence[tuple[str, Places]]) -> None:
@@ -210,15 +197,15 @@ def save_of(content: Any) -> str | None:
     return None if found is None else str(found)
 
 
-def read_records(contents: Sequence[Any], where: str) -> list[tuple[LayoutRecord, list[int]]]:
-    """Check what the files hold under :data:`RECORD_KEY`, for each data-parallel group.
+def read_records(contents: Sequence[Any], where: str) -> tuple[dict[str, Any], list[HeldParameter]]:
+    """Check what the files hold under :data:`RECORD_KEY`.
 
     Args:
         contents: What every file holds, in the order of the ranks.
         where: The first file, for errors.
 
     Returns:
-        The record of each group, and the numbers of its ranks' files.
+        The settings of the optimizer, and what the files hold of every parameter, before any step.
 
     Raises:
         CheckpointError: If it is no record, or describes what cannot be.
@@ -234,32 +221,28 @@ def read_records(contents: Sequence[Any], where: str) -> list[tuple[LayoutRecord
             f"{where}: its layout record is not of version {RECORD_VERSION}, the only one that this release reads: "
             f"load it with engine.load_checkpoint, at the same ZeRO stage and number of ranks, and save it again"
         )
-    groups: dict[str, dict[int, tuple[int, Mapping[str, Any]]]] = {}
-    found = []
+    records = [checked(LayoutRecord, each, f"{where}: layout record refused:\n") for each in contents]
+    members: dict[str, dict[int, tuple[int, _Group]]] = {}
+    found: list[HeldParameter] = []
     with refusing(f"{where}: layout record refused"):
-        for number, each in enumerate(contents):
-            for group in each["groups"]:
-                name, rank = group["name"], group["rank"]
-                other, _ = groups.setdefault(name, {}).setdefault(rank, (number, group))
+        for number, record in enumerate(records):
+            for group in record.groups:
+                other, _ = members.setdefault(group.name, {}).setdefault(group.rank, (number, group))
                 if other != number:
-                    raise ValueError(f"files {other} and {number} are both of rank {rank} of group {name}")
-        for name, ranks in groups.items():
-            numbers = [ranks[rank][0] for rank in sorted(ranks)]
-            parts = [ranks[rank][1] for rank in sorted(ranks)]
-            if all(entry["spread"][-1] for entry in parts[0]["parameters"]):
-                # At stage 0 each file describes and holds all of it.
-                numbers, parts = numbers[:1], parts[:1]
-            elif sorted(ranks) != list(range(parts[0]["world_size"])):
+                    raise ValueError(
+                        f"files {other} and {number} are both of rank {group.rank} of group {group.name}"
+                    )
+        for name, ranks in members.items():
+            files = tuple(ranks[rank][0] for rank in sorted(ranks))
+            _, first = ranks[min(ranks)]
+            if first.in_one_file:
+                files = files[:1]
+            elif sorted(ranks) != list(range(first.world_size)):
                 raise ValueError(f"of group {name} there are files of ranks {sorted(ranks)}")
-            # The parameters were dealt to the ranks one by one.
-            dealt = zip_longest(*(part["parameters"] for part in parts))
-            whole = {
-                "world_size": parts[0]["world_size"],
-                "optimizer": content["optimizer"],
-                "parameters": [entry for turn in dealt for entry in turn if entry is not None],
-            }
-            found.append((checked(LayoutRecord, whole, f"{where}: layout record refused:\n"), numbers))
-    return found
+            found += first.held(files)
+    if not found:
+        raise CheckpointError(f"{where}: layout record refused: no parameters")
+    return records[0].optimizer, found
 
 
 def add_record_to_state_dict(engine: Any) -> None:
@@ -292,7 +275,7 @@ def add_record_to_state_dict(engine: Any) -> None:
 
 
 def record_of(state: LiveState) -> Mapping[str, Any]:
-    """Return this rank's part of the record."""
+    """Return this rank's record."""
     if state.host.save_id is None:
         raise CheckpointError("engine.save_checkpoint did not write it")
     return {
@@ -304,34 +287,28 @@ def record_of(state: LiveState) -> Mapping[str, Any]:
 
 
 def _record_of_group(state: LiveState, held: Sequence[LiveParameter]) -> dict[str, Any]:
-    """Return this rank's part of the record of one data-parallel group."""
+    """Return what this rank's file says of one data-parallel group."""
     order = {route.name: number for number, route in enumerate(state.optimizer.routes)}
-    entries = [_entry(each) for each in sorted(held, key=lambda each: order[each.route.name])]
-    first = held[0]
-    # Where every rank holds everything, only one of them writes a file.
-    in_one_file = all(each.placement.replicated for each in held)
+    described = sorted(held, key=lambda each: order[each.route.name])
     return {
-        "name": Scope.among(first.holders, first.rank).name,
-        "rank": first.rank,
-        "world_size": len(first.holders),
-        "parameters": entries if in_one_file else entries[first.rank :: len(first.holders)],
+        "name": Scope.among(held[0].holders, held[0].rank).name,
+        "rank": held[0].rank,
+        "world_size": len(held[0].holders),
+        "parameters": [_entry(each) for each in described if each.rank == 0 or each.placement.replicated],
     }
 
 
 def _entry(parameter: LiveParameter) -> dict[str, Any]:
-    own = ParameterRecord.of(parameter.route, group=parameter.record.group, rows=parameter.row_count)
+    part = parameter.part
+    layout = ParameterRecord.of(parameter.record, group=parameter.record.group)
     entry = {
         "name": parameter.name,
-        **own.model_dump(mode="json", exclude_defaults=True),
+        **layout.model_dump(mode="json", exclude_defaults=True),
         "partition": parameter.partition,
         "spread": parameter.placement.numbers(),
     }
-    if not parameter.part.is_whole:
-        kept = {"shape", "heads", "grid"}
-        whole = parameter.record.model_dump(mode="json", include=kept, exclude_defaults=True)
-        entry["whole"] = {
-            **whole,
-            "dim": parameter.part.dim,
-            "ranges": list(map(list, parameter.part.ranges)),
-        }
+    if not part.is_whole:
+        entry["cut"] = [part.dim, list(map(list, part.ranges))]
+    if parameter.row_places is not None:
+        entry["blocks"] = list(map(list, parameter.row_places.matrix.grid))
     return entry

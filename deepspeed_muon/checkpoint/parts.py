@@ -251,6 +251,15 @@ def shard_name(save_id: str, number: int) -> str:
     return name
 
 
+def shard_header(tensors: Shapes) -> tuple[dict[str, Any], int]:
+    """Return what the header of a safetensors file says of its tensors, and how many bytes they take together."""
+    header, end = {}, 0
+    for name, shape in tensors.items():
+        start, end = end, end + math.prod(shape) * ITEM_BYTES
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
+    return header, end
+
+
 def check_shard_bytes(shard_bytes: Any) -> None:
     """Raise a CheckpointError unless files can have that size."""
     if not isinstance(shard_bytes, int) or isinstance(shard_bytes, bool) or shard_bytes < 1:

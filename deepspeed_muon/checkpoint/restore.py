@@ -6,6 +6,7 @@ which are put back if one rank cannot set them, then the partitions.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from deepspeed_muon.checkpoint.sources import (
 )
 from deepspeed_muon.errors import CheckpointError, MuonError
 from deepspeed_muon.logs import warn
-from deepspeed_muon.transport.agreement import RankFacts, agree
+from deepspeed_muon.transport.agreement import together
 from deepspeed_muon.transport.ranks import all_ranks
 from deepspeed_muon.variants import ROW_STATE, VARIANTS
 
@@ -107,13 +108,11 @@ def restore_from_source(
     Raises:
         CheckpointError: See :func:`restore`.
     """
-    facts = RankFacts({})
-    source: StateSource | None = None
-    problems, nonfinite = list[str](), list[str]()
-    error: Exception | None = None
-    try:
-        with refusing(where):
+    nonfinite: list[str] = []
+    with contextlib.ExitStack() as opened:
+        with together(CheckpointError) as agreed, refusing(where):
             source = open_source()
+            opened.callback(source.close)
             before, state = Before(engine), collect(engine)
             rates = hyperparameters and not source.converted
             run = source.progress if progress else None
@@ -123,20 +122,12 @@ def restore_from_source(
                 if run is not None and scheduler:
                     check_schedule(state.host.scheduler, run, source.where, rates=rates)
                 nonfinite = source.verify(state.rank, state.world_size)
-            facts = RankFacts({"checkpoint": source.digest()})
-    except Exception as caught:
-        error = caught
-    try:
-        agree(facts, error=error, kind=CheckpointError)
-        assert source is not None
+            agreed.facts["checkpoint"] = source.digest()
         _refuse_another_model(state, source, problems)
         _judge(nonfinite, source, allow_nonfinite)
         _write_settings(plan, before, run, source.where, scheduler=scheduler, rates=rates)
         _fill(plan, source)
         state.host.end_restore()
-    finally:
-        if source is not None:
-            source.close()
     return source, before
 
 
@@ -189,14 +180,13 @@ def _refuse_another_model(state: LiveState, source: StateSource, problems: Seque
             for name in left
         ),
     ]
-    error = None
-    if problems:
-        error = CheckpointError(
-            f"{source.where} is not a checkpoint of this model:\n{first_lines(problems)}\n"
-            f"Make the model as the saved run did, or load the weights alone (fp32/NAME in the files of a set) "
-            f"into the model before deepspeed.initialize"
-        )
-    agree(RankFacts({}), error=error, kind=CheckpointError)
+    with together(CheckpointError):
+        if problems:
+            raise CheckpointError(
+                f"{source.where} is not a checkpoint of this model:\n{first_lines(problems)}\n"
+                f"Make the model as the saved run did, or load the weights alone (fp32/NAME in the files of a set) "
+                f"into the model before deepspeed.initialize"
+            )
 
 
 def _differences(parameter: LiveParameter, record: ParameterRecord, file: str, state_too: bool) -> list[str]:
@@ -284,16 +274,12 @@ def _write_settings(plan: _Plan, before: Before, run: Progress | None, where: st
 
     Must be called by all ranks. ``how`` are arguments of ``write_progress``.
     """
-    error: Exception | None = None
     try:
-        try:
+        with together(CheckpointError):
             if run is not None:
                 write_progress(plan.state.optimizer, run, where, **how)
             for number, settings in plan.settings.items():
                 plan.state.optimizer.param_groups[number].update(settings)
-        except Exception as caught:
-            error = caught
-        agree(RankFacts({}), error=error, kind=CheckpointError)
     except MuonError:
         before.put_back()
         raise
@@ -310,27 +296,18 @@ def _fill(plan: _Plan, source: StateSource) -> None:
     refuses to go on until a restore has ended.
     """
     state = plan.state
-    error: Exception | None = None
     interrupt: BaseException | None = None
     state.host.begin_restore(source.where)
     try:
-        for parameter, key, target in plan.writes:
-            own = parameter.own_fragment(key)
-            if own is not None and key in source.parameters[parameter.name].tensor_keys:
-                source.fill(parameter.part_of(key), key, own, target)
-            elif own is not None:
-                start = ROW_STATE[key].start if key in ROW_STATE else 0.0
-                target.narrow(0, own.partition_offset, own.numel).fill_(start)
-            if (parameter.partition, key) not in plan.made:
-                state.keep(parameter.bound, key, target)
-    except BaseException as caught:
-        interrupt = None if isinstance(caught, Exception) else caught
-        error = CheckpointError(
-            f"{source.where} was verified, and then reading it ended early: {caught!r}. The engine holds a part of it: "
-            f"restore again, or make the engine anew"
-        )
-    try:
-        agree(RankFacts({}), error=error, kind=CheckpointError)
+        with together(CheckpointError):
+            try:
+                _write_partitions(plan, source)
+            except BaseException as caught:
+                interrupt = None if isinstance(caught, Exception) else caught
+                raise CheckpointError(
+                    f"{source.where} was verified, and then reading it ended early: {caught!r}. The engine holds a "
+                    f"part of it: restore again, or make the engine anew"
+                ) from caught
     except CheckpointError:
         if interrupt is not None:
             raise interrupt from None
@@ -344,6 +321,18 @@ def _fill(plan: _Plan, source: StateSource) -> None:
             made = {key: each for (index, key), each in plan.made.items() if index == partition}
             state.optimizer.state[tensor].update(made, step=steps)
     state.host.refresh_weights()
+
+
+def _write_partitions(plan: _Plan, source: StateSource) -> None:
+    for parameter, key, target in plan.writes:
+        own = parameter.own_fragment(key)
+        if own is not None and key in source.parameters[parameter.name].tensor_keys:
+            source.fill(parameter.part_of(key), key, own, target)
+        elif own is not None:
+            start = ROW_STATE[key].start if key in ROW_STATE else 0.0
+            target.narrow(0, own.partition_offset, own.numel).fill_(start)
+        if (parameter.partition, key) not in plan.made:
+            plan.state.keep(parameter.bound, key, target)
 
 
 def _steps(state: LiveState, source: StateSource) -> dict[int, int]:

@@ -25,7 +25,7 @@ from deepspeed_muon.checkpoint.index import (
     load_index,
     tensor_name,
 )
-from deepspeed_muon.checkpoint.parts import views
+from deepspeed_muon.checkpoint.parts import Shapes, shard_header, views
 from deepspeed_muon.checkpoint.sealed import (
     is_name,
     latest_tag,
@@ -244,7 +244,7 @@ def _exists(path: Path) -> bool:
     return True
 
 
-def _places(path: Path, file: BinaryIO, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+def _places(path: Path, file: BinaryIO, shapes: Shapes) -> dict[str, int]:
     """Return where each tensor of a safetensors file starts.
 
     The header must describe just the tensors that the index expects, one after the other, to the end of the file. So
@@ -266,24 +266,16 @@ def _places(path: Path, file: BinaryIO, shapes: Mapping[str, Sequence[int]]) -> 
         )
     header = parse_json(file.read(length), f"{path}: its header")
     header.pop("__metadata__", None)
-    if missing := sorted(shapes.keys() - header.keys()):
-        parameter = missing[0].partition("/")[2]
-        raise CheckpointError(f"{path}: no tensor {missing[0]} of parameter {parameter}")
-    if extra := sorted(header.keys() - shapes.keys()):
-        raise CheckpointError(f"{path}: the index does not know its tensor {extra[0]}")
-    found, end = {}, 0
-    for name in sorted(header, key=lambda name: header[name]["data_offsets"]):
-        entry, shape = header[name], list(shapes[name])
-        if entry["dtype"] != "F32" or entry["shape"] != shape:
+    expected, end = shard_header({name: shapes[name] for name in header if name in shapes})
+    for name in sorted(header.keys() | shapes.keys()):
+        if name not in expected or header[name] != expected[name]:
             raise CheckpointError(
-                f"{path}: {name} is {entry['dtype']} of shape {entry['shape']}, the index says F32 of shape {shape}"
+                f"{path}: tensor {name} of parameter {name.partition('/')[2]} is {header.get(name)} by the file's "
+                f"header, {expected.get(name)} by the index"
             )
-        if entry["data_offsets"] != [end, end + math.prod(shape) * ITEM_BYTES]:
-            raise CheckpointError(f"{path}: {name} does not lie where its header must say, at {end}")
-        found[name], end = 8 + length + end, end + math.prod(shape) * ITEM_BYTES
     if 8 + length + end != os.fstat(file.fileno()).st_size:
         raise CheckpointError(f"{path}: its tensors do not end where the file ends")
-    return found
+    return {name: 8 + length + entry["data_offsets"][0] for name, entry in expected.items()}
 
 
 def _read_into(file: BinaryIO, place: int, target: Tensor) -> None:

@@ -30,7 +30,7 @@ from deepspeed_muon.engine.zero.stages import FlatView, view_of
 from deepspeed_muon.engine.zero.views import View
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.transport.agreement import RankFacts, agree
+from deepspeed_muon.transport.agreement import together
 
 _ORDER_KEY = "deepspeed_muon_order"
 _ONE_SAVE = (
@@ -157,9 +157,8 @@ def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> Glance
     names: list[set[str]] = [set(), set()]
     moved = False
     save_id: str | None = None
-    error: Exception | None = None
     load = functools.cache(functools.partial(load_pickle, trust=True))  # as DeepSpeed's loader will
-    try:
+    with together(CheckpointError, ranks=ranks) as agreed:
         folder = Path(load_dir)
         if (folder / INDEX_NAME).is_file():
             raise CheckpointError(
@@ -178,15 +177,12 @@ def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> Glance
         if tag is not None:
             with refusing(f"{load_dir!r}"):
                 save_id = _save_id(engine, folder, str(tag), load, with_state=with_state)
-    except Exception as caught:
-        error = caught
-    seen = (
-        "none"
-        if saved is None
-        else f"{saved.folder.name} of {saved.kind}, stage {saved.stage}, {saved.ranks} ranks"
-    )
-    facts = {"checkpoint": seen, f"save of the rank's files ({_ONE_SAVE})": str(save_id)}
-    agree(RankFacts(facts), error=error, kind=CheckpointError, ranks=ranks)
+        agreed.facts[f"save of the rank's files ({_ONE_SAVE})"] = str(save_id)
+        agreed.facts["checkpoint"] = (
+            "none"
+            if saved is None
+            else f"{saved.folder.name} of {saved.kind}, stage {saved.stage}, {saved.ranks} ranks"
+        )
     if saved is None:
         return None
     # A rank's file describes a share of the parameters, or at stage 0 all.

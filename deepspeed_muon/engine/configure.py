@@ -53,7 +53,7 @@ from deepspeed_muon.routing.param_groups import build_groups
 from deepspeed_muon.routing.parameters import is_divided
 from deepspeed_muon.routing.route import format_routes, summarize_routes
 from deepspeed_muon.routing.rules import check_routes, warn_without_muon
-from deepspeed_muon.transport.agreement import RankFacts, Scope, agree
+from deepspeed_muon.transport.agreement import RankFacts, Scope, agree, together
 from deepspeed_muon.transport.ranks import Ranks, all_ranks
 from deepspeed_muon.version import __version__
 
@@ -112,17 +112,12 @@ def configure_expert_parallel(original: Callable[..., Any], engine: Any, *args: 
     """Compare what AutoEP goes by before it makes process groups of all ranks; let all ranks fail if one does."""
     if not (expert_parallel(engine) and _wants_muon(engine, engine.client_optimizer)):
         return original(engine, *args, **kwargs)
-    result = None
     error: Exception | None = None
     if engine.client_optimizer is not None:
         error = UnsupportedConfigError(_MADE_BEFORE_AUTOEP)
     _agree(all_ranks(), RankFacts(_sections(engine)), error=error)
-    try:
-        result = original(engine, *args, **kwargs)
-    except Exception as caught:
-        error = caught
-    agree(RankFacts({}), error=error)
-    return result
+    with together():
+        return original(engine, *args, **kwargs)
 
 
 def configure_optimizer(

@@ -6,8 +6,9 @@ and every rank raises. What is equal on all ranks costs one all-reduce of a few 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -126,6 +127,30 @@ def agree(
         differences = [f"the groups of rank {rank}: {own}" for rank, own in groups.items()]
     more = [f"... and {len(differences) - _LINES} more"] if len(differences) > _LINES else []
     raise kind("the ranks do not agree:\n" + "\n".join(differences[:_LINES] + more))
+
+
+@contextlib.contextmanager
+def together(
+    kind: type[MuonError] = RankDisagreementError, *, ranks: Ranks | None = None
+) -> Iterator[RankFacts]:
+    """Let all ranks raise if one of them does in the block, or if they leave it with different facts.
+
+    Must be entered by all ``ranks``. No other rank may wait for one whose block raised.
+
+    Args:
+        kind: See :func:`agree`.
+        ranks: See :func:`agree`.
+
+    Yields:
+        The facts to compare, for the block to fill in.
+    """
+    own_facts = RankFacts({})
+    error: Exception | None = None
+    try:
+        yield own_facts
+    except Exception as caught:
+        error = caught
+    agree(own_facts, error=error, kind=kind, ranks=ranks)
 
 
 def _checksums(facts: Mapping[Scope, Sequence[tuple[str, str]]]) -> list[int]:

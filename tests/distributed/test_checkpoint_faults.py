@@ -151,7 +151,7 @@ def reshape_in_file(folder: Path) -> str:
 
 def test_file_that_contradicts_the_index(ranks: Any, damaged: Path) -> None:
     entry = reshape_in_file(damaged)
-    all_refuse(ranks, damaged, entry, "the index says F32 of shape")
+    all_refuse(ranks, damaged, f"tensor {entry}", "by the file's header, {'dtype': 'F32'", "by the index")
 
 
 def only_one_sees_it(rank: int, world_size: int, *, folder: str) -> str:

@@ -45,7 +45,7 @@ def changed(folder: Path, target: Path, change: Callable[[dict[str, Any]], Any])
             os.link(path, target / "t" / path.name)
             continue
         content = copy.deepcopy(torch.load(path, weights_only=False))
-        inner_state(content)[RECORD_KEY] = part_of(record, edited.index(path), len(edited))
+        inner_state(content)[RECORD_KEY] = part_of(record, edited.index(path))
         torch.save(content, target / "t" / path.name)
     (target / "latest").write_text("t")
     return target
@@ -106,8 +106,12 @@ def overlapping_in_the_middle(record: dict[str, Any]) -> None:
         entry.update(shape=[spread[0]], partition=0, spread=spread)
 
 
-def rows_of_another_shape(record: dict[str, Any]) -> None:
+def rows_without_blocks(record: dict[str, Any]) -> None:
     matrix(record)["rows"] = 5
+
+
+def blocks_of_another_shape(record: dict[str, Any]) -> None:
+    matrix(record)["blocks"] = [[5], [3]]
 
 
 GENERAL = [
@@ -135,7 +139,8 @@ RULES = [
     shortened,
     overlapping,
     overlapping_in_the_middle,
-    rows_of_another_shape,
+    rows_without_blocks,
+    blocks_of_another_shape,
     changing("spread", "abc"),
     changing("spread", [1, 2]),
     changing("spread", [12, 7, 12, 0, 1, 0, 0]),
@@ -154,8 +159,8 @@ def test_a_record_that_cannot_be(saved: Any, tmp_path: Path, stage: int, change:
 
 
 def test_a_record_of_another_format(saved: Any, tmp_path: Path) -> None:
-    folder = changed(saved[2], tmp_path / "in", lambda record: record.update(version=2))
-    with pytest.raises(CheckpointError, match=r"not of version 1.*engine.load_checkpoint"):
+    folder = changed(saved[2], tmp_path / "in", lambda record: record.update(version=1))
+    with pytest.raises(CheckpointError, match=r"not of version 2.*engine.load_checkpoint"):
         consolidate_files(folder, tmp_path / "out")
 
 
