@@ -1,0 +1,115 @@
+"""One run of ``variants.py``: trains once in this process and returns its losses, update sizes and spectral norms."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from gpt import GPT, GPTConfig
+from text_data import Batches, load_tokens, standard_library
+from torch import Tensor
+from variants import ADAMW, HEADS, LENGTH, SEQUENCES, Row, Run
+
+import deepspeed_muon
+from deepspeed_muon.ops.machine import hardware_name
+
+POINTS = 12
+"""How often a run measures itself."""
+CURVE_BATCHES, LAST_BATCHES = 8, 64
+
+
+class Rates:
+    """The demo's cosine schedule with warm-up, for several optimizers."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer], steps: int) -> None:
+        self.groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self.full = [group["lr"] for group in self.groups]
+        self.steps, self.warmup = steps, max(1, round(0.05 * steps))
+
+    def set(self, step: int) -> None:
+        """Sets the rates of this step."""
+        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
+        factor = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress))
+        for group, full in zip(self.groups, self.full, strict=True):
+            group["lr"] = full * ((step + 1) / self.warmup if step < self.warmup else factor)
+
+
+def optimizer_of(run: Run, model: GPT) -> torch.optim.Optimizer:
+    """The optimizer of a run; AdamW's divides the parameters as Muon does."""
+    muon = deepspeed_muon.Muon(model, **run.muon_settings())
+    if run.optimizer != ADAMW:
+        return muon
+    groups = [{key: group[key] for key in ("params", "lr", "weight_decay")} for group in muon.param_groups]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=True)
+
+
+@torch.no_grad()
+def loss_of(model: GPT, batches: Batches, count: int) -> float:
+    """The validation loss over fixed batches."""
+    return sum(float(model(*batches.spread(index, count))) for index in range(count)) / count
+
+
+def sizes(before: list[Tensor], after: list[Tensor]) -> dict[str, float]:
+    """Over the hidden matrices: RMS of a step, its norm relative to the weights', mean and largest spectral norm."""
+    steps = [new - old for old, new in zip(before, after, strict=True)]
+    squares, elements = sum(float(step.square().sum()) for step in steps), sum(step.numel() for step in steps)
+    relative = [float(step.norm() / old.norm()) for step, old in zip(steps, before, strict=True)]
+    spectral = [float(torch.linalg.matrix_norm(weight, ord=2)) for weight in after]
+    found = {
+        "update_rms": math.sqrt(squares / elements),
+        "relative_update": sum(relative) / len(relative),
+        "spectral_norm": sum(spectral) / len(spectral),
+        "largest_spectral_norm": max(spectral),
+    }
+    return {key: float(f"{value:.4g}") for key, value in found.items()}
+
+
+def train(run: Run) -> Row:
+    """Trains once. ``loss`` is ``None`` if the run diverged."""
+    torch.set_num_threads(1)
+    text = load_tokens(standard_library(), max_bytes=16_000_000)
+    torch.manual_seed(run.seed)
+    model = GPT(GPTConfig(dim=run.dim, layers=run.layers, heads=HEADS))
+    optimizer = optimizer_of(run, model)
+    hidden = [weight for weight in model.layers.parameters() if weight.dim() == 2]
+    rates = Rates([optimizer], run.steps)
+    batches = Batches(text.train, SEQUENCES, LENGTH, 0, 1)
+    validation = Batches(text.validation, SEQUENCES, LENGTH, 0, 1)
+    curve: list[list[Any]] = []
+    losses: list[float] = []
+    in_optimizer = 0.0
+    started = time.process_time()
+    for step in range(run.steps):
+        rates.set(step)
+        loss = model(*batches.draw(run.seed, step, 0, 1))
+        model.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        losses.append(loss.item())
+        if not math.isfinite(losses[-1]):
+            break
+        measured = (step + 1) % max(1, run.steps // POINTS) == 0
+        before = [weight.detach().clone() for weight in hidden] if measured else []
+        clock = time.process_time()
+        optimizer.step()
+        in_optimizer += time.process_time() - clock
+        if measured:
+            sized = sizes(before, [weight.detach() for weight in hidden])
+            curve.append([step + 1, round(loss_of(model, validation, CURVE_BATCHES), 5), *sized.values()])
+    seconds = time.process_time() - started
+    last = loss_of(model, validation, LAST_BATCHES)
+    return {
+        **asdict(run),
+        "loss": round(last, 5) if math.isfinite(last) else None,
+        "train_loss": round(sum(losses[-20:]) / len(losses[-20:]), 5),
+        "curve": curve,
+        "seconds": round(seconds, 1),
+        "optimizer_ms": round(1e3 * in_optimizer / len(losses), 2),
+        "hardware": hardware_name(),
+        "torch": torch.__version__,
+        "text": text.fingerprint,
+        "deepspeed_muon": deepspeed_muon.__version__,
+    }

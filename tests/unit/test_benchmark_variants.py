@@ -1,0 +1,66 @@
+"""The study of the variants: what it runs next, and that it goes on where it stopped."""
+
+import math
+import sys
+from dataclasses import asdict
+
+import pytest
+
+from benchmarks import variants
+from benchmarks.variants import Axis, Results, Run, Search
+
+TINY = Run("normuon", dim=32, layers=1, steps=3, rate=0.02, decay=0.002, rest=0.01)
+
+
+def complete(search: Search, results: Results, loss) -> None:
+    while todo := [run for run in search.runs(results) if results.row(run) is None]:
+        results.add({**asdict(todo[0]), "loss": loss(todo[0]), "seconds": 1.0})
+
+
+def test_goes_on_at_an_edge_then_takes_the_next_axis_and_the_seeds(tmp_path):
+    results = Results(tmp_path / "raw.jsonl")
+    search = Search(TINY, (Axis("rate", 2, (-1, 0, 1)), Axis("decay", 4, (-1, 0, 1))), seeds=3, around=1)
+    # The best rate lies two octaves above the start, beyond the first three; that of decay at the start.
+    complete(search, results, lambda run: abs(math.log2(run.rate / 0.08)) + abs(math.log2(run.decay / 0.002)))
+    assert search.best(results) == Run(**{**asdict(TINY), "rate": 0.08})
+    rates = {row["rate"] for row in results.rows.values() if row["decay"] == TINY.decay and row["seed"] == 0}
+    assert rates == {0.01, 0.02, 0.04, 0.08, 0.16}
+    seeded = [(row["rate"], row["seed"]) for row in results.rows.values() if row["seed"]]
+    assert sorted(seeded) == [(rate, seed) for rate in (0.04, 0.08, 0.16) for seed in (1, 2)]
+
+
+def test_a_diverged_run_is_not_the_best_and_every_optimizer_gets_the_same_number_of_trials(tmp_path):
+    trials = []
+    for optimizer in (variants.ADAMW, *variants.VARIANTS):
+        results = Results(tmp_path / optimizer)
+        search = variants.first_search(optimizer, (32, 1), 3)
+        complete(
+            search,
+            results,
+            lambda run, first=search.start: None if run.rate > 2 * first.rate else 1 / run.rate,
+        )
+        assert search.best(results).rate > search.start.rate
+        trials.append(sum(row["seed"] == 0 for row in results.rows.values()))
+    assert min(trials) >= 10 and max(trials) - min(trials) <= 4  # an axis may be extended twice
+
+
+@pytest.mark.time_limit(120)
+def test_resumes_behind_the_last_whole_line(tmp_path, monkeypatch):
+    search = Search(TINY, (Axis("rate", 2, (0, 1), extensions=0),), seeds=1)
+    monkeypatch.setattr(variants, "studies", lambda results: {"tiny": {"normuon": search}})
+    out = tmp_path / "raw.jsonl"
+
+    def go_on(*words: str) -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["variants.py", "--out", str(out), *words])
+        variants.main()
+        return out.read_text().splitlines()
+
+    first = go_on("--budget", "0.0001")
+    assert len(first) == 1
+    with out.open("a") as file:
+        file.write('{"optimizer": "normuon", "dim"')  # a run whose line a power cut tore
+    second = go_on()
+    assert second[0] == first[0] and len(second) == 3
+    assert [row["rate"] for row in Results(out).rows.values()] == [0.02, 0.04]
+    assert all(math.isfinite(row["loss"]) and row["curve"] for row in Results(out).rows.values())
+    assert go_on() == second
