@@ -9,6 +9,7 @@ A collective counts the bytes that each rank of a ring sends: ``n (W-1)/W`` for 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -18,11 +19,11 @@ import torch
 
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.math.newton_schulz import NsSettings
-from deepspeed_muon.plan.chunks import moves
+from deepspeed_muon.plan.chunks import cut_into_chunks, moves
 from deepspeed_muon.plan.exchange import sent_by_rank
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.plan.order import flat_partition_numel
-from deepspeed_muon.plan.owners import assign, assign_owners, blocks_flops
+from deepspeed_muon.plan.owners import Assignment, assign, assign_owners, blocks_flops
 from deepspeed_muon.plan.placement import (
     Floats,
     Placement,
@@ -31,6 +32,7 @@ from deepspeed_muon.plan.placement import (
     sharded_placement,
 )
 from deepspeed_muon.routing.route import Route, order_of_matrices
+from deepspeed_muon.transport.exchange import overlap_fits
 
 # DeepSpeed's defaults: sub_group_size, and the elements up to which stage 3 keeps gathered parameters for backward.
 _SUB_GROUP_NUMEL = 1_000_000_000
@@ -214,6 +216,8 @@ class Exchange:
         scatter_elements: Elements that each rank sends back as an owner.
         moving: The number of Muon parameters of which elements travel.
         leaving: The part of what a rank sends that leaves its node, where that is the largest.
+        largest_chunk: Elements that an owner has in the largest chunk; of replicated matrices those of all owners.
+        overlap: Whether chunks travel while others are orthogonalised.
     """
 
     owners: tuple[int, ...]
@@ -223,6 +227,8 @@ class Exchange:
     scatter_elements: Floats
     moving: int
     leaving: float
+    largest_chunk: int
+    overlap: bool
 
     @property
     def balance(self) -> float:
@@ -244,7 +250,7 @@ def exchange_of(routes: Sequence[Route], settings: PlanSettings) -> Exchange:
     muon = [route for route in routes if route.algorithm == "muon"]
     owners: dict[int, int] = {}
     flops, owned, gather, scatter = (np.zeros(settings.world_size) for _ in range(4))
-    moving, leaves = 0, 0.0
+    moving, leaves, largest, overlap = 0, 0.0, 0, True
     for numbers, local, inside in divisions(muon, settings):
         each, ways = _among_data_parallel(local, inside), settings.world_size // inside.world_size
         owners.update({number: owner * ways for number, owner in zip(numbers, each.owners, strict=True)})
@@ -253,10 +259,12 @@ def exchange_of(routes: Sequence[Route], settings: PlanSettings) -> Exchange:
         gather += np.repeat(each.gather_elements, ways)
         scatter += np.repeat(each.scatter_elements, ways)
         moving += each.moving
+        largest, overlap = max(largest, each.largest_chunk), overlap and each.overlap
         leaves += each.leaving * float((each.gather_elements + each.scatter_elements).max())
     in_order = tuple(owners[number] for number in range(len(muon)))
     sent = float((gather + scatter).max())
-    found = Exchange(in_order, owned, flops, gather, scatter, moving, leaves / sent if sent else 0.0)
+    leaving = leaves / sent if sent else 0.0
+    found = Exchange(in_order, owned, flops, gather, scatter, moving, leaving, largest, overlap)
     return found if settings.tensor_parallel == 1 else _among_tensor_parallel(muon, found, settings)
 
 
@@ -267,11 +275,14 @@ def _among_data_parallel(muon: Sequence[Route], settings: PlanSettings) -> Excha
     owners: dict[int, int] = {}
     moving: set[int] = set()
     gather, scatter, owned = (np.zeros(ranks) for _ in range(3))
+    largest, overlap = 0, settings.config.exchange_overlap
     for numbers, layouts in _step_sets(muon, settings):
         found = assign(layouts, iteration, load)
         sent, returned = sent_by_rank(found.matrices, found.owners, ranks)
         gather, scatter = gather + sent, scatter + returned
         np.add.at(owned, list(found.owners), [matrix.numel for matrix in found.matrices])
+        largest = max(largest, _largest_chunk(found, settings))
+        overlap = overlap and overlap_fits(layouts, settings.wire_bytes)
         for matrix, owner, origin in zip(found.matrices, found.owners, found.origin, strict=True):
             owners.setdefault(numbers[origin], owner)
             if moves(matrix.placement, owner):
@@ -281,7 +292,18 @@ def _among_data_parallel(muon: Sequence[Route], settings: PlanSettings) -> Excha
         # A broadcast goes from rank to rank.
         leaving = (-(-ranks // settings.gpus_per_node) - 1) / (ranks - 1)
     in_order = tuple(owners[number] for number in range(len(muon)))
-    return Exchange(in_order, owned, load, gather, scatter, len(moving), leaving)
+    return Exchange(in_order, owned, load, gather, scatter, len(moving), leaving, largest, overlap)
+
+
+def _largest_chunk(found: Assignment, settings: PlanSettings) -> int:
+    """Return the elements that an owner has in the largest chunk; of replicated matrices those of all owners."""
+    largest, bound = 0, settings.config.exchange_chunk_numel
+    for chunk in cut_into_chunks(found.matrices, found.owners, bound, settings.world_size):
+        owned: Counter[int] = Counter()
+        for index in chunk:
+            owned[0 if settings.stage == 0 else found.owners[index]] += found.matrices[index].numel
+        largest = max(largest, *owned.values())
+    return largest
 
 
 def _step_sets(

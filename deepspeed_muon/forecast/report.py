@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from deepspeed_muon.forecast.predict import Exchange, PlanSettings, divisions, exchange_of, zero_bytes
-from deepspeed_muon.plan.chunks import chunk_limit
 from deepspeed_muon.routing.route import Route
-from deepspeed_muon.transport.exchange import SLOTS, overlap_fits
+from deepspeed_muon.transport.exchange import SLOTS
 
 # Seconds that each further peer adds to an all-to-all: the order of magnitude of NCCL over InfiniBand.
 _MESSAGE_SECONDS = 3e-6
@@ -181,15 +180,13 @@ def _kept(routes: Sequence[Route], settings: PlanSettings) -> tuple[dict[str, fl
 def _buffers(
     routes: Sequence[Route], settings: PlanSettings, exchange: Exchange, *, partition: float
 ) -> dict[str, float]:
-    """Return upper bounds of the bytes that Muon's step needs besides, from the chunk size and the largest matrix.
+    """Return upper bounds of the bytes that Muon's step needs besides.
 
     ``partition`` are Muon's elements in a rank's partition.
     """
-    largest, bound = _largest_block(routes, settings), settings.config.exchange_chunk_numel
-    overlap = overlaps(routes, settings)
-    chunk = largest_chunk(float(exchange.owned_elements.max()), largest, bound) if exchange.moving else 0
+    chunk = exchange.largest_chunk if exchange.moving else 0
     # Of one chunk, but for those that are written into the send buffer: at stage 3 all except a rank's own share.
-    local = min(partition, float(max(bound, largest)))
+    local = min(partition, float(exchange.largest_chunk))
     if settings.stage == 3 and exchange.moving:
         local = chunk / (settings.world_size // settings.tensor_parallel)
     blocks = {
@@ -203,43 +200,12 @@ def _buffers(
         (iteration_numel(*shape) for shape in blocks), default=0
     )
     # Without overlap the directions of a block lie in a buffer that was sent.
-    waiting = overlap * settings.direction_bytes * min(chunk, block)
+    waiting = exchange.overlap * settings.direction_bytes * min(chunk, block)
     return {
         "directions": settings.direction_bytes * local,
-        "exchange_buffers": float(int(2 * (SLOTS if overlap else 1) * settings.wire_bytes * chunk)),
+        "exchange_buffers": float(int(2 * (SLOTS if exchange.overlap else 1) * settings.wire_bytes * chunk)),
         "iteration": float(iteration + waiting),
     }
-
-
-def _largest_block(routes: Sequence[Route], settings: PlanSettings) -> int:
-    """Return the elements of the largest matrix, or block of a stack, that has an owner."""
-    muon = [route for route in routes if route.algorithm == "muon"]
-    return max(
-        (
-            route.numel // (route.heads if route.grid is None else 1)
-            for _, local, _ in divisions(muon, settings)
-            for route in local
-        ),
-        default=0,
-    )
-
-
-def overlaps(routes: Sequence[Route], settings: PlanSettings) -> bool:
-    """Return whether chunks travel while others are orthogonalised, decided as the running optimizer does."""
-    return settings.config.exchange_overlap and overlap_fits(
-        _largest_block(routes, settings), settings.wire_bytes
-    )
-
-
-def largest_chunk(owned: float, largest: int, bound: int) -> int:
-    """Return the elements that an owner has in the largest chunk.
-
-    Args:
-        owned: Elements of all matrices that one rank owns.
-        largest: Elements of the largest matrix that may travel.
-        bound: ``exchange_chunk_numel``.
-    """
-    return int(min(max(owned, largest), max(chunk_limit(int(owned), bound), largest)))
 
 
 def iteration_numel(rows: int, cols: int) -> int:
@@ -300,7 +266,7 @@ def report(
         "model": model,
         "elements": sum(entry["elements"] for entry in totals.values()),
         "algorithms": totals,
-        "settings": _settings(settings, overlap=overlaps(routes, settings)),
+        "settings": _settings(settings, overlap=exchange.overlap),
         "routes": route_rows(routes, each=each_route),
         "owners": {
             "matrices": len(muon),

@@ -50,7 +50,8 @@ def cut_into_chunks(
         room = np.zeros(world_size, dtype=np.int64)
         for index in members:
             room[0 if together else owners[index]] += matrices[index].numel
-        limit = chunk_limit(int(room.max()), bound, ranks=world_size if together else 1)
+        least = _LEAST_NUMEL_PER_RANK * (world_size if together else 1)
+        limit = min(bound, max(-(-int(room.max()) // _CHUNKS), least))
         found: list[list[int]] = []
         number, filled = [0] * world_size, np.zeros(world_size, dtype=np.int64)
         for index in sorted(members, key=lambda index: matrices[index].placement.numel, reverse=True):
@@ -64,14 +65,3 @@ def cut_into_chunks(
             filled[part] += numel
         chunks += [sorted(chunk) for chunk in found]
     return chunks
-
-
-def chunk_limit(largest: int, bound: int, *, ranks: int = 1) -> int:
-    """Return how many elements an owner's part of a chunk has at most, unless it is a single matrix.
-
-    Args:
-        largest: Elements of the owner that owns most.
-        bound: What the configuration allows.
-        ranks: Ranks that share the bound.
-    """
-    return min(bound, max(-(-largest // _CHUNKS), _LEAST_NUMEL_PER_RANK * ranks))

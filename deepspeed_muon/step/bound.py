@@ -326,7 +326,7 @@ def overlaps(step_sets: Sequence[StepSet], config: MuonConfig) -> bool:
     """Return whether chunks travel while others are orthogonalised: the same on all ranks of a group."""
     return config.exchange_overlap and all(
         overlap_fits(
-            max((matrix.numel // (matrix.equal_blocks or 1) for matrix in each.matrices), default=0),
+            each.matrices,
             config.wire_format.bytes_per_element(config.resolved_wire_dtype(each.model_dtype).itemsize),
         )
         for each in step_sets

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.plan.exchange import PLAIN, BufferPlan, Chunk, ExchangePlan, Segment, WireFormat
+from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.transport.ranks import phase
 
 SLOTS = 3
@@ -312,9 +313,10 @@ class ChunkExchange:
                 flight.works.pop(0).wait()
 
 
-def overlap_fits(numel: int, wire_bytes: float) -> bool:
-    """Return whether the buffers of overlap stay within 1 GiB if the largest matrix has so many elements."""
-    return 2 * SLOTS * wire_bytes * numel <= _OVERLAP_BYTES
+def overlap_fits(matrices: Iterable[MatrixLayout], wire_bytes: float) -> bool:
+    """Return whether the buffers of overlap stay within 1 GiB if they hold the largest matrix, or block of a stack."""
+    largest = max((matrix.numel // (matrix.equal_blocks or 1) for matrix in matrices), default=0)
+    return 2 * SLOTS * wire_bytes * largest <= _OVERLAP_BYTES
 
 
 def exchange_bytes(

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import deepspeed_muon
 from deepspeed_muon.forecast.predict import PlanSettings, exchange_of, zero_bytes
+from deepspeed_muon.forecast.report import forecast
 from tests.support import training
 from tests.support.collectives import tensors_in
 
@@ -127,6 +128,10 @@ def count_a_step(
         "exchange": (
             optimizer.stats.bytes_sent - rows,
             4.0 * float(exchange.gather_elements[rank] + exchange.scatter_elements[rank]),
+        ),
+        "buffers": (
+            float(optimizer.exchange_buffers.reserved_bytes),
+            forecast(optimizer.routes, settings, exchange)["muon"].memory["exchange_buffers"],
         ),
         "pieces": sum(len(runner.plan.matrices) for runner in optimizer._runners),
         "owners": (owners, dict(zip(names, exchange.owners, strict=True))),

@@ -12,9 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deepspeed_muon.__main__ import main
-from deepspeed_muon.forecast.report import iteration_numel, largest_chunk
+from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.forecast.predict import PlanSettings, exchange_of
+from deepspeed_muon.forecast.report import iteration_numel
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsMethod, NsSettings, orthogonalize
+from deepspeed_muon.routing.route import Route
 from deepspeed_muon.transport.exchange import SLOTS
 
 pytest.importorskip("transformers")
@@ -90,8 +93,12 @@ def test_overlap_is_given_up_above_a_gibibyte(capsys: pytest.CaptureFixture[str]
     ]
 
 
-def test_the_largest_chunk() -> None:
-    assert largest_chunk(1 << 30, 1 << 20, 1 << 26) == 1 << 26
-    assert largest_chunk(1 << 30, 1 << 27, 1 << 26) == 1 << 27  # a larger matrix travels alone
-    assert largest_chunk(1000.0, 200, 1 << 26) == 1000
-    assert largest_chunk(0.0, 0, 1 << 26) == 0
+@pytest.mark.parametrize(
+    ("count", "bound", "largest"),
+    [(64, 1 << 26, 16 * 4096), (64, 3 * 4096 + 1, 3 * 4096), (64, 1000, 4096), (0, 1 << 26, 0)],
+)
+def test_the_largest_chunk(count: int, bound: int, largest: int) -> None:
+    """Four ranks own sixteen matrices each; one that is larger than the bound travels alone."""
+    matrices = [Route(f"{number}", (64, 64), "muon", "") for number in range(count)]
+    found = exchange_of(matrices, PlanSettings(4, config=MuonConfig(exchange_chunk_numel=bound)))
+    assert found.largest_chunk == largest
