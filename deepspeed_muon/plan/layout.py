@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
 from deepspeed_muon.plan.placement import Placement
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A rectangle of a stored matrix, from ``row`` and ``col`` on, that is orthogonalised and scaled by itself."""
-
-    row: int
-    col: int
-    rows: int
-    cols: int
-
-    @property
-    def area(self) -> tuple[slice, slice]:
-        """The index of the block in a tensor of the stored matrix."""
-        return slice(self.row, self.row + self.rows), slice(self.col, self.col + self.cols)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +122,7 @@ class MatrixLayout:
     @property
     def first_cols(self) -> tuple[int, ...]:
         """The first column of each column block."""
-        return _first_cols(self.grid[1])
+        return (0, *accumulate(self.grid[1][:-1]))
 
     @property
     def block_shape(self) -> tuple[int, int]:
@@ -150,9 +136,10 @@ class MatrixLayout:
         rows, cols = self.grid
         return len(rows) if len(cols) == 1 and len(set(rows)) == 1 else None
 
-    def blocks(self) -> tuple[Block, ...]:
-        """Return all blocks, row by row of the grid."""
-        return _blocks(*self.grid)
+    @property
+    def block_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of all blocks, row by row of the grid; each is orthogonalised and scaled by itself."""
+        return tuple(itertools.product(*self.grid))
 
     def run(self, first: int, row_blocks: tuple[int, ...]) -> MatrixLayout:
         """Return blocks that follow each other, from row ``first`` on, as a matrix of their own."""
@@ -227,16 +214,3 @@ def _blocks_on(rank: int, ranks: int, parts: Sequence[int], blocks: Sequence[int
 def _extent(row_blocks: tuple[int, ...], cols: int) -> tuple[int, int]:
     """Return rows and elements of blocks; the many runs of a stack share these numbers."""
     return sum(row_blocks), sum(row_blocks) * cols
-
-
-@functools.lru_cache(maxsize=512)
-def _blocks(row_blocks: tuple[int, ...], col_blocks: tuple[int, ...]) -> tuple[Block, ...]:
-    """Return the cells of a grid; matrices with the same grid share them."""
-    rows = zip(accumulate(row_blocks, initial=0), row_blocks, strict=False)
-    cols = [*zip(_first_cols(col_blocks), col_blocks, strict=True)]
-    return tuple(Block(row, col, height, width) for row, height in rows for col, width in cols)
-
-
-def _first_cols(col_blocks: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the first column of each column block."""
-    return (0, *accumulate(col_blocks[:-1]))

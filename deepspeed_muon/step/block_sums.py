@@ -164,7 +164,7 @@ class BlockSums:
         copies = self._context.world_size if matrix.replicated else 1
         if matrix.shards is not None and not matrix.is_cut:
             copies *= ranks
-        shapes = [matrix.logical_shape] if matrix.is_cut else [(b.rows, b.cols) for b in matrix.blocks()]
+        shapes = [matrix.logical_shape] if matrix.is_cut else matrix.block_shapes
         # Ranks that cut the inputs keep the numbers of all outputs each.
         holders = copies * (ranks if matrix.is_cut and not matrix.cuts_outputs else 1)
         rows = (matrix.layer_shape(*shape)[0] for shape in shapes)

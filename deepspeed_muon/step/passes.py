@@ -115,7 +115,7 @@ class RateTable:
         for matrix, position in zip(self._matrices, self._positions.tolist(), strict=True):
             shapes = [matrix.scale_shape]
             if not matrix.is_cut:
-                shapes = [matrix.layer_shape(block.rows, block.cols) for block in matrix.blocks()]
+                shapes = [matrix.layer_shape(*shape) for shape in matrix.block_shapes]
             if self._variant.relative_rate:
                 found.append((1.0,) * len(shapes))
             else:

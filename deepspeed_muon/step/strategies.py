@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepspeed_muon.monitoring.check import Member, Result, ResultCheck
 from deepspeed_muon.ops import BATCH_NUMEL
-from deepspeed_muon.plan.layout import Block, MatrixLayout
+from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.step.passes import Step
 from deepspeed_muon.transport.exchange import StepContext
 from deepspeed_muon.transport.row_state import before_iteration
@@ -36,13 +36,12 @@ def batches(
     for index in indices:
         matrix = matrices[index]
         cut = matrix.shards if by_shards else matrix.is_cut
-        alike.setdefault((_blocks(matrix), matrix.transposed, cut), []).append(index)
+        alike.setdefault((matrix.logical_shape, _shapes(matrix), matrix.transposed, cut), []).append(index)
     found: list[list[int]] = []
     for members in alike.values():
         first = matrices[members[0]]
-        block = _blocks(first)[0]
         rows, cols = first.logical_shape
-        size = _batch_size(context, block.rows, block.cols, numel=rows * cols)
+        size = _batch_size(context, *_shapes(first)[0], numel=rows * cols)
         found.extend(members[start : start + size] for start in range(0, len(members), size))
     return found
 
@@ -52,9 +51,9 @@ def _batch_size(context: StepContext, rows: int, cols: int, *, numel: int = 0) -
     return max(1, BATCH_NUMEL // (numel or rows * cols)) if min(rows, cols) < context.batch_below else 1
 
 
-def _blocks(matrix: MatrixLayout) -> tuple[Block, ...]:
-    """Return the blocks of a whole matrix; a matrix that is cut over a group is one block."""
-    return (Block(0, 0, *matrix.logical_shape),) if matrix.is_cut else matrix.blocks()
+def _shapes(matrix: MatrixLayout) -> tuple[tuple[int, int], ...]:
+    """Return the shapes of the blocks of a whole matrix; a matrix that is cut over a group is one block."""
+    return (matrix.logical_shape,) if matrix.is_cut else matrix.block_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +62,14 @@ class _Batch:
 
     Attributes:
         indices: The matrices.
-        blocks: The blocks of each of them.
+        shapes: Rows and columns of the blocks of each of them.
         equal: Whether those are equal and follow each other in the memory of the matrix.
         calls: The blocks of each call of the iteration: matrix by matrix if they are equal, else by shape and number.
         counted: How many of the matrices this rank counts: a stack with several owners counts once, at the first.
     """
 
     indices: list[int]
-    blocks: tuple[Block, ...]
+    shapes: tuple[tuple[int, int], ...]
     equal: bool
     calls: list[list[Member]]
     counted: int
@@ -111,32 +110,30 @@ class WholeAtOwner:
         """Yield empty tensors, on the meta device, like those that :meth:`updates` orthogonalises."""
         for batch in self._batches(tuple(owned)):
             for members in batch.calls:
-                block = batch.blocks[members[0][1]]
-                shape = (len(members), block.rows, block.cols)
+                shape = (len(members), *batch.shapes[members[0][1]])
                 yield torch.empty(shape, dtype=self._context.comm_dtype, device="meta")
 
     def _planned(self, owned: Sequence[int]) -> list[_Batch]:
         found = []
         for indices in batches(self._matrices, self._context, owned):
             first = self._matrices[indices[0]]
-            blocks, equal = _blocks(first), first.is_cut or first.equal_blocks is not None
+            shapes, equal = _shapes(first), first.is_cut or first.equal_blocks is not None
             alike: dict[tuple[int, int], list[Member]] = {}
             if equal:
-                every = [(index, number) for index in indices for number in range(len(blocks))]
-                alike[blocks[0].rows, blocks[0].cols] = every
-            for number, block in enumerate(() if equal else blocks):
-                alike.setdefault((block.rows, block.cols), []).extend((index, number) for index in indices)
+                alike[shapes[0]] = [(index, number) for index in indices for number in range(len(shapes))]
+            for number, shape in enumerate(() if equal else shapes):
+                alike.setdefault(shape, []).extend((index, number) for index in indices)
             calls = []
             for shape, members in alike.items():
                 size = _batch_size(self._context, *shape)
                 calls += [members[start : start + size] for start in range(0, len(members), size)]
             counted = sum(self._matrices[index].first_row == 0 for index in indices)
-            found.append(_Batch(indices, blocks, equal, calls, counted))
+            found.append(_Batch(indices, shapes, equal, calls, counted))
         return found
 
     def _of_stack(self, batch: _Batch, directions: Tensor, step: Step) -> Tensor:
         """Return the updates of ``(matrices, rows, cols)``, whose blocks follow each other in memory."""
-        stack = directions.view(-1, batch.blocks[0].rows, batch.blocks[0].cols)
+        stack = directions.view(-1, *batch.shapes[0])
         if len(batch.calls) == 1:
             return self._checked(batch.calls[0], stack, step).to(directions.dtype).contiguous()
         update = torch.empty_like(stack)
@@ -149,15 +146,17 @@ class WholeAtOwner:
     def _of_blocks(self, batch: _Batch, directions: Tensor, step: Step) -> Tensor:
         """Return the updates of ``(matrices, rows, cols)``: the blocks are taken out of them, and put back together."""
         update, scales = torch.empty_like(directions), step.rates.scales
+        grid = self._matrices[batch.indices[0]].grid
         position = {index: number for number, index in enumerate(batch.indices)}
+        sources, targets = _views(directions, *grid), _views(update, *grid)
         for members in batch.calls:
-            places = [(position[index], *batch.blocks[number].area) for index, number in members]
-            views = [directions[place] for place in places]
+            places = [(number, position[index]) for index, number in members]
+            views = [sources[number][place] for number, place in places]
             inputs = views[0].unsqueeze(0) if len(views) == 1 else torch.stack(views)
             done = self._checked(members, inputs, step)
-            for (index, number), place, block in zip(members, places, done, strict=True):
+            for (index, number), (_, place), block in zip(members, places, done, strict=True):
                 relative = scales[index][number] / scales[index][0]
-                update[place].copy_(block if relative == 1.0 else block.mul_(relative))
+                targets[number][place].copy_(block if relative == 1.0 else block.mul_(relative))
         return update
 
     def _checked(self, members: list[Member], inputs: Tensor, step: Step) -> Tensor:
@@ -169,3 +168,8 @@ class WholeAtOwner:
         result = Result(members, inputs, blocks, scales, step.finish)
         self._check.settle(result)
         return result.updates
+
+
+def _views(x: Tensor, row_blocks: tuple[int, ...], col_blocks: tuple[int, ...]) -> list[Tensor]:
+    """Return views ``(..., rows, cols)`` of all blocks of a tensor of matrices, row by row of their grid."""
+    return [view for rows in x.split(row_blocks, dim=-2) for view in rows.split(col_blocks, dim=-1)]

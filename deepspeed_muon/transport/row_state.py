@@ -155,11 +155,11 @@ class RowsAtOwner:
         matrix = self._matrices[index]
         if matrix.is_cut:
             return rows[index]
-        row, col = divmod(number, len(matrix.grid[1]))
-        block = matrix.blocks()[number]
+        row_blocks, col_blocks = matrix.grid
+        row, col = divmod(number, len(col_blocks))
         if matrix.transposed:
-            return rows[index].view(-1, matrix.cols)[row].narrow(0, block.col, block.cols)
-        return rows[index].view(matrix.rows, -1)[:, col].narrow(0, block.row, block.rows)
+            return rows[index].view(-1, matrix.cols)[row].narrow(0, matrix.first_cols[col], col_blocks[col])
+        return rows[index].view(matrix.rows, -1)[:, col].narrow(0, sum(row_blocks[:row]), row_blocks[row])
 
 
 class RowStateExchange:

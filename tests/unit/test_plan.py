@@ -226,16 +226,11 @@ def test_blocks_add_up() -> None:
     assert grouped.equal_blocks is None
     assert matrix_flops(grouped) == orthogonalize_flops(8, 8) + 2 * orthogonalize_flops(2, 8)
     columns = MatrixLayout("c_attn", 12, 8, 0, whole, row_blocks=(6, 6), col_blocks=(5, 3), transposed=True)
-    assert [(b.row, b.col, b.rows, b.cols) for b in columns.blocks()] == [
-        (0, 0, 6, 5),
-        (0, 5, 6, 3),
-        (6, 0, 6, 5),
-        (6, 5, 6, 3),
-    ]
+    assert columns.block_shapes == ((6, 5), (6, 3), (6, 5), (6, 3)) and columns.first_cols == (0, 5)
     narrower = replace(columns, row_blocks=(), col_blocks=())
-    assert [block.area for block in narrower.blocks()] == [(slice(0, 12), slice(0, 8))]
+    assert narrower.block_shapes == ((12, 8),)
     same = pickle.loads(pickle.dumps(columns))
-    assert same == columns and hash(same) == hash(columns) and same.blocks() == columns.blocks()
+    assert same == columns and hash(same) == hash(columns) and same.block_shapes == columns.block_shapes
     assert columns.equal_blocks is None and columns.layer_shape(6, 5) == (5, 6)
     with pytest.raises(ValueError, match=r"blocks .5, 5. x .8,. do not add up"):
         MatrixLayout("q", 12, 8, 0, whole, row_blocks=(5, 5))
@@ -306,7 +301,7 @@ def test_runs_of_blocks_are_the_stack(
     whole = replace(MAKERS[kind](dims, world)[-1], row_blocks=(rows,) * blocks)
     parts = cut_stack(whole, cost=float(blocks), limit=limit)
     assert [part.first_row for part in parts] == [sum(p.rows for p in parts[:i]) for i in range(len(parts))]
-    assert sum(len(part.blocks()) for part in parts) == blocks
+    assert sum(len(part.block_shapes) for part in parts) == blocks
     assert all(part.block_shape == (rows, cols) and part.scale_shape == whole.scale_shape for part in parts)
     found = sorted(
         (f.rank, f.partition_offset + i, part.first_row * cols + f.matrix_offset + i)
@@ -321,7 +316,7 @@ def test_runs_of_blocks_are_the_stack(
     )
     # A run that lies whole somewhere never moves; one that does not is small, or one block.
     for part in parts if len(parts) > 1 else []:
-        assert part.placement.whole_on is not None or len(part.blocks()) <= max(1, limit)
+        assert part.placement.whole_on is not None or len(part.block_shapes) <= max(1, limit)
         if kind != "replicated":
             holders = [part.placement.rank_at(element) for element in range(part.numel)]
             assert holders == [f.rank for f in fragments_of(part.placement) for _ in range(f.numel)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from typing import Any
 
@@ -26,8 +27,9 @@ def test_pieces_cover_every_fragment_once(rows: tuple[int, ...], cols: tuple[int
     """Every range of a 5 x 4 matrix, and every grid of blocks: each element is in the piece of its own block."""
     blocks = torch.empty(5, 4, dtype=torch.int64)
     matrix = MatrixLayout("m", 5, 4, 0, flat_placement(0, 20, 20), row_blocks=rows, col_blocks=cols)
-    for number, block in enumerate(matrix.blocks()):
-        blocks[block.area] = number
+    tops, lefts = ([*itertools.accumulate(sizes, initial=0)] for sizes in (rows, cols))
+    for number, (row, col) in enumerate(itertools.product(range(len(rows)), range(len(cols)))):
+        blocks[tops[row] : tops[row + 1], lefts[col] : lefts[col + 1]] = number
     for start in range(20):
         for stop in range(start + 1, 21):
             fragment = torch.full((3 + stop - start,), -1)
