@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from deepspeed_muon.checkpoint import offline as checkpoints
 from deepspeed_muon.errors import MuonError
 from deepspeed_muon.forecast import cli as plan_cli
+from deepspeed_muon.forecast import rates
 from deepspeed_muon.monitoring import page as health_page
 from deepspeed_muon.version import __version__
 
@@ -42,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(run=_report)
     checkpoints.add_subcommands(commands)
     plan_cli.add_subcommand(commands)
+    rates.add_subcommand(commands)
     health_page.add_subcommand(commands)
     return parser
 

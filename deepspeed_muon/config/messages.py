@@ -23,32 +23,37 @@ TORCH_OPTIONS = {
 }
 """Options of torch's optimizers that this one does not have, and what to do instead."""
 
-# Arguments of the Muon of Dion, of Megatron-LM (Emerging-Optimizers) and of Keller Jordan.
+RENAMED = {
+    "mu": "momentum",
+    "momentum_beta": "momentum",
+    "use_nesterov": "nesterov",
+    "num_ns_steps": "ns_steps",
+    "backend_steps": "ns_steps",
+    "coefficient_type": "ns_schedule",
+    "scale_mode": "adjust_lr_fn",
+    "fp32_matmul_prec": "ns_dtype",
+    "tp_mode": "tensor_parallel_mode",
+    "weight_decay_method": "weight_decay_mode",
+    "use_decoupled_weight_decay": "weight_decay_mode",
+    "adamw_lr": "adam_lr",
+    "adamw_betas": "betas",
+    "adamw_eps": "eps",
+}
+"""Arguments of the Muon of Dion, of Megatron-LM (Emerging-Optimizers) and of Keller Jordan, and the keys here."""
+
+# More of them, with what to do.
 _ELSEWHERE = {
-    "mu": "write momentum",
-    "momentum_beta": "write momentum",
-    "use_nesterov": "write nesterov",
+    **{theirs: f"write {ours}" for theirs, ours in RENAMED.items()},
     "epsilon": "write eps, which is AdamW's",
-    "num_ns_steps": "write ns_steps",
-    "backend_steps": "write ns_steps",
-    "coefficient_type": "write ns_schedule",
     "newton_schulz_func": "ns_backend and ns_schedule choose the iteration",
     "use_triton": "ns_backend chooses the kernels",
     "use_syrk": "ns_backend chooses the kernels",
-    "fp32_matmul_prec": "write ns_dtype",
-    "scale_mode": "write adjust_lr_fn",
     "adjust_lr": "write adjust_lr_fn: 'match_rms_adamw' is Dion's 'rms_norm', 'unit_rms_norm' its 'spectral_norm'",
     "extra_scale_factor": "multiply muon_lr by it",
-    "weight_decay_method": "write weight_decay_mode",
-    "use_decoupled_weight_decay": "write weight_decay_mode",
     "cautious_wd": "write weight_decay_mode: 'cautious'",
-    "tp_mode": "write tensor_parallel_mode",
     "distributed_mesh": "leave it out: DeepSpeed's process groups are used",
     "pg_collection": "leave it out: DeepSpeed's process groups are used",
     "adamw_params": "leave it out: one optimizer has all parameters, and include and exclude choose",
-    "adamw_lr": "write adam_lr",
-    "adamw_betas": "write betas",
-    "adamw_eps": "write eps",
 }
 
 REMOVED = {

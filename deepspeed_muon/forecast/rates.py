@@ -1,0 +1,346 @@
+"""The command ``python -m deepspeed_muon rates CONFIG``: another optimizer's settings as those of this one.
+
+It reads ``optimizer`` of a DeepSpeed configuration (AdamW, DeepSpeed's Muon or torch's), or Megatron-LM's arguments in
+JSON. With ``--check`` it takes one step with random gradients and measures the updates, at two widths.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import hjson
+import torch
+
+from deepspeed_muon.config import DEFAULT_MUON_LR, MuonConfig, unknown_key_message
+from deepspeed_muon.config.messages import RENAMED, shown
+from deepspeed_muon.errors import ConfigError
+from deepspeed_muon.forecast.model_shapes import build_model, load_model, model_config
+from deepspeed_muon.math.updates import update_scale
+from deepspeed_muon.optimizer import Muon
+from deepspeed_muon.routing.parameters import model_parameters_by_name
+from deepspeed_muon.routing.route import Route, summarize_routes
+from deepspeed_muon.routing.rules import route_parameters
+from deepspeed_muon.variants import VARIANTS
+
+_ADAM = ("adam", "adamw", "fusedadam", "cpuadam", "deepspeedcpuadam", "torch_adam")
+_MEGATRON = {
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
+    "muon_momentum",
+    "muon_scale_mode",
+    "muon_extra_scale_factor",
+}
+_KINDS = {
+    "adamw": "AdamW",
+    "deepspeed": "DeepSpeed's Muon, whose keys are those of this one",
+    "torch": "torch.optim.Muon",
+    "megatron": "Megatron-LM's Muon",
+}
+_QUINTIC = [3.4445, -4.775, 2.0315]
+_ADAM_HALF = "AdamW's half; written out because the default here is another"
+
+
+def add_subcommand(subparsers: Any) -> None:
+    """Add the command ``rates`` to what ``ArgumentParser.add_subparsers`` returned; its ``run`` executes it."""
+    parser = subparsers.add_parser(
+        "rates", help="the settings of AdamW or of another Muon as settings of this one"
+    )
+    parser.add_argument(
+        "config", help="a DeepSpeed configuration, or Megatron-LM's arguments as a JSON object"
+    )
+    parser.add_argument("--source", choices=_KINDS, help="whose settings they are (default: the keys tell)")
+    parser.add_argument("--model", help="as for plan: says which parameters go to Muon")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="with --model: measure the updates of one step with random gradients at two widths; the exit status is 1 "
+        "if they do not have the size that the scale rule says",
+    )
+    parser.set_defaults(run=_rates)
+
+
+def _rates(arguments: argparse.Namespace) -> int:
+    if arguments.check and not arguments.model:
+        raise ConfigError("--check needs --model: a preset, a config.json, or a folder with one")
+    try:
+        content = hjson.loads(Path(arguments.config).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{arguments.config}: not a readable JSON file: {error}") from error
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{arguments.config}: expected a JSON object")
+    kind, found = translate(content, arguments.source)
+    params = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in found.settings.items())
+    print(f'"optimizer": {{"type": "Muon", "params": {{\n{params}\n}}}}\n\nread as {_KINDS[kind]}')
+    for key, reason in found.reasons.items():
+        print(f"  {key:<22} {reason}")
+    for key, reason in found.left_out.items():
+        print(f"  {key:<22} left out: {reason}")
+    if not arguments.model:
+        return 0
+    print(f"\n{summarize_routes(route_parameters(load_model(arguments.model), MuonConfig()))}")
+    return _check(model_config(arguments.model), found.settings) if arguments.check else 0
+
+
+def _check(config: Mapping[str, Any], settings: Mapping[str, Any]) -> int:
+    """Print the sizes of the updates at two widths; return 1 if one is not what the scale rule says."""
+    shrink = max(1, 2 ** math.ceil(math.log2(config.get("hidden_size", 512) / 512)))
+    wide, narrow = (measured_sizes(config, settings, factor) for factor in (shrink, 2 * shrink))
+    print(
+        f"\nsize of an update over the rate, models of 1/{2 * shrink} and 1/{shrink} of the width, two layers"
+    )
+    wrong = 0
+    for name, (shape, size, rule) in wide.items():
+        small_shape, small, small_rule = narrow[name]
+        # The iteration leaves singular values between 0.7 and 1.2.
+        right = all(0.7 < each / by_rule < 1.25 for each, by_rule in ((size, rule), (small, small_rule)))
+        wrong += not right
+        print(
+            f"  {name:<44} {small_shape:>12} {small:8.4f} {shape:>12} {size:8.4f}  ratio {size / small:.2f}"
+            + ("" if right else f"  wrong: the rule says {small_rule:.4f} and {rule:.4f}")
+        )
+    return int(wrong > 0)
+
+
+class Translation:
+    """Settings of this optimizer in the making.
+
+    Attributes:
+        given: The other optimizer's settings that nobody has taken yet.
+        settings: ``optimizer.params``.
+        reasons: Key of ``settings`` to why it has its value.
+        left_out: Key of the other optimizer to why nothing here stands for it.
+    """
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.given = dict(given)
+        self.settings: dict[str, Any] = {}
+        self.reasons: dict[str, str] = {}
+        self.left_out: dict[str, str] = {}
+
+    def put(self, key: str, value: Any, reason: str) -> None:
+        """Set a key."""
+        self.settings[key], self.reasons[key] = value, reason
+
+    def keep_rest(self) -> None:
+        """Take all that is left under its name here; what has none is left out with what to do about it."""
+        for key, value in self.given.items():
+            name = RENAMED.get(key, key)
+            if name in MuonConfig.model_fields:
+                self.put(name, value, "the same" if name == key else f"another name of {key}")
+            else:
+                self.left_out[key] = unknown_key_message(key, MuonConfig.model_fields)
+
+
+def translate(content: Mapping[str, Any], kind: str | None = None) -> tuple[str, Translation]:
+    """Return the kind of optimizer, and its settings as those of this one.
+
+    Args:
+        content: A DeepSpeed configuration, or Megatron-LM's arguments.
+        kind: One of ``adamw``, ``deepspeed``, ``torch`` and ``megatron``; ``None`` to tell it from the keys.
+
+    Raises:
+        ConfigError: If there is no optimizer that can be translated, or the outcome is not valid here.
+    """
+    section = content.get("optimizer")
+    if isinstance(section, Mapping):
+        type_name, params = str(section.get("type", "")), section.get("params") or {}
+    else:
+        type_name, params = str(section or ""), content
+    if not isinstance(params, Mapping):
+        raise ConfigError(f"optimizer.params: must be an object, got {shown(params)}")
+    kind = kind or _kind(type_name, params)
+    found = Translation(params)
+    if kind == "adamw":
+        _from_adamw(found)
+    elif kind == "deepspeed":
+        _from_deepspeed(found, content)
+    elif kind == "torch":
+        _from_torch(found)
+    else:
+        _from_megatron(found)
+    # The Hugging Face integrations fill in "auto" later.
+    MuonConfig.from_params({key: value for key, value in found.settings.items() if value != "auto"})
+    return kind, found
+
+
+def _kind(type_name: str, params: Mapping[str, Any]) -> str:
+    if _MEGATRON & set(params):
+        return "megatron"
+    if type_name.lower() in _ADAM:
+        return "adamw"
+    if "ns_coefficients" in params:
+        return "torch"
+    if type_name.lower() == "muon":
+        return "deepspeed"
+    raise ConfigError(
+        f"optimizer.type: {type_name!r} has no counterpart here; rates reads AdamW, DeepSpeed's or torch's Muon, and "
+        f"Megatron-LM's arguments (--source says which)"
+    )
+
+
+def _from_adamw(found: Translation) -> None:
+    take = found.given.pop
+    found.put("lr", take("lr", 1e-3), "AdamW's rate serves both halves under match_rms_adamw")
+    found.put(
+        "adjust_lr_fn",
+        "match_rms_adamw",
+        "matrices get updates of AdamW's usual size, 0.2 times the rate",
+    )
+    found.put("weight_decay", take("weight_decay", 0.0), "times the rate, as AdamW's: the product stays")
+    found.put("betas", take("betas", [0.9, 0.999]), _ADAM_HALF)
+    found.put("eps", take("eps", 1e-8), _ADAM_HALF)
+    found.keep_rest()
+
+
+def _from_deepspeed(found: Translation, content: Mapping[str, Any]) -> None:
+    clipping = content.get("gradient_clipping", 0.0)
+    stage = (content.get("zero_optimization") or {}).get("stage", 0)
+    if clipping and stage:
+        tuned = found.given.pop("muon_lr", found.given.get("lr"))
+        found.put("adam_lr", found.given.pop("adam_lr", found.given.get("lr", 3e-4)), "the same")
+        found.given.pop("lr", None)
+        found.put(
+            "muon_lr",
+            DEFAULT_MUON_LR,
+            f"DeepSpeed clips the update itself to gradient_clipping {clipping:g}, here it is the gradient: "
+            f"{shown(tuned)} does not carry over; begin with this, then try half and twice of it",
+        )
+    if found.given.pop("per_head_muon", False):
+        found.put("matrices", {"*": {"heads": "config"}}, "per_head_muon: every head is a matrix")
+    found.keep_rest()
+
+
+def _from_torch(found: Translation) -> None:
+    take = found.given.pop
+    rate = take("lr", 1e-3)
+    if found.given.get("adjust_lr_fn") == "match_rms_adamw":
+        found.put("lr", rate, "under match_rms_adamw it serves both halves")
+    else:
+        found.put("muon_lr", rate, "torch.optim.Muon has matrices only")
+        found.put("adam_lr", 3e-4, "the default: write the rate of the AdamW that trains the rest")
+    found.put("muon_weight_decay", take("weight_decay", 0.1), "torch's default is 0.1, here it is 0")
+    row, steps = list(take("ns_coefficients", _QUINTIC)), take("ns_steps", 5)
+    if row == _QUINTIC:
+        found.put("ns_steps", steps, "the same coefficients, quintic")
+    else:
+        found.put("ns_schedule", [row] * steps, f"ns_coefficients in each of {steps} steps")
+    if take("eps", None) is not None:
+        found.left_out["eps"] = (
+            "guards the norm there; here a norm below 1e-12 counts as 1e-12, and eps is AdamW's"
+        )
+    if found.given.get("adjust_lr_fn", "") is None:
+        del found.given["adjust_lr_fn"]
+    found.keep_rest()
+
+
+def _from_megatron(found: Translation) -> None:
+    params = {key.replace("-", "_"): value for key, value in found.given.items()}
+    found.given = {}
+
+    def take(key: str, default: Any) -> Any:
+        return params.get(f"muon_{key}", params.get(key, default))
+
+    rate, decay = take("lr", 1e-3), take("weight_decay", 0.01)
+    extra, mode = take("extra_scale_factor", 1.0), take("scale_mode", "spectral")
+    if (mode, extra) == ("spectral", 0.2):
+        found.put("lr", rate, "the rate of both halves, as there")
+        found.put("adjust_lr_fn", "match_rms_adamw", "spectral with an extra factor of 0.2 is this rule")
+    else:
+        found.put(
+            "adjust_lr_fn",
+            {"shape_scaling": "original"}.get(mode, mode),
+            f"scale mode {mode}: the same formula",
+        )
+        found.put("muon_lr", rate * extra, f"lr times the extra scale factor {extra:g}")
+        found.put("adam_lr", rate, "lr")
+        if extra != 1.0:
+            found.put("muon_weight_decay", decay / extra, "so that its product with the rate stays")
+    found.put("weight_decay", decay, "times the rate, as there")
+    found.put("momentum", take("momentum", 0.95), "the same")
+    nesterov = take("nesterov", take("use_nesterov", False))
+    found.put("nesterov", nesterov, "the same; off there unless asked for")
+    found.put("ns_steps", take("num_ns_steps", 5), "the same")
+    found.put("betas", [take("adam_beta1", 0.9), take("adam_beta2", 0.999)], _ADAM_HALF)
+    found.put("eps", take("adam_eps", 1e-8), _ADAM_HALF)
+    if take("tp_mode", "blockwise") == "distributed":
+        found.put("tensor_parallel_mode", "distributed", "the same")
+    elif take("tp_mode", None) == "blockwise":
+        found.left_out["tp_mode"] = "blockwise: here updates do not depend on the tensor-parallel size"
+    schedule = take("coefficient_type", "quintic")
+    if schedule in ("polar_express", "cans", "deepseekv4"):
+        found.put("ns_schedule", schedule, "the same method; its last digits differ")
+    elif schedule != "simple":
+        found.left_out["coefficient_type"] = (
+            f"{schedule}: a table of Megatron's; quintic, the default here, is its 'simple'"
+        )
+
+
+def expected_size(route: Route, config: MuonConfig) -> float:
+    """Return the root mean square of an update over the rate, by the scale rule, for a perfect orthogonalisation."""
+    square = 0.0
+    for count, rows, cols in route.kinds_of_blocks():
+        out, into = (cols, rows) if route.transposed else (rows, cols)
+        square += count * update_scale(config.adjust_lr_fn, out, into) ** 2 * min(rows, cols)
+    return math.sqrt(square / route.numel)
+
+
+def measured_sizes(
+    config: Mapping[str, Any], settings: Mapping[str, Any], shrink: int
+) -> dict[str, tuple[str, float, float]]:
+    """Take one step of a narrower model with random gradients and return the sizes of the updates.
+
+    Args:
+        config: A Hugging Face configuration.
+        settings: ``optimizer.params``; weight decay is left out.
+        shrink: The factor by which the model is narrower, with fewer heads, experts and two layers.
+
+    Returns:
+        Name of a layer, with a star for its number, to its shape, the root mean square of its update over the rate (for
+        a variant with a relative rate: its norm over the weights' and the rate), and what the scale rule says.
+    """
+    torch.manual_seed(0)
+    model = build_model(_narrower(config, shrink), "cpu").float()
+    kept = {key: value for key, value in settings.items() if value != "auto" and "weight_decay" not in key}
+    optimizer = Muon(model, **kept, health=False)
+    members = list(model_parameters_by_name(model).values())
+    routes = route_parameters(members, optimizer.config)
+    before = [member.param.detach().clone() for member in members]
+    for member in members:
+        member.param.grad = torch.randn_like(member.param)
+    optimizer.step()
+    relative = VARIANTS[optimizer.config.variant].relative_rate
+    rate = optimizer.config.muon_defaults()["lr"]
+    found = {}
+    for route, member, old in zip(routes, members, before, strict=True):
+        if route.algorithm == "muon":
+            step = (member.param.detach() - old).norm() / rate
+            size = float(step / old.norm()) if relative else float(step) / math.sqrt(route.numel)
+            expected = 1.0 if relative else expected_size(route, optimizer.config)
+            shape = "x".join(map(str, route.shape))
+            found[re.sub(r"\.\d+\.", ".*.", route.name)] = (shape, size, expected)
+    return found
+
+
+def _narrower(config: Mapping[str, Any], shrink: int) -> dict[str, Any]:
+    """Return the configuration of a model with sizes and heads divided, two layers and a small vocabulary."""
+    narrow = dict(config)
+    divided = ("hidden_size", "intermediate_size", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank")
+    for key in (*divided, "num_attention_heads", "num_key_value_heads"):
+        if narrow.get(key):
+            narrow[key] = max(1, narrow[key] // shrink)
+    for key, most in {
+        "num_hidden_layers": 2,
+        "vocab_size": 256,
+        "num_experts": 8,
+        "n_routed_experts": 8,
+    }.items():
+        if narrow.get(key):
+            narrow[key] = min(most, narrow[key])
+    return {**narrow, "pad_token_id": None}

@@ -1,0 +1,150 @@
+"""``python -m deepspeed_muon rates``: other optimizers' settings as those of this one, and the sizes of updates."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_muon import Muon
+from deepspeed_muon.__main__ import main
+from deepspeed_muon.errors import ConfigError
+from deepspeed_muon.forecast.rates import translate
+from tests.support.native_ops import REPOSITORY
+
+ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.1}}}
+TINY_LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 344,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+
+
+def settings(content: dict[str, Any], kind: str | None = None) -> dict[str, Any]:
+    return translate(content, kind)[1].settings
+
+
+def test_adamws_defaults_are_written_out() -> None:
+    assert settings(ADAMW) == {
+        "lr": 3e-4,
+        "adjust_lr_fn": "match_rms_adamw",
+        "weight_decay": 0.1,
+        "betas": [0.9, 0.999],
+        "eps": 1e-8,
+    }
+
+
+def test_auto_of_the_trainer_stays() -> None:
+    found = settings({"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}})
+    assert (found["lr"], found["betas"]) == ("auto", "auto")
+
+
+@pytest.mark.parametrize(("clipping", "stage", "rate"), [(1.0, 2, 0.02), (0.0, 2, 3.0), (1.0, 0, 3.0)])
+def test_a_rate_for_clipped_updates_does_not_carry_over(clipping: float, stage: int, rate: float) -> None:
+    params = {"muon_lr": 3.0, "adam_lr": 1e-3, "momentum": 0.9, "per_head_muon": True, "torch_adam": True}
+    content = {
+        "optimizer": {"type": "Muon", "params": params},
+        "gradient_clipping": clipping,
+        "zero_optimization": {"stage": stage},
+    }
+    kind, found = translate(content)
+    assert kind == "deepspeed"
+    assert found.settings == {
+        "muon_lr": rate,
+        "adam_lr": 1e-3,
+        "momentum": 0.9,
+        "matrices": {"*": {"heads": "config"}},
+    }
+    assert list(found.left_out) == ["torch_adam"]
+
+
+@pytest.mark.parametrize("coefficients", [(3.4445, -4.7750, 2.0315), (3.0, -3.2, 1.2)])
+def test_torchs_settings_take_the_same_step(coefficients: tuple[float, float, float]) -> None:
+    given = {"lr": 0.01, "momentum": 0.9, "nesterov": False, "ns_coefficients": coefficients, "eps": 1e-7}
+    found = settings({"optimizer": {"type": "Muon", "params": given}})
+    torch.manual_seed(0)
+    start = torch.randn(24, 16)
+    theirs = torch.nn.Parameter(start.clone())
+    ours = torch.nn.Parameter(theirs.detach().clone())
+    other = torch.optim.Muon([theirs], **{**given, "eps": 1e-7})
+    this = Muon([("layers.0.weight", ours)], **found, ns_dtype="fp32")
+    for _ in range(2):
+        theirs.grad = torch.randn(24, 16)
+        ours.grad = theirs.grad.clone()
+        other.step()
+        this.step()
+    # torch's iteration rounds to bf16, 2^-9 in each of 15 products.
+    with torch.no_grad():
+        assert float((ours - theirs).norm() / (theirs - start).norm()) < 0.03
+
+
+def test_megatrons_arguments() -> None:
+    given = {"optimizer": "muon", "lr": 5e-4, "weight-decay": 0.1, "adam-beta1": 0.9, "muon_momentum": 0.9}
+    recommended = settings(
+        {**given, "muon-scale-mode": "spectral", "muon_extra_scale_factor": 0.2, "num_layers": 24}
+    )
+    assert recommended["adjust_lr_fn"] == "match_rms_adamw" and recommended["lr"] == 5e-4
+    assert recommended["nesterov"] is False and recommended["momentum"] == 0.9
+    plain = settings({**given, "muon_scale_mode": "shape_scaling", "muon_extra_scale_factor": 2.0})
+    assert plain["adjust_lr_fn"] == "original" and plain["muon_lr"] == 1e-3 and plain["adam_lr"] == 5e-4
+    assert plain["muon_lr"] * plain["muon_weight_decay"] == pytest.approx(5e-4 * 0.1)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"optimizer": {"type": "Lion", "params": {}}}, "'Lion' has no counterpart"),
+        ({}, "'' has no counterpart"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": -1}}}, "optimizer.params.lr: must be at least 0"),
+        ({"optimizer": {"type": "AdamW", "params": [1]}}, "optimizer.params: must be an object"),
+    ],
+)
+def test_what_cannot_be_translated(content: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        translate(content)
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(ADAMW) + "  // hjson")
+    assert main(["rates", str(file)]) == 0
+    printed = capsys.readouterr().out
+    section = json.loads("{" + printed.split("\n\n")[0] + "}")
+    assert section["optimizer"]["params"] == settings(ADAMW)
+    assert all(f"  {key} " in printed for key in section["optimizer"]["params"])
+    assert main(["rates", str(file), "--check"]) == 2
+    assert "--check needs --model" in capsys.readouterr().err
+    assert main(["rates", str(tmp_path / "none.json")]) == 2
+    assert main(["rates", str(REPOSITORY / "ds_configs" / "1b_8gpus.hjson")]) == 0
+
+
+@pytest.mark.parametrize("rule", ["match_rms_adamw", "original", "hyperball"])
+def test_check_measures_what_the_rule_says(
+    rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    model, file = tmp_path / "config.json", tmp_path / "ds.json"
+    model.write_text(json.dumps(TINY_LLAMA))
+    chosen = {"variant": rule} if rule == "hyperball" else {"adjust_lr_fn": rule}
+    file.write_text(json.dumps({"optimizer": {"type": "Muon", "params": {"lr": 0.01, **chosen}}}))
+    assert main(["rates", str(file), "--model", str(tmp_path), "--check"]) == 0
+    printed = capsys.readouterr().out
+    ratios = [float(found) for found in re.findall(r"ratio ([\d.]+)", printed)]
+    assert len(ratios) == 7 and "Muon for 21 tensors" in printed
+    # Twice the width: the update of "original" has 1 / sqrt(2) of the size.
+    assert ratios == pytest.approx([0.5**0.5 if rule == "original" else 1.0] * 7, rel=0.1)
+
+
+def test_check_fails_on_a_wrong_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**TINY_LLAMA, **ADAMW}))
+    monkeypatch.setattr("deepspeed_muon.forecast.rates.update_scale", lambda *_: 1.0)
+    assert main(["rates", str(file), "--model", str(file), "--check"]) == 1
