@@ -27,7 +27,7 @@ from deepspeed_muon.checkpoint.settings import Before
 from deepspeed_muon.checkpoint.tag_folder import Glance, glance
 from deepspeed_muon.checkpoint.universal import UniversalSource, convert_to_universal, is_ours
 from deepspeed_muon.engine.zero.stages import FlatView, view_of
-from deepspeed_muon.engine.zero.views import View
+from deepspeed_muon.engine.zero.views import Original, View
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.transport.agreement import together
@@ -38,16 +38,16 @@ _ONE_SAVE = (
 )
 
 
-def convert(original: Callable[..., Any], args: Any) -> None:
+def convert(original: Original, args: Any, *more: Any, **kwargs: Any) -> None:
     """Convert a checkpoint of ours. DeepSpeed gets all others, also those that cannot be read: it says why."""
     if is_ours(args.input_folder):
         convert_to_universal(args.input_folder, args.output_folder)
     else:
-        original(args)
+        original(args, *more, **kwargs)
 
 
 def load_universal_checkpoint(
-    original: Callable[..., Any],
+    original: Original,
     view: View,
     checkpoint_folder: str,
     load_optimizer_states: bool = True,
@@ -70,7 +70,7 @@ def load_universal_checkpoint(
 
 
 def save_checkpoint(
-    original: Callable[..., Any],
+    original: Original,
     engine: Any,
     save_dir: Any,
     tag: Any = None,
@@ -97,7 +97,7 @@ def save_checkpoint(
         optimizer.host.save_id = None
 
 
-def load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+def load_checkpoint(original: Original, engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Load, unless all ranks agree that it is no save of this run; say which settings it replaced.
 
     DeepSpeed sets counters and schedule first: they are put back if a universal checkpoint is refused.

@@ -44,7 +44,8 @@ from deepspeed_muon.engine.topology import (
     ranks_of,
     read_step_sets,
 )
-from deepspeed_muon.engine.zero.stages import Zero12View, view_of
+from deepspeed_muon.engine.zero.stages import Zero12View, require_known, view_of
+from deepspeed_muon.engine.zero.views import Original
 from deepspeed_muon.errors import PlanMismatchError, UnsupportedConfigError
 from deepspeed_muon.logs import announce, logger
 from deepspeed_muon.ops import loaded
@@ -88,27 +89,28 @@ _MADE_BEFORE_AUTOEP = (
 _TAGS = ("use_muon", "muon_num_heads", "muon_head_dim")
 
 
-def set_optimizer_flags(original: Callable[..., Any], config: Any, model: nn.Module) -> None:
+def set_optimizer_flags(
+    original: Original, config_class: Any, model: nn.Module, *args: Any, **kwargs: Any
+) -> None:
     """Let DeepSpeed tag the heads of attention layers where ``matrices`` asks for them. It may find none."""
-    entries = (config.optimizer_params or {}).get("matrices")
+    entries = (config_class.optimizer_params or {}).get("matrices")
     asked = isinstance(entries, dict) and any(
         isinstance(entry, dict) and entry.get("heads") == "config" for entry in entries.values()
     )
+    name = config_class.optimizer_name
     with suppress(ValueError):
-        original(
-            SimpleNamespace(optimizer_name=config.optimizer_name, optimizer_params={"per_head_muon": asked}),
-            model,
-        )
+        heads = SimpleNamespace(optimizer_name=name, optimizer_params={"per_head_muon": asked})
+        original(heads, model, *args, **kwargs)
 
 
-def broadcast_model(original: Callable[..., Any], engine: Any) -> Any:
+def broadcast_model(original: Original, engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Compare the ranks' models before one of them is broadcast."""
     if _wants_muon(engine, engine.client_optimizer):
         _agree(ranks_of(engine), model_facts(engine))
-    return original(engine)
+    return original(engine, *args, **kwargs)
 
 
-def configure_expert_parallel(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+def configure_expert_parallel(original: Original, engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Compare what AutoEP goes by before it makes process groups of all ranks; let all ranks fail if one does."""
     if not (expert_parallel(engine) and _wants_muon(engine, engine.client_optimizer)):
         return original(engine, *args, **kwargs)
@@ -121,12 +123,17 @@ def configure_expert_parallel(original: Callable[..., Any], engine: Any, *args: 
 
 
 def configure_optimizer(
-    original: Callable[..., Any], engine: Any, client_optimizer: Any, model_parameters: Any
+    original: Original,
+    engine: Any,
+    client_optimizer: Any,
+    model_parameters: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Compare settings, let DeepSpeed make the optimizer and its ZeRO wrapper, then bind."""
     given, ours = client_optimizer is not None, _wants_muon(engine, client_optimizer)
     if not ours and (not given or isinstance(client_optimizer, torch.optim.Optimizer)):
-        return original(engine, client_optimizer, model_parameters)
+        return original(engine, client_optimizer, model_parameters, *args, **kwargs)
     with Admission(engine) as admission:
         if not ours:
             client_optimizer = _managed_by_deepspeed(client_optimizer, engine)
@@ -136,7 +143,7 @@ def configure_optimizer(
                 _adopt(engine, client_optimizer)
             elif engine.has_moe_layers:
                 model_parameters = _named_groups(model_parameters)
-        result = original(engine, client_optimizer, model_parameters)
+        result = original(engine, client_optimizer, model_parameters, *args, **kwargs)
     optimizer = muon_of(engine)
     if optimizer is not None:
         admission.settle(engine.optimizer, optimizer)
@@ -144,10 +151,12 @@ def configure_optimizer(
     return result
 
 
-def configure_basic_optimizer(original: Callable[..., Any], engine: Any, model_parameters: Any) -> Any:
+def configure_basic_optimizer(
+    original: Original, engine: Any, model_parameters: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Make our optimizer for the type ``Muon``; leave every other type to DeepSpeed."""
     if not _is_our_type(engine.optimizer_name()):
-        return original(engine, model_parameters)
+        return original(engine, model_parameters, *args, **kwargs)
     config = MuonConfig.from_params(engine.optimizer_params())
     optimizer = Muon._from_config(model_parameters, config, model=engine.module, shards=tensor_shards(engine))
     _adopt(engine, optimizer)
@@ -258,6 +267,7 @@ def _bind(engine: Any, optimizer: Muon) -> None:
     try:
         if optimizer.config.qk_clip is not None:
             optimizer._clip_attention_of(engine.module)
+        require_known(engine.optimizer)
         step_sets = read_step_sets(engine, optimizer, optimizer._routed.by_id)
         optimizer._bind(step_sets, device=_compute_device(), ranks=ranks)
         facts = optimizer._plan_facts()

@@ -20,12 +20,17 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Literal
 
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 from deepspeed_muon.engine import checkpointing, gradients, offload, running, scaling
-from deepspeed_muon.engine.zero.stages import Bf16View, Zero3View, Zero12View, ZeroView, view_of
-from deepspeed_muon.engine.zero.views import HalfView, Memory, PlainView, View
+from deepspeed_muon.engine.zero.stages import WRAPPERS, Bf16View, Zero3View, Zero12View, ZeroView, view_of
+from deepspeed_muon.engine.zero.views import HalfView, Memory, Original, PlainView, View
+
+RELEASED = "_PartitionedParameterCoordinator__params_to_release"
+"""A method of ZeRO 3's coordinator, whose cache refers to the parameters of every engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +42,25 @@ class EngineHook:
         attribute: Its name.
         function: Is called instead, with the original, the engine or the view of the wrapper, and the arguments of the
             call.
-        kind: Of the views of wrappers whose engines need it. A wrapper's method needs a wrapper in any case.
+        kind: Of the views of wrappers whose engines need it, or several kinds. A wrapper's method needs a wrapper in
+            any case.
         applies: Whether an engine with such a view needs it.
     """
 
     owner: Literal["engine", "wrapper"]
     attribute: str
     function: Callable[..., Any]
-    kind: type[View] = View
+    kind: type[View] | tuple[type[View], ...] = View
     applies: Callable[[Any], Any] = lambda view: True
 
+    def classes(self) -> list[type]:
+        """Return the classes of DeepSpeed whose method it is."""
+        if self.owner == "engine":
+            return [DeepSpeedEngine, PipelineEngine]
+        return [wrapper for wrapper, view in WRAPPERS.items() if issubclass(view, self.kind)]
 
-def _forget_logits(original: Callable[..., Any], view: View, *args: Any, **kwargs: Any) -> Any:
+
+def _forget_logits(original: Original, view: View, *args: Any, **kwargs: Any) -> Any:
     """Clear the attention logits after a step."""
     assert view.optimizer.qk_clip is not None
     try:
@@ -57,13 +69,13 @@ def _forget_logits(original: Callable[..., Any], view: View, *args: Any, **kwarg
         view.optimizer.qk_clip.clear()
 
 
-def _release_destroyed(original: Callable[..., Any], view: Zero3View) -> None:
+def _release_destroyed(original: Original, view: Zero3View, *args: Any, **kwargs: Any) -> None:
     """Destroy the wrapper, then drop what refers to each engine of stage 3 for the length of the program."""
     module = view.module
-    original()
+    original(*args, **kwargs)
     stack = parameter_offload.FWD_MODULE_STACK
     stack[:] = [each for each in stack if each is not module]
-    cached = vars(PartitionedParameterCoordinator)["_PartitionedParameterCoordinator__params_to_release"]
+    cached = vars(PartitionedParameterCoordinator)[RELEASED]
     for cell in cached.__closure__ or ():
         cell.cell_contents.cache_clear()
 
@@ -150,10 +162,7 @@ ENGINE_HOOKS = (
     EngineHook("wrapper", "offload_states", offload.offload_states, ZeroView),
     # DeepSpeed's loader knows Adam's state only, and reads parameters from places that can be wrong.
     EngineHook(
-        "wrapper",
-        "_load_universal_checkpoint",
-        checkpointing.load_universal_checkpoint,
-        applies=lambda view: hasattr(view.wrapper, "_load_universal_checkpoint"),
+        "wrapper", "_load_universal_checkpoint", checkpointing.load_universal_checkpoint, (ZeroView, Bf16View)
     ),
     # Nobody would sample a whole step, bound the wait for other ranks, or find steps that ended too early.
     EngineHook("engine", "_take_model_step", running.take_model_step),
@@ -164,6 +173,8 @@ ENGINE_HOOKS = (
     # And it changes counters and schedule before a universal checkpoint can be refused.
     EngineHook("engine", "load_checkpoint", checkpointing.load_checkpoint),
 )
+
+TABLES = (*MENDS, *STEP_HOOKS, *ENGINE_HOOKS)
 
 
 def hook_engine(engine: Any) -> None:
@@ -188,7 +199,7 @@ def hook_engine(engine: Any) -> None:
     # All conditions are asked before anything is replaced.
     needed = [
         hook
-        for hook in (*MENDS, *STEP_HOOKS, *ENGINE_HOOKS)
+        for hook in TABLES
         if (is_wrapped or hook.owner == "engine") and isinstance(view, hook.kind) and hook.applies(view)
     ]
     for hook in needed:

@@ -35,7 +35,7 @@ there, in one message, which also answers ZeRO's question.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,21 +43,23 @@ from deepspeed.utils import get_z3_leaf_modules
 from torch import Tensor, nn
 
 from deepspeed_muon.engine.zero.stages import Zero12View, ZeroView
-from deepspeed_muon.engine.zero.views import View
+from deepspeed_muon.engine.zero.views import Original, View
 from deepspeed_muon.logs import logger
 
 _MARK = "_z3_leaf"
 
 
 def reduce_independent_gradient(
-    original: Callable[..., Any], view: Zero12View, param: Tensor, *args: Any, **kwargs: Any
+    original: Original, view: Zero12View, param: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """Note that ZeRO 1 reduces the gradient of ``param`` by itself."""
     view.memory.queued.add(id(param))
     return original(param, *args, **kwargs)
 
 
-def reduce_gradients(original: Callable[..., Any], view: Zero12View, pipeline_parallel: bool = False) -> Any:
+def reduce_gradients(
+    original: Original, view: Zero12View, pipeline_parallel: bool = False, *args: Any, **kwargs: Any
+) -> Any:
     """Reduce what the last micro-step of an accumulation did not add to, then finish the reduction."""
     queued = view.memory.queued
     # A pipeline fills its buckets in the call below, with each layer's gradient over all micro-batches.
@@ -66,21 +68,17 @@ def reduce_gradients(original: Callable[..., Any], view: Zero12View, pipeline_pa
             if id(param) not in queued and view.has_gradient(param):
                 view.reduce(param, number)
     queued.clear()
-    return original(pipeline_parallel=pipeline_parallel)
+    return original(pipeline_parallel, *args, **kwargs)
 
 
-def gradient_partition_epilogue(
-    original: Callable[..., Any], view: ZeroView, *args: Any, **kwargs: Any
-) -> Any:
+def gradient_partition_epilogue(original: Original, view: ZeroView, *args: Any, **kwargs: Any) -> Any:
     """End a backward pass, then give parameters that it did not reduce a gradient of zero."""
     result = original(*args, **kwargs)
     view.fill_up()
     return result
 
 
-def only_gradients_of_the_step(
-    original: Callable[..., Any], view: ZeroView, *args: Any, **kwargs: Any
-) -> Any:
+def only_gradients_of_the_step(original: Original, view: ZeroView, *args: Any, **kwargs: Any) -> Any:
     """Fill in zeros once more, for programs that end an accumulation in ``step()``; forget all after the step."""
     view.fill_up()
     try:
@@ -89,35 +87,42 @@ def only_gradients_of_the_step(
         view.forget_gradients()
 
 
-def zero_grad(original: Callable[..., Any], view: ZeroView, *args: Any, **kwargs: Any) -> Any:
+def zero_grad(original: Original, view: ZeroView, *args: Any, **kwargs: Any) -> Any:
     """Let the next backward pass forget earlier gradients, as in DeepSpeed; a step before it still uses them."""
     view.memory.restart = True
     return original(*args, **kwargs)
 
 
 def partition_grads(
-    original: Callable[..., Any], view: ZeroView, params: Sequence[Tensor], partitions: Sequence[Tensor]
+    original: Original,
+    view: ZeroView,
+    params_to_release: Sequence[Tensor],
+    grad_partitions: Sequence[Tensor],
+    *args: Any,
+    **kwargs: Any,
 ) -> list[Tensor]:
     """Copy first gradients of the step into ZeRO 3's buffer, and add later ones."""
     if view.memory.restart:
         view.memory.restart = False
         view.forget_gradients()
     parts: dict[bool, tuple[list[Tensor], list[Tensor]]] = {}
-    for param, partition in zip(params, partitions, strict=True):
+    for param, partition in zip(params_to_release, grad_partitions, strict=True):
         chosen = parts.setdefault(_is_new(view, param), ([], []))
         chosen[0].append(param)
         chosen[1].append(partition)
     buffers: list[Tensor] = []
     for is_new, part in parts.items():
         with view.in_micro_step(first=is_new):
-            buffers += original(*part)
+            buffers += original(*part, *args, **kwargs)
     return buffers
 
 
-def copy_grads_in_partition(original: Callable[..., Any], view: ZeroView, param: Tensor, *args: Any) -> Any:
+def copy_grads_in_partition(
+    original: Original, view: ZeroView, param: Tensor, *args: Any, **kwargs: Any
+) -> Any:
     """Copy the first gradient of ``param`` in the step, and add later ones (ZeRO 1 and 2 with offload)."""
     with view.in_micro_step(first=_is_new(view, param)):
-        return original(param, *args)
+        return original(param, *args, **kwargs)
 
 
 def _is_new(view: View, param: Tensor) -> bool:
@@ -128,7 +133,7 @@ def _is_new(view: View, param: Tensor) -> bool:
     return new
 
 
-def exchange_flags_first(original: Callable[..., Any], view: ZeroView, *args: Any, **kwargs: Any) -> Any:
+def exchange_flags_first(original: Original, view: ZeroView, *args: Any, **kwargs: Any) -> Any:
     """Exchange the flags of all groups before a step; forget them after it. Must be called by all ranks."""
     bound = view.optimizer._bound_steps
     bound.exchange_flags(view.gradients())
@@ -138,7 +143,7 @@ def exchange_flags_first(original: Callable[..., Any], view: ZeroView, *args: An
         bound.forget_flags()
 
 
-def has_overflow(original: Callable[..., Any], view: ZeroView, *args: Any, **kwargs: Any) -> bool:
+def has_overflow(original: Original, view: ZeroView, *args: Any, **kwargs: Any) -> bool:
     """Answer from the flags whether a gradient is not finite on any rank, where all groups have the same ranks."""
     found = view.optimizer._bound_steps.found_nonfinite(view.data_parallel_group)
     return bool(original(*args, **kwargs)) if found is None else view.is_true_of_any(found)
@@ -215,16 +220,14 @@ def waiting_parameters(view: View, model: nn.Module) -> frozenset[int]:
 
 
 def reduce_ready_partitions(
-    original: Callable[..., Any], view: Zero12View, param: Tensor, number: int
+    original: Original, view: Zero12View, param: Tensor, *args: Any, **kwargs: Any
 ) -> None:
     """Let the gradient of a leaf module wait; reduce any other."""
     if id(param) not in view.memory.waiting:
-        original(param, number)
+        original(param, *args, **kwargs)
 
 
-def reduce_waiting_gradients(
-    original: Callable[..., Any], view: Zero12View, *args: Any, **kwargs: Any
-) -> Any:
+def reduce_waiting_gradients(original: Original, view: Zero12View, *args: Any, **kwargs: Any) -> Any:
     """Reduce the gradients of leaf modules in one order on all ranks, then end the backward pass."""
     waiting = view.memory.waiting
     if view.reduces_every_backward or view.at_boundary:

@@ -8,17 +8,22 @@ stands in :mod:`deepspeed_muon.engine.engine_hooks`.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
 from deepspeed.checkpoint import ds_to_universal
+from deepspeed.ops.adam import fused_adam
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero import stage3, stage_1_and_2
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+from deepspeed.utils import groups
 from packaging.version import Version
 
-from deepspeed_muon.engine import checkpointing, configure, running
+from deepspeed_muon.engine import checkpointing, configure, engine_hooks, running
 from deepspeed_muon.errors import RegistrationError
 from deepspeed_muon.optimizer import Muon
 
@@ -44,6 +49,7 @@ class Hook:
 # The first release that trains right with torch 2.13 and has all functions below: 0.17 and 0.18 lose gradients at
 # ZeRO 2 with accumulation, or raise in their own all-gather at stages 1 and 2, with AdamW too.
 OLDEST = "0.19.2"
+NEWEST = "0.19.8"  # tested
 
 # Above each row: what would be wrong without it.
 HOOKS = (
@@ -66,6 +72,16 @@ HOOKS = (
     Hook(ds_to_universal, "main", checkpointing.convert),
 )
 
+# Private names of DeepSpeed that are called or read, and not replaced.
+_CALLED = (
+    (PartitionedParameterCoordinator, (engine_hooks.RELEASED,)),
+    (DeepSpeedEngine, ("_get_ckpt_name", "_get_zero_ckpt_name")),
+    (groups, ("_get_expert_parallel_group", "_get_expert_data_parallel_group")),
+    (stage3, ("DeepSpeedCPUAdam",)),
+    (stage_1_and_2, ("DeepSpeedCPUAdam",)),
+    (fused_adam, ("FusedAdam",)),
+)
+
 _INSTALLED: dict[Hook, tuple[Any, Any]] = {}
 """Each hook that is in place, with the original and its replacement."""
 
@@ -81,7 +97,7 @@ def register() -> None:
     ``import deepspeed_muon`` calls it. Calling it again does nothing. Existing engines keep their optimizer.
 
     Raises:
-        RegistrationError: If this DeepSpeed is older than :data:`OLDEST`, or lacks a function to replace.
+        RegistrationError: If this DeepSpeed is older than :data:`OLDEST`, or :func:`differences` finds some.
     """
     if _INSTALLED:
         return
@@ -91,10 +107,10 @@ def register() -> None:
             f"gradients at ZeRO 2 with accumulation or fail in their all-gather, whatever the optimizer; "
             f"run `pip install 'deepspeed>={OLDEST}'`"
         )
-    missing = [str(hook) for hook in HOOKS if not hasattr(hook.owner, hook.attribute)]
-    if missing:
+    if unknown := differences():
         raise RegistrationError(
-            f"DeepSpeed {deepspeed.__version__} has no {', '.join(missing)}; tested are {OLDEST} and 0.19.8"
+            f"DeepSpeed {deepspeed.__version__} is not as deepspeed_muon knows it, so Muon could train wrong: "
+            f"{'; '.join(unknown)}. Tested are {OLDEST} to {NEWEST}: install one of them, or a newer deepspeed_muon"
         )
     for hook in HOOKS:
         original = getattr(hook.owner, hook.attribute)
@@ -122,6 +138,44 @@ def unregister() -> None:
     if Muon in ZERO_SUPPORTED_OPTIMIZERS:
         ZERO_SUPPORTED_OPTIMIZERS.remove(Muon)
     running.forget_trainer()
+
+
+def differences() -> list[str]:
+    """Return in what this DeepSpeed differs from what the replaced functions expect, a phrase each.
+
+    A replacement takes the parameters that it names, and hands on others if it takes ``*args`` and ``**kwargs``. So
+    those that it names must be DeepSpeed's first ones. Parameters that it only hands on may come, go and move.
+    """
+    replaced: list[tuple[Any, str, Callable[..., Any]]] = [
+        *((hook.owner, hook.attribute, hook.function) for hook in HOOKS),
+        *((owner, hook.attribute, hook.function) for hook in engine_hooks.TABLES for owner in hook.classes()),
+    ]
+    called = [(owner, name) for owner, names in _CALLED for name in names]
+    missing = [each for each in (*((each[:2]) for each in replaced), *called) if not hasattr(*each)]
+    found = [f"{owner.__name__} has no {name}" for owner, name in missing]
+    for owner, name, function in replaced:
+        if hasattr(owner, name):
+            found += _changed_parameters(owner, name, function)
+    return list(dict.fromkeys(found))
+
+
+def _changed_parameters(owner: Any, name: str, function: Callable[..., Any]) -> list[str]:
+    """Return one phrase if ``function`` cannot take what the function of DeepSpeed takes that it replaces."""
+    original = getattr(owner, name)
+    # DeepSpeed's decorator for NVTX ranges hides the function that it calls.
+    hidden = (each.cell_contents for each in getattr(original, "__closure__", None) or ())
+    original = next((each for each in hidden if getattr(each, "__name__", "") == name), original)
+    is_method = isinstance(owner, type)
+    taken = list(inspect.signature(original).parameters.values())[is_method:]
+    ours = list(inspect.signature(function).parameters.values())[1 + is_method :]
+    if any(each.kind is each.VAR_POSITIONAL for each in taken):
+        return []  # another library's replacement, which hands on as well
+    named = [each.name for each in ours if each.kind is each.POSITIONAL_OR_KEYWORD]
+    names = [each.name for each in taken]
+    if names[: len(named)] == named and (names == named or len(named) < len(ours)):
+        return []
+    rest = ", ..." if len(named) < len(ours) else ""
+    return [f"{owner.__name__}.{name} takes ({', '.join(names)}), not ({', '.join(named)}{rest})"]
 
 
 def _replacement(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch import Tensor
 
-from deepspeed_muon.engine.zero.views import View
+from deepspeed_muon.engine.zero.views import Original, View
 from deepspeed_muon.errors import OpsUnavailableError
 from deepspeed_muon.math.updates import AdamStep, reference_adamw_step
 
@@ -122,7 +122,7 @@ def _stands_for(ours: type, module: Any, name: str) -> Iterator[None]:
         setattr(module, name, known)
 
 
-def offload_states(original: Callable[..., Any], view: View, *args: Any, **kwargs: Any) -> Any:
+def offload_states(original: Original, view: View, *args: Any, **kwargs: Any) -> Any:
     """Release our working memory, and let the wrapper move our optimizer's state.
 
     Stage 3 moves the state of ``FusedAdam`` only. But it would move whatever tensors a state holds, and it changes the

@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from deepspeed.runtime import lr_schedules
 
 from deepspeed_muon.checkpoint import restore
 from deepspeed_muon.engine import muon_of
+from deepspeed_muon.engine.zero.views import Original
 from deepspeed_muon.logs import warn
 from deepspeed_muon.monitoring.recorder import monitor_events
 from deepspeed_muon.optimizer import Muon
@@ -30,7 +31,7 @@ _TRAINER: list[tuple[Any, Any, Any]] = []
 """The class of transformers whose ``on_log`` is replaced, the original and the replacement; empty while none is."""
 
 
-def configure_lr_scheduler(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+def configure_lr_scheduler(original: Original, engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Let DeepSpeed make the scheduler, restore the ratio between the groups' rates in it, load ``restore_from``."""
     optimizer = muon_of(engine)
     configured = {} if optimizer is None else rates(optimizer)
@@ -69,7 +70,7 @@ def _warn_of_default_peak(scheduler: Any, configured: Mapping[str, float], refer
     )
 
 
-def take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+def take_model_step(original: Original, engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Take the step, record its health, and write its rates, and what was sampled, to the monitor.
 
     The plain engine and the pipeline engine call it once a step, on all ranks, also when the gradients overflow.

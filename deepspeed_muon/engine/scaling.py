@@ -23,7 +23,7 @@ too, which then hides its own loss scale.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,19 +36,21 @@ from torch import Tensor
 
 from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group
 from deepspeed_muon.engine.zero.stages import Bf16View, ZeroView
-from deepspeed_muon.engine.zero.views import HalfView, View
+from deepspeed_muon.engine.zero.views import HalfView, Original, View
 from deepspeed_muon.errors import NonFiniteGradientError
 from deepspeed_muon.routing.param_groups import expert_group_name
 from deepspeed_muon.routing.parameters import is_divided
 
 
-def shrink_scale(original: Callable[..., Any], view: View, has_overflow: bool = False) -> None:
+def shrink_scale(
+    original: Original, view: View, has_overflow: bool = False, *args: Any, **kwargs: Any
+) -> None:
     """Lower the scale at once after an overflow; :func:`grow_after_step` raises it."""
     if has_overflow:
-        original(has_overflow)
+        original(has_overflow, *args, **kwargs)
 
 
-def grow_after_step(original: Callable[..., Any], view: ZeroView, *args: Any, **kwargs: Any) -> Any:
+def grow_after_step(original: Original, view: ZeroView, *args: Any, **kwargs: Any) -> Any:
     """Update the scale after a step whose gradients carry the old one."""
     result = original(*args, **kwargs)
     if not view.wrapper.overflow:
@@ -56,7 +58,7 @@ def grow_after_step(original: Callable[..., Any], view: ZeroView, *args: Any, **
     return result
 
 
-def report_skipped_step(original: Callable[..., Any], view: View, *args: Any, **kwargs: Any) -> Any:
+def report_skipped_step(original: Original, view: View, *args: Any, **kwargs: Any) -> Any:
     """Set ``overflow`` of a wrapper after a step that our optimizer inside it skipped."""
     before = view.optimizer.skipped_steps
     result = original(*args, **kwargs)
@@ -72,7 +74,7 @@ def overflow_is_error(view: View) -> bool:
     return wanted and hasattr(view.wrapper, "overflow")
 
 
-def raise_on_overflow(original: Callable[..., Any], view: View, *args: Any, **kwargs: Any) -> Any:
+def raise_on_overflow(original: Original, view: View, *args: Any, **kwargs: Any) -> Any:
     """Turn a step that ZeRO skipped into an error; all ranks agree on ``overflow``."""
     result = original(*args, **kwargs)
     if view.wrapper.overflow:
@@ -91,7 +93,7 @@ def loss_is_not_scaled(view: HalfView) -> bool:
     return view.divides and not isinstance(view.wrapper, ZeROOptimizer)
 
 
-def keep_applied_scale(original: Callable[..., Any], view: HalfView, *args: Any, **kwargs: Any) -> Any:
+def keep_applied_scale(original: Original, view: HalfView, *args: Any, **kwargs: Any) -> Any:
     """Remember the loss scale that is in this step's gradients, and report their unscaled norm.
 
     ``FP16_UnfusedOptimizer`` divides by the scale of the *next* step when the scale has just grown, and the norm that
@@ -105,19 +107,19 @@ def keep_applied_scale(original: Callable[..., Any], view: HalfView, *args: Any,
     return result
 
 
-def backward(original: Callable[..., Any], engine: Any, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+def backward(original: Original, engine: Any, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Scale the loss, and return it unscaled."""
     scale = float(engine.optimizer.loss_scale)
     unscaled = original(loss.float() * scale, *args, **kwargs)
     return unscaled / scale if isinstance(unscaled, Tensor) else unscaled
 
 
-def scale(original: Callable[..., Any], engine: Any, loss: Tensor) -> Any:
+def scale(original: Original, engine: Any, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Scale the loss for a program that calls ``backward`` of the loss itself."""
-    return original(loss.float() * float(engine.optimizer.loss_scale))
+    return original(loss.float() * float(engine.optimizer.loss_scale), *args, **kwargs)
 
 
-def clip_fp32_gradients(original: Callable[..., Any], engine: Any) -> None:
+def clip_fp32_gradients(original: Original, engine: Any) -> None:
     """Clip the plain engine's gradients and keep their norm, which DeepSpeed discards."""
     limit = engine.gradient_clipping()
     norm = _exact_norm(engine)
@@ -128,7 +130,7 @@ def clip_fp32_gradients(original: Callable[..., Any], engine: Any) -> None:
     engine.basic_optimizer._global_grad_norm = norm
 
 
-def grads_for_norm(original: Callable[..., Any], view: Bf16View, *args: Any, **kwargs: Any) -> Any:
+def grads_for_norm(original: Original, view: Bf16View, *args: Any, **kwargs: Any) -> Any:
     """Return the gradients of the norm or of clipping, also of parameters that only other ranks used."""
     view.count_all_gradients()
     return original(*args, **kwargs)
@@ -213,7 +215,7 @@ def _norm_of_all_experts(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Tenso
 
 
 def unscale_and_clip_grads(
-    original: Callable[..., Any], view: HalfView, total_norm: Any, apply_scale: bool = True
+    original: Original, view: HalfView, total_norm: Any, apply_scale: bool = True
 ) -> float:
     """Divide by the scale that was applied, and clip by a norm that counts every expert."""
     applied = divisor = view.memory.applied_scale

@@ -6,12 +6,13 @@ on without the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups
+from pydantic import BaseModel
 
 from deepspeed_muon.checkpoint.live import SOME_RANKS
 from deepspeed_muon.config import MuonConfig
@@ -20,13 +21,14 @@ from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group, tensor_
 from deepspeed_muon.engine.topology import ranks_of
 from deepspeed_muon.errors import UnsupportedConfigError
 from deepspeed_muon.routing.parameters import is_divided
+from deepspeed_muon.version import __version__
 
 _Table = Mapping[str, tuple[Callable[[Any], Any], str]]
 """What is refused: its config key to whether an engine asks for it, and why (with what to do instead)."""
 
 
 def refuse_unsupported(engine: Any) -> None:
-    """Raise for the first feature that is asked for and whose result would be wrong.
+    """Raise for the first feature that is asked for and whose result would be wrong, and for all that are not known.
 
     Args:
         engine: A ``DeepSpeedEngine`` before its optimizer is made.
@@ -35,6 +37,11 @@ def refuse_unsupported(engine: Any) -> None:
         UnsupportedConfigError: Naming the config key, why, and what to do.
     """
     _refuse(engine, _REFUSED)
+    if unknown := list(_unknown_keys(engine._config.zero_config)):
+        raise UnsupportedConfigError(
+            f"zero_optimization.{', zero_optimization.'.join(unknown)} is not known to deepspeed_muon {__version__}, "
+            f"so no result with it has been compared with the reference: remove it, or install a newer deepspeed_muon"
+        )
 
 
 def refuse_with_settings(engine: Any, config: MuonConfig) -> None:
@@ -80,6 +87,17 @@ def _refuse(engine: Any, table: _Table, prefix: str = "") -> None:
 def expert_parallel(engine: Any) -> bool:
     """Return whether the configuration asks for AutoEP."""
     return bool(_setting(engine, "expert_parallel_config.enabled"))
+
+
+def _unknown_keys(section: BaseModel, prefix: str = "") -> Iterator[str]:
+    """Yield the keys of ``zero_optimization`` that are not in the table, and not at DeepSpeed's default either."""
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if name not in _KNOWN_KEYS:
+            if value != field.get_default(call_default_factory=True):
+                yield prefix + name
+        elif isinstance(value, BaseModel):
+            yield from _unknown_keys(value, f"{prefix}{name}.")
 
 
 def _setting(engine: Any, path: str) -> Any:
@@ -128,6 +146,24 @@ def _keeps_masters(engine: Any, dtype: torch.dtype) -> bool:
     """Return whether the configuration asks for master weights of this dtype on the device."""
     return master_dtype(engine) == dtype and offload_device(engine) == "none"
 
+
+# The keys of zero_optimization and of its sections in DeepSpeed 0.19.8. Later ones may be for another wrapper.
+_KNOWN_KEYS = frozenset((
+    "stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "use_multi_rank_bucket_allreduce",
+    "allgather_partitions", "allgather_bucket_size", "overlap_comm", "compute_grad_norm",
+    "load_from_fp32_weights", "elastic_checkpoint", "sub_group_size", "cpu_offload_param",
+    "cpu_offload_use_pin_memory", "cpu_offload", "prefetch_bucket_size", "param_persistence_threshold",
+    "model_persistence_threshold", "max_live_parameters", "max_reuse_distance",
+    "gather_16bit_weights_on_model_save", "module_granularity_threshold", "use_all_reduce_for_fetch_params",
+    "allgather_sequential", "stage3_gather_fp16_weights_on_model_save", "ignore_unused_parameters",
+    "legacy_stage1", "round_robin_gradients", "parameter_alignment", "zero_hpz_partition_size",
+    "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients",
+    "memory_efficient_linear", "pipeline_loading_checkpoint", "override_module_apply",
+    "log_trace_cache_warnings", "enable_sanity_checks", "save_muon_momentum_buffer_in_memory", "offload_param",
+    "offload_optimizer", "device", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory",
+    "pipeline_read", "pipeline_write", "fast_init", "ratio", "super_offload", "cpuadam_cores_perc", "zenflow",
+    "leaf_module", "classes", "names", "name_suffixes",
+))  # fmt: skip
 
 _NVME = (
     "swapped to a disk, DeepSpeed's own AdamW did not give the result that it gives in memory, and neither did ours. "
@@ -190,11 +226,6 @@ _REFUSED: _Table = {
         "ZeRO divides dense gradients only, and AdamW's moments are dense. Make the embedding with sparse=False",
     ),
     **{f"zero_optimization.{key}": (_is_set(f"zero_config.{key}"), _QUANTIZED) for key in _QUANTIZING},
-    "zero_optimization.mics_shard_size": (
-        _is_set("zero_config.mics_shard_size"),
-        "its shards are replicated between groups of ranks, and DeepSpeed has removed it; use zero_hpz_partition_size, "
-        "which keeps a second copy of the weights inside each node",
-    ),
     "zero_optimization.elastic_checkpoint": (
         lambda engine: engine.zero_optimization_stage() in (1, 2) and engine.zero_elastic_checkpoint(),
         "it reads the state of every param group by the first one's keys, and Muon's and AdamW's differ; remove it and "

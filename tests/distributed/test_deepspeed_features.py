@@ -13,6 +13,7 @@ from deepspeed.runtime.config import DeepSpeedConfigError
 from torch.utils.checkpoint import checkpoint
 
 import deepspeed_muon
+from deepspeed_muon.engine import supported
 from tests.support import training
 from tests.support.contract import HALF_TOLERANCE, STEPS, compare, reference
 from tests.support.models import MATRICES, batch, build
@@ -329,6 +330,56 @@ def test_refused_at_once(ranks: Any, stage: int, change: dict[str, Any], said: s
     """Every rank raises; keys that DeepSpeed has removed are refused by DeepSpeed itself."""
     for message in ranks(2).run(refusal, stage=stage, change=change):
         assert said in message
+
+
+def unknown_wrappers(rank: int, world_size: int, *, stage: int) -> list[str]:
+    """Return the errors of engines whose wrapper is a subclass, lacks two attributes, or has a key that is new."""
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+
+    module, name = (
+        (stage3, "DeepSpeedZeroOptimizer_Stage3") if stage == 3 else (stage_1_and_2, "DeepSpeedZeroOptimizer")
+    )
+    owner = module if stage == 3 else deepspeed.runtime.engine  # where the engine takes the class from
+    known: Any = getattr(module, name)
+    make = known.__init__
+
+    class ReflowOptimizer(known):  # type: ignore[misc]
+        pass
+
+    def without_two(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        del self.micro_step_id, self.averaged_gradients
+
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, ReflowOptimizer)
+        found.append(refusal(rank, world_size, stage=stage, change={}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(known, "__init__", without_two)
+        found.append(refusal(rank, world_size, stage=stage, change={}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            supported, "_KNOWN_KEYS", supported._KNOWN_KEYS - {"sub_group_size", "buffer_count", "ratio"}
+        )
+        offload = {"device": "cpu", "buffer_count": 3}
+        change = {"zero": {"offload_optimizer": offload, "sub_group_size": 10_000}}
+        found.append(refusal(rank, world_size, stage=stage, change=change))
+    return found
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_a_later_deepspeed_may_bring_is_refused_by_name(ranks: Any, stage: int) -> None:
+    subclass, attributes, keys = ranks(1).run(unknown_wrappers, stage=stage)[0]
+    assert (
+        "wrapped the optimizer in ReflowOptimizer, which deepspeed_muon does not know. Known are" in subclass
+    )
+    assert "Stage3 of" in attributes if stage == 3 else "DeepSpeedZeroOptimizer of" in attributes
+    assert "has no averaged_gradients, micro_step_id, where" in attributes and "docs/usage.md" in attributes
+    assert (
+        "zero_optimization.offload_optimizer.buffer_count, zero_optimization.sub_group_size is not known"
+        in keys
+    )
 
 
 def outcomes(rank: int, world_size: int, *, kinds: list[str]) -> dict[str, list[str]]:

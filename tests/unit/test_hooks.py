@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+from deepspeed.utils import groups
+from deepspeed.utils.nvtx import instrument_w_nvtx
 
 import deepspeed_muon
 from deepspeed_muon.engine.hooks import HOOKS, Hook
+from deepspeed_muon.engine.zero import stages, views
 
 
 @pytest.fixture(autouse=True)
@@ -52,3 +60,57 @@ def test_releases_that_train_wrong_are_refused(monkeypatch: pytest.MonkeyPatch) 
         deepspeed_muon.RegistrationError, match=r"0\.18\.9 is not supported.*deepspeed>=0\.19\.2"
     ):
         deepspeed_muon.register()
+
+
+def step(self: Any, lr_kwargs: Any, closure: Any, *, later: bool = True) -> None: ...
+
+
+def partition_grads(self: Any, partitions: Any, params: Any) -> None: ...
+
+
+def test_a_deepspeed_with_other_functions_is_refused_before_anything_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A renamed one, others with other parameters, one of them behind DeepSpeed's decorator: one error has all."""
+    deepspeed_muon.unregister()
+    monkeypatch.delattr(DeepSpeedEngine, "_configure_expert_parallel")
+    monkeypatch.delattr(groups, "_get_expert_parallel_group")
+    monkeypatch.setattr(
+        DeepSpeedZeroOptimizer, "_update_scale", lambda self, lower=False, has_overflow=0: None
+    )
+    monkeypatch.setattr(DeepSpeedZeroOptimizer_Stage3, "partition_grads", instrument_w_nvtx(partition_grads))
+    monkeypatch.setattr(DeepSpeedEngine, "clip_fp32_gradients", lambda self, norm_type=2: None)
+    # What is only handed on may be new.
+    monkeypatch.setattr(DeepSpeedEngine, "_take_model_step", step)
+    monkeypatch.setattr(DeepSpeedZeroOptimizer_Stage3, "step", instrument_w_nvtx(step))
+    before = vars(DeepSpeedEngine)["_configure_optimizer"]
+    with pytest.raises(deepspeed_muon.RegistrationError) as raised:
+        deepspeed_muon.register()
+    *_, found = str(raised.value).split("train wrong: ")
+    found, remedy = found.split(". Tested are")
+    assert set(found.split("; ")) == {
+        "DeepSpeedEngine has no _configure_expert_parallel",
+        "deepspeed.utils.groups has no _get_expert_parallel_group",
+        "DeepSpeedZeroOptimizer._update_scale takes (lower, has_overflow), not (has_overflow, ...)",
+        "DeepSpeedZeroOptimizer_Stage3.partition_grads takes (partitions, params), not (params_to_release, "
+        "grad_partitions, ...)",
+        "DeepSpeedEngine.clip_fp32_gradients takes (norm_type), not ()",
+        "PipelineEngine.clip_fp32_gradients takes (norm_type), not ()",
+    }
+    assert "install one of them" in remedy
+    assert vars(DeepSpeedEngine)["_configure_optimizer"] is before and not deepspeed_muon.is_registered()
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("view", stages._READ, ids=lambda view: view.__name__)
+def test_all_that_a_view_reads_is_looked_for(view: type[views.View]) -> None:
+    """What is missing in the table would be missed in the middle of a training."""
+    read = (
+        {"overflow"} if view in (stages.Zero12View, stages.Zero3View, views.HalfView) else set()
+    )  # by the hooks
+    for kind in view.__mro__[:-1]:
+        nodes = ast.walk(ast.parse(inspect.getsource(kind)))
+        uses = [each for each in nodes if isinstance(each, ast.Attribute)]
+        read |= {each.attr for each in uses if ast.unparse(each.value) in ("wrapper", "self.wrapper")}
+    optional = {"optimizer", "_wait_for_offload_copies", *stages._READ_WITH_OFFLOAD}
+    assert set(stages._READ[view]) == read - optional

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -302,13 +302,42 @@ class Zero3View(ZeroView):
             stream.synchronize()
 
 
-_VIEWS: tuple[tuple[type, Callable[[Any], View]], ...] = (
-    (DeepSpeedZeroOptimizer_Stage3, Zero3View),
-    (DeepSpeedZeroOptimizer, Zero12View),
-    (BF16_Optimizer, Bf16View),
-    (FP16_UnfusedOptimizer, HalfView),
-    (Muon, PlainView),
-)
+WRAPPERS: dict[type, type[HalfView | Bf16View | Zero12View | Zero3View]] = {
+    DeepSpeedZeroOptimizer_Stage3: Zero3View,
+    DeepSpeedZeroOptimizer: Zero12View,
+    BF16_Optimizer: Bf16View,
+    FP16_UnfusedOptimizer: HalfView,
+}
+
+
+_READ_OF_ZERO = (
+    "averaged_gradients", "dp_process_group", "dynamic_loss_scale", "get_param_id", "gradient_accumulation_dtype",
+    "is_gradient_accumulation_boundary", "loss_scaler", "micro_step_id", "model_parallel_group", "overflow",
+    "reset_cpu_buffers", "torch_autocast_gradscaler",
+)  # fmt: skip
+_READ_WITH_OFFLOAD = ("norm_for_param_grads",)
+
+# What each view reads or calls of its wrapper.
+_READ: dict[type[View], tuple[str, ...]] = {
+    PlainView: (),
+    HalfView: ("_global_grad_norm", "clip_grad", "fp16_groups", "fp32_groups", "loss_scale_config", "overflow"),
+    Bf16View: (
+        "bf16_groups", "bf16_groups_flat", "bf16_partitioned_groups", "fp32_groups_flat_partition",
+        "fp32_groups_has_gradients", "real_dp_process_group",
+    ),
+    Zero12View: (
+        *_READ_OF_ZERO, "bit16_groups", "bit16_groups_flat", "check_grad_overflow", "copy_grads_in_partition",
+        "cpu_offload", "get_gradient_for_reduction", "ignore_unused_parameters", "overlap_comm",
+        "parallel_partitioned_bit16_groups", "params_in_partition", "partition_gradients", "real_dp_process_group",
+        "reduce_independent_p_g_buckets_and_remove_grads", "reduce_ready_partitions_and_remove_grads",
+        "single_partition_of_fp32_groups", "use_grad_accum_attribute",
+    ),
+    Zero3View: (
+        *_READ_OF_ZERO, "_unflatten_partitioned_parameters", "checkpoint_event_epilogue", "checkpoint_event_prologue",
+        "fp16_groups", "fp16_partitioned_groups_flat", "fp32_partitioned_groups_flat", "offload_optimizer",
+        "parameter_offload", "partition_grads", "reduce_and_partition_stream", "sub_group_to_group_id",
+    ),
+}  # fmt: skip
 
 
 def view_of(wrapper: Any) -> View:
@@ -317,10 +346,33 @@ def view_of(wrapper: Any) -> View:
     Raises:
         UnsupportedConfigError: If it is of an unknown class.
     """
-    for kind, view in _VIEWS:
-        if isinstance(wrapper, kind):
-            return view(wrapper)
-    raise UnsupportedConfigError(
-        f"DeepSpeed wrapped the optimizer in {type(wrapper).__name__}, whose layout is not known here; "
-        f"known: ZeRO stages 0 to 3, BF16_Optimizer and FP16_UnfusedOptimizer"
-    )
+    if isinstance(wrapper, Muon):
+        return PlainView(wrapper)
+    if type(wrapper) not in WRAPPERS:  # a subclass may keep everything elsewhere
+        raise UnsupportedConfigError(
+            f"DeepSpeed wrapped the optimizer in {type(wrapper).__name__}, which deepspeed_muon does not know. Known "
+            f"are {', '.join(each.__name__ for each in WRAPPERS)}: remove the key of zero_optimization that asks for "
+            f"another one"
+        )
+    return WRAPPERS[type(wrapper)](wrapper)
+
+
+def require_known(wrapper: Any) -> None:
+    """Look for all that the view of a wrapper reads, before anything is read.
+
+    Args:
+        wrapper: What an engine has as its ``optimizer``.
+
+    Raises:
+        UnsupportedConfigError: If the wrapper is of an unknown class (from :func:`view_of`), or lacks attributes; the
+            message has all of them.
+    """
+    kind = WRAPPERS.get(type(wrapper), PlainView)
+    missing = [name for name in _READ[kind] if not hasattr(wrapper, name)]
+    if not missing and view_of(wrapper).offloads:
+        missing = [name for name in _READ_WITH_OFFLOAD if not hasattr(wrapper, name)]
+    if missing:
+        raise UnsupportedConfigError(
+            f"{type(wrapper).__name__} of this DeepSpeed has no {', '.join(missing)}, where deepspeed_muon looks for "
+            f"weights, gradients and scales. Install a DeepSpeed that docs/usage.md lists, or a newer deepspeed_muon"
+        )

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.placement import Placement, replicated_placement
+
+Original: TypeAlias = Callable[..., Any]
+"""A function of DeepSpeed that a replacement may call."""
 
 
 @dataclass(slots=True)
