@@ -140,16 +140,21 @@ def unregister() -> None:
     running.forget_trainer()
 
 
+def replaced_functions() -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Return the functions of DeepSpeed that some engine replaces: class or module, name, and ours."""
+    return [
+        *((hook.owner, hook.attribute, hook.function) for hook in HOOKS),
+        *((each, hook.attribute, hook.function) for hook in engine_hooks.TABLES for each in hook.classes()),
+    ]
+
+
 def differences() -> list[str]:
     """Return in what this DeepSpeed differs from what the replaced functions expect, a phrase each.
 
     A replacement takes the parameters that it names, and hands on others if it takes ``*args`` and ``**kwargs``. So
     those that it names must be DeepSpeed's first ones. Parameters that it only hands on may come, go and move.
     """
-    replaced: list[tuple[Any, str, Callable[..., Any]]] = [
-        *((hook.owner, hook.attribute, hook.function) for hook in HOOKS),
-        *((owner, hook.attribute, hook.function) for hook in engine_hooks.TABLES for owner in hook.classes()),
-    ]
+    replaced = replaced_functions()
     called = [(owner, name) for owner, names in _CALLED for name in names]
     missing = [each for each in (*((each[:2]) for each in replaced), *called) if not hasattr(*each)]
     found = [f"{owner.__name__} has no {name}" for owner, name in missing]
