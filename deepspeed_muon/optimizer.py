@@ -35,9 +35,10 @@ from deepspeed_muon.routing.param_groups import ParamsInput, RoutedGroups, build
 from deepspeed_muon.step.bound import BoundSteps, flat_gradients, overlaps
 from deepspeed_muon.step.runner import StepResources, StepRunner
 from deepspeed_muon.step.step_set import StepSet, read_step_set
-from deepspeed_muon.transport.agreement import RankFacts
+from deepspeed_muon.transport.agreement import RankFacts, together
 from deepspeed_muon.transport.exchange import ExchangeBuffers, StepStats
 from deepspeed_muon.transport.ranks import Ranks
+from deepspeed_muon.variants import VARIANTS
 
 
 class Muon(RoutedOptimizer):
@@ -138,6 +139,7 @@ class Muon(RoutedOptimizer):
         # Without ZeRO and clipping nobody else computes the norm of the raw gradients; an adapter sets this.
         self.measure_norm: Callable[[], Tensor] | None = None
         self._bound: BoundSteps | None = None
+        self._weights_known = not VARIANTS[config.variant].relative_rate
         self._orthogonalize: Orthogonalizer | None = None
         self.qk_clip: QkClip | None = None
         self.step_ends_outside = False
@@ -277,8 +279,30 @@ class Muon(RoutedOptimizer):
             self._step_bound()
         return loss
 
+    def _refuse_zeros(self) -> None:
+        """Refuse, before the first step, blocks of zeros under a rate that is relative to the weights.
+
+        Must be called by all ranks of the engine. A checkpoint may bring the weights after the optimizer was bound.
+
+        Raises:
+            BindingError: On all ranks, naming the matrices and the remedy.
+        """
+        if self._weights_known:
+            return
+        names = dict.fromkeys(name for runner in self._runners for name in runner.zeros())
+        with together(BindingError, ranks=self.ranks):
+            if names:
+                raise BindingError(
+                    f"optimizer.params.variant: {self.config.variant!r} keeps the norm of the first weights, and that "
+                    f"of {', '.join(names)} is 0 in some block: initialise it with other weights, or send it to AdamW "
+                    f"with optimizer.params.exclude"
+                )
+        self._weights_known = True
+
     def _step_bound(self) -> None:
         assert self._bound is not None
+        if not self.managed:
+            self._refuse_zeros()
         # ZeRO hands over one group after the other.
         self.rates_of_step |= {id(group): float(group["lr"]) for group in self.param_groups}
         scale: Tensor | None = getattr(self, "grad_scale", None)

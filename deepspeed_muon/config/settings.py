@@ -216,7 +216,8 @@ class MuonConfig(_VariantSettings):
         if unknown:
             raise ConfigError("\n".join(unknown_key_message(key, cls.model_fields, where) for key in unknown))
         try:
-            config = cls.model_validate(dict(params or {}))
+            variant = VARIANTS.get(str((params or {}).get("variant")))
+            config = cls.model_validate({**(variant.defaults if variant else {}), **(params or {})})
         except ValidationError as error:
             raise ConfigError(readable(error, params or {}, where)) from error
         config.coefficients()

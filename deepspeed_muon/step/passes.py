@@ -32,6 +32,7 @@ class Rates:
         momentum: ``(matrices, 2)``, float64: decay of the moving average, and whether Nesterov's blend follows.
         apply: ``(matrices, 2)``, float64: the rate times the scale of the first block, relative to which an update is
             scaled; and the factor of the weights, or with cautious decay the share that those lose that decay.
+        adam: ``(matrices, 4)``, float64: the rate, AdamW's two betas and its epsilon.
         cautious: ``(partitions,)``, bool: where only weights decay that have the sign of their update; ``None`` if
             nowhere.
         scales: Factor of the scale rule for each block of each matrix.
@@ -40,6 +41,7 @@ class Rates:
 
     momentum: Tensor
     apply: Tensor
+    adam: Tensor
     cautious: Tensor | None
     scales: Sequence[tuple[float, ...]]
     settings: Settings
@@ -80,6 +82,7 @@ class RateTable:
             group["adjust_lr_fn"],
             float(group["momentum"]),
             bool(group["nesterov"]),
+            *(float(each) for each in (*group["betas"], group["eps"])),
             *(float(group[key]) for key in self._keys),
         )
 
@@ -92,19 +95,20 @@ class RateTable:
             )
         scales, first = self._scales(tuple(rule for _, _, _, rule, *_ in read))
         numbers = [
-            (lr, _decay(mode, lr, decay), momentum, nesterov)
-            for lr, decay, mode, _, momentum, nesterov, *_ in read
+            (lr, _decay(mode, lr, decay), momentum, nesterov, lr, *more[:3])
+            for lr, decay, mode, _, momentum, nesterov, *more in read
         ]
-        rows = torch.tensor(numbers, dtype=torch.float64).view(-1, 4)[self._positions]
+        rows = torch.tensor(numbers, dtype=torch.float64).view(-1, 8)[self._positions]
         rows[:, 0] *= first
         cautious = torch.tensor([mode == "cautious" for _, _, mode, *_ in read])
         return Rates(
-            rows[:, 2:].contiguous(),
+            rows[:, 2:4].contiguous(),
             rows[:, :2].contiguous(),
+            rows[:, 4:],
             cautious if cautious.any() else None,
             scales,
             {
-                index: dict(zip(self._keys, each[6:], strict=True))
+                index: dict(zip(self._keys, each[9:], strict=True))
                 for index, each in zip(self._position_of, read, strict=True)
             },
         )
@@ -141,6 +145,7 @@ class Step:
         passes: Native or torch passes.
         variant: What becomes of the directions.
         kept: Partition index and key to the row state that this rank keeps; mutated.
+        counts: The number of the step, from 1.
     """
 
     mask: Tensor | None
@@ -152,6 +157,7 @@ class Step:
     passes: FlatPasses
     variant: Variant
     kept: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
+    counts: Sequence[int] = ()
 
     def active(self, indices: Sequence[int]) -> Sequence[int]:
         """Return those of some matrices that are active."""

@@ -19,7 +19,7 @@ from deepspeed_muon.plan.exchange import build_exchange_plan
 from deepspeed_muon.plan.owners import assign
 from deepspeed_muon.plan.placement import Floats
 from deepspeed_muon.plan.rows import rows_by_partition
-from deepspeed_muon.step.block_sums import block_sums, refuse_zeros
+from deepspeed_muon.step.fragment_sums import fragment_sums
 from deepspeed_muon.step.passes import RateTable, Step, apply, pack, read, write
 from deepspeed_muon.step.state import AdamW, State, StatePolicy, passes_for, row_state_of, state_of
 from deepspeed_muon.step.step_set import StepSet
@@ -129,8 +129,7 @@ class StepRunner:
         if variant.finish is not None:
             self._rows = RowStateExchange(plan, context, variant, self.step_set.tensor_group)
         self._kept = rows_by_partition(plan.matrices, plan.rank) if variant.state else {}
-        self._sums = block_sums(plan, self._tables, variant, context, self.step_set)
-        self._weights_known = not self._sums
+        self._sums, self._before = fragment_sums(plan, self._tables, variant, context, self.step_set)
 
     def _choose_strategy(self, config: MuonConfig, resources: StepResources) -> None:
         """Choose how matrices are orthogonalised."""
@@ -164,7 +163,18 @@ class StepRunner:
     def wire_bytes_per_step(self) -> int:
         """Bytes that this rank sends to data-parallel ranks in a step in which every matrix has a gradient."""
         rows = 0 if self._rows is None else self._rows.sent_elements
-        return self.plan.sent_elements * self.context.codec.dtype.itemsize + rows * torch.float32.itemsize
+        sums = sum(each.sent_bytes for each in (*self._sums, self._before) if each is not None)
+        sent = self.plan.sent_elements * self.context.codec.dtype.itemsize
+        return sent + rows * torch.float32.itemsize + sums
+
+    def zeros(self) -> list[str]:
+        """Return the names of matrices of which this rank found a block of zeros, for variants that sum over blocks.
+
+        Must be called by all ranks of the data-parallel and of the tensor-parallel group.
+        """
+        with self.step_set.flat_partitions() as flat:
+            weights = [flat[partition.index] for partition in self._muon]
+            return [name for each in self._sums for name in each.zeros(weights)]
 
     @property
     def left_out(self) -> list[LeftOut]:
@@ -279,15 +289,15 @@ class StepRunner:
         if not any(of_matrices):
             yield step
             return
-        if not self._weights_known:
-            refuse_zeros(self._sums, self._variant, weights)
-            self._weights_known = True
         kept = {
             partition.index: row_state_of(partition, state, self._variant, self._kept.get(partition.index, 0))
             for partition in self._muon
         }
         finish = None if self._rows is None else self._rows.gather(kept, step.rates.settings)
-        yield replace(step, finish=finish, kept=kept)
+        step = replace(step, finish=finish, kept=kept, counts=[int(each["step"]) for each in own])
+        if self._before is not None:
+            step = replace(step, grads=self._before.entering(step))
+        yield step
         if self._rows is not None and finish is not None:
             self._rows.scatter(finish, kept)
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from deepspeed_muon.variants import hyperball, muon, muon_eq, normuon
-from deepspeed_muon.variants.variant import ReferenceRates, RowState, Setting, Sums, Variant
+from deepspeed_muon.variants import hyperball, muon, muon_eq, muown, normuon
+from deepspeed_muon.variants.variant import (
+    Combine,
+    ReferenceRates,
+    RowState,
+    Setting,
+    Sums,
+    UnitRates,
+    Variant,
+)
 
 VARIANTS: dict[str, Variant] = {
-    each.VARIANT.name: each.VARIANT for each in (muon, normuon, muon_eq, hyperball)
+    each.VARIANT.name: each.VARIANT for each in (muon, normuon, muon_eq, hyperball, muown)
 }
 """``optimizer.params.variant`` to what it means."""
 
@@ -16,4 +24,15 @@ SETTINGS: dict[str, Setting] = {each.name: each for variant in VARIANTS.values()
 ROW_STATE: dict[str, RowState] = {each.key: each for variant in VARIANTS.values() for each in variant.state}
 """All entries of the optimizer state that some variant keeps for each row."""
 
-__all__ = ["ROW_STATE", "SETTINGS", "VARIANTS", "ReferenceRates", "RowState", "Setting", "Sums", "Variant"]
+__all__ = [
+    "ROW_STATE",
+    "SETTINGS",
+    "VARIANTS",
+    "Combine",
+    "ReferenceRates",
+    "RowState",
+    "Setting",
+    "Sums",
+    "UnitRates",
+    "Variant",
+]

@@ -13,24 +13,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepspeed_muon.variants.variant import ReferenceRates, RowState, Variant
+from deepspeed_muon.variants.variant import ReferenceRates, RowState, UnitRates, Variant
 
 RADIUS = "radius"
 _TINY = torch.finfo(torch.float64).tiny
 
 
 def apply(
-    products: tuple[Tensor, Tensor, Tensor], state: dict[str, Tensor], rates: Tensor
+    products: tuple[Tensor, Tensor, Tensor], state: dict[str, Tensor], rates: UnitRates
 ) -> tuple[Tensor, Tensor]:
-    """Return the factors of weights and updates; see :data:`.variant.Apply`."""
+    """Return the factors of weights and updates; see :data:`.variant.Combine`."""
     square, along, length = products
     norm = square.sqrt()
     radius = state[RADIUS] = torch.where(state[RADIUS] > 0, state[RADIUS], norm)
-    move = rates * radius / length.sqrt().clamp(min=_TINY)
+    move = rates.size * radius / length.sqrt().clamp(min=_TINY)
     after = (square - 2 * move * along + move.square() * length).clamp(min=0).sqrt()
     keep = radius / after.clamp(min=_TINY)
     moves = length > 0
-    return torch.where(moves, keep, 1.0), torch.where(moves, keep * move, 0.0)
+    return torch.where(moves, keep, 1.0), torch.where(moves, -keep * move, 0.0)
 
 
 def reference(weights: Tensor, direction: Tensor, state: dict[str, Tensor], rates: ReferenceRates) -> Tensor:

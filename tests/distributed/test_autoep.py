@@ -226,8 +226,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "stage2-data-before-experts": {"stage": 2, "extra": {"use_data_before_expert_parallelism": True}},
     "stage1-normuon": {"stage": 1, "params": {"variant": "normuon"}},
     "stage3-normuon": {"stage": 3, "params": {"variant": "normuon"}},
+    "stage1-muown": {"stage": 1, "params": {"variant": "muown"}},
+    "stage3-muown": {"stage": 3, "params": {"variant": "muown"}},
 }
-USUAL = {"stage2-offload", "stage3-offload", "stage3-zero-init"}
+USUAL = {"stage2-offload", "stage3-offload", "stage3-zero-init", "stage3-muown"}
 
 
 @pytest.mark.parametrize(

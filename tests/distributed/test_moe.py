@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ import torch
 
 import deepspeed_muon
 from deepspeed_muon.optimizer import Muon
+from deepspeed_muon.variants import VARIANTS
 from tests.support import training
+from tests.support.contract import params_of
 from tests.support.models import batch
 from tests.support.moe_models import EXPERTS, GATE, MOE_MATRICES, build_deepspeed, build_plain, global_name
 from tests.support.reference import Oracle, relative
 from tests.support.tensor_parallel import Mpu
+from tests.support.thinning import each_value
 
 STEPS = 4
 
@@ -272,8 +276,10 @@ def test_resume_is_bit_identical(ranks: Any, stage: int, tmp_path: Path) -> None
                 assert torch.equal(second[key][name], expected), (key, name)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 1])
-def test_normuon_of_experts(ranks: Any, stage: int) -> None:
-    """The row moments of an expert travel among the ranks that share it."""
-    results = ranks(4).run(train, ep_size=2, stage=stage, params={"variant": "normuon"})
-    compare(results, 4, 0.0, variant="normuon")
+@pytest.mark.parametrize(
+    ("stage", "variant"), each_value(product((1, 0), (name for name in VARIANTS if VARIANTS[name].state)))
+)
+def test_variants_of_experts(ranks: Any, stage: int, variant: str) -> None:
+    """What a variant keeps of an expert lies and travels among the ranks that share it."""
+    results = ranks(4).run(train, ep_size=2, stage=stage, params=params_of(variant))
+    compare(results, 4, 0.0, variant=variant)

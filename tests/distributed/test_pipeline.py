@@ -163,3 +163,36 @@ def test_stages_with_unequal_groups_are_refused(ranks: Any) -> None:
     """The last of four stages has no matrix: under ZeRO DeepSpeed's norm would wait on the others for ever."""
     for result in ranks(4).run(train, kind="tied", stages=4, zero=1, precision="fp32", params={}):
         assert result["error"].startswith("UnsupportedConfigError: the stages of the pipeline"), result
+
+
+def from_zeros(rank: int, world_size: int, *, folder: str) -> dict[str, Any]:
+    """Train a step of hyperball from a matrix of zeros on the first stage: saved weights loaded before, or not."""
+    params = {"variant": "hyperball", "muon_weight_decay": 0.0}
+    found: dict[str, Any] = {}
+    for what in ("saved", "loaded", "refused"):
+        pipeline, names = make_pipeline("toy", 2)
+        for name, param in pipeline.named_parameters():
+            if names[name] == "blocks.0.up.weight" and what != "saved":
+                nn.init.zeros_(param)
+        config = training.ds_config(1, accumulation=MICRO_BATCHES, params=params)
+        engine, *_ = deepspeed.initialize(
+            model=pipeline, model_parameters=list(pipeline.parameters()), config=config
+        )
+        if what == "loaded":
+            engine.load_checkpoint(folder)
+        try:
+            run_step(engine, 0, world_size // 2)
+            if what == "saved":
+                engine.save_checkpoint(folder)
+            found[what] = all(value.any() for value in training.full_masters(engine).values())
+        except deepspeed_muon.BindingError as error:
+            found[what] = str(error)
+        engine.destroy()
+    return found
+
+
+def test_zeros_of_one_stage_are_refused_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
+    """A relative rate moves no zeros: the other stage does not wait for the one that finds them."""
+    for result in ranks(4).run(from_zeros, folder=str(tmp_path), timeout=60):
+        assert result["saved"] is True and result["loaded"] is True
+        assert "1.up.weight is 0 in some block" in result["refused"], result

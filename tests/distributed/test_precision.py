@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 from torch import Tensor
 
 import deepspeed_muon
+from deepspeed_muon.variants import VARIANTS
 from tests.support import training
-from tests.support.contract import HALF_TOLERANCE, STEPS, reference
+from tests.support.contract import HALF_TOLERANCE, STEPS, params_of, reference
 from tests.support.models import MATRICES, batch, build
 from tests.support.reference import Oracle, relative
+from tests.support.thinning import pairwise
 from tests.support.training import state_bytes, try_to_start
 
 CPU = {"offload_optimizer": {"device": "cpu"}}
@@ -78,9 +81,11 @@ def run(rank: int, world_size: int, *, stage: int, **settings: Any) -> dict[str,
     return report
 
 
-def check_close(result: dict[str, Any], tolerance: float, norms_rtol: float = 2e-2) -> None:
+def check_close(
+    result: dict[str, Any], tolerance: float, norms_rtol: float = 2e-2, variant: str = "muon"
+) -> None:
     """Compare matrices and norms with the fp32 reference of two ranks."""
-    start, end, norms, _ = reference("toy", 2, 0.5)
+    start, end, norms, _ = reference("toy", 2, 0.5, variant=variant)
     errors = {name: relative(result["params"][name], end[name], start[name]) for name in MATRICES["toy"]}
     assert max(errors.values()) <= tolerance, errors
     torch.testing.assert_close(torch.tensor(result["norms"]), torch.tensor(norms), rtol=norms_rtol, atol=0)
@@ -229,6 +234,32 @@ def test_bf16_masters(
     assert result["dtypes"] == [f"{key} {state}" for key in ("exp_avg", "exp_avg_sq", "momentum_buffer")]
     assert result["kernels"] == ["deepspeed_cpu_adam" if zero else "torch_fused"]
     check_close(result, MASTER_TOLERANCE["bf16"])
+
+
+# bf16 masters with fp32 state need offload.
+STORED: dict[str, dict[str, Any]] = {
+    "bf16 masters offloaded": {"zero": CPU, "extra": MASTERS},
+    "all bf16 offloaded": {"zero": CPU, "extra": HALF_STATES},
+    "all bf16": {"extra": HALF_STATES},
+    "fp32 masters": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("variant", "stage", "stored", "momentum"),
+    pairwise(product(VARIANTS, (3, 2, 1), STORED, ("fp32", "bf16"))),
+)
+def test_variants_in_half_precision(ranks: Any, variant: str, stage: int, stored: str, momentum: str) -> None:
+    """Every variant, bf16 masters or fp32 ones, and both dtypes of the momentum."""
+    params = {**params_of(variant), "momentum_dtype": momentum}
+    result = ranks(2).run(run, stage=stage, precision="bf16", params=params, **STORED[stored])[0]
+    assert result["masters"] == ["torch.bfloat16" if STORED[stored] else "torch.float32"]
+    # What a variant keeps for each row stays in fp32.
+    kept = [f"{each.key} float32" for each in VARIANTS[variant].state]
+    assert {*kept, f"momentum_buffer {'bfloat16' if momentum == 'bf16' else 'float32'}"} <= {
+        *result["dtypes"]
+    }
+    check_close(result, MASTER_TOLERANCE["bf16"], variant=variant)
 
 
 def test_momentum_dtype_wins_over_bf16_optimizer_states(ranks: Any) -> None:

@@ -139,7 +139,7 @@ def test_deepspeeds_files_without_an_engine(ranks: Any, tmp_path: Path, variant:
     assert_equal(loaded, saved)
     lossy = export_to_torch(tmp_path / "set", tmp_path / "torch")
     for each in VARIANTS[variant].state:
-        assert any(f"{each.what} are dropped" in line for line in lossy)
+        assert any(each.what in line and line.endswith("are dropped") for line in lossy)
 
 
 def test_sets_of_the_other_variant(ranks: Any, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_muon.variants import VARIANTS, ReferenceRates
+from deepspeed_muon.variants.variant import Reference
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 
@@ -41,7 +42,8 @@ class Oracle:
     lr: float = 0.02
     adam_lr: float = 3e-3
     momentum: float = 0.95
-    nesterov: bool = True
+    # Unset: that of the variant.
+    nesterov: bool | None = None
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -76,28 +78,46 @@ class Oracle:
         return norm
 
     def _muon(self, name: str, param: Tensor, grad: Tensor) -> None:
+        variant = VARIANTS[self.variant]
+        if variant.reference_gradient is not None:
+            grad = self._by_block(name, variant.reference_gradient, param, grad)
         (buf,) = self.state.get(name, (torch.zeros_like(grad),))
         buf = self.momentum * buf + (1 - self.momentum) * grad
-        u = (1 - self.momentum) * grad + self.momentum * buf if self.nesterov else buf
+        nesterov = variant.defaults.get("nesterov", True) if self.nesterov is None else self.nesterov
+        u = (1 - self.momentum) * grad + self.momentum * buf if nesterov else buf
         self.state[name] = (self.keep(buf),)
+        update = self._by_block(name, variant.reference, param, u)
+        decay = 0.0 if variant.apply is not None else self.weight_decay
+        self._apply(param, update, self.lr, decay)
+
+    def _by_block(self, name: str, function: Reference, weights: Tensor, other: Tensor) -> Tensor:
+        """Return what a variant's function makes of each block, put together."""
         if name in self.cuts:
-            flat = (each.reshape(-1, each.shape[-1]) for each in (param, u))
-            update = self._cut(name, *flat, *self.cuts[name])
-        else:
-            blocks = [list(each) if name in self.experts else self._heads(name, each) for each in (param, u)]
-            pairs = enumerate(zip(*blocks, strict=True))
-            update = torch.cat([self._block((name, number), *pair) for number, pair in pairs])
-        decay = 0.0 if VARIANTS[self.variant].relative_rate else self.weight_decay
-        self._apply(param, update.view(param.shape), self.lr, decay)
+            flat = (each.reshape(-1, each.shape[-1]) for each in (weights, other))
+            return self._cut(name, function, *flat, *self.cuts[name]).view(weights.shape)
+        blocks = [
+            list(each) if name in self.experts else self._heads(name, each) for each in (weights, other)
+        ]
+        pairs = enumerate(zip(*blocks, strict=True))
+        found = [self._block((name, number), function, *pair) for number, pair in pairs]
+        return torch.cat(found).view(weights.shape)
 
     def _heads(self, name: str, whole: Tensor) -> list[Tensor]:
         return list(whole.flatten(1).chunk(self.heads.get(name, 1)))
 
-    def _block(self, place: tuple[object, ...], weights: Tensor, u: Tensor) -> Tensor:
-        variant = VARIANTS[self.variant]
-        settings = {each.name: each.default for each in variant.settings} | self.settings
-        rates = ReferenceRates(polar, self.lr, self.scale(*u.shape), settings)
-        return variant.reference(weights, u, self.kept.setdefault(place, {}), rates)
+    def _block(self, place: tuple[object, ...], function: Reference, weights: Tensor, u: Tensor) -> Tensor:
+        settings = {each.name: each.default for each in VARIANTS[self.variant].settings} | self.settings
+        rates = ReferenceRates(
+            polar,
+            self.lr,
+            self.scale(*u.shape),
+            settings,
+            self.weight_decay,
+            self.betas,
+            self.eps,
+            self.step,
+        )
+        return function(weights, u, self.kept.setdefault(place, {}), rates)
 
     def _apply(self, param: Tensor, update: Tensor, lr: float, weight_decay: float) -> None:
         if self.decay_mode == "cautious":
@@ -107,14 +127,21 @@ class Oracle:
         param.sub_(decay + lr * update)
 
     def _cut(
-        self, name: str, weights: Tensor, u: Tensor, rows: list[int], cols: list[int], transposed: bool
+        self,
+        name: str,
+        function: Reference,
+        weights: Tensor,
+        u: Tensor,
+        rows: list[int],
+        cols: list[int],
+        transposed: bool,
     ) -> Tensor:
         bands = []
         for i, band in enumerate(zip(weights.split(rows), u.split(rows), strict=True)):
             cells = []
             for j, cell in enumerate(zip(*(each.split(cols, 1) for each in band), strict=True)):
                 layer = [each.T if transposed else each for each in cell]
-                update = self._block((name, i, j), *layer)
+                update = self._block((name, i, j), function, *layer)
                 cells.append(update.T if transposed else update)
             bands.append(torch.cat(cells, 1))
         return torch.cat(bands)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from deepspeed_muon import BindingError, ConfigError, Muon, MuonConfig
 from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.pieces import first_elements, pieces_of, unit_count
 from deepspeed_muon.plan.placement import flat_placement
-from deepspeed_muon.step.block_sums import pieces_of
-from deepspeed_muon.variants import VARIANTS
+from deepspeed_muon.variants import VARIANTS, UnitRates
 from deepspeed_muon.variants.hyperball import RADIUS, apply
+from deepspeed_muon.variants.muown import MAGNITUDE
 from tests.support.reference import Oracle, relative
 
 
@@ -23,21 +26,41 @@ from tests.support.reference import Oracle, relative
     ("rows", "cols"),
     [((5,), (4,)), ((2, 3), (4,)), ((5,), (1, 3)), ((1, 2, 2), (2, 1, 1)), ((5,), (1, 1, 1, 1))],
 )
-def test_pieces_cover_every_fragment_once(rows: tuple[int, ...], cols: tuple[int, ...]) -> None:
-    """Every range of a 5 x 4 matrix, and every grid of blocks: each element is in the piece of its own block."""
+@pytest.mark.parametrize("units", ["blocks", "rows", "columns"])
+def test_pieces_cover_every_fragment_once(rows: tuple[int, ...], cols: tuple[int, ...], units: str) -> None:
+    """Every range of a 5 x 4 matrix, and every grid of blocks: each element is in the piece of its own unit."""
     blocks = torch.empty(5, 4, dtype=torch.int64)
-    matrix = MatrixLayout("m", 5, 4, 0, flat_placement(0, 20, 20), row_blocks=rows, col_blocks=cols)
+    by_rows, transposed = units != "blocks", units == "columns"
+    placement = flat_placement(0, 20, 20)
+    matrix = MatrixLayout("m", 5, 4, 0, placement, row_blocks=rows, col_blocks=cols, transposed=transposed)
     tops, lefts = ([*itertools.accumulate(sizes, initial=0)] for sizes in (rows, cols))
-    for number, (row, col) in enumerate(itertools.product(range(len(rows)), range(len(cols)))):
-        blocks[tops[row] : tops[row + 1], lefts[col] : lefts[col + 1]] = number
+    for stripe, place in itertools.product(range(len(rows)), range(len(cols))):
+        block = blocks[tops[stripe] : tops[stripe + 1], lefts[place] : lefts[place + 1]]
+        if units == "columns":
+            block.copy_(stripe * 4 + torch.arange(lefts[place], lefts[place + 1]))
+        elif units == "rows":
+            block.copy_(torch.arange(tops[stripe], tops[stripe + 1]).unsqueeze(-1) * len(cols) + place)
+        else:
+            block.fill_(stripe * len(cols) + place)
+    if by_rows:
+        count = unit_count(matrix, rows=True)
+        firsts = first_elements(matrix, np.arange(count))
+        assert [int(blocks.view(-1)[first]) for first in firsts] == list(range(count))
     for start in range(20):
         for stop in range(start + 1, 21):
             fragment = torch.full((3 + stop - start,), -1)
-            for piece in pieces_of(matrix, start, stop):
-                view = piece.of(fragment, 3)
+            for piece in pieces_of(matrix, start, stop, rows=by_rows):
+                view = fragment.as_strided(piece.shape, (piece.stride, 1), 3 + piece.start)
                 assert (view == -1).all() and view.numel()
-                view.fill_(piece.block)
+                units = torch.from_numpy(piece.units)
+                view.copy_(units if piece.steps[1] else units.unsqueeze(-1))
             assert torch.equal(fragment[3:], blocks.view(-1)[start:stop]) and (fragment[:3] == -1).all()
+
+
+def of_rate(rates: torch.Tensor) -> UnitRates:
+    """Return rates without decay, of the first step."""
+    ones = torch.ones_like(rates)
+    return UnitRates(rates, ones, rates, 0.9 * ones, 0.95 * ones, 1e-8 * ones, ones)
 
 
 def test_sums_give_the_factors_of_the_formula() -> None:
@@ -48,7 +71,7 @@ def test_sums_give_the_factors_of_the_formula() -> None:
     state = {RADIUS: torch.tensor([0.0, 2.0, 3.0], dtype=torch.float64)}
     sums = tuple((a * b).sum((1, 2)) for a, b in ((weights, weights), (weights, updates), (updates, updates)))
     rates = torch.tensor([0.1, 0.1, 0.3], dtype=torch.float64)
-    keep, move = apply(sums, state, rates)  # type: ignore[arg-type]
+    keep, move = apply(sums, state, of_rate(rates))  # type: ignore[arg-type]
     assert state[RADIUS][0] == weights[0].norm() and state[RADIUS][1:].tolist() == [2.0, 3.0]
     assert (keep[1], move[1]) == (1, 0)
     for i in (0, 2):
@@ -56,7 +79,7 @@ def test_sums_give_the_factors_of_the_formula() -> None:
         moved = weights[i] - rates[i] * radius * updates[i] / updates[i].norm()
         expected = radius * moved / moved.norm()
         torch.testing.assert_close(
-            keep[i] * weights[i] - move[i] * updates[i], expected, rtol=1e-12, atol=1e-14
+            keep[i] * weights[i] + move[i] * updates[i], expected, rtol=1e-12, atol=1e-14
         )
 
 
@@ -142,6 +165,51 @@ def test_weights_of_zero_are_refused_before_anything_changes() -> None:
     assert not model.layer.weight.any()
 
 
+@pytest.mark.parametrize("momentum_dtype", [None, "bf16"])
+@pytest.mark.parametrize("nesterov", [None, True])
+def test_magnitudes_and_directions_of_rows(momentum_dtype: str | None, nesterov: bool | None) -> None:
+    """Against the reference: a schedule, decay, a row that starts as zeros, magnitudes that change their sign."""
+    given = {} if nesterov is None else {"nesterov": nesterov}
+    model = model_of()
+    with torch.no_grad():
+        model.layer.weight[2] = 0
+        model.layer.weight[3:] *= 0.05
+    other, start = copy.deepcopy(model).double(), model.layer.weight.detach().clone()
+    settings = {**SETTINGS, "variant": "muown", "weight_decay": 0.1, "eps": 1e-8}
+    optimizer = Muon(model, **settings, momentum_dtype=momentum_dtype, **given)
+    oracle = Oracle({"layer.weight"}, variant="muown", nesterov=nesterov)
+    for step in range(6):
+        optimizer.param_groups[0]["lr"] = oracle.lr = 0.1 / (1 + step)
+        train(model, optimizer, 1, first=step)
+        other.layer.weight.grad = model.layer.weight.grad.double()
+        oracle.update(other)
+    error = relative(model.layer.weight.detach(), other.layer.weight.detach(), start)
+    # As in test_the_norm_stays.
+    assert error <= (1e-5 if momentum_dtype is None else 0.05)
+    state = optimizer.state[model.layer.weight]
+    magnitudes = oracle.kept["layer.weight", 0][MAGNITUDE]
+    assert (magnitudes < 0).any() and (magnitudes > 0).any()
+    torch.testing.assert_close(
+        state[MAGNITUDE].abs(), model.layer.weight.detach().norm(dim=1), rtol=1e-6, atol=0
+    )
+    before = model.layer.weight.detach().clone()
+    model.layer.weight.grad = torch.zeros(8, 6)
+    optimizer.step()
+    assert torch.equal(model.layer.weight, before)
+
+
+def test_magnitudes_outlive_masters_in_half_precision() -> None:
+    """Steps of a magnitude that bf16 would lose add up in the state."""
+    model = model_of().bfloat16()
+    optimizer = Muon(model, **{**SETTINGS, "variant": "muown", "muon_lr": 1e-4})
+    train(model, optimizer, 100)
+    state = optimizer.state[model.layer.weight]
+    assert state[MAGNITUDE].dtype == torch.float32
+    # Six weights of a row are rounded by 2^-9 each after the last step.
+    norms = model.layer.weight.detach().double().norm(dim=1)
+    torch.testing.assert_close(state[MAGNITUDE].double().abs(), norms, rtol=2**-8, atol=0)
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -155,6 +223,19 @@ def test_what_does_not_fit_is_refused(settings: dict[str, Any], said: str) -> No
     with pytest.raises(ConfigError, match=said):
         MuonConfig.from_params({"variant": "hyperball", **settings})
     MuonConfig.from_params({"variant": "hyperball", "weight_decay": 0.1, "muon_weight_decay": 0.0})
+
+
+def test_what_does_not_fit_magnitudes_is_refused() -> None:
+    for settings, said in (
+        (
+            {"weight_decay_mode": "cautious"},
+            r"weight_decay_mode: 'cautious' with variant 'muown': .* unset it",
+        ),
+        ({"qk_clip": {}}, r"qk_clip: .* undo the clip"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            MuonConfig.from_params({"variant": "muown", **settings})
+    assert not MuonConfig.from_params({"variant": "muown"}).nesterov
 
 
 def test_param_groups_are_held_to_it_too() -> None:

@@ -1,0 +1,294 @@
+"""Changes weights and gradients by factors that depend on sums over rows or blocks, for variants with ``apply``.
+
+Every rank sums over its fragments, in one pass for pieces of one shape that lie at equal distances. Then the sums are
+completed (:mod:`deepspeed_muon.transport.unit_exchange`), the variant makes two factors of those of each unit, and a
+second pass applies them. The host waits for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed_muon.plan.exchange import ExchangePlan
+from deepspeed_muon.plan.pieces import Piece, blocks_of_rows, pieces_of
+from deepspeed_muon.plan.rows import row_places
+from deepspeed_muon.step.passes import Step
+from deepspeed_muon.step.step_set import StepSet
+from deepspeed_muon.step.tables import COLUMNS, ChunkTable
+from deepspeed_muon.transport.exchange import StepContext
+from deepspeed_muon.transport.unit_exchange import UnitExchange
+from deepspeed_muon.variants import Combine, UnitRates, Variant
+
+_MOST = 1 << 22
+"""Elements of equal pieces that run together."""
+
+Place = tuple[int, int, int]
+"""Number of a tensor, the first element of the first piece there, and the distance to the next piece."""
+
+
+class EqualPieces(NamedTuple):
+    """Pieces of one shape at equal distances, in two flat tensors each.
+
+    Attributes:
+        piece: The first one.
+        together: How many they are.
+        own: Where they lie in the weights.
+        other: Where they lie in what the weights are multiplied with.
+        slots: ``(pieces, units)``: the number of each unit among those that this rank holds.
+    """
+
+    piece: Piece
+    together: int
+    own: Place
+    other: Place
+    slots: Tensor
+
+    def of(self, flat: Sequence[Tensor], place: Place) -> Tensor:
+        """Return a view of the pieces: ``(pieces, rows, cols)``."""
+        number, start, distance = place
+        shape, strides = (self.together, *self.piece.shape), (distance, self.piece.stride, 1)
+        return flat[number].as_strided(shape, strides, flat[number].storage_offset() + start)
+
+    def summed(self, products: Tensor) -> Tensor:
+        """Return the sums over units, flat in the order of the slots, of ``(pieces, rows, cols)``."""
+        down, along = self.piece.steps
+        return (products.sum(2) if down else products.sum(1) if along else products.flatten(1).sum(1)).view(
+            -1
+        )
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Return the number of each element's unit, which broadcasts to the pieces, for numbers of all slots."""
+        shape = (self.together, 1, -1) if self.piece.steps[1] else (self.together, -1, 1)
+        return values[self.slots].view(shape)
+
+
+class FragmentSums:
+    """The sums over this rank's fragments of some matrices of a plan, and what they decide about."""
+
+    def __init__(
+        self,
+        plan: ExchangePlan,
+        indices: Sequence[int],
+        table: Tensor,
+        variant: Variant,
+        context: StepContext,
+        step_set: StepSet,
+    ) -> None:
+        """Find out which units the fragments lie in; nothing is sent.
+
+        Args:
+            plan: The exchange plan.
+            indices: The matrices, ascending.
+            table: Of this rank's fragments of them, in the weights and in what these are multiplied with.
+            variant: One with ``apply``.
+            context: Of the step set.
+            step_set: The step set.
+        """
+        self._matrices, self._rank, self._variant = plan.matrices, plan.rank, variant
+        self._keys = [each.key for each in variant.state]
+        self._device = step_set.partitions[0].tensor.device
+        self._units = UnitExchange(
+            plan, indices, context, step_set.tensor_group, rows=variant.of_rows, device=self._device
+        )
+        self._pieces = [*self._equal_pieces(table.tolist())]
+        muon = [partition.index for partition in step_set.partitions if partition.muon]
+        positions = torch.tensor([muon.index(each.partition) for each in plan.matrices], dtype=torch.int64)
+        self._position = positions[self._units.done_matrix]
+        self._kept = self._kept_rows(indices)
+        ranks = 1 if step_set.tensor_group is None else dist.get_world_size(step_set.tensor_group)
+        self._weights = self._weights_of(ranks).to(context.device)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends to data-parallel ranks each time."""
+        there, back = self._units.sent_numbers
+        return torch.float64.itemsize * (there * (3 + len(self._keys)) + back * (2 + len(self._keys)))
+
+    def _equal_pieces(self, table: Sequence[Sequence[int]]) -> Iterator[EqualPieces]:
+        """Yield the pieces of a table's fragments, together where that can be."""
+        rows, found = self._variant.of_rows, []
+        for partition, offset, other, place, numel, index in table:
+            fragment = self._matrices[index].placement.on(self._rank)
+            assert fragment is not None
+            start = fragment.matrix_offset
+            for piece in pieces_of(self._matrices[index], start, start + numel, rows=rows):
+                alike = (*piece.shape, piece.stride, piece.steps, partition, other)
+                found.append((alike, offset + piece.start, place + piece.start, index, piece))
+        found.sort(key=lambda each: each[:3])
+        for (height, width, *_, partition, other), members in groupby(found, key=lambda each: each[0]):
+            pieces, first = [*members], 0
+            while first < len(pieces):
+                _, own, beside, *_ = pieces[first]
+                gaps, stop = (0, 0), first + 1
+                if stop < len(pieces):
+                    gaps = pieces[stop][1] - own, pieces[stop][2] - beside
+                most = min(len(pieces), first + max(1, _MOST // (height * width))) if gaps[1] > 0 else stop
+                while stop < most and pieces[stop][1:3] == (
+                    own + (stop - first) * gaps[0],
+                    beside + (stop - first) * gaps[1],
+                ):
+                    stop += 1
+                slots = np.stack(
+                    [self._units.slots(index, each.units) for *_, index, each in pieces[first:stop]]
+                )
+                yield EqualPieces(
+                    pieces[first][-1],
+                    stop - first,
+                    (partition, own, gaps[0]),
+                    (other, beside, gaps[1]),
+                    torch.from_numpy(slots).to(self._device),
+                )
+                first = stop
+
+    def _kept_rows(self, indices: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return where each partition's row state of the matrices lies, and in which slot the unit of each number."""
+        found: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        places = row_places(self._matrices) if self._keys else ()
+        for index in indices if self._keys else ():
+            matrix, own = self._matrices[index], places[index].on(self._rank)
+            if own is None:
+                continue
+            units = rows = torch.arange(own.matrix_offset, own.matrix_offset + own.numel)
+            if not self._variant.of_rows:
+                units = blocks_of_rows(matrix, rows)
+            slots = torch.from_numpy(self._units.slots(index, units.numpy()))
+            at = rows + (own.partition_offset - own.matrix_offset)
+            found.setdefault(matrix.partition, []).append((at, slots))
+        return {
+            partition: (
+                torch.cat([at for at, _ in each]).to(self._device),
+                torch.cat([s for _, s in each]).to(self._device),
+            )
+            for partition, each in found.items()
+        }
+
+    def _weights_of(self, ranks: int) -> Tensor:
+        """Return the factors of the sums of each completed unit: three products, and the state.
+
+        Copies on tensor-parallel ranks count once, and the numbers of the state are means over the rows of a block.
+        """
+        found = []
+        for index, (_, units) in self._units.done.items():
+            matrix = self._matrices[index]
+            copies = ranks if matrix.shards is not None and not matrix.is_cut else 1
+            rows = [1] * len(units)
+            if not self._variant.of_rows:
+                shapes = [matrix.logical_shape] if matrix.is_cut else matrix.block_shapes
+                rows = [matrix.layer_shape(*shapes[unit])[0] for unit in units.tolist()]
+            # Ranks that cut the inputs keep the numbers of all outputs each.
+            holders = ranks if matrix.is_cut and not matrix.cuts_outputs else copies
+            state = 1 / (holders * torch.tensor(rows, dtype=torch.float64)).view(-1, 1)
+            products = torch.full((len(units), 3), 1 / copies, dtype=torch.float64)
+            found.append(torch.cat((products, state.expand(-1, len(self._keys))), dim=1))
+        return torch.cat(found) if found else torch.empty((0, 3 + len(self._keys)), dtype=torch.float64)
+
+    def entering(self, step: Step) -> list[Tensor]:
+        """Return what enters the momentum instead of the gradients, and advance the row state.
+
+        Must be called by all ranks of the data-parallel and of the tensor-parallel group.
+        """
+        assert self._variant.before_momentum is not None
+        found = [torch.empty_like(each, dtype=_wide(each.dtype)) for each in step.grads]
+        self._combine(self._variant.before_momentum, step, step.grads, found)
+        return found
+
+    def apply(self, step: Step, updates: Sequence[Tensor]) -> None:
+        """Update this rank's fragments of the active matrices, and their row state.
+
+        Must be called by all ranks of the data-parallel and of the tensor-parallel group.
+
+        Args:
+            step: The weights and the row state are mutated.
+            updates: The other tensors of the table: flat, in the communication dtype, on any device.
+        """
+        assert self._variant.apply is not None
+        self._combine(self._variant.apply, step, [each.to(self._device) for each in updates], step.flat)
+
+    def zeros(self, flat: Sequence[Tensor]) -> list[str]:
+        """Return the names of the matrices with a block of zeros whose sums this rank completes; waits for the device.
+
+        Must be called by all ranks of both groups, with this rank's flat weights by position of the partition.
+        """
+        numbers = self._products(flat, None)
+        found = self._units.complete(numbers, self._weights)[:, 0].cpu() == 0
+        return [self._matrices[index].name for index in self._units.done_matrix[found].unique().tolist()]
+
+    def _products(self, flat: Sequence[Tensor], others: Sequence[Tensor] | None) -> Tensor:
+        """Return this rank's sums of each unit and room for the state, ``(units, 3 + keys)``; of the weights alone."""
+        shape = len(self._units.held_matrix), 3 + len(self._keys)
+        numbers = torch.zeros(shape, dtype=torch.float64, device=self._device)
+        for each in self._pieces:
+            own = each.of(flat, each.own)
+            own = own.to(_wide(own.dtype))
+            other = own if others is None else each.of(others, each.other)
+            other = other.to(_wide(other.dtype))
+            products = [each.summed(a * b) for a, b in ((own, own), (own, other), (other, other))]
+            numbers[:, :3].index_add_(0, each.slots.view(-1), torch.stack(products, 1).double())
+        return numbers
+
+    def _combine(
+        self, function: Combine, step: Step, others: Sequence[Tensor], out: Sequence[Tensor]
+    ) -> None:
+        """Write what the variant makes of weights and ``others`` to ``out``, by the places of the weights."""
+        numbers = self._products(step.flat, others)
+        for partition, (at, slots) in self._kept.items():
+            state = torch.stack([step.kept[partition][key][at] for key in self._keys], 1)
+            numbers[:, 3:].index_add_(0, slots, state.double())
+        sums = self._units.complete(numbers, self._weights)
+        values = {key: sums[:, 3 + number].clone() for number, key in enumerate(self._keys)}
+        keep, move = function((sums[:, 0], sums[:, 1], sums[:, 2]), values, self._rates(step, sums.device))
+        results = self._units.bring_back(torch.stack((keep, move, *values.values()), 1))
+        active = None if step.mask is None else step.mask[self._units.held_matrix].to(self._device)
+        for partition, (at, slots) in self._kept.items():
+            if active is not None:
+                at, slots = at[active[slots]], slots[active[slots]]
+            for number, key in enumerate(self._keys):
+                step.kept[partition][key][at] = results[slots, 2 + number].to(step.kept[partition][key].dtype)
+        for each in self._pieces:
+            own, target = each.of(step.flat, each.own), each.of(out, each.own)
+            wide = own.to(_wide(own.dtype))
+            other = each.of(others, each.other)
+            part = other.to(_wide(other.dtype)) * each.spread(results[:, 1]).to(wide.dtype)
+            new = wide * each.spread(results[:, 0]).to(wide.dtype) + part
+            if active is not None:  # the others have no update
+                new = torch.where(each.spread(active), new, target)
+            target.copy_(new)
+
+    def _rates(self, step: Step, device: torch.device) -> UnitRates:
+        """Return the rates of the completed units."""
+        of_matrix = self._units.done_matrix
+        steps = torch.tensor(step.counts, dtype=torch.float64)[self._position].unsqueeze(1)
+        rates = torch.cat((step.rates.apply[of_matrix], step.rates.adam[of_matrix], steps), dim=1)
+        return UnitRates(*rates.to(device).unbind(1))
+
+
+def fragment_sums(
+    plan: ExchangePlan,
+    tables: Sequence[ChunkTable],
+    variant: Variant,
+    context: StepContext,
+    step_set: StepSet,
+) -> tuple[list[FragmentSums], FragmentSums | None]:
+    """Return the sums of each chunk with its updates, and those of all matrices with their gradients, if any."""
+    if variant.apply is None:
+        return [], None
+    chunks = [
+        FragmentSums(plan, chunk.matrices, table.held, variant, context, step_set)
+        for chunk, table in zip(plan.chunks, tables, strict=True)
+    ]
+    if variant.before_momentum is None:
+        return chunks, None
+    held = torch.cat([torch.empty((0, COLUMNS), dtype=torch.int64), *(table.held for table in tables)])
+    held[:, 2:4] = held[:, :2]  # a gradient lies as its weights do
+    return chunks, FragmentSums(plan, range(len(plan.matrices)), held, variant, context, step_set)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
