@@ -23,9 +23,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from deepspeed_muon.errors import OpsUnavailableError
+from deepspeed_muon.ops import load as load_ops
 from tests.support.hygiene import TAG_VARIABLE, new_tag
 from tests.support.native_ops import REPOSITORY
-from tests.support.rank_worker import die_with_parent, main, runtime_caches
+from tests.support.rank_worker import die_with_parent, main, remember_cpu_info, runtime_caches
 
 _PRELOADED = (
     "torch._dynamo",
@@ -35,7 +37,7 @@ _PRELOADED = (
     "deepspeed.module_inject.auto_ep_layer",
     "tests.support.training",
 )
-"""What every engine imports sooner or later; under an older DeepSpeed some of it is missing."""
+"""What every engine imports sooner or later, besides the native ops; under an older DeepSpeed some of it is missing."""
 
 
 class RankServer:
@@ -135,6 +137,9 @@ def serve() -> None:
     for name in _PRELOADED:
         with contextlib.suppress(ModuleNotFoundError):  # a rank that needs it says so
             importlib.import_module(name)
+    remember_cpu_info()()
+    with contextlib.suppress(OpsUnavailableError):
+        load_ops()
     if len(list(Path("/proc/self/task").iterdir())) > 1:
         raise RuntimeError("an import started a thread, which a fork would lose")
     caches = runtime_caches()

@@ -196,15 +196,21 @@ def resolve(name: str) -> Callable[..., Any]:
     return found
 
 
-def join_group(*, shm_all_reduce: bool) -> None:
-    """Initialise DeepSpeed's and torch's process group under gloo."""
+def remember_cpu_info() -> Callable[[], object]:
+    """Have DeepSpeedCPUAdam ask only once for the CPU's instructions, which takes a subprocess; return its question."""
     import cpuinfo
 
-    # DeepSpeedCPUAdam asks each time; the answer takes a subprocess and 1.4 s, and cannot change.
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
+        cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    return cpuinfo.get_cpu_info
+
+
+def join_group(*, shm_all_reduce: bool) -> None:
+    """Initialise DeepSpeed's and torch's process group under gloo."""
     import deepspeed
     import torch
 
+    remember_cpu_info()
     torch.set_num_threads(1)
     if not shm_all_reduce:
         # The op leaves 66 MB a rank in /dev/shm for ever, and spins while it waits.
