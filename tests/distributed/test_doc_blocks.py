@@ -33,7 +33,6 @@ from tests.support.models import SMALL_DECODER
 from tests.support.native_ops import REPOSITORY
 
 transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
 
 PAGES = [
     page
@@ -138,7 +137,7 @@ def check(texts: list[list[str]]) -> None:
             "nn": nn,
             "pytest": pytest,
         }
-        given |= {"peft": peft, "engine": engine, "model": model(page), "MyMoELayer": MyMoELayer}
+        given |= {"engine": engine, "model": model(page)}
         exec(compile(tree, "block", "exec"), {"__name__": "block", **given})
     engine.destroy()
 
