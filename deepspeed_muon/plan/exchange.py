@@ -17,13 +17,16 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
 from deepspeed_muon.plan.chunks import cut_into_chunks, moves
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import Floats, Ints, Places
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _Numel = TypeVar("_Numel", int, Ints)
 _SCALE_BYTES = 4
@@ -60,27 +63,57 @@ CODED = WireFormat(256)
 """One byte an element, and a scale for each 256."""
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Equal fragments of one matrix on consecutive ranks, in a communication buffer.
+class Segment(NamedTuple):
+    """Equal fragments of a matrix, or of several alike, on consecutive ranks: there and in a communication buffer.
 
     Attributes:
-        matrix: Index of the matrix in the plan.
-        matrix_offset: Where the first fragment starts in the matrix; the others follow.
-        numel: Elements of each fragment.
-        buffer_offset: Where the first one starts in the buffer of this rank.
-        count: The number of fragments.
-        stride: Units of the buffer from the start of a fragment to that of the next one.
-        units: Room of each fragment in the buffer; see :class:`WireFormat`.
+        shape: Matrices, fragments of each of them, elements of a fragment.
+        at_matrix: Where the first fragment starts in the matrices.
+        matrix_strides: Strides there.
+        at_buffer: Where it starts in the buffer of this rank.
+        buffer_strides: Strides there.
+        units: Room of a fragment in the buffer; see :class:`WireFormat`.
     """
 
-    matrix: int
-    matrix_offset: int
-    numel: int
-    buffer_offset: int
+    shape: tuple[int, int, int]
+    at_matrix: int
+    matrix_strides: tuple[int, int, int]
+    at_buffer: int
+    buffer_strides: tuple[int, int, int]
     units: int
-    count: int = 1
-    stride: int = 0
+
+    @classmethod
+    def of(
+        cls, at_matrix: int, numel: int, at_buffer: int, units: int, *, count: int = 1, stride: int = 0
+    ) -> Segment:
+        """Return ``count`` fragments of one matrix that follow each other there, and every ``stride`` in the buffer."""
+        return cls((1, count, numel), at_matrix, (0, numel, 1), at_buffer, (0, stride, 1), units)
+
+    def in_matrices(self, flat: Tensor) -> Tensor:
+        """Return the fragments in the matrices, flat and contiguous, as a view of :attr:`shape`."""
+        return flat.as_strided(self.shape, self.matrix_strides, flat.storage_offset() + self.at_matrix)
+
+    def in_buffer(self, buffer: Tensor) -> Tensor:
+        """Return the fragments in the buffer: ``(matrices, fragments, units)``, a view."""
+        start = buffer.storage_offset() + self.at_buffer
+        return buffer.as_strided((*self.shape[:2], self.units), self.buffer_strides, start)
+
+    def before(self, other: Segment, distance: int) -> Segment | None:
+        """Return this segment and ``other``, of the next matrix, as one; ``None`` if that cannot be.
+
+        Args:
+            other: A segment of one matrix.
+            distance: Elements from the start of a matrix to that of the next one.
+        """
+        matrices, gap = self.shape[0], other.at_buffer - self.at_buffer
+        step = gap if matrices == 1 else self.buffer_strides[0] * matrices
+        alike = self.shape[1:] == other.shape[1:] and self.buffer_strides[1:] == other.buffer_strides[1:]
+        if not alike or gap <= 0 or gap != step or other.at_matrix != self.at_matrix + matrices * distance:
+            return None
+        return self._replace(
+            shape=(matrices + 1, *self.shape[1:]),
+            buffer_strides=(gap // matrices, *self.buffer_strides[1:]),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,13 +121,13 @@ class BufferPlan:
     """What lies where in one of a rank's two buffers of a chunk.
 
     Attributes:
-        segments: The fragments, by matrix.
+        segments: The index of a matrix in the plan, and its fragments.
         peers: The ranks with which this rank exchanges elements of the buffer, ascending.
         counts: Units for each of ``peers``.
         numel: Units of the buffer.
     """
 
-    segments: tuple[Segment, ...]
+    segments: tuple[tuple[int, Segment], ...]
     peers: Ints
     counts: Ints
     numel: int
@@ -283,7 +316,7 @@ def _own_updates(places: Sequence[Places], owned: Sequence[int], wire: WireForma
     """Lay out a rank's own updates of replicated matrices, one copy for all ranks."""
     ends = [0, *accumulate(wire.units(places[index].numel) for index in owned)]
     segments = tuple(
-        Segment(index, 0, places[index].numel, start, stop - start)
+        (index, Segment.of(0, places[index].numel, start, stop - start))
         for index, start, stop in zip(owned, ends, ends[1:], strict=False)
     )
     return BufferPlan(segments, _ints(()), _ints(()), ends[-1])
@@ -293,14 +326,14 @@ def _send_buffer(
     places: Sequence[Places], owners: Sequence[int], indices: Sequence[int], rank: int, wire: WireFormat
 ) -> BufferPlan:
     """Lay out the fragments that a rank holds of other ranks' matrices, by owner."""
-    segments: list[Segment] = []
+    segments: list[tuple[int, Segment]] = []
     counts: dict[int, int] = {}
     offset = 0
     for index in sorted(indices, key=lambda index: owners[index]):
         fragment = places[index].on(rank) if owners[index] != rank else None
         if fragment is not None:
             units = wire.units(fragment.numel)
-            segments.append(Segment(index, fragment.matrix_offset, fragment.numel, offset, units))
+            segments.append((index, Segment.of(fragment.matrix_offset, fragment.numel, offset, units)))
             counts[owners[index]] = counts.get(owners[index], 0) + units
             offset += units
     return BufferPlan(tuple(segments), _ints(counts), _ints(counts.values()), offset)
@@ -319,7 +352,7 @@ def _receive_buffer(
     total = room.sum(axis=0)
     offsets = np.cumsum(total) - total
     inside = np.cumsum(room, axis=0) - room
-    segments: list[Segment] = []
+    segments: list[tuple[int, Segment]] = []
     for index, lengths, before in zip(indices, held, inside, strict=True):
         starts = places[index].starts(ranks[:-1])
         # Peers make one segment where their fragments are equal and lie equally in what they send.
@@ -329,8 +362,9 @@ def _receive_buffer(
         for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
             if lengths[begin]:
                 numel, at = int(lengths[begin]), int(offsets[begin] + before[begin])
-                where = (int(starts[begin]), numel, at, wire.units(numel), end - begin, int(total[begin]))
-                segments.append(Segment(index, *where))
+                where = int(starts[begin]), numel, at, wire.units(numel)
+                stride = int(total[begin])
+                segments.append((index, Segment.of(*where, count=end - begin, stride=stride)))
     peers = np.flatnonzero(total)
     return BufferPlan(tuple(segments), ranks[peers], total[peers], int(total.sum()))
 

@@ -317,9 +317,11 @@ class StepRunner:
         if context.codec.exact:
             send.copy_(room)
             return
-        for matrix, copy in table.coded:
+        for matrix, segment in table.coded:
             if step.mask is None or step.mask[matrix]:
-                write(copy.in_buffer(send), copy.in_batch(room), context.codec, self._note("direction"))
+                write(
+                    segment.in_buffer(send), segment.in_matrices(room), context.codec, self._note("direction")
+                )
 
     def _wait_for_gather(self, flight: InFlight) -> None:
         with self._check.recorder.span("gather"):
@@ -337,16 +339,16 @@ class StepRunner:
             owned, functools.partial(self._directions, flight), step
         ):
             batch, updates = table.batch(indices), found.contiguous().view(-1)
-            for copy in batch.travelled:
-                write(copy.in_buffer(flight.receive_buffer), copy.in_batch(updates), codec, note)
+            for segment in batch.travelled:
+                write(segment.in_buffer(flight.receive_buffer), segment.in_matrices(updates), codec, note)
                 if flight.chunk.copies and not codec.exact:
                     # All copies of a replicated matrix get the same numbers, also the owner's.
-                    read(copy.in_batch(updates), copy.in_buffer(flight.receive_buffer), codec)
+                    read(segment.in_matrices(updates), segment.in_buffer(flight.receive_buffer), codec)
             if not self._sums:
                 apply(batch.applied, step, [updates])
                 continue
-            for copy in batch.own:  # until all updates of the chunk are there
-                copy.in_buffer(flight.directions).copy_(copy.in_batch(updates))
+            for segment in batch.own:  # until all updates of the chunk are there
+                segment.in_buffer(flight.directions).copy_(segment.in_matrices(updates))
         if not self._sums:
             del flight.directions  # it is of no use any more, and as large as what this rank owns
 
@@ -360,10 +362,10 @@ class StepRunner:
         if batch.start is not None:
             return flight.directions.narrow(0, batch.start, numel).view(shape)
         whole = flight.room(numel, self.context)
-        for copy in batch.own:
-            copy.in_batch(whole).copy_(copy.in_buffer(flight.directions))
-        for copy in batch.travelled if flight.chunk.gathers else ():
-            read(copy.in_batch(whole), copy.in_buffer(flight.receive_buffer), self.context.codec)
+        for segment in batch.own:
+            segment.in_matrices(whole).copy_(segment.in_buffer(flight.directions))
+        for segment in batch.travelled if flight.chunk.gathers else ():
+            read(segment.in_matrices(whole), segment.in_buffer(flight.receive_buffer), self.context.codec)
         return whole.view(shape)
 
     def _note(self, what: Travelling) -> Callable[[Tensor, Tensor], None] | None:
@@ -388,9 +390,9 @@ class StepRunner:
         updates = flight.send_buffer
         if not codec.exact:
             updates = torch.empty(table.sent_room, dtype=self.context.comm_dtype, device=updates.device)
-            for matrix, copy in table.coded:
+            for matrix, segment in table.coded:
                 if step.mask is None or step.mask[matrix]:
-                    read(copy.in_batch(updates), copy.in_buffer(flight.send_buffer), codec)
+                    read(segment.in_matrices(updates), segment.in_buffer(flight.send_buffer), codec)
         if self._sums:
             self._sums[flight.number].apply(step, [flight.directions, updates])
             del flight.directions

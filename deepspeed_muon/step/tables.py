@@ -10,7 +10,6 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,66 +23,20 @@ DIRECTIONS, SEND = 0, 1
 """The other tensors of :attr:`ChunkTable.packed`."""
 
 
-class Copy(NamedTuple):
-    """Equal pieces of the matrices of a batch, and of a buffer, that are copied at once.
-
-    Attributes:
-        shape: Matrices, pieces of each of them, elements of a piece.
-        at_matrix: Where the first piece starts in the batch.
-        matrix_strides: Strides there.
-        at_buffer: Where it starts in the buffer.
-        buffer_strides: Strides there.
-        units: Room of a piece in the buffer.
-    """
-
-    shape: tuple[int, int, int]
-    at_matrix: int
-    matrix_strides: tuple[int, int, int]
-    at_buffer: int
-    buffer_strides: tuple[int, int, int]
-    units: int
-
-    def in_batch(self, batch: Tensor) -> Tensor:
-        """Return the pieces in the matrices of a batch, contiguous, as a view of :attr:`shape`."""
-        return batch.as_strided(self.shape, self.matrix_strides, batch.storage_offset() + self.at_matrix)
-
-    def in_buffer(self, buffer: Tensor) -> Tensor:
-        """Return the pieces in the buffer: ``(matrices, pieces, units)``, a view."""
-        start = buffer.storage_offset() + self.at_buffer
-        return buffer.as_strided((*self.shape[:2], self.units), self.buffer_strides, start)
-
-    def before(self, other: Copy, distance: int) -> Copy | None:
-        """Return this copy and ``other``, of the next matrix, as one; ``None`` if that cannot be.
-
-        Args:
-            other: A copy for one matrix.
-            distance: Elements from the start of a matrix to that of the next one.
-        """
-        matrices, gap = self.shape[0], other.at_buffer - self.at_buffer
-        step = gap if matrices == 1 else self.buffer_strides[0] * matrices
-        alike = self.shape[1:] == other.shape[1:] and self.buffer_strides[1:] == other.buffer_strides[1:]
-        if not alike or gap <= 0 or gap != step or other.at_matrix != self.at_matrix + matrices * distance:
-            return None
-        return self._replace(
-            shape=(matrices + 1, *self.shape[1:]),
-            buffer_strides=(gap // matrices, *self.buffer_strides[1:]),
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Matrices of one shape that are orthogonalised together, ``(matrices, numel)``, and what is copied there.
 
     Attributes:
         start: Where they lie whole in the directions, one after the other; ``None`` if they do not.
-        own: Copies of this rank's fragments from the directions.
-        travelled: Copies of other ranks' fragments from the receive buffer, and of their updates back.
+        own: This rank's fragments, in the batch and in the directions.
+        travelled: Other ranks' fragments, in the batch and in the receive buffer.
         applied: Table of this rank's fragments and their updates.
     """
 
     start: int | None
-    own: tuple[Copy, ...]
-    travelled: tuple[Copy, ...]
+    own: tuple[Segment, ...]
+    travelled: tuple[Segment, ...]
     applied: Tensor
 
 
@@ -98,8 +51,8 @@ class ChunkTable:
         packed: Table of the momentum with the directions and with what is sent.
         arrived: Table of the partitions with what came back; the update arrives where the direction left from.
         held: Table of the partitions with all updates: where the directions of owned matrices were, and what came back.
-        coded: Index of the matrix, and the copy between the communication dtype and the send buffer, of each fragment
-            of :attr:`arrived`; empty if fragments lie in the send buffer as they are.
+        coded: Index of the matrix of each fragment of :attr:`arrived`, and where it lies in the communication dtype and
+            in the send buffer; empty if fragments lie in the send buffer as they are.
     """
 
     def __init__(
@@ -125,8 +78,8 @@ class ChunkTable:
         found = ((index, plan.matrices[index].placement.on(plan.rank)) for index in chunk.matrices)
         self._held = {index: fragment for index, fragment in found if fragment is not None}
         self._segments: dict[int, list[Segment]] = {}
-        for segment in chunk.receive_buffer.segments:
-            self._segments.setdefault(segment.matrix, []).append(segment)
+        for index, segment in chunk.receive_buffer.segments:
+            self._segments.setdefault(index, []).append(segment)
 
         kept = [index for batch in batches for index in batch if index in self._held]
         if not chunk.gathers:
@@ -134,13 +87,13 @@ class ChunkTable:
         starts, self.room = self._one_after_the_other(kept)
         self._starts = dict(zip(kept, starts, strict=True))
         segments = chunk.send_buffer.segments
-        sent = [segment.matrix for segment in segments]
+        sent = [index for index, _ in segments]
         if exact:
-            places, self.sent_room = [segment.buffer_offset for segment in segments], chunk.send_buffer.numel
+            places, self.sent_room = [segment.at_buffer for _, segment in segments], chunk.send_buffer.numel
         else:
             places, self.sent_room = self._one_after_the_other(sent)
         pairs = zip(segments, places, strict=True)
-        self.coded = () if exact else tuple((each.matrix, _copy(each, place)) for each, place in pairs)
+        self.coded = () if exact else tuple((i, each._replace(at_matrix=place)) for (i, each), place in pairs)
         self.arrived = self._table(sent, 0, places)
         owned = [index for index in kept if plan.owners[index] == plan.rank]
         at_owned = [self._starts[index] for index in owned]
@@ -161,22 +114,21 @@ class ChunkTable:
 
     def _made(self, indices: tuple[int, ...]) -> Batch:
         numel = self._matrices[indices[0]].numel
-        own: list[Copy] = []
-        travelled: list[list[Copy]] = []
+        own: list[Segment] = []
+        travelled: list[list[Segment]] = []
         applied: list[int] = []
         at_update: list[int] = []
         for number, index in enumerate(indices):
             start, fragment = number * numel, self._held.get(index)
             if fragment is not None:
                 place = start + fragment.matrix_offset
-                piece = Segment(index, 0, fragment.numel, self._starts[index], fragment.numel)
-                own.append(_copy(piece, place))
+                own.append(Segment.of(place, fragment.numel, self._starts[index], fragment.numel))
                 applied.append(index)
                 at_update.append(place)
             for position, segment in enumerate(self._segments.get(index, ())):
                 if position == len(travelled):
                     travelled.append([])
-                travelled[position].append(_copy(segment, start + segment.matrix_offset))
+                travelled[position].append(segment._replace(at_matrix=start + segment.at_matrix))
         whole = len(own) == len(indices) and all(
             each.shape[2] == numel and each.at_buffer == own[0].at_buffer + number * numel
             for number, each in enumerate(own)
@@ -184,7 +136,7 @@ class ChunkTable:
         return Batch(
             own[0].at_buffer if whole and not self._gathered(indices) else None,
             tuple(_joined(own, numel)),
-            tuple(each for copies in travelled for each in _joined(copies, numel)),
+            tuple(each for segments in travelled for each in _joined(segments, numel)),
             self._table(applied, 0, at_update),
         )
 
@@ -211,23 +163,10 @@ class ChunkTable:
         return torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS)
 
 
-def _copy(segment: Segment, at_matrix: int) -> Copy:
-    """Return the copy of the pieces of one matrix between a batch, from ``at_matrix`` on, and a buffer."""
-    numel = segment.numel
-    return Copy(
-        (1, segment.count, numel),
-        at_matrix,
-        (0, numel, 1),
-        segment.buffer_offset,
-        (0, segment.stride, 1),
-        segment.units,
-    )
-
-
-def _joined(copies: Sequence[Copy], distance: int) -> Iterator[Copy]:
-    """Yield copies for one matrix each, with those of consecutive matrices at equal distances as one."""
-    last: Copy | None = None
-    for each in copies:
+def _joined(segments: Sequence[Segment], distance: int) -> Iterator[Segment]:
+    """Yield segments of one matrix each, with those of consecutive matrices at equal distances as one."""
+    last: Segment | None = None
+    for each in segments:
         longer = None if last is None else last.before(each, distance)
         if last is not None and longer is None:
             yield last

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.math.newton_schulz import NsSettings
-from deepspeed_muon.plan.exchange import PLAIN, BufferPlan, Chunk, ExchangePlan, Segment, WireFormat
+from deepspeed_muon.plan.exchange import PLAIN, BufferPlan, Chunk, ExchangePlan, WireFormat
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.transport.ranks import phase
 
@@ -384,15 +384,3 @@ def start_messages(
 
 # A number for each rank, which does not change from step to step.
 _splits = functools.lru_cache(maxsize=64)(BufferPlan.splits)
-
-
-def cut(buffer: Tensor, segment: Segment) -> Tensor:
-    """Return a segment's part of a buffer, ``(fragments, units)``."""
-    start = buffer.storage_offset() + segment.buffer_offset
-    return buffer.as_strided((segment.count, segment.units), (segment.stride, 1), start)
-
-
-def part_of(matrix: Tensor, segment: Segment) -> Tensor:
-    """Return the elements of a flat matrix that a segment stands for, ``(fragments, elements)``; copies once."""
-    whole = matrix.narrow(0, segment.matrix_offset, segment.count * segment.numel)
-    return whole.view(segment.count, segment.numel)

@@ -15,7 +15,7 @@ from torch import Tensor
 from deepspeed_muon.plan.exchange import ExchangePlan, build_chunk
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.rows import row_places
-from deepspeed_muon.transport.exchange import StepContext, Way, cut, part_of, start_messages
+from deepspeed_muon.transport.exchange import StepContext, Way, start_messages
 from deepspeed_muon.transport.ranks import phase
 from deepspeed_muon.variants import Sums, Variant
 
@@ -200,11 +200,11 @@ class RowStateExchange:
                 at_owner.copy_(own)
             if chunk.gathers:
                 send = self._buffer(chunk.send_buffer.numel)
-                for segment in chunk.send_buffer.segments:
-                    cut(send, segment).copy_(self._kept(kept, segment.matrix, key))
+                for index, segment in chunk.send_buffer.segments:
+                    segment.in_buffer(send).copy_(self._kept(kept, index, key))
                 received = self._exchange("gather", send, chunk.receive_buffer.numel)
-                for segment in chunk.receive_buffer.segments:
-                    part_of(whole[segment.matrix], segment).copy_(cut(received, segment))
+                for index, segment in chunk.receive_buffer.segments:
+                    segment.in_matrices(whole[index]).copy_(segment.in_buffer(received))
         return RowsAtOwner(self._matrices, self._variant, settings, rows, group=self._tensor_group)
 
     def scatter(self, done: RowsAtOwner, kept: Mapping[int, Mapping[str, Tensor]]) -> None:
@@ -218,11 +218,11 @@ class RowStateExchange:
                 own.copy_(at_owner)
             if chunk.scatters:
                 send = self._buffer(chunk.receive_buffer.numel)
-                for segment in chunk.receive_buffer.segments:
-                    cut(send, segment).copy_(part_of(whole[segment.matrix], segment))
+                for index, segment in chunk.receive_buffer.segments:
+                    segment.in_buffer(send).copy_(segment.in_matrices(whole[index]))
                 received = self._exchange("scatter", send, chunk.send_buffer.numel)
-                for segment in chunk.send_buffer.segments:
-                    self._kept(kept, segment.matrix, key).copy_(cut(received, segment).view(-1))
+                for index, segment in chunk.send_buffer.segments:
+                    self._kept(kept, index, key).copy_(segment.in_buffer(received).view(-1))
 
     def _own(
         self, whole: Mapping[int, Tensor], kept: Mapping[int, Mapping[str, Tensor]], key: str

@@ -65,13 +65,14 @@ def elements(buffer: BufferPlan, peer: int, world: int, *, copies: int = 0) -> l
     """
     splits = [0] * peer + [buffer.numel] if copies else buffer.splits(world)
     content = [(-1, -1)] * buffer.numel
-    for s in buffer.segments:
-        for number in range(s.count):
+    for index, s in buffer.segments:
+        (_, count, numel), (_, stride, _) = s.shape, s.buffer_strides
+        for number in range(count):
             for i in range(s.units):
-                at = s.buffer_offset + number * s.stride + i
+                at = s.at_buffer + number * stride + i
                 assert content[at] == (-1, -1)
-                element = s.matrix_offset + number * s.numel + i
-                content[at] = s.matrix, element if i < s.numel else s.numel - i - 2
+                element = s.at_matrix + number * numel + i
+                content[at] = index, element if i < numel else numel - i - 2
     assert (-1, -1) not in content and sum(splits) == buffer.numel
     return content[sum(splits[:peer]) :][: splits[peer]]
 
@@ -130,8 +131,8 @@ def test_every_owner_gets_every_element_once_and_every_holder_its_update(
         else:
             assert sorted([i for _, i in arrives] + list(held)) == list(range(matrix.numel))
         for rank in range(world):
-            mine = [s for c in per_rank[rank].chunks for s in c.send_buffer.segments if s.matrix == index]
-            found = [(s.matrix_offset, s.numel) for s in mine]
+            sent = (segment for c in per_rank[rank].chunks for segment in c.send_buffer.segments)
+            found = [(s.at_matrix, s.shape[2]) for number, s in sent if number == index]
             place = matrix.placement.on(rank)
             assert found == ([] if rank == owner or not place else [(place.matrix_offset, place.numel)])
         assert sum(index in c.owned for plan in per_rank for c in plan.chunks) == 1

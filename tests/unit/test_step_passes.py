@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.ops import flat_passes
-from deepspeed_muon.plan.exchange import ExchangePlan, build_exchange_plan
+from deepspeed_muon.plan.exchange import ExchangePlan, Segment, build_exchange_plan
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import sharded_placement
 from deepspeed_muon.step.passes import Rates, Step, apply, pack
-from deepspeed_muon.step.tables import ChunkTable, Copy
+from deepspeed_muon.step.tables import ChunkTable
 from deepspeed_muon.variants import VARIANTS
 
 
@@ -82,7 +82,7 @@ def test_sizes_that_would_be_misaligned_are_copied_at_once() -> None:
     assert batch.start is None and table.room == 64
     (copy,) = batch.own
     matrices = torch.empty(48)
-    copy.in_batch(matrices).copy_(copy.in_buffer(directions))
+    copy.in_matrices(matrices).copy_(copy.in_buffer(directions))
     assert torch.equal(matrices.view(2, 24), grad.view(2, 24))
 
 
@@ -96,24 +96,24 @@ def test_equal_pieces_of_a_batch_are_copied_at_once() -> None:
     received = torch.arange(float(chunk.receive_buffer.numel))
     matrices = torch.full((4 * 48,), -1.0)
     for copy in batch.travelled:
-        copy.in_batch(matrices).copy_(copy.in_buffer(received))
+        copy.in_matrices(matrices).copy_(copy.in_buffer(received))
     expected = torch.full((4, 48), -1.0)
-    for segment in chunk.receive_buffer.segments:
-        for piece in range(segment.count):
-            start, at = segment.buffer_offset + piece * segment.stride, segment.matrix_offset + piece * 16
-            expected[segment.matrix, at : at + 16] = received[start : start + 16]
+    for index, segment in chunk.receive_buffer.segments:
+        for piece in range(segment.shape[1]):
+            start, at = segment.at_buffer + piece * segment.buffer_strides[1], segment.at_matrix + piece * 16
+            expected[index, at : at + 16] = received[start : start + 16]
     assert torch.equal(matrices.view(4, 48), expected) and (expected[:, :16] == -1).all()
     # Any other batch finds the same, matrix by matrix.
     for indices in ([1, 3], [3, 0], [2]):
         matrices = torch.full((48 * len(indices),), -1.0)
         for copy in table.batch(indices).travelled:
-            copy.in_batch(matrices).copy_(copy.in_buffer(received))
+            copy.in_matrices(matrices).copy_(copy.in_buffer(received))
         assert torch.equal(matrices.view(-1, 48), expected[indices])
 
 
 def test_pieces_at_unequal_distances_are_not_joined() -> None:
-    def copy(matrix: int, place: int, numel: int = 4) -> Copy:
-        return Copy((1, 1, numel), 8 * matrix, (8, numel, 1), place, (0, 0, 1), numel)
+    def copy(matrix: int, place: int, numel: int = 4) -> Segment:
+        return Segment.of(8 * matrix, numel, place, numel)._replace(matrix_strides=(8, numel, 1))
 
     first = copy(0, 0)
     two = first.before(copy(1, 6), 8)
