@@ -282,7 +282,7 @@ def main() -> None:
     parser.add_argument("--train", metavar="JSON", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.train:
-        from variants_training import train
+        from benchmarks.variants_training import train
 
         print(json.dumps(train(Run(**json.loads(args.train)))))
         return

@@ -11,9 +11,9 @@ import torch
 from gpt import GPT, GPTConfig
 from text_data import Batches, load_tokens, standard_library
 from torch import Tensor
-from variants import ADAMW, HEADS, LENGTH, SEQUENCES, Row, Run
 
 import deepspeed_muon
+from benchmarks.variants import ADAMW, HEADS, LENGTH, SEQUENCES, Row, Run
 from deepspeed_muon.ops.machine import hardware_name
 
 POINTS = 12

@@ -29,14 +29,7 @@ from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.variants import VARIANTS
 
 _ADAM = ("adam", "adamw", "fusedadam", "cpuadam", "deepspeedcpuadam", "torch_adam")
-_MEGATRON = {
-    "adam_beta1",
-    "adam_beta2",
-    "adam_eps",
-    "muon_momentum",
-    "muon_scale_mode",
-    "muon_extra_scale_factor",
-}
+_MEGATRON = {"adam_beta1", "adam_beta2", "muon_momentum", "muon_scale_mode", "muon_extra_scale_factor"}
 _KINDS = {
     "adamw": "AdamW",
     "deepspeed": "DeepSpeed's Muon, whose keys are those of this one",
@@ -84,14 +77,17 @@ def _rates(arguments: argparse.Namespace) -> int:
         print(f"  {key:<22} left out: {reason}")
     if not arguments.model:
         return 0
-    print(f"\n{summarize_routes(route_parameters(load_model(arguments.model), MuonConfig()))}")
-    return _check(model_config(arguments.model), found.settings) if arguments.check else 0
+    config = found.config()
+    print(f"\n{summarize_routes(route_parameters(load_model(arguments.model), config))}")
+    return _check(model_config(arguments.model), config) if arguments.check else 0
 
 
-def _check(config: Mapping[str, Any], settings: Mapping[str, Any]) -> int:
+def _check(model: Mapping[str, Any], config: MuonConfig) -> int:
     """Print the sizes of the updates at two widths; return 1 if one is not what the scale rule says."""
-    shrink = max(1, 2 ** math.ceil(math.log2(config.get("hidden_size", 512) / 512)))
-    wide, narrow = (measured_sizes(config, settings, factor) for factor in (shrink, 2 * shrink))
+    if "hidden_size" not in model:
+        raise ConfigError("--check: the model's config.json has no hidden_size that could be divided")
+    shrink = max(1, 2 ** math.ceil(math.log2(model["hidden_size"] / 512)))
+    wide, narrow = (measured_sizes(model, config, factor) for factor in (shrink, 2 * shrink))
     print(
         f"\nsize of an update over the rate, models of 1/{2 * shrink} and 1/{shrink} of the width, two layers"
     )
@@ -128,6 +124,14 @@ class Translation:
         """Set a key."""
         self.settings[key], self.reasons[key] = value, reason
 
+    def take(self, theirs: str, default: Any, reason: str, *, key: str = "") -> None:
+        """Set a key, by default of the same name, to the other optimizer's value or its default."""
+        self.put(key or theirs, self.given.pop(theirs, default), reason)
+
+    def config(self) -> MuonConfig:
+        """Return the checked settings, without those that the Hugging Face integrations fill in later."""
+        return MuonConfig.from_params({key: value for key, value in self.settings.items() if value != "auto"})
+
     def keep_rest(self) -> None:
         """Take all that is left under its name here; what has none is left out with what to do about it."""
         for key, value in self.given.items():
@@ -157,16 +161,14 @@ def translate(content: Mapping[str, Any], kind: str | None = None) -> tuple[str,
         raise ConfigError(f"optimizer.params: must be an object, got {shown(params)}")
     kind = kind or _kind(type_name, params)
     found = Translation(params)
-    if kind == "adamw":
-        _from_adamw(found)
-    elif kind == "deepspeed":
-        _from_deepspeed(found, content)
-    elif kind == "torch":
-        _from_torch(found)
-    else:
-        _from_megatron(found)
-    # The Hugging Face integrations fill in "auto" later.
-    MuonConfig.from_params({key: value for key, value in found.settings.items() if value != "auto"})
+    try:
+        if kind == "deepspeed":
+            _from_deepspeed(found, content)
+        else:
+            {"adamw": _from_adamw, "torch": _from_torch, "megatron": _from_megatron}[kind](found)
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(f"optimizer: a value of the wrong type: {error}") from error
+    found.config()
     return kind, found
 
 
@@ -186,52 +188,47 @@ def _kind(type_name: str, params: Mapping[str, Any]) -> str:
 
 
 def _from_adamw(found: Translation) -> None:
-    take = found.given.pop
-    found.put("lr", take("lr", 1e-3), "AdamW's rate serves both halves under match_rms_adamw")
+    found.take("lr", 1e-3, "AdamW's rate serves both halves under match_rms_adamw")
     found.put(
-        "adjust_lr_fn",
-        "match_rms_adamw",
-        "matrices get updates of AdamW's usual size, 0.2 times the rate",
+        "adjust_lr_fn", "match_rms_adamw", "matrices get updates of AdamW's usual size, 0.2 times the rate"
     )
-    found.put("weight_decay", take("weight_decay", 0.0), "times the rate, as AdamW's: the product stays")
-    found.put("betas", take("betas", [0.9, 0.999]), _ADAM_HALF)
-    found.put("eps", take("eps", 1e-8), _ADAM_HALF)
+    found.take("weight_decay", 0.0, "times the rate, as AdamW's: the product stays")
+    found.take("betas", [0.9, 0.999], _ADAM_HALF)
+    found.take("eps", 1e-8, _ADAM_HALF)
     found.keep_rest()
 
 
 def _from_deepspeed(found: Translation, content: Mapping[str, Any]) -> None:
     clipping = content.get("gradient_clipping", 0.0)
-    stage = (content.get("zero_optimization") or {}).get("stage", 0)
-    if clipping and stage:
-        tuned = found.given.pop("muon_lr", found.given.get("lr"))
-        found.put("adam_lr", found.given.pop("adam_lr", found.given.get("lr", 3e-4)), "the same")
-        found.given.pop("lr", None)
+    if clipping and (content.get("zero_optimization") or {}).get("stage", 0):
+        shared = found.given.pop("lr", None)
+        tuned = found.given.pop("muon_lr", shared)
         found.put(
             "muon_lr",
             DEFAULT_MUON_LR,
-            f"DeepSpeed clips the update itself to gradient_clipping {clipping:g}, here it is the gradient: "
+            f"DeepSpeed clips the update to gradient_clipping {shown(clipping)}, here it is the gradient: "
             f"{shown(tuned)} does not carry over; begin with this, then try half and twice of it",
         )
+        if shared is not None:
+            found.take("adam_lr", shared, "its half is not affected: the same")
     if found.given.pop("per_head_muon", False):
         found.put("matrices", {"*": {"heads": "config"}}, "per_head_muon: every head is a matrix")
     found.keep_rest()
 
 
 def _from_torch(found: Translation) -> None:
-    take = found.given.pop
-    rate = take("lr", 1e-3)
     if found.given.get("adjust_lr_fn") == "match_rms_adamw":
-        found.put("lr", rate, "under match_rms_adamw it serves both halves")
+        found.take("lr", 1e-3, "under match_rms_adamw it serves both halves")
     else:
-        found.put("muon_lr", rate, "torch.optim.Muon has matrices only")
+        found.take("lr", 1e-3, "torch.optim.Muon has matrices only", key="muon_lr")
         found.put("adam_lr", 3e-4, "the default: write the rate of the AdamW that trains the rest")
-    found.put("muon_weight_decay", take("weight_decay", 0.1), "torch's default is 0.1, here it is 0")
-    row, steps = list(take("ns_coefficients", _QUINTIC)), take("ns_steps", 5)
+    found.take("weight_decay", 0.1, "torch's default is 0.1, here it is 0", key="muon_weight_decay")
+    row, steps = list(found.given.pop("ns_coefficients", _QUINTIC)), found.given.pop("ns_steps", 5)
     if row == _QUINTIC:
         found.put("ns_steps", steps, "the same coefficients, quintic")
     else:
         found.put("ns_schedule", [row] * steps, f"ns_coefficients in each of {steps} steps")
-    if take("eps", None) is not None:
+    if found.given.pop("eps", None) is not None:
         found.left_out["eps"] = (
             "guards the norm there; here a norm below 1e-12 counts as 1e-12, and eps is AdamW's"
         )
@@ -241,45 +238,37 @@ def _from_torch(found: Translation) -> None:
 
 
 def _from_megatron(found: Translation) -> None:
-    params = {key.replace("-", "_"): value for key, value in found.given.items()}
-    found.given = {}
-
-    def take(key: str, default: Any) -> Any:
-        return params.get(f"muon_{key}", params.get(key, default))
-
-    rate, decay = take("lr", 1e-3), take("weight_decay", 0.01)
-    extra, mode = take("extra_scale_factor", 1.0), take("scale_mode", "spectral")
+    found.given = {
+        key.replace("-", "_").removeprefix("muon_"): value for key, value in found.given.items()
+    }  # the model's arguments are among them: what is left is no setting of the optimizer
+    extra, mode = found.given.get("extra_scale_factor", 1.0), found.given.get("scale_mode", "spectral")
+    rate, decay = found.given.get("lr", 1e-3), found.given.get("weight_decay", 0.01)
     if (mode, extra) == ("spectral", 0.2):
         found.put("lr", rate, "the rate of both halves, as there")
         found.put("adjust_lr_fn", "match_rms_adamw", "spectral with an extra factor of 0.2 is this rule")
     else:
-        found.put(
-            "adjust_lr_fn",
-            {"shape_scaling": "original"}.get(mode, mode),
-            f"scale mode {mode}: the same formula",
-        )
+        found.put("adjust_lr_fn", {"shape_scaling": "original"}.get(mode, mode), f"the formula of its {mode}")
         found.put("muon_lr", rate * extra, f"lr times the extra scale factor {extra:g}")
         found.put("adam_lr", rate, "lr")
         if extra != 1.0:
             found.put("muon_weight_decay", decay / extra, "so that its product with the rate stays")
     found.put("weight_decay", decay, "times the rate, as there")
-    found.put("momentum", take("momentum", 0.95), "the same")
-    nesterov = take("nesterov", take("use_nesterov", False))
-    found.put("nesterov", nesterov, "the same; off there unless asked for")
-    found.put("ns_steps", take("num_ns_steps", 5), "the same")
-    found.put("betas", [take("adam_beta1", 0.9), take("adam_beta2", 0.999)], _ADAM_HALF)
-    found.put("eps", take("adam_eps", 1e-8), _ADAM_HALF)
-    if take("tp_mode", "blockwise") == "distributed":
-        found.put("tensor_parallel_mode", "distributed", "the same")
-    elif take("tp_mode", None) == "blockwise":
-        found.left_out["tp_mode"] = "blockwise: here updates do not depend on the tensor-parallel size"
-    schedule = take("coefficient_type", "quintic")
+    found.take("momentum", 0.95, "the same")
+    found.take("use_nesterov", False, "off there unless asked for", key="nesterov")
+    found.take("nesterov", found.settings["nesterov"], "off there unless asked for")
+    found.take("num_ns_steps", 5, "the same", key="ns_steps")
+    betas = [found.given.get("adam_beta1", 0.9), found.given.get("adam_beta2", 0.999)]
+    found.put("betas", betas, _ADAM_HALF)
+    found.take("adam_eps", 1e-8, _ADAM_HALF, key="eps")
+    schedule = found.given.get("coefficient_type", "quintic")
     if schedule in ("polar_express", "cans", "deepseekv4"):
         found.put("ns_schedule", schedule, "the same method; its last digits differ")
     elif schedule != "simple":
-        found.left_out["coefficient_type"] = (
-            f"{schedule}: a table of Megatron's; quintic, the default here, is its 'simple'"
-        )
+        found.left_out["coefficient_type"] = f"{schedule} is a table of its own; quintic here is its 'simple'"
+    if found.given.get("tp_mode") == "distributed":
+        found.put("tensor_parallel_mode", "distributed", "the same")
+    else:
+        found.left_out["tp_mode"] = "the default, gather, gives the update of the whole matrix"
 
 
 def expected_size(route: Route, config: MuonConfig) -> float:
@@ -292,13 +281,13 @@ def expected_size(route: Route, config: MuonConfig) -> float:
 
 
 def measured_sizes(
-    config: Mapping[str, Any], settings: Mapping[str, Any], shrink: int
+    sizes: Mapping[str, Any], config: MuonConfig, shrink: int
 ) -> dict[str, tuple[str, float, float]]:
     """Take one step of a narrower model with random gradients and return the sizes of the updates.
 
     Args:
-        config: A Hugging Face configuration.
-        settings: ``optimizer.params``; weight decay is left out.
+        sizes: A Hugging Face configuration.
+        config: The settings; weight decay and QK-clip are left out.
         shrink: The factor by which the model is narrower, with fewer heads, experts and two layers.
 
     Returns:
@@ -306,23 +295,24 @@ def measured_sizes(
         a variant with a relative rate: its norm over the weights' and the rate), and what the scale rule says.
     """
     torch.manual_seed(0)
-    model = build_model(_narrower(config, shrink), "cpu").float()
-    kept = {key: value for key, value in settings.items() if value != "auto" and "weight_decay" not in key}
-    optimizer = Muon(model, **kept, health=False)
+    model = build_model(_narrower(sizes, shrink), "cpu").float()
+    off = {"weight_decay": 0.0, "muon_weight_decay": None, "qk_clip": None, "health": 0}
+    config = config.model_copy(update=off)
+    optimizer = Muon._from_config(model, config, model=model)
     members = list(model_parameters_by_name(model).values())
-    routes = route_parameters(members, optimizer.config)
+    routes = route_parameters(members, config)
     before = [member.param.detach().clone() for member in members]
     for member in members:
         member.param.grad = torch.randn_like(member.param)
     optimizer.step()
-    relative = VARIANTS[optimizer.config.variant].relative_rate
-    rate = optimizer.config.muon_defaults()["lr"]
+    relative = VARIANTS[config.variant].relative_rate
+    rate = config.muon_defaults()["lr"]
     found = {}
     for route, member, old in zip(routes, members, before, strict=True):
         if route.algorithm == "muon":
             step = (member.param.detach() - old).norm() / rate
             size = float(step / old.norm()) if relative else float(step) / math.sqrt(route.numel)
-            expected = 1.0 if relative else expected_size(route, optimizer.config)
+            expected = 1.0 if relative else expected_size(route, config)
             shape = "x".join(map(str, route.shape))
             found[re.sub(r"\.\d+\.", ".*.", route.name)] = (shape, size, expected)
     return found

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from benchmarks import variants
+from benchmarks import variants, variants_report
 from benchmarks.variants import Axis, Results, Run, Search
 
 TINY = Run("normuon", dim=32, layers=1, steps=3, rate=0.02, decay=0.002, rest=0.01)
@@ -64,3 +64,38 @@ def test_resumes_behind_the_last_whole_line(tmp_path, monkeypatch):
     assert [row["rate"] for row in Results(out).rows.values()] == [0.02, 0.04]
     assert all(math.isfinite(row["loss"]) and row["curve"] for row in Results(out).rows.values())
     assert go_on() == second
+
+
+def test_report_says_better_only_beyond_two_standard_errors(tmp_path, monkeypatch):
+    """Known differences: NorMuon always 0.1 below Muon, MuonEq 0.1 above and below in turn."""
+    out = tmp_path / "raw.jsonl"
+    results = Results(out)
+    shift = {variants.ADAMW: 0.5, "muon": 0.0, "normuon": -0.1}
+    seeded = {"muon_eq": (0.1, -0.1, 0.1, -0.1, 0.0)}
+
+    def loss(run: Run) -> float:
+        away = abs(math.log2(run.rate / variants.FIRST_RATE.get(run.optimizer, 0.04)))
+        own = seeded.get(run.optimizer, (shift.get(run.optimizer, 0.2),) * 5)[run.seed]
+        return 2.0 + 0.2 * away + abs(math.log2(run.rest / 0.016)) + own + 0.001 * run.seed
+
+    searches = variants.studies(results)["1M-300"]
+    for search in searches.values():
+        while todo := [run for run in search.runs(results) if results.row(run) is None]:
+            last = loss(todo[0])
+            curve = [[step, last + 0.01 * (300 - step), 0.1, 0.01, 1.0, 2.0] for step in (100, 200, 300)]
+            told = {"loss": last, "curve": curve, "seconds": 20.0, "optimizer_ms": 5.0}
+            results.add({**asdict(todo[0]), **told, "hardware": "none", "torch": "2"})
+    monkeypatch.setattr(sys, "argv", ["variants_report.py", "--raw", str(out)])
+    variants_report.main()
+    page = out.with_suffix(".md").read_text().split("## iteration")[0]
+    cells = {line.split(" | ")[0][2:]: line.split(" | ") for line in page.splitlines() if " ± " in line}
+    assert {name: cells[name][5] for name in ("normuon", "muon_eq", variants.ADAMW)} == {
+        "normuon": "better",
+        "muon_eq": "no difference",
+        variants.ADAMW: "worse",
+    }
+    assert cells["normuon"][4] == "-0.1000 ± 0.0000"
+    # Its curve, 0.5 below AdamW's, reaches AdamW's last loss 50 steps before the end.
+    assert cells["muon"][6] == f"{250 / 300:.2f}"
+    assert float(cells["muon"][7]) == pytest.approx(2 * variants_report.MARGIN / 0.2, abs=0.06)
+    assert out.with_suffix(".png").exists()

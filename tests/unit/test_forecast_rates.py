@@ -104,6 +104,7 @@ def test_megatrons_arguments() -> None:
         ({}, "'' has no counterpart"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": -1}}}, "optimizer.params.lr: must be at least 0"),
         ({"optimizer": {"type": "AdamW", "params": [1]}}, "optimizer.params: must be an object"),
+        ({"optimizer": "muon", "lr": "1", "muon_scale_mode": "original"}, "a value of the wrong type"),
     ],
 )
 def test_what_cannot_be_translated(content: dict[str, Any], message: str) -> None:
