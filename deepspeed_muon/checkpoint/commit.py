@@ -1,4 +1,7 @@
-"""How a save replaces the set of a folder: at every instant the folder holds the old set or the new one, whole.
+"""The files of a save, and how they replace the set of a folder: it holds the old set or the new one, whole.
+
+A safetensors file holds whole tensors, whoever holds their parts. The ranks write in rounds. In each round every rank
+receives one piece of the file that it writes, so the pieces bound the memory, whatever the size of the model.
 
 Before anything is written, the first rank locks the folder and writes a random number into the lock file, and all ranks
 read it: ranks with folders of their own would write shards that nobody finds. Then each step is on the disk before the
@@ -13,8 +16,7 @@ next begins:
 
 If a step before the rename fails, the first rank removes the files of this save. If it died, or if the rename may have
 happened, all files are kept, and the next save removes those that its index does not name. The lock keeps a second save
-out of the folder meanwhile, which would remove the shards of this one as leftovers. A conversion without an engine
-takes the same steps, as a single rank.
+out of the folder meanwhile, which would remove the shards of this one as leftovers.
 """
 
 from __future__ import annotations
@@ -22,125 +24,209 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.atomic import LOCK_NAME, FolderWriter, fsync_folder
-from deepspeed_muon.checkpoint.index import CheckpointIndex, FileRecord
-from deepspeed_muon.checkpoint.parts import Piece, SavePlan, Shapes, shard_header
-from deepspeed_muon.checkpoint.sealed import read_regular
-from deepspeed_muon.errors import CheckpointError, MuonError, RankMissingError
+from deepspeed_muon.checkpoint.files import fsync_folder, lock, regular_size, replace_file, unlink, unlock
+from deepspeed_muon.checkpoint.index import INDEX_NAME, SHARD_PATTERN, CheckpointIndex, FileRecord, load_index
+from deepspeed_muon.checkpoint.parameters import ITEM_BYTES, ParameterRecord, tensor_name
+from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import logger
-from deepspeed_muon.transport.agreement import RankFacts, agree, together
-from deepspeed_muon.transport.ranks import Ranks, all_ranks
+
+LOCK_NAME = ".muon_save.lock"
+
+# Shards, and what killed saves leave of shards and of the index.
+_OURS = re.compile(
+    rf"{SHARD_PATTERN.pattern}|\.({SHARD_PATTERN.pattern}|{re.escape(INDEX_NAME)}\.[0-9a-f]{{12}})\.tmp"
+)
+
+DEFAULT_SHARD_BYTES = 2 << 30
+
+# The largest piece that a rank receives at once, which bounds the buffers beside the shard itself.
+_PIECE_BYTES = 4 << 20
+
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+"""Name of each tensor of a file to its shape, in the order of the file."""
 
 
-def require_one_folder(folder: Path, writer: FolderWriter | None) -> str:
-    """Raise on every rank unless all of them see the same folder. Must be called by all ranks.
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one rank appends to its current file in one round.
 
-    Args:
-        folder: As this rank calls it.
-        writer: Of the folder, on the first rank.
-
-    Returns:
-        The id of the save.
+    Attributes:
+        file: Name of the file.
+        start: First element of the file's tensors, taken together, that it holds.
+        stop: First element that it does not hold.
+        ends: Whether it is the last piece of the file.
     """
-    own = "" if writer is None else writer.save_id
-    save_id = str(next(iter(all_ranks().gather(own, what="naming of a save").values())))
-    seen = b""
-    with together(CheckpointError):
-        with contextlib.suppress(OSError, CheckpointError):
-            seen = read_regular(folder / LOCK_NAME, 64)
-        if seen != save_id.encode():
-            raise CheckpointError(
-                f"{os.path.abspath(folder)}: this rank does not see there what rank 0 wrote into {folder}. All ranks "
-                f"must share the folder: name it by its absolute path on a file system that every machine mounts. "
-                f"Nothing was written, what it held before is untouched"
-            )
-    return save_id
+
+    file: str
+    start: int
+    stop: int
+    ends: bool
 
 
-def write_set(
-    folder: Path,
-    plan: SavePlan,
-    fill: Callable[[Sequence[Piece | None], Tensor], None],
-    about: Callable[[], dict[str, Any]],
-    writer: FolderWriter | None,
-    ranks: Ranks,
-) -> CheckpointIndex | None:
-    """Replace the set of a folder, in the order above. Must be called by all ``ranks``.
+def pack(tensors: Shapes, shard_bytes: int) -> list[dict[str, tuple[int, ...]]]:
+    """Divide tensors into files, in order; a file is larger than ``shard_bytes`` only where a single tensor is."""
+    shards: list[dict[str, tuple[int, ...]]] = []
+    size = 0
+    for name, shape in tensors.items():
+        nbytes = math.prod(shape) * ITEM_BYTES
+        if not shards or size + nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = shape
+        size += nbytes
+    return shards
 
-    Args:
-        folder: Where the set is to be.
-        plan: What to write.
-        fill: See :func:`write_shards`.
-        about: Returns the entries of the index besides files and parameters.
-        writer: Of the folder, on the first rank; closed in any case.
-        ranks: The ranks that save.
 
-    Returns:
-        The index, on the first rank.
+def shard_name(save_id: str, number: int) -> str:
+    """Return the file name of a shard; because of ``save_id`` no other save has a file of that name."""
+    return f"muon-{save_id}-{number:05d}.safetensors"
 
-    Raises:
-        CheckpointError: On every rank. The message says which set the folder holds.
+
+def shard_header(tensors: Shapes) -> tuple[dict[str, Any], int]:
+    """Return what the header of a safetensors file says of its tensors, and how many bytes they take together."""
+    header, end = {}, 0
+    for name, shape in tensors.items():
+        start, end = end, end + math.prod(shape) * ITEM_BYTES
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
+    return header, end
+
+
+class SavePlan:
+    """Which file holds what, who writes it, and in which pieces; made from metadata, equal on all ranks.
+
+    Attributes:
+        files: Name of every file to the tensors in it.
+        piece_numel: Elements of the largest piece.
     """
-    untouched = f"{folder}: what it held before is untouched"
-    # All that the other ranks know as soon as the first one may write the index.
-    unknown = f"{folder}: it holds the new set or the one before, complete; 'checkpoint inspect' says which"
-    index: CheckpointIndex | None = None
-    failure: CheckpointError | None = None
-    try:
-        log_stage(folder, "start")
-        with rank_lost(untouched):
-            log_stage(folder, "shards")
-            files, error = write_shards(plan, ranks.position, fill, folder)
-        with rank_lost(unknown if writer is None else untouched):
-            agree(RankFacts({}), error=error, kind=CheckpointError, ranks=ranks)
-            log_stage(folder, "shards written")
-            shares = ranks.gather(files, what="gathering of the index").values()
-        if writer is not None:
-            try:
-                every = dict(sorted((name, share[name]) for share in shares for name in share))
-                index = CheckpointIndex.made_now(**about(), files=every, parameters=plan.records())
-                writer.commit(index)
-            except CheckpointError as caught:
-                failure = caught
-            except Exception as caught:
-                text = f"the index cannot be made: {type(caught).__name__}: {caught}"
-                failure = CheckpointError(f"{untouched}: {text}")
-            unknown = str(
-                failure or f"{folder}: the new set is complete and in place, but not every rank may know"
+
+    def __init__(
+        self, parameters: Mapping[str, ParameterRecord], shard_bytes: int, save_id: str, world_size: int = 1
+    ) -> None:
+        """Make the plan.
+
+        Args:
+            parameters: Name of each parameter to its record, in the same order on all ranks.
+            shard_bytes: The intended size of a file; it bounds the pieces too.
+            save_id: A random number that is in the names of the files.
+            world_size: How many ranks write.
+        """
+        self._parameters = parameters
+        tensors = {
+            tensor_name(key, name): record.shape_of(key)
+            for name, record in parameters.items()
+            for key in record.tensor_keys
+        }
+        # Small models too are written by all ranks.
+        share = -(-sum(map(math.prod, tensors.values())) * ITEM_BYTES // world_size)
+        shards = pack(tensors, min(shard_bytes, max(share, 1)))
+        self.files = {shard_name(save_id, number): shard for number, shard in enumerate(shards)}
+        piece_bytes = max(1 << 10, min(_PIECE_BYTES, shard_bytes // (2 * world_size)))
+        self.piece_numel = numel = piece_bytes // ITEM_BYTES
+        self._pieces: list[list[Piece]] = [[] for _ in range(world_size)]
+        load = [0] * world_size
+        sizes = {file: sum(map(math.prod, shard.values())) for file, shard in self.files.items()}
+        # The largest files first, each to the rank that has least to write.
+        for file, size in sorted(sizes.items(), key=lambda item: -item[1]):
+            rank = load.index(min(load))
+            load[rank] += size
+            self._pieces[rank] += [
+                Piece(file, start, min(start + numel, size), start + numel >= size)
+                for start in range(0, size, numel)
+            ]
+
+    def rounds(self) -> Iterator[tuple[Piece | None, ...]]:
+        """Yield the piece of every rank, or ``None`` for ranks that are done."""
+        return zip_longest(*self._pieces)
+
+    def ranges(self, piece: Piece) -> Iterator[tuple[str, str, int, int, int]]:
+        """Yield what a piece consists of.
+
+        Yields:
+            Parameter, key, the first element of that tensor and the one behind the last, and which element of the
+            tensor comes first in the piece: negative if the tensor begins later in it.
+        """
+        offset = 0
+        for tensor, shape in self.files[piece.file].items():
+            numel = math.prod(shape)
+            begin, end = max(piece.start - offset, 0), min(piece.stop - offset, numel)
+            if begin < end:
+                key, _, name = tensor.partition("/")
+                yield name, key, begin, end, piece.start - offset
+            offset += numel
+            if offset >= piece.stop:
+                return
+
+    def records(self) -> dict[str, ParameterRecord]:
+        """Return the record of every parameter, with the names of its files."""
+        file_of = {tensor: file for file, tensors in self.files.items() for tensor in tensors}
+        return {
+            name: record.model_copy(
+                update={"tensors": {key: file_of[tensor_name(key, name)] for key in record.tensor_keys}}
             )
-        with rank_lost(unknown):
-            agree(RankFacts({}), error=failure, kind=CheckpointError, ranks=ranks)
-        log_stage(folder, "index written")
-    finally:
-        if writer is not None:
-            writer.close()
-    log_stage(folder, "done")
-    return index
+            for name, record in self._parameters.items()
+        }
 
 
-@contextlib.contextmanager
-def rank_lost(left: str) -> Iterator[None]:
-    """Name what is left of a save when a collective fails because a rank died or did not come."""
-    try:
-        yield
-    except (MuonError, RuntimeError) as error:
-        if isinstance(error, MuonError) and not isinstance(error, RankMissingError):
+class ShardFile:
+    """One safetensors file that is written under a temporary name; :meth:`finish` syncs and renames it."""
+
+    def __init__(self, path: Path, tensors: Shapes) -> None:
+        """Open the file under its temporary name and write the header for ``tensors``."""
+        self._path = path
+        self._aside = path.with_name(f".{path.name}.tmp")
+        header, numbers = shard_header(tensors)
+        text = json.dumps({"__metadata__": {"format": "pt"}, **header}, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._expected = 8 + len(text) + numbers
+        self._written = 0
+        self._sha = hashlib.sha256()
+        self._file = open(self._aside, "wb")  # noqa: SIM115 - closed by close()
+        try:
+            self._put(len(text).to_bytes(8, "little") + text)
+        except OSError:
+            self.close()
             raise
-        raise CheckpointError(f"{left}. The ranks did not finish the save together: {error}") from error
 
+    def write(self, piece: Tensor) -> None:
+        """Append the next elements.
 
-def log_stage(folder: Path, stage: str) -> None:
-    """Log how far a save has come."""
-    logger.debug("deepspeed_muon: save to %s: %s", folder, stage)
+        Args:
+            piece: One-dimensional, contiguous, fp32, on the CPU.
+        """
+        assert piece.dtype == torch.float32 and piece.device.type == "cpu"
+        self._put(memoryview(piece.detach().numpy().data).cast("B"))
+
+    def _put(self, data: bytes | memoryview) -> None:
+        self._sha.update(data)
+        self._written += self._file.write(data)
+
+    def finish(self) -> FileRecord:
+        """Sync the file, give it its name and return its record. The folder, which holds the name, is not synced."""
+        assert self._written == self._expected, (self._written, self._expected)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(self._aside, self._path)
+        return FileRecord(bytes=self._written, sha256=self._sha.hexdigest())
+
+    def close(self) -> None:
+        """Close a file that is not finished. It keeps its temporary name."""
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 def write_shards(
@@ -204,49 +290,111 @@ def write_shards(
     return files, failed[0] if failed else None
 
 
-class ShardFile:
-    """One safetensors file that is written under a temporary name; :meth:`finish` syncs and renames it."""
+def log_stage(folder: Path, stage: str) -> None:
+    """Log how far a save has come."""
+    logger.debug("deepspeed_muon: save to %s: %s", folder, stage)
 
-    def __init__(self, path: Path, tensors: Shapes) -> None:
-        """Open the file under its temporary name and write the header for ``tensors``."""
-        self._path = path
-        self._aside = path.with_name(f".{path.name}.tmp")
-        header, numbers = shard_header(tensors)
-        text = json.dumps({"__metadata__": {"format": "pt"}, **header}, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self._expected = 8 + len(text) + numbers
-        self._written = 0
-        self._sha = hashlib.sha256()
-        self._file = open(self._aside, "wb")  # noqa: SIM115 - closed by close()
-        try:
-            self._put(len(text).to_bytes(8, "little") + text)
-        except OSError:
-            self.close()
-            raise
 
-    def write(self, piece: Tensor) -> None:
-        """Append the next elements.
+class FolderWriter:
+    """The process that writes the index of a folder; it keeps other saves out until :meth:`close`.
+
+    Attributes:
+        save_id: A random number that is in the names of all files of this save, and meanwhile in the lock file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Lock the folder, which must exist.
 
         Args:
-            piece: One-dimensional, contiguous, fp32, on the CPU.
+            folder: Where the set is to be.
+
+        Raises:
+            CheckpointError: If another save writes into it, or it cannot be written to.
         """
-        assert piece.dtype == torch.float32 and piece.device.type == "cpu"
-        self._put(memoryview(piece.detach().numpy().data).cast("B"))
+        self.save_id = secrets.token_hex(6)
+        self._folder = folder
+        self._lock: int | None = None
+        # Which files of ours no index names: those of this save, as long as it has not renamed its index.
+        self._stale: Callable[[str], bool] = lambda name: self.save_id in name
+        path = folder / LOCK_NAME
+        try:
+            self._lock = lock(path, os.O_RDWR | os.O_CREAT)
+            with open(path, "wb") as file:  # closing it lets ranks on other machines see the content
+                file.write(self.save_id.encode())
+        except BlockingIOError:
+            raise CheckpointError(
+                f"{folder}: another save is writing into this folder; wait for it, or name another folder"
+            ) from None
+        except OSError as error:
+            self._release()
+            raise CheckpointError(f"{path}: {error}; what the folder held before is untouched") from error
+        if self._lock is None:
+            logger.warning(
+                "deepspeed_muon: %s is on a file system without locks: never run two saves into it at once. What "
+                "killed saves left there is not removed",
+                folder,
+            )
 
-    def _put(self, data: bytes | memoryview) -> None:
-        self._sha.update(data)
-        self._written += self._file.write(data)
+    def commit(self, index: CheckpointIndex) -> None:
+        """Make the shards that ``index`` names the set of the folder; shards and names must be synced to the disk.
 
-    def finish(self) -> FileRecord:
-        """Sync the file, give it its name and return its record. The folder, which holds the name, is not synced."""
-        assert self._written == self._expected, (self._written, self._expected)
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        os.replace(self._aside, self._path)
-        return FileRecord(bytes=self._written, sha256=self._sha.hexdigest())
+        Args:
+            index: The whole index.
+
+        Raises:
+            CheckpointError: Saying which set the folder holds.
+        """
+        replaced: set[str] = set()
+        if self._lock is None:
+            with contextlib.suppress(CheckpointError):
+                replaced.update(load_index(self._folder).files)
+
+        def check() -> None:
+            for name, record in index.files.items():
+                size = regular_size(self._folder / name)
+                if size != record.bytes:
+                    raise CheckpointError(f"{name} has {size} bytes, {record.bytes} were written")
+            self._stale = lambda name: False  # from now on until the rename lasts, either index may be there
+
+        replace_file(self._folder / INDEX_NAME, index.to_bytes(), check=check)
+        alone = self._lock is not None
+        self._stale = lambda name: name not in index.files and (alone or name in replaced)
 
     def close(self) -> None:
-        """Close a file that is not finished. It keeps its temporary name."""
-        with contextlib.suppress(OSError):
-            self._file.close()
+        """Remove the files of ours that no index names, and let other saves in; may be called twice."""
+        remove_stale(self._folder, self._stale)
+        self._stale = lambda name: False
+        self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            unlink(self._folder / LOCK_NAME)
+            unlock(self._lock)
+            self._lock = None
+
+
+def remove_stale(folder: Path, stale: Callable[[str], bool]) -> None:
+    """Remove shards, and what killed saves left of shards and of indexes. What cannot be removed stays, with a warning.
+
+    Args:
+        folder: A consolidated checkpoint.
+        stale: Whether no index names a file.
+    """
+    stuck: list[OSError] = []
+    try:
+        names = [name for name in os.listdir(folder) if _OURS.fullmatch(name) and stale(name)]
+    except OSError as error:
+        names, stuck = [], [error]
+    for name in names:
+        try:
+            (folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            stuck.append(error)
+    if stuck:
+        logger.warning(
+            "deepspeed_muon: %s: %d files that no index names could not be removed, which the next save tries again: "
+            "%s",
+            folder,
+            len(stuck),
+            stuck[0],
+        )

@@ -1,7 +1,7 @@
-"""Write the state of a running engine as one safetensors set, by all ranks in parallel.
+"""Write one safetensors set: the state of a running engine, by all ranks in parallel, or DeepSpeed's saved files.
 
-:mod:`deepspeed_muon.checkpoint.parts` says how the tensors get into the files, and
-:mod:`deepspeed_muon.checkpoint.commit` how the new set replaces the one before.
+:mod:`deepspeed_muon.checkpoint.commit` says how the tensors get into the files, and how the new set replaces the one
+before. A conversion of files takes the same steps as the ranks of an engine, as a single rank.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,24 +20,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.atomic import FolderWriter, make_folder
-from deepspeed_muon.checkpoint.commit import rank_lost, require_one_folder, write_set
-from deepspeed_muon.checkpoint.index import OURS
-from deepspeed_muon.checkpoint.live import LiveState, collect, require_all_ranks
-from deepspeed_muon.checkpoint.parts import (
+from deepspeed_muon.checkpoint.commit import (
     DEFAULT_SHARD_BYTES,
-    HeldParameter,
+    LOCK_NAME,
+    FolderWriter,
     Piece,
     SavePlan,
-    Transfer,
-    check_shard_bytes,
-    put_together,
-    transfers_of,
+    log_stage,
+    write_shards,
 )
-from deepspeed_muon.checkpoint.sealed import folder_of, json_settings, refusing
-from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.transport.agreement import RankFacts, Scope, together
-from deepspeed_muon.transport.ranks import all_ranks, is_first_rank, phase
+from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
+from deepspeed_muon.checkpoint.files import folder_of, make_folder, read_regular, refusing
+from deepspeed_muon.checkpoint.index import OURS, CheckpointIndex, json_settings
+from deepspeed_muon.checkpoint.live import LiveState, collect, require_all_ranks
+from deepspeed_muon.checkpoint.parameters import HeldParameter, Transfer, put_together, transfers_of
+from deepspeed_muon.errors import CheckpointError, MuonError, RankMissingError
+from deepspeed_muon.transport.agreement import RankFacts, Scope, agree, together
+from deepspeed_muon.transport.ranks import Ranks, all_ranks, is_first_rank, phase
 
 # How many of the first elements of copies are compared, and how far apart they may be, relative to the largest.
 _COMPARED = 64
@@ -84,6 +83,12 @@ def consolidate(
     fill = _Exchange(state, plan, parts).fill
     write_set(folder, plan, fill, functools.partial(_about, state), writer, all_ranks())
     return folder
+
+
+def check_shard_bytes(shard_bytes: Any) -> None:
+    """Raise a CheckpointError unless files can have that size."""
+    if not isinstance(shard_bytes, int) or isinstance(shard_bytes, bool) or shard_bytes < 1:
+        raise CheckpointError(f"shard_bytes must be a positive number of bytes, got {shard_bytes!r}")
 
 
 def _open(
@@ -226,3 +231,147 @@ class _Exchange:
         for name, key, start, stop, piece_start in self._plan.ranges(piece) if piece else ():
             parts = self._parts[name]
             yield from transfers_of(parts, key, start, stop, piece_start=piece_start, writer=writer)
+
+
+def require_one_folder(folder: Path, writer: FolderWriter | None) -> str:
+    """Raise on every rank unless all of them see the same folder. Must be called by all ranks.
+
+    Args:
+        folder: As this rank calls it.
+        writer: Of the folder, on the first rank.
+
+    Returns:
+        The id of the save.
+    """
+    own = "" if writer is None else writer.save_id
+    save_id = str(next(iter(all_ranks().gather(own, what="naming of a save").values())))
+    seen = b""
+    with together(CheckpointError):
+        with contextlib.suppress(OSError, CheckpointError):
+            seen = read_regular(folder / LOCK_NAME, 64)
+        if seen != save_id.encode():
+            raise CheckpointError(
+                f"{os.path.abspath(folder)}: this rank does not see there what rank 0 wrote into {folder}. All ranks "
+                f"must share the folder: name it by its absolute path on a file system that every machine mounts. "
+                f"Nothing was written, what it held before is untouched"
+            )
+    return save_id
+
+
+def write_set(
+    folder: Path,
+    plan: SavePlan,
+    fill: Callable[[Sequence[Piece | None], Tensor], None],
+    about: Callable[[], dict[str, Any]],
+    writer: FolderWriter | None,
+    ranks: Ranks,
+) -> CheckpointIndex | None:
+    """Replace the set of a folder, in the order above. Must be called by all ``ranks``.
+
+    Args:
+        folder: Where the set is to be.
+        plan: What to write.
+        fill: See :func:`write_shards`.
+        about: Returns the entries of the index besides files and parameters.
+        writer: Of the folder, on the first rank; closed in any case.
+        ranks: The ranks that save.
+
+    Returns:
+        The index, on the first rank.
+
+    Raises:
+        CheckpointError: On every rank. The message says which set the folder holds.
+    """
+    untouched = f"{folder}: what it held before is untouched"
+    # All that the other ranks know as soon as the first one may write the index.
+    unknown = f"{folder}: it holds the new set or the one before, complete; 'checkpoint inspect' says which"
+    index: CheckpointIndex | None = None
+    failure: CheckpointError | None = None
+    try:
+        log_stage(folder, "start")
+        with rank_lost(untouched):
+            log_stage(folder, "shards")
+            files, error = write_shards(plan, ranks.position, fill, folder)
+        with rank_lost(unknown if writer is None else untouched):
+            agree(RankFacts({}), error=error, kind=CheckpointError, ranks=ranks)
+            log_stage(folder, "shards written")
+            shares = ranks.gather(files, what="gathering of the index").values()
+        if writer is not None:
+            try:
+                every = dict(sorted((name, share[name]) for share in shares for name in share))
+                index = CheckpointIndex.made_now(**about(), files=every, parameters=plan.records())
+                writer.commit(index)
+            except CheckpointError as caught:
+                failure = caught
+            except Exception as caught:
+                text = f"the index cannot be made: {type(caught).__name__}: {caught}"
+                failure = CheckpointError(f"{untouched}: {text}")
+            unknown = str(
+                failure or f"{folder}: the new set is complete and in place, but not every rank may know"
+            )
+        with rank_lost(unknown):
+            agree(RankFacts({}), error=failure, kind=CheckpointError, ranks=ranks)
+        log_stage(folder, "index written")
+    finally:
+        if writer is not None:
+            writer.close()
+    log_stage(folder, "done")
+    return index
+
+
+@contextlib.contextmanager
+def rank_lost(left: str) -> Iterator[None]:
+    """Name what is left of a save when a collective fails because a rank died or did not come."""
+    try:
+        yield
+    except (MuonError, RuntimeError) as error:
+        if isinstance(error, MuonError) and not isinstance(error, RankMissingError):
+            raise
+        raise CheckpointError(f"{left}. The ranks did not finish the save together: {error}") from error
+
+
+def consolidate_files(
+    folder: str | os.PathLike[str],
+    out_dir: str | os.PathLike[str],
+    *,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    trust: bool = False,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+) -> CheckpointIndex:
+    """Convert a checkpoint that DeepSpeed saved to one safetensors set, with some megabytes in memory at a time.
+
+    Args:
+        folder: A tag's folder, or the folder with ``latest``: ours, DeepSpeed's own Muon's, or AdamW's.
+        out_dir: Where to write; made if needed.
+        shard_bytes: Intended size of a file.
+        trust: Unpickle anything; see :func:`deepspeed_muon.checkpoint.files.load_pickle`.
+        include: For AdamW checkpoints: patterns of names that go to Muon.
+        exclude: For AdamW checkpoints: patterns of names that stay with AdamW.
+
+    Returns:
+        The index that was written.
+
+    Raises:
+        CheckpointError: Naming the file and the parameter. A set that ``out_dir`` held before is untouched then, unless
+            the message says that the new one is in place.
+    """
+    out = folder_of("out_dir", out_dir)
+    check_shard_bytes(shard_bytes)
+    saved = DeepSpeedFiles(folder, trust=trust, include=include, exclude=exclude)
+    with refusing(f"{out}: cannot be made"):
+        make_folder(out)
+    writer = FolderWriter(out)
+    plan = SavePlan(saved.parameters, shard_bytes, writer.save_id)
+
+    def fill(pieces: Sequence[Piece | None], content: Tensor) -> None:
+        (piece,) = pieces
+        assert piece is not None
+        with refusing(str(saved.folder)):
+            for name, key, start, stop, piece_start in plan.ranges(piece):
+                found = saved.read(name, key, start, stop - start)
+                content[start - piece_start : stop - piece_start] = found
+
+    index = write_set(out, plan, fill, lambda: saved.about, writer, Ranks())
+    assert index is not None
+    return index

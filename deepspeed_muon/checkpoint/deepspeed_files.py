@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed_muon.checkpoint.files import check_tensor, drop_pages, refusing
 from deepspeed_muon.checkpoint.foreign import foreign_state
-from deepspeed_muon.checkpoint.index import OURS
+from deepspeed_muon.checkpoint.index import OURS, json_settings
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, read_records
-from deepspeed_muon.checkpoint.parts import HeldParameter, put_together, transfers_of
-from deepspeed_muon.checkpoint.sealed import check_tensor, drop_pages, json_settings, refusing
+from deepspeed_muon.checkpoint.parameters import HeldParameter, put_together, transfers_of
 from deepspeed_muon.checkpoint.tag_folder import TagFolder, optimizer_kind
 from deepspeed_muon.errors import CheckpointError
 
@@ -46,7 +46,7 @@ class DeepSpeedFiles(TagFolder):
 
         Args:
             folder: The tag's folder, or the folder with ``latest``.
-            trust: See :func:`~deepspeed_muon.checkpoint.sealed.load_pickle`.
+            trust: See :func:`~deepspeed_muon.checkpoint.files.load_pickle`.
             verify: Compare every file with the CRC-32 in it, before anything of it is used.
             include: For AdamW checkpoints: patterns of names that go to Muon.
             exclude: For AdamW checkpoints: patterns of names that stay with AdamW.

@@ -15,8 +15,7 @@ from typing import TypeAlias
 
 import torch
 
-from deepspeed_muon.checkpoint.index import ParameterRecord
-from deepspeed_muon.checkpoint.parts import HeldParameter
+from deepspeed_muon.checkpoint.parameters import HeldParameter, ParameterRecord
 from deepspeed_muon.checkpoint.tag_folder import TagFolder
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import CheckpointError

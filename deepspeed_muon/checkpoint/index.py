@@ -1,19 +1,25 @@
-"""The JSON index of a consolidated checkpoint: what it must say; anything else is refused.
+"""The JSON index of a consolidated checkpoint: what it must say, under a checksum; anything else is refused.
 
 A consolidated checkpoint is a folder with ``muon_index.json`` and the safetensors files that the index names. A save
 writes the index last, so a folder without one holds no checkpoint. The index is untrusted: a name of a file cannot
 lead out of the folder, and sizes are compared with the files before memory is allocated.
+
+The checksum is computed from a canonical form, so white space and the order of keys do not matter. It reveals damage;
+it does not prove who wrote the file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
+import json
 import math
 import os
 import platform
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -27,11 +33,12 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from torch import Tensor
 from typing_extensions import TypedDict
 
-from deepspeed_muon.checkpoint.sealed import VERSION, parse_sealed, read_regular, refusing, sealed_json
+from deepspeed_muon.checkpoint.files import read_regular, refusing
+from deepspeed_muon.checkpoint.parameters import ITEM_BYTES, Count, ParameterRecord, Steps
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.variants import ROW_STATE
 
 FORMAT: Literal["deepspeed_muon.consolidated"] = "deepspeed_muon.consolidated"
 INDEX_NAME = "muon_index.json"
@@ -39,39 +46,20 @@ UNIVERSAL_FORMAT: Literal["deepspeed_muon.universal"] = "deepspeed_muon.universa
 OURS = "deepspeed_muon"
 """The optimizer of a checkpoint that was not converted from another one."""
 SHARD_PATTERN = re.compile(r"muon-[0-9a-f]{12}-[0-9]{5,}\.safetensors")
-STATE_KEYS: dict[str, tuple[str, ...]] = {"muon": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}
-"""What the optimizer keeps for each element of a parameter of an algorithm, next to the fp32 master."""
-ROW_KEYS: dict[str, tuple[str, ...]] = {"muon": tuple(ROW_STATE), "adamw": ()}
-"""What the variants of the algorithm keep besides, one number for each row of each block; a run has one variant's."""
-
-ITEM_BYTES = 4
-"""All tensors of a set are fp32."""
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 """What an engine counts."""
 
-# More than any model has, and small enough that sizes in bytes fit into 64 bits.
-_MAX_NUMEL = 1 << 50
-
 _Model = TypeVar("_Model", bound=BaseModel)
 
-Dimension = Annotated[int, Field(ge=1, le=_MAX_NUMEL, strict=True)]
-Count = Annotated[int, Field(ge=0, le=1 << 53, strict=True)]
-Steps = Annotated[int, Field(ge=0, le=1 << 40, strict=True)]
-
-
-def _at_most(length: int) -> BeforeValidator:
-    """Return what refuses a longer list before pydantic collects the faults of all its entries."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, (list, tuple)) and len(value) > length:
-            raise ValueError(f"has {len(value)} entries, at most {length} are possible")
-        return value
-
-    return BeforeValidator(check)
-
-
-Blocks = Annotated[tuple[Dimension, ...], _at_most(1 << 16)]
+VERSION: Literal[1] = 1
+"""Of the documents."""
+_CHECKSUM = "sha256"
+# Such a document is refused before it is parsed, which takes many times its size.
+_MAX_OBJECTS = 160_000
+_MAX_VALUES = 2_000_000
+# Only maps of names to objects (parameters, files, tensors) are longer: each fault in a document takes a kilobyte.
+_MAX_KEYS = 1024
 
 
 @contextlib.contextmanager
@@ -100,74 +88,6 @@ class FileRecord(_Record):
 
     bytes: Count
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-
-
-class ParameterRecord(_Record):
-    """One parameter: its whole tensor, how it is updated, and the tensors of a set that hold its state.
-
-    Attributes:
-        shape: The layer's true shape.
-        algorithm: Whose state it is.
-        heads: Blocks (attention heads, experts, parts) that were orthogonalised separately.
-        grid: Their rows and columns where they are not ``heads`` equal blocks of rows.
-        transposed: Whether the weight is stored as input x output.
-        group: Number of its param group.
-        rows: Numbers in each entry of its state that has one a row; 0 where there is no such entry.
-        row_keys: These entries.
-        step: Optimizer steps taken; 0 when there is no optimizer state.
-        tensors: Each of :attr:`tensor_keys` to its file, or to its checksum where each has a file of its own.
-            Empty as long as nothing is written.
-    """
-
-    shape: Annotated[tuple[Dimension, ...], _at_most(64)]
-    algorithm: Literal["muon", "adamw"]
-    heads: Dimension = 1
-    grid: tuple[Blocks, Blocks] | None = None
-    transposed: Annotated[bool, Field(strict=True)] = False
-    group: Count
-    rows: Annotated[int, Field(ge=0, le=_MAX_NUMEL, strict=True)] = 0
-    row_keys: Annotated[tuple[str, ...], _at_most(len(ROW_STATE))] = ()
-    step: Steps = 0
-    tensors: dict[str, str] = {}
-
-    @classmethod
-    def of(cls, route: Any, **more: Any) -> ParameterRecord:
-        """Return the record of a parameter with a route, or with another record; ``more`` are further fields."""
-        fields = ("shape", "algorithm", "heads", "grid", "transposed")
-        return cls(**{**{name: getattr(route, name) for name in fields}, **more})
-
-    @property
-    def numel(self) -> int:
-        """Elements of the parameter."""
-        return math.prod(self.shape)
-
-    @property
-    def tensor_keys(self) -> tuple[str, ...]:
-        """``fp32``, and the entries of the state once a step was taken."""
-        if not self.step:
-            return ("fp32",)
-        return ("fp32", *STATE_KEYS[self.algorithm], *self.row_keys)
-
-    def shape_of(self, key: str) -> tuple[int, ...]:
-        """Return the shape of the whole master (``fp32``) or of an entry of the state."""
-        return (self.rows,) if key in ROW_KEYS[self.algorithm] else self.shape
-
-    @model_validator(mode="after")
-    def _possible(self) -> ParameterRecord:
-        numel = self.numel
-        if numel > _MAX_NUMEL:
-            raise ValueError(f"shape {list(self.shape)} is absurd")
-        if self.heads > numel:
-            raise ValueError(f"{self.heads} heads do not fit shape {list(self.shape)}")
-        if self.rows > numel or (self.rows and not ROW_KEYS[self.algorithm]):
-            raise ValueError(
-                f"{self.rows} rows of moments do not fit {self.algorithm} and shape {list(self.shape)}"
-            )
-        if not set(self.row_keys) <= set(ROW_KEYS[self.algorithm]) or len(set(self.row_keys)) < len(
-            self.row_keys
-        ):
-            raise ValueError(f"row_keys {list(self.row_keys)} are not among {list(ROW_KEYS[self.algorithm])}")
-        return self
 
 
 class LossScale(TypedDict, total=False):
@@ -297,11 +217,6 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def tensor_name(key: str, parameter: str) -> str:
-    """Return the name of a tensor inside the safetensors files."""
-    return f"{key}/{parameter}"
-
-
 @_without_collections()
 def load_index(folder: str | os.PathLike[str], name: str = INDEX_NAME, form: str = FORMAT) -> CheckpointIndex:
     """Read and check the index of a checkpoint; the files that it names are not opened.
@@ -349,3 +264,131 @@ def _readable(error: ValidationError) -> str:
         where = ".".join(map(str, item["loc"]))
         lines.append(f"{where + ': ' if where else ''}{item['msg'].removeprefix('Value error, ')}")
     return "\n".join(lines)
+
+
+def is_json(value: Any) -> bool:
+    """Return whether JSON can hold ``value`` without loss; a tuple may come back as a list."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return _has_text_keys(value)
+
+
+def json_settings(group: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the settings of a param group that JSON can hold; a tensor of one element becomes its number."""
+    plain = {
+        str(key): value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        for key, value in group.items()
+        if key != "params"
+    }
+    return {key: value for key, value in plain.items() if is_json(value)}
+
+
+def _has_text_keys(value: Any) -> bool:
+    """Return whether all keys are text: JSON would turn a number into text, and torch's MultiStepLR not find it."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _has_text_keys(entry) for key, entry in value.items())
+    return not isinstance(value, (list, tuple)) or all(map(_has_text_keys, value))
+
+
+def sealed_json(content: Mapping[str, Any]) -> bytes:
+    """Return a document as text, with its version and checksum; every entry of its maps has a line of its own.
+
+    Args:
+        content: The document; ``version`` and the checksum in it are replaced.
+
+    Raises:
+        CheckpointError: If it holds what no reader would take.
+    """
+    try:
+        text = json.dumps({**content, "version": VERSION}, allow_nan=False)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"JSON cannot hold what is to be written: {error}") from error
+    # As a reader will see it: lists for tuples, text for every key.
+    document = parse_json(text.encode(), "what is to be written")
+    document[_CHECKSUM] = _checksum(document)
+    lines = []
+    for key, value in document.items():
+        entries = value.items() if isinstance(value, dict) else ()
+        rows = ",\n".join("  " + json.dumps({name: entry})[1:-1] for name, entry in entries)
+        lines.append(f" {json.dumps(key)}: {{\n{rows}\n }}" if rows else " " + json.dumps({key: value})[1:-1])
+    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+
+
+def parse_sealed(text: bytes, path: str, form: str) -> dict[str, Any]:
+    """Check form, version and checksum of a document.
+
+    Args:
+        text: The file's content.
+        path: The file, for messages.
+        form: What its ``format`` must be.
+
+    Returns:
+        The document, without its checksum.
+
+    Raises:
+        CheckpointError: Naming the file.
+    """
+    content = parse_json(text, path)
+    if content.get("format") != form:
+        raise CheckpointError(f"{path}: not of the format {form}")
+    version = content.get("version")
+    if type(version) is not int or version != VERSION:
+        raise CheckpointError(
+            f"{path}: format version {version!r}; this release reads version {VERSION}: write it anew from DeepSpeed's "
+            f"files, or with the release that wrote it"
+        )
+    found = content.pop(_CHECKSUM, None)
+    if found != _checksum(content):
+        what = "its checksum is missing" if found is None else "its checksum is not that of its content"
+        raise CheckpointError(f"{path}: {what}: the file was changed or is damaged")
+    return content
+
+
+def parse_json(text: bytes, path: str) -> dict[str, Any]:
+    """Return a JSON object as this project writes it: ASCII, every key once, no more values than a checkpoint needs.
+
+    Raises:
+        CheckpointError: Naming ``path``.
+    """
+    if text.count(b"{") > _MAX_OBJECTS or sum(map(text.count, (b",", b"[", b"{"))) > _MAX_VALUES:
+        raise CheckpointError(f"{path}: more values than that of a checkpoint can have")
+    try:
+        content = json.loads(
+            text.decode("ascii"),
+            object_pairs_hook=_without_duplicates,
+            parse_constant=_finite,
+            parse_float=_finite,
+        )
+        if b"\\u" in text:  # half of a surrogate pair is in no text
+            json.dumps(content, ensure_ascii=False).encode()
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error or 'no memory'}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: no JSON object")
+    return content
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    rest = {key: value for key, value in content.items() if key != _CHECKSUM}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > _MAX_KEYS and not all(isinstance(value, dict) for _, value in pairs):
+        raise ValueError(f"an object has {len(pairs)} keys")
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {twice!r} is there twice")
+    return found
+
+
+def _finite(text: str) -> float:
+    """Return a number; raise for ``NaN`` and ``Infinity``, which JSON does not have, and for 1e999."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a finite number")
+    return value

@@ -22,10 +22,10 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from deepspeed_muon.checkpoint.index import Blocks, Count, ParameterRecord, checked
+from deepspeed_muon.checkpoint.files import refusing
+from deepspeed_muon.checkpoint.index import checked
 from deepspeed_muon.checkpoint.live import LiveParameter, LiveState, collect
-from deepspeed_muon.checkpoint.parts import HeldParameter
-from deepspeed_muon.checkpoint.sealed import refusing
+from deepspeed_muon.checkpoint.parameters import Blocks, Count, HeldParameter, ParameterRecord
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.plan.layout import MatrixLayout

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from deepspeed_muon.checkpoint.index import COUNTERS, SCALE_KEYS, ParameterRecord, Progress
-from deepspeed_muon.checkpoint.parts import HeldParameter
-from deepspeed_muon.checkpoint.sealed import is_json
+from deepspeed_muon.checkpoint.index import COUNTERS, SCALE_KEYS, Progress, is_json
+from deepspeed_muon.checkpoint.parameters import HeldParameter, ParameterRecord
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.optimizer import Muon

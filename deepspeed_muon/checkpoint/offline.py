@@ -16,18 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.atomic import FolderWriter, make_folder, new_folder
-from deepspeed_muon.checkpoint.commit import write_set
+from deepspeed_muon.checkpoint.commit import DEFAULT_SHARD_BYTES
+from deepspeed_muon.checkpoint.consolidate import consolidate_files
 from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
-from deepspeed_muon.checkpoint.index import INDEX_NAME, STATE_KEYS, CheckpointIndex, load_index
-from deepspeed_muon.checkpoint.parts import DEFAULT_SHARD_BYTES, Piece, SavePlan, check_shard_bytes
-from deepspeed_muon.checkpoint.sealed import folder_of, refusing
+from deepspeed_muon.checkpoint.files import folder_of, new_folder, refusing
+from deepspeed_muon.checkpoint.index import INDEX_NAME, CheckpointIndex, load_index
+from deepspeed_muon.checkpoint.parameters import STATE_KEYS
 from deepspeed_muon.checkpoint.settings import checked_settings
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource, nonfinite_text
 from deepspeed_muon.checkpoint.universal import convert_to_universal
 from deepspeed_muon.errors import CheckpointError, printable
 from deepspeed_muon.logs import counted
-from deepspeed_muon.transport.ranks import Ranks
 from deepspeed_muon.variants import ROW_STATE
 
 # Settings of torch's optimizers that ours have too. Our eps is that of AdamW in every group.
@@ -35,53 +34,6 @@ _TAKEN_OVER = {
     "muon": ("lr", "weight_decay", "momentum", "nesterov", "adjust_lr_fn"),
     "adamw": ("lr", "weight_decay", "betas", "eps"),
 }
-
-
-def consolidate_files(
-    folder: str | os.PathLike[str],
-    out_dir: str | os.PathLike[str],
-    *,
-    shard_bytes: int = DEFAULT_SHARD_BYTES,
-    trust: bool = False,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-) -> CheckpointIndex:
-    """Convert a checkpoint that DeepSpeed saved to one safetensors set, with some megabytes in memory at a time.
-
-    Args:
-        folder: A tag's folder, or the folder with ``latest``: ours, DeepSpeed's own Muon's, or AdamW's.
-        out_dir: Where to write; made if needed.
-        shard_bytes: Intended size of a file.
-        trust: Unpickle anything; see :func:`deepspeed_muon.checkpoint.sealed.load_pickle`.
-        include: For AdamW checkpoints: patterns of names that go to Muon.
-        exclude: For AdamW checkpoints: patterns of names that stay with AdamW.
-
-    Returns:
-        The index that was written.
-
-    Raises:
-        CheckpointError: Naming the file and the parameter. A set that ``out_dir`` held before is untouched then, unless
-            the message says that the new one is in place.
-    """
-    out = folder_of("out_dir", out_dir)
-    check_shard_bytes(shard_bytes)
-    saved = DeepSpeedFiles(folder, trust=trust, include=include, exclude=exclude)
-    with refusing(f"{out}: cannot be made"):
-        make_folder(out)
-    writer = FolderWriter(out)
-    plan = SavePlan(saved.parameters, shard_bytes, writer.save_id)
-
-    def fill(pieces: Sequence[Piece | None], content: Tensor) -> None:
-        (piece,) = pieces
-        assert piece is not None
-        with refusing(str(saved.folder)):
-            for name, key, start, stop, piece_start in plan.ranges(piece):
-                found = saved.read(name, key, start, stop - start)
-                content[start - piece_start : stop - piece_start] = found
-
-    index = write_set(out, plan, fill, lambda: saved.about, writer, Ranks())
-    assert index is not None
-    return index
 
 
 def verify_folder(folder: str | os.PathLike[str], *, allow_nonfinite: bool = False) -> CheckpointIndex:

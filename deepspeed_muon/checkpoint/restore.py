@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.index import ROW_KEYS, STATE_KEYS, ParameterRecord, Progress
+from deepspeed_muon.checkpoint.files import folder_of, refusing
+from deepspeed_muon.checkpoint.index import Progress
 from deepspeed_muon.checkpoint.live import LiveParameter, LiveState, collect, require_all_ranks
-from deepspeed_muon.checkpoint.sealed import folder_of, refusing
+from deepspeed_muon.checkpoint.parameters import ROW_KEYS, STATE_KEYS, ParameterRecord
 from deepspeed_muon.checkpoint.settings import Before, check_schedule, group_settings, write_progress
 from deepspeed_muon.checkpoint.sources import (
     ConsolidatedSource,

@@ -15,32 +15,23 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from deepspeed_muon.checkpoint.commit import Shapes, shard_header
+from deepspeed_muon.checkpoint.files import file_digest, is_name, open_regular, refusing, regular_size
 from deepspeed_muon.checkpoint.index import (
     INDEX_NAME,
-    ITEM_BYTES,
     OURS,
     CheckpointIndex,
-    ParameterRecord,
     Progress,
     load_index,
-    tensor_name,
-)
-from deepspeed_muon.checkpoint.parts import Shapes, shard_header, views
-from deepspeed_muon.checkpoint.sealed import (
-    is_name,
-    latest_tag,
-    open_regular,
     parse_json,
-    refusing,
-    regular_size,
 )
-from deepspeed_muon.checkpoint.tag_folder import CONSOLIDATED_FOLDER, glance
+from deepspeed_muon.checkpoint.parameters import ITEM_BYTES, ParameterRecord, tensor_name, views
+from deepspeed_muon.checkpoint.tag_folder import CONSOLIDATED_FOLDER, glance, latest_tag
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.plan.placement import Fragment
 from deepspeed_muon.plan.slices import TensorSlice
 
-_READ_BYTES = 16 << 20
 WINDOW = 1 << 20
 """Elements of a tensor that are read at once."""
 
@@ -296,17 +287,3 @@ def listed(names: Sequence[str], most: int) -> str:
 def nonfinite_text(names: Sequence[str]) -> str:
     """Return the message about tensors that hold an infinity or NaN."""
     return f"{len(names)} tensors hold an infinity or NaN: {listed(names, 10)}: the run had diverged when it was saved"
-
-
-def file_digest(path: Path) -> str:
-    """Return the sha256 of a regular file, hexadecimal.
-
-    Raises:
-        CheckpointError: If it is a link, a pipe or a device.
-    """
-    digest = hashlib.sha256()
-    buffer = bytearray(_READ_BYTES)
-    with open_regular(path) as file:
-        while count := file.readinto(buffer):  # type: ignore[attr-defined]
-            digest.update(memoryview(buffer)[:count])
-    return digest.hexdigest()

@@ -22,29 +22,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.atomic import new_folder, replace_file, write_synced
 from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
+from deepspeed_muon.checkpoint.files import (
+    check_tensor,
+    drop_pages,
+    file_digest,
+    folder_of,
+    is_name,
+    load_pickle,
+    new_folder,
+    refusing,
+    replace_file,
+    write_synced,
+)
 from deepspeed_muon.checkpoint.index import (
-    ITEM_BYTES,
     OURS,
-    STATE_KEYS,
     UNIVERSAL_FORMAT,
+    VERSION,
     CheckpointIndex,
-    ParameterRecord,
     checked,
     load_index,
 )
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
-from deepspeed_muon.checkpoint.sealed import (
-    VERSION,
-    check_tensor,
-    drop_pages,
-    folder_of,
-    is_name,
-    load_pickle,
-    refusing,
-)
-from deepspeed_muon.checkpoint.sources import WINDOW, StateSource, file_digest
+from deepspeed_muon.checkpoint.parameters import ITEM_BYTES, STATE_KEYS, ParameterRecord
+from deepspeed_muon.checkpoint.sources import WINDOW, StateSource
 from deepspeed_muon.checkpoint.tag_folder import MODEL_FILES, model_file_in
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import logger, warn

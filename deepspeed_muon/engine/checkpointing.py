@@ -18,11 +18,11 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_muon.checkpoint import CONSOLIDATED_FOLDER, consolidate
+from deepspeed_muon.checkpoint.files import load_pickle, refusing
 from deepspeed_muon.checkpoint.index import INDEX_NAME, OURS
 from deepspeed_muon.checkpoint.layout_record import SAVE_KEY, save_of
 from deepspeed_muon.checkpoint.live import collect, optimizer_of, require_all_ranks
 from deepspeed_muon.checkpoint.restore import first_lines, restore_from_source
-from deepspeed_muon.checkpoint.sealed import load_pickle, refusing
 from deepspeed_muon.checkpoint.settings import Before
 from deepspeed_muon.checkpoint.tag_folder import Glance, glance
 from deepspeed_muon.checkpoint.universal import UniversalSource, convert_to_universal, is_ours

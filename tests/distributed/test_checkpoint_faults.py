@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deepspeed_muon.checkpoint import consolidate, load_index, restore
+from deepspeed_muon.checkpoint.files import file_digest
 from deepspeed_muon.checkpoint.offline import verify_folder
-from deepspeed_muon.checkpoint.sources import file_digest
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
 from tests.support.checkpoints import INDEX, MICROS, at_every_stage, edit, engine_for, load, report, save

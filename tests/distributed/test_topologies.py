@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from deepspeed_muon import __main__ as cli
 from deepspeed_muon.checkpoint import load_index
+from deepspeed_muon.checkpoint.consolidate import consolidate_files
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
-from deepspeed_muon.checkpoint.offline import consolidate_files
 from deepspeed_muon.errors import CheckpointError
 from tests.support import topologies
 from tests.support.layout_records import inner_state

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed_muon.checkpoint.consolidate import consolidate_files
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
-from deepspeed_muon.checkpoint.offline import consolidate_files
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
 from tests.support.layout_records import files_of, inner_state, part_of, whole_record

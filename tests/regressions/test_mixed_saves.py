@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from deepspeed_muon.checkpoint import consolidate
-from deepspeed_muon.checkpoint.offline import consolidate_files
+from deepspeed_muon.checkpoint.consolidate import consolidate_files
 from deepspeed_muon.checkpoint.universal import convert_to_universal
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training

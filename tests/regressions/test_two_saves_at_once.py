@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from deepspeed_muon.checkpoint import consolidate
-from deepspeed_muon.checkpoint.offline import consolidate_files, verify_folder
+from deepspeed_muon.checkpoint.consolidate import consolidate_files
+from deepspeed_muon.checkpoint.offline import verify_folder
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
 from tests.support.checkpoints import MICROS, at_every_stage, engine_for

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from deepspeed_muon.checkpoint import universal
-from deepspeed_muon.checkpoint.atomic import lock, unlock
+from deepspeed_muon.checkpoint.files import lock, unlock
 from deepspeed_muon.errors import CheckpointError
 
 

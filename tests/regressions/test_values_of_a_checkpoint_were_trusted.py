@@ -14,9 +14,10 @@ import torch
 from deepspeed_muon import __main__ as cli
 from deepspeed_muon.checkpoint import CheckpointIndex, consolidate, restore
 from deepspeed_muon.checkpoint.commit import ShardFile
-from deepspeed_muon.checkpoint.index import FORMAT, FileRecord, ParameterRecord, Progress
-from deepspeed_muon.checkpoint.offline import consolidate_files, verify_folder
-from deepspeed_muon.checkpoint.sealed import is_json, parse_sealed
+from deepspeed_muon.checkpoint.consolidate import consolidate_files
+from deepspeed_muon.checkpoint.index import FORMAT, FileRecord, Progress, is_json, parse_sealed
+from deepspeed_muon.checkpoint.offline import verify_folder
+from deepspeed_muon.checkpoint.parameters import ParameterRecord
 from deepspeed_muon.checkpoint.settings import checked_settings
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training

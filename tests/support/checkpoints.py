@@ -15,7 +15,7 @@ import torch
 
 import deepspeed_muon
 from deepspeed_muon.checkpoint import consolidate, restore
-from deepspeed_muon.checkpoint.sealed import sealed_json
+from deepspeed_muon.checkpoint.index import sealed_json
 from deepspeed_muon.logs import logger
 from tests.support import training
 from tests.support.models import MATRICES, batch

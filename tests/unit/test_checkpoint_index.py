@@ -13,12 +13,11 @@ from safetensors.torch import load_file
 
 import deepspeed_muon
 from deepspeed_muon.checkpoint import consolidate, restore
-from deepspeed_muon.checkpoint.atomic import remove_stale
-from deepspeed_muon.checkpoint.commit import ShardFile
-from deepspeed_muon.checkpoint.index import ParameterRecord, load_index
-from deepspeed_muon.checkpoint.parts import pack, shard_name
-from deepspeed_muon.checkpoint.sealed import sealed_json
-from deepspeed_muon.checkpoint.sources import ConsolidatedSource, file_digest
+from deepspeed_muon.checkpoint.commit import ShardFile, pack, remove_stale, shard_name
+from deepspeed_muon.checkpoint.files import file_digest
+from deepspeed_muon.checkpoint.index import load_index, sealed_json
+from deepspeed_muon.checkpoint.parameters import ParameterRecord
+from deepspeed_muon.checkpoint.sources import ConsolidatedSource
 from deepspeed_muon.errors import CheckpointError
 
 FILE = "muon-0123456789ab-00000.safetensors"

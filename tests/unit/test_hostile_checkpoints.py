@@ -16,11 +16,10 @@ import torch
 
 from deepspeed_muon import __main__ as cli
 from deepspeed_muon.checkpoint import consolidate, restore
-from deepspeed_muon.checkpoint.commit import ShardFile
-from deepspeed_muon.checkpoint.index import FORMAT, INDEX_NAME
-from deepspeed_muon.checkpoint.offline import consolidate_files, verify_folder
-from deepspeed_muon.checkpoint.parts import shard_name
-from deepspeed_muon.checkpoint.sealed import sealed_json
+from deepspeed_muon.checkpoint.commit import ShardFile, shard_name
+from deepspeed_muon.checkpoint.consolidate import consolidate_files
+from deepspeed_muon.checkpoint.index import FORMAT, INDEX_NAME, sealed_json
+from deepspeed_muon.checkpoint.offline import verify_folder
 from deepspeed_muon.checkpoint.universal import convert_to_universal
 from deepspeed_muon.errors import CheckpointError
 

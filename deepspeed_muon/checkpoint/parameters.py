@@ -1,8 +1,7 @@
-"""Which part of a tensor the ranks of a group hold, in memory or in their files, and which file gets which elements.
+"""What describes a parameter of a checkpoint: its whole tensor, and the parts that ranks or their files hold.
 
-A safetensors file holds whole tensors, whoever holds their parts. The ranks write in rounds. In each round every rank
-receives one piece of the file that it writes. So the pieces bound the memory, whatever the size of the model and of its
-largest tensor. A conversion without an engine writes in the same way, as a single rank.
+A part lies somewhere in the flat partitions of a rank or a file. :func:`transfers_of` says which elements of which
+partitions a range of the whole tensor consists of: to the ranks of a save, and to a conversion without an engine.
 """
 
 from __future__ import annotations
@@ -10,26 +9,122 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Annotated, Any, Literal
 
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from torch import Tensor
 from typing_extensions import Self
 
-from deepspeed_muon.checkpoint.index import ITEM_BYTES, ROW_KEYS, SHARD_PATTERN, ParameterRecord, tensor_name
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.plan.placement import Placement, Places, runs_within
 from deepspeed_muon.plan.rows import RowPlaces
 from deepspeed_muon.plan.slices import TensorSlice, add_up, whole_slice
+from deepspeed_muon.variants import ROW_STATE
 
-DEFAULT_SHARD_BYTES = 2 << 30
+STATE_KEYS: dict[str, tuple[str, ...]] = {"muon": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}
+"""What the optimizer keeps for each element of a parameter of an algorithm, next to the fp32 master."""
+ROW_KEYS: dict[str, tuple[str, ...]] = {"muon": tuple(ROW_STATE), "adamw": ()}
+"""What the variants of the algorithm keep besides, one number for each row of each block; a run has one variant's."""
 
-# The largest piece that a rank receives at once, which bounds the buffers beside the shard itself.
-_PIECE_BYTES = 4 << 20
+ITEM_BYTES = 4
+"""All tensors of a set are fp32."""
 
-Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
-"""Name of each tensor of a file to its shape, in the order of the file."""
+# More than any model has, and small enough that sizes in bytes fit into 64 bits.
+_MAX_NUMEL = 1 << 50
+
+Dimension = Annotated[int, Field(ge=1, le=_MAX_NUMEL, strict=True)]
+Count = Annotated[int, Field(ge=0, le=1 << 53, strict=True)]
+Steps = Annotated[int, Field(ge=0, le=1 << 40, strict=True)]
+
+
+def _at_most(length: int) -> BeforeValidator:
+    """Return what refuses a longer list before pydantic collects the faults of all its entries."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and len(value) > length:
+            raise ValueError(f"has {len(value)} entries, at most {length} are possible")
+        return value
+
+    return BeforeValidator(check)
+
+
+Blocks = Annotated[tuple[Dimension, ...], _at_most(1 << 16)]
+
+
+class ParameterRecord(BaseModel):
+    """One parameter: its whole tensor, how it is updated, and the tensors of a set that hold its state.
+
+    Attributes:
+        shape: The layer's true shape.
+        algorithm: Whose state it is.
+        heads: Blocks (attention heads, experts, parts) that were orthogonalised separately.
+        grid: Their rows and columns where they are not ``heads`` equal blocks of rows.
+        transposed: Whether the weight is stored as input x output.
+        group: Number of its param group.
+        rows: Numbers in each entry of its state that has one a row; 0 where there is no such entry.
+        row_keys: These entries.
+        step: Optimizer steps taken; 0 when there is no optimizer state.
+        tensors: Each of :attr:`tensor_keys` to its file, or to its checksum where each has a file of its own.
+            Empty as long as nothing is written.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    shape: Annotated[tuple[Dimension, ...], _at_most(64)]
+    algorithm: Literal["muon", "adamw"]
+    heads: Dimension = 1
+    grid: tuple[Blocks, Blocks] | None = None
+    transposed: Annotated[bool, Field(strict=True)] = False
+    group: Count
+    rows: Annotated[int, Field(ge=0, le=_MAX_NUMEL, strict=True)] = 0
+    row_keys: Annotated[tuple[str, ...], _at_most(len(ROW_STATE))] = ()
+    step: Steps = 0
+    tensors: dict[str, str] = {}
+
+    @classmethod
+    def of(cls, route: Any, **more: Any) -> ParameterRecord:
+        """Return the record of a parameter with a route, or with another record; ``more`` are further fields."""
+        fields = ("shape", "algorithm", "heads", "grid", "transposed")
+        return cls(**{**{name: getattr(route, name) for name in fields}, **more})
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def tensor_keys(self) -> tuple[str, ...]:
+        """``fp32``, and the entries of the state once a step was taken."""
+        if not self.step:
+            return ("fp32",)
+        return ("fp32", *STATE_KEYS[self.algorithm], *self.row_keys)
+
+    def shape_of(self, key: str) -> tuple[int, ...]:
+        """Return the shape of the whole master (``fp32``) or of an entry of the state."""
+        return (self.rows,) if key in ROW_KEYS[self.algorithm] else self.shape
+
+    @model_validator(mode="after")
+    def _possible(self) -> ParameterRecord:
+        numel = self.numel
+        if numel > _MAX_NUMEL:
+            raise ValueError(f"shape {list(self.shape)} is absurd")
+        if self.heads > numel:
+            raise ValueError(f"{self.heads} heads do not fit shape {list(self.shape)}")
+        if self.rows > numel or (self.rows and not ROW_KEYS[self.algorithm]):
+            raise ValueError(
+                f"{self.rows} rows of moments do not fit {self.algorithm} and shape {list(self.shape)}"
+            )
+        if not set(self.row_keys) <= set(ROW_KEYS[self.algorithm]) or len(set(self.row_keys)) < len(
+            self.row_keys
+        ):
+            raise ValueError(f"row_keys {list(self.row_keys)} are not among {list(ROW_KEYS[self.algorithm])}")
+        return self
+
+
+def tensor_name(key: str, parameter: str) -> str:
+    """Return the name of a tensor inside the safetensors files."""
+    return f"{key}/{parameter}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,132 +306,3 @@ def views(
             own.as_strided(size, (each.own_step, 1), own.storage_offset() + each.own - own_start),
             whole.as_strided(size, (each.step, 1), whole.storage_offset() + each.whole - whole_start),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What one rank appends to its current file in one round.
-
-    Attributes:
-        file: Name of the file.
-        start: First element of the file's tensors, taken together, that it holds.
-        stop: First element that it does not hold.
-        ends: Whether it is the last piece of the file.
-    """
-
-    file: str
-    start: int
-    stop: int
-    ends: bool
-
-
-def pack(tensors: Shapes, shard_bytes: int) -> list[dict[str, tuple[int, ...]]]:
-    """Divide tensors into files, in order; a file is larger than ``shard_bytes`` only where a single tensor is."""
-    shards: list[dict[str, tuple[int, ...]]] = []
-    size = 0
-    for name, shape in tensors.items():
-        nbytes = math.prod(shape) * ITEM_BYTES
-        if not shards or size + nbytes > shard_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = shape
-        size += nbytes
-    return shards
-
-
-def shard_name(save_id: str, number: int) -> str:
-    """Return the file name of a shard; because of ``save_id`` no other save has a file of that name."""
-    name = f"muon-{save_id}-{number:05d}.safetensors"
-    assert SHARD_PATTERN.fullmatch(name), name
-    return name
-
-
-def shard_header(tensors: Shapes) -> tuple[dict[str, Any], int]:
-    """Return what the header of a safetensors file says of its tensors, and how many bytes they take together."""
-    header, end = {}, 0
-    for name, shape in tensors.items():
-        start, end = end, end + math.prod(shape) * ITEM_BYTES
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
-    return header, end
-
-
-def check_shard_bytes(shard_bytes: Any) -> None:
-    """Raise a CheckpointError unless files can have that size."""
-    if not isinstance(shard_bytes, int) or isinstance(shard_bytes, bool) or shard_bytes < 1:
-        raise CheckpointError(f"shard_bytes must be a positive number of bytes, got {shard_bytes!r}")
-
-
-class SavePlan:
-    """Which file holds what, who writes it, and in which pieces; made from metadata, equal on all ranks.
-
-    Attributes:
-        files: Name of every file to the tensors in it.
-        piece_numel: Elements of the largest piece.
-    """
-
-    def __init__(
-        self, parameters: Mapping[str, ParameterRecord], shard_bytes: int, save_id: str, world_size: int = 1
-    ) -> None:
-        """Make the plan.
-
-        Args:
-            parameters: Name of each parameter to its record, in the same order on all ranks.
-            shard_bytes: The intended size of a file; it bounds the pieces too.
-            save_id: A random number that is in the names of the files.
-            world_size: How many ranks write.
-        """
-        self._parameters = parameters
-        tensors = {
-            tensor_name(key, name): record.shape_of(key)
-            for name, record in parameters.items()
-            for key in record.tensor_keys
-        }
-        # Small models too are written by all ranks.
-        share = -(-sum(map(math.prod, tensors.values())) * ITEM_BYTES // world_size)
-        shards = pack(tensors, min(shard_bytes, max(share, 1)))
-        self.files = {shard_name(save_id, number): shard for number, shard in enumerate(shards)}
-        piece_bytes = max(1 << 10, min(_PIECE_BYTES, shard_bytes // (2 * world_size)))
-        self.piece_numel = numel = piece_bytes // ITEM_BYTES
-        self._pieces: list[list[Piece]] = [[] for _ in range(world_size)]
-        load = [0] * world_size
-        sizes = {file: sum(map(math.prod, shard.values())) for file, shard in self.files.items()}
-        # The largest files first, each to the rank that has least to write.
-        for file, size in sorted(sizes.items(), key=lambda item: -item[1]):
-            rank = load.index(min(load))
-            load[rank] += size
-            self._pieces[rank] += [
-                Piece(file, start, min(start + numel, size), start + numel >= size)
-                for start in range(0, size, numel)
-            ]
-
-    def rounds(self) -> Iterator[tuple[Piece | None, ...]]:
-        """Yield the piece of every rank, or ``None`` for ranks that are done."""
-        return zip_longest(*self._pieces)
-
-    def ranges(self, piece: Piece) -> Iterator[tuple[str, str, int, int, int]]:
-        """Yield what a piece consists of.
-
-        Yields:
-            Parameter, key, the first element of that tensor and the one behind the last, and which element of the
-            tensor comes first in the piece: negative if the tensor begins later in it.
-        """
-        offset = 0
-        for tensor, shape in self.files[piece.file].items():
-            numel = math.prod(shape)
-            begin, end = max(piece.start - offset, 0), min(piece.stop - offset, numel)
-            if begin < end:
-                key, _, name = tensor.partition("/")
-                yield name, key, begin, end, piece.start - offset
-            offset += numel
-            if offset >= piece.stop:
-                return
-
-    def records(self) -> dict[str, ParameterRecord]:
-        """Return the record of every parameter, with the names of its files."""
-        file_of = {tensor: file for file, tensors in self.files.items() for tensor in tensors}
-        return {
-            name: record.model_copy(
-                update={"tensors": {key: file_of[tensor_name(key, name)] for key in record.tensor_keys}}
-            )
-            for name, record in self._parameters.items()
-        }
