@@ -201,6 +201,16 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
+def read_into(file: BinaryIO, place: int, target: Tensor) -> None:
+    """Fill a contiguous tensor on the CPU from a file. Nothing is mapped: pages of a mapping count as the process's."""
+    buffer = memoryview(target.numpy().data).cast("B")
+    while buffer:
+        count = os.preadv(file.fileno(), [buffer], place)
+        if not count:
+            raise CheckpointError("the file ends early")
+        buffer, place = buffer[count:], place + count
+
+
 def replace_file(path: Path, content: bytes, *, check: Callable[[], None] = lambda: None) -> None:
     """Replace a small file that makes the files beside it a set.
 

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from deepspeed_muon.checkpoint.commit import DEFAULT_SHARD_BYTES
 from deepspeed_muon.checkpoint.consolidate import consolidate_files
-from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
+from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles, convert_to_universal
 from deepspeed_muon.checkpoint.files import folder_of, new_folder, refusing
 from deepspeed_muon.checkpoint.index import INDEX_NAME, CheckpointIndex, load_index
 from deepspeed_muon.checkpoint.parameters import STATE_KEYS
+from deepspeed_muon.checkpoint.restore import nonfinite_text
 from deepspeed_muon.checkpoint.settings import checked_settings
-from deepspeed_muon.checkpoint.sources import ConsolidatedSource, nonfinite_text
-from deepspeed_muon.checkpoint.universal import convert_to_universal
+from deepspeed_muon.checkpoint.sources import ConsolidatedSource
 from deepspeed_muon.errors import CheckpointError, printable
 from deepspeed_muon.logs import counted
 from deepspeed_muon.variants import ROW_STATE

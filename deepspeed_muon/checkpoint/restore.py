@@ -21,12 +21,7 @@ from deepspeed_muon.checkpoint.index import Progress
 from deepspeed_muon.checkpoint.live import LiveParameter, LiveState, collect, require_all_ranks
 from deepspeed_muon.checkpoint.parameters import ROW_KEYS, STATE_KEYS, ParameterRecord
 from deepspeed_muon.checkpoint.settings import Before, check_schedule, group_settings, write_progress
-from deepspeed_muon.checkpoint.sources import (
-    ConsolidatedSource,
-    StateSource,
-    find_consolidated,
-    nonfinite_text,
-)
+from deepspeed_muon.checkpoint.sources import ConsolidatedSource, StateSource, find_consolidated, listed
 from deepspeed_muon.errors import CheckpointError, MuonError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.transport.agreement import together
@@ -145,6 +140,11 @@ def _judge(nonfinite: list[str], source: StateSource, allowed: bool) -> None:
             f"restore(..., allow_nonfinite=True)"
         )
     warn("deepspeed_muon: %s", text)
+
+
+def nonfinite_text(names: Sequence[str]) -> str:
+    """Return the message about tensors that hold an infinity or NaN."""
+    return f"{len(names)} tensors hold an infinity or NaN: {listed(names, 10)}: the run had diverged when it was saved"
 
 
 def _compare(state: LiveState, source: StateSource, state_too: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a restore reads from: the interface, and its implementation for consolidated checkpoints."""
+"""What a restore reads from: consolidated sets, and universal checkpoints of our converter or DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -10,28 +10,43 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.commit import Shapes, shard_header
-from deepspeed_muon.checkpoint.files import file_digest, is_name, open_regular, refusing, regular_size
+from deepspeed_muon.checkpoint.files import (
+    check_tensor,
+    drop_pages,
+    file_digest,
+    is_name,
+    load_pickle,
+    open_regular,
+    read_into,
+    refusing,
+    regular_size,
+)
 from deepspeed_muon.checkpoint.index import (
     INDEX_NAME,
     OURS,
+    UNIVERSAL_FORMAT,
+    VERSION,
     CheckpointIndex,
+    FileRecord,
     Progress,
+    checked,
     load_index,
     parse_json,
 )
-from deepspeed_muon.checkpoint.parameters import ITEM_BYTES, ParameterRecord, tensor_name, views
-from deepspeed_muon.checkpoint.tag_folder import CONSOLIDATED_FOLDER, glance, latest_tag
+from deepspeed_muon.checkpoint.parameters import ITEM_BYTES, STATE_KEYS, ParameterRecord, tensor_name, views
+from deepspeed_muon.checkpoint.tag_folder import CONSOLIDATED_FOLDER, glance, latest_tag, model_file_in
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.plan.placement import Fragment
 from deepspeed_muon.plan.slices import TensorSlice
 
+RECORD_NAME = "muon_universal.json"
 WINDOW = 1 << 20
 """Elements of a tensor that are read at once."""
 
@@ -134,25 +149,23 @@ class ConsolidatedSource(StateSource):
         names = sorted(self.index.files, key=lambda name: (-self.index.files[name].bytes, name))
         nonfinite = []
         for name in names[share::shares]:
-            with refusing(str(self._folder / name)):
-                nonfinite += self._verify_file(name, list(self._inside[name].values()))
+            tensors = self._inside[name].values()
+            try:
+                self._verify_file(self._folder / name, self.index.files[name])
+                self._opened(name)
+            except CheckpointError as error:
+                affected = listed([f"{parameter} ({key})" for parameter, key in tensors], 3)
+                raise CheckpointError(f"{error}; it holds {affected}") from error
+            nonfinite += [f"{each} ({key})" for each, key in tensors if not self.is_finite(each, key)]
         return nonfinite
 
-    def _verify_file(self, name: str, tensors: Sequence[tuple[str, str]]) -> list[str]:
-        path, record = self._folder / name, self.index.files[name]
-        affected = listed([f"{parameter} ({key})" for parameter, key in tensors], 3)
-        try:
+    def _verify_file(self, path: Path, record: FileRecord) -> None:
+        with refusing(str(path)):
             size = regular_size(path)
             if size != record.bytes:
                 raise CheckpointError(f"{path}: {size} bytes, expected {record.bytes}")
-            digest = file_digest(path)
-        except (OSError, CheckpointError) as error:
-            reason = f"{path}: {error.strerror or error}" if isinstance(error, OSError) else str(error)
-            raise CheckpointError(f"{reason}; it holds {affected}") from error
-        if digest != record.sha256:
-            raise CheckpointError(f"{path}: its checksum is not that of the index; it holds {affected}")
-        self._opened(name)
-        return [f"{parameter} ({key})" for parameter, key in tensors if not self.is_finite(parameter, key)]
+            if file_digest(path) != record.sha256:
+                raise CheckpointError(f"{path}: its checksum is not that of the index")
 
     def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
         """Return a range of a tensor; see :class:`StateSource`."""
@@ -160,7 +173,7 @@ class ConsolidatedSource(StateSource):
         with refusing(f"{self._folder / name}: {parameter} ({key})"):
             file, places = self._opened(name)
             found = torch.empty(numel, dtype=torch.float32)
-            _read_into(file, places[tensor_name(key, parameter)] + start * ITEM_BYTES, found)
+            read_into(file, places[tensor_name(key, parameter)] + start * ITEM_BYTES, found)
             return found
 
     def _opened(self, name: str) -> tuple[BinaryIO, dict[str, int]]:
@@ -182,6 +195,115 @@ class ConsolidatedSource(StateSource):
         """Close the files."""
         self._files.close()
         self._open.clear()
+
+
+class UniversalSource(StateSource):
+    """A universal checkpoint, from our converter or from DeepSpeed's. Pickles are read with ``weights_only``."""
+
+    def __init__(self, folder: str | os.PathLike[str], live: Mapping[str, Any]) -> None:
+        """Read what there is; our converter's record is used where there is one.
+
+        Args:
+            folder: The folder with ``zero``.
+            live: The model's parameters by name, with shape and algorithm, for checkpoints that do not say whose state
+                they hold.
+
+        Raises:
+            CheckpointError: Naming the file.
+        """
+        self._folder = Path(folder)
+        self.where = str(folder)
+        self._from_adam: set[str] = set()
+        self._last: tuple[Path, Tensor] | None = None  # the file that was mapped last
+        with refusing(self.where):
+            if not (self._folder / "zero").is_dir():
+                raise CheckpointError(f"{self._folder}: no folder 'zero': not a universal checkpoint")
+            record = self._folder / RECORD_NAME
+            if os.path.lexists(record):
+                self.index = load_index(self._folder, RECORD_NAME, UNIVERSAL_FORMAT)
+            else:
+                self.index = self._described_by_files(live)
+            for name in self.index.parameters:
+                if not is_name(name):
+                    raise CheckpointError(f"{record}: refused: parameter {name!r} cannot name a folder")
+
+    def _described_by_files(self, live: Mapping[str, Any]) -> CheckpointIndex:
+        """Describe a checkpoint of DeepSpeed's own converter. It holds buffers and frozen parameters as well."""
+        parameters: dict[str, ParameterRecord] = {}
+        for name in sorted(live):
+            place, algorithm = self._folder / "zero" / name, live[name].algorithm
+            found = {path.stem for path in place.glob("*.pt")}
+            if not found:
+                continue
+            stateful = set(STATE_KEYS[algorithm]) <= found
+            if algorithm == "muon" and not stateful and "exp_avg" in found:
+                self._from_adam.add(name)
+                stateful = True
+            step = 0
+            if stateful:
+                step = int(load_pickle(place / "step.pt") if "step" in found else self._global_step())
+            shape = tuple(self._tensor(name, "fp32").shape)
+            if torch.Size(shape).numel() == torch.Size(live[name].shape).numel():
+                shape = live[name].shape  # from stage 3 DeepSpeed writes flat tensors
+            entry = {"shape": shape, "algorithm": algorithm, "step": step, "group": 0}
+            record = checked(ParameterRecord, entry, f"{place}: refused: parameter {name}: ")
+            parameters[name] = record.model_copy(update={"tensors": dict.fromkeys(record.tensor_keys, "")})
+        if self._from_adam:
+            warn(
+                "deepspeed_muon: %s was saved by AdamW: its exp_avg becomes the momentum of %d matrices, their "
+                "exp_avg_sq is dropped",
+                self._folder,
+                len(self._from_adam),
+            )
+        about = {"version": VERSION, "versions": {}, "source": {"optimizer": OURS}, "groups": [{}]}
+        return CheckpointIndex.model_validate({"format": UNIVERSAL_FORMAT, **about, "parameters": parameters})
+
+    def _global_step(self) -> int:
+        if (file := model_file_in(self._folder)) is None:
+            raise CheckpointError(f"{self._folder}: says nowhere how many steps were taken")
+        state = load_pickle(file)
+        return int(state["global_steps"]) - int(state["skipped_steps"])
+
+    def verify(self, share: int, shares: int) -> list[str]:
+        """Check this share of the files; see :class:`StateSource`."""
+        nonfinite = []
+        for name in sorted(self.parameters)[share::shares]:
+            for key, checksum in self.parameters[name].tensors.items():
+                path, shape = self._folder / self.file_of(name, key), self.parameters[name].shape_of(key)
+                where = f"{path}; parameter {name}"
+                with refusing(where):
+                    if checksum and file_digest(path) != checksum:
+                        raise CheckpointError(f"{where}: its checksum is not that of the record")
+                    tensor = self._tensor(name, key)
+                    if tensor.numel() != torch.Size(shape).numel():
+                        raise CheckpointError(f"{where}: shape {list(tensor.shape)}, expected {list(shape)}")
+                    if not self.is_finite(name, key):
+                        nonfinite.append(f"{name} ({key})")
+        return nonfinite
+
+    def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
+        """Return a range of a tensor; see :class:`StateSource`."""
+        held = self._tensor(parameter, key).reshape(-1).narrow(0, start, numel)
+        found = held.to(torch.float32, copy=True)
+        drop_pages([held])
+        return found
+
+    def file_of(self, parameter: str, key: str) -> str:
+        """Return the name of the file that holds a tensor."""
+        file = "exp_avg" if key == "momentum_buffer" and parameter in self._from_adam else key
+        return f"zero/{parameter}/{file}.pt"
+
+    def _tensor(self, name: str, key: str) -> Tensor:
+        path = self._folder / self.file_of(name, key)
+        if self._last is not None and self._last[0] == path:
+            return self._last[1]
+        content = load_pickle(path)
+        tensor = content.get("param") if isinstance(content, dict) else content
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(f"{path}: holds no tensor; parameter {name}")
+        check_tensor(tensor, f"{path}: parameter {name}")
+        self._last = path, tensor
+        return tensor
 
 
 def find_consolidated(folder: Path) -> Path:
@@ -269,21 +391,6 @@ def _places(path: Path, file: BinaryIO, shapes: Shapes) -> dict[str, int]:
     return {name: 8 + length + entry["data_offsets"][0] for name, entry in expected.items()}
 
 
-def _read_into(file: BinaryIO, place: int, target: Tensor) -> None:
-    """Fill a contiguous tensor on the CPU from a file. Nothing is mapped: pages of a mapping count as the process's."""
-    buffer = memoryview(target.numpy().data).cast("B")
-    while buffer:
-        count = os.preadv(file.fileno(), [buffer], place)
-        if not count:
-            raise CheckpointError("the file ends early")
-        buffer, place = buffer[count:], place + count
-
-
 def listed(names: Sequence[str], most: int) -> str:
     """Return the first ``most`` names, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def nonfinite_text(names: Sequence[str]) -> str:
-    """Return the message about tensors that hold an infinity or NaN."""
-    return f"{len(names)} tensors hold an infinity or NaN: {listed(names, 10)}: the run had diverged when it was saved"
