@@ -69,19 +69,19 @@ def consolidate(
             were taken, or when another save is writing into ``out_dir``. The message says which set the folder holds.
     """
     require_all_ranks(engine)
-    with rank_lost(f"{out_dir}: what it held before is untouched"), contextlib.ExitStack() as locked:
-        folder, state, writer = _open(engine, out_dir, shard_bytes, locked)
-        save_id = require_one_folder(folder, writer)
-        # What every data-parallel group holds, from the first rank of each.
-        own = [each.without_tensors() for each in state.parameters if each.rank == 0]
-        held = list(chain.from_iterable(all_ranks().gather(own, what="plan of a save").values()))
-        parts = put_together(held)
-        records = {name: first.record for name, (first, *_) in parts.items()}
-        plan = SavePlan(records, shard_bytes, save_id, state.world_size)
-        _compare_copies(state, held)
-        locked.pop_all()  # write_set closes the writer
-    fill = _Exchange(state, plan, parts).fill
-    write_set(folder, plan, fill, functools.partial(_about, state), writer, all_ranks())
+    with contextlib.ExitStack() as locked:
+        with rank_lost(f"{out_dir}: what it held before is untouched"):
+            folder, state, writer = _open(engine, out_dir, shard_bytes, locked)
+            save_id = require_one_folder(folder, writer)
+            # What every data-parallel group holds, from the first rank of each.
+            own = [each.without_tensors() for each in state.parameters if each.rank == 0]
+            held = list(chain.from_iterable(all_ranks().gather(own, what="plan of a save").values()))
+            parts = put_together(held)
+            records = {name: first.record for name, (first, *_) in parts.items()}
+            plan = SavePlan(records, shard_bytes, save_id, state.world_size)
+            _compare_copies(state, held)
+        fill = _Exchange(state, plan, parts).fill
+        write_set(folder, plan, fill, functools.partial(_about, state), writer, all_ranks())
     return folder
 
 
@@ -273,7 +273,7 @@ def write_set(
         plan: What to write.
         fill: See :func:`write_shards`.
         about: Returns the entries of the index besides files and parameters.
-        writer: Of the folder, on the first rank; closed in any case.
+        writer: Of the folder, on the first rank.
         ranks: The ranks that save.
 
     Returns:
@@ -287,35 +287,30 @@ def write_set(
     unknown = f"{folder}: it holds the new set or the one before, complete; 'checkpoint inspect' says which"
     index: CheckpointIndex | None = None
     failure: CheckpointError | None = None
-    try:
-        log_stage(folder, "start")
-        with rank_lost(untouched):
-            log_stage(folder, "shards")
-            files, error = write_shards(plan, ranks.position, fill, folder)
-        with rank_lost(unknown if writer is None else untouched):
-            agree(RankFacts({}), error=error, kind=CheckpointError, ranks=ranks)
-            log_stage(folder, "shards written")
-            shares = ranks.gather(files, what="gathering of the index").values()
-        if writer is not None:
-            try:
-                every = dict(sorted((name, share[name]) for share in shares for name in share))
-                index = CheckpointIndex.made_now(**about(), files=every, parameters=plan.records())
-                writer.commit(index)
-            except CheckpointError as caught:
-                failure = caught
-            except Exception as caught:
-                text = f"the index cannot be made: {type(caught).__name__}: {caught}"
-                failure = CheckpointError(f"{untouched}: {text}")
-            unknown = str(
-                failure or f"{folder}: the new set is complete and in place, but not every rank may know"
-            )
-        with rank_lost(unknown):
-            agree(RankFacts({}), error=failure, kind=CheckpointError, ranks=ranks)
-        log_stage(folder, "index written")
-    finally:
-        if writer is not None:
-            writer.close()
-    log_stage(folder, "done")
+    log_stage(folder, "start")
+    with rank_lost(untouched):
+        log_stage(folder, "shards")
+        files, error = write_shards(plan, ranks.position, fill, folder)
+    with rank_lost(unknown if writer is None else untouched):
+        agree(RankFacts({}), error=error, kind=CheckpointError, ranks=ranks)
+        log_stage(folder, "shards written")
+        shares = ranks.gather(files, what="gathering of the index").values()
+    if writer is not None:
+        try:
+            every = dict(sorted((name, share[name]) for share in shares for name in share))
+            index = CheckpointIndex.made_now(**about(), files=every, parameters=plan.records())
+            writer.commit(index)
+        except CheckpointError as caught:
+            failure = caught
+        except Exception as caught:
+            text = f"the index cannot be made: {type(caught).__name__}: {caught}"
+            failure = CheckpointError(f"{untouched}: {text}")
+        unknown = str(
+            failure or f"{folder}: the new set is complete and in place, but not every rank may know"
+        )
+    with rank_lost(unknown):
+        agree(RankFacts({}), error=failure, kind=CheckpointError, ranks=ranks)
+    log_stage(folder, "index written")
     return index
 
 
@@ -361,8 +356,6 @@ def consolidate_files(
     saved = DeepSpeedFiles(folder, trust=trust, include=include, exclude=exclude)
     with refusing(f"{out}: cannot be made"):
         make_folder(out)
-    writer = FolderWriter(out)
-    plan = SavePlan(saved.parameters, shard_bytes, writer.save_id)
 
     def fill(pieces: Sequence[Piece | None], content: Tensor) -> None:
         (piece,) = pieces
@@ -372,6 +365,8 @@ def consolidate_files(
                 found = saved.read(name, key, start, stop - start)
                 content[start - piece_start : stop - piece_start] = found
 
-    index = write_set(out, plan, fill, lambda: saved.about, writer, Ranks())
+    with contextlib.closing(FolderWriter(out)) as writer:
+        plan = SavePlan(saved.parameters, shard_bytes, writer.save_id)
+        index = write_set(out, plan, fill, lambda: saved.about, writer, Ranks())
     assert index is not None
     return index
