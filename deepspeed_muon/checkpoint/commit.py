@@ -33,14 +33,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.files import fsync_folder, lock, regular_size, replace_file, unlink, unlock
 from deepspeed_muon.checkpoint.index import INDEX_NAME, SHARD_PATTERN, CheckpointIndex, FileRecord, load_index
-from deepspeed_muon.checkpoint.parameters import ITEM_BYTES, ParameterRecord, tensor_name
+from deepspeed_muon.checkpoint.parameters import (
+    ITEM_BYTES,
+    HeldParameter,
+    ParameterRecord,
+    Shapes,
+    Transfer,
+    shard_header,
+    tensor_name,
+    transfers_of,
+)
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import logger
 
@@ -55,9 +63,6 @@ DEFAULT_SHARD_BYTES = 2 << 30
 
 # The largest piece that a rank receives at once, which bounds the buffers beside the shard itself.
 _PIECE_BYTES = 4 << 20
-
-Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
-"""Name of each tensor of a file to its shape, in the order of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +101,6 @@ def shard_name(save_id: str, number: int) -> str:
     return f"muon-{save_id}-{number:05d}.safetensors"
 
 
-def shard_header(tensors: Shapes) -> tuple[dict[str, Any], int]:
-    """Return what the header of a safetensors file says of its tensors, and how many bytes they take together."""
-    header, end = {}, 0
-    for name, shape in tensors.items():
-        start, end = end, end + math.prod(shape) * ITEM_BYTES
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
-    return header, end
-
-
 class SavePlan:
     """Which file holds what, who writes it, and in which pieces; made from metadata, equal on all ranks.
 
@@ -114,20 +110,25 @@ class SavePlan:
     """
 
     def __init__(
-        self, parameters: Mapping[str, ParameterRecord], shard_bytes: int, save_id: str, world_size: int = 1
+        self,
+        parts: Mapping[str, Sequence[HeldParameter]],
+        shard_bytes: int,
+        save_id: str,
+        world_size: int = 1,
     ) -> None:
         """Make the plan.
 
         Args:
-            parameters: Name of each parameter to its record, in the same order on all ranks.
+            parts: Name of each parameter to the parts of it, in the same order on all ranks.
             shard_bytes: The intended size of a file; it bounds the pieces too.
             save_id: A random number that is in the names of the files.
             world_size: How many ranks write.
         """
-        self._parameters = parameters
+        self._parts = parts
+        self._records = {name: first.record for name, (first, *_) in parts.items()}
         tensors = {
             tensor_name(key, name): record.shape_of(key)
-            for name, record in parameters.items()
+            for name, record in self._records.items()
             for key in record.tensor_keys
         }
         # Small models too are written by all ranks.
@@ -152,20 +153,16 @@ class SavePlan:
         """Yield the piece of every rank, or ``None`` for ranks that are done."""
         return zip_longest(*self._pieces)
 
-    def ranges(self, piece: Piece) -> Iterator[tuple[str, str, int, int, int]]:
-        """Yield what a piece consists of.
-
-        Yields:
-            Parameter, key, the first element of that tensor and the one behind the last, and which element of the
-            tensor comes first in the piece: negative if the tensor begins later in it.
-        """
+    def transfers(self, piece: Piece, writer: int = 0) -> Iterator[Transfer]:
+        """Yield everything that the piece of a rank consists of, in an order that all ranks share."""
         offset = 0
         for tensor, shape in self.files[piece.file].items():
             numel = math.prod(shape)
             begin, end = max(piece.start - offset, 0), min(piece.stop - offset, numel)
             if begin < end:
                 key, _, name = tensor.partition("/")
-                yield name, key, begin, end, piece.start - offset
+                place = piece.start - offset
+                yield from transfers_of(self._parts[name], key, begin, end, piece_start=place, writer=writer)
             offset += numel
             if offset >= piece.stop:
                 return
@@ -177,7 +174,7 @@ class SavePlan:
             name: record.model_copy(
                 update={"tensors": {key: file_of[tensor_name(key, name)] for key in record.tensor_keys}}
             )
-            for name, record in self._parameters.items()
+            for name, record in self._records.items()
         }
 
 

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
 from deepspeed_muon.checkpoint.files import folder_of, make_folder, read_regular, refusing
 from deepspeed_muon.checkpoint.index import OURS, CheckpointIndex, json_settings
 from deepspeed_muon.checkpoint.live import LiveState, collect, require_all_ranks
-from deepspeed_muon.checkpoint.parameters import HeldParameter, Transfer, put_together, transfers_of
+from deepspeed_muon.checkpoint.parameters import HeldParameter, Transfer, put_together
 from deepspeed_muon.errors import CheckpointError, MuonError, RankMissingError
 from deepspeed_muon.transport.agreement import RankFacts, Scope, agree, together
 from deepspeed_muon.transport.ranks import Ranks, all_ranks, is_first_rank, phase
@@ -76,11 +76,9 @@ def consolidate(
             # What every data-parallel group holds, from the first rank of each.
             own = [each.without_tensors() for each in state.parameters if each.rank == 0]
             held = list(chain.from_iterable(all_ranks().gather(own, what="plan of a save").values()))
-            parts = put_together(held)
-            records = {name: first.record for name, (first, *_) in parts.items()}
-            plan = SavePlan(records, shard_bytes, save_id, state.world_size)
+            plan = SavePlan(put_together(held), shard_bytes, save_id, all_ranks().size)
             _compare_copies(state, held)
-        fill = _Exchange(state, plan, parts).fill
+        fill = _Exchange(state, plan).fill
         write_set(folder, plan, fill, functools.partial(_about, state), writer, all_ranks())
     return folder
 
@@ -123,7 +121,7 @@ def _add_facts(agreed: RankFacts, state: LiveState, folder: Path, shard_bytes: i
     )
     for held in state.groups:
         scope = Scope.among(held[0].holders, held[0].rank)
-        place = "" if scope.size == state.world_size else f" of ranks {scope.name}"
+        place = "" if scope.size == all_ranks().size else f" of ranks {scope.name}"
         steps: dict[int, str] = {}
         for each in held:
             steps.setdefault(each.record.step, each.name)
@@ -170,7 +168,7 @@ def _about(state: LiveState) -> dict[str, Any]:
             "writer": "engine",
             "optimizer": OURS,
             "zero_stage": state.host.zero_stage,
-            "world_size": state.world_size,
+            "world_size": all_ranks().size,
         },
         "optimizer": state.optimizer.config.model_dump(mode="json"),
         "groups": [json_settings(group) for group in state.optimizer.param_groups],
@@ -181,10 +179,8 @@ def _about(state: LiveState) -> dict[str, Any]:
 class _Exchange:
     """Brings every rank its piece of a round with one all-to-all."""
 
-    def __init__(
-        self, state: LiveState, plan: SavePlan, parts: Mapping[str, Sequence[HeldParameter]]
-    ) -> None:
-        self._state, self._plan, self._parts = state, plan, parts
+    def __init__(self, state: LiveState, plan: SavePlan) -> None:
+        self._state, self._plan = state, plan
         self._by_name = state.by_name
         # All rounds share the buffers: to allocate them in each round would cost more than the copies.
         self._outgoing, self._incoming = (
@@ -199,9 +195,12 @@ class _Exchange:
 
     def fill(self, pieces: Sequence[Piece | None], content: Tensor) -> None:
         """Send every rank its piece of this round; this rank's own comes into ``content``, on the CPU."""
-        rank = self._state.rank
+        rank = all_ranks().position
         moves = [
-            (each, writer) for writer, piece in enumerate(pieces) for each in self._transfers(writer, piece)
+            (each, writer)
+            for writer, piece in enumerate(pieces)
+            if piece is not None
+            for each in self._plan.transfers(piece, writer)
         ]
         for each, writer in moves:
             if each.source == writer == rank:
@@ -225,12 +224,6 @@ class _Exchange:
             dist.all_to_all_single(incoming, outgoing, in_splits, out_splits)
         for each, place in zip(received, incoming.split([each.numel for each in received]), strict=True):
             each.put(place, content)
-
-    def _transfers(self, writer: int, piece: Piece | None) -> Iterator[Transfer]:
-        """Yield everything that a rank's piece consists of, in an order that all ranks share."""
-        for name, key, start, stop, piece_start in self._plan.ranges(piece) if piece else ():
-            parts = self._parts[name]
-            yield from transfers_of(parts, key, start, stop, piece_start=piece_start, writer=writer)
 
 
 def require_one_folder(folder: Path, writer: FolderWriter | None) -> str:
@@ -358,15 +351,12 @@ def consolidate_files(
         make_folder(out)
 
     def fill(pieces: Sequence[Piece | None], content: Tensor) -> None:
-        (piece,) = pieces
-        assert piece is not None
         with refusing(str(saved.folder)):
-            for name, key, start, stop, piece_start in plan.ranges(piece):
-                found = saved.read(name, key, start, stop - start)
-                content[start - piece_start : stop - piece_start] = found
+            for piece in filter(None, pieces):
+                saved.copy(plan.transfers(piece), content)
 
     with contextlib.closing(FolderWriter(out)) as writer:
-        plan = SavePlan(saved.parameters, shard_bytes, writer.save_id)
+        plan = SavePlan(saved.parts, shard_bytes, writer.save_id)
         index = write_set(out, plan, fill, lambda: saved.about, writer, Ranks())
     assert index is not None
     return index

@@ -41,6 +41,7 @@ from deepspeed_muon.checkpoint.parameters import (
     ITEM_BYTES,
     HeldParameter,
     ParameterRecord,
+    Transfer,
     put_together,
     transfers_of,
 )
@@ -170,23 +171,25 @@ class DeepSpeedFiles(TagFolder):
         return found
 
     def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
-        """Return elements ``[start, start + numel)`` of a tensor in row-major order, fp32, one-dimensional.
-
-        The same as :meth:`~deepspeed_muon.checkpoint.sources.StateSource.read`.
-        """
+        """Return elements ``[start, start + numel)`` of a tensor in row-major order, fp32, one-dimensional."""
         found = torch.empty(numel, dtype=torch.float32)
+        self.copy(transfers_of(self.parts[parameter], key, start, start + numel, piece_start=start), found)
+        return found
+
+    def copy(self, transfers: Iterable[Transfer], piece: Tensor) -> None:
+        """Copy what a piece of a tensor consists of to its places in the piece."""
         read = []
-        for each in transfers_of(self.parts[parameter], key, start, start + numel, piece_start=start):
-            place, flat = each.held.offset(key, each.rank, each.start), self._flat(each.held, key, each.rank)
+        for each in transfers:
+            held, key = each.held, each.key
+            place, flat = held.offset(key, each.rank, each.start), self._flat(held, key, each.rank)
             if place + each.numel > flat.numel():
                 raise CheckpointError(
-                    f"{self.files[each.source]}: {key} of parameter {parameter} is cut off: the partition has "
+                    f"{self.files[each.source]}: {key} of parameter {held.name} is cut off: the partition has "
                     f"{flat.numel()} elements"
                 )
             read.append(flat.narrow(0, place, each.numel))
-            each.put(read[-1], found)
+            each.put(read[-1], piece)
         drop_pages(read)
-        return found
 
 
 def convert_to_universal(

@@ -222,16 +222,12 @@ class LiveState:
         optimizer: Our optimizer inside the engine.
         host: The engine around it.
         parameters: In an order that all ranks with the same parameters share.
-        rank: This rank among all ranks.
-        world_size: How many they are.
-        device: Where their backend can send from.
+        device: Where the backend of the ranks can send from.
     """
 
     optimizer: Muon
     host: Host
     parameters: tuple[LiveParameter, ...]
-    rank: int
-    world_size: int
     device: torch.device
 
     @property
@@ -316,9 +312,7 @@ def collect(engine: Any) -> LiveState:
                 )
     if not parameters:
         raise CheckpointError("the engine's optimizer holds no parameters")
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    device = optimizer._runners[0].context.device
-    return LiveState(optimizer, host, tuple(parameters.values()), rank, size, device)
+    return LiveState(optimizer, host, tuple(parameters.values()), optimizer._runners[0].context.device)
 
 
 def _part(host: Host, route: Route) -> TensorSlice:

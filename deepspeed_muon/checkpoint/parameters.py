@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from torch import Tensor
@@ -36,6 +36,9 @@ _MAX_NUMEL = 1 << 50
 Dimension = Annotated[int, Field(ge=1, le=_MAX_NUMEL, strict=True)]
 Count = Annotated[int, Field(ge=0, le=1 << 53, strict=True)]
 Steps = Annotated[int, Field(ge=0, le=1 << 40, strict=True)]
+
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+"""Name of each tensor of a file to its shape, in the order of the file."""
 
 
 def _at_most(length: int) -> BeforeValidator:
@@ -306,3 +309,12 @@ def views(
             own.as_strided(size, (each.own_step, 1), own.storage_offset() + each.own - own_start),
             whole.as_strided(size, (each.step, 1), whole.storage_offset() + each.whole - whole_start),
         )
+
+
+def shard_header(tensors: Shapes) -> tuple[dict[str, Any], int]:
+    """Return what the header of a safetensors file says of its tensors, and how many bytes they take together."""
+    header, end = {}, 0
+    for name, shape in tensors.items():
+        start, end = end, end + math.prod(shape) * ITEM_BYTES
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
+    return header, end

@@ -117,7 +117,7 @@ def restore_from_source(
                 plan = _Plan.of(state, source, hyperparameters=rates, state_too=state_too)
                 if run is not None and scheduler:
                     check_schedule(state.host.scheduler, run, source.where, rates=rates)
-                nonfinite = source.verify(state.rank, state.world_size)
+                nonfinite = source.verify(all_ranks().position, all_ranks().size)
             agreed.facts["checkpoint"] = source.digest()
         _refuse_another_model(state, source, problems)
         _judge(nonfinite, source, allow_nonfinite)

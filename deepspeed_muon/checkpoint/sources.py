@@ -15,7 +15,6 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.commit import Shapes, shard_header
 from deepspeed_muon.checkpoint.files import (
     check_tensor,
     drop_pages,
@@ -39,7 +38,15 @@ from deepspeed_muon.checkpoint.index import (
     load_index,
     parse_json,
 )
-from deepspeed_muon.checkpoint.parameters import ITEM_BYTES, STATE_KEYS, ParameterRecord, tensor_name, views
+from deepspeed_muon.checkpoint.parameters import (
+    ITEM_BYTES,
+    STATE_KEYS,
+    ParameterRecord,
+    Shapes,
+    shard_header,
+    tensor_name,
+    views,
+)
 from deepspeed_muon.checkpoint.tag_folder import CONSOLIDATED_FOLDER, glance, latest_tag, model_file_in
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
