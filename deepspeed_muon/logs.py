@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 
 import torch.distributed as dist
 
@@ -69,3 +69,8 @@ def warn_on_each_machine(text: str, *values: object) -> None:
     """Log a warning on the first rank of each machine (``LOCAL_RANK`` 0)."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         logger.warning(text, *values, stacklevel=2)
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """Return the first ``most`` names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -159,7 +159,7 @@ class CheckpointIndex(_Record):
     """
 
     format: Literal["deepspeed_muon.consolidated", "deepspeed_muon.universal"]
-    version: Literal[1]
+    version: Literal[1] = VERSION
     versions: dict[str, str]
     source: dict[str, Any] = {}
     lossy: Annotated[list[str], Field(max_length=1024)] = []
@@ -172,7 +172,7 @@ class CheckpointIndex(_Record):
     @classmethod
     def made_now(cls, form: str = FORMAT, **content: Any) -> CheckpointIndex:
         """Return an index of this release's format with the versions of the software that runs."""
-        return cls(format=form, version=VERSION, versions=_versions(), **content)  # type: ignore[arg-type]
+        return cls(format=form, versions=_versions(), **content)  # type: ignore[arg-type]
 
     @_without_collections()
     def to_bytes(self) -> bytes:

@@ -21,9 +21,9 @@ from deepspeed_muon.checkpoint.index import Progress
 from deepspeed_muon.checkpoint.live import LiveParameter, LiveState, collect, require_all_ranks
 from deepspeed_muon.checkpoint.parameters import ROW_KEYS, STATE_KEYS, ParameterRecord
 from deepspeed_muon.checkpoint.settings import Before, check_schedule, group_settings, write_progress
-from deepspeed_muon.checkpoint.sources import ConsolidatedSource, StateSource, find_consolidated, listed
+from deepspeed_muon.checkpoint.sources import ConsolidatedSource, StateSource, find_consolidated
 from deepspeed_muon.errors import CheckpointError, MuonError
-from deepspeed_muon.logs import warn
+from deepspeed_muon.logs import listed, warn
 from deepspeed_muon.transport.agreement import together
 from deepspeed_muon.transport.ranks import all_ranks
 from deepspeed_muon.variants import ROW_STATE, VARIANTS

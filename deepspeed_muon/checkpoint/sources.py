@@ -8,7 +8,7 @@ import json
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,7 +30,6 @@ from deepspeed_muon.checkpoint.index import (
     INDEX_NAME,
     OURS,
     UNIVERSAL_FORMAT,
-    VERSION,
     CheckpointIndex,
     FileRecord,
     Progress,
@@ -49,7 +48,7 @@ from deepspeed_muon.checkpoint.parameters import (
 )
 from deepspeed_muon.checkpoint.tag_folder import CONSOLIDATED_FOLDER, glance, latest_tag, model_file_in
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.logs import warn
+from deepspeed_muon.logs import listed, warn
 from deepspeed_muon.plan.placement import Fragment
 from deepspeed_muon.plan.slices import TensorSlice
 
@@ -262,7 +261,7 @@ class UniversalSource(StateSource):
                 self._folder,
                 len(self._from_adam),
             )
-        about = {"version": VERSION, "versions": {}, "source": {"optimizer": OURS}, "groups": [{}]}
+        about = {"versions": {}, "source": {"optimizer": OURS}, "groups": [{}]}
         return CheckpointIndex.model_validate({"format": UNIVERSAL_FORMAT, **about, "parameters": parameters})
 
     def _global_step(self) -> int:
@@ -396,8 +395,3 @@ def _places(path: Path, file: BinaryIO, shapes: Shapes) -> dict[str, int]:
     if 8 + length + end != os.fstat(file.fileno()).st_size:
         raise CheckpointError(f"{path}: its tensors do not end where the file ends")
     return {name: 8 + length + entry["data_offsets"][0] for name, entry in expected.items()}
-
-
-def listed(names: Sequence[str], most: int) -> str:
-    """Return the first ``most`` names, and how many more there are."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
