@@ -86,7 +86,7 @@ class Result:
         members: Index of the matrix, and number of its block, of each entry.
         inputs: ``(entries, rows, cols)``: the directions.
         blocks: The orthogonalised blocks, of the same shape; in fp32 once an entry was redone.
-        scales: Factor of the scale rule for each entry.
+        scales: Factor of the scale rule for each block of each matrix of the plan.
         finish: Turns blocks into updates; ``None`` if they are the updates.
         together: The ranks that have the other parts of the blocks; ``None`` for whole blocks.
         updates: The updates to apply.
@@ -95,7 +95,7 @@ class Result:
     members: Sequence[Member]
     inputs: Tensor
     blocks: Tensor
-    scales: Sequence[float]
+    scales: Sequence[tuple[float, ...]]
     finish: Finish | None = None
     together: Together | None = None
     updates: Tensor = field(init=False)
@@ -323,7 +323,8 @@ class ResultCheck:
                 self.recorder.keep(self._matrices[index].name, sums)
 
     def _measured(self, result: Result, positions: list[int]) -> Sums:
-        scale = result.scales[positions[0]]
+        index, number = result.members[positions[0]]
+        scale = result.scales[index][number]
         return measure(result.inputs[positions], result.blocks[positions], scale=scale, band=self._band)
 
 

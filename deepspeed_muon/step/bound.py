@@ -117,7 +117,7 @@ class GradientInspection:
         One call reads all gradients on a CPU. On a GPU that is torch's multi-tensor norm, which takes 320 blocks of
         65,536 elements a launch; about twenty small kernels follow it.
         """
-        flags = torch.zeros((len(self._step_set.layouts), 3), dtype=torch.uint8, device=self._device)
+        flags = torch.zeros((len(self._names), 3), dtype=torch.uint8, device=self._device)
         if left_out := self._runner.left_out:
             matrices = torch.tensor([n for indices, _ in left_out for n in indices], device=self._device)
             wrong = torch.cat([each.to(self._device) for _, each in left_out]).int()

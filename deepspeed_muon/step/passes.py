@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -156,8 +156,8 @@ class Step:
     finish: RowsAtOwner | None
     passes: FlatPasses
     variant: Variant
-    kept: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
-    counts: Sequence[int] = ()
+    kept: Mapping[int, Mapping[str, Tensor]]
+    counts: Sequence[int]
 
     def active(self, indices: Sequence[int]) -> Sequence[int]:
         """Return those of some matrices that are active."""

@@ -34,7 +34,7 @@ from deepspeed_muon.transport.exchange import (
     StepContext,
     StepStats,
 )
-from deepspeed_muon.transport.row_state import RowStateExchange
+from deepspeed_muon.transport.row_state import RowsAtOwner, RowStateExchange
 from deepspeed_muon.variants import VARIANTS
 
 
@@ -276,26 +276,23 @@ class StepRunner:
             grads[index] if index in grads else torch.zeros_like(buf) if index in used else buf
             for index, buf in zip(order, momentum, strict=True)
         ]
+        rates = self._rates.of({index: groups[index] for index in order})
+        counts = [int(each["step"]) for each in own]
+        kept: dict[int, dict[str, Tensor]] = {}
+        finish: RowsAtOwner | None = None
+        is_active = any(of_matrices)
+        if is_active:
+            kept = {
+                partition.index: row_state_of(
+                    partition, state, self._variant, self._kept.get(partition.index, 0)
+                )
+                for partition in self._muon
+            }
+            finish = None if self._rows is None else self._rows.gather(kept, rates.settings)
         step = Step(
-            mask,
-            self._rates.of({index: groups[index] for index in order}),
-            weights,
-            momentum,
-            entering,
-            None,
-            self._passes,
-            self._variant,
+            mask, rates, weights, momentum, entering, finish, self._passes, self._variant, kept, counts
         )
-        if not any(of_matrices):
-            yield step
-            return
-        kept = {
-            partition.index: row_state_of(partition, state, self._variant, self._kept.get(partition.index, 0))
-            for partition in self._muon
-        }
-        finish = None if self._rows is None else self._rows.gather(kept, step.rates.settings)
-        step = replace(step, finish=finish, kept=kept, counts=[int(each["step"]) for each in own])
-        if self._before is not None:
+        if is_active and self._before is not None:
             step = replace(step, grads=self._before.entering(step))
         yield step
         if self._rows is not None and finish is not None:

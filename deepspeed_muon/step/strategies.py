@@ -164,8 +164,7 @@ class WholeAtOwner:
         inputs = before_iteration(step.variant, inputs, self._matrices[members[0][0]])
         with self._check.recorder.span("newton_schulz"):
             blocks = self._orthogonalize(inputs, settings=self._context.ns_settings)
-        scales = [step.rates.scales[index][number] for index, number in members]
-        result = Result(members, inputs, blocks, scales, step.finish)
+        result = Result(members, inputs, blocks, step.rates.scales, step.finish)
         self._check.settle(result)
         return result.updates
 

@@ -179,9 +179,10 @@ class OverTensorGroup:
         counts = self._rank == 0
         first_blocks = sum(self._matrices[index].first_row == 0 for index in batch)
         self._context.stats.matrices_orthogonalized += first_blocks if counts else 0
-        scales = [step.rates.scales[index][0] for index in batch]
         together = Together(self._group, dim, sizes, iterate, counts)
-        return Result([(index, 0) for index in batch], inputs, blocks, scales, step.finish, together)
+        return Result(
+            [(index, 0) for index in batch], inputs, blocks, step.rates.scales, step.finish, together
+        )
 
     def _gather_rows(self, kept: RowsAtOwner, of_rank: Sequence[Sequence[int]]) -> RowsAtOwner:
         """Return the row state of the matrices that this rank orthogonalises.

@@ -139,7 +139,7 @@ def settle_parts(rank: int, world_size: int, *, dim: int) -> dict[str, Any]:
     )
     together = Together(dist.group.WORLD, dim, sizes, iterate, counts=rank == 0)
     blocks = iterate(parts, settings=settings)
-    result = Result([(0, 0), (1, 0), (2, 0)], parts, blocks, [1.0] * 3, together=together)
+    result = Result([(0, 0), (1, 0), (2, 0)], parts, blocks, [(1.0,)] * 3, together=together)
     check.settle(result)
     return {"wholes": wholes, "updates": result.updates, "redone": check.recorder.redone}
 

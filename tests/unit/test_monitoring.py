@@ -211,7 +211,7 @@ def check_of(*matrices: MatrixLayout) -> ResultCheck:
 
 
 def result_of(members: list[tuple[int, int]], inputs: Tensor, blocks: Tensor, scale: float = 1.0) -> Result:
-    return Result(members, inputs, blocks, [scale] * len(members))
+    return Result(members, inputs, blocks, [(scale,) * 3])
 
 
 def test_a_head_without_a_gradient_is_right() -> None:

@@ -35,6 +35,7 @@ def rates_of(count: int, *, momentum: float, step: float = 1.0) -> Rates:
     return Rates(
         torch.tensor([(momentum, 0.0)] * count, dtype=torch.float64),
         torch.tensor([(step, 1.0)] * count, dtype=torch.float64),
+        torch.zeros(count, 4, dtype=torch.float64),
         None,
         [(1.0,)] * count,
         {},
@@ -52,7 +53,7 @@ def step_of(
     """Return a step on one partition."""
     flat = [momentum if param is None else param]
     mask = None if all(active) else torch.tensor(active)
-    return Step(mask, rates, flat, [momentum], [grad], None, flat_passes("torch"), VARIANTS["muon"])
+    return Step(mask, rates, flat, [momentum], [grad], None, flat_passes("torch"), VARIANTS["muon"], {}, [1])
 
 
 def made(rows: int, order: list[int]) -> tuple[ChunkTable, torch.Tensor, torch.Tensor]:
