@@ -10,6 +10,7 @@ same round.
 
 With ``--fragments`` rank 1 owns all matrices, so that rank 0 only has a fragment of each. The exchange of the gradient
 flags, which comes before the inner step, counts for ``inner`` then. The last line has what one more matrix costs.
+``--variant`` takes another variant of this project.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
-def make_engine(name: str, count: int) -> Any:
+def make_engine(name: str, count: int, variant: str = "muon") -> Any:
     """Return an engine at stage 3; rates of zero keep weights and gradients equal."""
     import deepspeed
 
@@ -63,6 +64,8 @@ def make_engine(name: str, count: int) -> Any:
         "zero_optimization": zero,
         "optimizer": {"type": "AdamW" if name == "AdamW" else "Muon", "params": {"lr": 0.0}},
     }
+    if name == OPTIMIZERS[0]:
+        config["optimizer"]["params"]["variant"] = variant
     if name == OPTIMIZERS[2]:
         zero.update(reduce_scatter=False, save_muon_momentum_buffer_in_memory=True)
         deepspeed_muon.unregister()
@@ -85,14 +88,14 @@ def owned_by_last(*args: Any, **kwargs: Any) -> Any:
 
 
 def measure(
-    rank: int, world_size: int, *, count: int, rounds: int, fragments: bool
+    rank: int, world_size: int, *, count: int, rounds: int, fragments: bool, variant: str
 ) -> dict[str, list[list[float]]]:
     """Return the milliseconds of each round: inner, and step."""
     if fragments:
         with mock.patch("deepspeed_muon.step.runner.assign", owned_by_last):
-            engines = {"ours": make_engine("ours", count)}
+            engines = {"ours": make_engine("ours", count, variant)}
     else:
-        engines = {name: make_engine(name, count) for name in OPTIMIZERS}
+        engines = {name: make_engine(name, count, variant) for name in OPTIMIZERS}
     spent = [0.0]
 
     def timed(original: Any) -> Any:
@@ -166,11 +169,13 @@ def main() -> int:
     parser.add_argument("--matrices", type=int, nargs="+", default=[224, 448])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--fragments", action="store_true", help="rank 0 owns no matrix")
+    parser.add_argument("--variant", default="muon", help="optimizer.params.variant of this project")
     parser.add_argument("--out", help="Markdown file for the table")
     arguments = parser.parse_args()
     results = {}
     for count in arguments.matrices:
-        settings = {"count": count, "rounds": arguments.rounds, "fragments": arguments.fragments}
+        settings = {key: getattr(arguments, key) for key in ("rounds", "fragments", "variant")}
+        settings["count"] = count
         results[count] = run_ranks("benchmarks.host_time:measure", 2, settings, timeout=600)[0]
     lines = [", ".join(f"{name}: {value}" for name, value in machine().items()), ""]
     if arguments.fragments:

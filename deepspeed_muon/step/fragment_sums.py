@@ -1,6 +1,6 @@
 """Changes weights and gradients by factors that depend on sums over rows or blocks, for variants with ``apply``.
 
-Every rank sums over its fragments, in one pass for pieces of one shape that lie at equal distances. Then the sums are
+Every rank sums over its fragments, pieces of one shape together. Then the sums are
 completed (:mod:`deepspeed_muon.transport.unit_exchange`), the variant makes two factors of those of each unit, and a
 second pass applies them. The host waits for nothing.
 """
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from deepspeed_muon.plan.exchange import ExchangePlan
 from deepspeed_muon.plan.pieces import Piece, blocks_of_rows, pieces_of
+from deepspeed_muon.plan.placement import Ints
 from deepspeed_muon.plan.rows import row_places
 from deepspeed_muon.step.passes import Step
 from deepspeed_muon.step.step_set import StepSet
@@ -29,32 +30,56 @@ from deepspeed_muon.variants import Combine, UnitRates, Variant
 _MOST = 1 << 22
 """Elements of equal pieces that run together."""
 
-Place = tuple[int, int, int]
-"""Number of a tensor, the first element of the first piece there, and the distance to the next piece."""
+_COPIED = 1 << 16
+"""Elements of a piece that is copied to run together with others at other distances, or in other tensors."""
+
+
+class Run(NamedTuple):
+    """Equal pieces at equal distances.
+
+    Attributes:
+        tensor: Number of the flat tensor.
+        start: The first element of the first piece there.
+        distance: Elements from one piece to the next.
+    """
+
+    tensor: int
+    start: int
+    distance: int
 
 
 class EqualPieces(NamedTuple):
-    """Pieces of one shape at equal distances, in two flat tensors each.
+    """Pieces of one shape that run together.
 
     Attributes:
         piece: The first one.
-        together: How many they are.
-        own: Where they lie in the weights.
+        lengths: The number of pieces of each run.
+        own: Where the runs lie in the weights.
         other: Where they lie in what the weights are multiplied with.
         slots: ``(pieces, units)``: the number of each unit among those that this rank holds.
     """
 
     piece: Piece
-    together: int
-    own: Place
-    other: Place
+    lengths: tuple[int, ...]
+    own: tuple[Run, ...]
+    other: tuple[Run, ...]
     slots: Tensor
 
-    def of(self, flat: Sequence[Tensor], place: Place) -> Tensor:
-        """Return a view of the pieces: ``(pieces, rows, cols)``."""
-        number, start, distance = place
-        shape, strides = (self.together, *self.piece.shape), (distance, self.piece.stride, 1)
-        return flat[number].as_strided(shape, strides, flat[number].storage_offset() + start)
+    def views(self, flat: Sequence[Tensor], runs: Sequence[Run]) -> list[Tensor]:
+        """Return a view of each run: ``(pieces, rows, cols)``."""
+        rows, cols, stride = self.piece.rows, self.piece.cols, self.piece.stride
+        return [
+            flat[number].as_strided(
+                (length, rows, cols), (distance, stride, 1), flat[number].storage_offset() + start
+            )
+            for length, (number, start, distance) in zip(self.lengths, runs, strict=True)
+        ]
+
+    def wide(self, flat: Sequence[Tensor], runs: Sequence[Run]) -> Tensor:
+        """Return all pieces ``(pieces, rows, cols)`` in fp32 (float64 of float64), not to be written to."""
+        views = self.views(flat, runs)
+        found = views[0] if len(views) == 1 else torch.cat(views)
+        return found.to(_wide(found.dtype))
 
     def summed(self, products: Tensor) -> Tensor:
         """Return the sums over units, flat in the order of the slots, of ``(pieces, rows, cols)``."""
@@ -65,8 +90,22 @@ class EqualPieces(NamedTuple):
 
     def spread(self, values: Tensor) -> Tensor:
         """Return the number of each element's unit, which broadcasts to the pieces, for numbers of all slots."""
-        shape = (self.together, 1, -1) if self.piece.steps[1] else (self.together, -1, 1)
+        shape = (len(self.slots), 1, -1) if self.piece.steps[1] else (len(self.slots), -1, 1)
         return values[self.slots].view(shape)
+
+
+class KeptRows(NamedTuple):
+    """Rows that follow each other in the state of one partition.
+
+    Attributes:
+        partition: Index of the partition.
+        start: The first one.
+        number: How many they are.
+    """
+
+    partition: int
+    start: int
+    number: int
 
 
 class FragmentSums:
@@ -119,37 +158,34 @@ class FragmentSums:
             assert fragment is not None
             start = fragment.matrix_offset
             for piece in pieces_of(self._matrices[index], start, start + numel, rows=rows):
-                alike = (*piece.shape, piece.stride, piece.steps, partition, other)
-                found.append((alike, offset + piece.start, place + piece.start, index, piece))
-        found.sort(key=lambda each: each[:3])
-        for (height, width, *_, partition, other), members in groupby(found, key=lambda each: each[0]):
-            pieces, first = [*members], 0
-            while first < len(pieces):
-                _, own, beside, *_ = pieces[first]
-                gaps, stop = (0, 0), first + 1
-                if stop < len(pieces):
-                    gaps = pieces[stop][1] - own, pieces[stop][2] - beside
-                most = min(len(pieces), first + max(1, _MOST // (height * width))) if gaps[1] > 0 else stop
-                while stop < most and pieces[stop][1:3] == (
-                    own + (stop - first) * gaps[0],
-                    beside + (stop - first) * gaps[1],
-                ):
-                    stop += 1
+                at = offset + piece.start, place + piece.start
+                found.append(((*piece.shape, piece.stride, piece.steps, partition, other, *at), index, piece))
+        found.sort(key=lambda each: each[0])
+        for alike, members in groupby(found, key=lambda each: each[0][:4]):
+            numel, pieces = alike[0] * alike[1], [*members]
+            most = max(1, _MOST // numel)
+            runs = [*_runs([each[0][4:] for each in pieces], most)]
+            joined: list[list[tuple[int, Run, Run]]] = []
+            for run in runs:
+                if joined and numel <= _COPIED and sum(n for n, *_ in joined[-1]) + run[0] <= most:
+                    joined[-1].append(run)
+                else:
+                    joined.append([run])
+            first = 0
+            for each in joined:
+                lengths, own, beside = (tuple(column) for column in zip(*each, strict=True))
+                stop = first + sum(lengths)
                 slots = np.stack(
-                    [self._units.slots(index, each.units) for *_, index, each in pieces[first:stop]]
+                    [self._units.slots(index, one.units) for *_, index, one in pieces[first:stop]]
                 )
                 yield EqualPieces(
-                    pieces[first][-1],
-                    stop - first,
-                    (partition, own, gaps[0]),
-                    (other, beside, gaps[1]),
-                    torch.from_numpy(slots).to(self._device),
+                    pieces[first][-1], lengths, own, beside, torch.from_numpy(slots).to(self._device)
                 )
                 first = stop
 
-    def _kept_rows(self, indices: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return where each partition's row state of the matrices lies, and in which slot the unit of each number."""
-        found: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    def _kept_rows(self, indices: Sequence[int]) -> tuple[list[KeptRows], Tensor]:
+        """Return where the row state of the matrices lies, and the slot of the unit of each number there."""
+        found: list[tuple[int, int, int, Ints]] = []
         places = row_places(self._matrices) if self._keys else ()
         for index in indices if self._keys else ():
             matrix, own = self._matrices[index], places[index].on(self._rank)
@@ -158,16 +194,17 @@ class FragmentSums:
             units = rows = torch.arange(own.matrix_offset, own.matrix_offset + own.numel)
             if not self._variant.of_rows:
                 units = blocks_of_rows(matrix, rows)
-            slots = torch.from_numpy(self._units.slots(index, units.numpy()))
-            at = rows + (own.partition_offset - own.matrix_offset)
-            found.setdefault(matrix.partition, []).append((at, slots))
-        return {
-            partition: (
-                torch.cat([at for at, _ in each]).to(self._device),
-                torch.cat([s for _, s in each]).to(self._device),
-            )
-            for partition, each in found.items()
-        }
+            slots = self._units.slots(index, units.numpy())
+            found.append((matrix.partition, own.partition_offset, own.numel, slots))
+        runs: list[KeptRows] = []
+        for partition, start, number, _ in sorted(found, key=lambda each: each[:2]):
+            if runs and runs[-1].partition == partition and runs[-1].start + runs[-1].number == start:
+                runs[-1] = runs[-1]._replace(number=runs[-1].number + number)
+            else:
+                runs.append(KeptRows(partition, start, number))
+        parts = [slots for *_, slots in sorted(found, key=lambda each: each[:2])]
+        slots = np.concatenate([np.empty(0, dtype=np.int64), *parts])
+        return runs, torch.from_numpy(slots).to(self._device)
 
     def _weights_of(self, ranks: int) -> Tensor:
         """Return the factors of the sums of each completed unit: three products, and the state.
@@ -225,10 +262,8 @@ class FragmentSums:
         shape = len(self._units.held_matrix), 3 + len(self._keys)
         numbers = torch.zeros(shape, dtype=torch.float64, device=self._device)
         for each in self._pieces:
-            own = each.of(flat, each.own)
-            own = own.to(_wide(own.dtype))
-            other = own if others is None else each.of(others, each.other)
-            other = other.to(_wide(other.dtype))
+            own = each.wide(flat, each.own)
+            other = own if others is None else each.wide(others, each.other)
             products = [each.summed(a * b) for a, b in ((own, own), (own, other), (other, other))]
             numbers[:, :3].index_add_(0, each.slots.view(-1), torch.stack(products, 1).double())
         return numbers
@@ -238,28 +273,31 @@ class FragmentSums:
     ) -> None:
         """Write what the variant makes of weights and ``others`` to ``out``, by the places of the weights."""
         numbers = self._products(step.flat, others)
-        for partition, (at, slots) in self._kept.items():
-            state = torch.stack([step.kept[partition][key][at] for key in self._keys], 1)
-            numbers[:, 3:].index_add_(0, slots, state.double())
+        runs, slots = self._kept
+        kept = [
+            [step.kept[partition][key].narrow(0, start, number) for partition, start, number in runs]
+            for key in self._keys
+            if runs
+        ]
+        for number, views in enumerate(kept, 3):
+            numbers[:, number].index_add_(0, slots, torch.cat(views).double())
         sums = self._units.complete(numbers, self._weights)
         values = {key: sums[:, 3 + number].clone() for number, key in enumerate(self._keys)}
         keep, move = function((sums[:, 0], sums[:, 1], sums[:, 2]), values, self._rates(step, sums.device))
         results = self._units.bring_back(torch.stack((keep, move, *values.values()), 1))
         active = None if step.mask is None else step.mask[self._units.held_matrix].to(self._device)
-        for partition, (at, slots) in self._kept.items():
+        for number, views in enumerate(kept, 2):
+            new = results[slots, number]
             if active is not None:
-                at, slots = at[active[slots]], slots[active[slots]]
-            for number, key in enumerate(self._keys):
-                step.kept[partition][key][at] = results[slots, 2 + number].to(step.kept[partition][key].dtype)
+                new = torch.where(active[slots], new, torch.cat(views).double())
+            torch._foreach_copy_(views, new.split([each.number for each in runs]))
         for each in self._pieces:
-            own, target = each.of(step.flat, each.own), each.of(out, each.own)
-            wide = own.to(_wide(own.dtype))
-            other = each.of(others, each.other)
-            part = other.to(_wide(other.dtype)) * each.spread(results[:, 1]).to(wide.dtype)
-            new = wide * each.spread(results[:, 0]).to(wide.dtype) + part
+            own, targets = each.wide(step.flat, each.own), each.views(out, each.own)
+            part = each.wide(others, each.other) * each.spread(results[:, 1]).to(own.dtype)
+            new = own * each.spread(results[:, 0]).to(own.dtype) + part
             if active is not None:  # the others have no update
-                new = torch.where(each.spread(active), new, target)
-            target.copy_(new)
+                new = torch.where(each.spread(active), new, each.wide(out, each.own))
+            torch._foreach_copy_(targets, new.split(each.lengths))
 
     def _rates(self, step: Step, device: torch.device) -> UnitRates:
         """Return the rates of the completed units."""
@@ -288,6 +326,33 @@ def fragment_sums(
     held = torch.cat([torch.empty((0, COLUMNS), dtype=torch.int64), *(table.held for table in tables)])
     held[:, 2:4] = held[:, :2]  # a gradient lies as its weights do
     return chunks, FragmentSums(plan, range(len(plan.matrices)), held, variant, context, step_set)
+
+
+def _runs(places: Sequence[tuple[int, int, int, int]], most: int) -> Iterator[tuple[int, Run, Run]]:
+    """Yield the pieces at some places, which are sorted, in runs of at most ``most`` pieces.
+
+    Args:
+        places: Number of the tensor of each piece and of its other one, and where it starts in both.
+        most: Pieces of a run.
+    """
+    first = 0
+    while first < len(places):
+        tensor, other, own, beside = places[first]
+        stop, gaps = first + 1, (0, 0)
+        if stop < len(places) and places[stop][:2] == (tensor, other):
+            gaps = places[stop][2] - own, places[stop][3] - beside
+        if gaps[1] > 0:
+            while stop < min(len(places), first + most) and places[stop] == (
+                tensor,
+                other,
+                own + (stop - first) * gaps[0],
+                beside + (stop - first) * gaps[1],
+            ):
+                stop += 1
+        if stop == first + 1:
+            gaps = 0, 0
+        yield stop - first, Run(tensor, own, gaps[0]), Run(other, beside, gaps[1])
+        first = stop
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
