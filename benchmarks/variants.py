@@ -233,7 +233,7 @@ def studies(results: Results) -> dict[str, dict[str, Search]]:
                 start = replace(at_5m, steps=1200, rate=rounded(at_5m.rate * shift))
                 found["5M-1200"][optimizer] = Search(start, (), seeds=3)
     for dim, rule in itertools.product(WIDTHS, RULES):
-        start = replace(first_search(rule, (dim, 2), 150).start)
+        start = first_search(rule, (dim, 2), 150).start
         found["widths"][f"{rule}, width {dim}"] = Search(
             start, (Axis("rate", 2, (-2, -1, 0, 1, 2)),), 3, around=1
         )

@@ -36,12 +36,17 @@ class Found:
     """What is known of one search."""
 
     search: Search
-    trials: list[Row]
-    """Finished runs of the first seed."""
+    rows: list[Row]
+    """Finished runs."""
     best: list[Row]
     """Finished runs of the best point so far, by seed."""
     complete: bool
     """Whether nothing is missing."""
+
+    @property
+    def trials(self) -> list[Row]:
+        """Finished runs of the first seed."""
+        return [row for row in self.rows if row["seed"] == 0]
 
     @property
     def losses(self) -> dict[int, float]:
@@ -94,14 +99,13 @@ def find(search: Search, results: Results) -> Found | None:
     """What is known of a search; ``None`` without a finished run."""
     wanted = search.runs(results)
     rows = [row for run in wanted if (row := results.row(run))]
-    trials = [row for row in rows if row["seed"] == 0]
-    if not trials:
-        return None
     point = search.best(results)
-    best = min(trials, key=loss) if point is None else results.rows[point.key]
+    if not rows or (point and point.key not in results.rows):
+        return None
+    best = results.rows[point.key] if point else min((row for row in rows if row["seed"] == 0), key=loss)
     same = ("rate", "decay", "rest")
     seeds = [row for row in rows if all(row[key] == best[key] for key in same)]
-    return Found(search, trials, sorted(seeds, key=lambda row: row["seed"]), len(rows) == len(wanted))
+    return Found(search, rows, sorted(seeds, key=lambda row: row["seed"]), len(rows) == len(wanted))
 
 
 def mean_and_error(values: list[float]) -> str:
@@ -157,7 +161,7 @@ def study_table(searches: dict[str, Search], results: Results) -> list[str]:
 def best_octave(found: Found) -> float:
     """The rate of the least mean loss in octaves: the vertex of the parabola through the best and its neighbours."""
     by_rate: dict[float, list[float]] = {}
-    for row in found.trials + found.best:
+    for row in found.rows:
         by_rate.setdefault(row["rate"], []).append(loss(row))
     line = sorted((math.log2(rate), statistics.fmean(values)) for rate, values in by_rate.items())
     at = min(range(len(line)), key=lambda index: line[index][1])

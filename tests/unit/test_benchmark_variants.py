@@ -14,7 +14,15 @@ TINY = Run("normuon", dim=32, layers=1, steps=3, rate=0.02, decay=0.002, rest=0.
 
 def complete(search: Search, results: Results, loss) -> None:
     while todo := [run for run in search.runs(results) if results.row(run) is None]:
-        results.add({**asdict(todo[0]), "loss": loss(todo[0]), "seconds": 1.0})
+        last = loss(todo[0])
+        told = {"loss": last, "seconds": 1.0, "optimizer_ms": 5.0, "hardware": "none", "torch": "2"}
+        # Each curve falls by 0.01 a step.
+        curve = (
+            [[step, last + 0.01 * (300 - step), 0.1, 0.01, 1.0, 2.0] for step in (100, 200, 300)]
+            if last
+            else []
+        )
+        results.add({**asdict(todo[0]), **told, "curve": curve})
 
 
 def test_goes_on_at_an_edge_then_takes_the_next_axis_and_the_seeds(tmp_path):
@@ -78,13 +86,8 @@ def test_report_says_better_only_beyond_two_standard_errors(tmp_path, monkeypatc
         own = seeded.get(run.optimizer, (shift.get(run.optimizer, 0.2),) * 5)[run.seed]
         return 2.0 + 0.2 * away + abs(math.log2(run.rest / 0.016)) + own + 0.001 * run.seed
 
-    searches = variants.studies(results)["1M-300"]
-    for search in searches.values():
-        while todo := [run for run in search.runs(results) if results.row(run) is None]:
-            last = loss(todo[0])
-            curve = [[step, last + 0.01 * (300 - step), 0.1, 0.01, 1.0, 2.0] for step in (100, 200, 300)]
-            told = {"loss": last, "curve": curve, "seconds": 20.0, "optimizer_ms": 5.0}
-            results.add({**asdict(todo[0]), **told, "hardware": "none", "torch": "2"})
+    for search in variants.studies(results)["1M-300"].values():
+        complete(search, results, loss)
     monkeypatch.setattr(sys, "argv", ["variants_report.py", "--raw", str(out)])
     variants_report.main()
     page = out.with_suffix(".md").read_text().split("## iteration")[0]
@@ -99,3 +102,20 @@ def test_report_says_better_only_beyond_two_standard_errors(tmp_path, monkeypatc
     assert cells["muon"][6] == f"{250 / 300:.2f}"
     assert float(cells["muon"][7]) == pytest.approx(2 * variants_report.MARGIN / 0.2, abs=0.06)
     assert out.with_suffix(".png").exists()
+
+
+def test_report_says_by_how_many_octaves_the_best_rate_moves(tmp_path):
+    results = Results(tmp_path / "raw.jsonl")
+    searches = variants.studies(results)["widths"]
+
+    def loss(run: Run) -> float:
+        # Plain Muon's best rate falls by half an octave a doubling, from a point between two rates that are tried.
+        octaves = -0.5 * math.log2(run.dim / 128) - 0.3 if run.optimizer == "muon" else 0.2
+        first = variants.FIRST_RATE.get(run.optimizer, 0.04)
+        return 2.0 + 0.1 * (math.log2(run.rate / first) - octaves) ** 2 + 0.01 * run.seed
+
+    for search in searches.values():
+        complete(search, results, loss)
+    table = {line.split(" | ")[0]: line for line in variants_report.widths_table(searches, results)}
+    assert table["| original"].endswith("| -1.0 |") and table["| hyperball"].endswith("| +0.0 |")
+    assert f"| {0.04 * 2**-0.3:.3g} |" in table["| original"]
