@@ -8,29 +8,28 @@ from typing import Any
 import pytest
 
 import deepspeed_muon
-from tests.support import training
-from tests.support.checkpoints import MICROS, assert_equal, engine_for, probe, report
+from tests.support.checkpoints import assert_equal, engine_for, probe, report, train_step
 from tests.support.harness import RanksFailed
 
 
 def saved_by_deepspeed(rank: int, world_size: int, *, folder: str, stage: int, tag: str | None) -> Any:
-    engine = engine_for(stage, world_size, seed=0, kind="toy", params={"consolidate_on_save": True})
+    engine = engine_for(stage, seed=0, kind="toy", params={"consolidate_on_save": True})
     for step in range(2):
-        training.run_step(engine, step, rank, world_size, MICROS // world_size)
+        train_step(engine, step, rank, world_size)
     engine.save_checkpoint(folder, tag=tag)
     result = report(engine)
     result["loss"] = probe(engine)
-    training.run_step(engine, 2, rank, world_size, MICROS // world_size)
+    train_step(engine, 2, rank, world_size)
     result["next_loss"] = probe(engine)
     engine.destroy()
     return result
 
 
 def restored_by_config(rank: int, world_size: int, *, folder: str, stage: int) -> Any:
-    engine = engine_for(stage, world_size, seed=7, kind="toy", params={"restore_from": folder})
+    engine = engine_for(stage, seed=7, kind="toy", params={"restore_from": folder})
     result = report(engine)
     result["loss"] = probe(engine)
-    training.run_step(engine, 2, rank, world_size, MICROS // world_size)
+    train_step(engine, 2, rank, world_size)
     result["next_loss"] = probe(engine)
     engine.destroy()
     return result
@@ -52,7 +51,7 @@ def test_config_keys(ranks: Any, tmp_path: Path, stage: int, to_stage: int, tag:
 
 
 def off_by_default(rank: int, world_size: int, *, folder: str) -> None:
-    engine = engine_for(1, world_size, seed=0, kind="toy")
+    engine = engine_for(1, seed=0, kind="toy")
     engine.save_checkpoint(folder)
     engine.destroy()
 

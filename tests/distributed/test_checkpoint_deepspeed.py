@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support import training
-from tests.support.checkpoints import OFFLOAD, ROUND, STATES, engine_for, report
+from tests.support.checkpoints import OFFLOAD, ROUND, STATES, engine_for, report, train_step
 from tests.support.models import MATRICES
 from tests.support.thinning import each_value
 
@@ -23,12 +23,11 @@ def resumed(
     """Train 18 steps and save after 10 (``whole``), or load in a new engine and train the last 8 (``rest``)."""
     engine = engine_for(
         stage,
-        12,  # one micro-batch a step
         seed=0 if phase == "whole" else 7,
         kind="toy",
         precision=precision,
         zero=zero,
-        extra=extra,
+        extra={"gradient_accumulation_steps": 1, **extra},
     )
     if phase == "rest":
         path, _ = engine.load_checkpoint(folder)
@@ -95,9 +94,9 @@ def tools(rank: int, world_size: int, *, stage: int, folder: str, precision: str
         safe_set_full_optimizer_state,
     )
 
-    engine = engine_for(stage, world_size, seed=0, kind="toy", precision=precision)
+    engine = engine_for(stage, seed=0, kind="toy", precision=precision)
     for step in range(2):
-        training.run_step(engine, step, rank, world_size, 12 // world_size)
+        train_step(engine, step, rank, world_size)
     masters, momentum = training.full_masters(engine), training.full_states(engine, "momentum_buffer")
     for name, param in engine.module.named_parameters():
         assert torch.equal(safe_get_full_fp32_param(param).double(), masters[name]), name
@@ -134,8 +133,8 @@ def test_deepspeeds_tools(ranks: Any, tmp_path: Path, stage: int, precision: str
 
 def gathered_model(rank: int, world_size: int, *, folder: str) -> Any:
     zero = {"stage3_gather_16bit_weights_on_model_save": True}
-    engine = engine_for(3, world_size, seed=0, kind="toy", precision="bf16", zero=zero)
-    training.run_step(engine, 0, rank, world_size, 12 // world_size)
+    engine = engine_for(3, seed=0, kind="toy", precision="bf16", zero=zero)
+    train_step(engine, 0, rank, world_size)
     assert engine.save_16bit_model(folder, "half.bin")
     masters = training.full_masters(engine)
     engine.destroy()

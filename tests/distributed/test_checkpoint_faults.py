@@ -18,8 +18,7 @@ from deepspeed_muon.checkpoint import consolidate, load_index, restore
 from deepspeed_muon.checkpoint.files import file_digest
 from deepspeed_muon.checkpoint.offline import verify_folder
 from deepspeed_muon.errors import CheckpointError
-from tests.support import training
-from tests.support.checkpoints import INDEX, MICROS, at_every_stage, edit, engine_for, load, report, save
+from tests.support.checkpoints import INDEX, at_every_stage, edit, engine_for, load, report, save, train_step
 from tests.support.harness import RanksFailed, run_ranks
 
 
@@ -45,8 +44,8 @@ def refused(
     params: dict[str, Any] | None = None,
 ) -> str:
     """Return why the restore was refused, after making sure that it changed nothing."""
-    engine = engine_for(stage, world_size, seed=7, kind=kind, params=params)
-    training.run_step(engine, 0, rank, world_size, MICROS // world_size)
+    engine = engine_for(stage, seed=7, kind=kind, params=params)
+    train_step(engine, 0, rank, world_size)
     before = report(engine)
     try:
         restore(engine, folder)
@@ -59,7 +58,7 @@ def refused(
         assert before[key].keys() == after[key].keys()
         assert all(torch.equal(before[key][name], after[key][name]) for name in before[key]), key
     assert all(before[key] == after[key] for key in ("rates", "steps", "global_steps"))
-    training.run_step(engine, 1, rank, world_size, MICROS // world_size)
+    train_step(engine, 1, rank, world_size)
     engine.destroy()
     return message
 
@@ -168,9 +167,9 @@ def test_a_rank_that_does_not_see_the_checkpoint(ranks: Any, good: Path) -> None
 
 def killed_at(rank: int, world_size: int, *, folder: str, stage: str, zero_stage: int, dies: int = 1) -> None:
     """Train further, then let one rank die in the middle of saving over a good checkpoint."""
-    engine = engine_for(zero_stage, world_size, seed=0, kind="toy")
+    engine = engine_for(zero_stage, seed=0, kind="toy")
     for step in range(3):
-        training.run_step(engine, step, rank, world_size, MICROS // world_size)
+        train_step(engine, step, rank, world_size)
 
     def act(reached: str) -> None:
         if reached == stage and rank == dies:
@@ -216,9 +215,9 @@ def test_first_save_killed_leaves_nothing_that_loads(tmp_path: Path, ranks: Any)
 
 def disk_full(rank: int, world_size: int, *, folder: str, stage: int, limit: int) -> str:
     """Save while rank 0 may not write files beyond ``limit`` bytes: ``write`` fails as on a full disk."""
-    engine = engine_for(stage, world_size, seed=0, kind="toy")
+    engine = engine_for(stage, seed=0, kind="toy")
     for step in range(3):
-        training.run_step(engine, step, rank, world_size, MICROS // world_size)
+        train_step(engine, step, rank, world_size)
     previous = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 0:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -231,7 +230,7 @@ def disk_full(rank: int, world_size: int, *, folder: str, stage: int, limit: int
     finally:
         with contextlib.suppress(ValueError):
             resource.setrlimit(resource.RLIMIT_FSIZE, previous)
-    training.run_step(engine, 3, rank, world_size, MICROS // world_size)
+    train_step(engine, 3, rank, world_size)
     engine.destroy()
     return message
 
@@ -254,9 +253,9 @@ def test_folder_that_cannot_be_made(ranks: Any, tmp_path: Path) -> None:
 
 def save_into(rank: int, world_size: int, *, folder: str, lost: str) -> str:
     """Train further and save; return why that failed. ``lost`` says what is wrong with the folder."""
-    engine = engine_for(1, world_size, seed=0, kind="toy")
+    engine = engine_for(1, seed=0, kind="toy")
     for step in range(3):
-        training.run_step(engine, step, rank, world_size, MICROS // world_size)
+        train_step(engine, step, rank, world_size)
     before, place = os.getcwd(), Path(folder)
 
     def act(reached: str) -> None:

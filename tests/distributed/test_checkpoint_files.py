@@ -15,9 +15,7 @@ from deepspeed_muon.checkpoint import load_index
 from deepspeed_muon.checkpoint.consolidate import consolidate_files
 from deepspeed_muon.checkpoint.deepspeed_files import convert_to_universal
 from deepspeed_muon.errors import CheckpointError
-from tests.support import training
 from tests.support.checkpoints import (
-    MICROS,
     NEXT_LOSS_HALF,
     OFFLOAD,
     PERSISTENT,
@@ -31,6 +29,7 @@ from tests.support.checkpoints import (
     report,
     save_other,
     save_ours,
+    train_step,
 )
 from tests.support.models import MATRICES, build
 from tests.support.thinning import each_value
@@ -47,12 +46,12 @@ def load_universal(
     **settings: Any,
 ) -> Any:
     settings["extra"] = {"checkpoint": {"load_universal": True}}
-    engine = engine_for(stage, world_size, seed=7, kind=kind, **settings)
+    engine = engine_for(stage, seed=7, kind=kind, **settings)
     path, _ = engine.load_checkpoint(folder, load_lr_scheduler_states=schedule)
     assert path is not None
     result = report(engine)
     result["loss"] = probe(engine)
-    training.run_step(engine, 2, rank, world_size, MICROS // world_size)
+    train_step(engine, 2, rank, world_size)
     result["next_loss"] = probe(engine)
     engine.destroy()
     return result

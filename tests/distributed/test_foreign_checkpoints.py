@@ -17,7 +17,7 @@ from deepspeed_muon.checkpoint.consolidate import consolidate_files
 from deepspeed_muon.checkpoint.deepspeed_files import convert_to_universal
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
-from tests.support.checkpoints import SMALL, engine_for, save_other, save_ours
+from tests.support.checkpoints import SMALL, engine_for, save_other, save_ours, train_step
 
 WARMUP = {
     "type": "WarmupLR",
@@ -33,11 +33,11 @@ def settings(engine: Any) -> list[dict[str, Any]]:
 
 def restored(rank: int, world_size: int, *, folder: str, stage: int, schedule: bool) -> dict[str, Any]:
     """Restore a set and take a step; return the settings before and after, and the rates of the run's schedule."""
-    engine = engine_for(stage, 12, seed=7, kind="toy", extra=None if schedule else {"scheduler": {}})
+    engine = engine_for(stage, seed=7, kind="toy", extra=None if schedule else {"scheduler": {}})
     before = settings(engine)
     restore(engine, folder)
     after, rates = settings(engine), engine.lr_scheduler and engine.lr_scheduler.get_lr()
-    training.run_step(engine, 2, rank, world_size, 1)
+    train_step(engine, 2, rank, world_size)
     result = {"before": before, "after": after, "rates": rates, "steps": engine.global_steps}
     engine.destroy()
     return result
@@ -109,7 +109,7 @@ def loaded(
     rank: int, world_size: int, *, folder: str, stage: int, by: str = "load_checkpoint", **given: Any
 ) -> dict[str, Any]:
     """Load into a new engine; return the warning, or the refusal and whether anything was changed."""
-    engine = engine_for(stage, 12, seed=7, kind="toy", **given)
+    engine = engine_for(stage, seed=7, kind="toy", **given)
     before, refused = training.full_masters(engine), ""
     lines = training.heard()
     try:

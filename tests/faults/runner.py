@@ -42,7 +42,7 @@ from deepspeed_muon.transport import ranks
 from tests.faults.disk import Disk, worst_folders
 from tests.faults.injector import Fault, Injector, describe
 from tests.support import training
-from tests.support.checkpoints import MICROS, STATES, engine_for
+from tests.support.checkpoints import STATES, engine_for, train_step
 
 INDEX = "muon_index.json"
 SHARD_BYTES = 24_000
@@ -156,9 +156,9 @@ def prepare_process() -> None:
 
 def trained(rank: int, world_size: int, steps: int, *, seed: int = 0, on_save: bool = False) -> Any:
     params = {"consolidate_on_save": True} if on_save else None
-    engine = engine_for(2, world_size, seed=seed, kind="toy", params=params)
+    engine = engine_for(2, seed=seed, kind="toy", params=params)
     for step in range(steps):
-        training.run_step(engine, step, rank, world_size, MICROS // world_size)
+        train_step(engine, step, rank, world_size)
     return engine
 
 
@@ -168,7 +168,7 @@ def make_sets(work: Path) -> None:
     def save(rank: int, world_size: int) -> None:
         engine = trained(rank, world_size, 1)
         consolidate(engine, work / f"old{world_size}", shard_bytes=SHARD_BYTES)
-        training.run_step(engine, 1, rank, world_size, MICROS // world_size)
+        train_step(engine, 1, rank, world_size)
         consolidate(engine, work / f"new{world_size}", shard_bytes=SHARD_BYTES)
         if world_size == 1:
             engine.save_checkpoint(str(work / "saved"))
@@ -340,8 +340,8 @@ class Judge:
     """Says whether a folder holds the old set or the new one, by verifying it and restoring it into an engine."""
 
     def __init__(self, work: Path) -> None:
-        self._engine = engine_for(2, 1, seed=7, kind="toy")
-        training.run_step(self._engine, 0, 0, 1, MICROS)
+        self._engine = engine_for(2, seed=7, kind="toy")
+        train_step(self._engine, 0, 0, 1)
         self._known: dict[tuple[str, int], dict[str, Any]] = {}
         for age in ("old", "new"):
             for world_size in (1, 2):

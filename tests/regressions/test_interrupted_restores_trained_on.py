@@ -18,8 +18,7 @@ from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.checkpoint.offline import verify_folder
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource
 from deepspeed_muon.errors import CheckpointError
-from tests.support import training
-from tests.support.checkpoints import MICROS, engine_for
+from tests.support.checkpoints import engine_for, train_step
 from tests.support.models import batch
 from tests.support.snapshots import differences, snapshot
 
@@ -34,13 +33,13 @@ def refusal(call: Callable[[], Any]) -> str:
 
 def interrupted(rank: int, world_size: int, *, folder: str, stage: int) -> list[str]:
     """Interrupt restores at several points, on one rank or all; return what was wrong."""
-    saved = engine_for(stage, world_size, seed=0, kind="toy")
-    training.run_step(saved, 0, rank, world_size, MICROS // world_size)
+    saved = engine_for(stage, seed=0, kind="toy")
+    train_step(saved, 0, rank, world_size)
     consolidate(saved, folder)
     expected = snapshot(saved)
     saved.destroy()
-    engine = engine_for(stage, world_size, seed=7, kind="toy")
-    training.run_step(engine, 1, rank, world_size, MICROS // world_size)
+    engine = engine_for(stage, seed=7, kind="toy")
+    train_step(engine, 1, rank, world_size)
     scheduler = type(engine.lr_scheduler)
     wrong: list[str] = []
     for owner, method, point, everywhere in (
@@ -85,7 +84,7 @@ def interrupted(rank: int, world_size: int, *, folder: str, stage: int) -> list[
         engine.set_gradient_accumulation_boundary(None)
         restore(engine, folder)
         wrong += differences(expected, snapshot(engine))
-        training.run_step(engine, 1, rank, world_size, MICROS // world_size)
+        train_step(engine, 1, rank, world_size)
     engine.destroy()
     return wrong
 
@@ -97,7 +96,7 @@ def test_until_a_restore_has_ended_the_engine_refuses(ranks: Any, tmp_path: Path
 
 def interrupted_save(rank: int, world_size: int, *, folder: str) -> list[Any]:
     """Interrupt a save while its thread ends and still writes; return what came of it, and what was left."""
-    engine = engine_for(1, world_size, seed=0, kind="toy")
+    engine = engine_for(1, seed=0, kind="toy")
     original = ThreadPoolExecutor.shutdown
     calls = 0
 
@@ -125,8 +124,8 @@ def test_an_interrupt_of_a_save_is_not_swallowed(ranks: Any, tmp_path: Path) -> 
 
 
 def saved_in_a_thread(rank: int, world_size: int, *, folder: str) -> str:
-    engine = engine_for(1, world_size, seed=0, kind="toy")
-    training.run_step(engine, 0, rank, world_size, MICROS // world_size)
+    engine = engine_for(1, seed=0, kind="toy")
+    train_step(engine, 0, rank, world_size)
     said: list[str] = []
     threads = [
         threading.Thread(target=lambda call=call: said.append(refusal(lambda: call(engine, folder))))
@@ -134,7 +133,7 @@ def saved_in_a_thread(rank: int, world_size: int, *, folder: str) -> str:
     ]
     for thread in threads:
         thread.start()
-    training.run_step(engine, 1, rank, world_size, MICROS // world_size)
+    train_step(engine, 1, rank, world_size)
     for thread in threads:
         thread.join()
     consolidate(engine, folder)

@@ -21,7 +21,7 @@ from deepspeed_muon.checkpoint.consolidate import consolidate_files
 from deepspeed_muon.checkpoint.deepspeed_files import convert_to_universal
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
-from tests.support.checkpoints import MICROS, engine_for, report
+from tests.support.checkpoints import engine_for, report, train_step
 
 
 def save_two_steps(
@@ -119,8 +119,8 @@ def save_two_runs(rank: int, world_size: int, *, folder: str, stage: int) -> lis
     """Save two runs, at the same step and tag; return what their client state is when it is loaded."""
     found = []
     for seed in (0, 1):
-        engine = engine_for(stage, world_size, seed=seed, kind="toy")
-        training.run_step(engine, seed, rank, world_size, MICROS // world_size)
+        engine = engine_for(stage, seed=seed, kind="toy")
+        train_step(engine, seed, rank, world_size)
         engine.save_checkpoint(f"{folder}/{seed}", tag="t", client_state={"seed": seed})
         found.append(engine.load_checkpoint(f"{folder}/{seed}")[1])
         engine.destroy()
@@ -131,15 +131,15 @@ def save_two_runs(rank: int, world_size: int, *, folder: str, stage: int) -> lis
 
 def load_mixed(rank: int, world_size: int, *, folder: str, stage: int) -> str:
     """Return why a checkpoint is refused, after making sure that the engine is as it was."""
-    engine = engine_for(stage, world_size, seed=7, kind="toy")
-    training.run_step(engine, 0, rank, world_size, MICROS // world_size)
+    engine = engine_for(stage, seed=7, kind="toy")
+    train_step(engine, 0, rank, world_size)
     before = report(engine)
     with pytest.raises(CheckpointError) as caught:
         engine.load_checkpoint(folder)
     after = report(engine)
     assert all(torch.equal(after["fp32"][name], value) for name, value in before["fp32"].items())
     assert before["global_steps"] == after["global_steps"]
-    training.run_step(engine, 1, rank, world_size, MICROS // world_size)
+    train_step(engine, 1, rank, world_size)
     engine.destroy()
     return str(caught.value)
 
@@ -173,8 +173,8 @@ def test_files_of_two_runs_at_one_step_are_refused(ranks: Any, tmp_path: Path, s
 
 
 def save_at_two_steps(rank: int, world_size: int, *, folder: str, what: str) -> str:
-    engine = engine_for(2, world_size, seed=0, kind="toy")
-    training.run_step(engine, 0, rank, world_size, MICROS // world_size)
+    engine = engine_for(2, seed=0, kind="toy")
+    train_step(engine, 0, rank, world_size)
     if what == "global_steps":
         engine.global_steps += rank
     else:

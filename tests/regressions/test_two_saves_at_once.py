@@ -17,15 +17,14 @@ from deepspeed_muon.checkpoint import consolidate
 from deepspeed_muon.checkpoint.consolidate import consolidate_files
 from deepspeed_muon.checkpoint.offline import verify_folder
 from deepspeed_muon.errors import CheckpointError
-from tests.support import training
-from tests.support.checkpoints import MICROS, at_every_stage, engine_for
+from tests.support.checkpoints import at_every_stage, engine_for, train_step
 
 
 def save_during_a_save(rank: int, world_size: int, *, folder: str, stage: str, locks: bool) -> str:
     """Save once more, from DeepSpeed's files, when a save has reached ``stage``; return why that was refused."""
-    engine = engine_for(1, world_size, seed=0, kind="toy")
+    engine = engine_for(1, seed=0, kind="toy")
     for step in range(2):
-        training.run_step(engine, step, rank, world_size, MICROS // world_size)
+        train_step(engine, step, rank, world_size)
         if not step:
             engine.save_checkpoint(f"{folder}-saved")
     message, acted = "", False
