@@ -9,6 +9,7 @@ PYTEST_ARGS ?=
 # ranks of its own: some 5 GB of memory.
 JOBS ?= 3
 CLIENTS ?=
+VERSIONS ?=
 
 VENV := .venv
 OLD_VENV := .venv-old
@@ -22,7 +23,7 @@ SETUP_INPUTS := setup.py pyproject.toml Makefile scripts/setup_env.sh
 export PYTHON TORCH_VERSION
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-old lint format types pre-commit nvcc-check kernel-defects wheel-check docs readme clients setup clean
+.PHONY: help demo test test-full test-old versions lint format types pre-commit nvcc-check kernel-defects wheel-check docs readme clients setup clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -41,6 +42,9 @@ test-full: $(VENV)/.ready ## run all tests
 test-old: $(OLD_VENV)/.ready ## run the tests marked "compat" under the oldest supported DeepSpeed
 	TORCH_EXTENSIONS_DIR=$(OLD_EXTENSIONS) $(OLD_VENV)/bin/python -m tests.support.native_ops
 	TORCH_EXTENSIONS_DIR=$(OLD_EXTENSIONS) $(OLD_VENV)/bin/python -m pytest -m "compat and not full" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+versions: $(VENV)/.ready ## run the "compat" tests and the README's example under every DeepSpeed release; an environment each, minutes each
+	$(BIN)/python scripts/versions.py $(VERSIONS)
 
 lint: $(VENV)/.ready ## check style, formatting and the direction of imports
 	$(BIN)/ruff check

@@ -246,6 +246,7 @@ class Muon(RoutedOptimizer):
         return RankFacts(facts, scopes=scopes)
 
     @torch.no_grad()
+    @torch._disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter of the current param groups in place.
 
@@ -350,6 +351,12 @@ class Muon(RoutedOptimizer):
             raise BindingError(
                 "the optimizer's parameters were replaced by flat partitions, but it was not told where they lie: call "
                 "deepspeed_muon.register() before deepspeed.initialize"
+            )
+        # Tensors on "meta" and those of FakeTensorMode.
+        if any(param.untyped_storage().device.type == "meta" for param in params):
+            raise BindingError(
+                "the parameters have no data (device meta, or FakeTensorMode), so there is nothing to orthogonalise: "
+                "call step() with real tensors"
             )
         devices = {param.device for param in params}
         if len(devices) > 1:

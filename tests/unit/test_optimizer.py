@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import math
@@ -9,6 +10,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import deepspeed_muon
 from deepspeed_muon import Muon
@@ -147,3 +149,38 @@ def test_sparse_gradients_are_errors() -> None:
     model(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(deepspeed_muon.BindingError, match="sparse"):
         optimizer.step()
+
+
+def test_a_compiled_loop_runs_the_step_outside_of_its_graph() -> None:
+    """Dynamo failed inside of the step with an internal error."""
+    weights = []
+    for compiled in (False, True):
+        model = build("toy")
+        optimizer = Muon(model, **SETTINGS)  # type: ignore[arg-type]
+
+        def train(step: int, model: nn.Module = model, optimizer: Muon = optimizer) -> None:
+            optimizer.zero_grad()
+            model(*batch(step, 0)).backward()
+            optimizer.step()
+
+        run = torch.compile(train, backend="eager") if compiled else train
+        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        for number in range(2):
+            run(number)
+        model(*batch(2, 0)).backward()
+        step()
+        weights.append([param.detach().clone() for param in model.parameters()])
+    torch._dynamo.reset()
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+
+
+@pytest.mark.parametrize("where", [FakeTensorMode(), torch.device("meta")], ids=["FakeTensorMode", "meta"])
+def test_tensors_without_data_are_refused(where: contextlib.AbstractContextManager[None]) -> None:
+    with where:
+        model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+        optimizer = Muon(model, **SETTINGS)  # type: ignore[arg-type]
+        model(torch.ones(2, 8)).sum().backward()
+        with pytest.raises(
+            deepspeed_muon.BindingError, match=r"have no data .* call step\(\) with real tensors"
+        ):
+            optimizer.step()
