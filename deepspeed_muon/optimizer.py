@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from typing_extensions import Never, Unpack
 
 from deepspeed_muon.config import RATE_KEYS, MuonConfig, takes_settings
@@ -246,7 +247,7 @@ class Muon(RoutedOptimizer):
         return RankFacts(facts, scopes=scopes)
 
     @torch.no_grad()
-    @torch._disable_dynamo
+    @_disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter of the current param groups in place.
 
