@@ -47,8 +47,6 @@ _OPEN_FLAGS = (
 # NFS answers EBADF for a folder, which cannot be opened for writing.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 
-_READ_BYTES = 16 << 20
-
 
 @contextlib.contextmanager
 def refusing(where: str) -> Iterator[None]:
@@ -128,6 +126,14 @@ def read_regular(path: Path, limit: int = _MAX_BYTES) -> bytes:
         return file.read()
 
 
+def latest_tag(folder: Path) -> str | None:
+    """Return what ``latest`` in a folder names, which need not be a name; ``None`` if there is no such file."""
+    try:
+        return read_regular(folder / "latest", 4096).decode().strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
 def load_pickle(path: Path, *, trust: bool = False) -> Any:
     """Read a file of ``torch.save`` on the CPU, memory-mapped, without running code from it.
 
@@ -194,7 +200,7 @@ def file_digest(path: Path) -> str:
         CheckpointError: If it is a link, a pipe or a device.
     """
     digest = hashlib.sha256()
-    buffer = bytearray(_READ_BYTES)
+    buffer = bytearray(16 << 20)
     with open_regular(path) as file:
         while count := file.readinto(buffer):  # type: ignore[attr-defined]
             digest.update(memoryview(buffer)[:count])

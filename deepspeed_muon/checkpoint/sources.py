@@ -20,6 +20,7 @@ from deepspeed_muon.checkpoint.files import (
     drop_pages,
     file_digest,
     is_name,
+    latest_tag,
     load_pickle,
     open_regular,
     read_into,
@@ -46,7 +47,7 @@ from deepspeed_muon.checkpoint.parameters import (
     tensor_name,
     views,
 )
-from deepspeed_muon.checkpoint.tag_folder import CONSOLIDATED_FOLDER, glance, latest_tag, model_file_in
+from deepspeed_muon.checkpoint.tag_folder import CONSOLIDATED_FOLDER, glance, model_file_in
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import listed, warn
 from deepspeed_muon.plan.placement import Fragment

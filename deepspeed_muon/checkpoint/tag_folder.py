@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.files import is_name, load_pickle, read_regular, refusing
+from deepspeed_muon.checkpoint.files import is_name, latest_tag, load_pickle, refusing
 from deepspeed_muon.checkpoint.index import COUNTERS, INDEX_NAME, OURS, SCALE_KEYS, Progress, is_json
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, save_of
 from deepspeed_muon.errors import CheckpointError
@@ -340,11 +340,3 @@ def _tag_folder(folder: Path) -> Path:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
     return folder
-
-
-def latest_tag(folder: Path) -> str | None:
-    """Return what ``latest`` in a folder names, which need not be a name; ``None`` if there is no such file."""
-    try:
-        return read_regular(folder / "latest", 4096).decode().strip()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
