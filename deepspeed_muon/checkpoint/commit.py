@@ -358,9 +358,8 @@ class FolderWriter:
         self._stale = lambda name: name not in index.files and (alone or name in replaced)
 
     def close(self) -> None:
-        """Remove the files of ours that no index names, and let other saves in; may be called twice."""
+        """Remove the files of ours that no index names, and let other saves in."""
         remove_stale(self._folder, self._stale)
-        self._stale = lambda name: False
         self._release()
 
     def _release(self) -> None:
