@@ -186,7 +186,7 @@ def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> Glance
         )
     if saved is None:
         return None
-    # A rank's file describes a share of the parameters, or at stage 0 all.
+    # The file of a group's first rank describes its parameters, at stage 0 every file.
     then, now = names
     known = set().union(*ranks.gather(then, what="check of a checkpoint").values()) if saved.stage else then
     told = [
