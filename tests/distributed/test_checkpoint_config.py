@@ -8,37 +8,21 @@ from typing import Any
 import pytest
 
 import deepspeed_muon
-from tests.support.checkpoints import assert_equal, engine_for, probe, report, train_step
+from tests.support.checkpoints import assert_equal, engine_for, report_and_go_on, save_ours
 from tests.support.harness import RanksFailed
 
-
-def saved_by_deepspeed(rank: int, world_size: int, *, folder: str, stage: int, tag: str | None) -> Any:
-    engine = engine_for(stage, seed=0, kind="toy", params={"consolidate_on_save": True})
-    for step in range(2):
-        train_step(engine, step, rank, world_size)
-    engine.save_checkpoint(folder, tag=tag)
-    result = report(engine)
-    result["loss"] = probe(engine)
-    train_step(engine, 2, rank, world_size)
-    result["next_loss"] = probe(engine)
-    engine.destroy()
-    return result
+SAVING = {"consolidate_on_save": True}
 
 
 def restored_by_config(rank: int, world_size: int, *, folder: str, stage: int) -> Any:
     engine = engine_for(stage, seed=7, kind="toy", params={"restore_from": folder})
-    result = report(engine)
-    result["loss"] = probe(engine)
-    train_step(engine, 2, rank, world_size)
-    result["next_loss"] = probe(engine)
-    engine.destroy()
-    return result
+    return report_and_go_on(engine, 2, rank, world_size)
 
 
 @pytest.mark.compat
 @pytest.mark.parametrize(("stage", "to_stage", "tag"), [(2, 3, None), (3, 0, "best"), (0, 1, None)])
 def test_config_keys(ranks: Any, tmp_path: Path, stage: int, to_stage: int, tag: str | None) -> None:
-    saved = ranks(2).run(saved_by_deepspeed, folder=str(tmp_path), stage=stage, tag=tag)[0]
+    saved = ranks(2).run(save_ours, folder=str(tmp_path), stage=stage, tag=tag, params=SAVING)[0]
     folder = tmp_path / (tag or "global_step2") / "muon_consolidated"
     assert (folder / "muon_index.json").is_file()
     for where in (tmp_path, folder.parent, folder):

@@ -25,11 +25,9 @@ from tests.support.checkpoints import (
     converter_options,
     engine_for,
     load,
-    probe,
-    report,
+    report_and_go_on,
     save_other,
     save_ours,
-    train_step,
 )
 from tests.support.models import MATRICES, build
 from tests.support.thinning import each_value
@@ -49,12 +47,7 @@ def load_universal(
     engine = engine_for(stage, seed=7, kind=kind, **settings)
     path, _ = engine.load_checkpoint(folder, load_lr_scheduler_states=schedule)
     assert path is not None
-    result = report(engine)
-    result["loss"] = probe(engine)
-    train_step(engine, 2, rank, world_size)
-    result["next_loss"] = probe(engine)
-    engine.destroy()
-    return result
+    return report_and_go_on(engine, 2, rank, world_size)
 
 
 CORE = [

@@ -119,6 +119,16 @@ def train_step(engine: Any, step: int, rank: int, world_size: int) -> None:
         engine.step()
 
 
+def report_and_go_on(engine: Any, step: int, rank: int, world_size: int) -> dict[str, Any]:
+    """Report what an engine holds, its loss now and after one more step; destroy it."""
+    result = report(engine)
+    result["loss"] = probe(engine)
+    train_step(engine, step, rank, world_size)
+    result["next_loss"] = probe(engine)
+    engine.destroy()
+    return result
+
+
 def save(
     rank: int,
     world_size: int,
@@ -134,12 +144,7 @@ def save(
     for step in range(steps):
         train_step(engine, step, rank, world_size)
     consolidate(engine, folder, shard_bytes=shard_bytes)
-    result = report(engine)
-    result["loss"] = probe(engine)
-    train_step(engine, steps, rank, world_size)
-    result["next_loss"] = probe(engine)
-    engine.destroy()
-    return result
+    return report_and_go_on(engine, steps, rank, world_size)
 
 
 def load(
@@ -157,12 +162,7 @@ def load(
     for step in range(trained):
         train_step(engine, 50 + step, rank, world_size)
     restore(engine, folder)
-    result = report(engine)
-    result["loss"] = probe(engine)
-    train_step(engine, steps, rank, world_size)
-    result["next_loss"] = probe(engine)
-    engine.destroy()
-    return result
+    return report_and_go_on(engine, steps, rank, world_size)
 
 
 def assert_equal(saved: dict[str, Any], loaded: dict[str, Any], *, next_loss: float = NEXT_LOSS) -> None:
@@ -189,18 +189,20 @@ PERSISTENT = {"stage3_param_persistence_threshold": 300}
 
 
 def save_ours(
-    rank: int, world_size: int, *, folder: str, stage: int, kind: str = "toy", **settings: Any
+    rank: int,
+    world_size: int,
+    *,
+    folder: str,
+    stage: int,
+    kind: str = "toy",
+    tag: str | None = None,
+    **settings: Any,
 ) -> Any:
     engine = engine_for(stage, seed=0, kind=kind, **settings)
     for step in range(2):
         train_step(engine, step, rank, world_size)
-    result = report(engine)
-    engine.save_checkpoint(folder)
-    result["loss"] = probe(engine)
-    train_step(engine, 2, rank, world_size)
-    result["next_loss"] = probe(engine)
-    engine.destroy()
-    return result
+    engine.save_checkpoint(folder, tag=tag)
+    return report_and_go_on(engine, 2, rank, world_size)
 
 
 def save_other(
