@@ -192,12 +192,14 @@ def decays(optimizer: str) -> bool:
 
 
 def first_search(optimizer: str, size: tuple[int, int], steps: int) -> Search:
-    """Ten trials and five seeds, from the starting point."""
+    """Up to twelve trials, more where the best is at an edge, and five seeds."""
     start = Run(
         optimizer, *size, steps, FIRST_RATE.get(optimizer, 0.04), 0.002 if decays(optimizer) else 0.0, 0.016
     )
     fine = Axis("decay", 4, (-1, 0, 1)) if decays(optimizer) else Axis("rate", math.sqrt(2), (-1, 0, 1), 0)
-    return Search(start, (Axis("rate", 2, (-3, -2, -1, 0, 1, 2)), fine, Axis("rest", 4, (-1, 0, 1))), seeds=5)
+    # The rates again at last, since the best one depends on the others.
+    rates, rest = Axis("rate", 2, (-3, -2, -1, 0, 1, 2)), Axis("rest", 4, (-1, 0, 1))
+    return Search(start, (rates, fine, rest, Axis("rate", 2, (-1, 0, 1))), seeds=5)
 
 
 def later_search(before: Search, results: Results, powers: tuple[int, ...], **changes: Any) -> Search | None:
