@@ -192,6 +192,7 @@ def _first_to_finish(placement: Placement, load: Floats, idlest: int) -> int:
     first, end = placement.first, placement.ranks.stop - 1
     middle = first + 1 + int(load[first + 1 : end].argmin())
     held = {first: placement.head, middle: placement.body, end: placement.held_by(end)}
+    begins = [(float(load[rank]) - FLOPS_PER_MOVED_ELEMENT * numel, rank) for rank, numel in held.items()]
     if 2 * max(held.values()) < placement.numel:
-        held.setdefault(idlest, 0)
-    return min(held, key=lambda rank: (load[rank] - FLOPS_PER_MOVED_ELEMENT * held[rank], rank))
+        begins.append((float(load[idlest]), idlest))
+    return min(begins)[1]
