@@ -7,7 +7,7 @@ They read the tables of :mod:`deepspeed_muon.step.tables`, which stay. What chan
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from deepspeed_muon.math.updates import AdjustLrName, WeightDecayMode, decay_fac
 from deepspeed_muon.ops import FlatPasses, cautious_apply_
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.step.tables import COLUMNS, ChunkTable
-from deepspeed_muon.transport.exchange import Codec
 from deepspeed_muon.transport.row_state import RowsAtOwner, Settings
 from deepspeed_muon.variants import Variant
 
@@ -210,30 +209,3 @@ def _moved(table: Tensor, updates: Sequence[Tensor], device: torch.device) -> tu
     table = table.clone()
     table[:, 2], table[:, 3] = torch.arange(len(table)), 0
     return table, moved
-
-
-def write(place: Tensor, values: Tensor, codec: Codec, note: Callable[[Tensor, Tensor], None] | None) -> None:
-    """Write what travels, ``(matrices, pieces, elements)``, to its place in a buffer.
-
-    Args:
-        place: ``(matrices, pieces, units)``. Mutated.
-        values: In the communication dtype.
-        codec: How it travels.
-        note: Called with ``(pieces, elements)`` and what the receiver will read, if they may differ.
-    """
-    if codec.exact:
-        place.copy_(values)
-        return
-    for room, pieces in zip(place, values, strict=True):
-        codec.write(room, pieces)
-        if note is not None:
-            note(pieces, codec.read(room, pieces.shape[1]))
-
-
-def read(target: Tensor, place: Tensor, codec: Codec) -> None:
-    """Copy what travelled from its place in a buffer, as :func:`write` has it, to ``target``, which is mutated."""
-    if codec.exact:
-        target.copy_(place)
-        return
-    for pieces, room in zip(target, place, strict=True):
-        pieces.copy_(codec.read(room, pieces.shape[1]))

@@ -20,7 +20,7 @@ from deepspeed_muon.plan.owners import assign
 from deepspeed_muon.plan.placement import Floats
 from deepspeed_muon.plan.rows import rows_by_partition
 from deepspeed_muon.step.fragment_sums import fragment_sums
-from deepspeed_muon.step.passes import RateTable, Step, apply, pack, read, write
+from deepspeed_muon.step.passes import RateTable, Step, apply, pack
 from deepspeed_muon.step.state import AdamW, State, StatePolicy, passes_for, row_state_of, state_of
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.step.strategies import Orthogonalize, WholeAtOwner, batches
@@ -316,9 +316,8 @@ class StepRunner:
             return
         for matrix, segment in table.coded:
             if step.mask is None or step.mask[matrix]:
-                write(
-                    segment.in_buffer(send), segment.in_matrices(room), context.codec, self._note("direction")
-                )
+                fragments = segment.in_matrices(room)
+                context.codec.write(segment.in_buffer(send), fragments, self._note("direction"))
 
     def _wait_for_gather(self, flight: InFlight) -> None:
         with self._check.recorder.span("gather"):
@@ -337,10 +336,11 @@ class StepRunner:
         ):
             batch, updates = table.batch(indices), found.contiguous().view(-1)
             for segment in batch.travelled:
-                write(segment.in_buffer(flight.receive_buffer), segment.in_matrices(updates), codec, note)
+                place, fragments = segment.in_buffer(flight.receive_buffer), segment.in_matrices(updates)
+                codec.write(place, fragments, note)
                 if flight.chunk.copies and not codec.exact:
                     # All copies of a replicated matrix get the same numbers, also the owner's.
-                    read(segment.in_matrices(updates), segment.in_buffer(flight.receive_buffer), codec)
+                    fragments.copy_(codec.read(place, segment.shape[2]))
             if not self._sums:
                 apply(batch.applied, step, [updates])
                 continue
@@ -362,7 +362,8 @@ class StepRunner:
         for segment in batch.own:
             segment.in_matrices(whole).copy_(segment.in_buffer(flight.directions))
         for segment in batch.travelled if flight.chunk.gathers else ():
-            read(segment.in_matrices(whole), segment.in_buffer(flight.receive_buffer), self.context.codec)
+            arrived = self.context.codec.read(segment.in_buffer(flight.receive_buffer), segment.shape[2])
+            segment.in_matrices(whole).copy_(arrived)
         return whole.view(shape)
 
     def _note(self, what: Travelling) -> Callable[[Tensor, Tensor], None] | None:
@@ -389,7 +390,8 @@ class StepRunner:
             updates = torch.empty(table.sent_room, dtype=self.context.comm_dtype, device=updates.device)
             for matrix, segment in table.coded:
                 if step.mask is None or step.mask[matrix]:
-                    read(segment.in_matrices(updates), segment.in_buffer(flight.send_buffer), codec)
+                    arrived = codec.read(segment.in_buffer(flight.send_buffer), segment.shape[2])
+                    segment.in_matrices(updates).copy_(arrived)
         if self._sums:
             self._sums[flight.number].apply(step, [flight.directions, updates])
             del flight.directions

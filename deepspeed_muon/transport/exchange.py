@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -56,8 +56,16 @@ class Codec:
         """Dtype of the buffers."""
         return self.values if self.exact else torch.uint8
 
-    def write(self, place: Tensor, values: Tensor) -> None:
-        """Write ``(fragments, elements)`` to ``place``, ``(fragments, units)``; one fragment may go to many places."""
+    def write(
+        self, place: Tensor, values: Tensor, note: Callable[[Tensor, Tensor], None] | None = None
+    ) -> None:
+        """Write fragments to their places in a buffer.
+
+        Args:
+            place: ``(..., units)``. Mutated.
+            values: ``(..., elements)``.
+            note: Called with ``values`` and what the receiver will read, unless it reads what was written.
+        """
         if self.exact:
             place.copy_(values)
             return
@@ -65,29 +73,31 @@ class Codec:
         scales = blocks.abs().amax(dim=-1).div_(_LARGEST)
         # A block of zeros has no scale. One that is not finite keeps its own, so that the receiver sees it.
         codes = blocks.div_(scales.masked_fill(scales == 0, 1.0).unsqueeze(-1)).round_().to(torch.int8)
-        numel = values.shape[1]
-        place[:, :numel].copy_(codes.view(len(values), -1)[:, :numel].view(torch.uint8))
+        numel = values.shape[-1]
+        place[..., :numel].copy_(codes.flatten(-2)[..., :numel].view(torch.uint8))
         self._scales(place, numel).copy_(scales)
+        if note is not None:
+            note(values, self.read(place, numel))
 
     def read(self, place: Tensor, numel: int) -> Tensor:
-        """Return the ``(fragments, numel)`` values in ``place``; the caller must not change them."""
+        """Return the ``(..., numel)`` values in ``place``, ``(..., units)``; the caller must not change them."""
         if self.exact:
             return place
-        blocks = self._in_blocks(place[:, :numel].view(torch.int8))
+        blocks = self._in_blocks(place[..., :numel].view(torch.int8))
         blocks.mul_(self._scales(place, numel).unsqueeze(-1))
-        return blocks.view(len(place), -1)[:, :numel].to(self.values)
+        return blocks.flatten(-2)[..., :numel].to(self.values)
 
     def _in_blocks(self, values: Tensor) -> Tensor:
-        """Return values in fp32 as ``(fragments, blocks, elements)``, with zeros at the end; a copy."""
-        block, (fragments, numel) = self.format.block, values.shape
-        padded = torch.zeros(fragments, -(-numel // block) * block, device=values.device)
-        padded[:, :numel] = values
-        return padded.view(fragments, -1, block)
+        """Return values in fp32 as ``(..., blocks, elements)``, with zeros at the end; a copy."""
+        block, (*fragments, numel) = self.format.block, values.shape
+        padded = torch.zeros(*fragments, -(-numel // block) * block, device=values.device)
+        padded[..., :numel] = values
+        return padded.view(*fragments, -1, block)
 
     def _scales(self, place: Tensor, numel: int) -> Tensor:
-        """Return the scales in ``place``, ``(fragments, blocks)``."""
+        """Return the scales in ``place``, ``(..., blocks)``."""
         blocks = -(-numel // self.format.block)
-        return place[:, place.shape[1] - 4 * blocks :].view(torch.float32)
+        return place[..., place.shape[-1] - 4 * blocks :].view(torch.float32)
 
 
 @dataclass(slots=True)
