@@ -24,13 +24,16 @@ SplitRule = str | Sequence[int] | Sequence[float]
 # Modules whose output is a run of heads, by the last component of their name. q_b_proj and kv_b_proj are the
 # up-projections of multi-head latent attention.
 _QUERY_NAMES = frozenset({"q_proj", "query", "wq", "q", "q_b_proj"})
-_KEY_VALUE_NAMES = frozenset({"k_proj", "v_proj", "key", "value", "wk", "wv", "k", "v"})
+_KEY_NAMES = frozenset({"k_proj", "key", "wk", "k"})
+_VALUE_NAMES = frozenset({"v_proj", "value", "wv", "v"})
 _LATENT_NAMES = frozenset({"kv_b_proj"})
-_FUSED_NAMES = frozenset({"qkv_proj", "qkv", "wqkv", "c_attn", "query_key_value", "in_proj_weight"})
+_FUSED_NAMES = frozenset(
+    {"qkv_proj", "qkv", "wqkv", "c_attn", "query_key_value", "in_proj_weight", "in_proj_qkv"}
+)
 
 # Projections that are stored head by head: q, k, v of the first head, then of the second. The rows of the query do not
 # follow each other.
-_INTERLEAVED_NAMES = frozenset({"query_key_value"})
+_INTERLEAVED_NAMES = frozenset({"query_key_value", "in_proj_qkvz"})
 _INTERLEAVED_MODELS = frozenset({"gpt_bigcode"})
 
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -40,12 +43,13 @@ _WIDTHS = ("hidden_size", "n_embd", "d_model")
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The heads of an attention module, from a Hugging Face style configuration.
+    """The heads of an attention module, from a Hugging Face style configuration or the module itself.
 
     Attributes:
         heads: Query heads.
         kv_heads: Key and value heads.
         head_dim: Outputs of a head.
+        linear_values: Heads of the values of linear attention, and outputs of each, which may differ from the keys'.
         latent_query: Outputs of a query head of multi-head latent attention.
         latent_kv: Outputs of a head of its joint key and value projection.
         model_type: The configuration's ``model_type``.
@@ -57,6 +61,19 @@ class AttentionShape:
     latent_query: int | None = None
     latent_kv: int | None = None
     model_type: str = ""
+    linear_values: tuple[int, int] | None = None
+
+    @classmethod
+    def from_linear_attention(cls, module: nn.Module) -> AttentionShape | None:
+        """Read a layer of linear attention (gated delta rule), whose heads are not those of the configuration.
+
+        ``None`` for any other module.
+        """
+        keys, width = (_first(module, (name,)) for name in ("num_k_heads", "head_k_dim"))
+        if keys is None or width is None:
+            return None
+        values = _first(module, ("num_v_heads", "num_k_heads")), _first(module, ("head_v_dim", "head_k_dim"))
+        return cls(keys, keys, width, linear_values=(values[0] or keys, values[1] or width))
 
     @classmethod
     def from_config(cls, config: Any) -> AttentionShape | None:
@@ -84,8 +101,13 @@ class AttentionShape:
         """Return the sizes of query, key and value in a fused projection."""
         if self.head_dim is None:
             return None
-        kv = self.kv_heads * self.head_dim
-        return self.heads * self.head_dim, kv, kv
+        heads, width = self.values
+        return self.heads * self.head_dim, self.kv_heads * self.head_dim, heads * (width or 0)
+
+    @property
+    def values(self) -> tuple[int, int | None]:
+        """The heads of the values, and the outputs of each."""
+        return self.linear_values or (self.kv_heads, self.head_dim)
 
     def heads_of(self, leaf: str, output: int) -> int | None:
         """Return into how many heads the projection ``leaf`` divides; ``None`` if its outputs do not fit its name."""
@@ -104,8 +126,10 @@ class AttentionShape:
         claims: list[tuple[int, int | None]] = []
         if leaf in _QUERY_NAMES:
             claims = [(self.heads, self.latent_query), (self.heads, self.head_dim)]
-        elif leaf in _KEY_VALUE_NAMES:
+        elif leaf in _KEY_NAMES:
             claims = [(self.kv_heads, self.head_dim)]
+        elif leaf in _VALUE_NAMES:
+            claims = [self.values]
         elif leaf in _LATENT_NAMES:
             claims = [(self.heads, self.latent_kv)]
         return [(count, width) for count, width in claims if width]
@@ -138,11 +162,16 @@ def true_shape(param: Tensor) -> tuple[int, ...]:
 def attention_shapes(model: nn.Module) -> dict[str, AttentionShape]:
     """Return the attention heads that each module's own ``config`` names, by the module's name.
 
-    A vision tower has another configuration than the language model beside it: see :func:`nearest_attention`.
+    Layers of linear attention name their own. A vision tower has another configuration than the language model beside
+    it: see :func:`nearest_attention`.
     """
     found: dict[str, AttentionShape] = {}
     known: dict[int, AttentionShape | None] = {}
     for name, module in model.named_modules():
+        linear = AttentionShape.from_linear_attention(module)
+        if linear is not None:
+            found[name] = linear
+            continue
         config = getattr(module, "config", None)
         if config is None or isinstance(config, (str, int, float)):
             continue
@@ -237,7 +266,7 @@ def heads_by_config(
             return tagged
         return (attention.heads_of(leaf, parts[0]) if attention is not None else None) or 1
     if attention is not None and leaf in _FUSED_NAMES and tuple(parts) == attention.qkv_sizes():
-        return attention.heads, attention.kv_heads, attention.kv_heads
+        return attention.heads, attention.kv_heads, attention.values[0]
     return (1,) * len(parts)
 
 

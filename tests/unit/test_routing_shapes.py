@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -245,6 +246,39 @@ def test_hugging_face_models() -> None:
         "model.layers.0.mlp.experts.gate_up_proj"
     ]
     assert experts.row_blocks == (48,) * 8 and not experts.transposed
+
+
+def test_heads_of_linear_attention() -> None:
+    """The layer says its heads: the values have others than the keys, and none are those of the configuration."""
+    layer = nn.Module()
+    layer.num_k_heads, layer.head_k_dim, layer.num_v_heads, layer.head_v_dim = 2, 4, 6, 3
+    layer.q_proj, layer.k_proj, layer.v_proj = (nn.Linear(16, size, bias=False) for size in (8, 8, 18))
+    layer.in_proj_qkv, layer.o_proj = nn.Linear(16, 34, bias=False), nn.Linear(18, 16, bias=False)
+    model = nn.Module()
+    model.config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=4, head_dim=2)
+    model.linear_attn, model.q_proj = layer, nn.Linear(16, 8, bias=False)
+    matrices = {"*": {"heads": "config"}, "*.in_proj_qkv.weight": {"split": "qkv"}}
+    routes = {route.name: route for route in Muon(model, matrices=matrices).routes}
+    found = {name: route.row_blocks for name, route in routes.items()}
+    assert found["linear_attn.q_proj.weight"] == found["linear_attn.k_proj.weight"] == (4, 4)
+    assert found["linear_attn.v_proj.weight"] == (3,) * 6
+    assert found["linear_attn.in_proj_qkv.weight"] == (4,) * 4 + (3,) * 6
+    assert found["linear_attn.o_proj.weight"] in ((), (16,)) and found["q_proj.weight"] == (2,) * 4
+    layer.in_proj_qkvz = nn.Linear(16, 52, bias=False)
+    with pytest.raises(RoutingError, match="head by head"):
+        Muon(model, matrices={"*.in_proj_qkvz.weight": {"split": "qkv"}})
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "olmo_hybrid"])
+def test_heads_of_linear_attention_in_transformers(family: str) -> None:
+    """Qwen3.5's fused projection and OLMo-Hybrid's separate ones, whose heads the classes name alike."""
+    module = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
+    (cls,) = (
+        each for name, each in vars(module).items() if name.endswith("GatedDeltaNet") and "RMS" not in name
+    )
+    source = inspect.getsource(cls.__init__)
+    for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim"):
+        assert f"self.{name} = " in source
 
 
 def test_small_things() -> None:
