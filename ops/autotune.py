@@ -82,8 +82,10 @@ class Tuner:
         self._spent = 0.0
         self._choices: dict[str, Choice] = {}
 
-    def choose(self, problem: Problem, candidates: Sequence[Candidate], device: torch.device) -> Candidate:
-        """Return the candidate for ``problem``; measure if no choice is known. The expected winner comes first.
+    def choose(
+        self, problem: Problem, candidates: Sequence[Candidate], device: torch.device
+    ) -> tuple[Candidate, Choice]:
+        """Return what runs ``problem``, and why; measure if no choice is known. The expected winner comes first.
 
         Raises:
             OpsUnavailableError: If every candidate gave a wrong result or failed.
@@ -99,11 +101,7 @@ class Tuner:
                 f"nothing that ns_backend allows gives a right result for {key} ({told}). Use ns_backend 'auto' or "
                 f"'torch', and please report this"
             )
-        return chosen
-
-    def choice(self, problem: Problem) -> Choice | None:
-        """Return the choice of this process for ``problem``, if there is one."""
-        return self._choices.get(problem.key())
+        return chosen, choice
 
     def _decide(
         self, key: str, problem: Problem, candidates: Sequence[Candidate], device: torch.device

@@ -130,6 +130,16 @@ def has_kernel(operators: Any | None, device: str, name: str = "orthogonalize") 
     return all(has(f"deepspeed_muon::{each}", device.upper()) for each in needed)
 
 
+def products_of(sym_gemm: Callable[..., Tensor]) -> Products:
+    """Return the products of the iteration whose result is symmetric, by :func:`.reference.sym_gemm` or one like it."""
+
+    def multiply_add(c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float = 1.0) -> Tensor:
+        # b is symmetric, so a b^T is a b.
+        return sym_gemm(a, b, c, alpha, beta)
+
+    return Products(lambda x: sym_gemm(x, x), multiply_add)
+
+
 @functools.cache
 def other_products() -> dict[str, Products]:
     """Return the symmetric products of Triton and of quack, by name, where they are installed and can be imported."""
@@ -137,7 +147,7 @@ def other_products() -> dict[str, Products]:
     for name in ("quack", "triton"):
         if importlib.util.find_spec(name) is not None:
             try:
-                found[name] = importlib.import_module(f"{__package__}.{name}_sym").PRODUCTS
+                found[name] = products_of(importlib.import_module(f"{__package__}.{name}_sym").sym_gemm)
             except (
                 Exception
             ) as error:  # whatever a library raises at its import, on a GPU that it does not know

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,17 +20,15 @@ from .gate import Verdict, cuda_verdict
 
 NsBackend = Literal["auto", "ops", "torch"]
 
-_tuner: Tuner | None = None
 _NATIVE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(slots=True)
 class Ran:
-    """One line of the record: a problem, what ran it, and how often."""
+    """What runs a problem, why, and how often it did."""
 
-    problem: Problem
-    candidate: str
-    choice: Choice | None
+    candidate: Candidate
+    choice: Choice
     calls: int = 0
 
 
@@ -41,7 +40,7 @@ class Orthogonalizer:
         self.backend = backend
         self._operators = operators
         self._tuner = tuner
-        self._chosen: dict[Problem, tuple[Candidate, Ran]] = {}
+        self._chosen: dict[Problem, Ran] = {}
 
     def __call__(self, x: Tensor, *, settings: NsSettings) -> Tensor:
         """Return the approximate polar factor of every matrix of a batch.
@@ -61,11 +60,11 @@ class Orthogonalizer:
         """
         if x.ndim < 2:
             raise ValueError(f"orthogonalize needs (..., rows, cols), got shape {tuple(x.shape)}")
-        candidate, ran = self.prepare(x, settings=settings, device=x.device)
+        ran = self.prepare(x, settings=settings, device=x.device)
         ran.calls += 1
-        return candidate.run(x, settings)
+        return ran.candidate.run(x, settings)
 
-    def prepare(self, x: Tensor, *, settings: NsSettings, device: torch.device) -> tuple[Candidate, Ran]:
+    def prepare(self, x: Tensor, *, settings: NsSettings, device: torch.device) -> Ran:
         """Choose what will run tensors like ``x`` on ``device``, unless that is known; see :meth:`__call__`.
 
         Args:
@@ -74,17 +73,18 @@ class Orthogonalizer:
             device: Where the tensors will be.
         """
         problem = problem_of(x, settings, device)
-        if problem not in self._chosen:
-            self._chosen[problem] = self._choose(problem, device)
-        return self._chosen[problem]
+        ran = self._chosen.get(problem)
+        if ran is None:
+            ran = self._chosen[problem] = Ran(*self._choose(problem, device))
+        return ran
 
-    def _choose(self, problem: Problem, device: torch.device) -> tuple[Candidate, Ran]:
+    def _choose(self, problem: Problem, device: torch.device) -> tuple[Candidate, Choice]:
         if self.backend == "torch":
             # The configured method, except that torch's code runs square matrices in the standard order.
             method = problem.settings.method
             available = {each.name: each for each in candidates_for(problem, None)}
             candidate = available.get(f"torch {method}", available["torch standard"])
-            return candidate, Ran(problem, candidate.name, Choice(candidate.name, "ns_backend is torch"))
+            return candidate, Choice(candidate.name, "ns_backend is torch")
         failed = trusted(device).failed
         if self.backend == "ops" and "native" in failed:
             raise OpsUnavailableError(
@@ -100,33 +100,28 @@ class Orthogonalizer:
                     f"`python -m deepspeed_muon report` says why. Use ns_backend 'auto' or 'torch'"
                 )
         if problem.batch * problem.rows * problem.cols == 0:
-            return candidates[0], Ran(problem, candidates[0].name, Choice(candidates[0].name, "empty"))
-        tuner = self._tuner or process_tuner()
-        candidate = tuner.choose(problem, candidates, device)
-        return candidate, Ran(problem, candidate.name, tuner.choice(problem))
+            return candidates[0], Choice(candidates[0].name, "empty")
+        return (self._tuner or process_tuner()).choose(problem, candidates, device)
 
     def release(self) -> None:
         """Free the memory of recorded graphs. Choices stay; the next call with a shape records it again."""
-        for candidate, _ in self._chosen.values():
-            if isinstance(candidate.run, Replayed):
-                candidate.run.release()
+        for ran in self._chosen.values():
+            if isinstance(ran.candidate.run, Replayed):
+                ran.candidate.run.release()
 
     def report(self) -> list[dict[str, Any]]:
         """Return one entry for each problem that was prepared or run: shape, what runs it, why, how often, timings."""
-        entries = []
-        for _, ran in self._chosen.values():
-            choice = ran.choice
-            entries.append(
-                {
-                    "problem": ran.problem.key(),
-                    "ran": ran.candidate,
-                    "calls": ran.calls,
-                    "reason": choice.reason if choice else "",
-                    "milliseconds": dict(choice.milliseconds) if choice else {},
-                    "rejected": dict(choice.rejected) if choice else {},
-                }
-            )
-        return entries
+        return [
+            {
+                "problem": problem.key(),
+                "ran": ran.candidate.name,
+                "calls": ran.calls,
+                "reason": ran.choice.reason,
+                "milliseconds": dict(ran.choice.milliseconds),
+                "rejected": dict(ran.choice.rejected),
+            }
+            for problem, ran in self._chosen.items()
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +139,10 @@ class FlatPasses:
     unpack_apply: Callable[[Sequence[Tensor], Sequence[Tensor], Tensor, Tensor], None]
 
 
+@functools.cache
 def process_tuner() -> Tuner:
     """Return the tuner that all orthogonalizers of this process share."""
-    global _tuner
-    if _tuner is None:
-        _tuner = Tuner(library_key=library.key())
-    return _tuner
+    return Tuner(library_key=library.key())
 
 
 def select(backend: NsBackend, *, tuner: Tuner | None = None) -> Orthogonalizer:

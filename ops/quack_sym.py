@@ -10,8 +10,6 @@ from __future__ import annotations
 from quack.gemm_interface import gemm_symmetric
 from torch import Tensor
 
-from deepspeed_muon.math.newton_schulz import Products
-
 # Its squares are as large as the tiles of a cluster: 128 or 256.
 _SQUARE = 256
 
@@ -42,16 +40,3 @@ def mirror_diagonal(x: Tensor) -> None:
 def _mirror(squares: Tensor) -> None:
     lower = squares.tril()
     squares.copy_(lower + lower.tril(-1).mT)
-
-
-def _gram(x: Tensor) -> Tensor:
-    return sym_gemm(x, x)
-
-
-def _multiply_add(c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float = 1.0) -> Tensor:
-    # b is symmetric, so a b^T is a b.
-    return sym_gemm(a, b, c, alpha, beta)
-
-
-PRODUCTS = Products(_gram, _multiply_add)
-"""The products of the iteration whose result is symmetric."""

@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepspeed_muon.math.newton_schulz import Products
-
 # Tiles of 128 need so many of them to fill the multiprocessors of a GPU; fewer are cut into tiles of 64.
 _TILES_FROM = 128
 _DEPTH = 64
@@ -90,16 +88,3 @@ def sym_gemm(
 
 def _triangle(side: int) -> int:
     return side * (side + 1) // 2
-
-
-def _gram(x: Tensor) -> Tensor:
-    return sym_gemm(x, x)
-
-
-def _multiply_add(c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float = 1.0) -> Tensor:
-    # b is symmetric, so a b^T is a b.
-    return sym_gemm(a, b, c, alpha, beta)
-
-
-PRODUCTS = Products(_gram, _multiply_add)
-"""The products of the iteration whose result is symmetric."""

@@ -108,15 +108,14 @@ def test_one_run_that_takes_too_long_ends_the_measurement(
 def test_choices_are_remembered_between_processes(tmp_path: Path, taking: Taking) -> None:
     problem = problem_of(torch.empty(8, 12), SETTINGS)
     candidates = [taking("slow", 0.02), taking("fast", 0.001)]
-    assert Tuner(tmp_path).choose(problem, candidates, CPU).name == "fast"
+    assert Tuner(tmp_path).choose(problem, candidates, CPU)[0].name == "fast"
     again = Tuner(tmp_path)
     turned = [taking("slow", 0.0), taking("fast", 0.02)]  # measured anew it would be the other one
-    assert again.choose(problem, turned, CPU).name == "fast"
-    choice = again.choice(problem)
-    assert choice is not None and choice.reason == "remembered"
-    assert Tuner(tmp_path, library_key="new").choose(problem, turned, CPU).name == "slow"
+    candidate, choice = again.choose(problem, turned, CPU)
+    assert candidate.name == "fast" and choice.reason == "remembered"
+    assert Tuner(tmp_path, library_key="new").choose(problem, turned, CPU)[0].name == "slow"
     more = [*turned, taking("fastest", 0.0)]
-    assert Tuner(tmp_path).choose(problem, more, CPU).name in ("slow", "fastest"), (
+    assert Tuner(tmp_path).choose(problem, more, CPU)[0].name in ("slow", "fastest"), (
         "another list is measured anew"
     )
 
@@ -128,7 +127,7 @@ def test_a_damaged_file_is_measured_over(tmp_path: Path, content: str, taking: T
     tuner = Tuner(tmp_path)
     tuner._file.write_text(content)
     problem = problem_of(torch.empty(8, 12), SETTINGS)
-    assert tuner.choose(problem, [taking("slow", 0.02), taking("fast", 0.001)], CPU).name == "fast"
+    assert tuner.choose(problem, [taking("slow", 0.02), taking("fast", 0.001)], CPU)[0].name == "fast"
     assert problem.key() in json.loads(tuner._file.read_text())["choices"]
 
 
@@ -136,7 +135,7 @@ def test_a_folder_that_cannot_be_made_is_no_obstacle(tmp_path: Path, taking: Tak
     (tmp_path / "file").touch()
     tuner = Tuner(tmp_path / "file" / "folder")
     problem = problem_of(torch.empty(8, 12), SETTINGS)
-    assert tuner.choose(problem, [taking("slow", 0.02), taking("fast", 0.001)], CPU).name == "fast"
+    assert tuner.choose(problem, [taking("slow", 0.02), taking("fast", 0.001)], CPU)[0].name == "fast"
 
 
 def test_measuring_stops_when_a_process_has_spent_its_time(
@@ -145,9 +144,8 @@ def test_measuring_stops_when_a_process_has_spent_its_time(
     monkeypatch.setattr(autotune, "PROCESS_SECONDS", 0.0)
     tuner = Tuner(tmp_path)
     problem = problem_of(torch.empty(8, 12), SETTINGS)
-    assert tuner.choose(problem, [taking("expected", 9.0), taking("other", 9.0)], CPU).name == "expected"
-    choice = tuner.choice(problem)
-    assert choice is not None and "used up" in choice.reason
+    candidate, choice = tuner.choose(problem, [taking("expected", 9.0), taking("other", 9.0)], CPU)
+    assert candidate.name == "expected" and "used up" in choice.reason
 
 
 def test_measuring_leaves_the_random_generator_alone(tmp_path: Path) -> None:

@@ -173,8 +173,7 @@ def test_without_trust_only_torch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem("cuda", torch.float32, 1, 512, 2048, 0, settings)
     seen: list[list[str]] = []
     tuner = SimpleNamespace(
-        choose=lambda _, offered, __: (seen.append([each.name for each in offered]), offered[0])[1],
-        choice=lambda _: None,
+        choose=lambda _, offered, __: (seen.append([each.name for each in offered]), (offered[0], None))[1],
     )
     for ok in (True, False):
         monkeypatch.setattr(
