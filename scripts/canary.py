@@ -85,7 +85,7 @@ class Environment:
             what = f"deepspeed=={source}"
         hold = ["-q", "--no-build-isolation", "--constraint", str(self.folder / "constraints.txt")]
         pip = [self.python, "-m", "pip", "--disable-pip-version-check", "install", *hold]
-        subprocess.run([*pip, "--force-reinstall", "--no-deps", what], check=True)
+        subprocess.run([*pip, "--upgrade", "--force-reinstall", "--no-deps", what], check=True)
         subprocess.run([*pip, "deepspeed"], check=True)  # what it needs
 
     def run(self, *command: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
