@@ -142,13 +142,14 @@ def test_a_pipeline_without_zero(ranks: Any, tmp_path: Path, capsys: Any) -> Non
 
 def lose_a_part(record: dict[str, Any]) -> None:
     parameters = record["groups"][0]["parameters"]
-    parameters.remove(next(entry for entry in parameters if "whole" in entry))  # the others have copies
+    parameters.remove(next(entry for entry in parameters if "cut" in entry))  # the others have copies
 
 
 def other_ranges(record: dict[str, Any]) -> None:
     for entry in record["groups"][0]["parameters"]:
-        if "whole" in entry:
-            entry["whole"]["ranges"] = [[0, stop - start] for start, stop in entry["whole"]["ranges"]]
+        if "cut" in entry:
+            dim, ranges = entry["cut"]
+            entry["cut"] = [dim, [[0, stop - start] for start, stop in ranges]]
 
 
 def another_rank(record: dict[str, Any]) -> None:
@@ -157,8 +158,8 @@ def another_rank(record: dict[str, Any]) -> None:
 
 def no_part(record: dict[str, Any]) -> None:
     for entry in record["groups"][0]["parameters"]:
-        if "whole" in entry:
-            entry["whole"]["shape"][entry["whole"]["dim"]] = 3
+        if "cut" in entry:
+            entry["shape"][entry["cut"][0]] = 3
 
 
 @pytest.mark.full
