@@ -66,64 +66,60 @@ class MuonConfig(_VariantSettings):
 
     lr: v.Rate | None = Field(
         default=None,
-        description="Rate of both halves, unless `muon_lr` or `adam_lr` is set; "
-        "a scheduler's single number stands for it.",
+        description="Learning rate of all parameters, unless `muon_lr` or `adam_lr` is set.",
     )
     muon_lr: v.Rate | None = Field(
-        default=None, description=f"Rate of the matrices; unset: `lr`, or {DEFAULT_MUON_LR} without it."
+        default=None, description=f"Learning rate of Muon; unset: `lr`, else {DEFAULT_MUON_LR}."
     )
     adam_lr: v.Rate | None = Field(
-        default=None, description=f"Rate of everything else; unset: `lr`, or {DEFAULT_ADAM_LR} without it."
+        default=None, description=f"Learning rate of AdamW; unset: `lr`, else {DEFAULT_ADAM_LR}."
     )
-    momentum: v.Fraction = Field(default=0.95, description="Decay of the gradient's moving average.")
-    nesterov: v.Flag = Field(
-        default=True, description="Blend the gradient in once more (the Nesterov blend)."
-    )
-    weight_decay: v.Rate = Field(default=0.0, description="Weight decay of both halves.")
+    momentum: v.Fraction = Field(default=0.95, description="Decay of Muon's momentum.")
+    nesterov: v.Flag = Field(default=True, description="Nesterov momentum.")
+    weight_decay: v.Rate = Field(default=0.0, description="Weight decay of all parameters.")
     muon_weight_decay: v.Rate | None = Field(
-        default=None, description="Weight decay of the matrices; unset: `weight_decay`."
+        default=None, description="Weight decay of Muon; unset: `weight_decay`."
     )
     adam_weight_decay: v.Rate | None = Field(
-        default=None, description="Weight decay of everything else; unset: `weight_decay`."
+        default=None, description="Weight decay of AdamW; unset: `weight_decay`."
     )
     weight_decay_mode: WeightDecayMode = Field(
         default="decoupled",
-        description="Kind of decay of both halves: `decoupled` (times the rate), `independent` (of the rate), "
-        "`cautious` (only where the update has the weight's sign).",
+        description="`decoupled` (multiplied by the learning rate), `independent` (not), `cautious` (decoupled, only "
+        "where the update has the weight's sign).",
     )
     betas: Annotated[tuple[v.Fraction, v.SecondBeta], BeforeValidator(v.pair)] = Field(
-        default=(0.9, 0.95), description="Decay of AdamW's two moments; the second one above 0."
+        default=(0.9, 0.95), description="AdamW's betas; the second must be above 0."
     )
     eps: v.Eps = Field(default=1e-10, description="AdamW's epsilon.")
-    adam_w_mode: v.Flag = Field(default=True, description="AdamW; false: Adam with an L2 term.")
+    adam_w_mode: v.Flag = Field(default=True, description="`true`: AdamW; `false`: Adam with an L2 term.")
     adjust_lr_fn: AdjustLrName = Field(
-        default="original", description="Scale of the orthogonalised update, by the shape of the matrix."
+        default="original", description="Scale of the update, by the shape of the matrix."
     )
     ns_method: NsMethod = Field(
         default="gram",
-        description="`gram`: rectangular matrices iterate on their Gram matrix; `standard`: on themselves.",
+        description="`gram` iterates on the Gram matrix of a rectangular matrix, `standard` on the matrix.",
     )
     ns_schedule: NsScheduleName | list[tuple[v.Number, v.Number, v.Number]] = Field(
         default="quintic",
-        description="Polynomials of the iteration: `quintic`, `polar_express` (any number of steps), "
-        "`polar_express_5`, `cans` (5), `deepseekv4` (10), or own `[[a, b, c], ...]`.",
+        description="Newton-Schulz coefficients: `quintic`, `polar_express` (any number of steps), "
+        "`polar_express_5`, `cans` (5), `deepseekv4` (10), or `[[a, b, c], ...]`.",
     )
     ns_steps: v.Whole | None = Field(
         default=None,
         ge=1,
         le=100,
-        description="Newton-Schulz steps; unset: 5, or the length of the table; "
-        "another number than the table's is an error.",
+        description="Newton-Schulz steps; unset: 5, or the length of the schedule; schedules of "
+        "fixed length take no other number.",
     )
     ns_dtype: NsDtypeName = Field(
         default="auto",
-        description="Dtype of the iteration: `fp32`, `bf16`, `fp16`; `auto`: fp16 on CUDA, bf16 on a CPU with AMX or "
-        "AVX512-BF16, else fp32; fp32 for schedules without a margin for rounding (`cans`).",
+        description="Dtype of Newton-Schulz: `fp32`, `bf16`, `fp16`; `auto`: fp16 on CUDA, bf16 on CPUs with AMX or "
+        "AVX512-BF16, else fp32; fp32 for schedules that are sensitive to rounding (`cans`).",
     )
     ns_backend: NsBackend = Field(
         default="auto",
-        description="`auto`: native operators (built at first use) or torch's code, whichever is faster for a shape; "
-        "`ops` and `torch` pin the choice.",
+        description="`auto`: for each shape the faster of native operators and torch; `ops`, `torch`: that one.",
     )
     variant: VariantName = Field(
         default="muon",
@@ -135,67 +131,62 @@ class MuonConfig(_VariantSettings):
     )
     qk_clip: QkClipConfig | None = Field(
         default=None,
-        description="MuonClip, as an object (`{}` takes its defaults): after each step, scale the query and key rows "
-        "of attention heads whose largest logit exceeded the threshold; the constructor needs `model` for it.",
+        description="MuonClip: after each step, scale the query and key rows of attention heads whose largest logit "
+        "exceeded the threshold. `{}` takes the defaults; the constructor needs `model`.",
     )
     momentum_dtype: v.MomentumDtypeName | None = Field(
         default=None,
-        description="`fp32` or `bf16`: dtype of the stored momentum; bf16 halves it, the arithmetic is fp32 in any "
-        "case; unset: fp32, or bf16 with DeepSpeed's `bf16_optimizer_states`.",
+        description="Dtype of the stored momentum, `fp32` or `bf16` (arithmetic is fp32); unset: fp32, or bf16 with "
+        "`bf16_optimizer_states`.",
     )
     wire_dtype: v.WireDtypeName = Field(
         default="auto",
-        description="Communication dtype of directions and updates; `auto`: bf16 for bf16 and fp16 models, else fp32; "
-        "`int8`: one byte and a scale for 256 elements, half of bf16's bytes, with a quantisation error that "
-        "`health` reports ([measured.md](measured.md)).",
+        description="Communication dtype of momentum directions and updates; `auto`: bf16 for bf16 and fp16 models, "
+        "else fp32; `int8`: half of bf16's bytes ([measured.md](measured.md)).",
     )
     matrices: Annotated[dict[str, MatricesConfig], BeforeValidator(v.by_pattern)] = Field(
         default_factory=dict,
-        description="Name pattern to the matrices that a weight is made of, as in "
-        '`{"*.qkv.weight": {"split": "qkv", "heads": "config"}}`; '
-        "each key of a value is taken from the first pattern that has it "
+        description="Matrices that a weight is made of, by name pattern: "
+        '`{"*.qkv.weight": {"split": "qkv", "heads": "config"}}` '
         "([routing.md](routing.md#which-matrices-a-weight-is-made-of)).",
     )
     include: tuple[str, ...] = Field(
         default=(),
-        description="Name patterns (shell globs, or `re:` and a regular expression) of parameters that go to Muon "
-        "although a rule would send them to AdamW.",
+        description="Name patterns (shell globs, or `re:` and a regular expression) of parameters for Muon.",
     )
     exclude: tuple[str, ...] = Field(
-        default=(), description="Name patterns of parameters that go to AdamW; wins over `include`."
+        default=(), description="Name patterns of parameters for AdamW; overrides `include`."
     )
     nonfinite_grad: Literal["skip", "error"] = Field(
-        default="skip", description="What an infinity or NaN in a gradient does: `skip` the step, or `error`."
+        default="skip", description="On an infinity or NaN in a gradient: `skip` the step, or `error`."
     )
     exchange_chunk_numel: v.ChunkNumel = Field(
         default=1 << 26,
-        description="Elements that one rank owns in a chunk at most, which bounds the buffers "
+        description="Most elements that a rank owns in a chunk; bounds the communication buffers "
         "([measured.md](measured.md)).",
     )
     exchange_overlap: v.Flag = Field(
         default=True,
-        description="Exchange one chunk while another is orthogonalised; with `false` the result is the same to "
-        "the last bit, in a third of the buffers; there is none where these would take more than 1 GiB "
-        "([measured.md](measured.md)).",
+        description="Overlap communication with Newton-Schulz; `false`: bit-identical results in a third of the "
+        "buffers ([measured.md](measured.md)).",
     )
     tensor_parallel_mode: v.TensorParallelMode = Field(
         default="gather",
-        description="A matrix that tensor parallelism cuts goes whole to one of its ranks (`gather`), or stays cut and "
-        "its Gram matrix is summed over them (`distributed`); see [tensor_parallel.md](tensor_parallel.md).",
+        description="Orthogonalise a tensor-parallel matrix on one rank (`gather`) or sharded, with all-reduced Gram "
+        "matrices (`distributed`; [configurations.md](configurations.md#tensor-parallelism)).",
     )
     health: Annotated[int, BeforeValidator(v.steps_between_samples), Field(ge=0, le=v.MAX_STEPS)] = Field(
         default=v.HEALTH_EVERY,
-        description="Steps between two samples of a few matrices, which go to DeepSpeed's monitor. Every "
-        "orthogonalised matrix is checked in every step and redone in fp32 if wrong; `false`: neither "
-        "([health.md](health.md)).",
+        description="Steps between two samples for DeepSpeed's monitor. Every orthogonalised matrix is checked in "
+        "every step; `false` turns both off ([health.md](health.md)).",
     )
     consolidate_on_save: v.Flag = Field(
         default=False, description="`save_checkpoint` also writes a consolidated set."
     )
     restore_from: RestoreConfig | None = Field(
         default=None,
-        description="A consolidated set to start from, at any stage and number of ranks; or an object with `path` and "
-        "`progress` ([checkpoints.md](checkpoints.md)).",
+        description="Consolidated set to load before the first step, or an object with `path` and `progress` "
+        "([checkpoints.md](checkpoints.md)).",
     )
 
     @classmethod

@@ -134,16 +134,15 @@ class MatricesConfig(_Section):
 
     split: Literal["qkv", "gate_up"] | Sizes | Fractions | None = Field(
         default=None,
-        description="Parts of a fused projection, each a matrix of its own: `qkv`, `gate_up`, sizes, or fractions of "
-        "the output.",
+        description="Parts of a fused projection: `qkv`, `gate_up`, sizes, or fractions of the output.",
     )
     heads: Literal["config"] | Size | Sizes | None = Field(
         default=None,
-        description="Attention heads, each a matrix of its own: their number, or one number for each part; `config`: "
-        "query, key and value projections have the heads that the model's `config` or DeepSpeed's tags say.",
+        description="Attention heads: their number, one number per part, or `config`: from the model's `config` or "
+        "DeepSpeed's tags.",
     )
     transposed: Flag | None = Field(
-        default=None, description="Whether the weight is stored as input x output; unset: its module tells."
+        default=None, description="The weight is stored as input x output; unset: decided by its module."
     )
 
     @classmethod
@@ -158,9 +157,9 @@ class QkClipConfig(_Section):
 
     key = "qk_clip"
 
-    threshold: Positive = Field(default=100.0, description="Attention logits above it are clipped.")
+    threshold: Positive = Field(default=100.0, description="Heads with a larger logit are clipped.")
     alpha: Annotated[Number, Field(ge=0, le=1)] = Field(
-        default=0.5, description="Share of the factor that the queries get; the keys get the rest."
+        default=0.5, description="Exponent of the factor for queries; keys get `1 - alpha`."
     )
 
 
@@ -169,11 +168,11 @@ class RestoreConfig(_Section):
 
     key = "restore_from"
 
-    path: str = Field(min_length=1, description="The folder to read.")
+    path: str = Field(min_length=1, description="Folder to read.")
     progress: Flag = Field(
         default=True,
-        description="Go on with the saved run: its step counters, schedule, loss scale, rates and other settings of "
-        "the param groups; false: a new run that starts from the saved weights and momentum.",
+        description="Continue the saved run with its step counters, schedule, loss scale and param group settings; "
+        "`false`: a new run from the saved weights and momentum.",
     )
 
     @classmethod

@@ -47,7 +47,7 @@ def reference(weights: Tensor, direction: Tensor, state: dict[str, Tensor], rate
 VARIANT = Variant(
     "hyperball",
     reference,
-    description="every matrix keeps the norm of its first weights, and `lr` is the relative size of a step",
+    description="every matrix keeps the norm of its first weights, and `lr` is relative to that norm",
     state=(RowState(RADIUS, "radii of hyperball"),),
     apply=apply,
     relative_rate=True,

@@ -39,6 +39,6 @@ def reference(weights: Tensor, direction: Tensor, state: dict[str, Tensor], rate
 VARIANT = Variant(
     "muon_eq",
     reference,
-    description="rows of the direction are brought to unit norm before it is orthogonalised",
+    description="rows of the momentum direction are normalised before orthogonalisation",
     before_iteration=before_iteration,
 )

@@ -105,7 +105,7 @@ def reference(weights: Tensor, direction: Tensor, state: dict[str, Tensor], rate
 VARIANT = Variant(
     "muown",
     reference,
-    description="directions of rows are Muon's and their magnitudes Adam's",
+    description="Muon updates the directions of rows, Adam their magnitudes",
     state=(
         RowState(MAGNITUDE, "magnitudes of Muown"),
         RowState(NORM, "norms of Muown's directions"),

@@ -77,7 +77,7 @@ def reference(weights: Tensor, direction: Tensor, state: dict[str, Tensor], rate
 VARIANT = Variant(
     "normuon",
     reference,
-    description="rows of the update are brought to equal size by a running second moment",
+    description="rows of the update are normalised by a running second moment",
     state=(RowState(MOMENTS, "row moments of NorMuon"),),
     settings=(Setting("beta2", 0.95, Field(ge=0, lt=1), "Decay of NorMuon's second moment of each row."),),
     finish=finish,
