@@ -108,13 +108,11 @@ def train(model: nn.Module, optimizer: Muon, steps: int, *, first: int = 0) -> N
         optimizer.step()
 
 
-@pytest.mark.parametrize("momentum_dtype", [None, "bf16"])
-def test_the_norm_stays(momentum_dtype: str | None) -> None:
-    """Against the reference, with a schedule; a matrix without a gradient keeps its weights."""
-    model, other = model_of(), model_of().double()
-    start = model.layer.weight.detach().clone()
-    optimizer = Muon(model, **SETTINGS, momentum_dtype=momentum_dtype)
-    oracle = Oracle({"layer.weight"}, variant="hyperball")
+def train_beside_reference(
+    model: nn.Module, optimizer: Muon, oracle: Oracle, *, momentum_dtype: str | None
+) -> None:
+    """Take six steps of a schedule with both, and compare the weights."""
+    other, start = copy.deepcopy(model).double(), model.layer.weight.detach().clone()
     for step in range(6):
         optimizer.param_groups[0]["lr"] = oracle.lr = 0.1 / (1 + step)
         train(model, optimizer, 1, first=step)
@@ -123,13 +121,27 @@ def test_the_norm_stays(momentum_dtype: str | None) -> None:
     error = relative(model.layer.weight.detach(), other.layer.weight.detach(), start)
     # fp32 as in tests/support/contract.py; momentum in bf16 is rounded by 2^-9.
     assert error <= (1e-5 if momentum_dtype is None else 0.05)
-    torch.testing.assert_close(model.layer.weight.norm(), start.norm(), rtol=1e-6, atol=0)
-    kept = optimizer.state[model.layer.weight][RADIUS]
-    torch.testing.assert_close(kept, start.norm().expand(8), rtol=1e-6, atol=0)
+
+
+def check_that_a_zero_gradient_changes_nothing(model: nn.Module, optimizer: Muon) -> None:
     before = model.layer.weight.detach().clone()
     model.layer.weight.grad = torch.zeros(8, 6)
     optimizer.step()
     assert torch.equal(model.layer.weight, before)
+
+
+@pytest.mark.parametrize("momentum_dtype", [None, "bf16"])
+def test_the_norm_stays(momentum_dtype: str | None) -> None:
+    """Against the reference, with a schedule; a matrix without a gradient keeps its weights."""
+    model = model_of()
+    start = model.layer.weight.detach().clone()
+    optimizer = Muon(model, **SETTINGS, momentum_dtype=momentum_dtype)
+    oracle = Oracle({"layer.weight"}, variant="hyperball")
+    train_beside_reference(model, optimizer, oracle, momentum_dtype=momentum_dtype)
+    torch.testing.assert_close(model.layer.weight.norm(), start.norm(), rtol=1e-6, atol=0)
+    kept = optimizer.state[model.layer.weight][RADIUS]
+    torch.testing.assert_close(kept, start.norm().expand(8), rtol=1e-6, atol=0)
+    check_that_a_zero_gradient_changes_nothing(model, optimizer)
 
 
 def test_masters_in_half_precision_do_not_drift() -> None:
@@ -174,28 +186,17 @@ def test_magnitudes_and_directions_of_rows(momentum_dtype: str | None, nesterov:
     with torch.no_grad():
         model.layer.weight[2] = 0
         model.layer.weight[3:] *= 0.05
-    other, start = copy.deepcopy(model).double(), model.layer.weight.detach().clone()
     settings = {**SETTINGS, "variant": "muown", "weight_decay": 0.1, "eps": 1e-8}
     optimizer = Muon(model, **settings, momentum_dtype=momentum_dtype, **given)
     oracle = Oracle({"layer.weight"}, variant="muown", nesterov=nesterov)
-    for step in range(6):
-        optimizer.param_groups[0]["lr"] = oracle.lr = 0.1 / (1 + step)
-        train(model, optimizer, 1, first=step)
-        other.layer.weight.grad = model.layer.weight.grad.double()
-        oracle.update(other)
-    error = relative(model.layer.weight.detach(), other.layer.weight.detach(), start)
-    # As in test_the_norm_stays.
-    assert error <= (1e-5 if momentum_dtype is None else 0.05)
+    train_beside_reference(model, optimizer, oracle, momentum_dtype=momentum_dtype)
     state = optimizer.state[model.layer.weight]
     magnitudes = oracle.kept["layer.weight", 0][MAGNITUDE]
     assert (magnitudes < 0).any() and (magnitudes > 0).any()
     torch.testing.assert_close(
         state[MAGNITUDE].abs(), model.layer.weight.detach().norm(dim=1), rtol=1e-6, atol=0
     )
-    before = model.layer.weight.detach().clone()
-    model.layer.weight.grad = torch.zeros(8, 6)
-    optimizer.step()
-    assert torch.equal(model.layer.weight, before)
+    check_that_a_zero_gradient_changes_nothing(model, optimizer)
 
 
 def test_magnitudes_outlive_masters_in_half_precision() -> None:
@@ -211,30 +212,31 @@ def test_magnitudes_outlive_masters_in_half_precision() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("variant", "settings", "said"),
     [
-        ({"weight_decay": 0.1}, r"optimizer\.params\.weight_decay: 0\.1 .* set muon_weight_decay to 0"),
-        ({"muon_weight_decay": 0.1}, r"weight_decay: 0\.1 with variant 'hyperball'"),
-        ({"adjust_lr_fn": "match_rms_adamw"}, r"adjust_lr_fn: .* no scale applies"),
-        ({"qk_clip": {}}, r"qk_clip: .* undo the clip"),
-    ],
-)
-def test_what_does_not_fit_is_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        MuonConfig.from_params({"variant": "hyperball", **settings})
-    MuonConfig.from_params({"variant": "hyperball", "weight_decay": 0.1, "muon_weight_decay": 0.0})
-
-
-def test_what_does_not_fit_magnitudes_is_refused() -> None:
-    for settings, said in (
         (
+            "hyperball",
+            {"weight_decay": 0.1},
+            r"optimizer\.params\.weight_decay: 0\.1 .* set muon_weight_decay to 0",
+        ),
+        ("hyperball", {"muon_weight_decay": 0.1}, r"weight_decay: 0\.1 with variant 'hyperball'"),
+        ("hyperball", {"adjust_lr_fn": "match_rms_adamw"}, r"adjust_lr_fn: .* no scale applies"),
+        ("hyperball", {"qk_clip": {}}, r"qk_clip: .* undo the clip"),
+        (
+            "muown",
             {"weight_decay_mode": "cautious"},
             r"weight_decay_mode: 'cautious' with variant 'muown': .* unset it",
         ),
-        ({"qk_clip": {}}, r"qk_clip: .* undo the clip"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            MuonConfig.from_params({"variant": "muown", **settings})
+        ("muown", {"qk_clip": {}}, r"qk_clip: .* undo the clip"),
+    ],
+)
+def test_what_does_not_fit_is_refused(variant: str, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        MuonConfig.from_params({"variant": variant, **settings})
+
+
+def test_what_fits_is_taken() -> None:
+    MuonConfig.from_params({"variant": "hyperball", "weight_decay": 0.1, "muon_weight_decay": 0.0})
     assert not MuonConfig.from_params({"variant": "muown"}).nesterov
 
 
