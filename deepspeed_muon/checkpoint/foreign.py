@@ -19,8 +19,7 @@ from deepspeed_muon.checkpoint.parameters import HeldParameter, ParameterRecord
 from deepspeed_muon.checkpoint.tag_folder import TagFolder
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.plan.placement import Placement, flat_placement, sharded_placement
-from deepspeed_muon.plan.slices import whole_slice
+from deepspeed_muon.plan.placement import Placement, flat_placement, sharded_placement, whole_slice
 from deepspeed_muon.routing.parameters import NamedParameter
 from deepspeed_muon.routing.route import Route, Rule
 from deepspeed_muon.routing.rules import route_parameters

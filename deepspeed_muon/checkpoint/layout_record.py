@@ -29,9 +29,8 @@ from deepspeed_muon.checkpoint.parameters import Blocks, Count, HeldParameter, P
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.placement import Placement, Places
+from deepspeed_muon.plan.placement import Placement, Places, TensorSlice, whole_slice
 from deepspeed_muon.plan.rows import row_places
-from deepspeed_muon.plan.slices import TensorSlice, whole_slice
 from deepspeed_muon.transport.agreement import Scope
 
 RECORD_KEY = "deepspeed_muon_layout"
@@ -48,7 +47,7 @@ class _Entry(ParameterRecord):
         partition: Index of the flat partition in every rank's file.
         spread: The numbers of its :attr:`placement`.
         cut: Which part of the whole tensor the ranks hold, as dimension and ranges of a
-            :class:`~deepspeed_muon.plan.slices.TensorSlice`; ``None`` for all of it.
+            :class:`~deepspeed_muon.plan.placement.TensorSlice`; ``None`` for all of it.
         blocks: Rows and columns of the part's blocks, where the variant keeps numbers of its rows.
     """
 

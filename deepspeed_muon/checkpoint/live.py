@@ -19,9 +19,8 @@ from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
-from deepspeed_muon.plan.placement import Fragment
+from deepspeed_muon.plan.placement import Fragment, TensorSlice, whole_slice
 from deepspeed_muon.plan.rows import row_places
-from deepspeed_muon.plan.slices import TensorSlice, whole_slice
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.step.step_set import BoundPartition
 from deepspeed_muon.variants import VARIANTS

@@ -50,8 +50,7 @@ from deepspeed_muon.checkpoint.parameters import (
 from deepspeed_muon.checkpoint.tag_folder import CONSOLIDATED_FOLDER, glance, model_file_in
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import listed, warn
-from deepspeed_muon.plan.placement import Fragment
-from deepspeed_muon.plan.slices import TensorSlice
+from deepspeed_muon.plan.placement import Fragment, TensorSlice
 
 RECORD_NAME = "muon_universal.json"
 WINDOW = 1 << 20

@@ -29,7 +29,7 @@ from deepspeed_muon.engine.zero.stages import view_of
 from deepspeed_muon.engine.zero.views import View
 from deepspeed_muon.errors import UnsupportedConfigError
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.plan.slices import TensorSlice, whole_slice
+from deepspeed_muon.plan.placement import TensorSlice, whole_slice
 from deepspeed_muon.routing.param_groups import expert_group_name
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.shapes import true_shape

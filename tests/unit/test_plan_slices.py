@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_muon.plan.slices import TensorSlice, add_up, whole_slice
+from deepspeed_muon.plan.placement import TensorSlice, add_up, whole_slice
 
 
 @st.composite
