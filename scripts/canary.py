@@ -153,13 +153,11 @@ def facts() -> dict[str, Any]:
 
 def source(owner: Any, name: str = "") -> str:
     """Return the source of a class, or of a function in it; empty if there is none."""
+    from deepspeed_muon.engine.hooks import undecorated
+
     thing = getattr(owner, name, None) if name else owner
     try:
-        thing = inspect.unwrap(thing)
-        hidden = (each.cell_contents for each in getattr(thing, "__closure__", None) or ())
-        return inspect.getsource(
-            next((each for each in hidden if getattr(each, "__name__", "") == name), thing)
-        )
+        return inspect.getsource(undecorated(inspect.unwrap(thing), name))
     except (TypeError, OSError):
         return ""
 

@@ -164,12 +164,15 @@ def differences() -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def undecorated(function: Any, name: str) -> Any:
+    """Return the function of that name which DeepSpeed's decorator for NVTX ranges hides, or ``function`` itself."""
+    hidden = (each.cell_contents for each in getattr(function, "__closure__", None) or ())
+    return next((each for each in hidden if getattr(each, "__name__", "") == name), function)
+
+
 def _changed_parameters(owner: Any, name: str, function: Callable[..., Any]) -> list[str]:
     """Return one phrase if ``function`` cannot take what the function of DeepSpeed takes that it replaces."""
-    original = getattr(owner, name)
-    # DeepSpeed's decorator for NVTX ranges hides the function that it calls.
-    hidden = (each.cell_contents for each in getattr(original, "__closure__", None) or ())
-    original = next((each for each in hidden if getattr(each, "__name__", "") == name), original)
+    original = undecorated(getattr(owner, name), name)
     is_method = isinstance(owner, type)
     taken = list(inspect.signature(original).parameters.values())[is_method:]
     ours = list(inspect.signature(function).parameters.values())[1 + is_method :]

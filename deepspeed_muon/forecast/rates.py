@@ -93,6 +93,8 @@ def _check(model: Mapping[str, Any], config: MuonConfig) -> int:
     )
     wrong = 0
     for name, (shape, size, rule) in wide.items():
+        if name not in narrow:
+            raise ConfigError(f"--check: at half the width {name} goes to AdamW: take a wider model")
         small_shape, small, small_rule = narrow[name]
         # The iteration leaves singular values between 0.7 and 1.2.
         right = all(0.7 < each / by_rule < 1.25 for each, by_rule in ((size, rule), (small, small_rule)))
@@ -243,6 +245,8 @@ def _from_megatron(found: Translation) -> None:
     }  # the model's arguments are among them: what is left is no setting of the optimizer
     extra, mode = found.given.get("extra_scale_factor", 1.0), found.given.get("scale_mode", "spectral")
     rate, decay = found.given.get("lr", 1e-3), found.given.get("weight_decay", 0.01)
+    if extra <= 0:
+        raise ConfigError(f"muon_extra_scale_factor: must be positive, got {shown(extra)}")
     if (mode, extra) == ("spectral", 0.2):
         found.put("lr", rate, "the rate of both halves, as there")
         found.put("adjust_lr_fn", "match_rms_adamw", "spectral with an extra factor of 0.2 is this rule")

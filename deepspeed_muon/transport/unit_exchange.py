@@ -91,10 +91,8 @@ class UnitExchange:
     def _travels(self, index: int) -> bool:
         """Return whether any rank sends anything of a matrix; the same on all ranks of the group."""
         matrix = self._plan.matrices[index]
-        ranks = matrix.placement.ranks
-        return not matrix.replicated and ranks != range(
-            first := self._completes(index, np.zeros(1, int))[0], first + 1
-        )
+        first = int(self._completes(index, np.zeros(1, dtype=np.int64))[0])
+        return not matrix.replicated and matrix.placement.ranks != range(first, first + 1)
 
     def _completes(self, index: int, units: Ints) -> Ints:
         """Return the rank that completes the sums of each of some units of a matrix."""

@@ -105,6 +105,7 @@ def test_megatrons_arguments() -> None:
         ({"optimizer": {"type": "AdamW", "params": {"lr": -1}}}, "optimizer.params.lr: must be at least 0"),
         ({"optimizer": {"type": "AdamW", "params": [1]}}, "optimizer.params: must be an object"),
         ({"optimizer": "muon", "lr": "1", "muon_scale_mode": "original"}, "a value of the wrong type"),
+        ({"optimizer": "muon", "muon_extra_scale_factor": 0.0}, "muon_extra_scale_factor: must be positive"),
     ],
 )
 def test_what_cannot_be_translated(content: dict[str, Any], message: str) -> None:
@@ -149,3 +150,11 @@ def test_check_fails_on_a_wrong_size(tmp_path: Path, monkeypatch: pytest.MonkeyP
     file.write_text(json.dumps({**TINY_LLAMA, **ADAMW}))
     monkeypatch.setattr("deepspeed_muon.forecast.rates.update_scale", lambda *_: 1.0)
     assert main(["rates", str(file), "--model", str(file), "--check"]) == 1
+
+
+def test_check_needs_a_model_that_can_be_halved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**TINY_LLAMA, **ADAMW, "intermediate_size": 2}))
+    assert main(["rates", str(file), "--model", str(file), "--check"]) == 2
+    assert "gate_proj.weight goes to AdamW: take a wider model" in capsys.readouterr().err
