@@ -9,20 +9,18 @@ import torch
 
 from benchmarks.cluster_report import Steps
 from benchmarks.step_ranks import MODELS, Decoder
-from deepspeed_muon.forecast.predict import PlanSettings, exchange_of
-from deepspeed_muon.forecast.report import Network, network_seconds
+from deepspeed_muon.forecast.predict import PlanSettings, exchange_of, zero_bytes
 from deepspeed_muon.routing.parameters import model_parameters_by_name
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.rules import route_parameters
 
 Row = dict[str, Any]
 
-# The plan's names. It does not know how much of the exchange is hidden.
-_NAMES = {
-    "ours": "muon",
-    "ours, no overlap": "muon",
-    "DeepSpeed AdamW": "adamw",
-}
+# Whether an optimizer sends directions and updates. The plan does not know how much of that is hidden.
+_EXCHANGES = {"ours": True, "ours, no overlap": True, "DeepSpeed AdamW": False}
+
+# The part of what a link carries that is data: that of TCP over Ethernet.
+_PAYLOAD = 1448 / 1514
 
 
 def add_predictions(rows: list[Row]) -> None:
@@ -30,7 +28,7 @@ def add_predictions(rows: list[Row]) -> None:
     unlimited = {_place(row): row for row in rows if row["rate"] is None}
     for row in rows:
         known = unlimited.get(_place(row))
-        if row["rate"] is None or known is None or row["optimizer"] not in _NAMES:
+        if row["rate"] is None or known is None or row["optimizer"] not in _EXCHANGES:
             continue
         seconds = statistics.median(Steps(known).whole)
         row["predicted_s"] = round(_predicted(row, seconds), 6)
@@ -49,10 +47,18 @@ def _predicted(row: Row, unlimited: float) -> float:
         device=torch.device("cpu"),
     )
     routes = _routes(row["model"])
-    network = Network(row["rate"], reduce_scatter=False)
-    name = _NAMES[row["optimizer"]]
-    exchange = exchange_of(routes, settings)
-    return network_seconds(routes, settings, network, exchange, {name: unlimited})[name]["whole_step"]
+    # A ring passes every link once, however many ranks a host has.
+    sent = zero_bytes(routes, settings)
+    if settings.stage == 3:
+        # gloo has no reduce-scatter: torch runs an all-reduce, of twice the bytes.
+        gradients = sum(route.numel for route in routes) * settings.model_dtype.itemsize
+        sent += gradients * (settings.world_size - 1) / settings.world_size
+    if _EXCHANGES[row["optimizer"]]:
+        exchange = exchange_of(routes, settings)
+        # What one rank receives in one direction, it sends in the other.
+        one_way = max(exchange.gather_elements.max(), exchange.scatter_elements.max()) * settings.wire_bytes
+        sent += row["ranks_per_host"] * exchange.leaving * float(one_way) * (2.0 if settings.stage else 1.0)
+    return unlimited + (8 * sent / (row["rate"] * _PAYLOAD) if row["hosts"] > 1 else 0.0)
 
 
 def _routes(model: str) -> list[Route]:

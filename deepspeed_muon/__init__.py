@@ -25,7 +25,7 @@ from deepspeed_muon.errors import (
     ShardingError,
     UnsupportedConfigError,
 )
-from deepspeed_muon.forecast.live import plan_report
+from deepspeed_muon.forecast.report import plan_report
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.qk_clip.recorder import QkRecorder

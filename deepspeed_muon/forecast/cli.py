@@ -14,8 +14,8 @@ import hjson
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.forecast.model_shapes import PRESETS, as_autoep, load_model, with_separate_experts
-from deepspeed_muon.forecast.predict import GPUS, PlanSettings, exchange_of
-from deepspeed_muon.forecast.report import Network, forecast, network_seconds, report
+from deepspeed_muon.forecast.predict import GPUS, Gpu, PlanSettings
+from deepspeed_muon.forecast.report import forecast, report
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.rules import route_parameters
 
@@ -50,15 +50,10 @@ def add_subcommand(subparsers: Any) -> None:
     parser.add_argument("--params", default="{}", help="optimizer.params as JSON, or a DeepSpeed config file")
     parser.add_argument("--efficiency", type=float, default=0.5, help="part of peak TFLOP/s reached (0.5)")
     parser.add_argument(
-        "--network-gbit", type=float, metavar="RATE", help="the rate of a node's link: adds times on the wire"
-    )
-    parser.add_argument(
-        "--compute-ms",
-        nargs="+",
-        default=[],
-        metavar="NAME=MS",
-        help=f"with --network-gbit: the time of a step on a fast network, measured, by name ({', '.join(_LABELS)}); "
-        "adds the predicted time of the whole step",
+        "--network-gbit",
+        type=float,
+        metavar="RATE",
+        help="the rate of all links of a node together (default: one port for each GPU, as in the GPU's server)",
     )
     parser.add_argument("--separate-experts", action="store_true", help="experts as single parameters")
     parser.add_argument("--routes", action="store_true", help="one row for each parameter")
@@ -77,7 +72,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             tensor_parallel=arguments.tensor_parallel,
             expert_parallel=arguments.expert_parallel,
             gpus_per_node=arguments.gpus_per_node,
-            gpu=GPUS[arguments.gpu],
+            gpu=_gpu(arguments),
             config=config,
             efficiency=arguments.efficiency,
         )
@@ -93,11 +88,20 @@ def _plan(arguments: argparse.Namespace) -> int:
         members = with_separate_experts(members)
     routes = route_parameters(members, config)
     data = report(model, routes, settings, each_route=arguments.routes, owners=arguments.owners)
-    data["network"] = _network_times(arguments, routes, settings)
     print(json.dumps(data, indent=1) if arguments.json else render(data))
     if arguments.plot:
         _plot(model, routes, settings, Path(arguments.plot))
     return 0
+
+
+def _gpu(arguments: argparse.Namespace) -> Gpu:
+    """Return the kind of GPU, with its share of the links of a node if their rate is given."""
+    gpu, rate = GPUS[arguments.gpu], arguments.network_gbit
+    if rate is None:
+        return gpu
+    if not rate > 0:  # a NaN too
+        raise ValueError(f"--network-gbit {rate:g}: must be above 0")
+    return replace(gpu, network_bandwidth=rate * 1e9 / 8 / max(1, arguments.gpus_per_node))
 
 
 def _config(text: str) -> MuonConfig:
@@ -111,31 +115,6 @@ def _config(text: str) -> MuonConfig:
     if from_file and "optimizer" in content:
         content = content["optimizer"].get("params", {})
     return MuonConfig.from_params(content)
-
-
-def _network_times(
-    arguments: argparse.Namespace, routes: Sequence[Route], settings: PlanSettings
-) -> dict[str, Any] | None:
-    """Return the times on a network of the given rate, ``None`` if no rate is given."""
-    compute: dict[str, float] = {}
-    for text in arguments.compute_ms:
-        name, _, value = text.partition("=")
-        try:
-            compute[name] = float(value) / 1e3
-        except ValueError:
-            name = ""
-        if name not in _LABELS or not compute[name] >= 0:
-            raise ConfigError(f"--compute-ms {text!r}: expected NAME=MS with a name of {', '.join(_LABELS)}")
-    if arguments.network_gbit is None:
-        if compute:
-            raise ConfigError("--compute-ms needs --network-gbit")
-        return None
-    try:
-        network = Network(arguments.network_gbit * 1e9)
-    except ValueError as error:
-        raise ConfigError(f"--network-gbit: {error}") from error
-    seconds = network_seconds(routes, settings, network, exchange_of(routes, settings), compute)
-    return {"bits_per_second": network.rate, "payload": network.payload, "seconds": seconds}
 
 
 def _plot(model: str, routes: Sequence[Route], settings: PlanSettings, path: Path) -> None:
@@ -199,6 +178,7 @@ def render(data: Mapping[str, Any]) -> str:
     steps = list(data["step"].values())
     lines.append(_row("  exchange, MB", [f"{s['sent_bytes'] / 1e6:,.1f}" for s in steps]))
     lines.append(_row("  ZeRO's collectives, MB", [f"{s['zero_bytes'] / 1e6:,.1f}" for s in steps]))
+    lines.append(_row("  ZeRO's collectives, ms", [_cell(s["zero_seconds"], 1e-3) for s in steps]))
     lines.append(_row("  Newton-Schulz, TFLOP", [f"{s['flops'] / 1e12:,.2f}" for s in steps]))
     for part in data["step"]["muon"]["seconds"]:
         label = (
@@ -210,7 +190,6 @@ def render(data: Mapping[str, Any]) -> str:
     for part in data["step"]["muon"]["memory"]:
         label = "memory" if part == "total" else f"  {part.replace('_', ' ')}"
         lines.append(_row(f"  {label}, GB", [_cell(s["memory"].get(part), 1e9) for s in steps]))
-    lines += _network_lines(data.get("network"))
     lines += ["", *_assumptions(chosen)]
     return "\n".join(lines + [f"note: {line}" for line in data["advice"]])
 
@@ -226,29 +205,13 @@ def _assumptions(chosen: Mapping[str, Any]) -> list[str]:
     return [
         f"times are a model: {chosen['assumed_efficiency']:.0%} of {gpu['flops'] / 1e12:,.0f} TFLOP/s, "
         f"{chosen['assumed_link_efficiency']:.0%} of {gpu['memory_bandwidth'] / 1e12:.2f} TB/s memory, "
-        f"{gpu['node_bandwidth'] / 1e9:.0f} GB/s in a node, {gpu['network_bandwidth'] / 1e9:.0f} GB/s between nodes "
+        f"{gpu['node_bandwidth'] / 1e9:g} GB/s in a node, {gpu['network_bandwidth'] / 1e9:.3g} GB/s between nodes "
         f"({gpu['source']})",
         "chunks travel while others are orthogonalised (exchange_overlap)"
         if chosen["overlap"]
         else "every exchange is waited for: exchange_overlap is false, or its buffers would take more than 1 GiB",
         "buffers are upper bounds; activations are not counted; ZeRO's collectives are no part of the step's time",
     ]
-
-
-def _network_lines(network: Mapping[str, Any] | None) -> list[str]:
-    """Return the times on a network of a given rate."""
-    if network is None:
-        return []
-    seconds = network["seconds"]
-    parts = {part: None for each in seconds.values() for part in each}
-    lines = [
-        "",
-        _row(f"at {network['bits_per_second'] / 1e9:g} Gbit/s a node", [_LABELS[name] for name in seconds]),
-    ]
-    for part in parts:
-        label = f"  {part.replace('_', ' ').replace('zero', 'ZeRO')}, ms"
-        lines.append(_row(label, [_cell(each.get(part), 1e-3) for each in seconds.values()]))
-    return lines
 
 
 def _row(label: str, cells: Sequence[str]) -> str:

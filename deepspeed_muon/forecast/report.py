@@ -8,8 +8,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
+from deepspeed_muon.engine import muon_optimizer
 from deepspeed_muon.forecast.predict import Exchange, PlanSettings, divisions, exchange_of, zero_bytes
+from deepspeed_muon.plan.exchange import sent_by_rank
+from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.transport.exchange import SLOTS
 
@@ -28,6 +32,7 @@ class Forecast:
     Attributes:
         sent_bytes: Sent in Muon's own exchange.
         zero_bytes: Sent in ZeRO's collectives.
+        zero_seconds: Predicted time of ZeRO's collectives, if nothing is hidden behind computation.
         flops: Newton-Schulz operations.
         seconds: Predicted times by part, and their ``total``, without ZeRO's collectives.
         memory: Bytes by part, and their ``total``, without activations.
@@ -35,6 +40,7 @@ class Forecast:
 
     sent_bytes: float
     zero_bytes: float
+    zero_seconds: float
     flops: float
     seconds: Mapping[str, float]
     memory: Mapping[str, float]
@@ -56,6 +62,7 @@ def forecast(
     exchange = exchange or exchange_of(routes, settings)
     kept, muon, other = _kept(routes, settings)
     zero = zero_bytes(routes, settings)
+    collectives = zero, _ring_seconds(settings, zero)
     work = float(exchange.flops.max())
     gather, scatter = exchange.gather_elements, exchange.scatter_elements
     sent = float((gather + scatter).max()) * settings.wire_bytes
@@ -73,83 +80,23 @@ def forecast(
     memory = {**kept, "optimizer_state": 4.0 * muon + 8.0 * other}
     memory |= _buffers(routes, settings, exchange, partition=muon)
     return {
-        "muon": Forecast(sent, zero, work, _total(seconds), _total(memory)),
-        "adamw": Forecast(0.0, zero, 0.0, _total(all_adamw), _total(kept_by_adamw)),
+        "muon": Forecast(sent, *collectives, work, _total(seconds), _total(memory)),
+        "adamw": Forecast(0.0, *collectives, 0.0, _total(all_adamw), _total(kept_by_adamw)),
     }
-
-
-@dataclass(frozen=True, slots=True)
-class Network:
-    """The links between nodes.
-
-    Attributes:
-        rate: Bits a second that a node can send, and receive at the same time.
-        payload: The part of them that is data. The default is that of TCP over Ethernet: 1448 of 1514 bytes.
-        reduce_scatter: Whether the backend has one. gloo has none: torch runs an all-reduce, of twice the bytes.
-    """
-
-    rate: float
-    payload: float = 1448 / 1514
-    reduce_scatter: bool = True
-
-    def __post_init__(self) -> None:
-        if not self.rate > 0:  # a NaN too
-            raise ValueError(f"a rate of {self.rate:g} bits a second: it must be above 0")
-
-    def seconds(self, nbytes: float) -> float:
-        """Return the time that a node takes to send so many bytes."""
-        return 8.0 * nbytes / (self.rate * self.payload)
-
-
-def network_seconds(
-    routes: Sequence[Route],
-    settings: PlanSettings,
-    network: Network,
-    exchange: Exchange,
-    compute: Mapping[str, float] | None = None,
-) -> dict[str, dict[str, float]]:
-    """Predict the time on the wire, and the whole step if its time on a network without a limit is known.
-
-    Nothing is taken as hidden behind computation, so the whole step is an upper bound where collectives overlap.
-
-    Args:
-        routes: Of all parameters.
-        settings: Stage and ranks; ``gpus_per_node`` ranks share a node's link.
-        network: The links.
-        exchange: From :func:`~deepspeed_muon.forecast.predict.exchange_of`.
-        compute: Seconds of forward, backward and step on a network without a limit, by optimizer.
-
-    Returns:
-        For ``muon`` and ``adamw`` the seconds of ``exchange`` and ``zero_collectives`` on
-        the wire; with ``compute`` that and the ``whole_step`` too.
-    """
-    zero = zero_bytes(routes, settings)
-    if settings.stage == 3 and not network.reduce_scatter:
-        for _, local, inside in divisions(routes, settings):
-            gradients = sum(route.numel for route in local) * settings.model_dtype.itemsize
-            zero += gradients * (inside.world_size - 1) / inside.world_size
-    # What one rank receives in one direction, it sends in the other.
-    one_way = max(exchange.gather_elements.max(), exchange.scatter_elements.max()) * settings.wire_bytes
-    ranks = min(settings.gpus_per_node, settings.world_size)
-    own = ranks * exchange.leaving * float(one_way) * (2.0 if settings.stage else 1.0)
-    # A ring passes every link once, however many ranks a node has.
-    several_nodes = settings.world_size > settings.gpus_per_node
-    found = {}
-    for name, nbytes in {"muon": own, "adamw": 0.0}.items():
-        seconds = {
-            "exchange": network.seconds(nbytes) if several_nodes else 0.0,
-            "zero_collectives": network.seconds(zero) if several_nodes else 0.0,
-        }
-        if compute is not None and name in compute:
-            seconds["compute"] = compute[name]
-            seconds["whole_step"] = sum(seconds.values())
-        found[name] = seconds
-    return found
 
 
 def _total(parts: dict[str, float]) -> dict[str, float]:
     parts = {key: float(value) for key, value in parts.items()}
     return {**parts, "total": math.fsum(parts.values())}
+
+
+def _ring_seconds(settings: PlanSettings, nbytes: float) -> float:
+    """Return the time of collectives in which each rank sends so many bytes around a ring."""
+    rate = settings.gpu.node_bandwidth
+    if settings.world_size > settings.gpus_per_node:
+        # A ring passes every link once, and the GPUs of a node share its links.
+        rate = min(rate, settings.gpus_per_node * settings.gpu.network_bandwidth)
+    return nbytes / (rate * settings.link_efficiency)
 
 
 def _exchange_seconds(settings: PlanSettings, nbytes: float, exchange: Exchange) -> float:
@@ -329,3 +276,51 @@ def _advice(muon: Sequence[Route], settings: PlanSettings, exchange: Exchange, m
             f"{settings.gpu.name.upper()}"
         )
     return lines
+
+
+def plan_report(engine: Any) -> dict[str, Any]:
+    """Return routes, owners, work and bytes of every rank of an engine, from its exchange plans, as plain data.
+
+    ``python -m deepspeed_muon plan`` predicts the same without an engine, with memory and times. The ranks of a step
+    set are those among which its plan is made: all, or those that hold the same experts. ``own_bytes_per_step`` are
+    those that this rank sends, a variant's row state included; ``exchange_buffer_bytes`` those of its buffers.
+
+    Args:
+        engine: A ``DeepSpeedEngine`` made with this optimizer.
+    """
+    optimizer = muon_optimizer(engine)
+    config = optimizer.config
+    sets = []
+    for runner in optimizer._runners:
+        plan, group = runner.plan, runner.step_set.group
+        wire_bytes = config.wire_format.bytes_per_element(runner.context.comm_dtype.itemsize)
+        flops = np.zeros(plan.world_size)
+        np.add.at(flops, np.asarray(plan.owners, dtype=np.int64), runner.assignment.work)
+        gather, scatter = sent_by_rank(plan.matrices, plan.owners, plan.world_size)
+        sets.append(
+            {
+                "world_size": plan.world_size,
+                "ranks": [0] if group is None else dist.get_process_group_ranks(group),
+                "chunks": len(plan.chunks),
+                "matrices": [
+                    {"name": matrix.name, "owner": owner, "moved_elements": _moved(matrix, owner)}
+                    for matrix, owner in zip(plan.matrices, plan.owners, strict=True)
+                ],
+                "flops_per_rank": flops.tolist(),
+                "sent_bytes_per_rank": ((gather + scatter) * wire_bytes).tolist(),
+                "max_over_mean": float(flops.max() / flops.mean()) if flops.any() else 1.0,
+            }
+        )
+    return {
+        "routes": route_rows(optimizer.routes, each=True),
+        "step_sets": sets,
+        "own_bytes_per_step": sum(runner.wire_bytes_per_step for runner in optimizer._runners),
+        "exchange_buffer_bytes": optimizer.exchange_buffers.reserved_bytes,
+    }
+
+
+def _moved(matrix: MatrixLayout, owner: int) -> int:
+    """Return how many elements of a matrix travel in one direction."""
+    if matrix.replicated:
+        return matrix.numel * (len(matrix.placement.ranks) - 1)
+    return matrix.numel - matrix.placement.held_by(owner)
