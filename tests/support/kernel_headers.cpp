@@ -86,19 +86,8 @@ void fragment_map(int row0, int row_step, int col0, int blocks_m, int blocks_n, 
   }
 }
 
-// out[row][chunk]: 0 straight, 1 transposed, 2 both.
-void diagonal_map(int32_t* out) {
-  for (int row = 0; row < kTile; ++row) {
-    for (int chunk = 0; chunk < kTileChunks; ++chunk) *out++ = static_cast<int32_t>(diagonal_source(row, chunk));
-  }
-}
-
-uint32_t diagonal_word_mask(int row, int word) { return diagonal_mask(row, word); }
-
 int sm80_block_k() { return kSm80BlockK; }
-int sm90_block_k() { return kSm90BlockK; }
 int sm80_chunk(int row, int chunk) { return sm80_operand_chunk(row, chunk); }
-int sm90_chunk(int row, int chunk) { return sm90_operand_chunk(row, chunk); }
 
 // out[lane] = byte offset that the lane gives to ldmatrix.
 void sm80_a_addresses(int row, int step, int32_t* out) {
@@ -113,10 +102,6 @@ void sm80_b_addresses(int row, int step, int32_t* out) {
     const ChunkCoord at = sm80_b_source(row, step, lane);
     *out++ = sm80_operand_chunk(at.row, at.chunk);
   }
-}
-
-uint64_t descriptor(uint32_t address, int rows, int step) {
-  return sm90_descriptor(address) + sm90_descriptor_rows(rows) + sm90_descriptor_k(step);
 }
 
 // (stage, phase) after `count` single advances, and after one skip of `count`, from the same state; `stages` is 4 or 5.

@@ -33,9 +33,6 @@ def build(folder: Path) -> ctypes.CDLL:
     library.triangle_mismatch.restype = ctypes.c_int64
     library.triangle_mismatch.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     library.triangle_row_of.argtypes = [ctypes.c_int64]
-    library.diagonal_word_mask.restype = ctypes.c_uint32
-    library.descriptor.restype = ctypes.c_uint64
-    library.descriptor.argtypes = [ctypes.c_uint32, ctypes.c_int, ctypes.c_int]
     library.flat_plan.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
     library.fragment_of_tile.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
     return library
@@ -72,9 +69,6 @@ class Maps:
         self.mirror_steps = library.constant_mirror_steps()
         self.straight = self._fill("straight_map", self.tile * self.chunks, 3)
         self.mirror = self._fill("mirror_map", self.mirror_steps, 32, 5)
-        self.diagonal = self._fill("diagonal_map", self.tile, self.chunks)
-        masks = [[library.diagonal_word_mask(row, word) for word in range(4)] for row in range(self.tile)]
-        self.masks = np.array(masks, dtype=np.uint32)
 
     def _fill(self, name: str, *shape: int, arguments: tuple[int, ...] = ()) -> np.ndarray:
         out = np.empty(shape, dtype=np.int32)

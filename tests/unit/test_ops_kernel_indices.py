@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-import random
 import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
@@ -119,18 +117,6 @@ def test_mirrored_copy(maps: Maps) -> None:
     assert (seen == 1).all()
 
 
-def test_diagonal_tiles_take_the_lower_triangle(maps: Maps) -> None:
-    for row in range(maps.tile):
-        for chunk in range(maps.chunks):
-            cols = np.arange(8 * chunk, 8 * chunk + 8)
-            source = maps.diagonal[row, chunk]
-            masks = np.repeat(maps.masks[row], 2)
-            halves = np.where(np.arange(8) % 2 == 0, masks & 0xFFFF, masks >> 16)
-            straight = {0: np.ones(8, bool), 1: np.zeros(8, bool), 2: halves == 0xFFFF}[int(source)]
-            assert np.array_equal(straight, cols <= row)
-            assert source != 2 or set(halves.tolist()) <= {0, 0xFFFF}
-
-
 def ldmatrix(buffer: np.ndarray, addresses: np.ndarray) -> np.ndarray:
     """``(lane, register, 2)`` of ldmatrix.x4: a lane has row ``lane / 4``, columns ``2 (lane % 4)`` of each."""
     lane = np.arange(32)
@@ -177,25 +163,6 @@ def library_chunks(maps: Maps) -> int:
     return int(maps.library.sm80_block_k()) // 8
 
 
-def test_sm90_descriptors_name_what_tma_wrote(maps: Maps) -> None:
-    # PTX ISA: the 128-byte swizzle exchanges address bits 4-6 with bits 7-9; groups of 8 rows lie a stride apart.
-    library = maps.library
-    assert sorted(library.sm90_chunk(row, chunk) for row in range(128) for chunk in range(8)) == list(
-        range(0, 128 * 128, 16)
-    )
-    for base in (0, 1024, 5 * 32768, 196608):
-        for rows in (0, 64):
-            for step in range(4):
-                bits = library.descriptor(base, rows, step)
-                start, stride = (bits & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4
-                assert bits >> 62 == 1 and bits >> 49 & 7 == 0 and stride == 1024
-                for row in range(64):
-                    for chunk in range(2):  # 16 elements of k
-                        address = start + row // 8 * stride + row % 8 * 128 + 16 * chunk
-                        address ^= (address >> 7 & 7) << 4
-                        assert address == base + library.sm90_chunk(rows + row, 2 * step + chunk)
-
-
 @pytest.mark.parametrize("stages", [4, 5])
 def test_skip_is_many_advances(maps: Maps, stages: int) -> None:
     for stage in range(stages):
@@ -205,154 +172,6 @@ def test_skip_is_many_advances(maps: Maps, stages: int) -> None:
                 maps.library.pipeline_skip(stages, count, one.ctypes.data_as(ctypes.c_void_p))
                 maps.library.pipeline_advance(stages, count, many.ctypes.data_as(ctypes.c_void_p))
                 assert one.tolist() == many.tolist()
-
-
-class Barrier:
-    """An mbarrier: a phase completes when all arrivals are in (and, with a transaction count, all bytes)."""
-
-    def __init__(self, arrivals: int) -> None:
-        self.expected = self.pending = arrivals
-        self.phase = 0
-        self.bytes = 0
-
-    def arrive(self, count: int = 0) -> None:
-        self.pending -= 1
-        self.bytes += count
-        self.settle()
-
-    def complete(self, count: int) -> None:
-        self.bytes -= count
-        self.settle()
-
-    def settle(self) -> None:
-        assert self.pending >= 0
-        if self.pending == 0 and self.bytes == 0:
-            self.phase ^= 1
-            self.pending = self.expected
-
-    def passes(self, parity: int) -> bool:
-        """``mbarrier.try_wait.parity``: whether the phase of that parity has completed."""
-        return self.phase != parity
-
-
-def walk(maps: Maps, stages: int, state: list[int], count: int) -> None:
-    array = np.array(state, dtype=np.int32)
-    maps.library.pipeline_skip(stages, count, array.ctypes.data_as(ctypes.c_void_p))
-    state[:] = array.tolist()
-
-
-@dataclass
-class Ring:
-    """The barriers of a block and what the copies have put into its stages."""
-
-    full: list[Barrier]
-    empty: list[Barrier]
-    issued: list[Barrier]
-    stages: list[list[tuple[int, int, Barrier]]]
-    log: list[tuple[int, int, int, tuple[int, int]]]
-
-    @classmethod
-    def of(cls, stages: int) -> Ring:
-        return cls(
-            [Barrier(1) for _ in range(stages)],
-            [Barrier(4) for _ in range(stages)],
-            [Barrier(4) for _ in range(2)],
-            [[] for _ in range(stages)],
-            [],
-        )
-
-
-def producer(maps: Maps, stages: int, tiles: int, blocks: int, ring: Ring) -> Iterator[None]:
-    state = [0, 0]
-    for tile in range(tiles):
-        for block in range(blocks):
-            while not ring.empty[state[0]].passes(state[1] ^ 1):
-                yield
-            full = ring.full[state[0]]
-            full.arrive(2)
-            for _ in range(2):  # the two operands arrive at any later time
-                ring.stages[state[0]].append((tile, block, full))
-            yield
-            walk(maps, stages, state, 1)
-
-
-def consumer(
-    maps: Maps, stages: int, group: int, tiles: int, blocks: int, ring: Ring, ordered: bool
-) -> Iterator[None]:
-    state = [0, 0]
-    walk(maps, stages, state, group * blocks)
-    for tile in range(group, tiles, 2):
-        while ordered and tile > 0 and not ring.issued[1 - group].passes((tile - 1) // 2 & 1):
-            yield
-        held: int | None = None
-        for block in range(blocks):
-            while not ring.full[state[0]].passes(state[1]):
-                yield
-            seen = ring.stages[state[0]]
-            ring.log.append((group, tile, block, seen[-1][:2] if seen else (-1, -1)))
-            yield
-            if held is not None:  # the products of the block before are done now: its stage goes back
-                for _ in range(4):
-                    ring.empty[held].arrive()
-                    yield
-            held = state[0]
-            walk(maps, stages, state, 1)
-        assert held is not None
-        for barrier in (ring.issued[group], ring.empty[held]):
-            for _ in range(4):
-                barrier.arrive()
-                yield
-        walk(maps, stages, state, blocks)
-
-
-def run_pipeline(
-    maps: Maps, stages: int, tiles: int, blocks: int, seed: int, *, ordered: bool = True
-) -> bool:
-    """Interleave the roles of a block at random; return whether every consumer saw just its own blocks of k."""
-    chance = random.Random(seed)
-    ring = Ring.of(stages)
-    roles = [producer(maps, stages, tiles, blocks, ring)]
-    roles += [consumer(maps, stages, group, tiles, blocks, ring, ordered) for group in (0, 1)]
-    running = set(range(3))
-    delivered = [0] * stages
-    for _ in range(200_000):
-        if not running:
-            break
-        who = chance.randrange(3 + stages)
-        if who >= 3:
-            stage = who - 3
-            if delivered[stage] < len(ring.stages[stage]):
-                ring.stages[stage][delivered[stage]][2].complete(1)
-                delivered[stage] += 1
-        elif who in running and next(roles[who], StopIteration) is StopIteration:
-            running.remove(who)
-    assert not running, "the pipeline is stuck"
-    return sorted(ring.log) == [
-        (group, tile, block, (tile, block))
-        for group in (0, 1)
-        for tile in range(group, tiles, 2)
-        for block in range(blocks)
-    ]
-
-
-@pytest.mark.parametrize("stages", [4, 5])
-@pytest.mark.parametrize("blocks", [1, 2, 3, 4, 5, 7, 16])
-def test_pipeline_neither_blocks_nor_overwrites(maps: Maps, stages: int, blocks: int) -> None:
-    for tiles in (1, 2, 3, 6):
-        for seed in range(8):
-            assert run_pipeline(maps, stages, tiles, blocks, seed)
-
-
-def test_consumers_must_take_turns(maps: Maps) -> None:
-    # A consumer that starts its tile while the other still waits for copies of the one before takes the phase before
-    # last of a full barrier for the last: the two have the same parity. Hence the barriers `issued`.
-    outcomes = []
-    for seed in range(50):
-        try:
-            outcomes.append(run_pipeline(maps, 4, 3, 3, seed, ordered=False))
-        except AssertionError:  # handing a stage back too early also breaks the count of arrivals
-            outcomes.append(False)
-    assert not all(outcomes)
 
 
 def flat_plan(maps: Maps, addresses: Sequence[int], widths: Sequence[int], n: int, out: np.ndarray) -> None:

@@ -16,10 +16,9 @@ from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import reference_orthogonalize, restart_steps
 from deepspeed_muon.ops import library, reference
 from tests.support.fragments import momentum_pack, rates, unpack_apply, whole
-from tests.support.thinning import triples
+from tests.support.matrices import TOLERANCE, matrix
+from tests.support.thinning import pairwise
 
-# Relative to the same polynomial in float64; the bounds are argued in tests/unit/test_math.py.
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-2, torch.bfloat16: 3e-1}
 METHODS = [
     base + variant
     for base in ("standard", "gram")
@@ -46,18 +45,6 @@ def case(kind: str, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     return x, reference_orthogonalize(x, resolve_schedule("quintic"))
 
 
-def matrix(kind: str, rows: int, cols: int) -> Tensor:
-    generator = torch.Generator().manual_seed(rows * 1000 + cols)
-    x = torch.randn(rows, cols, generator=generator)
-    if kind == "low-rank":
-        rank = max(1, min(rows, cols) // 4)
-        x = torch.randn(rows, rank, generator=generator) @ torch.randn(rank, cols, generator=generator)
-    if kind == "ill-conditioned":
-        u, _, v = torch.linalg.svd(x.double(), full_matrices=False)
-        x = ((u * torch.logspace(0, -6, min(rows, cols), dtype=torch.float64)) @ v).float()
-    return x * {"tiny": 1e-12, "huge": 1e12}.get(kind, 1.0)
-
-
 def run(ops: Any, x: Tensor, method: str, dtype: torch.dtype, coefficients: list[float] = FLAT) -> Tensor:
     if method.endswith("+tiles") and (dtype != torch.bfloat16 or not ops.tiles_available()):
         pytest.skip("tiles are for bfloat16, on processors that have them")
@@ -69,7 +56,7 @@ def run(ops: Any, x: Tensor, method: str, dtype: torch.dtype, coefficients: list
 
 @pytest.mark.parametrize(
     ("shape", "kind", "method", "dtype"),
-    triples(
+    pairwise(
         case
         for case in product(
             SHAPES, ["gaussian", "low-rank", "ill-conditioned", "tiny", "huge"], METHODS, TOLERANCE
