@@ -154,14 +154,14 @@ def count(model: str, ranks: int) -> dict[str, int]:
         launches.counts["all-to-all"] += 1
         return []
 
-    def reduce(flags: Tensor, **_: Any) -> Tensor:
+    def reduce(flags: Tensor, *_: Any, **__: Any) -> Tensor:
         launches.counts["flags"] += 1
         return flags
 
     settle = launches.during("check", ResultCheck.settle)
     with (
         mock.patch("deepspeed_muon.transport.exchange.start_messages", send),
-        mock.patch("deepspeed_muon.step.bound._gather_flags", reduce),
+        mock.patch("deepspeed_muon.step.bound.reduce_tensor", reduce),
         mock.patch.object(ResultCheck, "settle", lambda check, result: settle(check, result)),
         torch.no_grad(),
     ):

@@ -153,7 +153,7 @@ class MatricesConfig(_Section):
 
 
 class QkClipConfig(_Section):
-    """The object under ``qk_clip`` (:mod:`deepspeed_muon.qk_clip.logits`)."""
+    """The object under ``qk_clip`` (:mod:`deepspeed_muon.qk_clip.clip`)."""
 
     key = "qk_clip"
 

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,32 +30,14 @@ from deepspeed_muon.monitoring.measure import (
 from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.ops.reference import frobenius_norms
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.transport.ranks import phase
+from deepspeed_muon.transport.ranks import gather_tensors, phase
+from deepspeed_muon.transport.row_state import RowsAtOwner
 
 Member = tuple[int, int]
 """Matrix index and number of its block."""
 
 LeftOut = tuple[list[int], Tensor]
 """Matrices, and whether the update of each was left out: a flag for each, on the device."""
-
-
-class Finish(Protocol):
-    """Turns orthogonalised blocks into updates, as :class:`deepspeed_muon.transport.row_state.RowsAtOwner` does."""
-
-    def finish(self, blocks: Sequence[Member], results: Tensor, /) -> Tensor:
-        """Return the updates of orthogonalised ``(blocks, rows, cols)``, of the same shape and Frobenius norms.
-
-        All blocks of a call are transposed, or none is.
-        """
-
-    def take_back(self, block: Member, /) -> None:
-        """Restore the state that a block had before this step."""
-
-    def keep(self, blocks: Sequence[Member], right: Tensor, /) -> None:
-        """Restore the state of the blocks whose flag in ``right`` is not set, without waiting for the device."""
-
-    def start_anew(self, block: Member, /) -> None:
-        """Reset the state of a block to its first value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +68,7 @@ class Result:
         inputs: ``(entries, rows, cols)``: the directions.
         blocks: The orthogonalised blocks, of the same shape; in fp32 once an entry was redone.
         scales: Factor of the scale rule for each block of each matrix of the plan.
-        finish: Turns blocks into updates; ``None`` if they are the updates.
+        finish: Turns blocks into updates of the same Frobenius norms; ``None`` if they are the updates.
         together: The ranks that have the other parts of the blocks; ``None`` for whole blocks.
         updates: The updates to apply.
     """
@@ -96,7 +77,7 @@ class Result:
     inputs: Tensor
     blocks: Tensor
     scales: Sequence[tuple[float, ...]]
-    finish: Finish | None = None
+    finish: RowsAtOwner | None = None
     together: Together | None = None
     updates: Tensor = field(init=False)
 
@@ -335,10 +316,7 @@ def _gathered(own: Tensor, together: Together | None) -> Tensor:
     """
     if together is None:
         return own.unsqueeze(0)
-    gathered = [torch.empty_like(own) for _ in together.sizes]
-    with phase("check of results", together.group):
-        dist.all_gather(gathered, own, group=together.group)
-    return torch.stack(gathered)
+    return gather_tensors(own, together.group, what="check of results")
 
 
 def _norms_of_whole(own: Tensor, together: Together | None) -> list[float]:

@@ -9,6 +9,10 @@ stack would push what does not divide evenly from rank to rank, until some rank 
 If one rank holds half of a matrix or more, only holders may own it, so that balancing never moves more than twice what
 has to move. If half of the ranks hold parts of a matrix, any rank may own it. The same layouts give the same owners on
 every rank.
+
+A stack of equal blocks (experts, heads) is one parameter. A single owner would receive all of it and keep the other
+ranks waiting, so it is cut into runs of blocks with an owner each: blocks that lie whole on one rank stay there, and
+only a few of the others travel together.
 """
 
 from __future__ import annotations
@@ -18,16 +22,16 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize_flops
-from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.plan.placement import Floats, Placement
-from deepspeed_muon.plan.stacks import cut_stack, shares_of_blocks
 
 # Floating-point operations that take as long as sending one element forth and back, at 400 TFLOP/s, 100 GB/s and two
 # bytes an element. It weighs moving against waiting, so only its order of magnitude matters.
@@ -196,3 +200,80 @@ def _first_to_finish(placement: Placement, load: Floats, idlest: int) -> int:
     if 2 * max(held.values()) < placement.numel:
         begins.append((float(load[idlest]), idlest))
     return min(begins)[1]
+
+
+def block_runs(
+    blocks: int, numel: int, placement: Placement, *, cost: float, limit: float
+) -> list[tuple[int, int]]:
+    """Divide a stack of equal blocks into runs that get one owner each: first block and number of blocks.
+
+    Args:
+        blocks: Blocks in the stack.
+        numel: Elements of a block.
+        placement: Where the stack lies.
+        cost: Operations of orthogonalising a block.
+        limit: Operations of a run of several blocks that do not lie whole on one rank.
+    """
+    most = max(1, int(limit // cost)) if cost else blocks
+    holders = [-1] * blocks
+    if not placement.replicated:
+        starts = np.arange(blocks) * numel
+        first, last = placement.ranks_at(starts), placement.ranks_at(starts + numel - 1)
+        holders = np.where(first == last, first, -1).tolist()
+    runs: list[tuple[int, int]] = []
+    for block, holder in enumerate(holders):
+        if runs and holder == holders[block - 1] and (holder >= 0 or runs[-1][1] < most):
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((block, 1))
+    return runs
+
+
+def cut_stack(matrix: MatrixLayout, *, cost: float, limit: float) -> list[MatrixLayout]:
+    """Return the layouts of a stack's runs of blocks; the matrix itself if it is no stack or lies whole on a rank.
+
+    Args:
+        matrix: Any matrix; only stacks of equal blocks are cut.
+        cost: Operations of orthogonalising all of it.
+        limit: As for :func:`block_runs`.
+    """
+    count = matrix.equal_blocks or 1
+    if count == 1 or matrix.shards is not None or matrix.placement.whole_on is not None:
+        return [matrix]
+    rows, cols = matrix.block_shape
+    runs = block_runs(count, rows * cols, matrix.placement, cost=cost / count, limit=limit)
+    if len(runs) == 1:
+        return [matrix]
+    return [matrix.run(first * rows, (rows,) * number) for first, number in runs]
+
+
+def shares_of_blocks(matrix: MatrixLayout) -> list[MatrixLayout]:
+    """Divide the shard of a matrix in blocks: whole blocks need no other rank, and each share of a block is one matrix.
+
+    Args:
+        matrix: Any matrix; only one whose :attr:`TensorShards.whole` tells of blocks is divided.
+    """
+    shards = matrix.shards
+    if shards is None or not shards.whole:
+        return [matrix]
+    if all(shards.whole):
+        return [replace(matrix, shards=None)]
+    blocks = matrix.grid[0]
+    # Whole blocks that follow each other stay together; a share is alone.
+    runs = [
+        tuple(number for number, _ in run)
+        for _, run in groupby(enumerate(shards.whole), lambda each: -1 if each[1] else each[0])
+    ]
+    first_rows = list(accumulate(blocks, initial=0))
+    return [
+        replace(
+            matrix.run(first_rows[run[0]], blocks[run[0] : run[-1] + 1]),
+            shards=None if shards.whole[run[0]] else _shards_of_block(shards, blocks[run[0]]),
+        )
+        for run in runs
+    ]
+
+
+def _shards_of_block(shards: TensorShards, rows: int) -> TensorShards:
+    """Return how a block of a cut matrix is cut, of which this rank has ``rows`` rows."""
+    return TensorShards(shards.dim, (rows,) * len(shards.sizes) if shards.dim == 0 else shards.sizes)

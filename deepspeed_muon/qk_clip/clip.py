@@ -1,7 +1,17 @@
-"""QK-clip in the optimizer step: once per step all ranks compare their largest logits, and each scales its own rows.
+"""QK-clip (MuonClip; Kimi K2, arXiv 2507.20534) in the optimizer step: what keeps attention logits below a threshold.
 
-The rows are scaled in the flat fp32 partitions, before ZeRO copies these to the low-precision weights, so it works at
-every stage. Momentum and moments stay as they are.
+For each head ``h`` with the largest scaled logit before the softmax, ``S_h``, over the global batch::
+
+    eta_h = min(1, threshold / S_h)
+    queries of head h          W <- eta_h^alpha       * W
+    keys of a key head         W <- eta_g^(1 - alpha) * W      eta_g: smallest eta of the query heads that it serves
+    MLA: rotated queries       W <- eta_h             * W      (the rotated key is shared by all heads and stays)
+
+So the logits of a head become at most ``eta_h`` times what they were. The float64 counterpart is in
+:mod:`tests.support.reference_math`.
+
+Once per step all ranks compare their largest logits, and each scales its own rows: in the flat fp32 partitions, before
+ZeRO copies these to the low-precision weights, so it works at every stage. Momentum and moments stay as they are.
 """
 
 from __future__ import annotations
@@ -21,11 +31,10 @@ from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.plan.placement import Fragment
 from deepspeed_muon.qk_clip import hugging_face
-from deepspeed_muon.qk_clip.logits import HeadRole, clip_factor
-from deepspeed_muon.qk_clip.recorder import AttentionHeads, QkRecorder, find_recorders
+from deepspeed_muon.qk_clip.recorder import AttentionHeads, HeadRole, QkRecorder, find_recorders
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.step.step_set import StepSet
-from deepspeed_muon.transport.ranks import phase
+from deepspeed_muon.transport.ranks import gather_tensors, reduce_tensor
 
 # If no logit of a layer can have exceeded this share of the threshold, the next step bounds its logits instead of
 # computing them.
@@ -138,8 +147,7 @@ class QkClip:
         # A NaN would be lost on some ranks by the comparison below.
         together = torch.cat(parts).nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
         if self._group is not None and dist.get_world_size(self._group) > 1:
-            with phase("comparison of attention logits", self._group):
-                dist.all_reduce(together, op=dist.ReduceOp.MAX, group=self._group)
+            reduce_tensor(together, self._group, what="comparison of attention logits", how="max")
         numbers = self._of_all_heads(together, [len(part) for part in parts])
         self._largest, bounds = numbers[::2], numbers[1::2]
         self._make_report(self._largest, bounds)
@@ -149,12 +157,10 @@ class QkClip:
 
     def _of_all_heads(self, together: Tensor, lengths: Sequence[int]) -> list[list[float]]:
         """Return the numbers of all heads of each layer: those of this rank, or of all tensor-parallel ranks."""
-        told = [together]
+        told = together.unsqueeze(0)
         if self._tensor_group is not None:
-            told = [torch.empty_like(together) for _ in range(dist.get_world_size(self._tensor_group))]
-            with phase("comparison of attention logits", self._tensor_group):
-                dist.all_gather(told, together, group=self._tensor_group)
-        rows = torch.stack(told).cpu().split(lengths, dim=1)
+            told = gather_tensors(together, self._tensor_group, what="comparison of attention logits")
+        rows = told.cpu().split(lengths, dim=1)
         # Two entries a layer. Ranks that have the same heads computed the same numbers, perhaps with other rounding.
         return [
             (part.amax(dim=0) if self._divisions[number // 2] == "none" else part.flatten()).tolist()
@@ -318,3 +324,19 @@ def head_runs(
                     heads = (first + head * served, first + (head + 1) * served)
                     runs.append(HeadRun(number, *heads, block.role, partition, offset, high - low))
     return tuple(runs)
+
+
+def clip_factor(largest: float, *, role: HeadRole, threshold: float, alpha: float) -> float:
+    """Return what the rows of one head are multiplied by.
+
+    Args:
+        largest: Largest logit of the head, or of all query heads that a key head serves. One that is not finite says
+            nothing and gives 1.
+        role: What the rows make.
+        threshold: Logits above it are clipped; positive.
+        alpha: Share of the queries, in [0, 1].
+    """
+    if not math.isfinite(largest) or largest <= threshold:
+        return 1.0
+    exponent = {"query": alpha, "key": 1.0 - alpha, "rotated_query": 1.0}[role]
+    return float((threshold / largest) ** exponent)

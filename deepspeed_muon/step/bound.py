@@ -25,7 +25,7 @@ from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.step.tables import COLUMNS
 from deepspeed_muon.transport.agreement import RankFacts, Scope
 from deepspeed_muon.transport.exchange import overlap_fits
-from deepspeed_muon.transport.ranks import phase
+from deepspeed_muon.transport.ranks import reduce_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class GradientInspection:
         own = [each._own_flags(grads) for each in inspections]
         flags = torch.cat(own) if len(own) > 1 else own[0]
         for group in inspections[0].groups if len(flags) else ():
-            flags = _gather_flags(flags, group=group)
+            flags = reduce_tensor(flags, group, what="exchange of gradient flags", how="max")
         rows = flags.cpu()  # the only time that the host waits for the device
         for each, part in zip(inspections, rows.split([len(each) for each in own]), strict=True):
             each.rows = part
@@ -106,7 +106,8 @@ class GradientInspection:
         failed = tuple(self._runner.learn(told))
         if self._step_set.wider_group is not None:
             bad = torch.tensor([bool(nonfinite), bool(failed)], dtype=torch.uint8, device=self._device)
-            others = _gather_flags(bad, group=self._step_set.wider_group).tolist()
+            group = self._step_set.wider_group
+            others = reduce_tensor(bad, group, what="exchange of gradient flags", how="max").tolist()
             nonfinite = nonfinite or ("a parameter of other ranks",) * others[0]
             failed = failed or ("a matrix of other ranks",) * others[1]
         return GradientReport(active, nonfinite, failed)
@@ -155,16 +156,6 @@ class GradientInspection:
         self._lengths, self._table = lengths, torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS)
         self._numbers = self._table[:, -1].to(self._device)
         return self._table
-
-
-def _gather_flags(flags: Tensor, *, group: dist.ProcessGroup | None) -> Tensor:
-    """Set ``flags`` (uint8) to their elementwise maximum over the group and return them.
-
-    Must be called by all ranks of ``group``, with flags on a device from which its backend can send.
-    """
-    with phase("exchange of gradient flags", group):
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-    return flags
 
 
 class BoundSteps:

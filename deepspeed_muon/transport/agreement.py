@@ -15,7 +15,13 @@ import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from deepspeed_muon.errors import CheckpointError, MuonError, PlanMismatchError, RankDisagreementError
+from deepspeed_muon.errors import (
+    CheckpointError,
+    MuonError,
+    PlanMismatchError,
+    RankDisagreementError,
+    ShardingError,
+)
 from deepspeed_muon.transport.ranks import Ranks, all_ranks
 
 # An error lists at most this number of differences: models of two sizes differ in every parameter.
@@ -24,6 +30,7 @@ _LINES = 20
 _COMPARED: dict[type[MuonError], str] = {
     PlanMismatchError: "comparison of plans",
     CheckpointError: "agreement on a checkpoint",
+    ShardingError: "comparison of shards",
 }
 
 

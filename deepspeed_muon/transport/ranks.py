@@ -175,6 +175,28 @@ class Ranks:
             _barrier(dist.get_process_group_ranks(group))
 
 
+def gather_tensors(own: Tensor, group: dist.ProcessGroup, *, what: str) -> Tensor:
+    """Return the tensors of all ranks of a group, ``(ranks, ...)``; nothing waits for the device.
+
+    Must be called by all of them, with tensors of one shape and dtype. ``what`` is the purpose, for the error if a rank
+    does not come.
+    """
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    with phase(what, group):
+        dist.all_gather(gathered, own, group=group)
+    return torch.stack(gathered)
+
+
+def reduce_tensor(
+    own: Tensor, group: dist.ProcessGroup | None, *, what: str, how: Literal["sum", "max"] = "sum"
+) -> Tensor:
+    """Set ``own`` to its sums or largest elements over a group and return it; as :func:`gather_tensors` otherwise."""
+    operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how]
+    with phase(what, group):
+        dist.all_reduce(own, op=operation, group=group)
+    return own
+
+
 def all_ranks() -> Ranks:
     """Return all ranks of the default process group."""
     return Ranks.of([None])

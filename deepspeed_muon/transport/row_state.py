@@ -6,6 +6,7 @@ by the owners), and only if some matrix has rows that begin on another rank than
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -16,7 +17,7 @@ from deepspeed_muon.plan.exchange import ExchangePlan, build_chunk
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.rows import row_places
 from deepspeed_muon.transport.exchange import StepContext, Way, start_messages
-from deepspeed_muon.transport.ranks import phase
+from deepspeed_muon.transport.ranks import phase, reduce_tensor
 from deepspeed_muon.variants import Sums, Variant
 
 Settings = Mapping[int, Mapping[str, float]]
@@ -34,11 +35,7 @@ def sums_of(matrix: MatrixLayout, group: dist.ProcessGroup | None) -> Sums:
         return Sums()
     assert matrix.shards is not None
 
-    def add_up(part: Tensor) -> Tensor:
-        with phase("sums of rows", group):
-            dist.all_reduce(part, group=group)
-        return part
-
+    add_up = functools.partial(reduce_tensor, group=group, what="sums of rows")
     if matrix.cuts_outputs:
         return Sums(add_rows=add_up)
     return Sums(cols=sum(matrix.shards.sizes), add_columns=add_up)

@@ -11,7 +11,6 @@ sends no more than its shard, and a second one brings the result back.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +19,9 @@ from torch import Tensor
 
 from deepspeed_muon.errors import ShardingError
 from deepspeed_muon.math.newton_schulz import NsSettings, iterate_columns, orthogonalize
+from deepspeed_muon.transport.agreement import together
 from deepspeed_muon.transport.exchange import exchange_bytes
+from deepspeed_muon.transport.ranks import Ranks, gather_tensors
 
 
 def orthogonalize_sharded(
@@ -49,7 +50,7 @@ def orthogonalize_sharded(
         shard_dim: The sharded dimension of the matrix: -2 (rows) or -1 (columns); for a single matrix also 0 or 1.
         settings: Polynomial, method, dtype and eps. ``gram`` runs for square matrices too.
         shard_sizes: Length of every rank's shard along ``shard_dim``, if the ranks have agreed on all shapes before.
-            Without it they compare shapes and settings in one small all-gather, which waits for the device.
+            Without it they compare shapes and settings, in two small collectives that wait for the device.
 
     Returns:
         A new tensor of the shape of ``x``, in ``settings.dtype``.
@@ -58,7 +59,20 @@ def orthogonalize_sharded(
         ShardingError: On every rank, if the shards do not fit together, ``shard_dim`` is not a dimension of the matrix,
             or ``group`` is not one that this rank belongs to.
     """
-    dim, shard_sizes = _checked_sizes(x, group, shard_dim, settings, shard_sizes)
+    if not isinstance(group, dist.ProcessGroup):
+        raise ShardingError(
+            f"orthogonalize_sharded needs the process group that shards the matrices, got {group!r}: there is no "
+            f"default group, and this rank must be a member of the one that is given"
+        )
+    if shard_sizes is None:
+        dim, shard_sizes = _agreed_sizes(x, group, shard_dim, settings)
+    else:
+        dim, rank = _matrix_dim(x, shard_dim), dist.get_rank(group)
+        if len(shard_sizes) != dist.get_world_size(group) or shard_sizes[rank] != x.shape[dim]:
+            raise ShardingError(
+                f"shard_sizes {list(shard_sizes)} do not describe {dist.get_world_size(group)} ranks of which rank "
+                f"{rank} holds {x.shape[dim]} along dimension {dim}"
+            )
     world_size = len(shard_sizes)
     if world_size == 1:
         return orthogonalize(x, settings=settings)
@@ -81,39 +95,19 @@ def orthogonalize_sharded(
     return result.mT.contiguous() if dim == -2 else result
 
 
-def _checked_sizes(
-    x: Tensor,
-    group: dist.ProcessGroup,
-    shard_dim: int,
-    settings: NsSettings,
-    shard_sizes: Sequence[int] | None,
-) -> tuple[int, Sequence[int]]:
-    """Return the sharded dimension, counted from the end, and every rank's length along it."""
-    world_size = _group_size(group)
-    try:
+def _agreed_sizes(
+    x: Tensor, group: dist.ProcessGroup, shard_dim: int, settings: NsSettings
+) -> tuple[int, list[int]]:
+    """Return the sharded dimension and every rank's length along it; raise on all ranks if their shards do not fit."""
+    ranks = Ranks.of([group])
+    with together(ShardingError, ranks=ranks) as own:
         dim = _matrix_dim(x, shard_dim)
-        problem = None
-    except ShardingError as error:
-        dim, problem = -1, error
-    if shard_sizes is None:
-        return dim, _agree_on_sizes(x, dim, group, settings, problem)
-    if problem is not None:
-        raise problem
-    if len(shard_sizes) != world_size or shard_sizes[dist.get_rank(group)] != x.shape[dim]:
-        raise ShardingError(
-            f"shard_sizes {list(shard_sizes)} do not describe {world_size} ranks of which rank "
-            f"{dist.get_rank(group)} holds {x.shape[dim]} along dimension {dim}"
-        )
-    return dim, shard_sizes
-
-
-def _group_size(group: dist.ProcessGroup) -> int:
-    if not isinstance(group, dist.ProcessGroup):
-        raise ShardingError(
-            f"orthogonalize_sharded needs the process group that shards the matrices, got {group!r}: there is no "
-            f"default group, and this rank must be a member of the one that is given"
-        )
-    return dist.get_world_size(group)
+        own.facts["shard_dim"] = str(dim)
+        own.facts["matrices"] = str(x.shape[:-2].numel())
+        own.facts["length of the other side"] = str(x.shape[-3 - dim])
+        own.facts["settings"] = repr(settings)
+    lengths = ranks.gather(x.shape[dim], what="comparison of shards")
+    return dim, [lengths[rank] for rank in dist.get_process_group_ranks(group)]
 
 
 def _matrix_dim(x: Tensor, shard_dim: int) -> int:
@@ -131,32 +125,6 @@ def _matrix_dim(x: Tensor, shard_dim: int) -> int:
     return dim
 
 
-def _agree_on_sizes(
-    x: Tensor, dim: int, group: dist.ProcessGroup, settings: NsSettings, problem: ShardingError | None
-) -> tuple[int, ...]:
-    """Return every rank's length along ``dim``; raise on all ranks if their arguments do not fit together."""
-    batch, other = 1, -1
-    if problem is None:
-        batch, other = x.shape[:-2].numel(), x.shape[-3 - dim]
-    digest = int.from_bytes(hashlib.sha256(repr(settings).encode()).digest()[:7], "big")
-    fields = ("failed", "shard_dim", "matrices", "length of the other side", "settings", "length")
-    facts = [int(problem is not None), dim, batch, other, digest, x.shape[dim] if problem is None else 0]
-    own = torch.tensor(facts, dtype=torch.int64, device=x.device)
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, own, group=group)
-    if problem is not None:
-        raise problem
-    columns = list(zip(*(row.tolist() for row in gathered), strict=True))
-    if any(columns[0]):
-        failed = [rank for rank, flag in enumerate(columns[0]) if flag]
-        raise ShardingError(f"ranks {failed} of the group refused their arguments, so this one stops too")
-    for name, values in zip(fields[1:-1], columns[1:-1], strict=True):
-        if len(set(values)) > 1:
-            shown = "differ" if name == "settings" else f"are {list(values)}"
-            raise ShardingError(f"the shards do not belong together: by rank of the group, {name} {shown}")
-    return tuple(columns[-1])
-
-
 def _normalized(x: Tensor, settings: NsSettings, group: dist.ProcessGroup) -> Tensor:
     """Divide the shards by the Frobenius norm of the whole matrices, in at least float32, then cast.
 
@@ -164,9 +132,8 @@ def _normalized(x: Tensor, settings: NsSettings, group: dist.ProcessGroup) -> Te
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     norms = torch.linalg.vector_norm(x, dim=(-2, -1), dtype=dtype)
-    gathered = [torch.empty_like(norms) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, norms, group=group)
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(gathered), dim=0).clamp_(min=settings.eps)
+    gathered = gather_tensors(norms, group, what="norms of sharded matrices")
+    norm: Tensor = torch.linalg.vector_norm(gathered, dim=0).clamp_(min=settings.eps)
     return (x.to(dtype) / norm[:, None, None]).to(settings.dtype)
 
 

@@ -19,7 +19,7 @@ from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.pieces import first_elements, unit_count, units_on
 from deepspeed_muon.plan.placement import Ints
 from deepspeed_muon.transport.exchange import StepContext, exchange_bytes
-from deepspeed_muon.transport.ranks import phase
+from deepspeed_muon.transport.ranks import phase, reduce_tensor
 
 
 class UnitExchange:
@@ -142,10 +142,8 @@ class UnitExchange:
         sums.index_add_(0, self._come, received)
         sums *= weights
         if self._tensor_group is not None and len(self._across):
-            part = sums[self._across]
-            with phase("sums over tensor-parallel ranks", self._tensor_group):
-                dist.all_reduce(part, group=self._tensor_group)
-            sums[self._across] = part
+            part, what = sums[self._across], "sums over tensor-parallel ranks"
+            sums[self._across] = reduce_tensor(part, self._tensor_group, what=what)
         return sums
 
     def bring_back(self, results: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from deepspeed_muon.plan.exchange import (
     sent_by_rank,
 )
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.owners import assign_owners
+from deepspeed_muon.plan.owners import assign_owners, block_runs, cut_stack
 from deepspeed_muon.plan.placement import (
     Floats,
     Fragment,
@@ -30,7 +30,6 @@ from deepspeed_muon.plan.placement import (
     replicated_placement,
     sharded_placement,
 )
-from deepspeed_muon.plan.stacks import block_runs, cut_stack
 from tests.support.layouts import (
     MAKERS,
     flat_layouts,

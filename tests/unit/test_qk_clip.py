@@ -11,10 +11,9 @@ from torch import nn
 
 from deepspeed_muon import ConfigError, Muon, MuonConfig, QkRecorder
 from deepspeed_muon.plan.placement import flat_placement
-from deepspeed_muon.qk_clip import logits as qk_clip
-from deepspeed_muon.qk_clip.clip import head_runs
-from deepspeed_muon.qk_clip.logits import clip_factor, logit_bounds, max_logits
-from deepspeed_muon.qk_clip.recorder import AttentionHeads, HeadRows
+from deepspeed_muon.qk_clip import recorder as qk_clip
+from deepspeed_muon.qk_clip.clip import clip_factor, head_runs
+from deepspeed_muon.qk_clip.recorder import AttentionHeads, HeadRows, logit_bounds, max_logits
 from tests.support.attention_models import THRESHOLD, AttendingToy
 from tests.support.models import batch, build
 from tests.support.reference_math import reference_clip, reference_max_logits

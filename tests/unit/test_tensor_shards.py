@@ -9,8 +9,8 @@ from torch import nn
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import RoutingError
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
+from deepspeed_muon.plan.owners import shares_of_blocks
 from deepspeed_muon.plan.placement import flat_placement
-from deepspeed_muon.plan.stacks import shares_of_blocks
 from deepspeed_muon.routing.param_groups import build_groups
 from deepspeed_muon.variants import Sums, muon_eq
 from deepspeed_muon.variants.normuon import MOMENTS, finish
