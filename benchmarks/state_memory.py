@@ -1,7 +1,7 @@
 """Bytes of optimizer state and time of a step, by the dtype of the momentum, and of AdamW's kernels on the CPU.
 
 ``python benchmarks/state_memory.py`` makes the example's GPT, takes some steps on random gradients in one process with
-``momentum_dtype`` fp32 and bf16 in turn, and times the native AdamW of offloaded partitions beside torch's fused one.
+``momentum_dtype`` fp32, bf16 and int8 in turn, and times the native AdamW of offloaded partitions beside torch's.
 Under ZeRO every rank holds its share of these bytes. Prints a table; ``--out FILE`` keeps it.
 """
 
@@ -52,7 +52,7 @@ def memory(config: GPTConfig) -> list[str]:
         "| `momentum_dtype` | momentum, MiB | AdamW's moments, MiB | momentum, bytes per element |",
         "|---|---|---|---|",
     ]
-    for dtype in ("fp32", "bf16"):
+    for dtype in ("fp32", "bf16", "int8"):
         model = GPT(config)
         optimizer = Muon(model, momentum_dtype=dtype)
         for param in model.parameters():
@@ -63,8 +63,8 @@ def memory(config: GPTConfig) -> list[str]:
             torch.Size(route.shape).numel() for route in optimizer.routes if route.algorithm == "muon"
         )
         adam = found["exp_avg"] + found["exp_avg_sq"]
-        momentum = found["momentum_buffer"]
-        lines.append(f"| {dtype} | {momentum / MIB:.1f} | {adam / MIB:.1f} | {momentum / numel:.1f} |")
+        momentum = found["momentum_buffer"] + found.get("momentum_scale", 0)
+        lines.append(f"| {dtype} | {momentum / MIB:.1f} | {adam / MIB:.1f} | {momentum / numel:.3f} |")
     return lines
 
 

@@ -126,16 +126,19 @@ class Orthogonalizer:
 
 @dataclass(frozen=True, slots=True)
 class FlatPasses:
-    """The two elementwise passes over flat partitions, native or torch's.
+    """The elementwise passes over flat partitions, native or torch's.
 
     Attributes:
         name: ``ops`` or ``torch``, whichever really runs.
         momentum_pack: ``(bufs, grads, outs, table, rates)``, see :func:`.reference.momentum_pack_`.
+        momentum_pack_int8: ``(codes, scales, grads, outs, table, rates, blocks, cut)``, see
+            :func:`.reference.momentum_pack_int8_`.
         unpack_apply: ``(params, updates, table, rates)``, see :func:`.reference.unpack_apply_`.
     """
 
     name: str
     momentum_pack: Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Tensor, Tensor], None]
+    momentum_pack_int8: Callable[..., None]
     unpack_apply: Callable[[Sequence[Tensor], Sequence[Tensor], Tensor, Tensor], None]
 
 
@@ -180,13 +183,20 @@ def flat_passes(backend: NsBackend, device: torch.device | str = "cpu") -> FlatP
         missing = operators.flat_passes_missing() if kind == "cuda" else ""
         missing = missing or trusted(torch.device(device)).failed.get("native", "")
         if not missing:
-            return FlatPasses("ops", operators.momentum_pack_.default, operators.unpack_apply_.default)
+            return FlatPasses(
+                "ops",
+                operators.momentum_pack_.default,
+                reference.momentum_pack_int8_,
+                operators.unpack_apply_.default,
+            )
     if backend == "ops":
         raise OpsUnavailableError(
             f"ns_backend is 'ops', but there are no flat passes for {kind}: {missing}; "
             f"`python -m deepspeed_muon report` says more. Use ns_backend 'auto' or 'torch'"
         )
-    return FlatPasses("torch", reference.momentum_pack_, reference.unpack_apply_)
+    return FlatPasses(
+        "torch", reference.momentum_pack_, reference.momentum_pack_int8_, reference.unpack_apply_
+    )
 
 
 def matrix_norms(backend: NsBackend, device: torch.device | str = "cpu") -> Callable[[Tensor], Tensor]:

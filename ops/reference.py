@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from deepspeed_muon.math.quantizer import BLOCK, block_scales, from_codes, to_codes
 from deepspeed_muon.math.updates import cautious_decay_
 
 
@@ -114,6 +115,61 @@ def momentum_pack_(
         directions = torch._foreach_lerp(gradients, wide, momentum) if nesterov else wide
         torch._foreach_copy_([outs[row[2]].narrow(0, row[3], row[4]) for row in rows], directions)
         _write_back(own, wide)
+
+
+def momentum_pack_int8_(
+    codes: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    table: Tensor,
+    rates: Tensor,
+    blocks: Tensor,
+    cut: Tensor,
+) -> None:
+    """Do what :func:`momentum_pack_` does for momentum in 8 bits (:mod:`deepspeed_muon.math.quantizer`).
+
+    The direction is made from the momentum before it is coded.
+
+    Args:
+        codes: Flat, int8. Mutated.
+        scales: Flat, fp32: of the blocks of each of ``codes``. Mutated.
+        grads: As for :func:`momentum_pack_`.
+        outs: As for :func:`momentum_pack_`.
+        table: As for :func:`momentum_pack_`.
+        rates: As for :func:`momentum_pack_`.
+        blocks: ``(fragments, 4)``, int64 on the CPU: elements of its first block before the fragment, the number of
+            that block's scale, and the rows of ``cut`` of its first and last block; -1 of one that lies in it whole.
+        cut: ``(cut blocks, 2)``, fp32: old and new scale; those in ``scales`` are neither read nor written.
+    """
+    values = rates.tolist()
+    for row, (phase, first_scale, first, last) in zip(table.tolist(), blocks.tolist(), strict=True):
+        momentum, nesterov = values[row[5]]
+        count = -(-(phase + row[4]) // BLOCK)
+        for begin in range(0, count, _TOGETHER // BLOCK):
+            end = min(begin + _TOGETHER // BLOCK, count)
+            start, stop = max(0, begin * BLOCK - phase), min(row[4], end * BLOCK - phase)
+            before = phase if begin == 0 else 0
+            own = codes[row[0]].narrow(0, row[1] + start, stop - start)
+            kept = scales[row[0]].narrow(0, first_scale + begin, end - begin)
+            known = {0: first} if begin == 0 and first >= 0 else {}
+            known |= {end - begin - 1: last} if end == count and last >= 0 else {}
+            old = kept.clone()
+            for place, number in known.items():
+                old[place] = cut[number, 0]
+            grad = grads[row[0]].narrow(0, row[1] + start, stop - start)
+            grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
+            whole = grad.new_zeros((end - begin) * BLOCK)
+            wide = whole.narrow(0, before, stop - start)
+            wide.copy_(from_codes(own, old, before)).lerp_(grad, 1.0 - momentum)
+            direction = torch.lerp(grad, wide, momentum) if nesterov else wide
+            outs[row[2]].narrow(0, row[3] + start, stop - start).copy_(direction)
+            whole = whole.view(-1, BLOCK)
+            new = block_scales(whole.abs().amax(1).float())
+            for place, number in known.items():
+                new[place] = cut[number, 1]
+            kept.copy_(new)
+            own.copy_(to_codes(whole, new.unsqueeze(1)).view(-1).narrow(0, before, stop - start))
 
 
 def unpack_apply_(params: Sequence[Tensor], updates: Sequence[Tensor], table: Tensor, rates: Tensor) -> None:

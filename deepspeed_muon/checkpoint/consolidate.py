@@ -190,8 +190,8 @@ class _Exchange:
     def _elements(self, transfer: Transfer) -> Tensor:
         """Return the elements of a transfer that this rank sends."""
         own = self._by_name[transfer.held.name]
-        flat = self._state.tensor(own.bound, transfer.key)
-        return flat.narrow(0, own.offset(transfer.key, own.rank, transfer.start), transfer.numel)
+        start = own.offset(transfer.key, own.rank, transfer.start)
+        return self._state.elements(own, transfer.key, start, transfer.numel)
 
     def fill(self, pieces: Sequence[Piece | None], content: Tensor) -> None:
         """Send every rank its piece of this round; this rank's own comes into ``content``, on the CPU."""

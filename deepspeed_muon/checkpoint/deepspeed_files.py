@@ -49,6 +49,7 @@ from deepspeed_muon.checkpoint.sources import RECORD_NAME, WINDOW
 from deepspeed_muon.checkpoint.tag_folder import MODEL_FILES, TagFolder, optimizer_kind
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import logger
+from deepspeed_muon.step.quantized import SCALE_KEY, first_scales, read_codes
 
 
 class DeepSpeedFiles(TagFolder):
@@ -138,7 +139,8 @@ class DeepSpeedFiles(TagFolder):
             raise CheckpointError(
                 f"{self.files[number]}: no {key} of parameter {held.name}{remedy}"
             ) from error
-        check_tensor(saved, f"{self.files[number]}: {key} of parameter {held.name}")
+        coded = key == "momentum_buffer" and getattr(saved, "dtype", None) == torch.int8
+        check_tensor(saved, f"{self.files[number]}: {key} of parameter {held.name}", coded=coded)
         flat: Tensor = saved.detach().reshape(-1)
         return flat
 
@@ -188,8 +190,36 @@ class DeepSpeedFiles(TagFolder):
                     f"{flat.numel()} elements"
                 )
             read.append(flat.narrow(0, place, each.numel))
-            each.put(read[-1], piece)
+            values = read[-1]
+            if flat.dtype == torch.int8:
+                values = self._decoded(held, each.rank, flat, place, each.numel)
+            each.put(values, piece)
         drop_pages(read)
+
+    def _decoded(self, held: HeldParameter, rank: int, codes: Tensor, start: int, numel: int) -> Tensor:
+        """Return elements of a momentum in 8 bits, fp32; ``start`` is the first of them in the partition."""
+        fragment = held.placement.on(rank)
+        assert fragment is not None
+        first, total = self._first_scales(held.holders, held.partition, rank)
+        number = held.holders[rank]
+        scales = self.inner[number]["state"][held.partition].get(SCALE_KEY)
+        where = f"{self.files[number]}: {SCALE_KEY} of parameter {held.name}"
+        check_tensor(scales, where)
+        if scales.shape != (total,):
+            raise CheckpointError(f"{where} has the shape {list(scales.shape)}, expected {total}")
+        return read_codes(codes, scales.float(), fragment, first[held.name], start, numel)
+
+    @functools.cache  # noqa: B019 - lives as long as the files
+    def _first_scales(
+        self, holders: tuple[int, ...], partition: int, rank: int
+    ) -> tuple[dict[str, int], int]:
+        """Return the number of each parameter's first scale in a partition of a rank, and that of all scales."""
+        every = (held for parts in self.parts.values() for held in parts)
+        sharing = (held for held in every if held.holders == holders and held.partition == partition)
+        found = {held.name: held.placement.on(rank) for held in sharing}
+        own = {name: fragment for name, fragment in found.items() if fragment is not None}
+        starts, total = first_scales([*own.values()])
+        return dict(zip(own, starts, strict=True)), total
 
 
 def convert_to_universal(

@@ -181,13 +181,13 @@ def drop_pages(tensors: Sequence[Tensor]) -> None:
             madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)
 
 
-def check_tensor(tensor: Any, where: str) -> None:
-    """Raise unless what was unpickled is a dense tensor that holds all real numbers of its shape.
+def check_tensor(tensor: Any, where: str, *, coded: bool = False) -> None:
+    """Raise unless what was unpickled is a dense tensor that holds all real numbers, or codes, of its shape.
 
     Strides of zero could make a few numbers look like a large tensor.
     """
     dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
-    if not dense or not tensor.is_floating_point():
+    if not dense or not (coded or tensor.is_floating_point()):
         raise CheckpointError(f"{where} is no dense tensor of real numbers")
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
         raise CheckpointError(f"{where} says that it has {tensor.numel()} elements; the file holds fewer")

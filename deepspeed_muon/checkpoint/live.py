@@ -22,6 +22,7 @@ from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
 from deepspeed_muon.plan.placement import Fragment, TensorSlice, whole_slice
 from deepspeed_muon.plan.rows import row_places
 from deepspeed_muon.routing.route import Route
+from deepspeed_muon.step.quantized import MomentumBlocks, is_coded
 from deepspeed_muon.step.step_set import BoundPartition
 from deepspeed_muon.variants import VARIANTS
 
@@ -197,11 +198,13 @@ class LiveParameter(HeldParameter):
         route: Name, true shape and algorithm on this rank.
         bound: The partition that holds this rank's fragments.
         rank: This rank inside the group.
+        coded: The blocks of a momentum in 8 bits and the number of the matrix among them; ``None`` of any other.
     """
 
     route: Route
     bound: BoundPartition
     rank: int
+    coded: tuple[MomentumBlocks, int] | None = None
 
     def own_fragment(self, key: str) -> Fragment | None:
         """Return this rank's fragment of the master or of an entry of the state."""
@@ -249,6 +252,13 @@ class LiveState:
         """
         return self._own(partition, key).reshape(-1)
 
+    def elements(self, parameter: LiveParameter, key: str, start: int, numel: int) -> Tensor:
+        """Return elements of :meth:`tensor` that are a parameter's; those of a momentum in 8 bits in fp32."""
+        if key == "momentum_buffer" and parameter.coded is not None:
+            blocks, number = parameter.coded
+            return blocks.elements(number, self.optimizer.state[parameter.bound.tensor], start, numel)
+        return self.tensor(parameter.bound, key).narrow(0, start, numel)
+
     def keep(self, partition: BoundPartition, key: str, flat: Tensor) -> None:
         """Take over what was written into :meth:`tensor`, where that is a copy."""
         own = self._own(partition, key)
@@ -288,7 +298,7 @@ def collect(engine: Any) -> LiveState:
         ranks = members.setdefault(ranks, ranks)
         partitions = {partition.index: partition for partition in step_set.partitions}
         layouts: tuple[MatrixLayout | ParameterLayout, ...] = (*step_set.matrices, *step_set.others)
-        for layout in layouts:
+        for number, layout in enumerate(layouts):
             route, bound = routes[layout.name], partitions[layout.partition]
             part = _part(host, route)
             state = optimizer.state.get(bound.tensor, {})
@@ -303,6 +313,7 @@ def collect(engine: Any) -> LiveState:
                 route,
                 bound,
                 step_set.rank,
+                (runner.blocks, number) if is_coded(state) else None,
             )
             found = found.with_state(state, int(state.get("step", 0)))
             if parameters.setdefault(found.name, found) is not found:

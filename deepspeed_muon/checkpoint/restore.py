@@ -254,8 +254,11 @@ class _Plan:
 
     def _target(self, parameter: LiveParameter, key: str) -> Tensor:
         """Return the flat tensor to write to: the engine's own, or one that it will get."""
-        bound = parameter.bound
-        if key == "fp32" or key in self.state.optimizer.state.get(bound.tensor, {}):
+        bound, policy = parameter.bound, self.state.optimizer.state_policy
+        dtype = policy.dtype(key, bound.tensor.dtype)
+        if key == "momentum_buffer" and (parameter.coded or dtype == torch.int8):
+            dtype = torch.float32  # it is coded when all of it is there
+        elif key == "fp32" or key in self.state.optimizer.state.get(bound.tensor, {}):
             return self.state.tensor(bound, key)
         place = (bound.index, key)
         if place not in self.made:
@@ -266,7 +269,7 @@ class _Plan:
                 kind, device = ROW_STATE[key], bound.tensor.device
                 self.made[place] = torch.full((numel,), kind.start, dtype=kind.dtype, device=device)
             else:
-                self.made[place] = self.state.optimizer.state_policy.make(key, bound.tensor)
+                self.made[place] = policy.make(key, bound.tensor).to(dtype)
         return self.made[place].view(-1)
 
 
@@ -321,6 +324,8 @@ def _fill(plan: _Plan, source: StateSource) -> None:
         elif steps is not None:
             made = {key: each for (index, key), each in plan.made.items() if index == partition}
             state.optimizer.state[tensor].update(made, step=steps)
+    for runner in state.optimizer._runners:
+        runner.convert_momentum(state.optimizer.state)
     state.host.refresh_weights()
 
 

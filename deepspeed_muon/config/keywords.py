@@ -32,7 +32,7 @@ class MuonKeywords(TypedDict, total=False):
     ns_backend: Literal["auto", "ops", "torch"]
     variant: Literal["muon", "normuon", "muon_eq", "hyperball", "muown"]
     qk_clip: Mapping[str, Any] | str | bool | None
-    momentum_dtype: Literal["fp32", "bf16"] | None
+    momentum_dtype: Literal["fp32", "bf16", "int8"] | None
     wire_dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"]
     matrices: Mapping[str, Mapping[str, Any]]
     include: Sequence[str]

@@ -136,8 +136,8 @@ class MuonConfig(_VariantSettings):
     )
     momentum_dtype: v.MomentumDtypeName | None = Field(
         default=None,
-        description="Dtype of the stored momentum, `fp32` or `bf16` (arithmetic is fp32); unset: fp32, or bf16 with "
-        "`bf16_optimizer_states`.",
+        description="Dtype of the stored momentum, `fp32`, `bf16` or `int8` (a scale for each 256 elements; arithmetic "
+        "is fp32); unset: fp32, or bf16 with DeepSpeed's `bf16_optimizer_states`.",
     )
     wire_dtype: v.WireDtypeName = Field(
         default="auto",

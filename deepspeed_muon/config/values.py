@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from deepspeed_muon.config.messages import REMOVED, unknown_key_message
 
 WireDtypeName = Literal["auto", "fp32", "bf16", "fp16", "int8"]
-MomentumDtypeName = Literal["fp32", "bf16"]
+MomentumDtypeName = Literal["fp32", "bf16", "int8"]
 TensorParallelMode = Literal["gather", "distributed"]
 
 # A value beyond these bounds is a mistake. They lie far above useful values and far below the limits of fp32.

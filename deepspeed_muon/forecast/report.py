@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from deepspeed_muon.engine import muon_optimizer
 from deepspeed_muon.forecast.predict import Exchange, PlanSettings, divisions, exchange_of, zero_bytes
+from deepspeed_muon.math.quantizer import BLOCK
 from deepspeed_muon.plan.exchange import sent_by_rank
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.routing.route import Route
@@ -77,7 +78,8 @@ def forecast(
     }
     all_adamw = {"adamw": _ADAMW_TRAFFIC * (muon + other) / bandwidth}
     kept_by_adamw = {**kept, "optimizer_state": 8.0 * (muon + other)}
-    memory = {**kept, "optimizer_state": 4.0 * muon + 8.0 * other}
+    momentum = {"bf16": 2.0, "int8": 1 + 4 / BLOCK}.get(settings.config.momentum_dtype or "", 4.0)
+    memory = {**kept, "optimizer_state": momentum * muon + 8.0 * other}
     memory |= _buffers(routes, settings, exchange, partition=muon)
     return {
         "muon": Forecast(sent, *collectives, work, _total(seconds), _total(memory)),

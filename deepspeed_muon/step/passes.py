@@ -18,6 +18,7 @@ from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.updates import AdjustLrName, WeightDecayMode, decay_factor, update_scale
 from deepspeed_muon.ops import FlatPasses, cautious_apply_
 from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.step.quantized import QuantizedMomentum
 from deepspeed_muon.step.tables import COLUMNS, ChunkTable
 from deepspeed_muon.transport.row_state import RowsAtOwner, Settings
 from deepspeed_muon.variants import Variant
@@ -145,6 +146,7 @@ class Step:
         variant: What becomes of the directions.
         kept: Partition index and key to the row state that this rank keeps; mutated.
         counts: The number of the step, from 1.
+        quantized: The scales of a momentum in 8 bits, whose codes :attr:`momentum` then holds.
     """
 
     mask: Tensor | None
@@ -157,6 +159,7 @@ class Step:
     variant: Variant
     kept: Mapping[int, Mapping[str, Tensor]]
     counts: Sequence[int]
+    quantized: QuantizedMomentum | None = None
 
     def active(self, indices: Sequence[int]) -> Sequence[int]:
         """Return those of some matrices that are active."""
@@ -178,8 +181,13 @@ def pack(table: ChunkTable, step: Step, directions: Tensor, send: Tensor) -> Non
         directions: Receives those that do not travel, :attr:`ChunkTable.room` elements in the communication dtype.
         send: Receives those that travel. Both lie on the device of the momentum.
     """
-    rows = step.active_rows(table.packed)
-    step.passes.momentum_pack(step.momentum, step.grads, [directions, send], rows, step.rates.momentum)
+    rows, outs, rates = step.active_rows(table.packed), [directions, send], step.rates.momentum
+    if step.quantized is None:
+        step.passes.momentum_pack(step.momentum, step.grads, outs, rows, rates)
+        return
+    scales, cut = step.quantized
+    blocks = table.blocks if step.mask is None else table.blocks[step.mask[table.packed[:, COLUMNS - 1]]]
+    step.passes.momentum_pack_int8(step.momentum, scales, step.grads, outs, rows, rates, blocks, cut)
 
 
 def apply(table: Tensor, step: Step, updates: Sequence[Tensor]) -> None:

@@ -21,7 +21,8 @@ from deepspeed_muon.plan.placement import Floats
 from deepspeed_muon.plan.rows import rows_by_partition
 from deepspeed_muon.step.fragment_sums import fragment_sums
 from deepspeed_muon.step.passes import RateTable, Step, apply, pack
-from deepspeed_muon.step.state import AdamW, State, StatePolicy, passes_for, row_state_of, state_of
+from deepspeed_muon.step.quantized import SCALE_KEY, MomentumBlocks, is_coded
+from deepspeed_muon.step.state import AdamW, State, StatePolicy, passes_for, row_state_of, scales_of, state_of
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.step.strategies import Orthogonalize, WholeAtOwner, batches
 from deepspeed_muon.step.tables import ChunkTable
@@ -110,7 +111,7 @@ class StepRunner:
         self._choose_strategy(config, resources)
         self._variant = VARIANTS[config.variant]
         self._muon = [partition for partition in step_set.partitions if partition.muon]
-        numbers = {partition.index: number for number, partition in enumerate(self._muon)}
+        self._positions = numbers = {partition.index: number for number, partition in enumerate(self._muon)}
         self._rates = RateTable(self.plan.matrices, self._variant, numbers)
         # With owned matrices in the order in which they run in batches.
         order, exact = functools.partial(batches, self.plan.matrices, context), context.codec.exact
@@ -118,8 +119,11 @@ class StepRunner:
             ChunkTable(self.plan, chunk, order(chunk.owned), numbers, exact=exact)
             for chunk in self.plan.chunks
         ]
-        self._prepare_variant()
         self._passes = passes_for(step_set.partitions, config, resources.policy)
+        if self._policy.quantizes_momentum:
+            for table in self._tables:
+                table.blocks = self.blocks.table(table.packed)
+        self._prepare_variant()
         self.adam = AdamW(step_set, config, resources.policy)
 
     def _prepare_variant(self) -> None:
@@ -154,6 +158,38 @@ class StepRunner:
                 chunk_numel=config.exchange_chunk_numel,
             )
 
+    @functools.cached_property
+    def blocks(self) -> MomentumBlocks:
+        """The blocks of a momentum in 8 bits."""
+        plan, origin = self.plan.matrices, self.assignment.origin
+        return MomentumBlocks(self.step_set, plan, origin, self._positions, self.context)
+
+    def convert_momentum(self, state: State) -> None:
+        """Bring momentum that was saved in 8 bits, or shall be kept in 8 bits, into the dtype that it is kept in.
+
+        Must be called by all ranks of the group.
+
+        Args:
+            state: The optimizer's state. Mutated; partitions without momentum stay without.
+        """
+        every = [(each, state[each.tensor]) for each in self._muon]
+        muon = [(each, own) for each, own in every if "momentum_buffer" in own]
+        if all(is_coded(own) == self._policy.quantizes_momentum for _, own in muon):
+            return
+        for each, own in muon:
+            if is_coded(own):
+                dtype = self._policy.dtype("momentum_buffer", each.tensor.dtype)
+                read = self.blocks.read(each.index, own).view(each.tensor.shape)
+                own["momentum_buffer"] = read.to(torch.float32 if dtype == torch.int8 else dtype)
+            own.pop(SCALE_KEY, None)
+        if self._policy.quantizes_momentum:
+            found = [own.get("momentum_buffer", torch.zeros_like(each.tensor)) for each, own in every]
+            values = [each.detach().float().contiguous().view(-1) for each in found]
+            codes, (scales, _) = self.blocks.quantize(values, self._passes)
+            for (each, own), *new in zip(every, codes, scales, strict=True):
+                if "momentum_buffer" in own:
+                    own["momentum_buffer"], own[SCALE_KEY] = new[0].view(each.tensor.shape), new[1]
+
     def inputs(self) -> Iterator[Tensor]:
         """Yield empty tensors like those that this rank orthogonalises in a step with a gradient of every matrix."""
         for chunk in self.plan.chunks:
@@ -165,7 +201,8 @@ class StepRunner:
         rows = 0 if self._rows is None else self._rows.sent_elements
         sums = sum(each.sent_bytes for each in (*self._sums, self._before) if each is not None)
         sent = self.plan.sent_elements * self.context.codec.dtype.itemsize
-        return sent + rows * torch.float32.itemsize + sums
+        cut = self.blocks.sent_bytes if self._policy.quantizes_momentum else 0
+        return sent + rows * torch.float32.itemsize + sums + cut
 
     def zeros(self) -> list[str]:
         """Return the names of matrices of which this rank found a block of zeros, for variants that sum over blocks.
@@ -259,6 +296,7 @@ class StepRunner:
         flat: Mapping[int, Tensor],
     ) -> Iterator[Step]:
         """Read the rates and momentum of this step; bring the row state to the owners, and back at the end."""
+        self.convert_momentum(state)
         own = [state_of(partition, state, self._policy) for partition in self._muon]
         order = [partition.index for partition in self._muon]
         of_matrices = flags[: len(self.step_set.matrices)]
@@ -273,8 +311,12 @@ class StepRunner:
             used = {matrix.partition for matrix, flag in told if flag}
         entering = [
             # Nobody reads the gradient of a partition in which no rank has one.
-            grads[index] if index in grads else torch.zeros_like(buf) if index in used else buf
-            for index, buf in zip(order, momentum, strict=True)
+            grads[index]
+            if index in grads
+            else torch.zeros_like(flat[index])
+            if index in used
+            else flat[index]
+            for index in order
         ]
         rates = self._rates.of({index: groups[index] for index in order})
         counts = [int(each["step"]) for each in own]
@@ -294,6 +336,13 @@ class StepRunner:
         )
         if is_active and self._before is not None:
             step = replace(step, grads=self._before.entering(step))
+        if is_active and self._policy.quantizes_momentum:
+            scales = [
+                scales_of(each, partition, self.blocks.scale_counts[partition.index])
+                for each, partition in zip(own, self._muon, strict=True)
+            ]
+            args = momentum, scales, step.grads, rates.momentum, mask, self._passes
+            step = replace(step, quantized=self.blocks.begin(*args))
         yield step
         if self._rows is not None and finish is not None:
             self._rows.scatter(finish, kept)

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import BindingError, OpsUnavailableError
-from deepspeed_muon.logs import logger, warn_on_each_machine
+from deepspeed_muon.logs import logger, warn, warn_on_each_machine
 from deepspeed_muon.math.updates import AdamStep, adam_step_
 from deepspeed_muon.ops import FlatPasses, flat_passes, in_fp32
 from deepspeed_muon.plan.placement import Fragment
+from deepspeed_muon.step.quantized import SCALE_KEY
 from deepspeed_muon.step.step_set import BoundPartition, NativeAdam, StepSet
 from deepspeed_muon.variants import ROW_STATE, Variant
 
@@ -44,9 +45,16 @@ class StatePolicy:
         """Return the policy of a configuration."""
         return cls(config.momentum_dtype, half_states)
 
+    @property
+    def quantizes_momentum(self) -> bool:
+        """Whether momentum is kept in 8 bits."""
+        return self.momentum_dtype == "int8"
+
     def dtype(self, key: str, master: torch.dtype) -> torch.dtype:
         """Return the dtype of the state tensor ``key`` of a parameter whose dtype is ``master``."""
         half = self.half_states
+        if key == "momentum_buffer" and self.quantizes_momentum:
+            return torch.int8
         if key == "momentum_buffer" and self.momentum_dtype is not None:
             half = self.momentum_dtype == "bf16"
         return torch.bfloat16 if half else torch.promote_types(master, torch.float32)
@@ -75,12 +83,30 @@ def state_of(partition: BoundPartition, state: State, policy: StatePolicy) -> di
     return own
 
 
+def scales_of(own: dict[str, Any], partition: BoundPartition, count: int) -> Tensor:
+    """Return the scales of a momentum in 8 bits from the state of its partition; create what is missing.
+
+    Raises:
+        BindingError: If the state was saved with another layout.
+    """
+    if SCALE_KEY not in own:
+        own[SCALE_KEY] = torch.zeros(count, device=partition.tensor.device)
+    scales: Tensor = own[SCALE_KEY]
+    if scales.numel() != count:
+        raise BindingError(
+            f"the optimizer state holds {scales.numel()} scales of the momentum of partition {partition.index}, "
+            f"expected {count}: it was saved with another layout. Restore it from a consolidated checkpoint"
+        )
+    return scales
+
+
 def keep_saved_precision(
     state_dict: Mapping[str, Any], params: Sequence[Tensor], state: State, policy: StatePolicy
 ) -> None:
     """Bring loaded state into the dtypes that it is kept in, from what was saved.
 
     torch casts state to the parameter's dtype when it loads, and would round fp32 moments of half-precision masters.
+    To and from 8 bits the next step converts (:meth:`.StepRunner.convert_momentum`): that takes the layout.
 
     Args:
         state_dict: What was loaded.
@@ -89,12 +115,18 @@ def keep_saved_precision(
         policy: The dtypes.
     """
     saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+    converted = set()
     for index, param in zip(saved, params, strict=True):
         for key, value in state_dict["state"].get(index, {}).items():
             if isinstance(value, Tensor):
                 dtype = policy.dtype(key, param.dtype) if key in STATE_TENSORS else value.dtype
+                if torch.int8 in (dtype, value.dtype) and dtype != value.dtype:
+                    converted.add(f"{value.dtype} to {dtype}".replace("torch.", ""))
+                    dtype = value.dtype
                 if state[param][key].dtype != dtype:
                     state[param][key] = value.to(device=param.device, dtype=dtype, copy=True)
+    for change in sorted(converted):
+        warn("deepspeed_muon: the loaded momentum is converted from %s, as momentum_dtype says", change)
 
 
 def row_state_of(partition: BoundPartition, state: State, variant: Variant, numel: int) -> dict[str, Tensor]:

@@ -49,6 +49,7 @@ class ChunkTable:
             starts at a multiple of 32 elements.
         sent_room: Elements of the fragments of others' matrices in the communication dtype.
         packed: Table of the momentum with the directions and with what is sent.
+        blocks: The blocks of each fragment of :attr:`packed` where the momentum has 8 bits, else empty.
         arrived: Table of the partitions with what came back; the update arrives where the direction left from.
         held: Table of the partitions with all updates: where the directions of owned matrices were, and what came back.
         coded: Index of the matrix of each fragment of :attr:`arrived`, and where it lies in the communication dtype and
@@ -101,6 +102,7 @@ class ChunkTable:
         self.packed = self._table(kept, DIRECTIONS, starts)
         if chunk.gathers:
             self.packed = torch.cat((self.packed, self._table(sent, SEND, places)))
+        self.blocks = torch.empty((0, 4), dtype=torch.int64)
         # A chunk has the same active matrices in almost all steps, or some of a few sets.
         self._batch = functools.lru_cache(maxsize=len(batches) + 64)(self._made)
         for batch in batches:

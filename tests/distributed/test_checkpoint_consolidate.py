@@ -23,6 +23,7 @@ from tests.support.checkpoints import (
     save,
 )
 from tests.support.models import MATRICES
+from tests.support.reference import in_8_bits
 from tests.support.thinning import each_value
 
 # Every stage and every number of ranks on both sides; every setting that changes the layout on one of them.
@@ -49,6 +50,41 @@ def test_restored_exactly_at_another_topology(
     loaded = ranks(to_size).run(load, folder=str(tmp_path), stage=to_stage, zero=to_zero)[0]
     assert_equal(saved, loaded)
     assert saved["rates"][0] > 0 and len(list(tmp_path.glob("*.safetensors"))) > 3
+
+
+CODES = {"momentum_dtype": "int8"}
+
+
+@pytest.mark.parametrize(
+    ("stage", "size", "zero", "to_stage", "to_size", "to_zero"),
+    [
+        (1, 2, ROUND, 3, 3, SMALL),
+        (2, 2, OFFLOAD, 2, 4, {}),
+        (3, 4, SMALL, 1, 1, {}),
+        (3, 2, {}, 0, 2, {}),
+        (0, 1, {}, 3, 4, {}),
+    ],
+)
+def test_int8_momentum_at_another_topology(
+    ranks: Any, tmp_path: Path, stage: int, size: int, zero: Any, to_stage: int, to_size: int, to_zero: Any
+) -> None:
+    """Blocks that partitions cut on one side and not on the other stand for the same values: their codes are equal."""
+    arguments = {"folder": str(tmp_path), "params": CODES}
+    saved = ranks(size).run(save, stage=stage, zero=zero, **arguments)[0]
+    loaded = ranks(to_size).run(load, stage=to_stage, zero=to_zero, trained=1, **arguments)[0]
+    assert_equal(saved, loaded)
+
+
+@pytest.mark.parametrize(("before", "after"), [({}, CODES), (CODES, {}), (CODES, {"momentum_dtype": "bf16"})])
+def test_momentum_of_another_dtype(ranks: Any, tmp_path: Path, before: Any, after: Any) -> None:
+    saved = ranks(2).run(save, folder=str(tmp_path), stage=1, params=before)[0]
+    loaded = ranks(3).run(load, folder=str(tmp_path), stage=3, params=after)[0]
+    for name, value in saved["momentum_buffer"].items():
+        expected = in_8_bits(value) if after == CODES else value
+        if after not in (CODES, {}):
+            expected = value.bfloat16().double()
+        torch.testing.assert_close(loaded["momentum_buffer"][name], expected, rtol=1e-6, atol=0)
+    assert loaded["loss"] == pytest.approx(saved["loss"], rel=1e-6)
 
 
 @pytest.mark.full

@@ -54,6 +54,28 @@ def test_megatron_style(ranks: Any, stage: int, mode: str, ranks_and_size: tuple
         assert prepared == ran == known
 
 
+@pytest.mark.parametrize(
+    ("stage", "mode", "size"), [(0, "gather", 2), (1, "distributed", 2), (3, "gather", 2), (2, "gather", 4)]
+)
+def test_int8_momentum(ranks: Any, stage: int, mode: str, size: int) -> None:
+    """Blocks are counted in each shard: the codes are other ones than without tensor parallelism, and as good."""
+    results = ranks(4).run(
+        tensor_parallel.train,
+        style="megatron",
+        tensor_size=size,
+        stage=stage,
+        mode=mode,
+        params={"momentum_dtype": "int8"},
+    )
+    start, end, _, momentum = reference("even", 4 // size, 0.0)
+    for name in MATRICES["even"]:
+        # Half a code of 127 a step, which the decay keeps from adding up: 1 to 2 % of the momentum, which the iteration
+        # enlarges in the directions of small singular values.
+        assert relative(results[0]["params"][name], end[name], start[name]) <= 0.1, name
+        kept, expected = results[0]["momentum"][name], momentum[name]
+        assert float((kept - expected).norm() / expected.norm()) <= 0.03, name
+
+
 # AutoTP's layers multiply in the weights' fp32, so the gradients differ from the float64 reference's by some 1e-6, and
 # the iteration multiplies that in the directions of small singular values by up to 3.44^5 = 480, of which the norm
 # sees a part. The update itself is held to 1e-5 by the tests above.

@@ -126,10 +126,10 @@ def test_consolidated_sets_move_to_another_topology(
     compare(results, "mixed", MICROS, 0.5, variant=variant)
 
 
-@pytest.mark.parametrize("variant", KEEPING)
-def test_deepspeeds_files_without_an_engine(ranks: Any, tmp_path: Path, variant: str) -> None:
+@pytest.mark.parametrize(("variant", "momentum"), [*((name, "fp32") for name in KEEPING), ("muon", "int8")])
+def test_deepspeeds_files_without_an_engine(ranks: Any, tmp_path: Path, variant: str, momentum: str) -> None:
     """Offline consolidation, universal checkpoints and the export to torch."""
-    params = params_of(variant)
+    params = {**params_of(variant), "momentum_dtype": momentum}
     saved = ranks(4).run(train, stage=3, steps=(0, 2), save=str(tmp_path / "saved"), params=params)[0]
     consolidate_files(tmp_path / "saved", tmp_path / "set")
     arguments = {"stage": 2, "steps": (2, 2), "params": params}

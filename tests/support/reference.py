@@ -155,6 +155,18 @@ class Oracle:
         self._apply(param, (m / (1 - b1**self.step)) / root, self.adam_lr, self.weight_decay)
 
 
+def in_8_bits(buf: Tensor) -> Tensor:
+    """Return what is left of a momentum that is kept in 8 bits: blocks of 256, their scale of 17 significant bits."""
+    found = []
+    for block in buf.reshape(-1).split(256):
+        scale = float(block.abs().max()) / 127
+        mantissa, exponent = math.frexp(scale)
+        scale = math.ldexp(math.floor(mantissa * 2**17), exponent - 17)
+        codes = [round(each / scale) if scale else 0 for each in block.tolist()]
+        found.append(torch.tensor([code * scale for code in codes], dtype=torch.float64))
+    return torch.cat(found).view(buf.shape)
+
+
 def relative(actual: Tensor, expected: Tensor, start: Tensor) -> float:
     """Norm of the difference of two paths from ``start``, relative to the expected one."""
     path = expected.double() - start.double()

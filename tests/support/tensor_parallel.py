@@ -16,7 +16,7 @@ import deepspeed_muon
 from deepspeed_muon import QkRecorder
 from tests.support.attention_models import HEADS, KEY_HEADS, LAYOUTS, WIDTH
 from tests.support.models import Even, batch, build
-from tests.support.training import ds_config, shapes_chosen
+from tests.support.training import decoded, ds_config, shapes_chosen
 
 # What is divided into blocks: every part (the query in heads, key and value whole), also of a layer stored as input x
 # output and of one whose inputs are cut.
@@ -328,7 +328,8 @@ def assembled(engine: Any, key: str | None, group: Any) -> dict[str, Tensor]:
         for layout in (*step_set.matrices, *step_set.others):
             tensor = tensors[layout.partition].detach()
             if key is not None:
-                tensor = optimizer.state[tensors[layout.partition]].get(key)
+                own = optimizer.state[tensors[layout.partition]].get(key)
+                tensor = decoded(runner, optimizer, layout.partition, own)
                 if tensor is None:
                     continue
             flat, count = torch.zeros(2, layout.numel, dtype=torch.float64)

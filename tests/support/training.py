@@ -105,12 +105,22 @@ def full_states(engine: Any, key: str) -> dict[str, Tensor]:
     return _assemble(engine, lambda optimizer, tensor: optimizer.state.get(tensor, {}).get(key))
 
 
+def decoded(runner: Any, optimizer: Any, index: int, tensor: Tensor | None) -> Tensor | None:
+    """Return the entry of the state of a partition; of momentum in 8 bits the values that it stands for."""
+    if tensor is None or tensor.dtype != torch.int8:
+        return tensor
+    (bound,) = (each for each in runner.step_set.partitions if each.index == index)
+    values: Tensor = runner.blocks.read(index, optimizer.state[bound.tensor])
+    return values
+
+
 def _assemble(engine: Any, read: Any) -> dict[str, Tensor]:
     optimizer = deepspeed_muon.muon_optimizer(engine)
     shapes = {route.name: route.shape for route in optimizer.routes}
     full: dict[str, Tensor] = {}
     for runner in optimizer._runners:
         tensors = {p.index: read(optimizer, p.tensor) for p in runner.step_set.partitions}
+        tensors |= {index: decoded(runner, optimizer, index, each) for index, each in tensors.items()}
         for layout in (*runner.step_set.matrices, *runner.step_set.others):
             tensor = tensors[layout.partition]
             if tensor is None:
