@@ -126,7 +126,9 @@ def test_consolidated_sets_move_to_another_topology(
     compare(results, "mixed", MICROS, 0.5, variant=variant)
 
 
-@pytest.mark.parametrize(("variant", "momentum"), [*((name, "fp32") for name in KEEPING), ("muon", "int8")])
+@pytest.mark.parametrize(
+    ("variant", "momentum"), [*((name, "fp32") for name in KEEPING), ("normuon", "int8")]
+)
 def test_deepspeeds_files_without_an_engine(ranks: Any, tmp_path: Path, variant: str, momentum: str) -> None:
     """Offline consolidation, universal checkpoints and the export to torch."""
     params = {**params_of(variant), "momentum_dtype": momentum}
