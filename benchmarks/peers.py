@@ -12,8 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 
 class FullyShardedDion:
@@ -35,7 +33,10 @@ class FullyShardedDion:
             accumulation: Micro-batches in a step.
             device: ``"cpu"`` or ``"cuda"``.
         """
+        # Importing FSDP2 takes seconds, which only a run of Dion is to pay.
         import dion
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         self.model = model.to(device)
         mesh = init_device_mesh(device, (dist.get_world_size(),))

@@ -42,12 +42,17 @@ def test_invariance(
     compare(results, "fused", replicas, 0.5, variant=variant, cuts="fused-over-ranks")
 
 
-# Experts, convolutions, prime sizes, partitions without a matrix; what else decides where fragments lie and travel.
+# Experts, convolutions, prime sizes, partitions without a matrix, heads.
+KINDS: dict[str, dict[str, Any]] = {
+    "toy": {},
+    "mixed": {},
+    "wide": {},
+    "single": {},
+    "heads": {"matrices": {"*": {"heads": "config"}}},
+}
+# What else decides where fragments lie and travel.
 SETTINGS: dict[str, dict[str, Any]] = {
-    "mixed": {"stage": 1, "kind": "mixed"},
-    "wide": {"stage": 2, "kind": "wide"},
-    "single": {"stage": 3, "kind": "single"},
-    "heads": {"stage": 0, "kind": "heads", "params": {"matrices": {"*": {"heads": "config"}}}},
+    "stage 0": {"stage": 0},
     "offload": {"stage": 2, "zero": {"offload_optimizer": {"device": "cpu"}}},
     "round-robin": {"stage": 2, "zero": {"round_robin_gradients": True}},
     "sub-groups": {"stage": 3, "zero": {"sub_group_size": 150}},
@@ -60,14 +65,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("variant", "name", "world"),
-    pairwise(itertools.product(VARIANTS, SETTINGS, [2, 4])),
+    ("variant", "kind", "name", "world"),
+    pairwise(itertools.product(VARIANTS, KINDS, SETTINGS, [2, 4])),
 )
-def test_other_settings(ranks: Any, variant: str, name: str, world: int) -> None:
-    settings = {"kind": "toy", **SETTINGS[name]}
-    params = {**params_of(variant), **settings.pop("params", {})}
-    results = ranks(world).run(training.train, clipping=0.5, params=params, **settings)
-    compare(results, settings["kind"], world, 0.5, variant=variant)
+def test_other_settings(ranks: Any, variant: str, kind: str, name: str, world: int) -> None:
+    settings = dict(SETTINGS[name])
+    params = {**params_of(variant), **KINDS[kind], **settings.pop("params", {})}
+    results = ranks(world).run(training.train, kind=kind, clipping=0.5, params=params, **settings)
+    compare(results, kind, world, 0.5, variant=variant)
     for result in results:
         assert result["bytes_sent"] == result["planned_bytes"]
-    assert sum(result["orthogonalized"] for result in results) == len(MATRICES[settings["kind"]])
+    assert sum(result["orthogonalized"] for result in results) == len(MATRICES[kind])

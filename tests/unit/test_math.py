@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -23,14 +24,22 @@ from tests.support.fragments import momentum_pack, unpack_apply
 from tests.support.matrices import TOLERANCE, matrix
 from tests.support.reference import polar
 from tests.support.reference_math import reference_muon_step
+from tests.support.thinning import pairwise
 
 SHAPES = [(1, 1), (1, 9), (9, 1), (17, 17), (13, 31), (31, 13), (64, 256), (256, 64), (96, 200)]
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("method", ["gram", "standard"])
-@pytest.mark.parametrize("kind", ["gaussian", "low-rank", "ill-conditioned", "tiny", "huge"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "kind", "method", "dtype"),
+    pairwise(
+        product(
+            SHAPES,
+            ["gaussian", "low-rank", "ill-conditioned", "tiny", "huge"],
+            ["gram", "standard"],
+            TOLERANCE,
+        )
+    ),
+)
 def test_orthogonalize_matches_float64(
     shape: tuple[int, int], kind: str, method: str, dtype: torch.dtype
 ) -> None:
