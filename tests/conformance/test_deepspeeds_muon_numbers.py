@@ -13,7 +13,7 @@ from torch import Tensor
 
 import deepspeed_muon
 from tests.support import training
-from tests.support.contract import ADAM_TOLERANCE, MUON_TOLERANCE, compare
+from tests.support.contract import ADAM_TOLERANCE, MUON_TOLERANCE, compare, train_reference
 from tests.support.models import MATRICES, batch, build
 from tests.support.reference import Oracle, relative
 
@@ -68,18 +68,11 @@ def start_and_end(
     micro_batches: int, share: float, *, frozen: tuple[str, ...] = ()
 ) -> tuple[Any, Any, list[float]]:
     """Train the reference on gradients that are ``share`` of the micro-batches' sum."""
-    model = build("toy").double()
-    start = {name: param.detach().clone() for name, param in model.named_parameters()}
+    model = build("toy")
     for name, param in model.named_parameters():
         param.requires_grad_(name not in frozen)
     oracle = Oracle(MATRICES["toy"] - set(frozen))
-    norms = []
-    for step in range(STEPS):
-        model.zero_grad()
-        for micro in range(micro_batches):
-            (model(*batch(step, micro)) * share).backward()
-        norms.append(oracle.update(model))
-    return start, {name: param.detach() for name, param in model.named_parameters()}, norms
+    return train_reference(model, oracle, micro_batches, STEPS, share=share)
 
 
 def check(params: dict[str, Tensor], start: dict[str, Tensor], end: dict[str, Tensor]) -> None:

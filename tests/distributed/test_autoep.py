@@ -30,6 +30,7 @@ from tests.support.autoep_models import (
     source_state,
     with_plain_linears,
 )
+from tests.support.contract import train_reference
 from tests.support.counting import counted
 from tests.support.models import batch
 from tests.support.moe_hugging_face import EXPERTS as HF_EXPERTS
@@ -134,17 +135,8 @@ def reference(
     micro_batches: int, clipping: float, variant: str = "muon", last: str = "busy"
 ) -> tuple[Any, Any, list[float]]:
     """Train the plain model in float64 in this process."""
-    model = build_plain(last)
-    start = {name: param.detach().clone() for name, param in model.named_parameters()}
-    model = model.double()
     oracle = Oracle(AUTOEP_MATRICES, clipping=clipping, variant=variant, experts=STACKS)
-    norms = []
-    for step in range(STEPS):
-        model.zero_grad()
-        for micro in range(micro_batches):
-            (model(*batch(step, micro)) / micro_batches).backward()
-        norms.append(oracle.update(model))
-    return start, {name: param.detach() for name, param in model.named_parameters()}, norms
+    return train_reference(build_plain(last), oracle, micro_batches, STEPS)
 
 
 def worst_error(

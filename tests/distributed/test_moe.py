@@ -15,8 +15,7 @@ import deepspeed_muon
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.variants import VARIANTS
 from tests.support import training
-from tests.support.contract import params_of
-from tests.support.models import batch
+from tests.support.contract import backward, params_of
 from tests.support.moe_models import EXPERTS, GATE, MOE_MATRICES, build_deepspeed, build_plain, global_name
 from tests.support.reference import Oracle, in_8_bits, relative
 from tests.support.tensor_parallel import Mpu
@@ -111,9 +110,7 @@ def reference(
         oracle.keep = in_8_bits
     norms = []
     for step in range(STEPS):
-        model.zero_grad()
-        for micro in range(micro_batches):
-            (model(*batch(step, micro)) / micro_batches).backward()
+        backward(model, step, micro_batches)
         assert all(param.grad.any() for param in model.parameters()), "every expert gets a token"
         norms.append(oracle.update(model))
     return start, {name: param.detach() for name, param in model.named_parameters()}, norms

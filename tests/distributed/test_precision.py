@@ -14,8 +14,8 @@ from torch import Tensor
 import deepspeed_muon
 from deepspeed_muon.variants import VARIANTS
 from tests.support import training
-from tests.support.contract import HALF_TOLERANCE, STEPS, params_of, reference
-from tests.support.models import MATRICES, batch, build
+from tests.support.contract import HALF_TOLERANCE, STEPS, params_of, reference, train_reference
+from tests.support.models import MATRICES, build
 from tests.support.reference import Oracle, in_8_bits, relative
 from tests.support.thinning import pairwise
 from tests.support.training import state_bytes, try_to_start
@@ -28,16 +28,9 @@ def rounding_reference(
     micro_batches: int, clipping: float, momentum: str = "bf16"
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Train as the reference does, with a momentum that is rounded to ``momentum`` between steps."""
-    model = build("toy").double()
-    start = {name: param.detach().clone() for name, param in model.named_parameters()}
     keep = in_8_bits if momentum == "int8" else lambda buf: buf.bfloat16().double()
     oracle = Oracle(MATRICES["toy"], clipping=clipping, keep=keep)
-    for step in range(STEPS):
-        model.zero_grad()
-        for micro in range(micro_batches):
-            (model(*batch(step, micro)) / micro_batches).backward()
-        oracle.update(model)
-    end = {name: param.detach() for name, param in model.named_parameters()}
+    start, end, _ = train_reference(build("toy"), oracle, micro_batches)
     return start, end, {name: oracle.state[name][0] for name in MATRICES["toy"]}
 
 

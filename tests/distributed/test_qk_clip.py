@@ -14,6 +14,7 @@ from torch import Tensor
 import deepspeed_muon
 from tests.support import pipelines, tensor_parallel, training
 from tests.support.attention_models import HEADS, KEY_HEADS, NOPE, ROPE, SCALE, THRESHOLD, WIDTH
+from tests.support.contract import backward
 from tests.support.models import MATRICES, batch, build
 from tests.support.reference import Oracle, relative
 from tests.support.reference_math import reference_clip, reference_clip_latent, reference_max_logits
@@ -56,10 +57,8 @@ def reference(kind: str, micro_batches: int, excluded: bool = False) -> tuple[An
     model.attn.keep = True
     history = []
     for step in range(STEPS):
-        model.zero_grad()
         model.attn.seen.clear()
-        for micro in range(micro_batches):
-            (model(*batch(step, micro)) / micro_batches).backward()
+        backward(model, step, micro_batches)
         found = [reference_max_logits(q, k, scale=SCALE) for q, k in model.attn.seen]
         history.append([max(values) for values in zip(*found, strict=True)])
         oracle.update(model)

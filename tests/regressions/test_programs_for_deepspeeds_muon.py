@@ -16,6 +16,7 @@ from torch import nn
 import deepspeed_muon
 from deepspeed_muon import Muon, RoutingError
 from tests.support import training
+from tests.support.contract import backward
 from tests.support.models import batch, build
 from tests.support.reference import Oracle, relative
 
@@ -96,9 +97,7 @@ def test_a_head_alone_is_trained_by_adamw(ranks: Any, stage: int) -> None:
     head_only(model)
     oracle = Oracle(set(), clipping=0.5)
     for step in range(3):
-        model.zero_grad()
-        for micro in range(2):
-            (model(*batch(step, micro)) / 2).backward()
+        backward(model, step, 2)
         oracle.update(model)
     for report in ranks(2).run(train_head, stage=stage):
         assert report["kinds"] == [[False, "adamw"]]

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed_muon.variants import VARIANTS
 from tests.support.models import CUTS, MATRICES, batch, build
@@ -25,6 +25,27 @@ MUON_TOLERANCE = 1e-5
 ADAM_TOLERANCE = 2.5e-5
 
 
+def backward(model: nn.Module, step: int, micro_batches: int, share: float | None = None) -> None:
+    """Leave in ``.grad`` the sum of a step's micro-batches, times ``share``; by default their mean."""
+    model.zero_grad()
+    for micro in range(micro_batches):
+        loss = model(*batch(step, micro))
+        (loss / micro_batches if share is None else loss * share).backward()
+
+
+def train_reference(
+    model: nn.Module, oracle: Oracle, micro_batches: int, steps: int = STEPS, *, share: float | None = None
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
+    """Train a model in float64, in place; return its parameters before and after, and the raw norms."""
+    start = {name: param.detach().clone() for name, param in model.named_parameters()}
+    model.double()
+    norms = []
+    for step in range(steps):
+        backward(model, step, micro_batches, share)
+        norms.append(oracle.update(model))
+    return start, {name: param.detach() for name, param in model.named_parameters()}, norms
+
+
 @functools.lru_cache(maxsize=64)
 def reference(
     kind: str,
@@ -37,8 +58,6 @@ def reference(
 ) -> tuple[Any, Any, list[float], Any]:
     """Train in one process in float64 on all micro-batches; return start, end, raw norms and momentum."""
     model = build(kind)
-    start = {name: param.detach().clone() for name, param in model.named_parameters()}
-    model = model.double()
     heads = {"self_attn.q_proj.weight": 4, "self_attn.k_proj.weight": 2} if kind == "heads" else {}
     oracle = Oracle(
         MATRICES[kind],
@@ -48,13 +67,8 @@ def reference(
         cuts=CUTS.get(cuts or kind, {}),
     )
     oracle.variant, oracle.decay_mode = variant, decay_mode
-    norms = []
-    for step in range(steps):
-        model.zero_grad()
-        for micro in range(micro_batches):
-            (model(*batch(step, micro)) / micro_batches).backward()
-        norms.append(oracle.update(model))
-    end = {name: param.detach() for name, param in model.named_parameters() if param.requires_grad}
+    start, end, norms = train_reference(model, oracle, micro_batches, steps)
+    end = {name: value for name, value in end.items() if model.get_parameter(name).requires_grad}
     momentum = {name: oracle.state[name][0] for name in MATRICES[kind]}
     return start, end, norms, momentum
 
