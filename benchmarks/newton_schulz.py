@@ -8,7 +8,7 @@ Times are medians over repetitions in which all implementations take turns, so t
 meets all of them alike. Peers: the iteration of ``torch.optim.Muon``, one matrix at a time as that optimizer calls it;
 the two functions inside DeepSpeed, compiled as DeepSpeed compiles them, one matrix at a time as its optimizer calls
 them and, for batches, in one call. On a GPU besides: the standard bf16 iteration under ``torch.compile``; torch's code
-with cuBLAS, and with the symmetric products of Triton, and of quack where that is installed, all in our dtype; and
+with cuBLAS, and with the symmetric products of Triton, all in our dtype; and
 ``gram-newton-schulz`` where that is installed.
 
 Writes ``benchmarks/results/newton_schulz-<hardware>.json`` and ``.md``.
@@ -46,7 +46,7 @@ from deepspeed_muon.math.newton_schulz import (
     resolve_ns_dtype,
 )
 from deepspeed_muon.ops.autotune import Tuner, error_of
-from deepspeed_muon.ops.candidates import other_products
+from deepspeed_muon.ops.candidates import triton_products
 from deepspeed_muon.ops.machine import hardware_name
 
 STEPS = 5
@@ -82,8 +82,8 @@ def libraries(x: Tensor) -> dict[str, Run]:
     """The same iteration with the products of each library on this GPU, and ``gram-newton-schulz``, in one call."""
     settings = NsSettings(resolve_schedule("quintic", STEPS), "gram", resolve_ns_dtype("auto", x.device))
     found: dict[str, Run] = {"cuBLAS": lambda: orthogonalize(x, settings=settings)}
-    for name, products in other_products().items():
-        found[name] = lambda products=products: orthogonalize(x, settings=settings, products=products)
+    if (products := triton_products()) is not None:
+        found["triton"] = lambda: orthogonalize(x, settings=settings, products=products)
     if importlib.util.find_spec("gram_newton_schulz") is not None:
         package = importlib.import_module("gram_newton_schulz")
         theirs = package.GramNewtonSchulz(

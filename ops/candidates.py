@@ -7,12 +7,11 @@ the kernels, and so in rounding and time.
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -141,18 +140,16 @@ def products_of(sym_gemm: Callable[..., Tensor]) -> Products:
 
 
 @functools.cache
-def other_products() -> dict[str, Products]:
-    """Return the symmetric products of Triton and of quack, by name, where they are installed and can be imported."""
-    found: dict[str, Products] = {}
-    for name in ("quack", "triton"):
-        if importlib.util.find_spec(name) is not None:
-            try:
-                found[name] = products_of(importlib.import_module(f"{__package__}.{name}_sym").sym_gemm)
-            except (
-                Exception
-            ) as error:  # whatever a library raises at its import, on a GPU that it does not know
-                logger.warning("deepspeed_muon: %s is installed, but not used: %s", name, error)
-    return found
+def triton_products() -> Products | None:
+    """Return Triton's symmetric products, ``None`` where it is not installed or cannot be imported."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    try:
+        from . import triton_sym
+    except Exception as error:  # whatever it raises at its import, on a GPU that it does not know
+        logger.warning("deepspeed_muon: Triton is installed, but not used: %s", error)
+        return None
+    return products_of(triton_sym.sym_gemm)
 
 
 def candidates_for(
@@ -165,7 +162,7 @@ def candidates_for(
     Args:
         problem: What is to be computed.
         operators: ``torch.ops.deepspeed_muon``, or ``None`` for torch's code alone.
-        without: What must not be used: ``native`` operators, CUDA ``graphs``, the products of ``triton``, ``quack``.
+        without: What must not be used: ``native`` operators, CUDA ``graphs``, the products of ``triton``.
     """
     methods = ["standard"]
     if problem.settings.method == "gram" and problem.ratio >= _GRAM_TRIED_FROM:
@@ -178,11 +175,9 @@ def candidates_for(
     in_torch = [method for method in methods if method == "standard" or problem.ratio >= 2.0]
     plain = native + [_torch(method) for method in in_torch]
     half = problem.settings.dtype in (torch.float16, torch.bfloat16)
-    if problem.device == "cuda" and half:
-        names = [name for name in other_products() if name not in without]
-        others = [_torch(method, name) for name in names for method in in_torch]
+    if problem.device == "cuda" and half and "triton" not in without and triton_products() is not None:
         place = 0 if _has_tcgen05() else len(native)
-        plain[place:place] = others
+        plain[place:place] = [_torch(method, "triton") for method in in_torch]
     if problem.device != "cuda" or problem.flops > _GRAPH_UP_TO:
         return plain
     return plain + [
@@ -196,8 +191,8 @@ def _has_tcgen05() -> bool:
     """Return whether the GPU has Blackwell's own tensor core instructions, which no CUDA kernel of this project uses.
 
     On such a chip (compute capability 10 and 11, not the 12 of consumer cards) those kernels run by ``mma.sync``, at a
-    fraction of its rate. Triton and quack compile to ``tcgen05``, so they are the expected winners there. Nobody has
-    timed it: the choice between all of them is measured.
+    fraction of its rate. Triton compiles to ``tcgen05``, so it is the expected winner there. Nobody has timed it: the
+    choice between all candidates is measured.
     """
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (10, 11)
 
@@ -251,9 +246,9 @@ def _native(method: str, operators: Any) -> Candidate:
     return Candidate(f"ops {method}", run)
 
 
-def _torch(method: str, name: str = "torch") -> Candidate:
-    """Return torch's code, with the symmetric products of another library in place of its own if that is named."""
-    products = None if name == "torch" else other_products()[name]
+def _torch(method: str, name: Literal["torch", "triton"] = "torch") -> Candidate:
+    """Return torch's code, with its own products or with Triton's."""
+    products = None if name == "torch" else triton_products()
 
     def run(x: Tensor, settings: NsSettings) -> Tensor:
         return orthogonalize(x, settings=replace(settings, method=method), products=products)  # type: ignore[arg-type]

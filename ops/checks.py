@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +12,7 @@ from deepspeed_muon.math.newton_schulz import NsSettings, reference_orthogonaliz
 
 from . import library, reference
 from .autotune import TOLERANCE, error_of
-from .candidates import candidates_for, has_kernel, other_products, problem_of
+from .candidates import candidates_for, has_kernel, problem_of, triton_products
 
 Checks = list[dict[str, Any]]
 
@@ -42,9 +40,9 @@ def cuda_checks(started: Callable[[str], object] = lambda part: None) -> Checks:
     it belongs to, and ``raised`` where it raised instead of giving a number.
     """
     operators = library.try_load()
-    parts: dict[str, Callable[[], Checks]] = {
-        name: functools.partial(_test_other_product, name) for name in other_products()
-    }
+    parts: dict[str, Callable[[], Checks]] = {}
+    if triton_products() is not None:
+        parts["triton"] = _test_triton
     parts["graphs"] = lambda: _test_graphs(operators)
     if operators is not None:
         parts["native"] = lambda: _test_operators(operators, "cuda")
@@ -111,9 +109,10 @@ def _test_sym_gemm(operators: Any, device: str) -> Checks:
     return checks
 
 
-def _test_other_product(name: str) -> Checks:
-    product = importlib.import_module(f"{__package__}.{name}_sym").sym_gemm
-    return _test_product(f"sym_gemm of {name}", product, "cuda", _DTYPES[1:])
+def _test_triton() -> Checks:
+    from . import triton_sym
+
+    return _test_product("sym_gemm of triton", triton_sym.sym_gemm, "cuda", _DTYPES[1:])
 
 
 def product_shapes(processors: int) -> list[tuple[int, int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,15 +24,6 @@ NsBackend = Literal["auto", "ops", "torch"]
 _NATIVE = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(slots=True)
-class Ran:
-    """What runs a problem, why, and how often it did."""
-
-    candidate: Candidate
-    choice: Choice
-    calls: int = 0
-
-
 class Orthogonalizer:
     """Runs :func:`deepspeed_muon.math.newton_schulz.orthogonalize` by a backend; made by :func:`select`."""
 
@@ -40,7 +32,8 @@ class Orthogonalizer:
         self.backend = backend
         self._operators = operators
         self._tuner = tuner
-        self._chosen: dict[Problem, Ran] = {}
+        self._chosen: dict[Problem, tuple[Candidate, Choice]] = {}
+        self._calls: Counter[Problem] = Counter()
 
     def __call__(self, x: Tensor, *, settings: NsSettings) -> Tensor:
         """Return the approximate polar factor of every matrix of a batch.
@@ -60,11 +53,11 @@ class Orthogonalizer:
         """
         if x.ndim < 2:
             raise ValueError(f"orthogonalize needs (..., rows, cols), got shape {tuple(x.shape)}")
-        ran = self.prepare(x, settings=settings, device=x.device)
-        ran.calls += 1
-        return ran.candidate.run(x, settings)
+        problem = self.prepare(x, settings=settings, device=x.device)
+        self._calls[problem] += 1
+        return self._chosen[problem][0].run(x, settings)
 
-    def prepare(self, x: Tensor, *, settings: NsSettings, device: torch.device) -> Ran:
+    def prepare(self, x: Tensor, *, settings: NsSettings, device: torch.device) -> Problem:
         """Choose what will run tensors like ``x`` on ``device``, unless that is known; see :meth:`__call__`.
 
         Args:
@@ -73,10 +66,9 @@ class Orthogonalizer:
             device: Where the tensors will be.
         """
         problem = problem_of(x, settings, device)
-        ran = self._chosen.get(problem)
-        if ran is None:
-            ran = self._chosen[problem] = Ran(*self._choose(problem, device))
-        return ran
+        if problem not in self._chosen:
+            self._chosen[problem] = self._choose(problem, device)
+        return problem
 
     def _choose(self, problem: Problem, device: torch.device) -> tuple[Candidate, Choice]:
         if self.backend == "torch":
@@ -105,22 +97,22 @@ class Orthogonalizer:
 
     def release(self) -> None:
         """Free the memory of recorded graphs. Choices stay; the next call with a shape records it again."""
-        for ran in self._chosen.values():
-            if isinstance(ran.candidate.run, Replayed):
-                ran.candidate.run.release()
+        for candidate, _ in self._chosen.values():
+            if isinstance(candidate.run, Replayed):
+                candidate.run.release()
 
     def report(self) -> list[dict[str, Any]]:
         """Return one entry for each problem that was prepared or run: shape, what runs it, why, how often, timings."""
         return [
             {
                 "problem": problem.key(),
-                "ran": ran.candidate.name,
-                "calls": ran.calls,
-                "reason": ran.choice.reason,
-                "milliseconds": dict(ran.choice.milliseconds),
-                "rejected": dict(ran.choice.rejected),
+                "ran": candidate.name,
+                "calls": self._calls[problem],
+                "reason": choice.reason,
+                "milliseconds": dict(choice.milliseconds),
+                "rejected": dict(choice.rejected),
             }
-            for problem, ran in self._chosen.items()
+            for problem, (candidate, choice) in self._chosen.items()
         ]
 
 

@@ -43,8 +43,8 @@ _PASSING_SECONDS = 600.0
 # Seconds for which a test that was ended is waited for.
 _LAST_SECONDS = 5.0
 
-PARTS = ("native", "graphs", "triton", "quack")
-"""What is tested and kept out by itself: the native operators, CUDA graphs, and the products of two libraries."""
+PARTS = ("native", "graphs", "triton")
+"""What is tested and kept out by itself: the native operators, CUDA graphs, and the products of Triton."""
 
 
 @dataclass(frozen=True, slots=True)

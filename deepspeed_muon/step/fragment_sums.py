@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.plan.exchange import ExchangePlan
-from deepspeed_muon.plan.pieces import Piece, blocks_of_rows, pieces_of
 from deepspeed_muon.plan.placement import Ints
-from deepspeed_muon.plan.rows import row_places
+from deepspeed_muon.plan.rows import Piece, blocks_of_rows, pieces_of, row_places
 from deepspeed_muon.step.passes import Step
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.step.tables import COLUMNS, ChunkTable

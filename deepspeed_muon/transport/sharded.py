@@ -59,21 +59,9 @@ def orthogonalize_sharded(
         ShardingError: On every rank, if the shards do not fit together, ``shard_dim`` is not a dimension of the matrix,
             or ``group`` is not one that this rank belongs to.
     """
-    if not isinstance(group, dist.ProcessGroup):
-        raise ShardingError(
-            f"orthogonalize_sharded needs the process group that shards the matrices, got {group!r}: there is no "
-            f"default group, and this rank must be a member of the one that is given"
-        )
     if shard_sizes is None:
-        dim, shard_sizes = _agreed_sizes(x, group, shard_dim, settings)
-    else:
-        dim, rank = _matrix_dim(x, shard_dim), dist.get_rank(group)
-        if len(shard_sizes) != dist.get_world_size(group) or shard_sizes[rank] != x.shape[dim]:
-            raise ShardingError(
-                f"shard_sizes {list(shard_sizes)} do not describe {dist.get_world_size(group)} ranks of which rank "
-                f"{rank} holds {x.shape[dim]} along dimension {dim}"
-            )
-    world_size = len(shard_sizes)
+        shard_sizes = _compared_sizes(x, group, shard_dim, settings)
+    dim, world_size = _checked_dim(x, group, shard_dim, shard_sizes), len(shard_sizes)
     if world_size == 1:
         return orthogonalize(x, settings=settings)
     # From here on the columns are sharded.
@@ -95,10 +83,9 @@ def orthogonalize_sharded(
     return result.mT.contiguous() if dim == -2 else result
 
 
-def _agreed_sizes(
-    x: Tensor, group: dist.ProcessGroup, shard_dim: int, settings: NsSettings
-) -> tuple[int, list[int]]:
-    """Return the sharded dimension and every rank's length along it; raise on all ranks if their shards do not fit."""
+def _compared_sizes(x: Tensor, group: dist.ProcessGroup, shard_dim: int, settings: NsSettings) -> list[int]:
+    """Return every rank's length along the sharded dimension; raise on all ranks if their shards do not fit."""
+    _check_group(group)
     ranks = Ranks.of([group])
     with together(ShardingError, ranks=ranks) as own:
         dim = _matrix_dim(x, shard_dim)
@@ -107,7 +94,27 @@ def _agreed_sizes(
         own.facts["length of the other side"] = str(x.shape[-3 - dim])
         own.facts["settings"] = repr(settings)
     lengths = ranks.gather(x.shape[dim], what="comparison of shards")
-    return dim, [lengths[rank] for rank in dist.get_process_group_ranks(group)]
+    return [lengths[rank] for rank in dist.get_process_group_ranks(group)]
+
+
+def _checked_dim(x: Tensor, group: dist.ProcessGroup, shard_dim: int, shard_sizes: Sequence[int]) -> int:
+    """Return the sharded dimension, counted from the end, along which the ranks hold ``shard_sizes``."""
+    _check_group(group)
+    dim, rank, ranks = _matrix_dim(x, shard_dim), dist.get_rank(group), dist.get_world_size(group)
+    if len(shard_sizes) != ranks or shard_sizes[rank] != x.shape[dim]:
+        raise ShardingError(
+            f"shard_sizes {list(shard_sizes)} do not describe {ranks} ranks of which rank {rank} holds "
+            f"{x.shape[dim]} along dimension {dim}"
+        )
+    return dim
+
+
+def _check_group(group: object) -> None:
+    if not isinstance(group, dist.ProcessGroup):
+        raise ShardingError(
+            f"orthogonalize_sharded needs the process group that shards the matrices, got {group!r}: there is no "
+            f"default group, and this rank must be a member of the one that is given"
+        )
 
 
 def _matrix_dim(x: Tensor, shard_dim: int) -> int:

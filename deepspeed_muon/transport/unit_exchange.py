@@ -16,8 +16,8 @@ from torch import Tensor
 
 from deepspeed_muon.plan.exchange import ExchangePlan
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.pieces import first_elements, unit_count, units_on
 from deepspeed_muon.plan.placement import Ints
+from deepspeed_muon.plan.rows import first_elements, unit_count, units_on
 from deepspeed_muon.transport.exchange import StepContext, exchange_bytes
 from deepspeed_muon.transport.ranks import phase, reduce_tensor
 

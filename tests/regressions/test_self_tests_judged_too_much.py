@@ -33,13 +33,13 @@ def test_each_part_has_a_verdict(tmp_path: Path) -> None:
 
 
 def test_what_raises_is_a_failure_of_its_part_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(name: str) -> list[dict[str, object]]:
+    def broken() -> list[dict[str, object]]:
         raise ImportError("no driver")
 
     right = {"op": "replay", "device": "cuda", "error": 0.0, "bound": 0.0, "ok": True}
     monkeypatch.setattr(checks.library, "try_load", lambda: None)
-    monkeypatch.setattr(checks, "other_products", lambda: {"triton": None})
-    monkeypatch.setattr(checks, "_test_other_product", broken)
+    monkeypatch.setattr(checks, "triton_products", lambda: 1)
+    monkeypatch.setattr(checks, "_test_triton", broken)
     monkeypatch.setattr(checks, "_test_graphs", lambda operators: [dict(right)])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import subprocess
@@ -15,7 +14,7 @@ import torch
 
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings, Products
-from deepspeed_muon.ops import candidates, reference
+from deepspeed_muon.ops import candidates
 from deepspeed_muon.ops.candidates import Problem, candidates_for
 from tests.support.native_ops import REPOSITORY
 
@@ -66,13 +65,13 @@ def test_when_it_is_a_candidate(
     without: tuple[str, ...],
     expected: list[str],
 ) -> None:
-    monkeypatch.setattr(candidates, "other_products", lambda: {"triton": Products(lambda x: x @ x.mT)})
+    monkeypatch.setattr(candidates, "triton_products", lambda: Products(lambda x: x @ x.mT))
     settings = NsSettings(resolve_schedule("quintic"), "gram", dtype)
     problem = Problem(device, torch.bfloat16, 1, 4096, 11008, 0, settings)
     names = [each.name for each in candidates_for(problem, None, without=without)]
     assert [name for name in names if name.startswith("triton")] == expected
     assert names[-2:] == ["torch gram", "torch standard"]
-    monkeypatch.setattr(candidates, "other_products", dict)
+    monkeypatch.setattr(candidates, "triton_products", lambda: None)
     assert not any(each.name.startswith("triton") for each in candidates_for(problem, None, without=without))
 
 
@@ -86,41 +85,10 @@ def test_it_is_expected_to_win_where_only_it_has_tcgen05(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(candidates, "has_kernel", lambda *_: True)
-    monkeypatch.setattr(candidates, "other_products", lambda: {"triton": Products(lambda x: x @ x.mT)})
+    monkeypatch.setattr(candidates, "triton_products", lambda: Products(lambda x: x @ x.mT))
     operators = types.SimpleNamespace(sym_gemm_kernel=lambda: "sm80")
     settings = NsSettings(resolve_schedule("quintic"), "gram", torch.float16)
     names = [
         each.name for each in candidates_for(Problem("cuda", FP32, 1, 4096, 4096, 0, settings), operators)
     ]
     assert names[0].startswith(first) and {"ops standard+sm80", "triton standard"} <= set(names)
-
-
-def stand_in(
-    a: torch.Tensor, b: torch.Tensor, *, C: torch.Tensor | None, out: torch.Tensor, alpha: float, beta: float
-) -> None:
-    """Compute what quack's kernel does: the squares on the diagonal are not symmetric to the last bit."""
-    exact = alpha * (a.double() @ b.double()) + (0 if C is None else beta * C.double())
-    out.copy_(exact)
-    m = out.shape[-1]
-    square = torch.arange(m) // 256
-    above = (square[:, None] == square[None, :]) & (torch.arange(m)[:, None] < torch.arange(m)[None, :])
-    out.copy_(torch.where(above, out * (1 + torch.finfo(out.dtype).eps), out))
-
-
-@pytest.mark.parametrize("shape", [(600, 96), (2, 256, 64), (3, 40, 24)], ids=str)
-def test_squares_of_quack_on_the_diagonal_are_mirrored(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
-) -> None:
-    interface = types.ModuleType("quack.gemm_interface")
-    interface.gemm_symmetric = stand_in  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "quack", types.ModuleType("quack"))
-    monkeypatch.setitem(sys.modules, "quack.gemm_interface", interface)
-    sys.modules.pop("deepspeed_muon.ops.quack_sym", None)
-    quack_sym = importlib.import_module("deepspeed_muon.ops.quack_sym")
-    a = torch.randn(shape, generator=torch.Generator().manual_seed(0)).half() / 8
-    c = reference.sym_gemm(a, a, None, 0.5, 0.0, 0.0)
-    for arguments in ((None, 1.0, 0.0, 0.0), (c, 1.5, -0.5, 2.0)):
-        result = quack_sym.sym_gemm(a, a, *arguments)
-        assert torch.equal(result, result.mT)
-        torch.testing.assert_close(result, reference.sym_gemm(a, a, *arguments), rtol=3e-3, atol=1e-3)
-    del sys.modules["deepspeed_muon.ops.quack_sym"]

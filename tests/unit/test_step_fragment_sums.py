@@ -14,8 +14,8 @@ from torch import nn
 
 from deepspeed_muon import BindingError, ConfigError, Muon, MuonConfig
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.pieces import first_elements, pieces_of, unit_count
 from deepspeed_muon.plan.placement import flat_placement
+from deepspeed_muon.plan.rows import first_elements, pieces_of, unit_count
 from deepspeed_muon.variants import VARIANTS, UnitRates
 from deepspeed_muon.variants.hyperball import RADIUS, apply
 from deepspeed_muon.variants.muown import MAGNITUDE
