@@ -13,11 +13,10 @@ import torch
 from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.checkpoint.deepspeed_files import convert_to_universal
 from deepspeed_muon.checkpoint.sources import RECORD_NAME
-from deepspeed_muon.errors import CheckpointError
 from tests.support import training
 from tests.support.checkpoints import INDEX, edit
 from tests.support.models import build
-from tests.support.snapshots import differences, snapshot
+from tests.support.snapshots import attempted
 
 WARMUP = {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 8}
 
@@ -62,13 +61,7 @@ def saved_with(rank: int, world_size: int, *, folder: str, scheduler: str) -> No
 def tried(rank: int, world_size: int, *, folder: str, scheduler: str) -> dict[str, Any]:
     """Return why a restore was refused, what it changed, and what one without the schedule gives."""
     engine = engine_with(scheduler, seed=7, steps=1)
-    before = snapshot(engine)
-    message = ""
-    try:
-        restore(engine, folder)
-    except CheckpointError as error:
-        message = str(error)
-    changed = differences(before, snapshot(engine))
+    message, changed = attempted(engine, lambda: restore(engine, folder))
     training.run_step(engine, 1, 0, 1, 1)
     schedule = engine.lr_scheduler.state_dict()
     restore(engine, folder, scheduler=False)
@@ -157,13 +150,7 @@ def one_rank_fails(rank: int, world_size: int, *, folder: str) -> dict[str, Any]
     engine = engine_with("StepLR", seed=7, steps=1)
     if rank == world_size - 1:
         engine.lr_scheduler.__class__ = Picky
-    before = snapshot(engine)
-    message = ""
-    try:
-        restore(engine, folder)
-    except CheckpointError as error:
-        message = str(error)
-    changed = differences(before, snapshot(engine))
+    message, changed = attempted(engine, lambda: restore(engine, folder))
     engine.destroy()
     return {"message": message, "changed": changed}
 
@@ -184,13 +171,7 @@ def tried_universal(rank: int, world_size: int, *, folder: str, stage: int) -> d
     zero = {"stage3_param_persistence_threshold": 300} if stage == 3 else {}
     settings = {"precision": "fp16", "extra": {"checkpoint": {"load_universal": True}}, "zero": zero}
     engine = engine_with("StepLR", seed=7, stage=stage, steps=1, **settings)
-    before = snapshot(engine)
-    message = ""
-    try:
-        engine.load_checkpoint(folder)
-    except CheckpointError as error:
-        message = str(error)
-    changed = differences(before, snapshot(engine))
+    message, changed = attempted(engine, lambda: engine.load_checkpoint(folder))
     training.run_step(engine, 1, 0, 1, 1)
     engine.destroy()
     return {"message": message, "changed": changed}

@@ -22,7 +22,7 @@ from deepspeed_muon.checkpoint.settings import checked_settings
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
 from tests.support.checkpoints import INDEX, edit
-from tests.support.snapshots import differences, snapshot
+from tests.support.snapshots import attempted
 
 FILE = "muon-0123456789ab-00000.safetensors"
 GROUP = {
@@ -233,12 +233,7 @@ def diverged(rank: int, world_size: int, *, folder: str, stage: int) -> Any:
 def restored(rank: int, world_size: int, *, folder: str, stage: int) -> Any:
     engine = training.make_engine(training.ds_config(stage), seed=7)
     training.run_step(engine, 0, rank, world_size, 1)
-    before, message = snapshot(engine), ""
-    try:
-        restore(engine, folder)
-    except CheckpointError as error:
-        message = str(error)
-    changed = differences(before, snapshot(engine))
+    message, changed = attempted(engine, lambda: restore(engine, folder))
     restore(engine, folder, allow_nonfinite=True)
     found = [bool(torch.isfinite(state).all()) for state in training.full_states(engine, "exp_avg").values()]
     engine.destroy()
@@ -256,12 +251,7 @@ def test_a_state_with_nan_is_restored_only_when_asked_for(ranks: Any, tmp_path: 
 def settings_restored(rank: int, world_size: int, *, folder: str) -> Any:
     """Try a set whose settings are refused; then the same without its settings."""
     engine = training.make_engine(training.ds_config(1), seed=7)
-    before, message = snapshot(engine), ""
-    try:
-        restore(engine, folder)
-    except CheckpointError as error:
-        message = str(error)
-    changed = differences(before, snapshot(engine))
+    message, changed = attempted(engine, lambda: restore(engine, folder))
     restore(engine, folder, hyperparameters=False)
     rates = [group["lr"] for group in engine.basic_optimizer.param_groups]
     engine.destroy()

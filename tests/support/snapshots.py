@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import deepspeed_muon
+from deepspeed_muon.errors import CheckpointError
 
 
 def tensors_of(engine: Any) -> dict[str, Tensor]:
@@ -57,3 +59,13 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         if before["facts"].get(key) != after["facts"].get(key)
     ]
     return found + changed(before["tensors"], after["tensors"])
+
+
+def attempted(engine: Any, load: Callable[[], object]) -> tuple[str, list[str]]:
+    """Load a checkpoint; return why it was refused, or ``""``, and what is not bit-identical afterwards."""
+    before, message = snapshot(engine), ""
+    try:
+        load()
+    except CheckpointError as error:
+        message = str(error)
+    return message, differences(before, snapshot(engine))

@@ -74,7 +74,10 @@ def test_deepseek_v3_with_separate_experts(world: int, balance: float) -> None:
     assert exchange_of(routes, PlanSettings(world, 1)).balance <= balance
 
 
-@pytest.mark.parametrize(("separate", "balance"), [(True, 1.27), (False, 1.294)])
+# Its separate experts are the longer plan of what DeepSeek-V3's show above.
+@pytest.mark.parametrize(
+    ("separate", "balance"), [pytest.param(True, 1.27, marks=pytest.mark.full), (False, 1.294)]
+)
 def test_kimi_k2_on_1024_ranks(separate: bool, balance: float) -> None:
     """Of a stack of experts a partition holds 34.06 blocks: no rank has more than 34, of 0.038 of the mean each."""
     routes = routes_of("kimi-k2", separate)
