@@ -28,9 +28,11 @@ def measure(rank: int, world_size: int, *, nbytes: int, repeats: int) -> dict[st
     one = torch.zeros(nbytes, dtype=torch.uint8)
     each = one.repeat(world_size)
     room = torch.empty_like(each)
+    # torch 2.13 renamed all_gather_into_tensor, which warns at every call since.
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(one, op=dist.ReduceOp.MAX),
-        "all_gather": lambda: dist.all_gather_into_tensor(room, one),
+        "all_gather": lambda: all_gather(room, one),
         "all_to_all": lambda: dist.all_to_all_single(room, each),
     }
     seconds: dict[str, list[float]] = {name: [] for name in calls}
