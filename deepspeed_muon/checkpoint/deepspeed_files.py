@@ -2,53 +2,41 @@
 
 The files are pickles. torch's restricted unpickler (``weights_only``) reads them, with a short list of DeepSpeed's own
 classes allowed. They are mapped into memory, so that the disk reads only what is copied.
+
+Files of ours have a record of the layout. For those of AdamW and of DeepSpeed's own Muon it is worked out as ZeRO lays
+parameters out, and :func:`~deepspeed_muon.routing.rules.route_saved` guesses their routes. Every guess is reported in
+words.
 """
 
 from __future__ import annotations
 
 import functools
-import io
+import json
 import math
 import os
-import pickle
-import re
-import shutil
-import sys
-import zipfile
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.files import (
-    check_tensor,
-    drop_pages,
-    file_digest,
-    folder_of,
-    is_name,
-    new_folder,
-    refusing,
-    replace_file,
-    write_synced,
-)
-from deepspeed_muon.checkpoint.foreign import foreign_state
-from deepspeed_muon.checkpoint.index import OURS, UNIVERSAL_FORMAT, CheckpointIndex, json_settings
+from deepspeed_muon.checkpoint.files import check_tensor, drop_pages, refusing
+from deepspeed_muon.checkpoint.index import OURS, json_settings
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, read_records
 from deepspeed_muon.checkpoint.parameters import (
-    ITEM_BYTES,
     HeldParameter,
     ParameterRecord,
     Transfer,
     put_together,
     transfers_of,
 )
-from deepspeed_muon.checkpoint.sources import RECORD_NAME, WINDOW
-from deepspeed_muon.checkpoint.tag_folder import MODEL_FILES, TagFolder, optimizer_kind
+from deepspeed_muon.checkpoint.tag_folder import TagFolder
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.logs import logger
+from deepspeed_muon.plan.placement import Placement, flat_placement, sharded_placement, whole_slice
+from deepspeed_muon.routing.route import Route
+from deepspeed_muon.routing.rules import route_saved
 from deepspeed_muon.step.quantized import SCALE_KEY, first_scales, read_codes
 
 
@@ -84,19 +72,25 @@ class DeepSpeedFiles(TagFolder):
         """
         super().__init__(folder, trust=trust, verify=verify)
         with refusing(f"{self.folder}: not as DeepSpeed writes it"):
-            self._kind = optimizer_kind(self.inner[0])
+            self._whole_momentum: Mapping[tuple[str, int], int] = {}
             optimizer: Mapping[str, Any] = {}
             lossy: list[str] = []
-            if self._kind == OURS:
-                held, optimizer = self._from_record()
+            if self.kind == OURS:
+                contents = [inner.get(RECORD_KEY) for inner in self.inner]
+                optimizer, held = read_records(contents, str(self.files[0]))
+                if self.stage and any(each.placement.replicated for each in held):
+                    raise CheckpointError(
+                        f"{self.files[0]}: its layout record is not one of ZeRO stage {self.stage}"
+                    )
             else:
-                held, lossy = foreign_state(self, self._kind, include, exclude)
-            self.parts = put_together(held, self.files)
+                held, lossy = foreign_state(self, include, exclude)
+                self._whole_momentum = _whole_momentum(self, held)
+            self.parts = put_together(map(self._with_state, held), self.files)
             self.parameters = {name: first.record for name, (first, *_) in self.parts.items()}
             self.about = {
                 "source": {
                     "writer": "offline",
-                    "optimizer": self._kind,
+                    "optimizer": self.kind,
                     "zero_stage": self.stage,
                     "world_size": self.world_size,
                 },
@@ -106,16 +100,8 @@ class DeepSpeedFiles(TagFolder):
                 "progress": self.progress,
             }
 
-    def _from_record(self) -> tuple[list[HeldParameter], Mapping[str, Any]]:
-        """Return what our layout record says of the parameters, and the settings of the optimizer."""
-        contents = [inner.get(RECORD_KEY) for inner in self.inner]
-        optimizer, found = read_records(contents, str(self.files[0]))
-        if self.stage and any(held.placement.replicated for held in found):
-            raise CheckpointError(f"{self.files[0]}: its layout record is not one of ZeRO stage {self.stage}")
-        return [self._with_state(held) for held in found], optimizer
-
     def _with_state(self, held: HeldParameter) -> HeldParameter:
-        """Return a parameter of a record with what the files of its ranks say of it."""
+        """Return a parameter with what the files of its ranks say of its state."""
         first = held.holders[0]
         where = f"{self.files[first]}: parameter {held.name}"
         groups = self.inner[first]["param_groups"]
@@ -146,31 +132,11 @@ class DeepSpeedFiles(TagFolder):
 
     def _saved(self, held: HeldParameter, key: str, number: int) -> Any:
         """Return what the file of a number holds under a key."""
-        if key != "fp32":
-            state = self.inner[number]["state"][held.partition]
-            from_adam = self._kind != OURS and key == "momentum_buffer" and key not in state
-            return state["exp_avg" if from_adam else key]
-        if self.stage:
-            return self.masters(number)[held.partition]
-        wrapper = self.wrappers[number]
-        if "fp32_groups" in wrapper:
-            return [tensor for group in wrapper["fp32_groups"] for tensor in group][held.partition]
-        return self._weights(number)[held.name]
-
-    @functools.cache  # noqa: B019 - lives as long as the files
-    def _weights(self, number: int) -> Mapping[str, Tensor]:
-        """Return the weights of stage 0 in fp32 beside an optimizer's file: experts have files of their own."""
-        part = re.search(r"mp_rank_(\d+)", self.files[number].name)
-        mark = "mp_rank_00" if part is None else part.group()
-        found = dict(self.load(self.folder / f"{mark}_model_states.pt").get("module") or {})
-        if not found:
-            raise CheckpointError(
-                f"{self.folder}: a pipeline without ZeRO keeps its weights by layers, which are not read; consolidate "
-                f"with the engine, or save at stage 1"
-            )
-        for path in sorted(self.folder.glob(f"layer_*_expert_*_{mark}_model_states.pt")):
-            found.update(self.load(path))
-        return found
+        if key == "fp32":
+            return self.master(number, held.partition, held.name)
+        state = self.inner[number]["state"][held.partition]
+        from_adam = self.kind != OURS and key == "momentum_buffer" and key not in state
+        return state["exp_avg" if from_adam else key]
 
     def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
         """Return elements ``[start, start + numel)`` of a tensor in row-major order, fp32, one-dimensional."""
@@ -184,6 +150,8 @@ class DeepSpeedFiles(TagFolder):
         for each in transfers:
             held, key = each.held, each.key
             place, flat = held.offset(key, each.rank, each.start), self._flat(held, key, each.rank)
+            if key == "momentum_buffer" and (held.name, each.rank) in self._whole_momentum:
+                place = self._whole_momentum[held.name, each.rank] + each.start
             if place + each.numel > flat.numel():
                 raise CheckpointError(
                     f"{self.files[each.source]}: {key} of parameter {held.name} is cut off: the partition has "
@@ -222,116 +190,174 @@ class DeepSpeedFiles(TagFolder):
         return dict(zip(own, starts, strict=True)), total
 
 
-def convert_to_universal(
-    input_folder: str | os.PathLike[str], output_folder: str | os.PathLike[str], **reading: Any
+def repeat_in_run(
+    algorithms: Mapping[str, str],
+    routes: Mapping[str, Route],
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
 ) -> list[str]:
-    """Convert the folder of a tag that DeepSpeed saved to a universal checkpoint.
-
-    This consists of ``zero/<parameter>/<state>.pt``, the model states under the names that every stage looks for, and a
-    record with checksums.
+    """Say what ``optimizer.params`` of the run that continues must hold, so that its routes are the checkpoint's.
 
     Args:
-        input_folder: The tag's folder: ours, DeepSpeed's own Muon's, or AdamW's, of stages 0 to 3.
-        output_folder: The folder to write; must not exist yet. ``latest_universal`` beside it will name it.
-        **reading: ``trust``, ``include``, ``exclude`` of :class:`DeepSpeedFiles`.
+        algorithms: Name of every parameter to the algorithm in the checkpoint.
+        routes: Of :func:`~deepspeed_muon.routing.rules.route_saved`, with the same patterns.
+        include: The patterns that were used.
+        exclude: The patterns that were used.
 
     Returns:
-        What was lost or invented, in words.
+        Sentences; none where there is nothing to say.
+    """
+    wanted = [name for name, kind in algorithms.items() if kind == "muon" != routes[name].algorithm]
+    # The files leave these open; training, which sees the modules, may route them to Muon.
+    doubtful = {name for name, route in routes.items() if route.rule == "unsure"}
+    unwanted = [
+        name
+        for name, kind in algorithms.items()
+        if kind == "adamw" and (routes[name].algorithm == "muon" or name in doubtful)
+    ]
+    said = []
+    settings = {"include": [*include, *wanted], "exclude": [*exclude, *unwanted]}
+    if any(settings.values()):
+        text = ", ".join(
+            f"{json.dumps(key)}: {json.dumps(names)}" for key, names in settings.items() if names
+        )
+        said.append(f"the run that goes on from here needs in optimizer.params: {text}")
+    plain = [name for name, each in routes.items() if each.rule == "hidden" and each.kind == "convolution"]
+    plain = [name for name in plain if name not in unwanted]
+    if plain:
+        said.append(
+            f"taken for filters of plain convolutions, by their shapes: {', '.join(plain)}; if the run finds a grouped "
+            f"or transposed one among them, convert again with --exclude and its name"
+        )
+    return said
+
+
+def foreign_state(
+    saved: TagFolder, include: Sequence[str], exclude: Sequence[str]
+) -> tuple[list[HeldParameter], list[str]]:
+    """Work out where the parameters lie, as ZeRO lays them out, and route those of AdamW.
+
+    Args:
+        saved: The files.
+        include: For AdamW: patterns of names that go to Muon.
+        exclude: For AdamW: patterns of names that stay with AdamW.
+
+    Returns:
+        What the files hold of each before any step, and what is lost or invented when it becomes our state, in words.
 
     Raises:
-        CheckpointError: Naming the file and the parameter.
+        CheckpointError: Naming the file, if they cannot be read without an engine.
     """
-    out = Path(os.path.abspath(folder_of("output_folder", output_folder)))
-    saved = DeepSpeedFiles(input_folder, **reading)
-    with new_folder(out) as partial:
-        records = _write_parameters(saved, partial / "zero")
-        torch.save({"param_groups": saved.about["groups"]}, partial / "zero" / "optimizer_state.pt")
-        for model_rank, path in saved.model_files().items():
-            for name in MODEL_FILES:
-                _link(path, partial / name.replace("mp_rank_00", model_rank))
-        index = CheckpointIndex.made_now(UNIVERSAL_FORMAT, **saved.about, parameters=records)
-        write_synced(partial / RECORD_NAME, index.to_bytes())
-    replace_file(out.parent / "latest_universal", out.name.encode())
-    return index.lossy
+    if any(saved.folder.glob("*expert_*_model_states.pt")):
+        raise CheckpointError(
+            f"{saved.folder}: mixture-of-experts checkpoints of {saved.kind} cannot be read"
+        )
+    parallel = next(iter(sorted(saved.folder.glob("*mp_rank_01*"))), None)
+    if parallel is not None:
+        raise CheckpointError(f"{parallel}: model-parallel checkpoints of {saved.kind} cannot be read")
+    members = list(_members(saved) if saved.stage else _whole_members(saved))
+    shapes = {name: shape for _, name, shape, _ in members}
+    if len(shapes) < len(members):
+        ((twice, _),) = Counter(name for _, name, *_ in members).most_common(1)
+        raise CheckpointError(f"{saved.model_file}: two parameters are called {twice}")
+    patterns = {"include": include, "exclude": exclude} if saved.kind == "AdamW" else {}
+    routes = route_saved(shapes, saved.aliases(), **patterns)
+    groups = enumerate(saved.inner[0]["param_groups"])
+    group_of = {index: number for number, group in groups for index in group["params"]}
+    holders = tuple(range(saved.world_size))
+    held = []
+    for partition, name, shape, placement in members:
+        algorithm: Any = routes[name].algorithm
+        if saved.kind != "AdamW":  # DeepSpeed's Muon says it itself: its matrices have a momentum_buffer
+            algorithm = "muon" if "momentum_buffer" in saved.state_of(partition) else "adamw"
+        record = ParameterRecord(shape=shape, algorithm=algorithm, group=group_of.get(partition, 0))
+        held.append(HeldParameter(record, whole_slice(name, shape), placement, None, holders, partition))
+    algorithms = {each.name: each.record.algorithm for each in held}
+    return held, [*repeat_in_run(algorithms, routes, **patterns), *_lossy(saved, held)]
 
 
-def _write_parameters(saved: DeepSpeedFiles, folder: Path) -> dict[str, ParameterRecord]:
-    """Write the tensors; return the records with the checksums of their files."""
-    found = {}
-    for name, record in saved.parameters.items():
-        if not is_name(name):
-            raise CheckpointError(f"parameter {name!r} cannot name a folder")
-        place = folder / name
-        place.mkdir(parents=True)
-        for key in record.tensor_keys:
-            _write_tensor(place / f"{key}.pt", record.shape_of(key), _pieces(saved, name, key))
-        torch.save(record.step, place / "step.pt")
-        digests = {key: file_digest(place / f"{key}.pt") for key in record.tensor_keys}
-        found[name] = record.model_copy(update={"tensors": digests})
+def _members(saved: TagFolder) -> Iterator[tuple[int, str, tuple[int, ...], Placement]]:
+    """Yield partition, name, shape and place of every parameter, as ZeRO lays them out."""
+    shapes = saved.model.get("param_shapes")
+    if not isinstance(shapes, (list, tuple)):
+        raise CheckpointError(f"{saved.model_file}: no param_shapes")
+    paddings = saved.wrappers[0].get("param_alignment_paddings")
+    for number, group in enumerate(shapes):
+        offset, size = 0, saved.masters(0)[number].numel()
+        for position, (name, shape) in enumerate(group.items()):
+            shape = tuple(int(n) for n in shape)
+            numel = math.prod(shape)
+            # What the parameter takes: at stage 3 of every rank's partition, below of all partitions together.
+            taken = -(-numel // saved.world_size) if saved.stage == 3 else numel
+            room = size if saved.stage == 3 else size * saved.world_size
+            if min(shape, default=0) < 0 or taken > room - offset:
+                raise CheckpointError(
+                    f"{saved.model_file}: parameter {name} of shape {list(shape)} is larger than what is left of its "
+                    f"partition"
+                )
+            if numel and saved.stage == 3:
+                yield number, name, shape, sharded_placement(offset, numel, taken)
+            elif numel:
+                yield number, name, shape, flat_placement(offset, numel, size)
+            offset += taken
+            if saved.stage != 3 and paddings:
+                offset += int(paddings[number][position])
+
+
+def _whole_members(saved: TagFolder) -> Iterator[tuple[int, str, tuple[int, ...], Placement]]:
+    """Match the parameters of stage 0 by order, which is right for ``model.parameters()`` and checked by shape."""
+    left_out = set(saved.model.get("buffer_names") or ())
+    left_out.update(name for names in saved.aliases().values() for name in names)
+    named = [(n, tuple(t.shape)) for n, t in saved.model["module"].items() if n not in left_out]
+    groups, states = saved.inner[0]["param_groups"], saved.inner[0]["state"]
+    order = [index for group in groups for index in group["params"]]
+    fits = len(order) == len(named) and all(
+        tuple(states[i]["exp_avg"].shape) == named[i][1] for i in order if "exp_avg" in states.get(i, {})
+    )
+    if len(groups) != 1 or not fits:
+        raise CheckpointError(
+            f"{saved.model_file}: a checkpoint of stage 0 without names, whose parameters cannot be matched to the "
+            f"model's by order; load it into an engine and save it at stage 1"
+        )
+    for number, (name, shape) in enumerate(named):
+        yield number, name, shape, sharded_placement(0, math.prod(shape), math.prod(shape))
+
+
+def _whole_momentum(saved: TagFolder, held: Sequence[HeldParameter]) -> dict[tuple[str, int], int]:
+    """Return where the momentum of a whole matrix starts in the state of each rank that holds some of the matrix.
+
+    So DeepSpeed's Muon keeps it at stages 1 and 2: a rank's momentum covers all matrices that touch its partition. Of
+    partitions whose momentum is cut as they are there are no entries.
+    """
+    found: dict[tuple[str, int], int] = {}
+    for partition, members in groupby(held, key=lambda each: each.partition):
+        starts: dict[tuple[str, int], int] = {}
+        wholes: Counter[int] = Counter()
+        for each in members if saved.stage in (1, 2) else ():
+            for rank in each.placement.ranks:
+                starts[each.name, rank] = wholes[rank]
+                wholes[rank] += each.record.numel
+        buffers = {rank: saved.state_of(partition, rank).get("momentum_buffer") for rank in wholes}
+        if all(buffer is not None and buffer.numel() == wholes[rank] for rank, buffer in buffers.items()):
+            found |= starts
     return found
 
 
-def _pieces(saved: DeepSpeedFiles, name: str, key: str) -> Iterator[Tensor]:
-    numel = math.prod(saved.parameters[name].shape_of(key))
-    return (saved.read(name, key, start, min(WINDOW, numel - start)) for start in range(0, numel, WINDOW))
-
-
-class _Elements(int):
-    """The number of elements in the record ``data/0`` of a file."""
-
-
-class _Pickler(pickle.Pickler):
-    """Writes a tensor on the device ``meta`` as one whose elements are in the record ``data/0`` of the file."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return NotImplemented
-        hooks: OrderedDict[str, Any] = OrderedDict()
-        arguments = (_Elements(value.numel()), 0, tuple(value.shape), value.stride(), False, hooks)
-        return torch._utils._rebuild_tensor_v2, arguments
-
-    def persistent_id(self, value: Any) -> Any:
-        found = "storage", torch.FloatStorage, "0", "cpu"
-        return (*found, int(value)) if isinstance(value, _Elements) else None
-
-
-def _write_tensor(path: Path, shape: Sequence[int], pieces: Iterable[Tensor]) -> None:
-    """Write the dict of DeepSpeed's own converter as ``torch.save`` would, with one piece of its tensor in memory.
-
-    That converter writes such a dict at stages 1 and 2; DeepSpeed's loaders read ``param`` from it.
-    """
-    content = io.BytesIO()
-    _Pickler(content, protocol=2).dump({"param": torch.empty(tuple(shape), device="meta"), "cat_dim": 0})
-    large = math.prod(shape) * ITEM_BYTES > zipfile.ZIP64_LIMIT // 2
-    with zipfile.ZipFile(path, "w") as archive:
-        # The first record begins at byte 44, or 64 if it is large: aligned for whoever maps the file.
-        with archive.open("archive/data/0", "w", force_zip64=large) as file:
-            for piece in pieces:
-                file.write(piece.numpy().data.cast("B"))
-        archive.writestr("archive/data.pkl", content.getvalue())
-        archive.writestr("archive/byteorder", sys.byteorder)
-        archive.writestr("archive/version", "3\n")
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
-
-
-def is_ours(folder: str | os.PathLike[str]) -> bool:
-    """Return whether the files of a tag carry our layout record, as far as it can be told; nothing is unpickled."""
-    place = Path(folder)
-    if (place / "latest").is_file():
-        place /= (place / "latest").read_text(errors="replace").strip()
-    # At stage 0 the optimizer's state is in the model's file.
-    for path in sorted(place.glob("*_optim_states.pt")) or sorted(place.glob("*_model_states.pt")):
-        try:
-            with zipfile.ZipFile(path) as archive:
-                pickles = [archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl")]
-        except Exception as error:  # of a damaged file the reader can raise anything; the next one may tell
-            logger.debug("deepspeed_muon: %s cannot be read: %s", path, error)
-            continue
-        return any(RECORD_KEY.encode() in content for content in pickles)
-    return False
+def _lossy(saved: TagFolder, held: Sequence[HeldParameter]) -> Iterator[str]:
+    """Say what becomes of another optimizer's state of the matrices."""
+    muon = [each for each in held if each.record.algorithm == "muon" and saved.step_of(each.partition)]
+    if not muon:
+        return
+    yield "rates, decay, betas, eps and adjust_lr_fn are not carried over: those of the run's optimizer.params hold"
+    if saved.kind == "AdamW":
+        betas = saved.inner[0]["param_groups"][muon[0].record.group].get("betas", ["?"])
+        yield (
+            f"AdamW's exp_avg became the momentum of {len(muon)} matrices: the same moving average of the gradient, "
+            f"with its decay {betas[0]}; exp_avg_sq of these matrices was dropped"
+        )
+        return
+    yield "DeepSpeed's Muon counts no steps; global_steps - skipped_steps was taken"
+    buffer = saved.inner[0]["state"][muon[0].partition]["momentum_buffer"]
+    if buffer.dtype != torch.float32:
+        yield f"the momentum had been kept in {buffer.dtype} and is exactly that, widened to fp32"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -140,8 +140,6 @@ class HeldParameter:
         row_places: Where these lie; ``None`` where there are none.
         holders: The ranks of the group, as global ranks or as numbers of files: one object for all its parameters.
         partition: Index of the flat partition.
-        whole_momentum: With DeepSpeed's Muon at stages 1 and 2, where the momentum of the whole matrix starts in the
-            state of each rank that holds some of the matrix.
     """
 
     record: ParameterRecord
@@ -150,7 +148,6 @@ class HeldParameter:
     row_places: RowPlaces | None
     holders: tuple[int, ...]
     partition: int
-    whole_momentum: Mapping[int, int] = field(default_factory=dict, kw_only=True)
 
     @property
     def name(self) -> str:
@@ -184,8 +181,6 @@ class HeldParameter:
 
     def offset(self, key: str, rank: int, element: int) -> int:
         """Return where an element of the part lies in the partition of a rank of the group, which must hold it."""
-        if key == "momentum_buffer" and self.whole_momentum:
-            return self.whole_momentum[rank] + element
         fragment = self.places_of(key).on(rank)
         assert fragment is not None
         return fragment.partition_offset + element - fragment.matrix_offset

@@ -6,6 +6,7 @@ save. Of other optimizers' the reader compares the steps.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -23,7 +24,7 @@ from deepspeed_muon.checkpoint.files import is_name, latest_tag, load_pickle, re
 from deepspeed_muon.checkpoint.index import COUNTERS, INDEX_NAME, OURS, SCALE_KEYS, Progress, is_json
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, save_of
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.logs import counted
+from deepspeed_muon.logs import counted, logger
 
 MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 """What the file with the model of the first rank may be called: at stages 0 to 2, and at stage 3."""
@@ -138,6 +139,23 @@ def optimizer_kind(inner: Mapping[str, Any]) -> str:
     return "DeepSpeed's Muon" if muon else "AdamW"
 
 
+def is_ours(folder: str | os.PathLike[str]) -> bool:
+    """Return whether the files of a tag carry our layout record, as far as it can be told; nothing is unpickled."""
+    place = Path(folder)
+    if (place / "latest").is_file():
+        place /= (place / "latest").read_text(errors="replace").strip()
+    # At stage 0 the optimizer's state is in the model's file.
+    for path in sorted(place.glob("*_optim_states.pt")) or sorted(place.glob("*_model_states.pt")):
+        try:
+            with zipfile.ZipFile(path) as archive:
+                pickles = [archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl")]
+        except Exception as error:  # of a damaged file the reader can raise anything; the next one may tell
+            logger.debug("deepspeed_muon: %s cannot be read: %s", path, error)
+            continue
+        return any(RECORD_KEY.encode() in content for content in pickles)
+    return False
+
+
 class TagFolder:
     """The folder of one tag, its files mapped into memory.
 
@@ -149,6 +167,7 @@ class TagFolder:
         world_size: How many they are.
         wrappers: What the wrapper of the optimizer saved in each.
         inner: The ``state_dict()`` of the optimizer in each.
+        kind: Whose optimizer saved them.
         stage: The ZeRO stage.
         progress: Where the run stood.
     """
@@ -186,6 +205,7 @@ class TagFolder:
                         f"{path}: holds no optimizer state (elastic checkpoints are not read)"
                     )
             self.inner: list[dict[str, Any]] = [inner for _, inner in found]
+            self.kind = optimizer_kind(self.inner[0])
             self._refuse_mixed_saves()
             self.progress = self._read_progress()
 
@@ -288,9 +308,33 @@ class TagFolder:
         return int(state.get("step", 0))
 
     def masters(self, rank: int) -> Sequence[Tensor]:
-        """Return the master partitions of a rank."""
+        """Return the master partitions of a rank; not at stage 0."""
         key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
         return list(self.wrappers[rank][key])
+
+    def master(self, rank: int, partition: int, name: str) -> Any:
+        """Return the master partition of a rank; at stage 0 that of the parameter of a name."""
+        if self.stage:
+            return self.masters(rank)[partition]
+        wrapper = self.wrappers[rank]
+        if "fp32_groups" in wrapper:
+            return [tensor for group in wrapper["fp32_groups"] for tensor in group][partition]
+        return self._weights(rank)[name]
+
+    @functools.cache  # noqa: B019 - lives as long as the files
+    def _weights(self, number: int) -> Mapping[str, Tensor]:
+        """Return the weights of stage 0 in fp32 beside an optimizer's file: experts have files of their own."""
+        part = re.search(r"mp_rank_(\d+)", self.files[number].name)
+        mark = "mp_rank_00" if part is None else part.group()
+        found = dict(self.load(self.folder / f"{mark}_model_states.pt").get("module") or {})
+        if not found:
+            raise CheckpointError(
+                f"{self.folder}: a pipeline without ZeRO keeps its weights by layers, which are not read; consolidate "
+                f"with the engine, or save at stage 1"
+            )
+        for path in sorted(self.folder.glob(f"layer_*_expert_*_{mark}_model_states.pt")):
+            found.update(self.load(path))
+        return found
 
     def aliases(self) -> dict[str, list[str]]:
         """Return the further names of parameters that several modules share."""

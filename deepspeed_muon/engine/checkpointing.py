@@ -18,15 +18,15 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_muon.checkpoint import CONSOLIDATED_FOLDER, consolidate
-from deepspeed_muon.checkpoint.deepspeed_files import convert_to_universal, is_ours
 from deepspeed_muon.checkpoint.files import load_pickle, refusing
 from deepspeed_muon.checkpoint.index import INDEX_NAME, OURS
 from deepspeed_muon.checkpoint.layout_record import SAVE_KEY, save_of
 from deepspeed_muon.checkpoint.live import collect, optimizer_of, require_all_ranks
+from deepspeed_muon.checkpoint.offline import convert_to_universal
 from deepspeed_muon.checkpoint.restore import first_lines, restore_from_source
 from deepspeed_muon.checkpoint.settings import Before
 from deepspeed_muon.checkpoint.sources import UniversalSource
-from deepspeed_muon.checkpoint.tag_folder import Glance, glance
+from deepspeed_muon.checkpoint.tag_folder import Glance, glance, is_ours
 from deepspeed_muon.engine.zero.stages import FlatView, view_of
 from deepspeed_muon.engine.zero.views import Original, View
 from deepspeed_muon.errors import CheckpointError

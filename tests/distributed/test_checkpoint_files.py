@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from deepspeed_muon import __main__ as cli
 from deepspeed_muon.checkpoint import load_index
 from deepspeed_muon.checkpoint.consolidate import consolidate_files
-from deepspeed_muon.checkpoint.deepspeed_files import convert_to_universal
+from deepspeed_muon.checkpoint.offline import convert_to_universal
 from deepspeed_muon.errors import CheckpointError
 from tests.support.checkpoints import (
     NEXT_LOSS_HALF,

@@ -24,10 +24,9 @@ from hypothesis import strategies as st
 
 from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.checkpoint.consolidate import consolidate_files
-from deepspeed_muon.checkpoint.deepspeed_files import convert_to_universal
 from deepspeed_muon.checkpoint.index import FORMAT, CheckpointIndex, parse_sealed, sealed_json
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, read_records
-from deepspeed_muon.checkpoint.offline import verify_folder
+from deepspeed_muon.checkpoint.offline import convert_to_universal, verify_folder
 from deepspeed_muon.checkpoint.sources import RECORD_NAME, UniversalSource
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, CosineAnnealingWarmResta
 from deepspeed_muon import __main__ as cli
 from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.checkpoint.consolidate import consolidate_files
-from deepspeed_muon.checkpoint.deepspeed_files import convert_to_universal
+from deepspeed_muon.checkpoint.offline import convert_to_universal
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
 from tests.support.checkpoints import SMALL, engine_for, save_other, save_ours, train_step

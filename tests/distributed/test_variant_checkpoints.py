@@ -10,8 +10,7 @@ import torch
 
 from deepspeed_muon.checkpoint import consolidate, load_index, restore
 from deepspeed_muon.checkpoint.consolidate import consolidate_files
-from deepspeed_muon.checkpoint.deepspeed_files import convert_to_universal
-from deepspeed_muon.checkpoint.offline import export_to_torch
+from deepspeed_muon.checkpoint.offline import convert_to_universal, export_to_torch
 from deepspeed_muon.variants import ROW_STATE, VARIANTS
 from tests.support import training
 from tests.support.contract import compare, params_of

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deepspeed_muon.checkpoint import consolidate, restore
-from deepspeed_muon.checkpoint.deepspeed_files import convert_to_universal
+from deepspeed_muon.checkpoint.offline import convert_to_universal
 from deepspeed_muon.checkpoint.sources import RECORD_NAME
 from tests.support import training
 from tests.support.checkpoints import INDEX, edit

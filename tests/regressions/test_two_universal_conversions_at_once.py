@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed_muon.checkpoint import deepspeed_files
+from deepspeed_muon.checkpoint import offline
 from deepspeed_muon.checkpoint.files import lock, unlock
 from deepspeed_muon.checkpoint.sources import UniversalSource
 from deepspeed_muon.errors import CheckpointError
@@ -28,19 +28,19 @@ def saved_by_adamw(folder: Path) -> None:
 def test_the_second_to_finish_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved_by_adamw(tmp_path / "step1")
     out = tmp_path / "out" / "universal"
-    write = deepspeed_files._write_parameters
+    write = offline._write_parameters
     running = []
 
     def write_with_another_conversion_meanwhile(saved, folder):  # type: ignore[no-untyped-def]
         files = write(saved, folder)
         if not running:
             running.append(True)
-            deepspeed_files.convert_to_universal(tmp_path / "step1", out)
+            offline.convert_to_universal(tmp_path / "step1", out)
         return files
 
-    monkeypatch.setattr(deepspeed_files, "_write_parameters", write_with_another_conversion_meanwhile)
+    monkeypatch.setattr(offline, "_write_parameters", write_with_another_conversion_meanwhile)
     with pytest.raises(CheckpointError, match="not empty"):
-        deepspeed_files.convert_to_universal(tmp_path / "step1", out)
+        offline.convert_to_universal(tmp_path / "step1", out)
     source = UniversalSource(out, {})
     assert source.verify(0, 1) == [] and set(source.parameters) == {"weight", "bias"}
     assert sorted(path.name for path in out.parent.iterdir()) == ["latest_universal", "universal"]
@@ -62,6 +62,6 @@ def test_what_a_killed_conversion_left_is_removed(tmp_path: Path) -> None:
         (folder / "zero").mkdir(parents=True)
     held = lock(living)
     assert held is not None
-    deepspeed_files.convert_to_universal(tmp_path / "step1", out)
+    offline.convert_to_universal(tmp_path / "step1", out)
     unlock(held)
     assert not left.exists() and living.exists() and other.exists() and (out / "zero").is_dir()

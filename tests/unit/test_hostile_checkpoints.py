@@ -18,9 +18,8 @@ from deepspeed_muon import __main__ as cli
 from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.checkpoint.commit import ShardFile, shard_name
 from deepspeed_muon.checkpoint.consolidate import consolidate_files
-from deepspeed_muon.checkpoint.deepspeed_files import convert_to_universal
 from deepspeed_muon.checkpoint.index import FORMAT, INDEX_NAME, sealed_json
-from deepspeed_muon.checkpoint.offline import verify_folder
+from deepspeed_muon.checkpoint.offline import convert_to_universal, verify_folder
 from deepspeed_muon.errors import CheckpointError
 
 SECONDS, MEGABYTES = 2, 256
