@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,9 @@ from .autotune import TOLERANCE, error_of
 from .candidates import candidates_for, has_kernel, problem_of, triton_products
 
 Checks = list[dict[str, Any]]
+
+_Compared = tuple[str, float, float]
+"""What was compared, after the operator's name, the error and its bound."""
 
 # What the operators compute in.
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -60,59 +63,54 @@ def cuda_checks(started: Callable[[str], object] = lambda part: None) -> Checks:
 
 
 def _test_operators(operators: Any, device: str) -> Checks:
+    tests: dict[str, Callable[[Any, str], Iterator[_Compared]]] = {
+        "orthogonalize": _orthogonalize,
+        "sym_gemm": _sym_gemm,
+        "frobenius_norms": _frobenius_norms,
+        "momentum_pack_": _momentum_pack,
+        "unpack_apply_": _unpack_apply,
+        "largest_magnitudes": _largest_magnitudes,
+    }
     return [
-        *_test_orthogonalize(operators, device),
-        *_test_sym_gemm(operators, device),
-        *_test_norms(operators, device),
-        *_test_flat(operators, device),
+        _check(f"{name}{what}", device, error, bound)
+        for name, test in tests.items()
+        if has_kernel(operators, device, name)
+        for what, error, bound in test(operators, device)
     ]
 
 
-def _test_orthogonalize(operators: Any, device: str) -> Checks:
-    if not has_kernel(operators, device, "orthogonalize"):
-        return []
+def _orthogonalize(operators: Any, device: str) -> Iterator[_Compared]:
     rows = resolve_schedule("quintic")
     flat = [value for row in rows for value in row]
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 96, 320, generator=generator)
+    x = torch.randn(2, 96, 320, generator=torch.Generator().manual_seed(0))
     expected = torch.stack([reference_orthogonalize(each, rows) for each in x])
-    checks = []
     for dtype in _DTYPES:
-        variants = ["", "+symmetric"]
         if device == "cuda":
             half = dtype != torch.float32
             variants = ["", "+wide"] if half and all(operators.sym_gemm_waves(1, 256)) else [""]
-        if device == "cpu" and dtype == torch.bfloat16 and operators.tiles_available():
-            variants.append("+tiles")
-        if device == "cpu" and dtype == torch.bfloat16 and operators.vectors_available():
-            variants.append("+vectors")
+        else:
+            bf16 = dtype == torch.bfloat16
+            variants = ["", "+symmetric"]
+            variants += ["+tiles"] if bf16 and operators.tiles_available() else []
+            variants += ["+vectors"] if bf16 and operators.vectors_available() else []
         for method in [base + variant for base in ("standard", "gram") for variant in variants]:
             restarts = sorted(restart_steps(len(rows), dtype)) if method.startswith("gram") else []
             result = operators.orthogonalize(x.to(device), flat, method, restarts, dtype, 1e-12).cpu()
-            checks.append(
-                _check(
-                    f"orthogonalize {method} {_short(dtype)}",
-                    device,
-                    error_of(result, expected),
-                    TOLERANCE[dtype],
-                )
-            )
-    return checks
+            yield f" {method} {_short(dtype)}", error_of(result, expected), TOLERANCE[dtype]
 
 
-def _test_sym_gemm(operators: Any, device: str) -> Checks:
-    if not has_kernel(operators, device, "sym_gemm"):
-        return []
-    checks = _test_product("sym_gemm", operators.sym_gemm, device, _DTYPES)
+def _sym_gemm(operators: Any, device: str) -> Iterator[_Compared]:
+    yield from _products(operators.sym_gemm, device, _DTYPES)
     if device == "cuda" and all(operators.sym_gemm_waves(1, 256)):
-        checks += _test_product("sym_gemm in squares of 256", operators.sym_gemm_wide, device, _DTYPES[1:])
-    return checks
+        for what, error, bound in _products(operators.sym_gemm_wide, device, _DTYPES[1:]):
+            yield f" in squares of 256{what}", error, bound
 
 
 def _test_triton() -> Checks:
     from . import triton_sym
 
-    return _test_product("sym_gemm of triton", triton_sym.sym_gemm, "cuda", _DTYPES[1:])
+    found = _products(triton_sym.sym_gemm, "cuda", _DTYPES[1:])
+    return [_check(f"sym_gemm of triton{what}", "cuda", error, bound) for what, error, bound in found]
 
 
 def product_shapes(processors: int) -> list[tuple[int, int, int]]:
@@ -126,48 +124,34 @@ def product_shapes(processors: int) -> list[tuple[int, int, int]]:
     return [small, (max(8, -(-6 * processors // 55)), 1160, 712)] if processors else [small]
 
 
-def _test_product(
-    name: str, product: Callable[..., torch.Tensor], device: str, dtypes: Sequence[torch.dtype]
-) -> Checks:
+def _products(
+    product: Callable[..., torch.Tensor], device: str, dtypes: Sequence[torch.dtype]
+) -> Iterator[_Compared]:
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device == "cuda" else 0
     small, *large = product_shapes(processors)
     # In fp32 a GPU has cuBLAS alone.
     runs = [(small, dtype) for dtype in dtypes]
     runs += [(shape, dtype) for shape in large for dtype in dtypes if dtype != torch.float32]
-    return [_compare_product(name, product, shape, device, dtype) for shape, dtype in runs]
+    for shape, dtype in runs:
+        a = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype) / 16
+        c = reference.sym_gemm(a, a, None, 0.5, 0.0, 0.0)
+        result = product(a, a, c, 1.5, -0.5, 2.0)
+        error = error_of(result.double(), reference.sym_gemm(a, a, c, 1.5, -0.5, 2.0).double())
+        if not torch.equal(result, result.mT):
+            error = float("inf")
+        what = f" {'x'.join(map(str, shape))} {_short(dtype)}, bitwise symmetric"
+        yield what, error, 2 * torch.finfo(dtype).eps
 
 
-def _compare_product(
-    name: str,
-    product: Callable[..., torch.Tensor],
-    shape: tuple[int, int, int],
-    device: str,
-    dtype: torch.dtype,
-) -> dict[str, Any]:
-    a = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype) / 16
-    c = reference.sym_gemm(a, a, None, 0.5, 0.0, 0.0)
-    result = product(a, a, c, 1.5, -0.5, 2.0)
-    error = error_of(result.double(), reference.sym_gemm(a, a, c, 1.5, -0.5, 2.0).double())
-    if not torch.equal(result, result.mT):
-        error = float("inf")
-    op = f"{name} {'x'.join(map(str, shape))} {_short(dtype)}, bitwise symmetric"
-    return _check(op, device, error, 2 * torch.finfo(dtype).eps)
-
-
-def _test_norms(operators: Any, device: str) -> Checks:
-    if not has_kernel(operators, device, "frobenius_norms"):
-        return []
-    checks = []
+def _frobenius_norms(operators: Any, device: str) -> Iterator[_Compared]:
     for dtype in _DTYPES:
         x = torch.randn(3, 200, 500, generator=torch.Generator().manual_seed(0)).to(device, dtype)
         error = _relative(operators.frobenius_norms(x), torch.linalg.matrix_norm(x.double()))
-        checks.append(_check(f"frobenius_norms {_short(dtype)}", device, error, 1e-6))
-    return checks
+        yield f" {_short(dtype)}", error, 1e-6
 
 
-def _test_flat(operators: Any, device: str) -> Checks:
-    checks = []
-    generator = torch.Generator().manual_seed(0)
+def _fragments(device: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return a table of fragments, and three flat tensors in fp32 that it fits."""
     # Aligned and not, longer than one tile of the GPU's kernels, and more fragments than one launch takes.
     places = [
         (0, 0, 40_003),
@@ -175,34 +159,39 @@ def _test_flat(operators: Any, device: str) -> Checks:
         *((70_000 + 50 * i, 70_001 + 50 * i, 50) for i in range(100)),
     ]
     table = torch.tensor([(0, start, 0, other, numel, 0) for start, other, numel in places])
+    generator = torch.Generator().manual_seed(0)
+    return table, [torch.randn(80_000, generator=generator).to(device) for _ in range(3)]
+
+
+def _momentum_pack(operators: Any, device: str) -> Iterator[_Compared]:
+    table, (buf, grad, _) = _fragments(device)
+    rates = torch.tensor([[0.95, 1.0]], dtype=torch.float64)
     for dtype in _DTYPES:
-        bound = 2 * torch.finfo(dtype).eps
-        buf, grad, param = (torch.randn(80_000, generator=generator).to(device) for _ in range(3))
-        if has_kernel(operators, device, "momentum_pack_"):
-            rates = torch.tensor([[0.95, 1.0]], dtype=torch.float64)
-            results = []
-            for run in (operators.momentum_pack_, reference.momentum_pack_):
-                copy, out = buf.clone(), torch.zeros_like(buf, dtype=dtype)
-                run([copy], [grad], [out], table, rates)
-                results.append((out, copy))
-            error = max(_relative(*each) for each in zip(*results, strict=True))
-            checks.append(_check(f"momentum_pack_ {_short(dtype)}", device, error, bound))
-        if has_kernel(operators, device, "unpack_apply_"):
-            rates = torch.tensor([[0.02, 0.99]], dtype=torch.float64)
-            copies = [param.clone(), param.clone()]
-            for copy, run in zip(copies, (operators.unpack_apply_, reference.unpack_apply_), strict=True):
-                run([copy], [grad.to(dtype)], table, rates)
-            error = _relative(*copies)
-            checks.append(_check(f"unpack_apply_ {_short(dtype)}", device, error, bound))
-        if has_kernel(operators, device, "largest_magnitudes"):
-            found, expected = (
-                run([grad.to(dtype)], table)
-                for run in (operators.largest_magnitudes, reference.largest_magnitudes)
-            )
-            checks.append(
-                _check(f"largest_magnitudes {_short(dtype)}", device, _relative(found, expected), 0.0)
-            )
-    return checks
+        results = []
+        for run in (operators.momentum_pack_, reference.momentum_pack_):
+            copy, out = buf.clone(), torch.zeros_like(buf, dtype=dtype)
+            run([copy], [grad], [out], table, rates)
+            results.append((out, copy))
+        error = max(_relative(*each) for each in zip(*results, strict=True))
+        yield f" {_short(dtype)}", error, 2 * torch.finfo(dtype).eps
+
+
+def _unpack_apply(operators: Any, device: str) -> Iterator[_Compared]:
+    table, (_, update, param) = _fragments(device)
+    rates = torch.tensor([[0.02, 0.99]], dtype=torch.float64)
+    for dtype in _DTYPES:
+        copies = [param.clone(), param.clone()]
+        for copy, run in zip(copies, (operators.unpack_apply_, reference.unpack_apply_), strict=True):
+            run([copy], [update.to(dtype)], table, rates)
+        yield f" {_short(dtype)}", _relative(*copies), 2 * torch.finfo(dtype).eps
+
+
+def _largest_magnitudes(operators: Any, device: str) -> Iterator[_Compared]:
+    table, (_, grad, _) = _fragments(device)
+    for dtype in _DTYPES:
+        runs = operators.largest_magnitudes, reference.largest_magnitudes
+        found, expected = (run([grad.to(dtype)], table) for run in runs)
+        yield f" {_short(dtype)}", _relative(found, expected), 0.0
 
 
 def _test_graphs(operators: Any | None) -> Checks:

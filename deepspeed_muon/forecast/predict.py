@@ -19,11 +19,10 @@ import torch
 
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.math.newton_schulz import NsSettings
-from deepspeed_muon.plan.chunks import cut_into_chunks, moves
-from deepspeed_muon.plan.exchange import sent_by_rank
+from deepspeed_muon.plan.exchange import cut_into_chunks, moves
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.plan.order import flat_partition_numel
-from deepspeed_muon.plan.owners import Assignment, assign, assign_owners, blocks_flops
+from deepspeed_muon.plan.owners import Assignment, assign, assign_owners, blocks_flops, sent_by_rank
 from deepspeed_muon.plan.placement import (
     Floats,
     Placement,

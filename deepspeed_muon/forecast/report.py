@@ -13,8 +13,8 @@ import torch.distributed as dist
 from deepspeed_muon.engine import muon_optimizer
 from deepspeed_muon.forecast.predict import Exchange, PlanSettings, divisions, exchange_of, zero_bytes
 from deepspeed_muon.math.quantizer import BLOCK
-from deepspeed_muon.plan.exchange import sent_by_rank
 from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.owners import sent_by_rank
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.transport.exchange import SLOTS
 

@@ -21,15 +21,18 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
-from deepspeed_muon.plan.chunks import cut_into_chunks, moves
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.placement import Floats, Ints, Places
+from deepspeed_muon.plan.placement import Ints, Places
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _Numel = TypeVar("_Numel", int, Ints)
 _SCALE_BYTES = 4
+# Several chunks can overlap, and small ones need little memory. Chunks below this number of elements a rank (512 KiB in
+# bf16, some ten microseconds at 50 GB/s) are bound by latency.
+_CHUNKS = 8
+_LEAST_NUMEL_PER_RANK = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,34 +251,53 @@ def build_exchange_plan(
     return ExchangePlan(rank, world_size, tuple(matrices), tuple(owners), tuple(chunks))
 
 
-def sent_by_rank(
-    matrices: Sequence[MatrixLayout], owners: Sequence[int], world_size: int
-) -> tuple[Floats, Floats]:
-    """Return the elements that each rank of the group sends in gather and in scatter: ``(world_size,)`` both.
+def moves(places: Places, owner: int) -> bool:
+    """Return whether a matrix is not whole on its owner alone."""
+    return places.ranks != range(owner, owner + 1)
 
-    They are the sums of what the plans of all ranks say, without a plan for each.
+
+def cut_into_chunks(
+    matrices: Sequence[MatrixLayout], owners: Sequence[int], bound: int, world_size: int
+) -> list[list[int]]:
+    """Cut the matrices into chunks, those that never move first.
+
+    Every owner fills its own part of a chunk up to ``bound`` elements, largest matrices first, so that the parts of a
+    chunk cost about the same. A bound on whole chunks would let most ranks wait in a large model: a chunk would hold
+    few matrices, and few ranks would own any of them.
+
+    Replicated matrices have chunks of their own, because only their updates travel. Every rank receives each whole
+    update, so there the bound holds for all owners together.
+
+    Args:
+        matrices: All matrices of the plan.
+        owners: One rank for each.
+        bound: Elements that one rank owns in a chunk at most.
+        world_size: Ranks of the group.
     """
-    rules = [(p.numel, p.first, p.head, p.body, p.copies) for p in (matrix.placement for matrix in matrices)]
-    numel, first, head, body, copies = np.array(rules, dtype=np.int64).reshape(-1, 5).T
-    owner, cut = np.asarray(owners, dtype=np.int64), copies == 0
-
-    def start(behind: Ints) -> Ints:
-        first_element: Ints = np.minimum(np.where(behind > 0, head + (behind - 1) * body, 0), numel)
-        return first_element
-
-    own = start(owner - first + 1) - start(owner - first)
-    scatter = np.zeros(world_size)
-    np.add.at(scatter, owner, np.where(cut, numel - own, numel * (copies - 1)))
-    # The first rank has the head, the last one what is left, and those between them a body each.
-    equal = (numel - head) // np.maximum(body, 1)
-    change, ends = np.zeros(world_size + 1), np.zeros(world_size + 1)
-    np.add.at(change, (first + 1)[cut], body[cut])
-    np.add.at(change, (first + 1 + equal)[cut], -body[cut])
-    np.add.at(ends, first[cut], head[cut])
-    np.add.at(ends, (first + 1 + equal)[cut], (numel - head - equal * body)[cut])
-    gather = (np.cumsum(change) + ends)[:world_size]
-    np.add.at(gather, owner[cut], -own[cut])
-    return gather, scatter
+    kinds: dict[tuple[bool, bool], list[int]] = {}
+    for index, matrix in enumerate(matrices):
+        kinds.setdefault((moves(matrix.placement, owners[index]), matrix.replicated), []).append(index)
+    chunks: list[list[int]] = []
+    for (moving, replicated), members in sorted(kinds.items()):
+        together = moving and replicated
+        room = np.zeros(world_size, dtype=np.int64)
+        for index in members:
+            room[0 if together else owners[index]] += matrices[index].numel
+        least = _LEAST_NUMEL_PER_RANK * (world_size if together else 1)
+        limit = min(bound, max(-(-int(room.max()) // _CHUNKS), least))
+        found: list[list[int]] = []
+        number, filled = [0] * world_size, np.zeros(world_size, dtype=np.int64)
+        for index in sorted(members, key=lambda index: matrices[index].placement.numel, reverse=True):
+            part, numel = 0 if together else owners[index], matrices[index].numel
+            if filled[part] and filled[part] + numel > limit:
+                number[part] += 1
+                filled[part] = 0
+            if number[part] == len(found):
+                found.append([])
+            found[number[part]].append(index)
+            filled[part] += numel
+        chunks += [sorted(chunk) for chunk in found]
+    return chunks
 
 
 def build_chunk(
@@ -347,7 +369,8 @@ def _receive_buffer(
         return BufferPlan((), _ints(()), _ints(()), 0)
     first = min(places[index].ranks.start for index in indices)
     ranks = np.arange(first, max(places[index].ranks.stop for index in indices) + 1)
-    held = np.array([_held(places[index], ranks, rank) for index in indices])
+    # Of each rank but the owner; the last of ``ranks`` only ends them.
+    held = np.array([np.diff(places[index].starts(ranks)) for index in indices]) * (ranks[:-1] != rank)
     room = wire.units(held)
     total = room.sum(axis=0)
     offsets = np.cumsum(total) - total
@@ -367,12 +390,6 @@ def _receive_buffer(
                 segments.append((index, Segment.of(*where, count=end - begin, stride=stride)))
     peers = np.flatnonzero(total)
     return BufferPlan(tuple(segments), ranks[peers], total[peers], int(total.sum()))
-
-
-def _held(places: Places, ranks: Ints, owner: int) -> Ints:
-    """Return the elements that each of consecutive ranks but the owner holds; the last of ``ranks`` only ends them."""
-    held = np.diff(places.starts(ranks))
-    return np.where(ranks[:-1] == owner, 0, held)
 
 
 def _ints(numbers: Iterable[int]) -> Ints:

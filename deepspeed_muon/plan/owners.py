@@ -31,7 +31,7 @@ import numpy as np
 
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize_flops
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
-from deepspeed_muon.plan.placement import Floats, Placement
+from deepspeed_muon.plan.placement import Floats, Ints, Placement
 
 # Floating-point operations that take as long as sending one element forth and back, at 400 TFLOP/s, 100 GB/s and two
 # bytes an element. It weighs moving against waiting, so only its order of magnitude matters.
@@ -277,3 +277,33 @@ def shares_of_blocks(matrix: MatrixLayout) -> list[MatrixLayout]:
 def _shards_of_block(shards: TensorShards, rows: int) -> TensorShards:
     """Return how a block of a cut matrix is cut, of which this rank has ``rows`` rows."""
     return TensorShards(shards.dim, (rows,) * len(shards.sizes) if shards.dim == 0 else shards.sizes)
+
+
+def sent_by_rank(
+    matrices: Sequence[MatrixLayout], owners: Sequence[int], world_size: int
+) -> tuple[Floats, Floats]:
+    """Return the elements that each rank of the group sends in gather and in scatter: ``(world_size,)`` both.
+
+    They are the sums of what the plans of all ranks say, without a plan for each.
+    """
+    rules = [(p.numel, p.first, p.head, p.body, p.copies) for p in (matrix.placement for matrix in matrices)]
+    numel, first, head, body, copies = np.array(rules, dtype=np.int64).reshape(-1, 5).T
+    owner, cut = np.asarray(owners, dtype=np.int64), copies == 0
+
+    def start(behind: Ints) -> Ints:
+        first_element: Ints = np.minimum(np.where(behind > 0, head + (behind - 1) * body, 0), numel)
+        return first_element
+
+    own = start(owner - first + 1) - start(owner - first)
+    scatter = np.zeros(world_size)
+    np.add.at(scatter, owner, np.where(cut, numel - own, numel * (copies - 1)))
+    # The first rank has the head, the last one what is left, and those between them a body each.
+    equal = (numel - head) // np.maximum(body, 1)
+    change, ends = np.zeros(world_size + 1), np.zeros(world_size + 1)
+    np.add.at(change, (first + 1)[cut], body[cut])
+    np.add.at(change, (first + 1 + equal)[cut], -body[cut])
+    np.add.at(ends, first[cut], head[cut])
+    np.add.at(ends, (first + 1 + equal)[cut], (numel - head - equal * body)[cut])
+    gather = (np.cumsum(change) + ends)[:world_size]
+    np.add.at(gather, owner[cut], -own[cut])
+    return gather, scatter

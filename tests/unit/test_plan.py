@@ -18,10 +18,9 @@ from deepspeed_muon.plan.exchange import (
     ExchangePlan,
     WireFormat,
     build_exchange_plan,
-    sent_by_rank,
 )
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.owners import assign_owners, block_runs, cut_stack
+from deepspeed_muon.plan.owners import assign_owners, block_runs, cut_stack, sent_by_rank
 from deepspeed_muon.plan.placement import (
     Floats,
     Fragment,

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_muon.plan.exchange import ExchangePlan, build_exchange_plan, sent_by_rank
+from deepspeed_muon.plan.exchange import ExchangePlan, build_exchange_plan
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.owners import FLOPS_PER_MOVED_ELEMENT, assign, assign_owners
+from deepspeed_muon.plan.owners import FLOPS_PER_MOVED_ELEMENT, assign, assign_owners, sent_by_rank
 from deepspeed_muon.plan.placement import Placement, sharded_placement
 from tests.support.calls import calls
 from tests.support.layouts import ITERATION, MAKERS, fragments_of, matrix_flops
