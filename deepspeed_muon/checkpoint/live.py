@@ -150,8 +150,8 @@ class Host:
         """Raise ``CheckpointError`` if a restore began and did not end."""
         if self._restoring is not None:
             raise CheckpointError(
-                f"a restore from {self._restoring} did not end: weights and optimizer state are of two states. "
-                f"Restore again, or make the engine anew"
+                f"a restore from {self._restoring} was interrupted: weights and optimizer state mix two states. "
+                f"Restore again, or create a new engine"
             )
 
 

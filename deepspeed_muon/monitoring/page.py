@@ -161,7 +161,7 @@ def _read(path: Path) -> Series:
                     values[int(float(row[0]))] = float(row[1])
     except (ValueError, IndexError, OverflowError) as error:
         raise ConfigError(
-            f"{path} is no file of DeepSpeed's csv_monitor, whose lines are a position and a value: {error}"
+            f"{path} is not a file of DeepSpeed's csv_monitor, whose lines are a step and a value: {error}"
         ) from error
     return sorted(values.items())
 

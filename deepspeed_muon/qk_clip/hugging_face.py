@@ -171,7 +171,7 @@ def _recorder_for(module: nn.Module, name: str, pretrained: Any) -> QkRecorder |
         )
     if any(isinstance(getattr(module, each, None), nn.Module) for each in ("q_norm", "k_norm")):
         raise ConfigError(
-            f"{where} normalises queries or keys, so the size of their weights has no part in the logits; unset qk_clip"
+            f"{where} normalises queries or keys, so scaling their weights does not change the logits; unset qk_clip"
         )
     if fused:
         raise ConfigError(

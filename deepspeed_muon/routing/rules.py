@@ -153,7 +153,7 @@ def _refuse_untrainable(item: NamedParameter) -> None:
         )
     if any(size > 1 and stride == 0 for size, stride in zip(param.shape, param.stride(), strict=True)):
         raise RoutingError(
-            f"{what} is expanded (strides {param.stride()}): several of its elements are one in memory; pass a "
+            f"{what} is expanded (strides {param.stride()}): some of its elements share memory; pass a "
             f"contiguous copy"
         )
 

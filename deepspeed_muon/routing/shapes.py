@@ -214,7 +214,7 @@ def split_output(
     where = f"optimizer.params.matrices: {name} has {output} outputs"
     if interleaved:
         raise RoutingError(
-            f"{where} in which those of its parts alternate, so that no part is a run of them; leave it whole"
+            f"{where} in which its parts are interleaved, so that no part is contiguous; leave it whole"
         )
     if isinstance(rule, str):
         sizes = _named_sizes(rule, where, name, output, attention)
@@ -238,8 +238,8 @@ def _named_sizes(
     leaf = leaf_name(name)
     if leaf in _INTERLEAVED_NAMES or (attention and attention.model_type in _INTERLEAVED_MODELS):
         raise RoutingError(
-            f"{where} and a layer of that name is often stored head by head, where query, key and value are no runs of "
-            f"outputs; if they are runs in this model, write their sizes instead of 'qkv'"
+            f"{where} and a layer of that name is often stored head by head, where query, key and value are not "
+            f"contiguous; if they are contiguous in this model, write their sizes instead of 'qkv'"
         )
     sizes = attention.qkv_sizes() if attention is not None else None
     if sizes is None:

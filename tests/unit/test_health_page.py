@@ -101,7 +101,7 @@ def test_folders_without_a_run_are_told(tmp_path, capsys):
     with pytest.raises(ConfigError, match=r"Its folders run have some.*csv_monitor"):
         read_run(tmp_path)
     (tmp_path / "notes.csv").write_text("name;value\nx;1\n")
-    with pytest.raises(ConfigError, match=r"notes\.csv is no file of DeepSpeed's csv_monitor"):
+    with pytest.raises(ConfigError, match=r"notes\.csv is not a file of DeepSpeed's csv_monitor"):
         read_run(tmp_path)
     assert main(["health", "--html", str(tmp_path / "nowhere")]) == 2
     assert "has no CSV file" in capsys.readouterr().err

@@ -239,7 +239,7 @@ def test_hugging_face_models() -> None:
     oss = transformers.GptOssForCausalLM(transformers.GptOssConfig(num_local_experts=4, **common))
     experts = routes(oss, matrices={"*": {"heads": "config"}})["model.layers.0.mlp.experts.gate_up_proj"]
     assert experts.transposed and experts.row_blocks == (32,) * 4
-    with pytest.raises(RoutingError, match="alternate"):
+    with pytest.raises(RoutingError, match="parts are interleaved"):
         Muon(oss, matrices={"*.gate_up_proj": {"split": "gate_up"}})
     mixtral = transformers.MixtralForCausalLM(transformers.MixtralConfig(num_local_experts=4, **common))
     experts = routes(mixtral, matrices={"*.gate_up_proj": {"split": "gate_up"}})[
