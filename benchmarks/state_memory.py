@@ -74,6 +74,10 @@ def passes(numel: int, repeats: int) -> list[str]:
     grad, out = torch.randn(numel), torch.empty(numel, dtype=torch.bfloat16)
     kernel = flat_passes("auto")
     table, rates = torch.tensor([(0, 0, 0, 0, numel, 0)]), torch.tensor([(0.95, 1.0)], dtype=torch.float64)
+    codes, scales = torch.zeros(numel, dtype=torch.int8), torch.zeros(-(-numel // 256))
+    coded = [codes], [scales], [grad], [out], table, rates, torch.tensor([(0, 0, -1, -1)]), torch.empty(0, 2)
+    elapsed = median_ms(functools.partial(kernel.momentum_pack_int8, *coded), repeats)
+    lines.append(f"| momentum int8 ({kernel.name}) | {elapsed:.1f} |")
     for name, dtype in (("momentum fp32", torch.float32), ("momentum bf16", torch.bfloat16)):
         buf = torch.zeros(numel, dtype=dtype)
         elapsed = median_ms(

@@ -9,6 +9,7 @@ import torch
 
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings, reference_orthogonalize, restart_steps
+from deepspeed_muon.math.quantizer import BLOCK
 
 from . import library, reference
 from .autotune import TOLERANCE, error_of
@@ -68,6 +69,7 @@ def _test_operators(operators: Any, device: str) -> Checks:
         "sym_gemm": _sym_gemm,
         "frobenius_norms": _frobenius_norms,
         "momentum_pack_": _momentum_pack,
+        "momentum_pack_int8_": _momentum_pack_int8,
         "unpack_apply_": _unpack_apply,
         "largest_magnitudes": _largest_magnitudes,
     }
@@ -192,6 +194,26 @@ def _largest_magnitudes(operators: Any, device: str) -> Iterator[_Compared]:
         runs = operators.largest_magnitudes, reference.largest_magnitudes
         found, expected = (run([grad.to(dtype)], table) for run in runs)
         yield f" {_short(dtype)}", _relative(found, expected), 0.0
+
+
+def _momentum_pack_int8(operators: Any, device: str) -> Iterator[_Compared]:
+    """Compare directions, codes and scales after two steps."""
+    table, (grad, *_) = _fragments(device)
+    before = 7
+    counts = (before + table[:, 4] + BLOCK - 1) // BLOCK
+    own = torch.full((len(table), 2), -1)
+    blocks = torch.cat((torch.full_like(own[:, :1], before), (counts.cumsum(0) - counts).view(-1, 1), own), 1)
+    rates, cut = torch.tensor([[0.95, 1.0]], dtype=torch.float64), torch.empty(0, 2, device=device)
+    for dtype in _DTYPES:
+        results = []
+        for run in (operators.momentum_pack_int8_, reference.momentum_pack_int8_):
+            codes, out = torch.zeros_like(grad, dtype=torch.int8), torch.zeros_like(grad, dtype=dtype)
+            scales = torch.zeros(int(counts.sum()), device=device)
+            for _ in range(2):
+                run([codes], [scales], [grad], [out], table, rates, blocks, cut)
+            results.append((out, codes, scales))
+        error = max(_relative(*each) for each in zip(*results, strict=True))
+        yield f" {_short(dtype)}", error, 2 * torch.finfo(dtype).eps
 
 
 def _test_graphs(operators: Any | None) -> Checks:

@@ -175,10 +175,12 @@ def flat_passes(backend: NsBackend, device: torch.device | str = "cpu") -> FlatP
         missing = operators.flat_passes_missing() if kind == "cuda" else ""
         missing = missing or trusted(torch.device(device)).failed.get("native", "")
         if not missing:
+            # There is no CUDA kernel of it yet.
+            coded = has_kernel(operators, kind, "momentum_pack_int8_")
             return FlatPasses(
                 "ops",
                 operators.momentum_pack_.default,
-                reference.momentum_pack_int8_,
+                operators.momentum_pack_int8_.default if coded else reference.momentum_pack_int8_,
                 operators.unpack_apply_.default,
             )
     if backend == "ops":

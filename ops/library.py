@@ -309,6 +309,7 @@ _FAKES: dict[str, Callable[..., Tensor | None]] = {
     "orthogonalize": _orthogonalize,
     "frobenius_norms": _frobenius_norms,
     "momentum_pack_": _in_place,
+    "momentum_pack_int8_": _in_place,
     "unpack_apply_": _in_place,
     "largest_magnitudes": _largest_magnitudes,
 }

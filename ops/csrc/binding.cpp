@@ -35,11 +35,11 @@ muon::cpu::Array array(const at::Tensor& t, int64_t offset) {
 
 // Calls run(row, begin, end) for the elements of all fragments, divided over the threads whatever their sizes.
 template <typename Run>
-void for_fragments(at::ArrayRef<FlatRow> rows, const Run& run) {
+void for_fragments(at::ArrayRef<FlatRow> rows, const Run& run, int64_t grain = kGrain) {
   std::vector<int64_t> ends;
   int64_t total = 0;
   for (const FlatRow& row : rows) ends.push_back(total += row.numel);
-  at::parallel_for(0, total, kGrain, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, total, grain, [&](int64_t begin, int64_t end) {
     size_t number = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin();
     for (; begin < end; ++number) {
       const int64_t start = ends[number] - rows[number].numel, stop = std::min(end, ends[number]);
@@ -59,6 +59,35 @@ void momentum_pack(
         array(bufs[row.tensor], row.offset), array(grads[row.tensor], row.offset),
         array(outs[row.other], row.other_offset), begin, end, rate[2 * row.matrix], rate[2 * row.matrix + 1] != 0.0);
   });
+}
+
+void momentum_pack_int8(
+    at::TensorList codes, at::TensorList scales, at::TensorList grads, at::TensorList outs, const at::Tensor& table,
+    const at::Tensor& rates, const at::Tensor& blocks, const at::Tensor& cut) {
+  constexpr const char* op = "momentum_pack_int8_";
+  const at::ArrayRef<FlatRow> rows = muon::flat_rows(op, table, grads, outs);
+  const double* const rate = muon::flat_rates(op, rates, rows);
+  const auto coded = muon::code_rows(codes, scales, grads, rows, blocks, cut, muon::cpu::kCodeBlock);
+  const float* const pairs = cut.const_data_ptr<float>();
+  std::vector<muon::cpu::Codes> bufs;
+  // Threads share the blocks, not the elements.
+  std::vector<FlatRow> in_blocks(rows.begin(), rows.end());
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const muon::CodeRow& own = coded[i];
+    const int64_t tensor = rows[i].tensor;
+    bufs.push_back(
+        {const_cast<int8_t*>(codes[tensor].const_data_ptr<int8_t>()) + rows[i].offset,
+         const_cast<float*>(scales[tensor].const_data_ptr<float>()) + own.scale, own.before,
+         own.first < 0 ? nullptr : pairs + 2 * own.first, own.last < 0 ? nullptr : pairs + 2 * own.last});
+    in_blocks[i].numel = rows[i].numel == 0 ? 0 : bufs[i].blocks(rows[i].numel);
+  }
+  const auto run = [&](const FlatRow& row, int64_t begin, int64_t end) {
+    const int64_t number = &row - in_blocks.data();
+    muon::cpu::momentum_pack_int8(
+        bufs[number], array(grads[row.tensor], row.offset), array(outs[row.other], row.other_offset),
+        rows[number].numel, begin, end, rate[2 * row.matrix], rate[2 * row.matrix + 1] != 0.0);
+  };
+  for_fragments(in_blocks, run, kGrain / muon::cpu::kCodeBlock);
 }
 
 void unpack_apply(at::TensorList params, at::TensorList updates, const at::Tensor& table, const at::Tensor& rates) {
@@ -131,6 +160,10 @@ TORCH_LIBRARY(deepspeed_muon, m) {
   // Nesterov's blend follows.
   m.def(
       "momentum_pack_(Tensor(a!)[] bufs, Tensor[] grads, Tensor(b!)[] outs, Tensor table, Tensor rates) -> ()");
+  // Momentum in 8 bits. blocks: int64 rows, see CodeRow in binding_checks.h. cut: old and new scale of cut blocks.
+  m.def(
+      "momentum_pack_int8_(Tensor(a!)[] codes, Tensor(b!)[] scales, Tensor[] grads, Tensor(c!)[] outs, Tensor table,"
+      " Tensor rates, Tensor blocks, Tensor cut) -> ()");
   // (..., rows, cols) of float32, bfloat16 or float16 -> (...) of float32.
   m.def("frobenius_norms(Tensor x) -> Tensor");
   // Whether method "...+tiles" of orthogonalize runs on this processor.
@@ -148,6 +181,7 @@ TORCH_LIBRARY_IMPL(deepspeed_muon, CPU, m) {
   m.impl("orthogonalize", &orthogonalize);
   m.impl("frobenius_norms", &frobenius_norms);
   m.impl("momentum_pack_", &momentum_pack);
+  m.impl("momentum_pack_int8_", &momentum_pack_int8);
   m.impl("unpack_apply_", &unpack_apply);
   m.impl("largest_magnitudes", &largest_magnitudes);
 }

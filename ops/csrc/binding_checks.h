@@ -87,6 +87,49 @@ inline void check_momentum_pack(at::TensorList bufs, at::TensorList grads) {
   }
 }
 
+// What a fragment of a table has in 8 bits: elements of its first block before it, that block's scale, and the rows of
+// `cut` (old and new scale) of its first and last block, -1 of one that is not cut.
+struct CodeRow {
+  int64_t before, scale, first, last;
+};
+
+// The rows of `blocks`, of momentum in 8 bits in tensors like `grads`, in blocks of `block` elements.
+inline at::ArrayRef<CodeRow> code_rows(
+    at::TensorList codes, at::TensorList scales, at::TensorList grads, at::ArrayRef<FlatRow> rows,
+    const at::Tensor& blocks, const at::Tensor& cut, int64_t block) {
+  constexpr const char* op = "momentum_pack_int8_";
+  TORCH_CHECK(
+      codes.size() == grads.size() && scales.size() == grads.size(), op, ": there are ", codes.size(), " codes, ",
+      scales.size(), " scales and ", grads.size(), " gradients");
+  for (size_t i = 0; i < codes.size(); ++i) {
+    TORCH_CHECK(
+        codes[i].scalar_type() == at::kChar && codes[i].is_contiguous() && codes[i].device() == grads[i].device() &&
+            codes[i].numel() == grads[i].numel(),
+        op, ": codes ", i, " must be int8 and contiguous, beside the gradient and as long");
+  }
+  if (!scales.empty()) check_flat(scales, op, "each of the scales", grads[0].device());
+  TORCH_CHECK(
+      blocks.dim() == 2 && blocks.size(0) == static_cast<int64_t>(rows.size()) && blocks.size(1) == 4 &&
+          blocks.scalar_type() == at::kLong && blocks.is_contiguous() && blocks.device().is_cpu(),
+      op, ": blocks must be a contiguous int64 tensor (fragments, 4) on the CPU, got ", blocks.sizes());
+  TORCH_CHECK(
+      cut.dim() == 2 && cut.size(1) == 2 && cut.scalar_type() == at::kFloat && cut.is_contiguous() &&
+          (grads.empty() || cut.device() == grads[0].device()),
+      op, ": cut must be a contiguous float32 tensor (cut blocks, 2) beside the gradients, got ", cut.sizes());
+  const at::ArrayRef<CodeRow> found(reinterpret_cast<const CodeRow*>(blocks.const_data_ptr<int64_t>()), rows.size());
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const CodeRow& row = found[i];
+    const at::Tensor& own = scales[rows[i].tensor];
+    const int64_t count = (row.before + rows[i].numel + block - 1) / block;
+    TORCH_CHECK(
+        own.scalar_type() == at::kFloat && row.before >= 0 && row.before < block && row.scale >= 0 &&
+            count <= own.numel() && row.scale <= own.numel() - count && row.first >= -1 && row.first < cut.size(0) &&
+            row.last >= -1 && row.last < cut.size(0),
+        op, ": the blocks of fragment ", i, " are outside of the scales");
+  }
+  return found;
+}
+
 inline void check_frobenius_norms(const at::Tensor& x) {
   TORCH_CHECK(x.dim() >= 2, "frobenius_norms: x must be (..., rows, cols), got shape ", x.sizes());
   check_wire(x, "frobenius_norms", "x");
