@@ -236,15 +236,14 @@ class Muon(RoutedOptimizer):
 
     def _plan_facts(self) -> RankFacts:
         """Return what this rank derived for the exchange, to be compared with the other ranks."""
-        plans = self._bound_steps.facts()
-        facts, scopes = dict(plans.facts), dict(plans.scopes)
+        facts = self._bound_steps.facts()
         if self.qk_clip is not None:
-            for scope in plans.scopes.values():
+            for scope in facts.scopes:
                 fact = f"attention layers of qk_clip on ranks {scope.name}"
-                facts[fact], scopes[fact] = self.qk_clip.description(), scope
+                facts.tell(fact, self.qk_clip.description(), scope)
         # All ranks enter the exchange of a sampled step, also those that share no parameter.
-        facts["optimizer.params.health"] = str(self.config.health)
-        return RankFacts(facts, scopes=scopes)
+        facts.tell("optimizer.params.health", self.config.health)
+        return facts
 
     @torch.no_grad()
     @_disable_dynamo

@@ -114,11 +114,9 @@ def _open(
 
 def _add_facts(agreed: RankFacts, state: LiveState, folder: Path, shard_bytes: int) -> None:
     """Add what must be equal before a save: on all ranks, and between the ranks that hold the same parameters."""
-    agreed.facts.update(
-        out_dir=str(folder),
-        global_steps=str(state.host.counters()["global_steps"]),
-        shard_bytes=str(shard_bytes),
-    )
+    agreed.tell("out_dir", folder)
+    agreed.tell("global_steps", state.host.counters()["global_steps"])
+    agreed.tell("shard_bytes", shard_bytes)
     for held in state.groups:
         scope = Scope.among(held[0].holders, held[0].rank)
         place = "" if scope.size == all_ranks().size else f" of ranks {scope.name}"
@@ -126,10 +124,9 @@ def _add_facts(agreed: RankFacts, state: LiveState, folder: Path, shard_bytes: i
         for each in held:
             steps.setdefault(each.record.step, each.name)
         shown = ", ".join(f"{step} ({name}, ...)" for step, name in sorted(steps.items()))
-        agreed.facts[f"optimizer steps{place}"] = shown
+        agreed.tell(f"optimizer steps{place}", shown, scope)
         told = repr([(each.route, each.part, each.placement, each.record) for each in held])
-        agreed.facts[f"plan of the save{place}"] = hashlib.sha256(told.encode()).hexdigest()
-        agreed.scopes.update({f"{fact}{place}": scope for fact in ("optimizer steps", "plan of the save")})
+        agreed.tell(f"plan of the save{place}", hashlib.sha256(told.encode()).hexdigest(), scope)
 
 
 def _compare_copies(state: LiveState, held: Sequence[HeldParameter]) -> None:
@@ -285,7 +282,7 @@ def write_set(
         log_stage(folder, "shards")
         files, error = write_shards(plan, ranks.position, fill, folder)
     with rank_lost(unknown if writer is None else untouched):
-        agree(RankFacts({}), error=error, kind=CheckpointError, ranks=ranks)
+        agree(error=error, kind=CheckpointError, ranks=ranks)
         log_stage(folder, "shards written")
         shares = ranks.gather(files, what="gathering of the index").values()
     if writer is not None:
@@ -302,7 +299,7 @@ def write_set(
             failure or f"{folder}: the new set is complete and in place, but not every rank may know"
         )
     with rank_lost(unknown):
-        agree(RankFacts({}), error=failure, kind=CheckpointError, ranks=ranks)
+        agree(error=failure, kind=CheckpointError, ranks=ranks)
     log_stage(folder, "index written")
     return index
 

@@ -118,7 +118,7 @@ def restore_from_source(
                 if run is not None and scheduler:
                     check_schedule(state.host.scheduler, run, source.where, rates=rates)
                 nonfinite = source.verify(all_ranks().position, all_ranks().size)
-            agreed.facts["checkpoint"] = source.digest()
+            agreed.tell("checkpoint", source.digest())
         _refuse_another_model(state, source, problems)
         _judge(nonfinite, source, allow_nonfinite)
         _write_settings(plan, before, run, source.where, scheduler=scheduler, rates=rates)

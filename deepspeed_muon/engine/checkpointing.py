@@ -178,12 +178,9 @@ def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> Glance
         if tag is not None:
             with refusing(f"{load_dir!r}"):
                 save_id = _save_id(engine, folder, str(tag), load, with_state=with_state)
-        agreed.facts[f"save of the rank's files ({_ONE_SAVE})"] = str(save_id)
-        agreed.facts["checkpoint"] = (
-            "none"
-            if saved is None
-            else f"{saved.folder.name} of {saved.kind}, stage {saved.stage}, {saved.ranks} ranks"
-        )
+        agreed.tell(f"save of the rank's files ({_ONE_SAVE})", save_id)
+        shown = saved and f"{saved.folder.name} of {saved.kind}, stage {saved.stage}, {saved.ranks} ranks"
+        agreed.tell("checkpoint", shown or "none")
     if saved is None:
         return None
     # The file of a group's first rank describes its parameters, at stage 0 every file.

@@ -198,7 +198,7 @@ def _compare_settings(engine: Any, client_optimizer: Muon | None, model_paramete
         facts.update(_preflight(engine, client_optimizer, model_parameters))
     except Exception as caught:
         error = caught
-    _agree(ranks_of(engine), RankFacts(facts, scope=Scope.of(engine.seq_data_parallel_group)), error=error)
+    _agree(ranks_of(engine), RankFacts(facts, Scope.of(engine.seq_data_parallel_group)), error=error)
 
 
 def _named_groups(model_parameters: Any) -> Any:
@@ -263,6 +263,7 @@ def _remove_tags(model: nn.Module) -> None:
 def _bind(engine: Any, optimizer: Muon) -> None:
     """Read the wrapper's layout, compare the plans, hook the engine; every rank raises if one of them fails."""
     error: Exception | None = None
+    facts: RankFacts | None = None
     ranks = ranks_of(engine)
     try:
         if optimizer.config.qk_clip is not None:
@@ -272,7 +273,7 @@ def _bind(engine: Any, optimizer: Muon) -> None:
         optimizer._bind(step_sets, device=_compute_device(), ranks=ranks)
         facts = optimizer._plan_facts()
     except Exception as caught:
-        error, facts = caught, RankFacts({})
+        error = caught
     agree(facts, error=error, kind=PlanMismatchError, ranks=ranks)
     if is_divided(engine.module):
         by_group = isinstance(view_of(engine.optimizer), Zero12View)
@@ -282,7 +283,7 @@ def _bind(engine: Any, optimizer: Muon) -> None:
     elif engine.gradient_clipping() <= 0.0:
         optimizer.measure_norm = functools.partial(total_norm, weakref.ref(engine))
     parts = parts_of(engine, optimizer._routed.by_id)
-    agree(RankFacts({}), error=no_checkpoint(optimizer.config, parts), ranks=ranks)
+    agree(error=no_checkpoint(optimizer.config, parts), ranks=ranks)
     optimizer.host = Host(engine, parts, view_of)
     add_record_to_state_dict(engine)
     record_order(engine, optimizer)

@@ -90,12 +90,11 @@ def skips_with(
 
 def model_facts(engine: Any) -> RankFacts:
     """Return dtype and shape of every parameter, to be equal on the ranks between which DeepSpeed broadcasts it."""
-    facts, scopes, scope_of = {}, {}, functools.cache(Scope.of)
+    facts, scope_of = RankFacts(), functools.cache(Scope.of)
     for name, param in engine.module.named_parameters():
-        fact = f"parameter {name}"
-        facts[fact] = f"{str(param.dtype).removeprefix('torch.')} {list(true_shape(param))}"
-        scopes[fact] = scope_of(holders(param, engine.seq_data_parallel_group))
-    return RankFacts(facts, scopes=scopes)
+        shown = f"{str(param.dtype).removeprefix('torch.')} {list(true_shape(param))}"
+        facts.tell(f"parameter {name}", shown, scope_of(holders(param, engine.seq_data_parallel_group)))
+    return facts
 
 
 def order_parameters(engine: Any, optimizer: Muon, *, device: torch.device) -> None:

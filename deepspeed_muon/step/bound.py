@@ -275,12 +275,7 @@ class BoundSteps:
 
     def facts(self) -> RankFacts:
         """Return what the ranks compare of their plans."""
-        facts: dict[str, str] = {}
-        scopes: dict[str, Scope] = {}
-
-        def tell(ranks: Scope, fact: str, text: object) -> None:
-            facts[fact], scopes[fact] = str(text), ranks
-
+        facts = RankFacts()
         shared = [Scope.of(runner.step_set.group) for runner in self.runners]
         wider = [_wider_scope(runner.step_set) for runner in self.runners]
         overlap = self._resources.overlap
@@ -288,29 +283,28 @@ class BoundSteps:
             step_set, plan = runner.step_set, runner.plan
             # In the order of the flags, which the ranks match by position.
             layouts = ", ".join(f"{layout.name} ({layout.numel})" for layout in step_set.layouts)
-            tell(
-                ranks,
-                f"step sets of ranks {ranks.name}",
-                [n for n, each in enumerate(shared) if each == ranks],
-            )
-            tell(ranks, f"plan of step set {number}", plan.digest())
+            alike = [n for n, each in enumerate(shared) if each == ranks]
+            facts.tell(f"step sets of ranks {ranks.name}", alike, ranks)
+            facts.tell(f"plan of step set {number}", plan.digest(), ranks)
             # It decides about the order of the all-to-alls.
-            tell(ranks, f"overlap in step set {number}", overlap)
-            tell(ranks, f"parameters of step set {number}", layouts)
+            facts.tell(f"overlap in step set {number}", overlap, ranks)
+            facts.tell(f"parameters of step set {number}", layouts, ranks)
             if (skips := wider[number]) is not None:
                 # The wider group exchanges flags once for each of these sets, in order.
                 same = [n for n, each in enumerate(wider) if each == skips]
-                tell(skips, f"step sets that ranks {skips.name} skip together", same)
+                facts.tell(f"step sets that ranks {skips.name} skip together", same, skips)
             if step_set.stack_group is not None:
                 # These ranks exchange flags too, by position.
-                tell(Scope.of(step_set.stack_group), f"stacks of experts in step set {number}", layouts)
+                stacks = Scope.of(step_set.stack_group)
+                facts.tell(f"stacks of experts in step set {number}", layouts, stacks)
             if step_set.tensor_group is not None:
                 # Tensor-parallel ranks call collectives in the order of the plan, and compute by the settings.
                 across = Scope.of(step_set.tensor_group)
                 order = plan.owners, [chunk.matrices for chunk in plan.chunks], overlap
-                tell(across, f"owners and chunks of step set {number}", order)
-                tell(across, f"optimizer.params for step set {number}", self._config.model_dump_json())
-        return RankFacts(facts, scopes=scopes)
+                facts.tell(f"owners and chunks of step set {number}", order, across)
+                own = self._config.model_dump_json()
+                facts.tell(f"optimizer.params for step set {number}", own, across)
+        return facts
 
 
 def overlaps(step_sets: Sequence[StepSet], config: MuonConfig) -> bool:

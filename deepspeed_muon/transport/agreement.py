@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch.distributed as dist
@@ -65,30 +65,29 @@ class Scope:
         return cls(shown, position, len(ranks))
 
 
-@dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What the ranks compare before they move anything, from one rank.
+    """What the ranks compare before they move anything, from one rank: texts, each equal on all ranks of its scope."""
 
-    Attributes:
-        facts: Name of each setting to a text that must be equal on all ranks of its scope.
-        scope: Where facts are compared that have no scope of their own; ``None`` for all ranks that take part.
-        scopes: The scopes of facts that have another one than ``scope``.
-    """
+    def __init__(self, facts: Mapping[str, str] | None = None, scope: Scope | None = None) -> None:
+        """Begin with the texts of some names; ``scope`` as for :meth:`tell`."""
+        self._by_scope: dict[Scope | None, dict[str, str]] = {scope: dict(facts)} if facts else {}
 
-    facts: dict[str, str]
-    scope: Scope | None = None
-    scopes: dict[str, Scope] = field(default_factory=dict)
+    def tell(self, fact: str, value: object, scope: Scope | None = None) -> None:
+        """Add a fact. It is compared on the ranks of a scope, ``None`` for all ranks that take part."""
+        self._by_scope.setdefault(scope, {})[fact] = str(value)
+
+    @property
+    def scopes(self) -> list[Scope]:
+        """The scopes of facts that are not for all ranks."""
+        return [scope for scope in self._by_scope if scope is not None]
 
     def by_scope(self, everyone: Scope) -> dict[Scope, list[tuple[str, str]]]:
         """Return the facts of each scope, sorted by name; ``everyone`` are the ranks that take part."""
-        found: dict[Scope, list[tuple[str, str]]] = {}
-        for item in sorted(self.facts.items()):
-            found.setdefault(self.scopes.get(item[0], self.scope or everyone), []).append(item)
-        return found
+        return {scope or everyone: sorted(facts.items()) for scope, facts in self._by_scope.items()}
 
 
 def agree(
-    own_facts: RankFacts,
+    own_facts: RankFacts | None = None,
     *,
     error: Exception | None = None,
     kind: type[MuonError] = RankDisagreementError,
@@ -100,7 +99,7 @@ def agree(
     facts only if those differ.
 
     Args:
-        own_facts: The facts of this rank.
+        own_facts: The facts of this rank; ``None`` to learn only whether a rank failed.
         error: An exception that this rank caught before. The other ranks learn of it; then it is raised.
         kind: Class of the error on the other ranks.
         ranks: The ranks that compare; by default all of the default process group.
@@ -116,7 +115,7 @@ def agree(
         return
     what = _COMPARED.get(kind, "comparison of settings")
     everyone = Scope("all ranks", ranks.position, ranks.size)
-    facts = {} if error is not None else own_facts.by_scope(everyone)
+    facts = {} if error is not None or own_facts is None else own_facts.by_scope(everyone)
     failed, *sums = ranks.sum([int(error is not None), *_checksums(facts)], what=what)
     # Every rank sees the same sums, so all of them take part in the second collective or none does.
     if failed:
@@ -151,7 +150,7 @@ def together(
     Yields:
         The facts to compare, for the block to fill in.
     """
-    own_facts = RankFacts({})
+    own_facts = RankFacts()
     error: Exception | None = None
     try:
         yield own_facts

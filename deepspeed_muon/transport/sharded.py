@@ -89,10 +89,10 @@ def _compared_sizes(x: Tensor, group: dist.ProcessGroup, shard_dim: int, setting
     ranks = Ranks.of([group])
     with together(ShardingError, ranks=ranks) as own:
         dim = _matrix_dim(x, shard_dim)
-        own.facts["shard_dim"] = str(dim)
-        own.facts["matrices"] = str(x.shape[:-2].numel())
-        own.facts["length of the other side"] = str(x.shape[-3 - dim])
-        own.facts["settings"] = repr(settings)
+        own.tell("shard_dim", dim)
+        own.tell("matrices", x.shape[:-2].numel())
+        own.tell("length of the other side", x.shape[-3 - dim])
+        own.tell("settings", settings)
     lengths = ranks.gather(x.shape[dim], what="comparison of shards")
     return [lengths[rank] for rank in dist.get_process_group_ranks(group)]
 
