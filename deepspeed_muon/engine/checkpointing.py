@@ -190,7 +190,7 @@ def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> Glance
         *(f"parameter {name} is in the checkpoint, but not in the optimizer" for name in then - now),
         *(f"parameter {name} is not in the checkpoint" for name in now - known),
     ]
-    if any(ranks.sum([len(told), len(rerouted), int(moved)], what="check of a checkpoint")):
+    if any(ranks.reduce([len(told), len(rerouted), int(moved)], "sum", what="check of a checkpoint")):
         gathered = ranks.gather((told, rerouted), what="check of a checkpoint").values()
         told, rerouted = (
             sorted({line for lines in each for line in lines}) for each in zip(*gathered, strict=True)

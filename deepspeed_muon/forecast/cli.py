@@ -16,6 +16,7 @@ from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.forecast.model_shapes import PRESETS, as_autoep, load_model, with_separate_experts
 from deepspeed_muon.forecast.predict import GPUS, Gpu, PlanSettings
 from deepspeed_muon.forecast.report import forecast, report
+from deepspeed_muon.monitoring.page import pyplot_for
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.rules import route_parameters
 
@@ -119,13 +120,7 @@ def _config(text: str) -> MuonConfig:
 
 def _plot(model: str, routes: Sequence[Route], settings: PlanSettings, path: Path) -> None:
     """Plot step time, bytes and memory of both optimizers over the number of GPUs."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = pyplot_for("--plot")
     worlds = [1 << power for power in range(0, _LARGEST_WORLD.bit_length(), 2)]
     together = settings.tensor_parallel * settings.expert_parallel
     worlds = [world for world in worlds if world % together == 0]

@@ -186,9 +186,9 @@ class ResultCheck:
         """Redo the entries whose norm is wrong."""
         bounds = self._bounds_of(result)
         for position, norm in enumerate(_norms_of_whole(self._norms(result.updates), result.together)):
-            if bounds[0] <= norm <= bounds[1]:
+            why = check_failure(norm, bounds)
+            if why is None:
                 continue
-            why = str(check_failure(norm, bounds))
             own = result.inputs[position].double().norm().view(1)
             # As above, of an input that is not normalised.
             if not (norm <= bounds[1] and _norms_of_whole(own, result.together)[0] < self._ns.eps):

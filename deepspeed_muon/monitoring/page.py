@@ -250,7 +250,7 @@ def _figure(run: Mapping[str, Series], title: str, series: Mapping[str, Series],
     series = {name: _thinned(values) for name, values in series.items() if values}
     if not series:
         return
-    pyplot = _pyplot()
+    pyplot = pyplot_for("the page")
     figure, axes = pyplot.subplots(figsize=(6.4, 3.2))
     if all(name.startswith("time_") for name in series):
         positions = sorted(set.intersection(*({x for x, _ in values} for values in series.values())))
@@ -278,11 +278,12 @@ def _thinned(values: Sequence[tuple[int, float]]) -> Series:
     return finite[:: math.ceil(len(finite) / _MOST_POINTS)] if finite else []
 
 
-def _pyplot() -> Any:
+def pyplot_for(what: str) -> Any:
+    """Return matplotlib's pyplot without a display; ``what`` needs it, for the error if it is not installed."""
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError("the page needs matplotlib: pip install matplotlib") from error
+        raise ConfigError(f"{what} needs matplotlib: pip install matplotlib") from error
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.fonttype"] = "none"
     from matplotlib import pyplot

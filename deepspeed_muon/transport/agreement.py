@@ -116,7 +116,7 @@ def agree(
     what = _COMPARED.get(kind, "comparison of settings")
     everyone = Scope("all ranks", ranks.position, ranks.size)
     facts = {} if error is not None or own_facts is None else own_facts.by_scope(everyone)
-    failed, *sums = ranks.sum([int(error is not None), *_checksums(facts)], what=what)
+    failed, *sums = ranks.reduce([int(error is not None), *_checksums(facts)], "sum", what=what)
     # Every rank sees the same sums, so all of them take part in the second collective or none does.
     if failed:
         text = None if error is None else f"{type(error).__name__}: {error}"
@@ -164,7 +164,7 @@ def _checksums(facts: Mapping[Scope, Sequence[tuple[str, str]]]) -> list[int]:
 
     Each rank of a scope adds the hash of its facts and its own position, and subtracts that of the same facts and the
     next position. If the facts are equal everywhere, each hash is added once and subtracted once. A sum of eight 32-bit
-    numbers takes no more room for more ranks, unlike gathered digests.
+    numbers takes no more room for more ranks, unlike gathered digests; in float64 it is exact for two million ranks.
     """
     total = np.zeros(8, dtype=np.int64)
     for scope, items in facts.items():

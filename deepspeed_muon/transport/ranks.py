@@ -85,31 +85,22 @@ class Ranks:
             stride *= dist.get_world_size(group)
         return found
 
-    def sum(self, numbers: Sequence[int], *, what: str) -> list[int]:
-        """Return the sums over all ranks, which must fit into 64 bits. Must be called by all of them.
-
-        Args:
-            numbers: Of this rank.
-            what: The purpose, for the error if a rank does not come.
-        """
-        sums: list[int] = self._reduced(torch.tensor(numbers, dtype=torch.int64), dist.ReduceOp.SUM, what)
-        return sums
-
     def reduce(
         self, numbers: Sequence[float], how: Literal["sum", "max", "min"], *, what: str
     ) -> list[float]:
-        """Return the sums, largest or smallest numbers over all ranks. Must be called by all of them."""
-        operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[how]
-        found: list[float] = self._reduced(torch.tensor(numbers, dtype=torch.float64), operation, what)
-        return found
+        """Return the sums, largest or smallest numbers over all ranks, in float64. Must be called by all of them.
 
-    def _reduced(self, numbers: Tensor, operation: Any, what: str) -> list[Any]:
+        Args:
+            numbers: Of this rank. Sums of whole numbers are exact below 2^53.
+            how: What to return.
+            what: The purpose, for the error if a rank does not come.
+        """
+        found = torch.tensor(numbers, dtype=torch.float64)
         for group in self.groups:
             # Where torch puts the objects that it gathers: a GPU where the group reaches no other memory.
-            numbers = numbers.to(c10d._get_object_coll_device(group))
-            with phase(what, group):
-                dist.all_reduce(numbers, op=operation, group=group)
-        return list(numbers.tolist())
+            found = found.to(c10d._get_object_coll_device(group))
+            found = reduce_tensor(found, group, what=what, how=how)
+        return list(found.tolist())
 
     def collect(self, items: Sequence[Any], *, most: int, what: str) -> list[tuple[int, Any]]:
         """Return items of all ranks, in the order of the ranks, each with its rank. Must be called by all of them.
@@ -188,10 +179,13 @@ def gather_tensors(own: Tensor, group: dist.ProcessGroup, *, what: str) -> Tenso
 
 
 def reduce_tensor(
-    own: Tensor, group: dist.ProcessGroup | None, *, what: str, how: Literal["sum", "max"] = "sum"
+    own: Tensor, group: dist.ProcessGroup | None, *, what: str, how: Literal["sum", "max", "min"] = "sum"
 ) -> Tensor:
-    """Set ``own`` to its sums or largest elements over a group and return it; as :func:`gather_tensors` otherwise."""
-    operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how]
+    """Set ``own`` to its sums, or its largest or smallest elements, over a group, and return it.
+
+    Called as :func:`gather_tensors`.
+    """
+    operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[how]
     with phase(what, group):
         dist.all_reduce(own, op=operation, group=group)
     return own
