@@ -175,7 +175,7 @@ def measure(parameters: int, stage: int, world: int, rank: int, trace: bool) -> 
 
     import deepspeed_muon
     from deepspeed_muon.checkpoint.layout_record import record_of
-    from deepspeed_muon.checkpoint.live import collect
+    from deepspeed_muon.checkpoint.live import collect, described
     from deepspeed_muon.engine.topology import read_step_sets
     from deepspeed_muon.transport.agreement import agree
     from deepspeed_muon.transport.ranks import Ranks
@@ -216,13 +216,13 @@ def measure(parameters: int, stage: int, world: int, rank: int, trace: bool) -> 
     found["memory_mb"] = resident_mb() - before
     found["messages_kb"] = others.bytes / 1e3
     groups = range(len(optimizer.param_groups))
+    start = time.process_time()
     optimizer.host = SimpleNamespace(
         param_group_numbers=lambda: list(groups),
         counters=lambda: {"global_steps": 0},
-        parts={},
+        described=described(optimizer.routes, {}),
         save_id="0" * 12,
     )
-    start = time.process_time()
     content = io.BytesIO()
     torch.save(record_of(collect(engine)), content)
     found["record_kb"], found["record_s"] = len(content.getvalue()) / 1e3, time.process_time() - start

@@ -125,7 +125,7 @@ def _add_facts(agreed: RankFacts, state: LiveState, folder: Path, shard_bytes: i
             steps.setdefault(each.record.step, each.name)
         shown = ", ".join(f"{step} ({name}, ...)" for step, name in sorted(steps.items()))
         agreed.tell(f"optimizer steps{place}", shown, scope)
-        told = repr([(each.route, each.part, each.placement, each.record) for each in held])
+        told = repr([(each.own_name, each.part, each.placement, each.record) for each in held])
         agreed.tell(f"plan of the save{place}", hashlib.sha256(told.encode()).hexdigest(), scope)
 
 

@@ -287,8 +287,8 @@ def record_of(state: LiveState) -> Mapping[str, Any]:
 
 def _record_of_group(state: LiveState, held: Sequence[LiveParameter]) -> dict[str, Any]:
     """Return what this rank's file says of one data-parallel group."""
-    order = {route.name: number for number, route in enumerate(state.optimizer.routes)}
-    described = sorted(held, key=lambda each: order[each.route.name])
+    order = {name: number for number, name in enumerate(state.host.described)}
+    described = sorted(held, key=lambda each: order[each.own_name])
     return {
         "name": Scope.among(held[0].holders, held[0].rank).name,
         "rank": held[0].rank,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,8 +36,8 @@ class Host:
     """The engine around an optimizer. The engine sets it as ``Muon.host`` when it binds the optimizer.
 
     Attributes:
-        parts: Name of each parameter that is a part of a whole tensor, or has another name there, to that part. A text
-            in its place is the reason why it is not known.
+        described: Name of each trained parameter to the record of its whole tensor before any step, the part of it that
+            this rank has, and the reason of its route. A text in their place says why the part is not known.
         step_thread: The thread that took the last step; ``None`` before the first one.
         save_id: Random id of the save that ``engine.save_checkpoint`` is writing, equal on all ranks; else ``None``.
     """
@@ -49,12 +49,13 @@ class Host:
 
         Args:
             engine: A ``DeepSpeedEngine`` whose optimizer is ours and bound.
-            parts: See the class.
+            parts: Name of each parameter that is a part of a whole tensor, or has another name there, to that part, or
+                to the reason why it is not known.
             view_of: Returns the view of what the engine has as its ``optimizer``.
         """
         self._reference = weakref.ref(engine)
         self._view_of = view_of
-        self.parts = parts
+        self.described = described(engine.basic_optimizer.routes, parts)
         self.save_id: str | None = None
         self.step_thread: int | None = None
         self._restoring: str | None = None
@@ -155,6 +156,21 @@ class Host:
             )
 
 
+def described(
+    routes: Iterable[Route], parts: Mapping[str, TensorSlice | str]
+) -> dict[str, tuple[ParameterRecord, TensorSlice, str] | str]:
+    """Return :attr:`Host.described` of parameters with these routes."""
+    found: dict[str, tuple[ParameterRecord, TensorSlice, str] | str] = {}
+    for route in routes:
+        part = parts.get(route.name) or whole_slice(route.name, route.shape)
+        if isinstance(part, str):
+            found[route.name] = part
+        elif route.algorithm != "frozen":
+            whole = replace(route, name=part.name, shape=part.shape)
+            found[route.name] = ParameterRecord.of(whole, group=0), part, route.reason
+    return found
+
+
 def optimizer_of(engine: Any) -> Muon:
     """Return our optimizer inside an engine.
 
@@ -195,13 +211,15 @@ class LiveParameter(HeldParameter):
     """One parameter of a running engine, with this rank's partition.
 
     Attributes:
-        route: Name, true shape and algorithm on this rank.
+        own_name: Its name on this rank.
+        reason: Why it has its algorithm.
         bound: The partition that holds this rank's fragments.
         rank: This rank inside the group.
         coded: The blocks of a momentum in 8 bits and the number of the matrix among them; ``None`` of any other.
     """
 
-    route: Route
+    own_name: str
+    reason: str
     bound: BoundPartition
     rank: int
     coded: tuple[MomentumBlocks, int] | None = None
@@ -282,11 +300,6 @@ def collect(engine: Any) -> LiveState:
     """
     optimizer = optimizer_of(engine)
     host: Host = optimizer.host
-    routes: dict[str, Route] = {}
-    for route in optimizer.routes:
-        if route.name in routes:
-            raise CheckpointError(f"two parameters are called {route.name}: pass model.named_parameters()")
-        routes[route.name] = route
     groups = host.param_group_numbers()
     has_rows = bool(VARIANTS[optimizer.config.variant].state)
     members: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -299,36 +312,38 @@ def collect(engine: Any) -> LiveState:
         partitions = {partition.index: partition for partition in step_set.partitions}
         layouts: tuple[MatrixLayout | ParameterLayout, ...] = (*step_set.matrices, *step_set.others)
         for number, layout in enumerate(layouts):
-            route, bound = routes[layout.name], partitions[layout.partition]
-            part = _part(host, route)
+            bound = partitions[layout.partition]
+            record, part, reason = _described(host, layout.name)
             state = optimizer.state.get(bound.tensor, {})
-            whole = replace(route, name=part.name, shape=part.shape)
             found = LiveParameter(
-                ParameterRecord.of(whole, group=groups[bound.index]),
+                record.model_copy(update={"group": groups[bound.index]}),
                 part,
                 layout.placement,
                 rows.get(layout.name),
                 ranks,
                 bound.index,
-                route,
+                layout.name,
+                reason,
                 bound,
                 step_set.rank,
                 (runner.blocks, number) if is_coded(state) else None,
             )
             found = found.with_state(state, int(state.get("step", 0)))
-            if parameters.setdefault(found.name, found) is not found:
-                raise CheckpointError(
-                    f"{parameters[found.name].route.name} and {route.name} are both {found.name}"
-                )
+            if (other := parameters.setdefault(found.name, found)) is not found:
+                if other.own_name == found.own_name:
+                    raise CheckpointError(
+                        f"two parameters are called {found.own_name}: pass model.named_parameters()"
+                    )
+                raise CheckpointError(f"{other.own_name} and {found.own_name} are both {found.name}")
     if not parameters:
         raise CheckpointError("the engine's optimizer holds no parameters")
     return LiveState(optimizer, host, tuple(parameters.values()), optimizer._runners[0].context.device)
 
 
-def _part(host: Host, route: Route) -> TensorSlice:
-    part = host.parts.get(route.name)
-    if isinstance(part, str):
+def _described(host: Host, name: str) -> tuple[ParameterRecord, TensorSlice, str]:
+    found = host.described[name]
+    if isinstance(found, str):
         raise CheckpointError(
-            f"parameter {route.name}: {part}. engine.save_checkpoint and load_checkpoint resume it at the same ranks"
+            f"parameter {name}: {found}. engine.save_checkpoint and load_checkpoint resume it at the same ranks"
         )
-    return part or whole_slice(route.name, route.shape)
+    return found

@@ -191,16 +191,16 @@ def _refuse_another_model(state: LiveState, source: StateSource, problems: Seque
 
 
 def _differences(parameter: LiveParameter, record: ParameterRecord, file: str, state_too: bool) -> list[str]:
-    route, name, shape = parameter.route, parameter.name, parameter.record.shape
+    own, name, shape = parameter.record, parameter.name, parameter.record.shape
     if record.shape != shape:
         return [f"parameter {name} has shape {list(shape)}, in the checkpoint {list(record.shape)} ({file})"]
-    if state_too and record.algorithm != route.algorithm:
+    if state_too and record.algorithm != own.algorithm:
         return [
-            f"parameter {name} goes to {route.algorithm} ({route.reason}), in the checkpoint to "
+            f"parameter {name} goes to {own.algorithm} ({parameter.reason}), in the checkpoint to "
             f"{record.algorithm} ({file}); set include / exclude in optimizer.params as the saved run did, or "
             f"convert it again with --include / --exclude"
         ]
-    for key in ROW_KEYS[route.algorithm] if state_too and record.rows and parameter.row_places else ():
+    for key in ROW_KEYS[own.algorithm] if state_too and record.rows and parameter.row_places else ():
         rows = parameter.part_of(key).length
         if record.rows != rows:
             return [
@@ -235,7 +235,7 @@ class _Plan:
         if state_too:
             _say_what_happens_to_rows(state, source)
         for parameter in state.parameters:
-            algorithm = parameter.route.algorithm
+            algorithm = parameter.record.algorithm
             keys: tuple[str, ...] = ()
             if state_too and plan.steps[parameter.partition] > 0:
                 keys = STATE_KEYS[algorithm] + (_row_keys(state) if parameter.row_places else ())
@@ -262,7 +262,7 @@ class _Plan:
             return self.state.tensor(bound, key)
         place = (bound.index, key)
         if place not in self.made:
-            if key in ROW_KEYS[parameter.route.algorithm]:
+            if key in ROW_KEYS[parameter.record.algorithm]:
                 sharing = [other for other in self.state.parameters if other.partition == bound.index]
                 kept = (other.own_fragment(key) for other in sharing if other.row_places)
                 numel = sum(own.numel for own in kept if own is not None)

@@ -257,9 +257,9 @@ def _differences(engine: Any, saved: Glance) -> tuple[list[str], list[set[str]],
     for entry in saved.entries:
         if (own := live.get(entry["name"])) is None:
             continue
-        if entry["algorithm"] != own.route.algorithm:
+        if entry["algorithm"] != own.record.algorithm:
             rerouted.append(
-                f"{own.name} went to {entry['algorithm']}, and goes to {own.route.algorithm} now ({own.route.reason})"
+                f"{own.name} went to {entry['algorithm']}, and goes to {own.record.algorithm} now ({own.reason})"
             )
         # Where every rank holds everything, the last number, that of the ranks, does not matter.
         places = entry["partition"], *entry["spread"][:-1]

@@ -9,14 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 
+import deepspeed_muon
 from deepspeed_muon.checkpoint.consolidate import consolidate_files
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
 from tests.support.layout_records import files_of, inner_state, part_of, whole_record
+from tests.support.models import build
 
 
 def save(rank: int, world_size: int, *, folder: str, stage: int) -> None:
@@ -183,9 +186,11 @@ def test_a_tensor_that_says_more_than_it_holds(saved: Any, tmp_path: Path) -> No
 def without_names(rank: int, world_size: int, *, folder: str) -> list[str]:
     """Save twice with two parameters of one name; return the warnings."""
     messages = training.heard()
-    engine = training.make_engine(training.ds_config(1))
-    routes = engine.basic_optimizer._routed.routes
-    routes[1] = routes[0]
+    model = build("toy")
+    pairs = [("same" if number < 2 else name, p) for number, (name, p) in enumerate(model.named_parameters())]
+    config = training.ds_config(1)
+    optimizer = deepspeed_muon.Muon(pairs, **config.pop("optimizer")["params"])
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     training.run_step(engine, 0, rank, world_size, 1)
     engine.save_checkpoint(folder, tag="t")
     engine.save_checkpoint(folder, tag="t")
