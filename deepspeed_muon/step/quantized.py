@@ -9,18 +9,20 @@ not depend on where ZeRO cuts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from deepspeed_muon.errors import BindingError
 from deepspeed_muon.math.quantizer import BLOCK, block_scales, from_codes
 from deepspeed_muon.ops import FlatPasses
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import Fragment, Placement
-from deepspeed_muon.step.step_set import StepSet
+from deepspeed_muon.step.state import State, StatePolicy
+from deepspeed_muon.step.step_set import BoundPartition, StepSet
 from deepspeed_muon.step.tables import COLUMNS
 from deepspeed_muon.transport.exchange import StepContext, exchange_bytes
 from deepspeed_muon.transport.ranks import phase
@@ -44,6 +46,23 @@ class QuantizedMomentum(NamedTuple):
 def is_coded(own: Mapping[str, Any]) -> bool:
     """Return whether the state of a partition has its momentum in 8 bits."""
     return "momentum_buffer" in own and own["momentum_buffer"].dtype == torch.int8
+
+
+def scales_of(own: dict[str, Any], partition: BoundPartition, count: int) -> Tensor:
+    """Return the scales of a momentum in 8 bits from the state of its partition; create what is missing.
+
+    Raises:
+        BindingError: If the state was saved with another layout.
+    """
+    if SCALE_KEY not in own:
+        own[SCALE_KEY] = torch.zeros(count, device=partition.tensor.device)
+    scales: Tensor = own[SCALE_KEY]
+    if scales.numel() != count:
+        raise BindingError(
+            f"the optimizer state holds {scales.numel()} scales of the momentum of partition {partition.index}, "
+            f"expected {count}: it was saved with another layout. Restore it from a consolidated checkpoint"
+        )
+    return scales
 
 
 def first_scales(fragments: Sequence[Fragment]) -> tuple[list[int], int]:
@@ -325,6 +344,43 @@ class MomentumBlocks:
                 place = fragment.partition_offset, fragment.numel
                 found.narrow(0, *place).copy_(self.elements(number, own, *place))
         return found
+
+
+def convert_momentum(
+    partitions: Sequence[BoundPartition],
+    state: State,
+    policy: StatePolicy,
+    blocks: Callable[[], MomentumBlocks],
+    passes: FlatPasses,
+) -> None:
+    """Bring momentum that was saved in 8 bits, or shall be kept in 8 bits, into the dtype that it is kept in.
+
+    Must be called by all ranks of the group.
+
+    Args:
+        partitions: Those of Muon in one step set, by position.
+        state: The optimizer's state. Mutated; partitions without momentum stay without.
+        policy: The dtype of the state.
+        blocks: Returns the blocks of the step set, which are needed only where something is converted.
+        passes: Native or torch passes.
+    """
+    every = [(each, state[each.tensor]) for each in partitions]
+    known = [(each, own) for each, own in every if "momentum_buffer" in own]
+    if all(is_coded(own) == policy.quantizes_momentum for _, own in known):
+        return
+    for each, own in known:
+        if is_coded(own):
+            dtype = policy.dtype("momentum_buffer", each.tensor.dtype)
+            read = blocks().read(each.index, own).view(each.tensor.shape)
+            own["momentum_buffer"] = read.to(torch.float32 if dtype == torch.int8 else dtype)
+        own.pop(SCALE_KEY, None)
+    if policy.quantizes_momentum:
+        found = [own.get("momentum_buffer", torch.zeros_like(each.tensor)) for each, own in every]
+        values = [each.detach().float().contiguous().view(-1) for each in found]
+        codes, (scales, _) = blocks().quantize(values, passes)
+        for (each, own), *new in zip(every, codes, scales, strict=True):
+            if "momentum_buffer" in own:
+                own["momentum_buffer"], own[SCALE_KEY] = new[0].view(each.tensor.shape), new[1]
 
 
 def _is_cut(placement: Placement) -> bool:

@@ -21,12 +21,12 @@ from deepspeed_muon.plan.placement import Floats
 from deepspeed_muon.plan.rows import rows_by_partition
 from deepspeed_muon.step.fragment_sums import fragment_sums
 from deepspeed_muon.step.passes import RateTable, Step, apply, pack
-from deepspeed_muon.step.quantized import SCALE_KEY, MomentumBlocks, is_coded
-from deepspeed_muon.step.state import AdamW, State, StatePolicy, passes_for, row_state_of, scales_of, state_of
+from deepspeed_muon.step.quantized import MomentumBlocks, convert_momentum, scales_of
+from deepspeed_muon.step.state import AdamW, State, StatePolicy, passes_for, row_state_of, state_of
 from deepspeed_muon.step.step_set import StepSet
-from deepspeed_muon.step.strategies import Orthogonalize, WholeAtOwner, batches
+from deepspeed_muon.step.strategies import Orthogonalize, batches
 from deepspeed_muon.step.tables import ChunkTable
-from deepspeed_muon.step.tensor_parallel import OverTensorGroup
+from deepspeed_muon.step.tensor_parallel import strategy_for
 from deepspeed_muon.transport.exchange import (
     ChunkExchange,
     Codec,
@@ -108,7 +108,16 @@ class StepRunner:
             wire=config.wire_format,
         )
         self._exchange = ChunkExchange(self.plan, context, resources.buffers, overlap=self._overlap)
-        self._choose_strategy(config, resources)
+        self._check = ResultCheck(
+            resources.recorder,
+            self.plan.matrices,
+            device=context.device,
+            ns=context.ns_settings,
+            norms=matrix_norms(config.ns_backend, context.device),
+        )
+        self._strategy = strategy_for(
+            self.plan.matrices, context, self._check, resources.orthogonalize, step_set.tensor_group, config
+        )
         self._variant = VARIANTS[config.variant]
         self._muon = [partition for partition in step_set.partitions if partition.muon]
         self._positions = numbers = {partition.index: number for number, partition in enumerate(self._muon)}
@@ -135,29 +144,6 @@ class StepRunner:
         self._kept = rows_by_partition(plan.matrices, plan.rank) if variant.state else {}
         self._sums, self._before = fragment_sums(plan, self._tables, variant, context, self.step_set)
 
-    def _choose_strategy(self, config: MuonConfig, resources: StepResources) -> None:
-        """Choose how matrices are orthogonalised."""
-        matrices, context, tensor_group = self.plan.matrices, self.context, self.step_set.tensor_group
-        self._check = ResultCheck(
-            resources.recorder,
-            matrices,
-            device=context.device,
-            ns=context.ns_settings,
-            norms=matrix_norms(config.ns_backend, context.device),
-        )
-        self._whole = WholeAtOwner(matrices, context, resources.orthogonalize, self._check)
-        self._strategy: WholeAtOwner | OverTensorGroup = self._whole
-        if tensor_group is not None:
-            self._strategy = OverTensorGroup(
-                matrices,
-                context,
-                self._check,
-                group=tensor_group,
-                whole=self._whole,
-                distributed=config.tensor_parallel_mode == "distributed",
-                chunk_numel=config.exchange_chunk_numel,
-            )
-
     @functools.cached_property
     def blocks(self) -> MomentumBlocks:
         """The blocks of a momentum in 8 bits."""
@@ -165,30 +151,8 @@ class StepRunner:
         return MomentumBlocks(self.step_set, plan, origin, self._positions, self.context)
 
     def convert_momentum(self, state: State) -> None:
-        """Bring momentum that was saved in 8 bits, or shall be kept in 8 bits, into the dtype that it is kept in.
-
-        Must be called by all ranks of the group.
-
-        Args:
-            state: The optimizer's state. Mutated; partitions without momentum stay without.
-        """
-        every = [(each, state[each.tensor]) for each in self._muon]
-        muon = [(each, own) for each, own in every if "momentum_buffer" in own]
-        if all(is_coded(own) == self._policy.quantizes_momentum for _, own in muon):
-            return
-        for each, own in muon:
-            if is_coded(own):
-                dtype = self._policy.dtype("momentum_buffer", each.tensor.dtype)
-                read = self.blocks.read(each.index, own).view(each.tensor.shape)
-                own["momentum_buffer"] = read.to(torch.float32 if dtype == torch.int8 else dtype)
-            own.pop(SCALE_KEY, None)
-        if self._policy.quantizes_momentum:
-            found = [own.get("momentum_buffer", torch.zeros_like(each.tensor)) for each, own in every]
-            values = [each.detach().float().contiguous().view(-1) for each in found]
-            codes, (scales, _) = self.blocks.quantize(values, self._passes)
-            for (each, own), *new in zip(every, codes, scales, strict=True):
-                if "momentum_buffer" in own:
-                    own["momentum_buffer"], own[SCALE_KEY] = new[0].view(each.tensor.shape), new[1]
+        """Bring the momentum of the set into the dtype that it is kept in; collective as :func:`.convert_momentum`."""
+        convert_momentum(self._muon, state, self._policy, lambda: self.blocks, self._passes)
 
     def inputs(self) -> Iterator[Tensor]:
         """Yield empty tensors like those that this rank orthogonalises in a step with a gradient of every matrix."""
@@ -305,19 +269,7 @@ class StepRunner:
             mask = torch.tensor([bool(flags[origin]) for origin in self.assignment.origin])
         momentum = [each["momentum_buffer"].view(-1) for each in own]
         weights = [flat[index] for index in order]
-        used: set[int] = set()
-        if any(index not in grads for index in order):
-            told = zip(self.step_set.matrices, of_matrices, strict=True)
-            used = {matrix.partition for matrix, flag in told if flag}
-        entering = [
-            # Nobody reads the gradient of a partition in which no rank has one.
-            grads[index]
-            if index in grads
-            else torch.zeros_like(flat[index])
-            if index in used
-            else flat[index]
-            for index in order
-        ]
+        entering = self.step_set.gradients(grads, flat, of_matrices)
         rates = self._rates.of({index: groups[index] for index in order})
         counts = [int(each["step"]) for each in own]
         kept: dict[int, dict[str, Tensor]] = {}

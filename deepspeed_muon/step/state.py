@@ -16,7 +16,6 @@ from deepspeed_muon.logs import logger, warn, warn_on_each_machine
 from deepspeed_muon.math.updates import AdamStep, adam_step_
 from deepspeed_muon.ops import FlatPasses, flat_passes, in_fp32
 from deepspeed_muon.plan.placement import Fragment
-from deepspeed_muon.step.quantized import SCALE_KEY
 from deepspeed_muon.step.step_set import BoundPartition, NativeAdam, StepSet
 from deepspeed_muon.variants import ROW_STATE, Variant
 
@@ -83,30 +82,13 @@ def state_of(partition: BoundPartition, state: State, policy: StatePolicy) -> di
     return own
 
 
-def scales_of(own: dict[str, Any], partition: BoundPartition, count: int) -> Tensor:
-    """Return the scales of a momentum in 8 bits from the state of its partition; create what is missing.
-
-    Raises:
-        BindingError: If the state was saved with another layout.
-    """
-    if SCALE_KEY not in own:
-        own[SCALE_KEY] = torch.zeros(count, device=partition.tensor.device)
-    scales: Tensor = own[SCALE_KEY]
-    if scales.numel() != count:
-        raise BindingError(
-            f"the optimizer state holds {scales.numel()} scales of the momentum of partition {partition.index}, "
-            f"expected {count}: it was saved with another layout. Restore it from a consolidated checkpoint"
-        )
-    return scales
-
-
 def keep_saved_precision(
     state_dict: Mapping[str, Any], params: Sequence[Tensor], state: State, policy: StatePolicy
 ) -> None:
     """Bring loaded state into the dtypes that it is kept in, from what was saved.
 
     torch casts state to the parameter's dtype when it loads, and would round fp32 moments of half-precision masters.
-    To and from 8 bits the next step converts (:meth:`.StepRunner.convert_momentum`): that takes the layout.
+    To and from 8 bits the next step converts (:meth:`.MomentumBlocks.convert`): that takes the layout.
 
     Args:
         state_dict: What was loaded.

@@ -98,6 +98,21 @@ class StepSet:
         """All parameters, in the order of the flags that the ranks exchange."""
         return (*self.matrices, *self.others)
 
+    def gradients(
+        self, grads: Mapping[int, Tensor], flat: Mapping[int, Tensor], flags: Sequence[int]
+    ) -> list[Tensor]:
+        """Return the gradient of each partition of Muon: zeros where only other ranks have one.
+
+        Args:
+            grads: Partition index to its gradient.
+            flat: Partition index to the flat weights. They stand where no rank has a gradient: nobody reads it.
+            flags: For each matrix, whether any rank has a gradient of it.
+        """
+        used = {matrix.partition for matrix, flag in zip(self.matrices, flags, strict=True) if flag}
+        zeros = {index: torch.zeros_like(flat[index]) for index in used - grads.keys()}
+        found = {**flat, **zeros, **grads}
+        return [found[partition.index] for partition in self.partitions if partition.muon]
+
 
 def read_step_set(
     partitions: Sequence[tuple[int, Tensor, Sequence[Tensor], Iterable[tuple[Tensor, Placement]]]],

@@ -23,16 +23,45 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.math.newton_schulz import orthogonalize_flops
 from deepspeed_muon.monitoring.check import Result, ResultCheck, Together
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.owners import assign_owners
 from deepspeed_muon.step.passes import Step
-from deepspeed_muon.step.strategies import Directions, Updates, WholeAtOwner, batches
+from deepspeed_muon.step.strategies import Directions, Orthogonalize, Updates, WholeAtOwner, batches
 from deepspeed_muon.transport.exchange import StepContext, exchange_bytes
 from deepspeed_muon.transport.ranks import phase
 from deepspeed_muon.transport.row_state import RowsAtOwner, before_iteration
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
+
+
+def strategy_for(
+    matrices: Sequence[MatrixLayout],
+    context: StepContext,
+    check: ResultCheck,
+    orthogonalize: Orthogonalize,
+    tensor_group: dist.ProcessGroup | None,
+    config: MuonConfig,
+) -> WholeAtOwner | OverTensorGroup:
+    """Return how matrices are orthogonalised; nothing is allocated or sent.
+
+    Args:
+        matrices: All matrices of the exchange plan.
+        context: Of the step set.
+        check: Of the results.
+        orthogonalize: Runs the Newton-Schulz iteration.
+        tensor_group: The tensor-parallel process group, ``None`` without tensor parallelism.
+        config: ``tensor_parallel_mode`` and ``exchange_chunk_numel`` count.
+    """
+    whole = WholeAtOwner(matrices, context, orthogonalize, check)
+    if tensor_group is None:
+        return whole
+    distributed = config.tensor_parallel_mode == "distributed"
+    numel = config.exchange_chunk_numel
+    return OverTensorGroup(
+        matrices, context, check, group=tensor_group, whole=whole, distributed=distributed, chunk_numel=numel
+    )
 
 
 class OverTensorGroup:

@@ -63,6 +63,18 @@ CODES = {"momentum_dtype": "int8"}
         (3, 4, SMALL, 1, 1, {}),
         (3, 2, {}, 0, 2, {}),
         (0, 1, {}, 3, 4, {}),
+        *(
+            pytest.param(*each, marks=pytest.mark.full)
+            for each in (
+                (1, 3, {}, 2, 2, OFFLOAD),
+                (1, 4, ROUND, 1, 2, OFFLOAD),
+                (2, 3, ROUND, 3, 4, OFFLOAD),
+                (2, 1, {}, 1, 4, ROUND),
+                (3, 3, OFFLOAD, 2, 3, ROUND),
+                (3, 1, SMALL, 3, 2, {}),
+                (0, 4, {}, 2, 1, {}),
+            )
+        ),
     ],
 )
 def test_int8_momentum_at_another_topology(

@@ -38,6 +38,7 @@ def run(rank: int, world_size: int, *, stage: int, **settings: Any) -> dict[str,
     """Train five steps and report masters, momentum, norms and the dtypes and bytes of the state."""
     exact = settings.pop("exact", True)
     start_scale = settings.pop("start_scale", None)
+    accumulation = settings.get("accumulation", 1)
     config = training.ds_config(stage, clipping=0.5, **settings)
     engine = training.make_engine(config, exact=exact)
     optimizer = deepspeed_muon.muon_optimizer(engine)
@@ -46,7 +47,7 @@ def run(rank: int, world_size: int, *, stage: int, **settings: Any) -> dict[str,
     norms, scales, unchanged = [], [], []
     for step in range(STEPS):
         before = training.full_masters(engine)
-        training.run_step(engine, step, rank, world_size, 1)
+        training.run_step(engine, step, rank, world_size, accumulation)
         norms.append(float(engine.get_global_grad_norm()))
         scales.append(float(getattr(engine.optimizer, "loss_scale", 1.0)))
         after = training.full_masters(engine)
@@ -117,6 +118,8 @@ def test_bf16_momentum_matches_the_rounding_reference(ranks: Any, stage: int, ze
         (3, 4, {"zero": {"sub_group_size": 200}}),
         (1, 2, {"params": {"exchange_overlap": True, "exchange_chunk_numel": 256}}),
         (3, 3, {"params": {"ns_backend": "torch"}}),
+        (2, 2, {"accumulation": 2}),
+        pytest.param(3, 2, {"accumulation": 2, "zero": CPU}, marks=pytest.mark.full),
     ],
 )
 def test_int8_momentum_matches_the_rounding_reference(
@@ -126,7 +129,7 @@ def test_int8_momentum_matches_the_rounding_reference(
     params = {"momentum_dtype": "int8", **settings.get("params", {})}
     result = ranks(world).run(run, stage=stage, **{**settings, "params": params})[0]
     assert {"momentum_buffer int8", "momentum_scale float32", "exp_avg float32"} <= {*result["dtypes"]}
-    start, end, momentum = rounding_reference(world, 0.5, "int8")
+    start, end, momentum = rounding_reference(world * settings.get("accumulation", 1), 0.5, "int8")
     errors = {name: relative(result["params"][name], end[name], start[name]) for name in MATRICES["toy"]}
     # A scale of fp32 and one of float64 (1e-7 apart) are cut to different 17 bits in one of a hundred blocks, and a
     # matrix is off by 2^-16 then. Codes differ, by 1/127 of one element, where the values lie on two sides of a tie.
@@ -175,6 +178,7 @@ def resumed(
     return report
 
 
+FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}  # stage 1 in bf16 is BF16_Optimizer then
 MASTERS = {"bf16": {"bf16_master_weights_and_grads": True}}
 HALF_STATES = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
 
@@ -190,6 +194,7 @@ HALF_STATES = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_s
         ),
         (3, {"params": {"momentum_dtype": "bf16"}, "zero": {"sub_group_size": 200}}),
         (1, {"params": {"momentum_dtype": "int8"}}),
+        (1, {"params": {"momentum_dtype": "int8"}, "precision": "bf16", "extra": FP32_GRADIENTS}),
         (2, {"params": {"momentum_dtype": "int8"}, "zero": CPU, "precision": "bf16"}),
         (3, {"params": {"momentum_dtype": "int8"}, "zero": {"sub_group_size": 200}}),
         pytest.param(2, {"precision": "bf16", "zero": CPU, "extra": MASTERS}, marks=pytest.mark.full),
