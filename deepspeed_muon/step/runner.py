@@ -84,8 +84,7 @@ class StepRunner:
             number: The number of the set, for errors.
         """
         self.step_set = step_set
-        self._policy = resources.policy
-        self._overlap = resources.overlap
+        self._policy, self._overlap = resources.policy, resources.overlap
         dtype = config.resolved_wire_dtype(step_set.model_dtype)
         self.context = context = StepContext(
             number,
@@ -108,35 +107,30 @@ class StepRunner:
             wire=config.wire_format,
         )
         self._exchange = ChunkExchange(self.plan, context, resources.buffers, overlap=self._overlap)
-        self._check = ResultCheck(
-            resources.recorder,
-            self.plan.matrices,
-            device=context.device,
-            ns=context.ns_settings,
-            norms=matrix_norms(config.ns_backend, context.device),
-        )
-        self._strategy = strategy_for(
-            self.plan.matrices, context, self._check, resources.orthogonalize, step_set.tensor_group, config
-        )
+        matrices, device, ns = self.plan.matrices, context.device, context.ns_settings
+        norms = matrix_norms(config.ns_backend, device)
+        self._check = ResultCheck(resources.recorder, matrices, device=device, ns=ns, norms=norms)
+        group, iterate = step_set.tensor_group, resources.orthogonalize
+        self._strategy = strategy_for(matrices, context, self._check, iterate, group, config)
         self._variant = VARIANTS[config.variant]
         self._muon = [partition for partition in step_set.partitions if partition.muon]
         self._positions = numbers = {partition.index: number for number, partition in enumerate(self._muon)}
-        self._rates = RateTable(self.plan.matrices, self._variant, numbers)
+        self._rates = RateTable(matrices, self._variant, numbers)
         # With owned matrices in the order in which they run in batches.
-        order, exact = functools.partial(batches, self.plan.matrices, context), context.codec.exact
+        order, exact = functools.partial(batches, matrices, context), context.codec.exact
         self._tables = [
             ChunkTable(self.plan, chunk, order(chunk.owned), numbers, exact=exact)
             for chunk in self.plan.chunks
         ]
         self._passes = passes_for(step_set.partitions, config, resources.policy)
+        self._prepare_state()
+        self.adam = AdamW(step_set, config, resources.policy)
+
+    def _prepare_state(self) -> None:
+        """Make what the variant's functions, its state and a momentum in 8 bits need; nothing is sent."""
         if self._policy.quantizes_momentum:
             for table in self._tables:
                 table.blocks = self.blocks.table(table.packed)
-        self._prepare_variant()
-        self.adam = AdamW(step_set, config, resources.policy)
-
-    def _prepare_variant(self) -> None:
-        """Make what the variant's functions and state need; nothing is sent."""
         variant, context, plan = self._variant, self.context, self.plan
         self._rows: RowStateExchange | None = None
         if variant.finish is not None:
