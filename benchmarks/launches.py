@@ -135,7 +135,7 @@ def runner_of(model: str, ranks: int, rank: int, launches: Launches) -> StepRunn
     def count_pass(*args: Any) -> None:
         launches.counts["passes"] += -(-len(args[-2]) // FRAGMENTS)
 
-    runner._passes = FlatPasses("counted", count_pass, count_pass)
+    runner._passes = FlatPasses("counted", count_pass, count_pass, count_pass)
     return runner
 
 

@@ -134,7 +134,7 @@ def broken(
     garbage = {"nan": float("nan"), "zero": 0.0, "large": 10.0}[how]
     for runner in optimizer._runners:
         shapes = {m.block_shape for m in runner.plan.matrices if m.name in names}
-        placement = runner._whole
+        placement = runner._strategy
         original = placement._orthogonalize
         runner._check.told_later = told_later
 

@@ -62,7 +62,8 @@ def train_scaled(
     engine = tensor_parallel._engine("megatron", 2, config)
     optimizer = deepspeed_muon.muon_optimizer(engine)
     for runner in optimizer._runners:
-        runner._whole._orthogonalize = spoiling(runner._whole._orthogonalize)
+        whole = runner._strategy._whole
+        whole._orthogonalize = spoiling(whole._orthogonalize)
     group = optimizer._runners[0].step_set.tensor_group
     masters = [tensor_parallel.assembled(engine, None, group)]
     error = ""

@@ -165,7 +165,8 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_without_trust_only_torch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     operators = SimpleNamespace(sym_gemm_kernel=lambda: "sm90", flat_passes_missing=lambda: "")
-    operators.momentum_pack_ = operators.unpack_apply_ = SimpleNamespace(default=None)
+    for name in ("momentum_pack_", "momentum_pack_int8_", "unpack_apply_"):
+        setattr(operators, name, SimpleNamespace(default=None))
     for module in (candidates, dispatch):
         monkeypatch.setattr(module, "has_kernel", lambda given, *_: given is not None)
     monkeypatch.setattr(dispatch, "_operators", lambda _: operators)
