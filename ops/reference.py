@@ -28,54 +28,6 @@ def sym_gemm(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, 
     return lower + lower.tril(-1).mT
 
 
-def orthogonalize(
-    x: Tensor,
-    coefficients: Sequence[float],
-    method: str,
-    restarts: Sequence[int],
-    dtype: torch.dtype,
-    eps: float,
-) -> Tensor:
-    """Return the approximate polar factor of every matrix; see :func:`deepspeed_muon.math.newton_schulz.orthogonalize`.
-
-    Args:
-        x: ``(..., rows, cols)``, floating. Not mutated.
-        coefficients: Flat ``(a, b, c)`` triples, one for each step.
-        method: ``standard`` or ``gram``; what follows a ``+`` chooses between kernels and is ignored here.
-        restarts: Numbers of completed steps after which the Gram iteration restarts.
-        dtype: Dtype of the products and of the result.
-        eps: Lower bound of the Frobenius norm.
-    """
-    steps = [tuple(coefficients[index : index + 3]) for index in range(0, len(coefficients), 3)]
-    tall = x.shape[-2] > x.shape[-1]
-    wide = torch.promote_types(x.dtype, torch.float32)
-    work = (x.mT if tall else x).to(wide)
-    norm = torch.linalg.vector_norm(work, dim=(-2, -1), keepdim=True).clamp(min=eps)
-    work = (work / norm).to(dtype)
-    if method.split("+")[0] == "gram":
-        work = _gram(work, steps, frozenset(restarts))
-    else:
-        for a, b, c in steps:
-            gram = work @ work.mT
-            work = a * work + (b * gram + c * gram @ gram) @ work
-    return (work.mT if tall else work).contiguous()
-
-
-def _gram(x: Tensor, steps: Sequence[tuple[float, ...]], restarts: frozenset[int]) -> Tensor:
-    eye = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device)
-    r, q = x @ x.mT, eye
-    for done, (a, b, c) in enumerate(steps, start=1):
-        z = b * r + c * r @ r
-        q = a * q + z @ q
-        if done in restarts:
-            x = q @ x
-            r, q = x @ x.mT, eye
-        elif done < len(steps):
-            rz = a * r + z @ r
-            r = a * rz + z @ rz
-    return q @ x
-
-
 def frobenius_norms(x: Tensor) -> Tensor:
     """Return the Frobenius norm of every matrix of ``(..., rows, cols)``, fp32, without synchronisation.
 

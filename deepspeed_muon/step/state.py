@@ -14,7 +14,7 @@ from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import BindingError, OpsUnavailableError
 from deepspeed_muon.logs import logger, warn, warn_on_each_machine
 from deepspeed_muon.math.updates import AdamStep, adam_step_
-from deepspeed_muon.ops import FlatPasses, flat_passes, in_fp32
+from deepspeed_muon.ops import FlatPasses, flat_passes
 from deepspeed_muon.plan.placement import Fragment
 from deepspeed_muon.step.step_set import BoundPartition, NativeAdam, StepSet
 from deepspeed_muon.variants import ROW_STATE, Variant
@@ -22,6 +22,10 @@ from deepspeed_muon.variants import ROW_STATE, Variant
 State = MutableMapping[Tensor, dict[str, Any]]
 
 STATE_TENSORS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+
+# Elements of half-precision tensors that AdamW updates at once: few enough for the cache of a CPU core, and enough for
+# a launch on a GPU.
+_CPU_BLOCK, _GPU_BLOCK = 1 << 16, 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,17 +173,24 @@ def torch_step(
     *,
     settings: AdamStep,
 ) -> None:
-    """Run torch's kernel, which needs one dtype: mixed or half-precision tensors run in parts on fp32 copies."""
+    """Run torch's kernel, which needs one dtype: mixed or half-precision tensors run in parts on fp32 copies.
 
-    def step(param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor) -> None:
-        adam_step_([param], [grad], [exp_avg], [exp_avg_sq], settings=settings)
-
+    State in bf16 only saves memory: the arithmetic stays fp32, and every element is rounded once a step, when it is
+    written back.
+    """
     plain: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-    for param, grad, exp_avg, exp_avg_sq in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
+    for tensors in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
+        param, _, exp_avg, _ = tensors
         if param.dtype == exp_avg.dtype and param.dtype.itemsize >= 4:
-            plain.append((param, grad, exp_avg, exp_avg_sq))
-        else:
-            in_fp32(step, [param, exp_avg, exp_avg_sq], [grad])
+            plain.append(tensors)
+            continue
+        block = _CPU_BLOCK if param.device.type == "cpu" else _GPU_BLOCK
+        for parts in zip(*(each.split(block) for each in tensors), strict=True):
+            wide = [part.float() for part in parts]
+            adam_step_(*([each] for each in wide), settings=settings)
+            for position in (0, 2, 3):
+                if parts[position].dtype != torch.float32:
+                    parts[position].copy_(wide[position])
     if plain:
         columns = [list(column) for column in zip(*plain, strict=True)]
         adam_step_(*columns, settings=settings)
