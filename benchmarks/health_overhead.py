@@ -93,7 +93,7 @@ def measure(
     inside: dict[str, list[float]] = {mode: [] for mode in MODES}
     clock = Inside()
     for runner in optimizer._runners:
-        clock.watch(runner._check)
+        clock.watch(runner.check)
     for number in range(rounds + 1):
         for turn in range(len(MODES)):
             mode = MODES[(number + turn) % len(MODES)]

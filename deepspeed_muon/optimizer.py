@@ -333,7 +333,9 @@ class Muon(RoutedOptimizer):
         if self.qk_clip is not None and not self.step_ends_outside:
             self.qk_clip.clear()
         if not self.managed:
-            self._report_failed([n for runner, *_ in current for n in runner.take_failed()], "in this step")
+            self._report_failed(
+                [n for runner, *_ in current for n in runner.check.take_failed()], "in this step"
+            )
 
     def _report_failed(self, names: Sequence[str], when: str) -> None:
         """Raise, if so configured, for matrices that got no update."""

@@ -37,7 +37,7 @@ Member = tuple[int, int]
 """Matrix index and number of its block."""
 
 LeftOut = tuple[list[int], Tensor]
-"""Matrices, and whether the update of each was left out: a flag for each, on the device."""
+"""Numbers of matrices, and whether the update of each was left out: a flag for each, on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class ResultCheck:
     """Checks and samples the results of one exchange plan.
 
     Attributes:
-        left_out: The verdicts since this list was last cleared, of the matrices of this plan.
+        left_out: The verdicts since :meth:`learn` was last called, of the matrices of the step set.
         told_later: Whether a verdict stays on the device, so that the host never waits for it inside of a step, and a
             wrong result is left out instead of computed again.
     """
@@ -102,15 +102,27 @@ class ResultCheck:
         device: torch.device,
         ns: NsSettings,
         norms: Callable[[Tensor], Tensor] = frobenius_norms,
+        origin: Sequence[int] | None = None,
     ) -> None:
-        """Reserve numbers for the plan's matrices; ``norms`` gives the Frobenius norms of a batch in fp32."""
+        """Reserve numbers for the plan's matrices.
+
+        Args:
+            recorder: Samples and counters of the optimizer.
+            matrices: Those of the plan.
+            device: Where the iteration runs.
+            ns: The iteration.
+            norms: Returns the Frobenius norms of a batch in fp32.
+            origin: The number of each matrix in the step set, by which the ranks tell each other of it; that in the
+                plan by default.
+        """
         self.recorder = recorder
         self.left_out: list[LeftOut] = []
         self.told_later = device.type != "cpu"
-        self._uncounted: list[LeftOut] = []
+        self._uncounted: list[tuple[list[int], Tensor]] = []
         self._careful: set[int] = set()
         self._anew: frozenset[int] = frozenset()
         self._matrices = matrices
+        self._origin = range(len(matrices)) if origin is None else origin
         self._first = recorder.reserve(len(matrices))
         self._ns = ns
         self._norms = norms
@@ -134,17 +146,18 @@ class ResultCheck:
         if self.recorder.sampling and result.together is None:
             self._sample(result)
 
-    def learn(self, told: Collection[int]) -> set[int]:
-        """Hear which updates were left out in the step before, on any rank; the host waits only if there are some.
+    def learn(self, told: Collection[int]) -> list[str]:
+        """Hear which matrices of the step set some rank left out in the step before, and forget those of this rank.
 
-        Those matrices are computed in fp32 from now on, and their row moments, which may be the cause, start anew. Must
-        be called by all ranks that have parts of a matrix, with the same.
+        They are computed in fp32 from now on, and their row moments, which may be the cause, start anew. Must be called
+        by all ranks that have parts of a matrix, with the same. The host waits only if there are some.
 
         Returns:
-            Those that were wrong in fp32 too.
+            The names of those that were wrong in fp32 too.
         """
+        self.left_out.clear()
         if not self.told_later:
-            return set(told)
+            return self._names(told)
         uncounted, self._uncounted = self._uncounted, []
         for indices, flags in uncounted if told else ():
             for index, left_out in zip(indices, flags.tolist(), strict=True):
@@ -154,14 +167,31 @@ class ResultCheck:
         wrong_again = self._careful.intersection(told)
         self._careful.update(told)
         self._anew = frozenset(told)
-        return wrong_again
+        return self._names(wrong_again)
+
+    def take_failed(self) -> list[str]:
+        """Return the names of the matrices whose update this rank left out, and forget them.
+
+        There are none yet where only the next step tells (:attr:`told_later`).
+        """
+        if self.told_later:
+            return []
+        failed = {number for numbers, _ in self.left_out for number in numbers}
+        self.left_out.clear()
+        return self._names(failed)
+
+    def _names(self, numbers: Collection[int]) -> list[str]:
+        """Return the names of some matrices of the step set, in its order."""
+        pairs = zip(self._origin, self._matrices, strict=True) if numbers else ()
+        name_of = {number: matrix.name for number, matrix in pairs}
+        return [name_of[number] for number in sorted(numbers)]
 
     def _settle_on_device(self, result: Result) -> None:
         """Zero the entries whose norm is wrong, and restore their row state, without waiting for the device."""
         for position, (index, _) in enumerate(result.members if self._careful else ()):
-            if index in self._careful:
+            if self._origin[index] in self._careful:
                 # Row moments, which may be the cause, start anew once.
-                update = self._in_fp32(result, position, anew=index in self._anew)
+                update = self._in_fp32(result, position, anew=self._origin[index] in self._anew)
                 self._replace(result, position, update, "", None)
         lowest, highest = self._bounds_of(result)
         norms, inputs = (
@@ -177,10 +207,10 @@ class ResultCheck:
         if result.finish is not None:
             result.updates.masked_fill_(wrong.view(-1, 1, 1), 0)
             result.finish.keep(result.members, right)
-        verdict = [index for index, _ in result.members], wrong
-        self.left_out.append(verdict)
+        indices = [index for index, _ in result.members]
+        self.left_out.append(([self._origin[index] for index in indices], wrong))
         if result.together is None or result.together.counts:
-            self._uncounted.append(verdict)
+            self._uncounted.append((indices, wrong))
 
     def _settle_now(self, result: Result) -> None:
         """Redo the entries whose norm is wrong."""
@@ -257,7 +287,7 @@ class ResultCheck:
             self.recorder.redone += 1
         else:
             self.recorder.failed += 1
-            self.left_out.append(([index], torch.ones(1, dtype=torch.bool)))
+            self.left_out.append(([self._origin[index]], torch.ones(1, dtype=torch.bool)))
         self._warn(index, self._matrices[index], why, failure)
 
     def _warn(self, index: int, matrix: MatrixLayout, why: str, failure: str | None) -> None:

@@ -20,9 +20,9 @@ from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import BindingError
 from deepspeed_muon.ops import largest_magnitudes
 from deepspeed_muon.plan.placement import Floats
+from deepspeed_muon.step.passes import COLUMNS
 from deepspeed_muon.step.runner import StepResources, StepRunner
 from deepspeed_muon.step.step_set import StepSet
-from deepspeed_muon.step.tables import COLUMNS
 from deepspeed_muon.transport.agreement import RankFacts, Scope
 from deepspeed_muon.transport.exchange import overlap_fits
 from deepspeed_muon.transport.ranks import reduce_tensor
@@ -103,7 +103,7 @@ class GradientInspection:
         active, infinite, left_out = rows.T.tolist()
         nonfinite = tuple(self._names[n] for n, flag in enumerate(infinite) if flag) if any(infinite) else ()
         told = {number for number, flag in enumerate(left_out) if flag} if any(left_out) else set()
-        failed = tuple(self._runner.learn(told))
+        failed = tuple(self._runner.check.learn(told))
         if self._step_set.wider_group is not None:
             bad = torch.tensor([bool(nonfinite), bool(failed)], dtype=torch.uint8, device=self._device)
             group = self._step_set.wider_group
@@ -119,7 +119,7 @@ class GradientInspection:
         65,536 elements a launch; about twenty small kernels follow it.
         """
         flags = torch.zeros((len(self._names), 3), dtype=torch.uint8, device=self._device)
-        if left_out := self._runner.left_out:
+        if left_out := self._runner.check.left_out:
             matrices = torch.tensor([n for indices, _ in left_out for n in indices], device=self._device)
             wrong = torch.cat([each.to(self._device) for _, each in left_out]).int()
             times = torch.zeros(len(flags), dtype=torch.int32, device=self._device)

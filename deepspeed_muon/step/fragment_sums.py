@@ -19,9 +19,8 @@ from torch import Tensor
 from deepspeed_muon.plan.exchange import ExchangePlan
 from deepspeed_muon.plan.placement import Ints
 from deepspeed_muon.plan.rows import Piece, blocks_of_rows, pieces_of, row_places
-from deepspeed_muon.step.passes import Step
+from deepspeed_muon.step.passes import COLUMNS, ChunkTable, Step
 from deepspeed_muon.step.step_set import StepSet
-from deepspeed_muon.step.tables import COLUMNS, ChunkTable
 from deepspeed_muon.transport.exchange import StepContext
 from deepspeed_muon.transport.unit_exchange import UnitExchange
 from deepspeed_muon.variants import Combine, UnitRates, Variant

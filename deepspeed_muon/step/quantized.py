@@ -21,26 +21,14 @@ from deepspeed_muon.math.quantizer import BLOCK, block_scales, from_codes
 from deepspeed_muon.ops import FlatPasses
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import Fragment, Placement
+from deepspeed_muon.step.passes import COLUMNS
 from deepspeed_muon.step.state import State, StatePolicy
 from deepspeed_muon.step.step_set import BoundPartition, StepSet
-from deepspeed_muon.step.tables import COLUMNS
 from deepspeed_muon.transport.exchange import StepContext, exchange_bytes
 from deepspeed_muon.transport.ranks import phase
 
 SCALE_KEY = "momentum_scale"
 """The scales in the state of a partition, beside ``momentum_buffer``."""
-
-
-class QuantizedMomentum(NamedTuple):
-    """What the pass over int8 momentum takes beside the codes.
-
-    Attributes:
-        scales: Flat, fp32, by position of the partition; mutated.
-        cut: ``(cut blocks, 2)``, fp32 on their device: old and new scale. The new ones are in ``scales`` already.
-    """
-
-    scales: Sequence[Tensor]
-    cut: Tensor
 
 
 def is_coded(own: Mapping[str, Any]) -> bool:
@@ -254,7 +242,7 @@ class MomentumBlocks:
         rates: Tensor,
         mask: Tensor | None,
         passes: FlatPasses,
-    ) -> QuantizedMomentum:
+    ) -> Tensor:
         """Find the new scales of the cut blocks and write them.
 
         Must be called by all ranks of the group.
@@ -266,6 +254,9 @@ class MomentumBlocks:
             rates: As :attr:`.Rates.momentum`.
             mask: As :attr:`.Step.mask`.
             passes: They update the cut blocks exactly as they will update the others.
+
+        Returns:
+            ``(cut blocks, 2)``, fp32 on the device of the scales: old and new scale.
         """
         old = torch.zeros(len(self._cut), device=self._device)
         dtype = torch.promote_types(torch.float32, grads[0].dtype) if grads else torch.float32
@@ -284,7 +275,7 @@ class MomentumBlocks:
             new = torch.where(active.to(self._device), new, old)
         for position, slots, _, of_scales in self._reads:
             scales[position][of_scales] = new[slots]
-        return QuantizedMomentum(scales, torch.stack((old, new), 1))
+        return torch.stack((old, new), 1)
 
     def _exchanged(self, largest: Tensor) -> Tensor:
         """Return the largest magnitudes of the whole blocks for those of this rank's parts."""
@@ -300,9 +291,7 @@ class MomentumBlocks:
         bits = bits.scatter_reduce(0, self._sent, arrived, "amax")
         return bits.to(largest.device).view(torch.float32)
 
-    def quantize(
-        self, values: Sequence[Tensor], passes: FlatPasses
-    ) -> tuple[list[Tensor], QuantizedMomentum]:
+    def quantize(self, values: Sequence[Tensor], passes: FlatPasses) -> tuple[list[Tensor], list[Tensor]]:
         """Return codes and scales of flat partitions of momentum; the codes of the padding are 0.
 
         Must be called by all ranks of the group. It is a step of the pass with decay 0.
@@ -314,15 +303,15 @@ class MomentumBlocks:
         codes = [torch.zeros_like(each, dtype=torch.int8) for each in values]
         scales = [torch.zeros(count, device=self._device) for count in self.scale_counts.values()]
         rates = torch.zeros((max(len(self._matrices), len(self._whole)), 2), dtype=torch.float64)
-        found = self.begin(codes, scales, values, rates, None, passes)
+        cut = self.begin(codes, scales, values, rates, None, passes)
         blocks = [
             self._block_row(number, fragment.matrix_offset, fragment.numel)
             for number, fragment in self._held.items()
         ]
         outs = [torch.empty_like(each, dtype=torch.bfloat16) for each in values]
         table = torch.tensor(blocks, dtype=torch.int64).view(-1, 4)
-        passes.momentum_pack_int8(codes, scales, values, outs, self._all, rates, table, found.cut)
-        return codes, found
+        passes.momentum_pack_int8(codes, scales, values, outs, self._all, rates, table, cut)
+        return codes, scales
 
     def elements(self, number: int, own: Mapping[str, Any], start: int, numel: int) -> Tensor:
         """Return elements of the momentum of a matrix from the state of its partition, fp32.
@@ -377,7 +366,7 @@ def convert_momentum(
     if policy.quantizes_momentum:
         found = [own.get("momentum_buffer", torch.zeros_like(each.tensor)) for each, own in every]
         values = [each.detach().float().contiguous().view(-1) for each in found]
-        codes, (scales, _) = blocks().quantize(values, passes)
+        codes, scales = blocks().quantize(values, passes)
         for (each, own), *new in zip(every, codes, scales, strict=True):
             if "momentum_buffer" in own:
                 own["momentum_buffer"], own[SCALE_KEY] = new[0].view(each.tensor.shape), new[1]

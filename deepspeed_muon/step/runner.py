@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.config import MuonConfig
-from deepspeed_muon.monitoring.check import LeftOut, ResultCheck
+from deepspeed_muon.monitoring.check import ResultCheck
 from deepspeed_muon.monitoring.recorder import StepRecorder, Travelling
 from deepspeed_muon.ops import matrix_norms
 from deepspeed_muon.plan.exchange import build_exchange_plan
@@ -20,13 +20,12 @@ from deepspeed_muon.plan.owners import assign
 from deepspeed_muon.plan.placement import Floats
 from deepspeed_muon.plan.rows import rows_by_partition
 from deepspeed_muon.step.fragment_sums import fragment_sums
-from deepspeed_muon.step.passes import RateTable, Step, apply, pack
+from deepspeed_muon.step.passes import ChunkTable, RateTable, Step, apply, pack
 from deepspeed_muon.step.quantized import MomentumBlocks, convert_momentum, scales_of
 from deepspeed_muon.step.state import AdamW, State, StatePolicy, passes_for, row_state_of, state_of
 from deepspeed_muon.step.step_set import StepSet
-from deepspeed_muon.step.strategies import Orthogonalize, batches
-from deepspeed_muon.step.tables import ChunkTable
-from deepspeed_muon.step.tensor_parallel import strategy_for
+from deepspeed_muon.step.strategies import Orthogonalize, WholeAtOwner, batches
+from deepspeed_muon.step.tensor_parallel import OverTensorGroup
 from deepspeed_muon.transport.exchange import (
     ChunkExchange,
     Codec,
@@ -63,7 +62,16 @@ class StepResources:
 
 
 class StepRunner:
-    """Runs the step of one :class:`StepSet`."""
+    """Runs the step of one :class:`StepSet`.
+
+    Attributes:
+        step_set: The set.
+        context: What every part of its step needs.
+        assignment: The owners of its matrices, by which :attr:`plan` was made.
+        plan: The exchange plan.
+        check: Checks and samples the results.
+        adam: Updates the parameters that are not Muon's.
+    """
 
     def __init__(
         self,
@@ -109,29 +117,32 @@ class StepRunner:
         self._exchange = ChunkExchange(self.plan, context, resources.buffers, overlap=self._overlap)
         matrices, device, ns = self.plan.matrices, context.device, context.ns_settings
         norms = matrix_norms(config.ns_backend, device)
-        self._check = ResultCheck(resources.recorder, matrices, device=device, ns=ns, norms=norms)
-        group, iterate = step_set.tensor_group, resources.orthogonalize
-        self._strategy = strategy_for(matrices, context, self._check, iterate, group, config)
+        self.check = ResultCheck(
+            resources.recorder, matrices, device=device, ns=ns, norms=norms, origin=self.assignment.origin
+        )
+        whole = WholeAtOwner(matrices, context, resources.orthogonalize, self.check)
+        group = step_set.tensor_group
+        self._strategy = whole if group is None else OverTensorGroup(whole, config, group)
         self._variant = VARIANTS[config.variant]
         self._muon = [partition for partition in step_set.partitions if partition.muon]
         self._positions = numbers = {partition.index: number for number, partition in enumerate(self._muon)}
         self._rates = RateTable(matrices, self._variant, numbers)
-        # With owned matrices in the order in which they run in batches.
-        order, exact = functools.partial(batches, matrices, context), context.codec.exact
-        self._tables = [
-            ChunkTable(self.plan, chunk, order(chunk.owned), numbers, exact=exact)
-            for chunk in self.plan.chunks
-        ]
         self._passes = passes_for(step_set.partitions, config, resources.policy)
-        self._prepare_state()
+        self._prepare_tables()
         self.adam = AdamW(step_set, config, resources.policy)
 
-    def _prepare_state(self) -> None:
-        """Make what the variant's functions, its state and a momentum in 8 bits need; nothing is sent."""
+    def _prepare_tables(self) -> None:
+        """Make the tables, and what the variant, its state and a momentum in 8 bits need; nothing is sent."""
+        variant, context, plan = self._variant, self.context, self.plan
+        # With owned matrices in the order in which they run in batches.
+        order = functools.partial(batches, plan.matrices, context)
+        self._tables = [
+            ChunkTable(plan, chunk, order(chunk.owned), self._positions, exact=context.codec.exact)
+            for chunk in plan.chunks
+        ]
         if self._policy.quantizes_momentum:
             for table in self._tables:
                 table.blocks = self.blocks.table(table.packed)
-        variant, context, plan = self._variant, self.context, self.plan
         self._rows: RowStateExchange | None = None
         if variant.finish is not None:
             self._rows = RowStateExchange(plan, context, variant, self.step_set.tensor_group)
@@ -170,35 +181,6 @@ class StepRunner:
         with self.step_set.flat_partitions() as flat:
             weights = [flat[partition.index] for partition in self._muon]
             return [name for each in self._sums for name in each.zeros(weights)]
-
-    @property
-    def left_out(self) -> list[LeftOut]:
-        """Matrices of the set, and whether this rank left out the update of each, since :meth:`learn` was called."""
-        origin = self.assignment.origin
-        return [([origin[index] for index in indices], flags) for indices, flags in self._check.left_out]
-
-    def learn(self, numbers: Collection[int]) -> list[str]:
-        """Hear which matrices of the set some rank left out in the step before, and forget those of this rank.
-
-        Returns:
-            The names of those that were wrong in fp32 too.
-        """
-        self._check.left_out.clear()
-        origin = self.assignment.origin
-        told = [index for index, number in enumerate(origin) if number in numbers] if numbers else ()
-        failed = {origin[index] for index in self._check.learn(told)}
-        return [self.step_set.matrices[number].name for number in sorted(failed)]
-
-    def take_failed(self) -> list[str]:
-        """Return the names of the matrices whose update this rank left out, and forget them.
-
-        There are none yet where only the next step tells (:attr:`.ResultCheck.told_later`).
-        """
-        if self._check.told_later:
-            return []
-        failed = {number for numbers, _ in self.left_out for number in numbers}
-        self._check.left_out.clear()
-        return [self.step_set.matrices[number].name for number in sorted(failed)]
 
     def run(
         self,
@@ -287,8 +269,8 @@ class StepRunner:
                 scales_of(each, partition, self.blocks.scale_counts[partition.index])
                 for each, partition in zip(own, self._muon, strict=True)
             ]
-            args = momentum, scales, step.grads, rates.momentum, mask, self._passes
-            step = replace(step, quantized=self.blocks.begin(*args))
+            cut = self.blocks.begin(momentum, scales, step.grads, rates.momentum, mask, self._passes)
+            step = replace(step, quantized=(scales, cut))
         yield step
         if self._rows is not None and finish is not None:
             self._rows.scatter(finish, kept)
@@ -315,7 +297,7 @@ class StepRunner:
                 context.codec.write(segment.in_buffer(send), fragments, self._note("direction"))
 
     def _wait_for_gather(self, flight: InFlight) -> None:
-        with self._check.recorder.span("gather"):
+        with self.check.recorder.span("gather"):
             self._exchange.wait("gather", flight)
 
     def _orthogonalize(self, flight: InFlight, step: Step) -> None:
@@ -363,7 +345,7 @@ class StepRunner:
 
     def _note(self, what: Travelling) -> Callable[[Tensor, Tensor], None] | None:
         """Return what notes in sampled steps how much int8 loses."""
-        recorder = self._check.recorder
+        recorder = self.check.recorder
         return functools.partial(recorder.keep_loss, what) if recorder.sampling else None
 
     def _update_in_place(self, numbers: Sequence[int], step: Step) -> None:
@@ -377,7 +359,7 @@ class StepRunner:
 
     def _apply_arrived(self, flight: InFlight, step: Step) -> None:
         """Wait for the scatter of a chunk and apply its updates."""
-        with self._check.recorder.span("scatter"):
+        with self.check.recorder.span("scatter"):
             self._exchange.wait("scatter", flight)
         table, codec = self._tables[flight.number], self.context.codec
         updates = flight.send_buffer

@@ -76,7 +76,13 @@ class _Batch:
 
 
 class WholeAtOwner:
-    """Orthogonalises matrices that are whole on this rank; small blocks of one shape run in one batch."""
+    """Orthogonalises matrices that are whole on this rank; small blocks of one shape run in one batch.
+
+    Attributes:
+        matrices: All matrices of the exchange plan.
+        context: Of the step set.
+        check: Of the results.
+    """
 
     def __init__(
         self,
@@ -85,10 +91,10 @@ class WholeAtOwner:
         orthogonalize: Orthogonalize,
         check: ResultCheck,
     ) -> None:
-        self._matrices = matrices
-        self._context = context
+        self.matrices = matrices
+        self.context = context
         self._orthogonalize = orthogonalize
-        self._check = check
+        self.check = check
         # Almost always a chunk has the same active matrices in every step.
         self._batches = functools.lru_cache(maxsize=64)(self._planned)
 
@@ -101,7 +107,7 @@ class WholeAtOwner:
             step: The step.
         """
         for batch in self._batches(tuple(owned)):
-            self._context.stats.matrices_orthogonalized += batch.counted
+            self.context.stats.matrices_orthogonalized += batch.counted
             matrices = directions(batch.indices)
             run = self._of_stack if batch.equal else self._of_blocks
             yield batch.indices, run(batch, matrices, step).view(len(batch.indices), -1)
@@ -111,12 +117,12 @@ class WholeAtOwner:
         for batch in self._batches(tuple(owned)):
             for members in batch.calls:
                 shape = (len(members), *batch.shapes[members[0][1]])
-                yield torch.empty(shape, dtype=self._context.comm_dtype, device="meta")
+                yield torch.empty(shape, dtype=self.context.comm_dtype, device="meta")
 
     def _planned(self, owned: Sequence[int]) -> list[_Batch]:
         found = []
-        for indices in batches(self._matrices, self._context, owned):
-            first = self._matrices[indices[0]]
+        for indices in batches(self.matrices, self.context, owned):
+            first = self.matrices[indices[0]]
             shapes, equal = _shapes(first), first.is_cut or first.equal_blocks is not None
             alike: dict[tuple[int, int], list[Member]] = {}
             if equal:
@@ -125,9 +131,9 @@ class WholeAtOwner:
                 alike.setdefault(shape, []).extend((index, number) for index in indices)
             calls = []
             for shape, members in alike.items():
-                size = _batch_size(self._context, *shape)
+                size = _batch_size(self.context, *shape)
                 calls += [members[start : start + size] for start in range(0, len(members), size)]
-            counted = sum(self._matrices[index].first_row == 0 for index in indices)
+            counted = sum(self.matrices[index].first_row == 0 for index in indices)
             found.append(_Batch(indices, shapes, equal, calls, counted))
         return found
 
@@ -146,7 +152,7 @@ class WholeAtOwner:
     def _of_blocks(self, batch: _Batch, directions: Tensor, step: Step) -> Tensor:
         """Return the updates of ``(matrices, rows, cols)``: the blocks are taken out of them, and put back together."""
         update, scales = torch.empty_like(directions), step.rates.scales
-        grid = self._matrices[batch.indices[0]].grid
+        grid = self.matrices[batch.indices[0]].grid
         position = {index: number for number, index in enumerate(batch.indices)}
         sources, targets = _views(directions, *grid), _views(update, *grid)
         for members in batch.calls:
@@ -161,11 +167,11 @@ class WholeAtOwner:
 
     def _checked(self, members: list[Member], inputs: Tensor, step: Step) -> Tensor:
         """Return the checked updates of blocks that run together, ``(blocks, rows, cols)``."""
-        inputs = before_iteration(step.variant, inputs, self._matrices[members[0][0]])
-        with self._check.recorder.span("newton_schulz"):
-            blocks = self._orthogonalize(inputs, settings=self._context.ns_settings)
+        inputs = before_iteration(step.variant, inputs, self.matrices[members[0][0]])
+        with self.check.recorder.span("newton_schulz"):
+            blocks = self._orthogonalize(inputs, settings=self.context.ns_settings)
         result = Result(members, inputs, blocks, step.rates.scales, step.finish)
-        self._check.settle(result)
+        self.check.settle(result)
         return result.updates
 
 

@@ -25,79 +25,34 @@ from torch import Tensor
 
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.math.newton_schulz import orthogonalize_flops
-from deepspeed_muon.monitoring.check import Result, ResultCheck, Together
-from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.monitoring.check import Result, Together
 from deepspeed_muon.plan.owners import assign_owners
 from deepspeed_muon.step.passes import Step
-from deepspeed_muon.step.strategies import Directions, Orthogonalize, Updates, WholeAtOwner, batches
-from deepspeed_muon.transport.exchange import StepContext, exchange_bytes
+from deepspeed_muon.step.strategies import Directions, Updates, WholeAtOwner, batches
+from deepspeed_muon.transport.exchange import exchange_bytes
 from deepspeed_muon.transport.ranks import phase
 from deepspeed_muon.transport.row_state import RowsAtOwner, before_iteration
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
 
 
-def strategy_for(
-    matrices: Sequence[MatrixLayout],
-    context: StepContext,
-    check: ResultCheck,
-    orthogonalize: Orthogonalize,
-    tensor_group: dist.ProcessGroup | None,
-    config: MuonConfig,
-) -> WholeAtOwner | OverTensorGroup:
-    """Return how matrices are orthogonalised; nothing is allocated or sent.
-
-    Args:
-        matrices: All matrices of the exchange plan.
-        context: Of the step set.
-        check: Of the results.
-        orthogonalize: Runs the Newton-Schulz iteration.
-        tensor_group: The tensor-parallel process group, ``None`` without tensor parallelism.
-        config: ``tensor_parallel_mode`` and ``exchange_chunk_numel`` count.
-    """
-    whole = WholeAtOwner(matrices, context, orthogonalize, check)
-    if tensor_group is None:
-        return whole
-    distributed = config.tensor_parallel_mode == "distributed"
-    numel = config.exchange_chunk_numel
-    return OverTensorGroup(
-        matrices, context, check, group=tensor_group, whole=whole, distributed=distributed, chunk_numel=numel
-    )
-
-
 class OverTensorGroup:
     """Turns the directions of matrices that a tensor-parallel group cuts or copies into updates."""
 
-    def __init__(
-        self,
-        matrices: Sequence[MatrixLayout],
-        context: StepContext,
-        check: ResultCheck,
-        *,
-        group: dist.ProcessGroup,
-        whole: WholeAtOwner,
-        distributed: bool,
-        chunk_numel: int,
-    ) -> None:
+    def __init__(self, whole: WholeAtOwner, config: MuonConfig, group: dist.ProcessGroup) -> None:
         """Keep the arguments; nothing is allocated or sent.
 
         Args:
-            matrices: All matrices of the exchange plan, in the same order on all ranks of ``group``.
-            context: Of the step set.
-            check: Of the results.
+            whole: Orthogonalises matrices that are whole on this rank. Its matrices are in the same order on all ranks.
+            config: Whether cut matrices are gathered or orthogonalised where they lie (``tensor_parallel_mode``), and
+                how many elements are gathered at once, unless a matrix has more (``exchange_chunk_numel``).
             group: The tensor-parallel process group.
-            whole: Orthogonalises matrices that are whole on this rank.
-            distributed: Whether cut matrices are orthogonalised where they lie, and not gathered.
-            chunk_numel: Elements that are gathered at once, unless a single matrix has more.
         """
-        self._matrices = matrices
-        self._context = context
-        self._check = check
-        self._group = group
+        self._whole, self._group = whole, group
+        self._matrices, self._context, self._check = whole.matrices, whole.context, whole.check
         self._rank = dist.get_rank(group)
         self._ranks = range(dist.get_world_size(group))
-        self._whole = whole
-        self._distributed = distributed
-        self._chunk_numel = chunk_numel
+        self._distributed = config.tensor_parallel_mode == "distributed"
+        self._chunk_numel = config.exchange_chunk_numel
 
     def updates(self, owned: Sequence[int], directions: Directions, step: Step) -> Updates:
         """Yield indices and updates of this rank's shards and copies, as :meth:`.WholeAtOwner.updates` does.

@@ -136,7 +136,7 @@ def broken(
         shapes = {m.block_shape for m in runner.plan.matrices if m.name in names}
         placement = runner._strategy
         original = placement._orthogonalize
-        runner._check.told_later = told_later
+        runner.check.told_later = told_later
 
         def orthogonalize(x: Any, *, settings: Any, original: Any = original, shapes: Any = shapes) -> Any:
             result = original(x, settings=settings)

@@ -9,8 +9,7 @@ from deepspeed_muon.ops import flat_passes
 from deepspeed_muon.plan.exchange import ExchangePlan, Segment, build_exchange_plan
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import sharded_placement
-from deepspeed_muon.step.passes import Rates, Step, apply, pack
-from deepspeed_muon.step.tables import ChunkTable
+from deepspeed_muon.step.passes import ChunkTable, Rates, Step, apply, pack
 from deepspeed_muon.variants import VARIANTS
 
 
