@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import subprocess
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,52 +17,47 @@ from .gate import known_verdict
 from .machine import cache_folder, hardware_name
 
 
-def collect() -> dict[str, Any]:
-    """Return everything that the report shows; builds nothing."""
+def collect() -> dict[str, dict[str, Any]]:
+    """Return everything that the report shows, by section; builds nothing."""
     spec = library.spec()
-    ahead, reason = library.prebuilt_path(spec), library.unavailable_reason()
-    built = library.built_path(spec) is not None
-    operators = _loaded(built)
+    built, reason = library.built_path(spec), library.unavailable_reason()
+    operators = _loaded() if built else None
     return {
         "versions": _versions(),
-        "hardware": hardware_name(),
         "toolchain": {
-            "g++": _first_line(toolchain.cxx_compiler(), "--version"),
-            "nvcc": _last_release(toolchain.find_nvcc()),
+            "g++": _told(toolchain.cxx_compiler()),
+            "nvcc": _told(toolchain.find_nvcc(), "release"),
             "ninja": toolchain.find_program("ninja"),
+            "MPI": _told(toolchain.find_program("mpirun")),
         },
         "build": {
             "folder": str(library.build_folder(spec)),
-            "ahead_of_time": None if ahead is None else str(ahead),
-            "built": built,
-            "cannot_be_built": None if built else reason,
-            "with_cuda": spec.with_cuda,
-            "without_cuda_because": toolchain.cuda_reason(torch),
+            "library": None if built is None else str(built),
+            "cannot be built": None if built else reason,
+            "without CUDA because": toolchain.cuda_reason(torch),
             "architectures": list(toolchain.architectures(spec)),
         },
-        "ops": _ops(operators, compatible=built or reason is None),
-        "gpu": _gpu(operators),
-        "choices": str(cache_folder()),
+        "ops": {
+            name: [device for device in ("cpu", "cuda") if has_kernel(operators, device, name)]
+            for name in library.NAMES
+        },
+        "hardware": {
+            "processor": hardware_name(),
+            **_gpu(operators),
+            "measured choices": str(cache_folder()),
+        },
     }
 
 
-def render(found: dict[str, Any], checks: list[dict[str, Any]] | None = None) -> str:
+def render(found: dict[str, dict[str, Any]], checks: list[dict[str, Any]] | None = None) -> str:
     """Return the result of :func:`collect`, and of :func:`self_test` if it was run, as text."""
-    lines = ["deepspeed_muon report", ""]
-    lines += _section("versions", found["versions"])
-    lines += [f"hardware: {found['hardware']}", ""]
-    lines += _section("toolchain", found["toolchain"])
-    build = dict(found["build"])
-    build["architectures"] = ", ".join(build["architectures"]) or "none"
-    lines += _section("build", {name.replace("_", " "): value for name, value in build.items()})
-    lines += ["op                 built  can be built  devices"]
-    for op in found["ops"]:
-        devices = ", ".join(op["devices"]) or "-"
-        lines.append(f"{op['name']:<18} {_yes(op['built']):<6} {_yes(op['compatible']):<13} {devices}")
-    lines += ["", "CUDA kernels (sm90: wgmma and TMA; sm80: mma.sync)"]
-    lines += [f"  {name:<24} {state}" for name, state in found["gpu"]["kernels"].items()]
-    lines += [f"  tested before the first use: {found['gpu']['self_test']}"]
-    lines += ["", f"remembered choices: {found['choices']}"]
+    lines = ["deepspeed_muon report"]
+    for title, values in found.items():
+        lines += ["", title]
+        for name, value in values.items():
+            shown = ", ".join(value) if isinstance(value, list) else value
+            lines.append(f"  {name:<22} {shown or '-'}")
+    lines += ["", "sm90: kernels with wgmma and TMA; sm80: with mma.sync"]
     if checks is not None:
         lines += ["", "self-test"]
         for check in checks:
@@ -78,37 +71,20 @@ def render(found: dict[str, Any], checks: list[dict[str, Any]] | None = None) ->
 
 def _versions() -> dict[str, str | None]:
     versions: dict[str, str | None] = {"torch": torch.__version__, "CUDA of torch": torch.version.cuda}
-    for label, name in (
-        ("deepspeed", "deepspeed"),
-        ("deepspeed_muon", "deepspeed-muon"),
-        ("mpi4py", "mpi4py"),
-    ):
+    for name in ("deepspeed", "deepspeed-muon", "mpi4py"):
         try:
-            versions[label] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            versions[label] = None
+            versions[name] = None
     installed = importlib.util.find_spec("_deepspeed_muon_switch") is not None
     versions["DEEPSPEED_MUON=1"] = "switches this Muon on" if installed else None
-    versions["MPI"] = _first_line(toolchain.find_program("mpirun"), "--version")
     return versions
 
 
-def _ops(operators: Any | None, *, compatible: bool) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": name,
-            "built": operators is not None,
-            "compatible": compatible,
-            "devices": [device for device in ("cpu", "cuda") if has_kernel(operators, device, name)],
-        }
-        for name in library.NAMES
-    ]
-
-
-def _loaded(built: bool) -> Any | None:
-    """Return the operators if they are built already and can be loaded."""
+def _loaded() -> Any | None:
+    """Return the operators if they can be loaded."""
     try:
-        return library.load() if built else None
+        return library.load()
     except OpsUnavailableError:
         return None
 
@@ -116,7 +92,7 @@ def _loaded(built: bool) -> Any | None:
 def _gpu(operators: Any | None) -> dict[str, Any]:
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     if not names:
-        return {"devices": [], "kernels": {}, "self_test": "no GPU here"}
+        return {"gpus": names}
     kernels = {}
     if has_kernel(operators, "cuda", "sym_gemm"):
         assert operators is not None
@@ -127,36 +103,18 @@ def _gpu(operators: Any | None) -> dict[str, Any]:
     tested = "not run yet"
     if verdict is not None:
         tested = f"failed, so torch's code runs instead: {verdict.why}" if verdict.failed else "passed"
-    return {"devices": names, "kernels": kernels, "self_test": tested}
+    return {"gpus": names, **kernels, "tested before first use": tested}
 
 
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
-
-
-def _section(title: str, values: dict[str, Any]) -> list[str]:
-    width = max(map(len, values))
-    shown = {name: _yes(value) if isinstance(value, bool) else value or "-" for name, value in values.items()}
-    return [title, *(f"  {name:<{width}}  {value}" for name, value in shown.items()), ""]
-
-
-def _output(program: str | None, *arguments: str) -> list[str]:
+def _told(program: str | None, word: str = "") -> str | None:
+    """Return the first line with a word of what a program says of its version, and its path."""
     if program is None:
-        return []
+        return None
     try:
         result = subprocess.run(
-            [program, *arguments], capture_output=True, text=True, timeout=20, check=False
+            [program, "--version"], capture_output=True, text=True, timeout=20, check=False
         )
     except (OSError, subprocess.SubprocessError):
-        return []
-    return [line for line in result.stdout.splitlines() if line.strip()]
-
-
-def _first_line(program: str | None, *arguments: str) -> str | None:
-    lines = _output(program, *arguments)
-    return f"{lines[0].strip()} ({Path(str(program))})" if lines else None
-
-
-def _last_release(nvcc: str | None) -> str | None:
-    line = next((line for line in _output(nvcc, "--version") if "release" in line), None)
-    return f"{line.strip()} ({nvcc})" if line else None
+        return None
+    line = next((line for line in result.stdout.splitlines() if line.strip() and word in line), None)
+    return line and f"{line.strip()} ({program})"
