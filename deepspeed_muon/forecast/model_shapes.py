@@ -94,14 +94,24 @@ def load_model(source: str) -> list[NamedParameter]:
         ConfigError: If it is none of these, or :func:`from_config` cannot build it.
     """
     path = Path(source)
-    if source in PRESETS:
-        return from_config(PRESETS[source])
-    if path.is_file() and path.suffix == ".json":
-        return from_config(_read_json(path))
+    if source in PRESETS or (path.is_file() and path.suffix == ".json"):
+        return from_config(model_config(source))
     if path.is_dir():
         return _from_checkpoint(path)
     raise ConfigError(
         f"{source!r} is neither a preset ({', '.join(PRESETS)}) nor a config.json nor a folder with a checkpoint"
+    )
+
+
+def model_config(source: str) -> dict[str, Any]:
+    """Return the Hugging Face configuration of a preset, of a config.json, or of a folder that has one.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    path = Path(source)
+    return (
+        PRESETS[source] if source in PRESETS else _read_json(path / "config.json" if path.is_dir() else path)
     )
 
 
@@ -187,7 +197,12 @@ def _from_shapes(shapes: Shapes | Mapping[str, tuple[int, ...]]) -> list[NamedPa
 
 
 def from_config(config: Mapping[str, Any]) -> list[NamedParameter]:
-    """Return the parameters of the model that transformers builds of a Hugging Face configuration.
+    """Return the parameters of a Hugging Face configuration; see :func:`build_model`."""
+    return list(model_parameters_by_name(build_model(config)).values())
+
+
+def build_model(config: Mapping[str, Any], device: str = "meta") -> nn.Module:
+    """Return the model of a Hugging Face configuration, as transformers builds and initialises it.
 
     Raises:
         ConfigError: If a size is impossible, transformers is not installed, or it cannot build the model.
@@ -208,13 +223,13 @@ def from_config(config: Mapping[str, Any]) -> list[NamedParameter]:
         own: list[Any] = [each for each in named if getattr(each, "config_class", None) is type(parsed)]
         causal = type(parsed) in transformers.AutoModelForCausalLM._model_mapping
         maker = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
-        with torch.device("meta"):
+        with torch.device(device):
             model: nn.Module = own[0](parsed) if own else maker.from_config(parsed)
     except Exception as error:  # of any kind: the architecture's own code runs
         raise ConfigError(
             f"transformers {transformers.__version__} cannot build this model of model_type {kind!r}: {error}"
         ) from error
-    return list(model_parameters_by_name(model).values())
+    return model
 
 
 def _check_sizes(config: Mapping[str, Any], where: str = "") -> None:

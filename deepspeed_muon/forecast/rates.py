@@ -1,25 +1,32 @@
 """The command ``python -m deepspeed_muon rates CONFIG``: another optimizer's settings as those of this one.
 
 It reads ``optimizer`` of a DeepSpeed configuration (AdamW, DeepSpeed's Muon or torch's), or Megatron-LM's arguments in
-JSON.
+JSON. With ``--check`` it takes one step with random gradients and measures the updates, at two widths.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import hjson
+import torch
 
 from deepspeed_muon.config import DEFAULT_MUON_LR, MuonConfig, unknown_key_message
 from deepspeed_muon.config.messages import RENAMED, shown
 from deepspeed_muon.errors import ConfigError
-from deepspeed_muon.forecast.model_shapes import load_model
-from deepspeed_muon.routing.route import summarize_routes
+from deepspeed_muon.forecast.model_shapes import build_model, load_model, model_config
+from deepspeed_muon.math.updates import update_scale
+from deepspeed_muon.optimizer import Muon
+from deepspeed_muon.routing.parameters import model_parameters_by_name
+from deepspeed_muon.routing.route import Route, summarize_routes
 from deepspeed_muon.routing.rules import route_parameters
+from deepspeed_muon.variants import VARIANTS
 
 _ADAM = ("adam", "adamw", "fusedadam", "cpuadam", "deepspeedcpuadam", "torch_adam")
 _MEGATRON = {"adam_beta1", "adam_beta2", "muon_momentum", "muon_scale_mode", "muon_extra_scale_factor"}
@@ -43,10 +50,18 @@ def add_subcommand(subparsers: Any) -> None:
     )
     parser.add_argument("--source", choices=_KINDS, help="whose settings they are (default: the keys tell)")
     parser.add_argument("--model", help="as for plan: says which parameters go to Muon")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="with --model: measure the updates of one step with random gradients at two widths; the exit status is 1 "
+        "if they do not have the size that the scale rule says",
+    )
     parser.set_defaults(run=_rates)
 
 
 def _rates(arguments: argparse.Namespace) -> int:
+    if arguments.check and not arguments.model:
+        raise ConfigError("--check needs --model: a preset, a config.json, or a folder with one")
     try:
         content = hjson.loads(Path(arguments.config).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -60,9 +75,35 @@ def _rates(arguments: argparse.Namespace) -> int:
         print(f"  {key:<22} {reason}")
     for key, reason in found.left_out.items():
         print(f"  {key:<22} left out: {reason}")
-    if arguments.model:
-        print(f"\n{summarize_routes(route_parameters(load_model(arguments.model), found.config()))}")
-    return 0
+    if not arguments.model:
+        return 0
+    config = found.config()
+    print(f"\n{summarize_routes(route_parameters(load_model(arguments.model), config))}")
+    return _check(model_config(arguments.model), config) if arguments.check else 0
+
+
+def _check(model: Mapping[str, Any], config: MuonConfig) -> int:
+    """Print the sizes of the updates at two widths; return 1 if one is not what the scale rule says."""
+    if "hidden_size" not in model:
+        raise ConfigError("--check: the model's config.json has no hidden_size that could be divided")
+    shrink = max(1, 2 ** math.ceil(math.log2(model["hidden_size"] / 512)))
+    wide, narrow = (measured_sizes(model, config, factor) for factor in (shrink, 2 * shrink))
+    print(
+        f"\nsize of an update over the rate, models of 1/{2 * shrink} and 1/{shrink} of the width, two layers"
+    )
+    wrong = 0
+    for name, (shape, size, rule) in wide.items():
+        if name not in narrow:
+            raise ConfigError(f"--check: at half the width {name} goes to AdamW: take a wider model")
+        small_shape, small, small_rule = narrow[name]
+        # The iteration leaves singular values between 0.7 and 1.2.
+        right = all(0.7 < each / by_rule < 1.25 for each, by_rule in ((size, rule), (small, small_rule)))
+        wrong += not right
+        print(
+            f"  {name:<44} {small_shape:>12} {small:8.4f} {shape:>12} {size:8.4f}  ratio {size / small:.2f}"
+            + ("" if right else f"  wrong: the rule says {small_rule:.4f} and {rule:.4f}")
+        )
+    return int(wrong > 0)
 
 
 class Translation:
@@ -232,3 +273,68 @@ def _from_megatron(found: Translation) -> None:
         found.put("tensor_parallel_mode", "distributed", "the same")
     else:
         found.left_out["tp_mode"] = "the default, gather, gives the update of the whole matrix"
+
+
+def expected_size(route: Route, config: MuonConfig) -> float:
+    """Return the root mean square of an update over the rate, by the scale rule, for a perfect orthogonalisation."""
+    square = 0.0
+    for count, rows, cols in route.kinds_of_blocks():
+        out, into = (cols, rows) if route.transposed else (rows, cols)
+        square += count * update_scale(config.adjust_lr_fn, out, into) ** 2 * min(rows, cols)
+    return math.sqrt(square / route.numel)
+
+
+def measured_sizes(
+    sizes: Mapping[str, Any], config: MuonConfig, shrink: int
+) -> dict[str, tuple[str, float, float]]:
+    """Take one step of a narrower model with random gradients and return the sizes of the updates.
+
+    Args:
+        sizes: A Hugging Face configuration.
+        config: The settings; weight decay and QK-clip are left out.
+        shrink: The factor by which the model is narrower, with fewer heads, experts and two layers.
+
+    Returns:
+        Name of a layer, with a star for its number, to its shape, the root mean square of its update over the rate (for
+        a variant with a relative rate: its norm over the weights' and the rate), and what the scale rule says.
+    """
+    torch.manual_seed(0)
+    model = build_model(_narrower(sizes, shrink), "cpu").float()
+    off = {"weight_decay": 0.0, "muon_weight_decay": None, "qk_clip": None, "health": 0}
+    config = config.model_copy(update=off)
+    optimizer = Muon._from_config(model, config, model=model)
+    members = list(model_parameters_by_name(model).values())
+    routes = route_parameters(members, config)
+    before = [member.param.detach().clone() for member in members]
+    for member in members:
+        member.param.grad = torch.randn_like(member.param)
+    optimizer.step()
+    relative = VARIANTS[config.variant].relative_rate
+    rate = config.muon_defaults()["lr"]
+    found = {}
+    for route, member, old in zip(routes, members, before, strict=True):
+        if route.algorithm == "muon":
+            step = (member.param.detach() - old).norm() / rate
+            size = float(step / old.norm()) if relative else float(step) / math.sqrt(route.numel)
+            expected = 1.0 if relative else expected_size(route, config)
+            shape = "x".join(map(str, route.shape))
+            found[re.sub(r"\.\d+\.", ".*.", route.name)] = (shape, size, expected)
+    return found
+
+
+def _narrower(config: Mapping[str, Any], shrink: int) -> dict[str, Any]:
+    """Return the configuration of a model with sizes and heads divided, two layers and a small vocabulary."""
+    narrow = dict(config)
+    divided = ("hidden_size", "intermediate_size", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank")
+    for key in (*divided, "num_attention_heads", "num_key_value_heads"):
+        if narrow.get(key):
+            narrow[key] = max(1, narrow[key] // shrink)
+    for key, most in {
+        "num_hidden_layers": 2,
+        "vocab_size": 256,
+        "num_experts": 8,
+        "n_routed_experts": 8,
+    }.items():
+        if narrow.get(key):
+            narrow[key] = min(most, narrow[key])
+    return {**narrow, "pad_token_id": None}

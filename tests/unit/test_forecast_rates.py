@@ -14,7 +14,6 @@ from deepspeed_muon import Muon
 from deepspeed_muon.__main__ import main
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.forecast.rates import translate
-from deepspeed_muon.math.updates import update_scale
 from tests.support.native_ops import REPOSITORY
 
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.1}}}
@@ -122,43 +121,40 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     section = json.loads("{" + printed.split("\n\n")[0] + "}")
     assert section["optimizer"]["params"] == settings(ADAMW)
     assert all(f"  {key} " in printed for key in section["optimizer"]["params"])
+    assert main(["rates", str(file), "--check"]) == 2
+    assert "--check needs --model" in capsys.readouterr().err
     assert main(["rates", str(tmp_path / "none.json")]) == 2
     assert main(["rates", str(REPOSITORY / "ds_configs" / "1b_8gpus.hjson")]) == 0
 
 
-def test_command_tells_which_parameters_go_to_muon(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("rule", ["match_rms_adamw", "original", "hyperball"])
+def test_check_measures_what_the_rule_says(
+    rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("transformers")
+    model, file = tmp_path / "config.json", tmp_path / "ds.json"
+    model.write_text(json.dumps(TINY_LLAMA))
+    chosen = {"variant": rule} if rule == "hyperball" else {"adjust_lr_fn": rule}
+    file.write_text(json.dumps({"optimizer": {"type": "Muon", "params": {"lr": 0.01, **chosen}}}))
+    assert main(["rates", str(file), "--model", str(tmp_path), "--check"]) == 0
+    printed = capsys.readouterr().out
+    ratios = [float(found) for found in re.findall(r"ratio ([\d.]+)", printed)]
+    assert len(ratios) == 7 and "Muon for 21 tensors" in printed
+    # Twice the width: the update of "original" has 1 / sqrt(2) of the size.
+    assert ratios == pytest.approx([0.5**0.5 if rule == "original" else 1.0] * 7, rel=0.1)
+
+
+def test_check_fails_on_a_wrong_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**TINY_LLAMA, **ADAMW}))
-    for model in (tmp_path, file):
-        assert main(["rates", str(file), "--model", str(model)]) == 0
-        assert "Muon for 21 tensors" in capsys.readouterr().out
+    monkeypatch.setattr("deepspeed_muon.forecast.rates.update_scale", lambda *_: 1.0)
+    assert main(["rates", str(file), "--model", str(file), "--check"]) == 1
 
 
-@pytest.mark.parametrize("rule", ["match_rms_adamw", "original", "hyperball"])
-def test_updates_have_the_size_that_the_rule_says(rule: str) -> None:
-    """The root mean square over the rate; of hyperball, whose rate is relative, the norm over that of the weights."""
-    chosen = {"variant": rule} if rule == "hyperball" else {"adjust_lr_fn": rule}
-    for rows, cols in [(1, 1), (3, 1), (1, 3)]:
-        found = []
-        for width in (64, 128):
-            torch.manual_seed(0)
-            weight = torch.nn.Parameter(torch.randn(rows * width, cols * width))
-            before = weight.detach().clone()
-            optimizer = Muon([("layers.0.weight", weight)], lr=0.01, ns_dtype="fp32", **chosen)
-            weight.grad = torch.randn_like(weight)
-            optimizer.step()
-            size = float((weight.detach() - before).norm()) / 0.01
-            if rule == "hyperball":
-                found.append(size / float(before.norm()))
-                expected = 1.0
-            else:
-                found.append(size / weight.numel() ** 0.5)
-                scale = update_scale(rule, *weight.shape)  # type: ignore[arg-type]
-                expected = scale * (min(weight.shape) / weight.numel()) ** 0.5
-            # The iteration leaves singular values between 0.7 and 1.2.
-            assert 0.7 < found[-1] / expected < 1.25
-        # Twice the width: the update of "original" has 1 / sqrt(2) of the size.
-        assert found[1] / found[0] == pytest.approx(0.5**0.5 if rule == "original" else 1.0, rel=0.1)
+def test_check_needs_a_model_that_can_be_halved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**TINY_LLAMA, **ADAMW, "intermediate_size": 2}))
+    assert main(["rates", str(file), "--model", str(file), "--check"]) == 2
+    assert "gate_proj.weight goes to AdamW: take a wider model" in capsys.readouterr().err
