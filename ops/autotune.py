@@ -6,10 +6,9 @@ read what an earlier one found.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from deepspeed_muon.logs import logger
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, reference_orthogonalize
 
 from .candidates import BATCH_NUMEL, Candidate, Problem
-from .machine import cache_folder, hardware_name, locked, read_json, write_json
+from .machine import file_for, hardware_name, locked, read_json, write_json
 
 # Seconds for one problem, and for all problems of a process. A choice saves a few percent of many steps, so it must not
 # cost more than a step or two.
@@ -54,14 +53,12 @@ class Choice:
         name: The candidate.
         reason: ``measured``, ``remembered`` (by an earlier process), ``only one``, or why nothing was measured.
         milliseconds: Best time of every candidate that was timed, for at most ``BATCH_NUMEL`` elements.
-        errors: Relative error of every candidate that was run.
         rejected: Candidates whose result was wrong, with the reason.
     """
 
     name: str
     reason: str
     milliseconds: dict[str, float] = field(default_factory=dict)
-    errors: dict[str, float] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)
 
 
@@ -75,10 +72,8 @@ class Tuner:
             folder: The folder with remembered choices, ``None`` for :func:`cache_folder`.
             library_key: Digest of the native library, so that its next version is measured again.
         """
-        self._folder = cache_folder() if folder is None else folder
-        identity = "\0".join([hardware_name(), torch.__version__, library_key])
-        self._file = self._folder / f"autotune-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
-        self._identity = identity.split("\0")
+        self._identity = [hardware_name(), torch.__version__, library_key]
+        self._file = file_for("autotune", self._identity, folder)
         self._spent = 0.0
         self._choices: dict[str, Choice] = {}
 
@@ -115,22 +110,21 @@ class Tuner:
             return Choice(names[0], f"expected; {PROCESS_SECONDS:g} s of measuring were used up")
         started = time.perf_counter()
         try:
-            with locked(self._folder / ".measuring", 3 * PROBLEM_SECONDS) as mine:
+            with locked(self._file.parent / ".measuring", 3 * PROBLEM_SECONDS) as mine:
                 if known := self._remembered(key, names):
                     return known
                 if mine is False:
                     return Choice(names[0], "expected; other processes were measuring for too long")
                 choice = measure(problem, candidates, device)
                 if choice.reason == "measured":
-                    self._remember(key, choice)
+                    self._remember(key, names, choice)
                 return choice
         finally:
             self._spent += time.perf_counter() - started
 
     def _read(self) -> dict[str, Any]:
-        found = read_json(self._file)
-        choices = found.get("choices")
-        return choices if found.get("identity") == self._identity and isinstance(choices, dict) else {}
+        choices = read_json(self._file).get("choices")
+        return choices if isinstance(choices, dict) else {}
 
     def _remembered(self, key: str, names: Sequence[str]) -> Choice | None:
         entry = self._read().get(key)
@@ -140,18 +134,10 @@ class Tuner:
             or entry["name"] not in names
         ):
             return None
-        return Choice(entry["name"], "remembered", entry["milliseconds"], entry["errors"], entry["rejected"])
+        return Choice(entry["name"], "remembered", entry["milliseconds"], entry["rejected"])
 
-    def _remember(self, key: str, choice: Choice) -> None:
-        choices = self._read()
-        names = [*choice.errors, *(name for name in choice.rejected if name not in choice.errors)]
-        choices[key] = {
-            "name": choice.name,
-            "candidates": names,
-            "milliseconds": choice.milliseconds,
-            "errors": choice.errors,
-            "rejected": choice.rejected,
-        }
+    def _remember(self, key: str, names: Sequence[str], choice: Choice) -> None:
+        choices = {**self._read(), key: {**asdict(choice), "candidates": list(names)}}
         write_json(self._file, {"identity": self._identity, "choices": choices})
 
 
@@ -170,7 +156,9 @@ def measure(problem: Problem, candidates: Sequence[Candidate], device: torch.dev
     choice = Choice("torch standard", "no candidate passed the cross-check")
     times: dict[str, list[float]] = {}
     expected: Tensor | None = None
+    tried = []
     for candidate in candidates:
+        tried.append(candidate.name)
         # Calls that compile or record do not count: else the first process, which compiles, would choose among fewer
         # candidates than the second. The next run warms up the rest (oneDNN's kernels, page faults) and gives the
         # result for the cross-check.
@@ -185,7 +173,7 @@ def measure(problem: Problem, candidates: Sequence[Candidate], device: torch.dev
             if first > PROBLEM_SECONDS / 2:
                 return Choice(candidate.name, "expected; one run takes too long to measure others")
             expected = _expected(sample, x)
-        error_found = choice.errors[candidate.name] = error_of(result, expected)
+        error_found = error_of(result, expected)
         if error_found <= TOLERANCE[sample.settings.dtype]:
             times[candidate.name] = [first]
         else:
@@ -200,8 +188,7 @@ def measure(problem: Problem, candidates: Sequence[Candidate], device: torch.dev
         _repeat(candidates, times, x, sample.settings, deadline)
         choice.milliseconds = {name: round(1e3 * min(own[1:] or own), 4) for name, own in times.items()}
         choice.name = _winner(choice.milliseconds)
-        complete = len(choice.errors.keys() | choice.rejected.keys()) == len(candidates)
-        choice.reason = "measured" if complete else "measured in part"
+        choice.reason = "measured" if len(tried) == len(candidates) else "measured in part"
     return choice
 
 

@@ -10,7 +10,6 @@ machine's state. What failed is replaced by torch's code, each part by itself, a
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import math
 import os
@@ -29,7 +28,7 @@ import torch
 from deepspeed_muon.logs import warn_on_each_machine
 
 from . import library
-from .machine import cache_folder, locked, read_json, write_json
+from .machine import file_for, locked, read_json, write_json
 
 SECONDS = float(os.environ.get("DS_MUON_SELF_TEST_SECONDS", "300"))
 """How long the self-test may take; the start of torch and of a CUDA context counts."""
@@ -82,17 +81,12 @@ def cuda_verdict(device: int) -> Verdict:
 
 def known_verdict(device: int) -> Verdict | None:
     """Return the verdict for a GPU if an earlier process ran the self-test."""
-    identity = _identity(device)
-    return _known(_file(cache_folder(), identity), identity)
+    return _known(file_for("selftest", _identity(device)))
 
 
 def _identity(device: int) -> list[str]:
     driver = str(getattr(torch._C, "_cuda_getDriverVersion")())  # noqa: B009  # only in torch with CUDA
     return [torch.cuda.get_device_name(device), driver, torch.__version__, library.key()]
-
-
-def _file(folder: Path, identity: Sequence[str]) -> Path:
-    return folder / f"selftest-{hashlib.sha256(chr(0).join(identity).encode()).hexdigest()[:16]}.json"
 
 
 def decide(
@@ -106,11 +100,10 @@ def decide(
         folder: Where verdicts are kept; ``None`` for :func:`~deepspeed_muon.ops.machine.cache_folder`.
         seconds: The time limit.
     """
-    folder = cache_folder() if folder is None else folder
-    file = _file(folder, identity)
+    file = file_for("selftest", identity, folder)
     # Whoever waits finds what the first one found.
-    with locked(folder / ".testing", seconds + 30):
-        verdict = _known(file, identity)
+    with locked(file.parent / ".testing", seconds + 30):
+        verdict = _known(file)
         if verdict is None:
             verdict = _tried(command, seconds)
             until = time.time() + _PASSING_SECONDS if verdict.passing else None
@@ -126,10 +119,10 @@ def decide(
     return verdict
 
 
-def _known(file: Path, identity: Sequence[str]) -> Verdict | None:
+def _known(file: Path) -> Verdict | None:
     found = read_json(file)
     failed, until = found.get("failed"), found.get("until")
-    if found.get("identity") != list(identity) or not isinstance(failed, dict):
+    if not isinstance(failed, dict):
         return None
     if until is not None and not time.time() < until < time.time() + 2 * _PASSING_SECONDS:
         return None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,15 @@ def cache_folder() -> Path:
     if chosen:
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepspeed_muon"
+
+
+def file_for(kind: str, identity: Sequence[str], folder: Path | None = None) -> Path:
+    """Return the file with what was found for an identity: names of hardware, versions, digests.
+
+    It lies in ``folder``, by default :func:`cache_folder`.
+    """
+    digest = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:16]
+    return (cache_folder() if folder is None else folder) / f"{kind}-{digest}.json"
 
 
 def hardware_name() -> str:
