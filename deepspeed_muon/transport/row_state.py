@@ -7,7 +7,7 @@ by the owners), and only if some matrix has rows that begin on another rank than
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -189,19 +189,10 @@ class RowStateExchange:
 
     def gather(self, kept: Mapping[int, Mapping[str, Tensor]], settings: Settings) -> RowsAtOwner:
         """Bring the rows of every matrix to its owner. Must be called by all ranks of the group."""
-        chunk = self._chunk
-        rows: dict[str, dict[int, Tensor]] = {}
+        rows = {}
         for key in (each.key for each in self._variant.state):
-            whole = rows[key] = {index: self._buffer(self._counts[index]) for index in chunk.owned}
-            for at_owner, own in self._own(whole, kept, key):
-                at_owner.copy_(own)
-            if chunk.gathers:
-                send = self._buffer(chunk.send_buffer.numel)
-                for index, segment in chunk.send_buffer.segments:
-                    segment.in_buffer(send).copy_(self._kept(kept, index, key))
-                received = self._exchange("gather", send, chunk.receive_buffer.numel)
-                for index, segment in chunk.receive_buffer.segments:
-                    segment.in_matrices(whole[index]).copy_(segment.in_buffer(received))
+            rows[key] = {index: self._buffer(self._counts[index]) for index in self._chunk.owned}
+            self._move("gather", rows[key], kept, key)
         return RowsAtOwner(self._matrices, self._variant, settings, rows, group=self._tensor_group)
 
     def scatter(self, done: RowsAtOwner, kept: Mapping[int, Mapping[str, Tensor]]) -> None:
@@ -209,26 +200,39 @@ class RowStateExchange:
 
         Must be called by all ranks of the group. The tensors in ``kept`` are mutated.
         """
-        chunk = self._chunk
         for key, whole in done.rows.items():
-            for at_owner, own in self._own(whole, kept, key):
-                own.copy_(at_owner)
-            if chunk.scatters:
-                send = self._buffer(chunk.receive_buffer.numel)
-                for index, segment in chunk.receive_buffer.segments:
-                    segment.in_buffer(send).copy_(segment.in_matrices(whole[index]))
-                received = self._exchange("scatter", send, chunk.send_buffer.numel)
-                for index, segment in chunk.send_buffer.segments:
-                    self._kept(kept, index, key).copy_(segment.in_buffer(received).view(-1))
+            self._move("scatter", whole, kept, key)
 
-    def _own(
-        self, whole: Mapping[int, Tensor], kept: Mapping[int, Mapping[str, Tensor]], key: str
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the rows that this rank keeps of each owned matrix: in the whole, and where it keeps them."""
-        for index in self._chunk.owned:
+    def _move(
+        self, what: Way, whole: Mapping[int, Tensor], kept: Mapping[int, Mapping[str, Tensor]], key: str
+    ) -> None:
+        """Copy the rows of owned matrices from where they are kept, or back to there."""
+        chunk, at_owner = self._chunk, what == "gather"
+        for index in chunk.owned:
             own = self._held[index]
             if own is not None:
-                yield whole[index].narrow(0, own.matrix_offset, own.numel), self._kept(kept, index, key)
+                there, here = (
+                    whole[index].narrow(0, own.matrix_offset, own.numel),
+                    self._kept(kept, index, key),
+                )
+                (there if at_owner else here).copy_(here if at_owner else there)
+        if not (chunk.gathers if at_owner else chunk.scatters):
+            return
+        away = [
+            (each, self._kept(kept, index, key).view(each.shape))
+            for index, each in chunk.send_buffer.segments
+        ]
+        owned = [(each, each.in_matrices(whole[index])) for index, each in chunk.receive_buffer.segments]
+        sources, targets = (away, owned) if at_owner else (owned, away)
+        buffers = [self._buffer(each.numel) for each in (chunk.send_buffer, chunk.receive_buffer)]
+        send, received = buffers if at_owner else buffers[::-1]
+        for segment, rows in sources:
+            segment.in_buffer(send).copy_(rows)
+        with phase("exchange of row state", self._context.group):
+            for work in start_messages(what, chunk, self._context, received, send):
+                work.wait()
+        for segment, rows in targets:
+            rows.copy_(segment.in_buffer(received))
 
     def _kept(self, kept: Mapping[int, Mapping[str, Tensor]], index: int, key: str) -> Tensor:
         own = self._held[index]
@@ -237,11 +241,3 @@ class RowStateExchange:
 
     def _buffer(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=torch.float32, device=self._context.device)
-
-    def _exchange(self, what: Way, send: Tensor, numel: int) -> Tensor:
-        """Return the ``numel`` elements that this rank receives."""
-        out = self._buffer(numel)
-        with phase("exchange of row state", self._context.group):
-            for work in start_messages(what, self._chunk, self._context, out, send):
-                work.wait()
-        return out
