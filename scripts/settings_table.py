@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from pydantic import BaseModel
 
 from deepspeed_muon.config import RATE_KEYS, MuonConfig
-from deepspeed_muon.config.documentation import keys_with_sentences
+from deepspeed_muon.config.settings import keys_with_sentences
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 BEGIN = "<!-- written by scripts/settings_table.py from deepspeed_muon/config/settings.py -->\n"

@@ -1,8 +1,7 @@
 """``optimizer.params``: every key with its default, its check and its sentence of documentation."""
 
-from deepspeed_muon.config.documentation import takes_settings
 from deepspeed_muon.config.messages import TORCH_OPTIONS, unknown_key_message
-from deepspeed_muon.config.settings import DEFAULT_MUON_LR, GROUP_KEYS, RATE_KEYS, MuonConfig
+from deepspeed_muon.config.settings import DEFAULT_MUON_LR, GROUP_KEYS, RATE_KEYS, MuonConfig, takes_settings
 from deepspeed_muon.config.values import MatricesConfig, QkClipConfig, RestoreConfig, TensorParallelMode
 
 __all__ = [

@@ -12,11 +12,15 @@ The descriptions are Markdown. The constructor's docstring and ``docs/settings.m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar, get_type_hints
 
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
+from torch import Tensor
 
 from deepspeed_muon.config import values as v
 from deepspeed_muon.config.messages import readable, shown, unknown_key_message
@@ -40,6 +44,8 @@ DEFAULT_ADAM_LR = 3e-4
 
 RATE_KEYS = ("lr", "muon_lr", "adam_lr")
 """Keys whose value the constructor also takes as a tensor, which the param groups then keep."""
+
+_Init = TypeVar("_Init", bound=Callable[..., None])
 
 # The names and settings of variants come from their files, which type checkers cannot follow.
 if TYPE_CHECKING:
@@ -324,3 +330,58 @@ GROUP_KEYS = frozenset(MuonConfig().group_defaults("muon")) | {
     "adam_weight_decay",
 }
 """Keys that a caller may set in a param group of its own, next to "params" and a MoE group's bookkeeping."""
+
+
+def keys_with_sentences() -> Iterator[tuple[str, Any, str]]:
+    """Yield name, default and sentence (Markdown) of every key, and of keys of objects, as in ``qk_clip.alpha``."""
+    # Settings of variants, which the model has first, come last.
+    for name, field in sorted(MuonConfig.model_fields.items(), key=lambda item: item[0] in VARIANT_SETTINGS):
+        default = field.get_default(call_default_factory=True)
+        yield (
+            name,
+            default.model_dump() if isinstance(default, BaseModel) else default,
+            field.description or "",
+        )
+        for section in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            if isinstance(section, type) and issubclass(section, BaseModel):
+                for key, inner in section.model_fields.items():
+                    value = None if inner.is_required() else inner.default
+                    yield f"{name}.{key}", value, inner.description or ""
+
+
+def takes_settings(init: _Init) -> _Init:
+    """Write every key into the signature and the docstring of a constructor that takes ``**settings``.
+
+    Args:
+        init: The constructor. Mutated: its ``__signature__`` gets the keys between its own positional and keyword
+            parameters, and in its ``__doc__`` an entry for each key replaces the line of ``lr, **settings``.
+    """
+    types = get_type_hints(MuonConfig)
+    own = inspect.signature(init, eval_str=True)
+    rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = [p for p in own.parameters.values() if p.kind not in rest]
+    keys = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.get_default(call_default_factory=True),
+            annotation=types[name] | Tensor if name in RATE_KEYS else types[name],
+        )
+        for name, field in MuonConfig.model_fields.items()
+        if name not in own.parameters
+    ]
+    first = [p for p in named if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+    init.__signature__ = own.replace(parameters=[*first, *keys, *named[len(first) :]])  # type: ignore[attr-defined]
+    if init.__doc__ is not None:  # python -OO strips docstrings
+        entries = [_entry(name, text) for name, _, text in keys_with_sentences() if "." not in name]
+        init.__doc__ = re.sub(r" *lr, \*\*settings:.*\n", lambda _: "".join(entries), init.__doc__)
+    return init
+
+
+def _entry(name: str, text: str) -> str:
+    """Return the entry of a key in a Google-style docstring, from Markdown."""
+    text = re.sub(r"\[(.*?)\]\([^)]*\)", r"docs/\1", text).replace("`", "``")
+    indent = " " * 12
+    return (
+        textwrap.fill(f"{name}: {text}", 110, initial_indent=indent, subsequent_indent=indent + "    ") + "\n"
+    )

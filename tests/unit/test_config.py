@@ -196,7 +196,7 @@ def test_type_checkers_know_every_key(tmp_path: Path) -> None:
         "--config-file=",
         str(tmp_path / "program.py"),
     ]
-    for module in ("config/__init__", "config/keywords", "config/documentation", "optimizer"):
+    for module in ("config/__init__", "config/keywords", "config/settings", "optimizer"):
         arguments.append(str(ROOT / "deepspeed_muon" / f"{module}.py"))
     found = mypy.run(arguments)[0]
     assert re.findall(r"program\.py:(\d): error", found) == ["5", "6", "7"], found
