@@ -30,13 +30,11 @@ def add_subcommand(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "plan", help="routes, owners, bytes, memory and predicted times of a model, without GPUs or weights"
     )
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument(
+    parser.add_argument(
         "model",
-        nargs="?",
+        metavar="MODEL",
         help=f"{', '.join(PRESETS)}, a Hugging Face config.json, or a folder with one or with a checkpoint",
     )
-    model.add_argument("--model", dest="model_option", metavar="MODEL", help="the same")
     parser.add_argument("--world-size", type=int, default=8, help="GPUs, tensor-parallel ones counted (8)")
     parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=3, help="ZeRO stage (3)")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share every matrix (1)")
@@ -66,21 +64,17 @@ def add_subcommand(subparsers: Any) -> None:
 
 def _plan(arguments: argparse.Namespace) -> int:
     config = _config(arguments.params)
-    try:
-        settings = PlanSettings(
-            world_size=arguments.world_size,
-            stage=arguments.stage,
-            tensor_parallel=arguments.tensor_parallel,
-            expert_parallel=arguments.expert_parallel,
-            gpus_per_node=arguments.gpus_per_node,
-            gpu=_gpu(arguments),
-            config=config,
-            efficiency=arguments.efficiency,
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    model = arguments.model or arguments.model_option
-    members = load_model(model)
+    settings = PlanSettings(
+        world_size=arguments.world_size,
+        stage=arguments.stage,
+        tensor_parallel=arguments.tensor_parallel,
+        expert_parallel=arguments.expert_parallel,
+        gpus_per_node=arguments.gpus_per_node,
+        gpu=_gpu(arguments),
+        config=config,
+        efficiency=arguments.efficiency,
+    )
+    members = load_model(arguments.model)
     if settings.expert_parallel > 1 and arguments.separate_experts:
         raise ConfigError("--expert-parallel divides stacks of experts: leave --separate-experts away")
     if settings.expert_parallel > 1:
@@ -88,10 +82,10 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.separate_experts:
         members = with_separate_experts(members)
     routes = route_parameters(members, config)
-    data = report(model, routes, settings, each_route=arguments.routes, owners=arguments.owners)
+    data = report(arguments.model, routes, settings, each_route=arguments.routes, owners=arguments.owners)
     print(json.dumps(data, indent=1) if arguments.json else render(data))
     if arguments.plot:
-        _plot(model, routes, settings, Path(arguments.plot))
+        _plot(arguments.model, routes, settings, Path(arguments.plot))
     return 0
 
 
@@ -101,7 +95,7 @@ def _gpu(arguments: argparse.Namespace) -> Gpu:
     if rate is None:
         return gpu
     if not rate > 0:  # a NaN too
-        raise ValueError(f"--network-gbit {rate:g}: must be above 0")
+        raise ConfigError(f"--network-gbit {rate:g}: must be above 0")
     return replace(gpu, network_bandwidth=rate * 1e9 / 8 / max(1, arguments.gpus_per_node))
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.plan.exchange import cut_into_chunks, moves
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
@@ -110,19 +111,21 @@ class PlanSettings:
 
     def __post_init__(self) -> None:
         if not 0 < self.efficiency <= 1:
-            raise ValueError(f"--efficiency {self.efficiency:g}: a part of the peak is above 0 and at most 1")
+            raise ConfigError(
+                f"--efficiency {self.efficiency:g}: a part of the peak is above 0 and at most 1"
+            )
         if self.gpus_per_node < 1:
-            raise ValueError(f"--gpus-per-node {self.gpus_per_node}: must be at least 1")
+            raise ConfigError(f"--gpus-per-node {self.gpus_per_node}: must be at least 1")
         if self.world_size < 1 or self.tensor_parallel < 1 or self.world_size % self.tensor_parallel:
-            raise ValueError(
+            raise ConfigError(
                 f"{self.world_size} GPUs cannot be divided into tensor-parallel groups of {self.tensor_parallel}"
             )
         if self.expert_parallel < 1 or self.world_size % self.expert_parallel:
-            raise ValueError(
+            raise ConfigError(
                 f"{self.world_size} GPUs cannot be divided into expert-parallel groups of {self.expert_parallel}"
             )
         if self.expert_parallel > 1 and self.tensor_parallel > 1:
-            raise ValueError("expert parallelism together with tensor parallelism is not planned")
+            raise ConfigError("expert parallelism together with tensor parallelism is not planned")
 
     @property
     def iteration(self) -> NsSettings:
@@ -156,7 +159,7 @@ def divisions(
         The positions of the parameters, their routes with what one rank has of them, and the settings of its ranks.
 
     Raises:
-        ValueError: If the experts of a stack cannot be divided evenly.
+        ConfigError: If the experts of a stack cannot be divided evenly.
     """
     trained = [number for number, route in enumerate(routes) if route.algorithm != "frozen"]
     ways = settings.tensor_parallel * settings.expert_parallel
@@ -186,7 +189,7 @@ def _is_stack(route: Route) -> bool:
 
 def _some_experts(route: Route, ways: int) -> Route:
     if route.shape[0] % ways:
-        raise ValueError(f"{route.name}: {route.shape[0]} experts cannot be divided among {ways} GPUs")
+        raise ConfigError(f"{route.name}: {route.shape[0]} experts cannot be divided among {ways} GPUs")
     return replace(route, shape=(route.shape[0] // ways, *route.shape[1:]))
 
 

@@ -12,7 +12,6 @@ import html
 import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,18 +28,8 @@ Series = list[tuple[int, float]]
 """Values of an event with their positions."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What the numbers say.
-
-    Attributes:
-        level: ``"good"``, ``"look"`` (worth a look) or ``"bad"``.
-        text: One sentence.
-    """
-
-    level: Level
-    text: str
-
+Finding = tuple[Level, str]
+"""How good something is (``"look"``: worth a look), and a sentence about it."""
 
 # Title of a chart to the names of its events, after "Train/Muon/", and what it shows. Shares of time are stacked.
 _CHARTS = {
@@ -97,11 +86,11 @@ def _health(parsed: argparse.Namespace) -> int:
     folder: Path = parsed.run_folder
     page = folder / "health.html"
     found = write_page(folder, page) if parsed.html else findings(read_run(folder))
-    for finding in found:
-        print(f"{finding.level:4}  {finding.text}")
+    for level, text in found:
+        print(f"{level:4}  {text}")
     if parsed.html:
         print(f"Page: {page}")
-    return int(any(finding.level == "bad" for finding in found))
+    return int(any(level == "bad" for level, _ in found))
 
 
 def read_run(folder: Path) -> dict[str, Series]:
@@ -202,8 +191,8 @@ def findings(run: Mapping[str, Series]) -> list[Finding]:
         error = last.get(name, 0.0)
         text = f"{name} is {error:.3f}: a few elements are much larger than their neighbours."
         conditions.append((error > 0.01, "look", text))
-    found = [*_losses(run), *(Finding(level, text) for holds, level, text in conditions if holds)]
-    return sorted(found, key=lambda finding: ("bad", "look", "good").index(finding.level))
+    found = [*_losses(run), *((level, text) for holds, level, text in conditions if holds)]
+    return sorted(found, key=lambda each: ("bad", "look", "good").index(each[0]))
 
 
 def _loss_series(run: Mapping[str, Series]) -> dict[str, Series]:
@@ -214,10 +203,10 @@ def _losses(run: Mapping[str, Series]) -> Iterator[Finding]:
     for name, values in _loss_series(run).items():
         if not all(math.isfinite(value) for _, value in values):
             first = next(position for position, value in values if not math.isfinite(value))
-            yield Finding("bad", f"{name} is not finite from position {first} on.")
+            yield "bad", f"{name} is not finite from position {first} on."
         elif len(values) > 1:
             level: Level = "good" if values[-1][1] < values[0][1] else "look"
-            yield Finding(level, f"{name} went from {values[0][1]:.4f} to {values[-1][1]:.4f}.")
+            yield level, f"{name} went from {values[0][1]:.4f} to {values[-1][1]:.4f}."
 
 
 def write_page(folder: Path, out: Path) -> list[Finding]:
@@ -229,7 +218,7 @@ def write_page(folder: Path, out: Path) -> list[Finding]:
     run = read_run(folder)
     found = findings(run)
     badges = "\n".join(
-        f'<li class="{each.level}"><b>{each.level}</b> {html.escape(each.text)}</li>' for each in found
+        f'<li class="{level}"><b>{level}</b> {html.escape(text)}</li>' for level, text in found
     )
     body = [f"<ul>{badges}</ul>", *_figures(run), _table(run)]
     title = html.escape(folder.resolve().name)
