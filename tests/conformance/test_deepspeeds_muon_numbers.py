@@ -16,6 +16,7 @@ from tests.support import training
 from tests.support.contract import ADAM_TOLERANCE, MUON_TOLERANCE, compare, train_reference
 from tests.support.models import MATRICES, batch, build
 from tests.support.reference import Oracle, relative
+from tests.support.thinning import full
 
 STEPS = 3
 
@@ -131,9 +132,7 @@ def test_plain_backward_of_the_loss(ranks: Any, stage: int, how: str) -> None:
         assert report["norms"] == pytest.approx(norms, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "stage", [2, pytest.param(1, marks=pytest.mark.full), pytest.param(0, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("stage", [2, full(1), full(0)])
 def test_gradients_that_are_summed_over_the_ranks(ranks: Any, stage: int) -> None:
     """``gradient_allreduce_op: sum``: momentum and norm are those of the sum. DeepSpeed refuses it at stage 3."""
     start, end, norms = start_and_end(2, 1.0)
@@ -142,9 +141,7 @@ def test_gradients_that_are_summed_over_the_ranks(ranks: Any, stage: int) -> Non
         assert report["norms"] == pytest.approx(norms, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "stage", [1, pytest.param(2, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("stage", [1, full(2), full(3)])
 def test_a_part_of_the_model_is_trained(ranks: Any, stage: int) -> None:
     """Frozen matrices stay, and the others are updated as if they were alone."""
     frozen = ("blocks.0.up.weight", "blocks.1.down.weight", "embed.weight", "blocks.2.gain")

@@ -14,6 +14,7 @@ import deepspeed_muon
 from tests.support import training
 from tests.support.models import SMALL_DECODER
 from tests.support.reference import Oracle, relative, worst
+from tests.support.thinning import full
 
 MISSING = [name for name in ("transformers", "peft") if importlib.util.find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)}: the extra 'hf'")
@@ -136,13 +137,13 @@ def reference(
         (2, "lora"),
         (3, "dora"),
         (3, "experts"),
-        pytest.param(2, "experts", marks=pytest.mark.full),
-        pytest.param(3, "lora", marks=pytest.mark.full),
-        pytest.param(2, "dora", marks=pytest.mark.full),
-        pytest.param(2, "nf4", marks=pytest.mark.full),
-        pytest.param(3, "nf4", marks=pytest.mark.full),
-        pytest.param(2, "head", marks=pytest.mark.full),
-        pytest.param(3, "head", marks=pytest.mark.full),
+        full(2, "experts"),
+        full(3, "lora"),
+        full(2, "dora"),
+        full(2, "nf4"),
+        full(3, "nf4"),
+        full(2, "head"),
+        full(3, "head"),
     ],
 )
 def test_adapters_match_the_reference(ranks: Any, stage: int, kind: str) -> None:

@@ -10,6 +10,7 @@ import torch
 from tests.support import training
 from tests.support.contract import compare
 from tests.support.models import MATRICES
+from tests.support.thinning import full
 from tests.support.training import full_rows
 
 # Row moments divide by what Newton-Schulz left of a row, so its rounding (see MUON_TOLERANCE) goes into the result once
@@ -27,8 +28,8 @@ from tests.support.training import full_rows
         (2, 4, "toy", "decoupled"),
         pytest.param(3, 2, "mixed", "decoupled", marks=pytest.mark.compat),
         (3, 4, "toy", "cautious"),
-        pytest.param(3, 3, "wide", "independent", marks=pytest.mark.full),
-        pytest.param(2, 3, "mixed", "cautious", marks=pytest.mark.full),
+        full(3, 3, "wide", "independent"),
+        full(2, 3, "mixed", "cautious"),
     ],
 )
 def test_normuon_matches_the_reference(ranks: Any, stage: int, world: int, kind: str, mode: str) -> None:

@@ -41,7 +41,7 @@ from tests.support.moe_hugging_face import build as build_hugging_face
 from tests.support.moe_hugging_face import muon_names
 from tests.support.reference import Oracle, relative
 from tests.support.tensor_parallel import AUTOTP
-from tests.support.thinning import each_value
+from tests.support.thinning import each_value, full
 
 STEPS = 4
 
@@ -252,12 +252,12 @@ def test_experts_without_tokens(ranks: Any, stage: int, ep_size: int, last: str)
 @pytest.mark.parametrize(
     ("stage", "precision", "extra"),
     [
-        pytest.param(1, "bf16", {"data_types": {"grad_accum_dtype": "fp32"}}, marks=pytest.mark.full),
-        pytest.param(1, "bf16", {}, marks=pytest.mark.full),
-        pytest.param(2, "bf16", {}, marks=pytest.mark.full),
+        full(1, "bf16", {"data_types": {"grad_accum_dtype": "fp32"}}),
+        full(1, "bf16", {}),
+        full(2, "bf16", {}),
         (3, "bf16", {}),
-        pytest.param(2, "fp16", {}, marks=pytest.mark.full),
-        pytest.param(3, "fp16", {}, marks=pytest.mark.full),
+        full(2, "fp16", {}),
+        full(3, "fp16", {}),
     ],
 )
 def test_half_precision(ranks: Any, stage: int, precision: str, extra: dict[str, Any]) -> None:
@@ -276,11 +276,7 @@ AUTOTP_TOLERANCE = 5e-4
 
 @pytest.mark.parametrize(
     ("ep_size", "mode", "clipping"),
-    [
-        (2, "distributed", 0.5),
-        pytest.param(4, "gather", 0.5, marks=pytest.mark.full),
-        pytest.param(4, "distributed", 0.0, marks=pytest.mark.full),
-    ],
+    [(2, "distributed", 0.5), full(4, "gather", 0.5), full(4, "distributed", 0.0)],
 )
 def test_with_autotp(ranks: Any, ep_size: int, mode: str, clipping: float) -> None:
     """Experts divided over tensor-parallel ranks too (4), at ZeRO 3; the other matrices are cut."""
@@ -321,19 +317,13 @@ def resumed(rank: int, world_size: int, *, stage: int, folder: str, phase: str, 
 @pytest.mark.parametrize(
     ("stage", "settings"),
     [
-        pytest.param(1, {}, marks=pytest.mark.full),
-        pytest.param(2, {}, marks=pytest.mark.full),
+        full(1, {}),
+        full(2, {}),
         (3, {}),
-        pytest.param(
-            1,
-            {"precision": "bf16", "extra": {"data_types": {"grad_accum_dtype": "fp32"}}},
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            2, {"precision": "bf16", "zero": {"offload_optimizer": {"device": "cpu"}}}, marks=pytest.mark.full
-        ),
-        pytest.param(3, {"precision": "bf16"}, marks=pytest.mark.full),
-        pytest.param(3, {"zero_init": True}, marks=pytest.mark.full),
+        full(1, {"precision": "bf16", "extra": {"data_types": {"grad_accum_dtype": "fp32"}}}),
+        full(2, {"precision": "bf16", "zero": {"offload_optimizer": {"device": "cpu"}}}),
+        full(3, {"precision": "bf16"}),
+        full(3, {"zero_init": True}),
     ],
 )
 def test_resume_is_bit_identical(ranks: Any, stage: int, settings: dict[str, Any], tmp_path: Path) -> None:
@@ -374,7 +364,7 @@ def count_a_step(rank: int, world_size: int, *, ep_size: int, stage: int) -> dic
     return report
 
 
-@pytest.mark.parametrize(("stage", "ep_size"), [(3, 2), (1, 4), pytest.param(2, 2, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("stage", "ep_size"), [(3, 2), (1, 4), full(2, 2)])
 def test_the_plan_is_what_runs(ranks: Any, stage: int, ep_size: int) -> None:
     for result in ranks(4).run(count_a_step, stage=stage, ep_size=ep_size):
         for key, (really, predicted) in result.items():

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.scale import LIMITS
+from tests.support.thinning import full
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "scale.py"
 
@@ -20,15 +21,7 @@ def one_rank(parameters: int, stage: int, world: int) -> dict[str, float]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-@pytest.mark.parametrize(
-    ("parameters", "stage"),
-    [
-        (723, 3),
-        pytest.param(723, 1, marks=pytest.mark.full),
-        pytest.param(44000, 1, marks=pytest.mark.full),
-        pytest.param(44000, 3, marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize(("parameters", "stage"), [(723, 3), full(723, 1), full(44000, 1), full(44000, 3)])
 def test_one_rank_of_many(parameters: int, stage: int) -> None:
     """Times are for the benchmark: they depend on what else the machine does."""
     found = one_rank(parameters, stage, 16384)

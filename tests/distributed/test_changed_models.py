@@ -15,6 +15,7 @@ from deepspeed_muon.errors import CheckpointError
 from tests.support import training
 from tests.support.checkpoints import STATES, report
 from tests.support.models import build
+from tests.support.thinning import full
 
 UP = "blocks.0.up.weight"
 
@@ -85,9 +86,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("by", ["restore", "load_checkpoint"])
-@pytest.mark.parametrize(
-    "stage", [pytest.param(0, marks=pytest.mark.full), pytest.param(1, marks=pytest.mark.full), 3]
-)
+@pytest.mark.parametrize("stage", [full(0), full(1), 3])
 def test_another_model_is_refused(ranks: Any, tmp_path: Path, stage: int, by: str) -> None:
     """On every rank, before anything is changed, with what to do."""
     for how in ("", "frozen", "frozen embedding"):
@@ -102,7 +101,7 @@ def test_another_model_is_refused(ranks: Any, tmp_path: Path, stage: int, by: st
 
 
 @pytest.mark.parametrize("by", ["restore", "load_checkpoint"])
-@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("stage", [1, full(3)])
 def test_frozen_before_and_after(ranks: Any, tmp_path: Path, stage: int, by: str) -> None:
     arguments = {"how": "frozen", "stage": stage, "by": by, "folder": str(tmp_path)}
     saved, loaded = (ranks(2).run(function, **arguments)[0] for function in (save, load))

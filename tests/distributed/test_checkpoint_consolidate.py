@@ -24,7 +24,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.models import MATRICES
 from tests.support.reference import in_8_bits
-from tests.support.thinning import each_value
+from tests.support.thinning import each_value, full
 
 # Every stage and every number of ranks on both sides; every setting that changes the layout on one of them.
 CORE = [
@@ -64,7 +64,7 @@ CODES = {"momentum_dtype": "int8"}
         (3, 2, {}, 0, 2, {}),
         (0, 1, {}, 3, 4, {}),
         *(
-            pytest.param(*each, marks=pytest.mark.full)
+            full(*each)
             for each in (
                 (1, 3, {}, 2, 2, OFFLOAD),
                 (1, 4, ROUND, 1, 2, OFFLOAD),
@@ -144,9 +144,7 @@ def test_before_the_first_step(ranks: Any, tmp_path: Path) -> None:
     assert_equal(saved, loaded)
 
 
-@pytest.mark.parametrize(
-    "kind", ["wide", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("single", "unused"))]
-)
+@pytest.mark.parametrize("kind", ["wide", *(full(kind) for kind in ("single", "unused"))])
 def test_awkward_models(ranks: Any, tmp_path: Path, kind: str) -> None:
     saved = ranks(4).run(save, folder=str(tmp_path), stage=3, kind=kind)[0]
     loaded = ranks(3).run(load, folder=str(tmp_path), stage=2, kind=kind)[0]

@@ -30,7 +30,7 @@ from tests.support.checkpoints import (
     save_ours,
 )
 from tests.support.models import MATRICES, build
-from tests.support.thinning import each_value
+from tests.support.thinning import each_value, full
 
 
 def load_universal(
@@ -180,8 +180,7 @@ def assert_converted(folder: Path, expected: dict[str, Any]) -> None:
 
 @pytest.mark.compat
 @pytest.mark.parametrize(
-    ("stage", "size", "zero"),
-    [(0, 2, {}), pytest.param(1, 2, {}, marks=pytest.mark.full), (2, 3, OFFLOAD), (3, 3, SMALL)],
+    ("stage", "size", "zero"), [(0, 2, {}), full(1, 2, {}), (2, 3, OFFLOAD), (3, 3, SMALL)]
 )
 def test_convert_from_adamw(
     ranks: Any, tmp_path: Path, stage: int, size: int, zero: Any, capsys: Any
@@ -201,9 +200,7 @@ def test_convert_from_adamw(
         assert torch.equal(loaded["fp32"][name].float(), weight)
 
 
-@pytest.mark.parametrize(
-    ("stage", "size", "zero"), [pytest.param(3, 2, {}, marks=pytest.mark.full), (3, 3, SMALL)]
-)
+@pytest.mark.parametrize(("stage", "size", "zero"), [full(3, 2, {}), (3, 3, SMALL)])
 def test_convert_from_deepspeeds_muon(ranks: Any, tmp_path: Path, stage: int, size: int, zero: Any) -> None:
     saved = ranks(size).run(
         save_other, folder=str(tmp_path / "in"), optimizer="Muon", stage=stage, zero=zero

@@ -32,6 +32,7 @@ from deepspeed_muon.errors import CheckpointError
 from tests.support import training
 from tests.support.checkpoints import INDEX
 from tests.support.snapshots import differences, snapshot
+from tests.support.thinning import full
 
 VALUES = st.one_of(
     st.none(),
@@ -154,7 +155,7 @@ def saved(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cheap_counts() -> list[Any]:
-    return [30, pytest.param(700, marks=pytest.mark.full)]
+    return [30, full(700)]
 
 
 def same_state(found: CheckpointIndex, good: CheckpointIndex) -> None:
@@ -288,7 +289,7 @@ def restored(rank: int, world_size: int, *, folder: str, count: int) -> list[str
     return loaded_mutants(engine, path, lambda: restore(engine, path.parent), accept, count, 3)
 
 
-@pytest.mark.parametrize("count", [30, pytest.param(400, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [30, full(400)])
 def test_restores_from_mutated_indexes(ranks: Any, saved: Path, count: int) -> None:
     assert ranks(1).run(restored, folder=str(saved), count=count) == [[]]
 
@@ -303,7 +304,7 @@ def restored_universal(rank: int, world_size: int, *, folder: str, count: int) -
     return loaded_mutants(engine, path, lambda: engine.load_checkpoint(place), lambda: None, count, 4)
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [40, full(200)])
 def test_loads_of_mutated_universal_metadata(ranks: Any, saved: Path, count: int) -> None:
     routes: dict[str, Any] = {}
     assert UniversalSource(saved / "universal" / "step", routes).parameters

@@ -18,6 +18,7 @@ from tests.support import training
 from tests.support.contract import HALF_TOLERANCE, STEPS, compare, reference
 from tests.support.models import MATRICES, batch, build
 from tests.support.reference import relative
+from tests.support.thinning import full
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "stage3-hpz": {"stage": 3, "zero": {"zero_hpz_partition_size": 2}},
@@ -133,12 +134,12 @@ def step_with_no_sync(engine: Any, step: int, rank: int, world_size: int, accumu
 @pytest.mark.parametrize(
     ("feature", "stage", "accumulation"),
     [
-        pytest.param("torch.compile", 2, 1, marks=pytest.mark.full),
-        pytest.param("engine.compile", 1, 1, marks=pytest.mark.full),
-        pytest.param("engine.compile", 3, 1, marks=pytest.mark.full),
-        pytest.param("activation-checkpointing", 1, 1, marks=pytest.mark.full),
+        full("torch.compile", 2, 1),
+        full("engine.compile", 1, 1),
+        full("engine.compile", 3, 1),
+        full("activation-checkpointing", 1, 1),
         ("activation-checkpointing", 3, 2),
-        pytest.param("no_sync", 0, 2, marks=pytest.mark.full),
+        full("no_sync", 0, 2),
         ("no_sync", 1, 2),
         ("set_gradient_accumulation_boundary", 2, 2),
     ],
@@ -166,9 +167,9 @@ def test_compiled_models(ranks: Any, feature: str, stage: int) -> None:
     ("stage", "precision"),
     [
         (3, "fp32"),
-        *(pytest.param(stage, "fp32", marks=pytest.mark.full) for stage in (1, 2)),
+        *(full(stage, "fp32") for stage in (1, 2)),
         (0, "bf16"),
-        *(pytest.param(stage, "bf16", marks=pytest.mark.full) for stage in (1, 2, 3)),
+        *(full(stage, "bf16") for stage in (1, 2, 3)),
     ],
 )
 def test_a_model_that_is_cast_to_bf16(ranks: Any, stage: int, precision: str) -> None:
@@ -214,9 +215,7 @@ def ulysses(rank: int, world_size: int, *, stage: int) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param(0, marks=pytest.mark.full), 1, pytest.param(2, marks=pytest.mark.full), 3]
-)
+@pytest.mark.parametrize("stage", [full(0), 1, full(2), 3])
 def test_ulysses_sequence_parallel(ranks: Any, stage: int) -> None:
     """ZeRO partitions over data and sequence ranks together, and so does the exchange."""
     results = ranks(4).run(ulysses, stage=stage)
@@ -271,13 +270,7 @@ def loaded_weights(
 
 @pytest.mark.parametrize(
     ("stage", "from_fp32", "with_state"),
-    [
-        (1, True, False),
-        (1, False, True),
-        pytest.param(2, True, True, marks=pytest.mark.full),
-        pytest.param(3, True, False, marks=pytest.mark.full),
-        (3, True, True),
-    ],
+    [(1, True, False), (1, False, True), full(2, True, True), full(3, True, False), (3, True, True)],
 )
 def test_loading_weights(ranks: Any, stage: int, from_fp32: bool, with_state: bool, tmp_path: Path) -> None:
     """``load_from_fp32_weights`` takes the saved masters; without it, or without the state, their bf16 copies count."""

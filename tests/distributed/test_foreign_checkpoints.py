@@ -18,6 +18,7 @@ from deepspeed_muon.checkpoint.offline import convert_to_universal
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
 from tests.support.checkpoints import SMALL, engine_for, save_other, save_ours, train_step
+from tests.support.thinning import full
 
 WARMUP = {
     "type": "WarmupLR",
@@ -45,12 +46,7 @@ def restored(rank: int, world_size: int, *, folder: str, stage: int, schedule: b
 
 @pytest.mark.parametrize(
     ("optimizer", "stage", "to_stage", "schedule"),
-    [
-        ("AdamW", 2, 0, False),
-        ("AdamW", 0, 3, True),
-        pytest.param("AdamW", 3, 1, True, marks=pytest.mark.full),
-        ("Muon", 3, 2, False),
-    ],
+    [("AdamW", 2, 0, False), ("AdamW", 0, 3, True), full("AdamW", 3, 1, True), ("Muon", 3, 2, False)],
 )
 def test_a_converted_set_brings_no_settings(
     ranks: Any, tmp_path: Path, optimizer: str, stage: int, to_stage: int, schedule: bool
@@ -143,15 +139,15 @@ def run_command_in(message: str) -> str:
     [
         ("AdamW", 2, 2, 2),
         ("AdamW", 0, 0, 2),
-        pytest.param("AdamW", 3, 3, 2, marks=pytest.mark.full),
-        pytest.param("AdamW", 1, 3, 3, marks=pytest.mark.full),
+        full("AdamW", 3, 3, 2),
+        full("AdamW", 1, 3, 3),
         ("Muon", 2, 1, 2),
-        pytest.param("Muon", 3, 3, 2, marks=pytest.mark.full),
-        pytest.param("ours", 1, 3, 2, marks=pytest.mark.full),
+        full("Muon", 3, 3, 2),
+        full("ours", 1, 3, 2),
         ("ours", 3, 0, 2),
         ("ours", 0, 2, 3),
         ("ours", 3, 3, 3),
-        pytest.param("ours", 2, 2, 1, marks=pytest.mark.full),
+        full("ours", 2, 2, 1),
     ],
 )
 def test_a_foreign_checkpoint_names_the_command(
@@ -213,7 +209,7 @@ def test_sub_groups_of_another_size_are_refused(ranks: Any, tmp_path: Path) -> N
         assert "sub_group_size" in result["refused"] and result["unchanged"]
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize("stage", [0, full(1), 3])
 def test_replaced_settings_are_named_once(ranks: Any, tmp_path: Path, stage: int) -> None:
     """``load_checkpoint`` keeps what was saved, and said nothing."""
     folder, constant = str(tmp_path), {"scheduler": {}}

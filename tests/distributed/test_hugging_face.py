@@ -24,6 +24,7 @@ from tests.support.harness import free_port, run_command
 from tests.support.models import SMALL_DECODER
 from tests.support.native_ops import REPOSITORY
 from tests.support.reference import Oracle, relative, worst
+from tests.support.thinning import full
 
 MISSING = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
 pytestmark = [
@@ -357,7 +358,7 @@ def test_trainer(ranks: Any, case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "size", "to_stage", "to_size"),
-    [(2, 1, 2, 2), *(pytest.param(*case, marks=pytest.mark.full) for case in ((3, 2, 3, 1), (3, 1, 1, 2)))],
+    [(2, 1, 2, 2), *(full(*case) for case in ((3, 2, 3, 1), (3, 1, 1, 2)))],
 )
 def test_resuming_on_another_number_of_ranks(
     ranks: Any, tmp_path: Path, stage: int, size: int, to_stage: int, to_size: int
@@ -445,7 +446,7 @@ def loop(rank: int, world_size: int, *, stage: int, folder: str, resume: bool) -
     return report
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize("stage", [full(2), 3])
 def test_accelerate_loop(ranks: Any, stage: int, tmp_path: Path) -> None:
     """The caller's groups and schedule survive, and ``save_state`` / ``load_state`` continue bit by bit."""
     whole = ranks(2).run(loop, stage=stage, folder=str(tmp_path), resume=False)[0]

@@ -27,7 +27,7 @@ from tests.support.moe_hugging_face import (
     tokens_of,
 )
 from tests.support.reference import Oracle, relative, worst
-from tests.support.thinning import each_value
+from tests.support.thinning import each_value, full
 
 MISSING = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
 pytestmark = [
@@ -253,7 +253,7 @@ def marked_on_one_rank(rank: int, world_size: int, *, stage: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize("stage", [full(2), 3])
 def test_marks_that_differ_are_refused_on_every_rank(ranks: Any, stage: int) -> None:
     for message in ranks(2).run(marked_on_one_rank, stage=stage):
         assert "leaf modules (set_z3_leaf_modules)" in message and "layers.0.feed_forward" in message
@@ -292,9 +292,7 @@ def accelerate_loop(rank: int, world_size: int, *, listed: bool, by_environment:
     return report
 
 
-@pytest.mark.parametrize(
-    ("listed", "by_environment"), [(True, True), pytest.param(False, False, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize(("listed", "by_environment"), [(True, True), full(False, False)])
 def test_accelerate_marks_the_layers_it_is_told_of(ranks: Any, listed: bool, by_environment: bool) -> None:
     results = ranks(2).run(accelerate_loop, listed=listed, by_environment=by_environment)
     compare(results, "deepseek_v3", listed)

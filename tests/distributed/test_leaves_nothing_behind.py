@@ -16,6 +16,7 @@ from tests.support import training
 from tests.support.harness import RankPool, RanksFailed, run_ranks, session_leftovers
 from tests.support.hygiene import stale_locks
 from tests.support.native_ops import warm
+from tests.support.thinning import full
 
 Pools = Callable[[int], RankPool]
 
@@ -90,7 +91,7 @@ ENGINES = [
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("rounds", [1, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("rounds", [1, full(3)])
 def test_engines_leave_nothing_in_a_pool_that_goes_on(rounds: int) -> None:
     # A pool of its own: DeepSpeed's own Muon, which earlier tests run in the session's, leaves what it compiled.
     with RankPool(2) as pool:

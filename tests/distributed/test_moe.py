@@ -19,7 +19,7 @@ from tests.support.contract import backward, params_of
 from tests.support.moe_models import EXPERTS, GATE, MOE_MATRICES, build_deepspeed, build_plain, global_name
 from tests.support.reference import Oracle, in_8_bits, relative
 from tests.support.tensor_parallel import Mpu
-from tests.support.thinning import each_value
+from tests.support.thinning import each_value, full
 
 STEPS = 4
 
@@ -159,8 +159,7 @@ def test_matches_the_reference(
 
 
 @pytest.mark.parametrize(
-    ("groups", "stage"),
-    [("caller", 1), ("unnamed", 2), ("client", 0), pytest.param("client", 2, marks=pytest.mark.full)],
+    ("groups", "stage"), [("caller", 1), ("unnamed", 2), ("client", 0), full("client", 2)]
 )
 def test_ways_of_passing_the_parameters(ranks: Any, groups: str, stage: int) -> None:
     """The caller's expert groups, groups without a name, and a client optimizer that knows nothing of experts."""
@@ -179,11 +178,7 @@ def test_offload(ranks: Any, stage: int) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "precision", "extra"),
-    [
-        (1, "bf16", {"data_types": {"grad_accum_dtype": "fp32"}}),
-        pytest.param(2, "bf16", {}, marks=pytest.mark.full),
-        (0, "fp16", {}),
-    ],
+    [(1, "bf16", {"data_types": {"grad_accum_dtype": "fp32"}}), full(2, "bf16", {}), (0, "fp16", {})],
 )
 def test_half_precision(ranks: Any, stage: int, precision: str, extra: dict[str, Any]) -> None:
     """BF16_Optimizer, the ZeRO wrapper and FP16_UnfusedOptimizer; bounds as in test_variants, for a wrong update."""
@@ -267,7 +262,7 @@ def resumed(rank: int, world_size: int, *, stage: int, folder: str, phase: str) 
     return report
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.parametrize("stage", [full(1), 2])
 def test_resume_is_bit_identical(ranks: Any, stage: int, tmp_path: Path) -> None:
     whole = ranks(4).run(resumed, stage=stage, folder=str(tmp_path), phase="whole")
     rest = ranks(4).run(resumed, stage=stage, folder=str(tmp_path), phase="rest")

@@ -16,6 +16,7 @@ from deepspeed_muon.step.runner import StepRunner
 from deepspeed_muon.transport.exchange import ChunkExchange
 from tests.support import training
 from tests.support.models import MATRICES, build
+from tests.support.thinning import full
 
 # The matrices of the toy model have 16 to 768 elements, so this makes one or a few matrices of each rank a chunk.
 CHUNK = 90
@@ -31,14 +32,7 @@ METHODS = {
 
 @pytest.mark.parametrize(
     ("stage", "world", "kind"),
-    [
-        (0, 2, "toy"),
-        (1, 3, "mixed"),
-        pytest.param(2, 4, "toy", marks=pytest.mark.full),
-        (3, 2, "unused"),
-        (3, 4, "toy"),
-        pytest.param(3, 3, "mixed", marks=pytest.mark.full),
-    ],
+    [(0, 2, "toy"), (1, 3, "mixed"), full(2, 4, "toy"), (3, 2, "unused"), (3, 4, "toy"), full(3, 3, "mixed")],
 )
 def test_overlap_changes_nothing(ranks: Any, stage: int, world: int, kind: str) -> None:
     """The same sums in the same order: equal to the last bit, with the same messages."""
@@ -213,13 +207,7 @@ def lose_at(optimizer: Any) -> int:
 
 @pytest.mark.parametrize(
     ("stage", "world", "bf16"),
-    [
-        (1, 4, False),
-        (2, 3, True),
-        pytest.param(2, 2, False, marks=pytest.mark.full),
-        (3, 2, True),
-        pytest.param(3, 3, False, marks=pytest.mark.full),
-    ],
+    [(1, 4, False), (2, 3, True), full(2, 2, False), (3, 2, True), full(3, 3, False)],
 )
 def test_overlap_with_several_calls_of_the_inner_step(ranks: Any, stage: int, world: int, bf16: bool) -> None:
     """Masters are the same to the last bit, and every weight of the forward pass is its master, rounded."""
@@ -236,9 +224,7 @@ def test_overlap_with_several_calls_of_the_inner_step(ranks: Any, stage: int, wo
             assert torch.equal(weight.double(), master.to(weight.dtype).double()), name
 
 
-@pytest.mark.parametrize(
-    ("stage", "lose"), [(1, "others"), pytest.param(2, "matrices", marks=pytest.mark.full), (3, "matrices")]
-)
+@pytest.mark.parametrize(("stage", "lose"), [(1, "others"), full(2, "matrices"), (3, "matrices")])
 def test_a_set_is_updated_when_the_next_one_is_skipped(ranks: Any, stage: int, lose: str) -> None:
     """The set before a non-finite gradient keeps its update, in the masters and in the weights."""
     plain, late = (

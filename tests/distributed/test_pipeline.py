@@ -15,6 +15,7 @@ from tests.support import training
 from tests.support.contract import compare
 from tests.support.models import MATRICES, VOCAB
 from tests.support.pipelines import MICRO_BATCHES, Embed, loss, make_pipeline, run_step, train
+from tests.support.thinning import full
 
 
 def merged(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -36,7 +37,7 @@ def merged(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
         ("tied", 2, 4, 1),
         ("toy", 3, 3, 1),
         *(
-            pytest.param(*case, marks=pytest.mark.full)
+            full(*case)
             for case in (
                 ("toy", 2, 2, 1),
                 ("toy", 2, 4, 1),
@@ -58,7 +59,7 @@ def test_pipeline_matches_the_reference(ranks: Any, kind: str, stages: int, worl
     compare(results, kind, MICRO_BATCHES * replicas, 0.5)
 
 
-@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.full), 1])
+@pytest.mark.parametrize("zero", [full(0), 1])
 def test_with_tensor_parallelism(ranks: Any, zero: int) -> None:
     """Two stages of two tensor-parallel ranks; the clipping norm counts shards on each and copies once."""
     results = merged(

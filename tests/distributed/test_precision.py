@@ -17,7 +17,7 @@ from tests.support import training
 from tests.support.contract import HALF_TOLERANCE, STEPS, params_of, reference, train_reference
 from tests.support.models import MATRICES, build
 from tests.support.reference import Oracle, in_8_bits, relative
-from tests.support.thinning import pairwise
+from tests.support.thinning import full, pairwise
 from tests.support.training import state_bytes, try_to_start
 
 CPU = {"offload_optimizer": {"device": "cpu"}}
@@ -119,7 +119,7 @@ def test_bf16_momentum_matches_the_rounding_reference(ranks: Any, stage: int, ze
         (1, 2, {"params": {"exchange_overlap": True, "exchange_chunk_numel": 256}}),
         (3, 3, {"params": {"ns_backend": "torch"}}),
         (2, 2, {"accumulation": 2}),
-        pytest.param(3, 2, {"accumulation": 2, "zero": CPU}, marks=pytest.mark.full),
+        full(3, 2, {"accumulation": 2, "zero": CPU}),
     ],
 )
 def test_int8_momentum_matches_the_rounding_reference(
@@ -186,18 +186,14 @@ HALF_STATES = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_s
 @pytest.mark.parametrize(
     ("stage", "settings"),
     [
-        pytest.param(1, {"params": {"momentum_dtype": "bf16"}}, marks=pytest.mark.full),
-        pytest.param(
-            2,
-            {"params": {"momentum_dtype": "bf16"}, "zero": CPU, "precision": "bf16"},
-            marks=pytest.mark.full,
-        ),
+        full(1, {"params": {"momentum_dtype": "bf16"}}),
+        full(2, {"params": {"momentum_dtype": "bf16"}, "zero": CPU, "precision": "bf16"}),
         (3, {"params": {"momentum_dtype": "bf16"}, "zero": {"sub_group_size": 200}}),
         (1, {"params": {"momentum_dtype": "int8"}}),
         (1, {"params": {"momentum_dtype": "int8"}, "precision": "bf16", "extra": FP32_GRADIENTS}),
         (2, {"params": {"momentum_dtype": "int8"}, "zero": CPU, "precision": "bf16"}),
         (3, {"params": {"momentum_dtype": "int8"}, "zero": {"sub_group_size": 200}}),
-        pytest.param(2, {"precision": "bf16", "zero": CPU, "extra": MASTERS}, marks=pytest.mark.full),
+        full(2, {"precision": "bf16", "zero": CPU, "extra": MASTERS}),
         (3, {"precision": "bf16", "extra": HALF_STATES}),
     ],
 )
@@ -233,9 +229,7 @@ def moved(rank: int, world_size: int, *, stage: int, dtype: str, move: bool) -> 
     return report
 
 
-@pytest.mark.parametrize(
-    ("stage", "dtype"), [pytest.param(2, "bf16", marks=pytest.mark.full), (3, "bf16"), (2, "int8")]
-)
+@pytest.mark.parametrize(("stage", "dtype"), [full(2, "bf16"), (3, "bf16"), (2, "int8")])
 def test_offload_states_keeps_the_momentum(ranks: Any, stage: int, dtype: str) -> None:
     stayed, moved_ = (ranks(2).run(moved, stage=stage, dtype=dtype, move=move)[0] for move in (False, True))
     assert stayed["bytes"]["momentum_buffer"] == moved_["bytes"]["momentum_buffer"] > 0
@@ -253,11 +247,11 @@ MASTER_TOLERANCE = {"bf16": 0.35, "fp16": 0.12}
 @pytest.mark.parametrize(
     ("stage", "zero", "extra", "state"),
     [
-        pytest.param(1, CPU, MASTERS, "float32", marks=pytest.mark.full),
-        pytest.param(2, CPU, MASTERS, "float32", marks=pytest.mark.full),
+        full(1, CPU, MASTERS, "float32"),
+        full(2, CPU, MASTERS, "float32"),
         (3, CPU, MASTERS, "float32"),
         (2, CPU, HALF_STATES, "bfloat16"),
-        pytest.param(1, {}, HALF_STATES, "bfloat16", marks=pytest.mark.full),
+        full(1, {}, HALF_STATES, "bfloat16"),
         (3, {}, HALF_STATES, "bfloat16"),
     ],
 )
@@ -302,7 +296,7 @@ def test_momentum_dtype_wins_over_bf16_optimizer_states(ranks: Any) -> None:
     assert result["dtypes"] == ["exp_avg bfloat16", "exp_avg_sq bfloat16", "momentum_buffer float32"]
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize("stage", [full(2), 3])
 def test_fp16_masters(ranks: Any, stage: int) -> None:
     extra = {"fp16": {"fp16_master_weights_and_grads": True}}
     result = ranks(2).run(run, stage=stage, precision="fp16", zero=CPU, extra=extra)[0]
@@ -310,7 +304,7 @@ def test_fp16_masters(ranks: Any, stage: int) -> None:
     check_close(result, MASTER_TOLERANCE["fp16"])
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 2, 3])
+@pytest.mark.parametrize("stage", [full(1), 2, 3])
 def test_a_growing_loss_scale_changes_nothing(ranks: Any, stage: int) -> None:
     """The gradients of the step after which the scale doubles are divided by what the loss was multiplied with."""
     fp16 = {"fp16": {"initial_scale_power": 6, "loss_scale_window": 1, "hysteresis": 1}}
@@ -323,7 +317,7 @@ def test_a_growing_loss_scale_changes_nothing(ranks: Any, stage: int) -> None:
         assert float((result["momentum"][name] - expected).norm() / expected.norm()) <= 2e-2, name
 
 
-@pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1)] + [3])
+@pytest.mark.parametrize("stage", [full(stage) for stage in (0, 1)] + [3])
 def test_static_loss_scale(ranks: Any, stage: int) -> None:
     result = ranks(2).run(run, stage=stage, precision="fp16", extra={"fp16": {"loss_scale": 128}})[0]
     check_close(result, HALF_TOLERANCE["fp16"])
@@ -349,11 +343,8 @@ def autocast(dtype: str) -> dict[str, Any]:
         (1, "float16"),
         (2, "bfloat16"),
         (3, "float16"),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in [(0, "bfloat16"), (1, "bfloat16"), (2, "float16")]
-        ),
-        pytest.param(3, "bfloat16", marks=pytest.mark.full),
+        *(full(*case) for case in [(0, "bfloat16"), (1, "bfloat16"), (2, "float16")]),
+        full(3, "bfloat16"),
     ],
 )
 def test_torch_autocast(ranks: Any, stage: int, dtype: str) -> None:
@@ -363,7 +354,7 @@ def test_torch_autocast(ranks: Any, stage: int, dtype: str) -> None:
     check_close(result, HALF_TOLERANCE[AUTOCAST[dtype]])
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("stage", [1, full(3)])
 def test_autocast_recovers_from_an_overflow(ranks: Any, stage: int) -> None:
     """A scale that is too large is lowered until steps succeed; the skipped ones change nothing."""
     result = ranks(2).run(run, stage=stage, exact=False, extra=autocast("float16"), start_scale=2.0**20)[0]
@@ -388,7 +379,7 @@ def fp16_after_autocast(rank: int, world_size: int, *, stage: int) -> list[float
     return [before, loss_scale(**fp16)]
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize("stage", [full(1), 3])
 def test_autocast_of_an_earlier_engine_leaves_the_loss_scale_alone(ranks: Any, stage: int) -> None:
     """DeepSpeed decides on a GradScaler by a flag of the process."""
     assert ranks(1).run(fp16_after_autocast, stage=stage)[0] == [8.0, 8.0]

@@ -18,6 +18,7 @@ from tests.support.contract import backward
 from tests.support.models import MATRICES, batch, build
 from tests.support.reference import Oracle, relative
 from tests.support.reference_math import reference_clip, reference_clip_latent, reference_max_logits
+from tests.support.thinning import full
 
 CLIP = {"threshold": THRESHOLD, "alpha": 0.25}
 STEPS = 3
@@ -115,9 +116,9 @@ def clipped(
         (2, 4, 1, "fused_attention"),
         pytest.param(3, 2, 1, "latent", marks=pytest.mark.compat),
         (3, 4, 2, "grouped"),
-        pytest.param(2, 1, 2, "latent", marks=pytest.mark.full),
-        pytest.param(3, 3, 1, "fused_attention", marks=pytest.mark.full),
-        pytest.param(0, 4, 1, "latent", marks=pytest.mark.full),
+        full(2, 1, 2, "latent"),
+        full(3, 3, 1, "fused_attention"),
+        full(0, 4, 1, "latent"),
     ],
 )
 def test_clip_matches_the_reference(ranks: Any, stage: int, world: int, accumulation: int, kind: str) -> None:
@@ -161,10 +162,7 @@ def test_rows_of_parameters_that_are_adams(ranks: Any) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("world", "stage", "kind"),
-    [(2, 1, "grouped"), pytest.param(4, 3, "fused_attention", marks=pytest.mark.full)],
-)
+@pytest.mark.parametrize(("world", "stage", "kind"), [(2, 1, "grouped"), full(4, 3, "fused_attention")])
 def test_heads_of_tensor_parallel_ranks(ranks: Any, world: int, stage: int, kind: str) -> None:
     """Each of two tensor-parallel ranks has half of the heads; all report those of both."""
     results = ranks(world).run(

@@ -17,6 +17,7 @@ from tests.support import training
 from tests.support.contract import compare, reference
 from tests.support.models import FUSED_PARAMS, FUSED_SPLITS, MATRICES, build
 from tests.support.reference import relative
+from tests.support.thinning import full
 
 WITHOUT_HEADS = {"matrices": FUSED_SPLITS}
 
@@ -28,8 +29,8 @@ WITHOUT_HEADS = {"matrices": FUSED_SPLITS}
         (1, 3, {}),
         (2, 4, {"round_robin_gradients": True}),
         pytest.param(3, 2, {"sub_group_size": 400}, marks=pytest.mark.compat),
-        pytest.param(3, 4, {}, marks=pytest.mark.full),
-        pytest.param(1, 2, {"offload_optimizer": {"device": "cpu"}}, marks=pytest.mark.full),
+        full(3, 4, {}),
+        full(1, 2, {"offload_optimizer": {"device": "cpu"}}),
     ],
 )
 def test_fused_projections_and_their_heads(ranks: Any, stage: int, world: int, zero: dict[str, Any]) -> None:
@@ -51,18 +52,13 @@ def test_fused_projections_and_their_heads(ranks: Any, stage: int, world: int, z
     assert any(result["shapes"][0] for result in results)
 
 
-@pytest.mark.parametrize(
-    ("stage", "world"), [(0, 3), (1, 2), (3, 3), pytest.param(2, 4, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize(("stage", "world"), [(0, 3), (1, 2), (3, 3), full(2, 4)])
 def test_parts_of_unequal_size(ranks: Any, stage: int, world: int) -> None:
     results = ranks(world).run(training.train, stage=stage, kind="fused", params=WITHOUT_HEADS)
     compare(results, "fused", world, 0.0, cuts="fused-whole-heads")
 
 
-@pytest.mark.parametrize(
-    ("stage", "world"),
-    [(3, 2), pytest.param(0, 2, marks=pytest.mark.full), pytest.param(1, 3, marks=pytest.mark.full)],
-)
+@pytest.mark.parametrize(("stage", "world"), [(3, 2), full(0, 2), full(1, 3)])
 def test_normuon_normalises_the_rows_of_every_part(ranks: Any, stage: int, world: int) -> None:
     results = ranks(world).run(
         training.train, stage=stage, kind="fused", params={**FUSED_PARAMS, "variant": "normuon"}
@@ -114,8 +110,7 @@ def client(rank: int, world_size: int, *, stage: int, how: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("how", "stage"),
-    [("model", 0), ("heads-key", 2), ("callable", 3), pytest.param("model", 3, marks=pytest.mark.full)],
+    ("how", "stage"), [("model", 0), ("heads-key", 2), ("callable", 3), full("model", 3)]
 )
 def test_client_optimizers_split_too(ranks: Any, how: str, stage: int) -> None:
     result = ranks(2).run(client, stage=stage, how=how)[0]

@@ -14,6 +14,7 @@ from tests.support import tensor_parallel
 from tests.support.contract import HALF_TOLERANCE, MUON_TOLERANCE, compare, reference
 from tests.support.models import MATRICES, build
 from tests.support.reference import relative
+from tests.support.thinning import full
 
 CASES = list(itertools.product((0, 1, 2, 3), ("gather", "distributed"), ((2, 2), (4, 2), (4, 4))))
 OLD_DEEPSPEED_TOO = {(1, "gather", (4, 2)), (3, "distributed", (4, 2))}
@@ -141,7 +142,7 @@ def test_heads_of_the_configuration(ranks: Any) -> None:
     compare(results, "heads", 1, 0.0)
 
 
-@pytest.mark.parametrize("mode", [pytest.param("gather", marks=pytest.mark.full), "distributed"])
+@pytest.mark.parametrize("mode", [full("gather"), "distributed"])
 def test_bf16(ranks: Any, mode: str) -> None:
     results = ranks(4).run(
         tensor_parallel.train,
@@ -158,9 +159,7 @@ def test_bf16(ranks: Any, mode: str) -> None:
         assert error <= HALF_TOLERANCE["bf16"], (name, error)
 
 
-@pytest.mark.parametrize(
-    ("stage", "mode"), [pytest.param(1, "gather", marks=pytest.mark.full), (3, "distributed")]
-)
+@pytest.mark.parametrize(("stage", "mode"), [full(1, "gather"), (3, "distributed")])
 def test_resuming_at_the_same_topology(ranks: Any, tmp_path: Path, stage: int, mode: str) -> None:
     """DeepSpeed's own checkpoints carry on as if nothing had happened."""
     results = ranks(4).run(

@@ -21,6 +21,7 @@ from deepspeed_muon.errors import CheckpointError
 from tests.support import topologies
 from tests.support.layout_records import inner_state
 from tests.support.reference import relative
+from tests.support.thinning import full
 from tests.support.topology_changes import BLOCKS_BY_ADAM, CHANGES, at
 
 CORE: dict[str, Any] = {
@@ -101,9 +102,7 @@ def test_universal_checkpoints(ranks: Any, tmp_path: Path, change: str) -> None:
     assert topologies.worst_difference(saved, topologies.together([rank[0] for rank in loaded])) == 0.0
 
 
-@pytest.mark.parametrize(
-    "change", ["experts over 2 to 1", pytest.param("data 3 to tensor 2", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("change", ["experts over 2 to 1", full("data 3 to tensor 2")])
 def test_keys_of_the_configuration(ranks: Any, tmp_path: Path, change: str) -> None:
     """``consolidate_on_save`` and ``restore_from``; the run goes on as the saved one does."""
     (size, topology), (to_size, to_topology) = CHANGES[change]
@@ -121,7 +120,7 @@ def test_keys_of_the_configuration(ranks: Any, tmp_path: Path, change: str) -> N
     ("mark", "said"),
     [
         ("none", "hold different values, and nothing says that they hold different parts of it"),
-        pytest.param("no dimension", "marked as a shard without the dimension", marks=pytest.mark.full),
+        full("no dimension", "marked as a shard without the dimension"),
     ],
 )
 def test_parts_that_nobody_knows_are_refused(ranks: Any, tmp_path: Path, mark: str, said: str) -> None:

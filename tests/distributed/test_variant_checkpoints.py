@@ -15,6 +15,7 @@ from deepspeed_muon.variants import ROW_STATE, VARIANTS
 from tests.support import training
 from tests.support.contract import compare, params_of
 from tests.support.models import MATRICES
+from tests.support.thinning import full
 from tests.support.training import full_rows
 
 MICROS = 4
@@ -86,8 +87,8 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("stage", "settings"),
     [
-        pytest.param(0, {}, marks=pytest.mark.full),
-        pytest.param(1, {"precision": "bf16"}, marks=pytest.mark.full),
+        full(0, {}),
+        full(1, {"precision": "bf16"}),
         (2, {"zero": {"offload_optimizer": {"device": "cpu"}}}),
         (3, {"zero": {"sub_group_size": 200}}),
     ],
@@ -107,8 +108,7 @@ def test_resume_is_bit_identical(
 
 
 @pytest.mark.parametrize(
-    ("from_stage", "from_world", "to_stage", "to_world"),
-    [(3, 4, 1, 2), (0, 2, 3, 4), pytest.param(2, 2, 0, 1, marks=pytest.mark.full)],
+    ("from_stage", "from_world", "to_stage", "to_world"), [(3, 4, 1, 2), (0, 2, 3, 4), full(2, 2, 0, 1)]
 )
 @pytest.mark.parametrize("variant", KEEPING)
 def test_consolidated_sets_move_to_another_topology(

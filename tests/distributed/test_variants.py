@@ -12,7 +12,7 @@ from tests.support import training
 from tests.support.contract import HALF_TOLERANCE, compare, reference
 from tests.support.models import MATRICES
 from tests.support.reference import relative
-from tests.support.thinning import each_value, pairwise
+from tests.support.thinning import each_value, full, pairwise
 
 # Each row changes one thing of stages 1, 2 or 3. The matrices of the toy model have 80 to 768 elements.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -69,7 +69,7 @@ FULL = {
 }
 
 # How a matrix divides is decided before the stages differ.
-FEW_STAGES = [0, *(pytest.param(stage, marks=pytest.mark.full) for stage in (1, 2)), 3]
+FEW_STAGES = [0, *(full(stage) for stage in (1, 2)), 3]
 
 
 def marks_of(name: str) -> list[pytest.MarkDecorator]:
@@ -77,7 +77,7 @@ def marks_of(name: str) -> list[pytest.MarkDecorator]:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in VARIANTS])
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize("world", [full(2), 3])
 def test_variant_matches_the_reference(ranks: Any, name: str, world: int) -> None:
     settings = {"accumulation": 2, "clipping": 0.5, **VARIANTS[name]}
     results = ranks(world).run(training.train, **settings)

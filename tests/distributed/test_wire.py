@@ -11,6 +11,7 @@ import torch
 import deepspeed_muon
 from tests.support import training
 from tests.support.models import build
+from tests.support.thinning import full
 
 
 def distance(result: dict[str, Any], exact: dict[str, Any], kind: str = "toy") -> float:
@@ -25,10 +26,10 @@ def distance(result: dict[str, Any], exact: dict[str, Any], kind: str = "toy") -
     ("stage", "world", "params"),
     [
         (0, 4, {}),  # an owner in the middle sends to ranks on both sides
-        pytest.param(1, 3, {}, marks=pytest.mark.full),
-        pytest.param(2, 3, {}, marks=pytest.mark.full),
+        full(1, 3, {}),
+        full(2, 3, {}),
         (3, 2, {"variant": "normuon"}),
-        pytest.param(3, 4, {}, marks=pytest.mark.full),
+        full(3, 4, {}),
         (3, 4, {"exchange_chunk_numel": 90}),
     ],
 )
@@ -48,7 +49,7 @@ def test_nearly_the_same_updates(ranks: Any, stage: int, world: int, params: dic
     assert 0.25 * all_bytes < bytes_sent < 0.4 * all_bytes
 
 
-@pytest.mark.parametrize(("stage", "world"), [pytest.param(0, 2, marks=pytest.mark.full), (3, 3)])
+@pytest.mark.parametrize(("stage", "world"), [full(0, 2), (3, 3)])
 def test_overlap_changes_nothing(ranks: Any, stage: int, world: int) -> None:
     plain, overlapped = (
         ranks(world).run(

@@ -16,6 +16,7 @@ from deepspeed.checkpoint import ds_to_universal
 
 import deepspeed_muon
 from tests.support.checkpoints import converter_options, save_other, save_ours
+from tests.support.thinning import full
 
 TAG = "global_step2"
 
@@ -36,12 +37,7 @@ def both_ways(source: Path, folder: Path) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [
-        "truncated",
-        "empty folder",
-        *(pytest.param(each, marks=pytest.mark.full) for each in ("class", "missing")),
-    ],
+    "damage", ["truncated", "empty folder", *(full(each) for each in ("class", "missing"))]
 )
 def test_a_damaged_foreign_checkpoint_gives_deepspeeds_error(ranks: Any, tmp_path: Path, damage: str) -> None:
     source = tmp_path / "in" / TAG

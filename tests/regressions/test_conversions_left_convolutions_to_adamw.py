@@ -16,6 +16,7 @@ from deepspeed_muon.checkpoint.deepspeed_files import repeat_in_run
 from deepspeed_muon.routing.rules import convolution_kind, route_saved
 from tests.support import training
 from tests.support.models import MATRICES, build
+from tests.support.thinning import full
 
 NEEDED = "the run that goes on from here needs in optimizer.params: "
 
@@ -47,9 +48,7 @@ def needed(printed: str) -> dict[str, Any]:
     return json.loads("{" + lines[0].split(NEEDED)[1] + "}") if lines else {}
 
 
-@pytest.mark.parametrize(
-    ("kind", "stage"), [("convolutions", 2), pytest.param("convolutions", 0, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize(("kind", "stage"), [("convolutions", 2), full("convolutions", 0)])
 def test_convolutions_go_where_training_sends_them(
     ranks: Any, tmp_path: Path, capsys: Any, kind: str, stage: int
 ) -> None:

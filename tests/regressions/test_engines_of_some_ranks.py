@@ -20,6 +20,7 @@ import deepspeed_muon.checkpoint
 from tests.support import training
 from tests.support.models import build
 from tests.support.tensor_parallel import SomeRanks
+from tests.support.thinning import full
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 
@@ -70,7 +71,7 @@ def alone(rank: int, world_size: int, *, stage: int, seed: int, params: dict[str
     [
         (0, [[0, 2]]),
         (1, [[1, 2], [0]]),
-        pytest.param(2, [[0, 1]], marks=pytest.mark.full),
+        full(2, [[0, 1]]),
         # DeepSpeed's stage 3 has barriers of all ranks, so all of them must make an engine at the same time.
         (3, [[0, 2], [1]]),
     ],
@@ -127,7 +128,7 @@ def foreign_part(rank: int, world_size: int, *, stage: int) -> Any:
     return losses
 
 
-@pytest.mark.parametrize("stage", [0, 1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("stage", [0, 1, full(2)])
 def test_an_adamw_engine_of_some_ranks_waits_for_nobody(ranks: Any, stage: int) -> None:
     first, idle, last = ranks(3).run(foreign_part, stage=stage, timeout=60)
     assert idle is None and len(first) == len(last) == 2
@@ -154,7 +155,7 @@ def mixed(rank: int, world_size: int, *, stage: int, wait: float) -> Any:
     return "made"
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("stage", [0, full(3)])
 def test_another_optimizer_on_one_rank_ends_by_the_timeout(ranks: Any, stage: int) -> None:
     """Ranks of type Muon name those that did not come; the AdamW rank sees what DeepSpeed makes of their absence."""
     *ours, other = ranks(3).run(mixed, stage=stage, wait=4.0, timeout=60)

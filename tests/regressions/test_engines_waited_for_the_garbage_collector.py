@@ -16,6 +16,7 @@ import pytest
 
 from tests.support import training
 from tests.support.models import build
+from tests.support.thinning import full
 
 
 def reached(start: list[Any], watched: dict[str, Any]) -> list[str]:
@@ -64,14 +65,7 @@ def ties(rank: int, world_size: int, *, stage: int, precision: str) -> dict[str,
 
 
 @pytest.mark.parametrize(
-    ("stage", "precision"),
-    [
-        (0, "fp32"),
-        (0, "fp16"),
-        (1, "bf16"),
-        pytest.param(2, "fp16", marks=pytest.mark.full),
-        (3, "fp32"),
-    ],
+    ("stage", "precision"), [(0, "fp32"), (0, "fp16"), (1, "bf16"), full(2, "fp16"), (3, "fp32")]
 )
 def test_nothing_of_ours_refers_to_its_owner(ranks: Any, stage: int, precision: str) -> None:
     report = ranks(1).run(ties, stage=stage, precision=precision)[0]

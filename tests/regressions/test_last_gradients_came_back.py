@@ -16,19 +16,12 @@ from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 from tests.support import training
 from tests.support.idle import OFFLOAD, compare, lead
 from tests.support.models import batch
+from tests.support.thinning import full
 
 ONCE = [["ab"], ["b"], ["b"]]
 
 
-@pytest.mark.parametrize(
-    ("stage", "zero"),
-    [
-        pytest.param(1, {}, marks=pytest.mark.full),
-        pytest.param(2, {}, marks=pytest.mark.full),
-        pytest.param(2, OFFLOAD, marks=pytest.mark.full),
-        (3, {}),
-    ],
-)
+@pytest.mark.parametrize(("stage", "zero"), [full(1, {}), full(2, {}), full(2, OFFLOAD), (3, {})])
 def test_a_layer_used_once_moves_once(ranks: Any, stage: int, zero: dict[str, Any]) -> None:
     results = ranks(2).run(lead, schedule=ONCE, stage=stage, zero=zero)
     compare(results, ONCE)
@@ -55,7 +48,7 @@ def gradients_between(rank: int, world_size: int, *, zero: dict[str, Any]) -> di
     return {"read": [bool(grad.any()) for grad in read], "moved": moved}
 
 
-@pytest.mark.parametrize("zero", [pytest.param({}, marks=pytest.mark.full), OFFLOAD], ids=["", "offload"])
+@pytest.mark.parametrize("zero", [full({}), OFFLOAD], ids=["", "offload"])
 def test_the_gradient_that_a_program_reads_is_zero(ranks: Any, zero: dict[str, Any]) -> None:
     """And a gradient that it writes for an idle parameter counts."""
     for result in ranks(2).run(gradients_between, zero=zero):

@@ -20,6 +20,7 @@ from deepspeed_muon.errors import CheckpointError
 from tests.support import training
 from tests.support.layout_records import files_of, inner_state, part_of, whole_record
 from tests.support.models import build
+from tests.support.thinning import full
 
 
 def save(rank: int, world_size: int, *, folder: str, stage: int) -> None:
@@ -152,7 +153,7 @@ RULES = [
 
 
 @pytest.mark.parametrize("change", [*GENERAL, *RULES], ids=lambda change: change.__name__)
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 2])
+@pytest.mark.parametrize("stage", [full(0), 2])
 def test_a_record_that_cannot_be(saved: Any, tmp_path: Path, stage: int, change: Any) -> None:
     folder = changed(saved[stage], tmp_path / "in", change)
     with pytest.raises(CheckpointError) as caught:

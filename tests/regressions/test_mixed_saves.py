@@ -22,6 +22,7 @@ from deepspeed_muon.checkpoint.offline import convert_to_universal
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
 from tests.support.checkpoints import engine_for, report, train_step
+from tests.support.thinning import full
 
 
 def save_two_steps(
@@ -61,9 +62,9 @@ CASES = [
     (1, "fp32", "Muon"),
     (2, "bf16", "Muon"),
     (3, "fp32", "Muon"),
-    pytest.param(3, "fp32", "AdamW", marks=pytest.mark.full),
-    pytest.param(1, "fp32", "AdamW", marks=pytest.mark.full),
-    pytest.param(2, "fp16", "Muon", marks=pytest.mark.full),
+    full(3, "fp32", "AdamW"),
+    full(1, "fp32", "AdamW"),
+    full(2, "fp16", "Muon"),
 ]
 
 

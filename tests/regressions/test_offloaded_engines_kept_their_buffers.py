@@ -10,6 +10,7 @@ import torch
 
 import deepspeed_muon
 from tests.support import training
+from tests.support.thinning import full
 
 
 def _bytes(buffers: Any) -> int:
@@ -39,14 +40,7 @@ def moved_away(rank: int, world_size: int, *, stage: int, precision: str, move: 
 
 
 @pytest.mark.parametrize(
-    ("stage", "precision"),
-    [
-        pytest.param(1, "bf16", marks=pytest.mark.full),
-        pytest.param(2, "bf16", marks=pytest.mark.full),
-        pytest.param(2, "fp32", marks=pytest.mark.full),
-        pytest.param(3, "fp32", marks=pytest.mark.full),
-        (3, "bf16"),
-    ],
+    ("stage", "precision"), [full(1, "bf16"), full(2, "bf16"), full(2, "fp32"), full(3, "fp32"), (3, "bf16")]
 )
 def test_offload_states_changes_nothing(ranks: Any, stage: int, precision: str) -> None:
     stayed = ranks(2).run(moved_away, stage=stage, precision=precision, move=False)[0]

@@ -17,6 +17,7 @@ from tests.support import training
 from tests.support.checkpoints import INDEX, edit
 from tests.support.models import build
 from tests.support.snapshots import attempted
+from tests.support.thinning import full
 
 WARMUP = {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 8}
 
@@ -80,10 +81,10 @@ def tried(rank: int, world_size: int, *, folder: str, scheduler: str) -> dict[st
     ("saved", "now"),
     [
         ("StepLR", "WarmupDecayLR"),
-        pytest.param("WarmupLR", "StepLR", marks=pytest.mark.full),
+        full("WarmupLR", "StepLR"),
         ("StepLR", "LambdaLR"),
-        pytest.param("LambdaLR", "StepLR", marks=pytest.mark.full),
-        pytest.param("ExponentialLR", "StepLR", marks=pytest.mark.full),
+        full("LambdaLR", "StepLR"),
+        full("ExponentialLR", "StepLR"),
     ],
 )
 def test_a_scheduler_of_another_kind(ranks: Any, tmp_path: Path, saved: str, now: str) -> None:
@@ -179,12 +180,7 @@ def tried_universal(rank: int, world_size: int, *, folder: str, stage: int) -> d
 
 @pytest.mark.parametrize(
     ("stage", "key", "value"),
-    [
-        (2, "cur_scale", "x"),
-        pytest.param(1, "cur_scale", 0, marks=pytest.mark.full),
-        (3, "cur_iter", -3),
-        pytest.param(2, None, "x", marks=pytest.mark.full),
-    ],
+    [(2, "cur_scale", "x"), full(1, "cur_scale", 0), (3, "cur_iter", -3), full(2, None, "x")],
 )
 def test_a_universal_checkpoint_with_a_bad_loss_scale(
     ranks: Any, tmp_path: Path, stage: int, key: str | None, value: Any

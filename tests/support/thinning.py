@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 
-__all__ = ["each_value", "pairwise", "triples"]
+__all__ = ["each_value", "full", "pairwise", "triples"]
 
 _Part = tuple[tuple[int, str], ...]
+
+
+def full(*values: Any) -> Any:
+    """Return a case that runs in the long matrices only."""
+    return pytest.param(*values, marks=pytest.mark.full)
 
 
 def each_value(cases: Iterable[Any]) -> list[Any]:

@@ -14,6 +14,7 @@ from deepspeed_muon.math.newton_schulz import orthogonalize_flops
 from deepspeed_muon.plan.order import balanced_order
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.rules import route_parameters
+from tests.support.thinning import full
 
 pytest.importorskip("transformers")
 
@@ -75,9 +76,7 @@ def test_deepseek_v3_with_separate_experts(world: int, balance: float) -> None:
 
 
 # Its separate experts are the longer plan of what DeepSeek-V3's show above.
-@pytest.mark.parametrize(
-    ("separate", "balance"), [pytest.param(True, 1.27, marks=pytest.mark.full), (False, 1.294)]
-)
+@pytest.mark.parametrize(("separate", "balance"), [full(True, 1.27), (False, 1.294)])
 def test_kimi_k2_on_1024_ranks(separate: bool, balance: float) -> None:
     """Of a stack of experts a partition holds 34.06 blocks: no rank has more than 34, of 0.038 of the mean each."""
     routes = routes_of("kimi-k2", separate)

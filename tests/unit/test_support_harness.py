@@ -24,6 +24,7 @@ from tests.support.harness import (
     run_ranks,
 )
 from tests.support.hygiene import SHM_DIR, remove_shm, remove_stale_locks, shm_files, stale_locks
+from tests.support.thinning import full
 
 Pools = Callable[[int], RankPool]
 
@@ -216,7 +217,7 @@ def test_environment_of_a_rank(ranks: Pools) -> None:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("on", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize("on", [full(False), True])
 def test_shm_op_can_be_left_on_and_its_files_are_removed(on: bool) -> None:
     before = shm_files()
     assert run_ranks(shm_op_is_on, 2, shm_all_reduce=on) == [on, on]
