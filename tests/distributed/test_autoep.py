@@ -296,22 +296,8 @@ def test_with_autotp(ranks: Any, ep_size: int, mode: str, clipping: float) -> No
 
 
 def resumed(rank: int, world_size: int, *, stage: int, folder: str, phase: str, **settings: Any) -> Any:
-    """Train 4 steps, saving after 2, or load and train the last 2."""
     engine = make_engine(2, stage, clipping=0.5, **settings)
-    if phase == "rest":
-        path, _ = engine.load_checkpoint(folder)
-        assert path is not None
-    for step in range(0 if phase == "whole" else 2, 4):
-        training.run_step(engine, step, rank, world_size, 1)
-        if phase == "whole" and step == 1:
-            engine.save_checkpoint(folder)
-    report = {
-        "params": training.full_masters(engine),
-        "momentum": training.full_states(engine, "momentum_buffer"),
-        "moments": training.full_states(engine, "exp_avg_sq"),
-    }
-    engine.destroy()
-    return report
+    return training.whole_or_rest(engine, rank, world_size, folder=folder, phase=phase)
 
 
 @pytest.mark.parametrize(
@@ -330,10 +316,7 @@ def test_resume_is_bit_identical(ranks: Any, stage: int, settings: dict[str, Any
     whole = ranks(4).run(resumed, stage=stage, folder=str(tmp_path), phase="whole", **settings)
     rest = ranks(4).run(resumed, stage=stage, folder=str(tmp_path), phase="rest", **settings)
     for first, second in zip(whole, rest, strict=True):
-        for key in ("params", "momentum", "moments"):
-            assert first[key].keys() == second[key].keys()
-            for name, expected in first[key].items():
-                assert torch.equal(second[key][name], expected), (key, name)
+        training.assert_same_bits(second, first)
 
 
 def count_a_step(rank: int, world_size: int, *, ep_size: int, stage: int) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from deepspeed_muon.checkpoint import load_index
 from tests.support.checkpoints import (
@@ -21,6 +20,7 @@ from tests.support.checkpoints import (
     assert_equal,
     load,
     save,
+    tensors_of,
 )
 from tests.support.models import MATRICES
 from tests.support.reference import in_8_bits
@@ -154,9 +154,7 @@ def test_awkward_models(ranks: Any, tmp_path: Path, kind: str) -> None:
 def test_anyone_can_read_the_files(ranks: Any, tmp_path: Path) -> None:
     """Plain safetensors with true shapes; nothing is left beside them."""
     saved = ranks(3).run(save, folder=str(tmp_path), stage=3)[0]
-    tensors: dict[str, Any] = {}
-    for path in tmp_path.glob("*.safetensors"):
-        tensors.update(load_file(path))
+    tensors = tensors_of(tmp_path)
     for name, expected in saved["fp32"].items():
         assert torch.equal(tensors[f"fp32/{name}"].double(), expected)
     for name, expected in saved["momentum_buffer"].items():

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from deepspeed_muon import __main__ as cli
 from deepspeed_muon.checkpoint import load_index
@@ -28,6 +27,7 @@ from tests.support.checkpoints import (
     report_and_go_on,
     save_other,
     save_ours,
+    tensors_of,
 )
 from tests.support.models import MATRICES, build
 from tests.support.thinning import each_value, full
@@ -154,13 +154,6 @@ def test_damaged_universal_checkpoints(ranks: Any, tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------ other optimizers' files
-
-
-def tensors_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for path in folder.glob("*.safetensors"):
-        found.update(load_file(path))
-    return found
 
 
 def assert_converted(folder: Path, expected: dict[str, Any]) -> None:

@@ -245,21 +245,8 @@ def test_an_infinity_in_one_expert_is_known_to_all_ranks(ranks: Any, mode: str) 
 
 
 def resumed(rank: int, world_size: int, *, stage: int, folder: str, phase: str) -> Any:
-    """Train 4 steps, saving after 2, or load and train the last 2."""
     engine = make_engine(2, rank, stage=stage, clipping=0.5)
-    if phase == "rest":
-        path, _ = engine.load_checkpoint(folder)
-        assert path is not None
-    for step in range(0 if phase == "whole" else 2, 4):
-        training.run_step(engine, step, rank, world_size, 1)
-        if phase == "whole" and step == 1:
-            engine.save_checkpoint(folder)
-    report = {
-        "params": training.full_masters(engine),
-        "momentum": training.full_states(engine, "momentum_buffer"),
-    }
-    engine.destroy()
-    return report
+    return training.whole_or_rest(engine, rank, world_size, folder=folder, phase=phase)
 
 
 @pytest.mark.parametrize("stage", [full(1), 2])
@@ -267,9 +254,7 @@ def test_resume_is_bit_identical(ranks: Any, stage: int, tmp_path: Path) -> None
     whole = ranks(4).run(resumed, stage=stage, folder=str(tmp_path), phase="whole")
     rest = ranks(4).run(resumed, stage=stage, folder=str(tmp_path), phase="rest")
     for first, second in zip(whole, rest, strict=True):
-        for key in ("params", "momentum"):
-            for name, expected in first[key].items():
-                assert torch.equal(second[key][name], expected), (key, name)
+        training.assert_same_bits(second, first)
 
 
 @pytest.mark.parametrize(("stage", "ep_size"), [(0, 2), (1, 2), (2, 1)])

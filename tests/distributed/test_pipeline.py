@@ -141,10 +141,7 @@ def resumed(rank: int, world_size: int, *, folder: str, how: str, rest: bool) ->
         run_step(engine, step, world_size // 2)
         if step == 1:
             engine.save_checkpoint(folder) if how == "deepspeed" else consolidate(engine, folder)
-    report = {
-        "params": training.full_masters(engine),
-        "momentum": training.full_states(engine, "momentum_buffer"),
-    }
+    report = training.outcome(engine)
     engine.destroy()
     return report
 
@@ -154,10 +151,7 @@ def test_pipeline_resumes_bit_by_bit(ranks: Any, how: str, tmp_path: Path) -> No
     whole = ranks(4).run(resumed, folder=str(tmp_path / how), how=how, rest=False)
     rest = ranks(4).run(resumed, folder=str(tmp_path / how), how=how, rest=True)
     for before, after in zip(whole, rest, strict=True):
-        for key, found in before.items():
-            assert found.keys() == after[key].keys()
-            for name, value in found.items():
-                assert torch.equal(after[key][name], value), (key, name)
+        training.assert_same_bits(after, before)
 
 
 def test_stages_with_unequal_groups_are_refused(ranks: Any) -> None:

@@ -167,10 +167,9 @@ def resumed(
             engine.save_checkpoint(folder)
             consolidate(engine, f"{folder}/consolidated")
     optimizer = deepspeed_muon.muon_optimizer(engine)
-    report = {key: training.full_states(engine, key) for key in ("momentum_buffer", "exp_avg", "exp_avg_sq")}
+    report = training.outcome(engine)
     kept = (own["momentum_buffer"] for own in optimizer.state.values() if "momentum_buffer" in own)
     report["kept"] = {str(number): each for number, each in enumerate(kept)}
-    report["params"] = training.full_masters(engine)
     report["dtypes"] = sorted(
         {f"{k} {v.dtype}" for own in optimizer.state.values() for k, v in own.items() if torch.is_tensor(v)}
     )
@@ -205,10 +204,7 @@ def test_resume_keeps_the_dtypes_bit_for_bit(
     for phase in ("rest", "restored"):
         rest = ranks(2).run(resumed, phase=phase, **arguments)[0]
         assert whole["dtypes"] == rest["dtypes"]
-        for key in ("params", "momentum_buffer", "exp_avg", "exp_avg_sq", "kept"):
-            assert whole[key].keys() == rest[key].keys() and whole[key]
-            for name, expected in whole[key].items():
-                assert torch.equal(rest[key][name], expected), (phase, key, name)
+        training.assert_same_bits(rest, whole, "params", "momentum", "exp_avg", "exp_avg_sq", "kept")
 
 
 def moved(rank: int, world_size: int, *, stage: int, dtype: str, move: bool) -> dict[str, Any]:
@@ -220,10 +216,7 @@ def moved(rank: int, world_size: int, *, stage: int, dtype: str, move: bool) -> 
             engine.offload_states()
             engine.reload_states()
         training.run_step(engine, step, rank, world_size, 1)
-    report = {
-        "params": training.full_masters(engine),
-        "momentum": training.full_states(engine, "momentum_buffer"),
-    }
+    report = training.outcome(engine)
     report["bytes"] = state_bytes(deepspeed_muon.muon_optimizer(engine).state)
     engine.destroy()
     return report
@@ -233,9 +226,7 @@ def moved(rank: int, world_size: int, *, stage: int, dtype: str, move: bool) -> 
 def test_offload_states_keeps_the_momentum(ranks: Any, stage: int, dtype: str) -> None:
     stayed, moved_ = (ranks(2).run(moved, stage=stage, dtype=dtype, move=move)[0] for move in (False, True))
     assert stayed["bytes"]["momentum_buffer"] == moved_["bytes"]["momentum_buffer"] > 0
-    for key in ("params", "momentum"):
-        for name, expected in stayed[key].items():
-            assert torch.equal(moved_[key][name], expected), (key, name)
+    training.assert_same_bits(moved_, stayed, "params", "momentum")
 
 
 # A bf16 master of 0.25 is rounded by up to 2^-11 (2^-3 * 2^-8) in every step, and a step moves an element by about

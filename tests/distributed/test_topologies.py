@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from deepspeed_muon import __main__ as cli
 from deepspeed_muon.checkpoint import load_index
@@ -19,6 +18,7 @@ from deepspeed_muon.checkpoint.consolidate import consolidate_files
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
 from deepspeed_muon.errors import CheckpointError
 from tests.support import topologies
+from tests.support.checkpoints import tensors_of
 from tests.support.layout_records import inner_state
 from tests.support.reference import relative
 from tests.support.thinning import full
@@ -46,13 +46,6 @@ NEXT_STEP = 1e-3
 def replicas(ranks: int, topology: dict[str, Any]) -> int:
     """Return how many ranks see different data; all of them where the size is that of the experts."""
     return ranks if topology["kind"] in ("experts", "autoep") else ranks // topology["size"]
-
-
-def tensors_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for path in folder.glob("*.safetensors"):
-        found.update(load_file(path))
-    return found
 
 
 @pytest.mark.parametrize(

@@ -35,11 +35,7 @@ def make(stage: int, world_size: int, *, seed: int = 0, params: Any = None, **se
 
 
 def outcome(engine: Any) -> dict[str, Any]:
-    return {
-        "params": training.full_masters(engine),
-        "momentum": training.full_states(engine, "momentum_buffer"),
-        "rows": full_rows(engine),
-    }
+    return {**training.outcome(engine), "rows": full_rows(engine)}
 
 
 def train(
@@ -78,10 +74,7 @@ def train(
 
 
 def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    for key in ("params", "momentum", "rows"):
-        assert found[key].keys() == expected[key].keys() and found[key], key
-        for name, tensor in expected[key].items():
-            assert torch.equal(found[key][name], tensor), (key, name)
+    training.assert_same_bits(found, expected, "params", "momentum", "rows")
 
 
 @pytest.mark.parametrize(

@@ -154,44 +154,6 @@ def test_bf16_wrappers(ranks: Any, stage: int, accumulation_dtype: str) -> None:
         assert error <= HALF_TOLERANCE["bf16"], (name, error)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_parameters_without_gradient_are_left_alone(ranks: Any, stage: int) -> None:
-    """An idle matrix keeps its value and has no momentum; once used, it moves."""
-    idle = ranks(2).run(training.train, stage=stage, kind="unused", steps=2)
-    start = idle[0]["params"]["idle.weight"]
-    from tests.support.models import build
-
-    expected = build("unused").idle.weight.detach().double()
-    torch.testing.assert_close(start, expected, rtol=0, atol=0)
-    gain = idle[0]["params"]["idle_gain"]
-    torch.testing.assert_close(gain, torch.ones_like(gain), rtol=0, atol=0)
-    momentum = idle[0]["momentum"].get("idle.weight")
-    assert momentum is None or not momentum.any()
-    assert sum(result["orthogonalized"] for result in idle) == len(MATRICES["toy"])
-
-    used = ranks(2).run(training.train, stage=stage, kind="unused", steps=3, idle_from=2)
-    assert sum(result["orthogonalized"] for result in used) == len(MATRICES["unused"])
-    assert not torch.equal(used[0]["params"]["idle.weight"], expected)
-
-
-def test_stages_agree_when_a_parameter_wakes_up(ranks: Any) -> None:
-    """A parameter that first gets a gradient in step 3 moves alike at every stage."""
-    outcomes = [
-        ranks(2).run(training.train, stage=stage, kind="unused", steps=4, idle_from=2)[0]["params"]
-        for stage in range(4)
-    ]
-    start = dict(build_start())
-    for other in outcomes[1:]:
-        for name, expected in outcomes[0].items():
-            assert relative(other[name], expected, start[name]) <= 2.5e-5, name
-
-
-def build_start() -> dict[str, torch.Tensor]:
-    from tests.support.models import build
-
-    return {name: param.detach().clone() for name, param in build("unused").named_parameters()}
-
-
 @pytest.mark.compat
 @pytest.mark.parametrize(
     ("stage", "world", "wire"), pairwise(product([0, 1, 2, 3], [2, 3, 4], ["fp32", "bf16"]))

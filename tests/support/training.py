@@ -138,6 +138,34 @@ def _assemble(engine: Any, read: Any) -> dict[str, Tensor]:
     return full
 
 
+def outcome(engine: Any) -> dict[str, Any]:
+    """Return masters and optimizer state, assembled by name."""
+    keys = {"momentum": "momentum_buffer", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+    return {"params": full_masters(engine), **{name: full_states(engine, key) for name, key in keys.items()}}
+
+
+def whole_or_rest(engine: Any, rank: int, world_size: int, *, folder: str, phase: str) -> dict[str, Any]:
+    """Take four steps and save after two (``whole``), or load that and take the last two (``rest``); end the engine."""
+    if phase == "rest":
+        path, _ = engine.load_checkpoint(folder)
+        assert path is not None
+    for step in range(0 if phase == "whole" else 2, 4):
+        run_step(engine, step, rank, world_size, 1)
+        if phase == "whole" and step == 1:
+            engine.save_checkpoint(folder)
+    report = outcome(engine)
+    engine.destroy()
+    return report
+
+
+def assert_same_bits(found: dict[str, Any], expected: dict[str, Any], *keys: str) -> None:
+    """Fail unless the entries of two reports hold equal tensors under equal names; an empty one fails too."""
+    for key in keys or expected:
+        assert found[key].keys() == expected[key].keys() and expected[key], key
+        for name, tensor in expected[key].items():
+            assert torch.equal(found[key][name], tensor), (key, name)
+
+
 def train(
     rank: int,
     world_size: int,
