@@ -132,6 +132,7 @@ def main() -> None:
     )
     parser.add_argument("--out", help="path without ending for .json and .md")
     arguments = parser.parse_args()
+    from benchmarks.optimizer_step import machine
     from tests.support.harness import run_ranks
 
     # Masters and momentum of each layer, 4 bytes each; the embedding has two moments.
@@ -150,7 +151,11 @@ def main() -> None:
     growth = max(max(report["peak_growth_bytes"]) for report in reports)
     result = {
         "command": " ".join(["python", "benchmarks/checkpoint.py", *sys.argv[1:]]),
-        "machine": {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "kernel": platform.release()},
+        "machine": {
+            "cpu": machine()["name"],
+            "cores": len(os.sched_getaffinity(0)),
+            "kernel": platform.release(),
+        },
         "bytes": first["bytes"],
         "stage": arguments.stage,
         "ranks": arguments.ranks,
@@ -165,13 +170,6 @@ def main() -> None:
     if arguments.out:
         Path(arguments.out + ".json").write_text(json.dumps(result, indent=1) + "\n")
         Path(arguments.out + ".md").write_text(_table(result, save, copy))
-
-
-def _cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
 
 
 def _table(result: dict[str, Any], save: float, copy: float) -> str:

@@ -79,7 +79,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--tokens", type=int, default=128, help="tokens of a micro-batch of one sequence")
     parser.add_argument("--quick", action="store_true", help="a tiny model, one stage, two hosts, two rates")
-    parser.add_argument("--out", help="path without ending for .json, .md and .png")
+    parser.add_argument("--out", help="path without ending for .json and .md")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.model, arguments.stages, arguments.hosts = "tiny", [3], [2]
@@ -198,7 +198,7 @@ def _stop(number: int, _frame: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure and write; the files are written after every stage, so that a long matrix can be stopped."""
     from benchmarks.cluster_forecast import add_predictions
-    from benchmarks.cluster_report import draw, table
+    from benchmarks.cluster_report import table
     from benchmarks.optimizer_step import machine
 
     out = Path(arguments.out) if arguments.out else None
@@ -221,7 +221,6 @@ def run(arguments: argparse.Namespace) -> int:
             head = json.dumps({key: value for key, value in report.items() if key != "rows"})
             out.with_name(out.name + ".json").write_text(f'{head[:-1]}, "rows": [\n{lines}\n]}}\n')
             out.with_name(out.name + ".md").write_text(table(report))
-            draw(rows, out.with_name(out.name + ".png"))
     return 0
 
 

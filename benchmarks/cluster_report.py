@@ -1,10 +1,9 @@
-"""Table and picture of ``benchmarks/cluster.py``."""
+"""Table of ``benchmarks/cluster.py``."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
@@ -162,61 +161,3 @@ _SHORT = {
 def _calls(calls: dict[str, int]) -> str:
     shown = [f"{calls[kind]} {short}" for kind, short in _SHORT.items() if calls.get(kind)]
     return f"{sum(calls.get(kind, 0) for kind in _SHORT)}: {', '.join(shown)}"
-
-
-def draw(rows: list[Row], path: Path) -> None:
-    """Draw the time of a step over the rate, a panel for each stage and number of hosts."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    panels = sorted({(row["stage"], row["hosts"]) for row in rows})
-    stages, hosts = (sorted({panel[at] for panel in panels}) for at in (0, 1))
-    rates = sorted({row["rate"] or float("inf") for row in rows})
-    figure, axes = plt.subplots(
-        len(hosts),
-        len(stages),
-        figsize=(4.5 * len(stages), 3.4 * len(hosts)),
-        squeeze=False,
-        sharex=True,
-        layout="constrained",
-    )
-    for stage, host in panels:
-        axis = axes[hosts.index(host)][stages.index(stage)]
-        mine = [row for row in rows if (row["stage"], row["hosts"]) == (stage, host)]
-        for name in dict.fromkeys(row["optimizer"] for row in mine):
-            own = sorted(
-                (row for row in mine if row["optimizer"] == name), key=lambda row: row["rate"] or float("inf")
-            )
-            places = [rates.index(row["rate"] or float("inf")) for row in own]
-            spread = [quartiles(Steps(row).whole) for row in own]
-            (line,) = axis.plot(places, [each[0] for each in spread], marker="o", label=name)
-            axis.fill_between(
-                places,
-                [each[1] for each in spread],
-                [each[2] for each in spread],
-                alpha=0.2,
-                color=line.get_color(),
-            )
-            known = [
-                (at, row["predicted_s"])
-                for at, row in zip(places, own, strict=True)
-                if row.get("predicted_s")
-            ]
-            axis.plot(
-                [at for at, _ in known],
-                [seconds for _, seconds in known],
-                "x",
-                color=line.get_color(),
-                markersize=8,
-            )
-        axis.set(title=f"stage {stage}, {host} hosts", yscale="log")
-        axis.set_xticks(
-            range(len(rates)), [rate_text(None if rate == float("inf") else rate) for rate in rates]
-        )
-        axis.grid(alpha=0.3, which="both")
-        axis.set_ylabel("forward, backward and step, s")
-    axes[0][0].legend(fontsize="small", title="x: predicted", title_fontsize="small")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)

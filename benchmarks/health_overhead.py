@@ -141,6 +141,7 @@ def main() -> None:
     parser.add_argument("--ns-dtype", default="auto")
     parser.add_argument("--out", help="path without ending for .json and .md")
     arguments = parser.parse_args()
+    from benchmarks.optimizer_step import machine
     from tests.support.harness import run_ranks
 
     settings = {
@@ -169,7 +170,11 @@ def main() -> None:
     sampling = percent([c - b for b, c in zip(check, sample, strict=True)], off)
     result = {
         "command": " ".join(["python", "benchmarks/health_overhead.py", *sys.argv[1:]]),
-        "machine": {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "kernel": platform.release()},
+        "machine": {
+            "cpu": machine()["name"],
+            "cores": len(os.sched_getaffinity(0)),
+            "kernel": platform.release(),
+        },
         "settings": {**settings, "ranks": arguments.ranks},
         "matrices": first["count"],
         "kernels": first["kernels"],
@@ -189,13 +194,6 @@ def main() -> None:
     if arguments.out:
         Path(arguments.out + ".json").write_text(json.dumps(result, indent=1) + "\n")
         Path(arguments.out + ".md").write_text(_table(result))
-
-
-def _cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
 
 
 def _table(result: dict[str, Any]) -> str:

@@ -65,7 +65,7 @@ def parse_arguments() -> argparse.Namespace:
         "--profile", action="store_true", help="keep a trace of one step of each cell, beside --out"
     )
     parser.add_argument("--quick", action="store_true", help="a tiny model, two stages, two ranks")
-    parser.add_argument("--out", help="path without ending for .json, .md and .png")
+    parser.add_argument("--out", help="path without ending for .json and .md")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.model, arguments.stages, arguments.ranks = ["tiny"], [1, 3], [2]
@@ -196,7 +196,7 @@ def merged(known: list[Row], rows: list[Row]) -> list[Row]:
 
 def main() -> None:
     arguments = parse_arguments()
-    from benchmarks.step_report import draw, table
+    from benchmarks.step_report import table
 
     first = int(os.environ.get("RANK", "0")) == 0
     out = Path(arguments.out + ".json") if arguments.out else None
@@ -217,8 +217,6 @@ def main() -> None:
             out.with_suffix(".md").write_text(table(report))
     if first:
         print(table(report))
-    if first and out:
-        draw(rows, out.with_suffix(".png"))
 
 
 def machine() -> dict[str, Any]:

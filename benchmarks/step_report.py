@@ -1,9 +1,8 @@
-"""Tables and the picture of ``benchmarks/optimizer_step.py``."""
+"""Table of ``benchmarks/optimizer_step.py``."""
 
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
 from typing import Any
 
 OURS = "ours"
@@ -88,43 +87,3 @@ def _scaled(row: Row, what: str, factor: float) -> str:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
-
-
-def draw(rows: list[Row], path: Path) -> None:
-    """Draw time, bytes and memory of every optimizer over AdamW's, accumulation 1, the largest model that is there."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    base = "DeepSpeed AdamW"
-    grouped = cells(rows)
-    sizes = {model: sum(1 for key in grouped if key[0] == model) for model, *_ in grouped}
-    model = max(sizes, key=lambda name: (sizes[name], name))
-    accumulation = min(key[3] for key in grouped if key[0] == model)
-    shown = {
-        (stage, ranks): found
-        for (name, stage, ranks, acc), found in grouped.items()
-        if name == model and acc == accumulation and base in found
-    }
-    if not shown:
-        return
-    names = list(dict.fromkeys(name for found in shown.values() for name in found if name != base))
-    panels = {"total_s": "backward + step", "sent_bytes": "bytes sent by a rank", "peak_bytes": "peak memory"}
-    figure, axes = plt.subplots(len(panels), 1, figsize=(11, 9), sharex=True, layout="constrained")
-    width = 0.8 / max(1, len(names))
-    for axis, (what, title) in zip(axes, panels.items(), strict=True):
-        for number, name in enumerate(names):
-            heights = [
-                ratio(found[name], found[base], what) if name in found else None for found in shown.values()
-            ]
-            places = [place + number * width for place, height in enumerate(heights) if height is not None]
-            axis.bar(places, [height for height in heights if height is not None], width, label=name)
-        axis.axhline(1.0, color="black", linewidth=0.8)
-        axis.set_ylabel(f"{title}\nover AdamW's")
-    axes[0].legend(ncols=len(names))
-    axes[0].set_title(f"{model}, accumulation {accumulation}")
-    labels = [f"stage {stage}\n{ranks} rank{'s' * (ranks > 1)}" for stage, ranks in shown]
-    axes[-1].set_xticks([place + 0.4 - width / 2 for place in range(len(labels))], labels)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)

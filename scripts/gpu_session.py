@@ -121,12 +121,6 @@ def parts(out: Path) -> dict[str, list[Step]]:
         "time": [
             *device,
             build,
-            kernels,
-            Step(
-                "kernels",
-                python("-m", "tests.gpu.time_kernels", str(LIBRARY), str(out / "kernels.json")),
-                150,
-            ),
             Step("steps", step, 200, gpu),
             Step(
                 "iteration beside the peers",

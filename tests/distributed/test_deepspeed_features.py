@@ -37,15 +37,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            n, marks=pytest.mark.full if n in ("stage3-hpz-zero-init", "stage1-not-contiguous") else ()
-        )
-        for n in VARIANTS
-    ],
-)
+FULL = {"stage3-hpz-zero-init", "stage1-not-contiguous"}
+
+
+@pytest.mark.parametrize("name", [full(name) if name in FULL else name for name in VARIANTS])
 def test_variant_matches_the_reference(ranks: Any, name: str) -> None:
     world = 4 if "hpz" in name else 2
     results = ranks(world).run(training.train, accumulation=2, clipping=0.5, **VARIANTS[name])

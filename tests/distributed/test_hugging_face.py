@@ -350,15 +350,12 @@ def test_trainer(ranks: Any, case: str, tmp_path: Path) -> None:
         assert after["losses"] == before["losses"][SAVED_AT * accumulation :]
         assert after["rates"] == before["rates"][SAVED_AT * accumulation :]
         assert after["eval"][-1] == before["eval"][-1]
-        for key in ("params", "momentum"):
-            assert before[key].keys() == after[key].keys() and before[key]
-            for name, value in before[key].items():
-                assert torch.equal(after[key][name], value), (key, name)
+        training.assert_same_bits(after, before, "params", "momentum")
 
 
 @pytest.mark.parametrize(
     ("stage", "size", "to_stage", "to_size"),
-    [(2, 1, 2, 2), *(full(*case) for case in ((3, 2, 3, 1), (3, 1, 1, 2)))],
+    [(2, 1, 2, 2), full(3, 2, 3, 1), full(3, 1, 1, 2)],
 )
 def test_resuming_on_another_number_of_ranks(
     ranks: Any, tmp_path: Path, stage: int, size: int, to_stage: int, to_size: int
@@ -379,10 +376,7 @@ def test_resuming_on_another_number_of_ranks(
         trainer_run, config=config, options={**options, **batch}, resume=True, **settings
     )
     for after in rest:
-        for key, held in whole["held"].items():
-            assert held.keys() == after["held"][key].keys() and held
-            for name, value in held.items():
-                assert torch.equal(after["held"][key][name], value), (key, name)
+        training.assert_same_bits(after["held"], whole["held"])
         assert after["rates"] == whole["rates"][SAVED_AT:], "the schedule goes on"
         assert len(after["losses"]) == STEPS - SAVED_AT
         for name, value in whole["params"].items():
@@ -403,10 +397,7 @@ def loop(rank: int, world_size: int, *, stage: int, folder: str, resume: bool) -
     named = list(model.named_parameters())
     groups = [
         {"params": [p for name, p in named if name in MATRICES or ("weight" in name and "norm" not in name)]},
-        {
-            "params": [p for name, p in named if "norm" in name or name.endswith("bias")],
-            "weight_decay": 0.0,
-        },
+        {"params": [p for name, p in named if "norm" in name or name.endswith("bias")], "weight_decay": 0.0},
     ]
     optimizer = DummyOptim(groups, lr=RATES["learning_rate"], weight_decay=0.1)
     scheduler = DummyScheduler(

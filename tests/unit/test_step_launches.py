@@ -1,25 +1,15 @@
-"""What the inner step of one rank launches on a GPU, counted from the plan of a model that need not exist.
+"""How many kernels a step launches on a GPU and how often the host waits, counted from the plan of a large model.
 
-``python benchmarks/launches.py --model llama-7b --ranks 64`` makes the plan of the busiest rank at ZeRO 3 and runs its
-step, with all tensors on the meta device. An operation on a tensor counts as one launch unless it only makes a view. Of
-what needs several launches, the number is that of the kernels: the flat passes take 72 fragments a launch, torch's
-concatenation 128 tensors, its multi-tensor norm 320 blocks of 65,536 elements. An all-to-all is one launch. A copy to
-the host is a wait of the host. No message is sent, so the counts are those of all ranks but for the matrices they own.
-
-    flags: the gradient flags of all matrices, and their all-reduce
-    passes: the flat passes and copies
-    iteration: Newton-Schulz by torch's operations. A recorded CUDA graph takes three launches for each call: two copies
-        and the graph
-    check: the norms of updates and directions, and the verdict, which stays on the device
+The step of one rank of ZeRO 3 runs with all tensors on the meta device. An operation on a tensor counts as one launch
+unless it only makes a view. Of what needs several launches, the number is that of the kernels: the flat passes take 72
+fragments a launch, torch's concatenation 128 tensors, its multi-tensor norm 320 blocks of 65,536 elements. A copy to
+the host is a wait of the host. A recorded CUDA graph of the iteration takes three launches: two copies and the graph.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -27,8 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from deepspeed_muon import MuonConfig, orthogonalize
 from deepspeed_muon.forecast.model_shapes import load_model
@@ -45,7 +33,6 @@ from deepspeed_muon.transport.exchange import ExchangeBuffers, StepStats
 
 META = torch.device("meta")
 FRAGMENTS = 72  # MUON_FLAT_ROWS of ops/csrc/include/muon_cuda.h
-PARTS = ("flags", "passes", "iteration", "check", "all-to-all")
 
 
 class Launches(TorchDispatchMode):
@@ -139,12 +126,11 @@ def runner_of(model: str, ranks: int, rank: int, launches: Launches) -> StepRunn
     return runner
 
 
-def count(model: str, ranks: int) -> dict[str, int]:
-    """Return the launches of each part of a step of the rank that owns most matrices, and ``matrices``, ``waits``."""
+def counted(model: str, ranks: int) -> tuple[StepRunner, Launches]:
+    """Return the runner of the rank that owns most matrices, and what its second step launches."""
     launches = Launches()
     owners = Counter(runner_of(model, ranks, 0, launches).plan.owners)
-    rank = owners.most_common(1)[0][0]
-    runner = runner_of(model, ranks, rank, launches)
+    runner = runner_of(model, ranks, owners.most_common(1)[0][0], launches)
     group = {**MuonConfig().group_defaults("muon"), "lr": 0.02}
     partition = runner.step_set.partitions[0].tensor
     state: dict[Tensor, dict[str, Any]] = {partition: {}}
@@ -171,32 +157,15 @@ def count(model: str, ranks: int) -> dict[str, int]:
             with launches:
                 flags = launches.during("flags", GradientInspection(runner).report)(grads)
                 runner.run(flags.active, grads, {0: group}, state)
-    return {
-        "matrices": len(runner.plan.matrices),
-        "owned": owners[rank],
-        "chunks": len(runner.plan.chunks),
-        **{part: launches.counts[part] for part in PARTS},
-        "launches": launches.counts.total(),
-        "with graphs": launches.counts.total() - launches.counts["iteration"] + 3 * launches.calls,
-        "waits": launches.waits,
-    }
+    return runner, launches
 
 
-def main() -> int:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="llama-7b")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[64])
-    arguments = parser.parse_args()
-    for number, ranks in enumerate(arguments.ranks):
-        found = {"model": arguments.model, "ranks": ranks, **count(arguments.model, ranks)}
-        if number == 0:
-            print(f"| {' | '.join(found)} |\n|{'---|' * len(found)}")
-        print(f"| {' | '.join(map(str, found.values()))} |")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def test_launches_of_a_step_do_not_grow_with_the_fragments() -> None:
+    """Llama-7b on 64 ranks: a rank holds fragments of all 224 matrices, and owns four of them."""
+    runner, launches = counted("llama-7b", 64)
+    assert (len(runner.plan.matrices), max(Counter(runner.plan.owners).values())) == (224, 4)
+    assert launches.waits == 1, "the host waits for the flags of the gradients alone"
+    assert launches.counts["all-to-all"] == 2 * len(runner.plan.chunks)
+    with_graphs = launches.counts.total() - launches.counts["iteration"] + 3 * launches.calls
+    # Before there were tables, 448 of the passes alone, and copies.
+    assert launches.counts["passes"] <= 36 and with_graphs <= 150
