@@ -1,0 +1,196 @@
+"""What a step costs the host: CPU time of the main thread, for many small matrices on two ranks at ZeRO 3.
+
+``python benchmarks/host_time.py`` trains layers of 16 x 16, for which the arithmetic costs next to nothing, with this
+project, DeepSpeed's AdamW and DeepSpeed's Muon in turn, all in one process a rank. The main thread's own CPU time does
+not contain what gloo's threads do or how long they wait. Rank 0 prints medians, and the ratio of each to AdamW's in the
+same round.
+
+    inner: all calls of the inner optimizer's ``step()`` of one step; without what DeepSpeed does around them
+    step: ``engine.step()``
+
+With ``--fragments`` rank 1 owns all matrices, so that rank 0 only has a fragment of each. The exchange of the gradient
+flags, which comes before the inner step, counts for ``inner`` then. The last line has what one more matrix costs.
+``--variant`` takes another variant of this project.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.optimizer_step import machine
+from tests.support.harness import run_ranks
+
+WIDTH = 16
+OPTIMIZERS = ("ours", "AdamW", "DeepSpeed's Muon")
+
+
+class Layers(nn.Module):
+    """Square layers one after the other, so that each has a gradient."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x) / len(self.layers)  # finite, however many there are
+        return x.square().mean()
+
+
+def make_engine(name: str, count: int, variant: str = "muon") -> Any:
+    """Return an engine at stage 3; rates of zero keep weights and gradients equal."""
+    import deepspeed
+
+    import deepspeed_muon
+
+    torch.manual_seed(0)
+    zero: dict[str, Any] = {"stage": 3}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "steps_per_print": 1_000_000,
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW" if name == "AdamW" else "Muon", "params": {"lr": 0.0}},
+    }
+    if name == OPTIMIZERS[0]:
+        config["optimizer"]["params"]["variant"] = variant
+    if name == OPTIMIZERS[2]:
+        zero.update(reduce_scatter=False, save_muon_momentum_buffer_in_memory=True)
+        deepspeed_muon.unregister()
+    try:
+        model = Layers(count)
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=list(model.parameters()), config=config
+        )
+    finally:
+        deepspeed_muon.register()
+    return engine
+
+
+def owned_by_last(*args: Any, **kwargs: Any) -> Any:
+    """Assign all matrices to the last rank."""
+    from deepspeed_muon.plan.owners import assign
+
+    found, ranks = assign(*args, **kwargs), len(kwargs.get("load", args[-1]))
+    return replace(found, owners=(ranks - 1,) * len(found.owners))
+
+
+def measure(
+    rank: int, world_size: int, *, count: int, rounds: int, fragments: bool, variant: str
+) -> dict[str, list[list[float]]]:
+    """Return the milliseconds of each round: inner, and step."""
+    if fragments:
+        with mock.patch("deepspeed_muon.step.runner.assign", owned_by_last):
+            engines = {"ours": make_engine("ours", count, variant)}
+    else:
+        engines = {name: make_engine(name, count, variant) for name in OPTIMIZERS}
+    spent = [0.0]
+
+    def timed(original: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.thread_time()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                spent[0] += time.thread_time() - start
+
+        return run
+
+    names = list(engines)
+    found: dict[str, list[list[float]]] = {name: [] for name in names}
+    for engine in engines.values():
+        engine.optimizer.optimizer.step = timed(engine.optimizer.optimizer.step)
+    if fragments:
+        from deepspeed_muon import muon_optimizer
+
+        bound = muon_optimizer(engines["ours"])._bound_steps
+        bound.exchange_flags = timed(bound.exchange_flags)  # type: ignore[method-assign]
+    for number in range(rounds + 3):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            engine = engines[name]
+            engine.backward(engine(torch.randn(1, WIDTH, dtype=torch.bfloat16)))
+            spent[0], start = 0.0, time.thread_time()
+            engine.step()
+            step = time.thread_time() - start
+            if number >= 3:
+                found[name].append([1e3 * spent[0], 1e3 * step])
+    for engine in engines.values():
+        engine.destroy()
+    return found
+
+
+def fragment_table(found: dict[int, list[list[float]]]) -> list[str]:
+    """Return the table of a rank that owns nothing, and what one more matrix costs."""
+    inner = {count: statistics.median(each[0] for each in rounds) for count, rounds in found.items()}
+    lines = [f"| {count} | {spent:.2f} | {1e3 * spent / count:.2f} |" for count, spent in inner.items()]
+    few, many = min(inner), max(inner)
+    if few < many:
+        each = 1e3 * (inner[many] - inner[few]) / (many - few)
+        lines += ["", f"One more matrix: {each:.2f} us; 44,000 matrices: {each * 44:.0f} ms."]
+    return ["| matrices | inner and flags ms | us a matrix |", "|---|---|---|", *lines]
+
+
+def table(count: int, found: dict[str, list[list[float]]]) -> list[str]:
+    """Return the lines of one number of matrices."""
+    lines = []
+    for name, rounds in found.items():
+        inner, step = (statistics.median(each) for each in zip(*rounds, strict=True))
+        ratios = [
+            statistics.median(
+                own[part] / peer[part] for own, peer in zip(rounds, found["AdamW"], strict=True)
+            )
+            for part in (0, 1)
+        ]
+        lines.append(
+            f"| {count} | {name} | {inner:.2f} | {1e3 * inner / count:.1f} | {step:.2f} | {ratios[0]:.2f} | "
+            f"{ratios[1]:.2f} |"
+        )
+    return lines
+
+
+def main() -> int:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--matrices", type=int, nargs="+", default=[224, 448])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--fragments", action="store_true", help="rank 0 owns no matrix")
+    parser.add_argument("--variant", default="muon", help="optimizer.params.variant of this project")
+    parser.add_argument("--out", help="Markdown file for the table")
+    arguments = parser.parse_args()
+    results = {}
+    for count in arguments.matrices:
+        settings = {key: getattr(arguments, key) for key in ("rounds", "fragments", "variant")}
+        settings["count"] = count
+        results[count] = run_ranks("benchmarks.host_time:measure", 2, settings, timeout=600)[0]
+    lines = [", ".join(f"{name}: {value}" for name, value in machine().items()), ""]
+    if arguments.fragments:
+        lines += fragment_table({count: found["ours"] for count, found in results.items()})
+    else:
+        lines += [
+            "| matrices | optimizer | inner ms | inner us a matrix | step ms | inner / AdamW | step / AdamW |",
+            "|---|---|---|---|---|---|---|",
+            *(line for count, found in results.items() for line in table(count, found)),
+        ]
+    print("\n".join(lines))
+    if arguments.out:
+        Path(arguments.out).write_text("\n".join(["# Host time of a step", "", *lines]) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
