@@ -20,11 +20,11 @@ from tests.support.training import full_rows
 @pytest.mark.parametrize(
     ("stage", "world", "kind", "mode"),
     [
-        (0, 1, "toy", "decoupled"),
+        full(0, 1, "toy", "decoupled"),
         (0, 2, "mixed", "cautious"),
         pytest.param(1, 2, "toy", "independent", marks=pytest.mark.compat),
-        (1, 4, "wide", "decoupled"),
-        (2, 1, "toy", "cautious"),
+        full(1, 4, "wide", "decoupled"),
+        full(2, 1, "toy", "cautious"),
         (2, 4, "toy", "decoupled"),
         pytest.param(3, 2, "mixed", "decoupled", marks=pytest.mark.compat),
         (3, 4, "toy", "cautious"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,7 @@ def tools(rank: int, world_size: int, *, stage: int, folder: str, precision: str
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "precision"), each_value(product((1, 2, 3), ("fp32", "bf16"))))
 def test_deepspeeds_tools(ranks: Any, tmp_path: Path, stage: int, precision: str) -> None:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 

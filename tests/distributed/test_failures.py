@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import deepspeed_muon
 from tests.support import training
 from tests.support.models import batch
 from tests.support.snapshots import changed, tensors_of
+from tests.support.thinning import each_value
 from tests.support.training import try_to_start
 
 
@@ -45,6 +47,9 @@ def poisoned_step(
     return report
 
 
+STAGES = list(product((0, 1, 2, 3), ("fp32", "bf16")))
+
+
 @pytest.mark.compat
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_overflowed_fp16_step_changes_nothing(ranks: Any, stage: int) -> None:
@@ -52,37 +57,33 @@ def test_overflowed_fp16_step_changes_nothing(ranks: Any, stage: int) -> None:
         assert report == {"unchanged": True, "moved": True, "finite": True, "error": "", "skipped": 1}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "precision"), each_value(STAGES))
 def test_nonfinite_gradient_is_skipped(ranks: Any, stage: int, precision: str) -> None:
-    for report in ranks(2).run(
-        poisoned_step, stage=stage, precision=precision, factor=float("nan"), clipping=1.0
-    ):
+    settings = {"stage": stage, "precision": precision, "clipping": 1.0}
+    for report in ranks(2).run(poisoned_step, factor=float("nan"), **settings):
         assert report == {"unchanged": True, "moved": True, "finite": True, "error": "", "skipped": 1}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "precision"), each_value(reversed(STAGES)))
 def test_nonfinite_gradient_is_an_error_if_asked(ranks: Any, stage: int, precision: str) -> None:
-    params = {"nonfinite_grad": "error"}
-    for report in ranks(2).run(
-        poisoned_step, stage=stage, precision=precision, factor=float("inf"), params=params
-    ):
+    settings = {"stage": stage, "precision": precision, "params": {"nonfinite_grad": "error"}}
+    for report in ranks(2).run(poisoned_step, factor=float("inf"), **settings):
         assert "nonfinite_grad is 'error'" in report["error"]
         assert report["unchanged"] and report["finite"]
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+DIFFERENCES: list[tuple[dict[str, Any], str]] = [
+    ({"params": {"momentum": 0.9}}, "momentum"),
+    ({"params": {"exclude": ["blocks.0.*"]}}, "routes"),
+    ({"gradient_clipping": 0.7}, "gradient_clipping"),
+]
+
+
 @pytest.mark.parametrize(
-    ("difference", "said"),
-    [
-        ({"params": {"momentum": 0.9}}, "momentum"),
-        ({"params": {"exclude": ["blocks.0.*"]}}, "routes"),
-        ({"gradient_clipping": 0.7}, "gradient_clipping"),
-    ],
+    ("difference", "said", "stage"), each_value((*each, stage) for stage in (0, 2, 3) for each in DIFFERENCES)
 )
 def test_ranks_that_disagree_fail_on_every_rank(
-    ranks: Any, stage: int, difference: dict[str, Any], said: str
+    ranks: Any, difference: dict[str, Any], said: str, stage: int
 ) -> None:
     for report in ranks(3).run(try_to_start, stage=stage, on_last_rank=difference, common={}):
         assert report["type"] == "RankDisagreementError", report

@@ -165,8 +165,7 @@ def scheduled(rank: int, world_size: int, *, stage: int, name: str) -> Any:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("stage", [0, 2])
-@pytest.mark.parametrize("name", list(SCHEDULERS))
+@pytest.mark.parametrize(("name", "stage"), each_value(product(SCHEDULERS, (0, 2))))
 def test_schedulers_keep_the_ratio_of_the_rates(ranks: Any, name: str, stage: int) -> None:
     report = ranks(1).run(scheduled, stage=stage, name=name)[0]
     assert report["algorithms"] == ["muon", "adamw"]

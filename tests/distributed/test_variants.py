@@ -122,36 +122,32 @@ def test_heads_of_the_configuration(ranks: Any, stage: int) -> None:
     ),
 )
 def test_half_precision(ranks: Any, stage: int, precision: str) -> None:
-    results = ranks(2).run(
-        training.train,
-        stage=stage,
-        precision=precision,
-        clipping=0.5,
-        params={"wire_dtype": "auto", "ns_dtype": "auto"},
-    )
-    start, end, norms, _ = reference("toy", 2, 0.5)
+    params = {"wire_dtype": "auto", "ns_dtype": "auto"}
+    result = half_precision(ranks(2), precision, 2, clipping=0.5, stage=stage, params=params)
+    assert result["skipped"] == 0
+    norms = torch.tensor(reference("toy", 2, 0.5)[2])
+    torch.testing.assert_close(torch.tensor(result["norms"]), norms, rtol=2e-2, atol=0)
+
+
+def half_precision(
+    pool: Any, precision: str, micro_batches: int, *, clipping: float, **settings: Any
+) -> dict[str, Any]:
+    """Train, and compare the matrices with the reference; return the first rank's report."""
+    result: dict[str, Any] = pool.run(training.train, precision=precision, clipping=clipping, **settings)[0]
+    start, end, _, _ = reference("toy", micro_batches, clipping)
     for name in MATRICES["toy"]:
-        error = relative(results[0]["params"][name], end[name], start[name])
+        error = relative(result["params"][name], end[name], start[name])
         assert error <= HALF_TOLERANCE[precision], (name, error)
-    assert results[0]["skipped"] == 0
-    torch.testing.assert_close(torch.tensor(results[0]["norms"]), torch.tensor(norms), rtol=2e-2, atol=0)
+    return result
 
 
-@pytest.mark.parametrize("accumulation_dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(
+    ("stage", "accumulation_dtype"), [(1, "fp32"), (2, "bf16"), full(2, "fp32"), full(1, "bf16")]
+)
 def test_bf16_wrappers(ranks: Any, stage: int, accumulation_dtype: str) -> None:
     """Stage 1 with fp32 accumulation is BF16_Optimizer, all others are the ZeRO wrapper."""
-    results = ranks(3).run(
-        training.train,
-        stage=stage,
-        precision="bf16",
-        accumulation=2,
-        extra={"data_types": {"grad_accum_dtype": accumulation_dtype}},
-    )
-    start, end, _, _ = reference("toy", 6, 0.0)
-    for name in MATRICES["toy"]:
-        error = relative(results[0]["params"][name], end[name], start[name])
-        assert error <= HALF_TOLERANCE["bf16"], (name, error)
+    extra = {"data_types": {"grad_accum_dtype": accumulation_dtype}}
+    half_precision(ranks(3), "bf16", 6, clipping=0.0, stage=stage, accumulation=2, extra=extra)
 
 
 @pytest.mark.compat
