@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.step_ranks import MODELS, ON_REQUEST, ONLY_STAGE, OPTIMIZERS
 
 # So small that every tensor that matters is mapped by itself and given back when it is freed.
-_RETURN_MEMORY = {
+RETURN_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
     "MALLOC_ARENA_MAX": "1",
@@ -143,7 +143,7 @@ class _OnCpu:
         from tests.support.harness import RankPool
 
         if memory not in self._pools:
-            self._pools[memory] = RankPool(ranks, env=_RETURN_MEMORY if memory else None)
+            self._pools[memory] = RankPool(ranks, env=RETURN_MEMORY if memory else None)
             if (
                 memory
             ):  # the first call pays for imports and compilation, which no optimizer should be charged with

@@ -1,38 +1,226 @@
-"""Bytes of optimizer state and time of a step, by the dtype of the momentum, and of AdamW's kernels on the CPU.
+"""Bytes and peak memory of a rank by optimizer, beside what ``plan`` predicts; and times of the elementwise passes.
 
-``python benchmarks/state_memory.py`` makes the example's GPT, takes some steps on random gradients in one process with
-``momentum_dtype`` fp32, bf16 and int8 in turn, and times the native AdamW of offloaded partitions beside torch's.
-Under ZeRO every rank holds its share of these bytes. Prints a table; ``--out FILE`` keeps it.
+``python benchmarks/state_memory.py --out benchmarks/results/state_memory`` starts gloo ranks, trains the 5M decoder of
+``step_ranks.py`` with every optimizer at stages 1, 2 and 3, and adds up the tensors that a rank keeps for the step, by
+what they are for. Peaks are resident memory above what the process had before the model. Then ``plan``'s prediction of
+7B and 70B on 8 and 64 GPUs. Rows in the JSON of ``--out`` are kept and overwritten one by one.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import gc
+import json
 import os
-import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
-sys.path[:0] = [
-    str(Path(__file__).resolve().parents[1]),
-    str(Path(__file__).resolve().parents[1] / "examples"),
-]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-import torch  # noqa: E402
-from gpt import GPT, GPTConfig  # noqa: E402
+import torch
+from torch import Tensor
 
-from deepspeed_muon import Muon  # noqa: E402
-from deepspeed_muon.engine.offload import CpuAdam  # noqa: E402
-from deepspeed_muon.math.updates import AdamStep, adam_step_  # noqa: E402
-from deepspeed_muon.ops import flat_passes  # noqa: E402
-from tests.support.training import state_bytes  # noqa: E402
+import deepspeed_muon
+from benchmarks import step_ranks
+from benchmarks.optimizer_step import RETURN_MEMORY, machine
+from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.engine.offload import CpuAdam, half_states, master_dtype
+from deepspeed_muon.forecast.model_shapes import load_model
+from deepspeed_muon.forecast.predict import PlanSettings
+from deepspeed_muon.forecast.report import forecast
+from deepspeed_muon.math.updates import AdamStep, adam_step_
+from deepspeed_muon.ops import flat_passes
+from deepspeed_muon.routing.rules import route_parameters
 
 MIB = 1 << 20
+ROLES = ("master_weights", "gradients", "gradient_copy", "momentum", "moments", "exchange_buffers")
+OPTIMIZERS = (
+    "ours",
+    "ours, bf16 momentum",
+    "ours, int8 momentum",
+    "ours, int8 momentum, bf16 masters",
+    "DeepSpeed Muon, standard",
+    "DeepSpeed AdamW",
+    step_ranks.EIGHT_BIT,
+)
+# Two codes of one byte, each with an fp32 scale for 256 elements, as AdamW8bit keeps.
+EIGHT_BIT_MOMENTS = 2 * (1 + 4 / 256)
+
+Row = dict[str, Any]
+
+
+class Storages:
+    """Adds up tensors by their storages, each of which counts once."""
+
+    def __init__(self) -> None:
+        self._known: set[int] = set()
+
+    def add(self, tensors: Iterable[Tensor | None]) -> int:
+        """Return the bytes of the storages that were not counted yet."""
+        total = 0
+        for tensor in tensors:
+            if hasattr(tensor, "__tensor_flatten__"):  # codes, scales and tables of an 8-bit state
+                total += self.add(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+            elif tensor is not None and tensor.untyped_storage()._cdata not in self._known:
+                self._known.add(tensor.untyped_storage()._cdata)
+                total += tensor.untyped_storage().nbytes()
+        return total
+
+
+def count_bytes(rank: int, world_size: int, *, model: str, stage: int, optimizer: str) -> Row:
+    """Train two steps of two micro-batches; return a rank's bytes by role and peak, and what ``plan`` predicts."""
+    gc.collect()
+    before = step_ranks.memory_of("cpu")[0]
+    engine = step_ranks.make_engine(optimizer, step_ranks.MODELS[model], stage, 2, "cpu")
+    inner, wrapper = engine.basic_optimizer, engine.optimizer
+    masters = wrapper.fp32_partitioned_groups_flat if stage == 3 else wrapper.single_partition_of_fp32_groups
+    batches = [step_ranks.batch_of(step_ranks.MODELS[model], micro, 32, "cpu") for micro in range(2)]
+    step_ranks.one_step(engine, batches, "cpu")
+    gc.collect()
+    step_ranks.reset_peak("cpu")
+
+    copies = [0]
+    hook = inner.register_step_pre_hook(
+        lambda *_: copies.append(sum(each.grad.nbytes for each in masters if each.grad is not None))
+    )
+    seen, gradients = Storages(), []
+    partitions = [param.ds_tensor if stage == 3 else param for param in engine.module.parameters()]
+    found: Row = {"weights": seen.add(partitions), "master_weights": seen.add(masters)}
+    for batch in batches:
+        engine.backward(engine(batch))
+        gradients.append(Storages().add(_gradients(engine.module.parameters(), wrapper, stage)))
+        engine.step()
+    hook.remove()
+    found["gradients"], found["gradient_copy"] = max(gradients), max(copies)
+    entries = [(key, value) for own in inner.state.values() for key, value in own.items()]
+    tensors = [(key, value) for key, value in entries if isinstance(value, Tensor) and value.numel() > 1]
+    found["momentum"] = seen.add(value for key, value in tensors if "momentum" in key)
+    found["moments"] = seen.add(value for key, value in tensors if "momentum" not in key)
+    found["resident"], found["peak"] = (each - before for each in step_ranks.memory_of("cpu"))
+    if isinstance(inner, deepspeed_muon.Muon):
+        found["exchange_buffers"] = inner.exchange_buffers.reserved_bytes
+        settings = PlanSettings(
+            world_size,
+            stage,
+            config=inner.config,
+            device=torch.device("cpu"),
+            master_dtype=master_dtype(engine),
+            half_states=half_states(engine),
+        )
+        found["plan"] = dict(forecast(inner.routes, settings)["muon"].memory)
+    engine.destroy()
+    return found
+
+
+def _gradients(params: Iterable[Any], wrapper: Any, stage: int) -> Iterator[Tensor | None]:
+    """Yield the gradients that wait for the step after the backward pass of a micro-batch."""
+    if stage == 3:
+        yield wrapper.grad_partitions_flat_buffer
+        return
+    for param in params:
+        yield from (param.grad, getattr(param, "grad_accum", None))
+    for kept in (wrapper.averaged_gradients, wrapper.all_grad_tensors):
+        for group in kept.values():
+            yield from group or ()
+
+
+def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Yield a row for each number of ranks, stage and optimizer: of every role the bytes of all ranks."""
+    from tests.support.harness import RankPool
+
+    run = functools.partial(RankPool.run, timeout=600)
+    for ranks in arguments.ranks:
+        with RankPool(ranks, env=RETURN_MEMORY) as pool:
+            for optimizer in arguments.optimizers:
+                common = {"model": arguments.model, "optimizer": optimizer}
+                # The first call pays for imports and compilation, which are not the optimizer's.
+                run(pool, "benchmarks.state_memory:count_bytes", stage=arguments.stages[0], **common)
+                for stage in arguments.stages:
+                    found = run(pool, "benchmarks.state_memory:count_bytes", stage=stage, **common)
+                    row = {**common, "ranks": ranks, "stage": stage}
+                    row |= {role: sum(each.get(role, 0) for each in found) for role in ROLES}
+                    row["peak"] = max(each["peak"] for each in found)
+                    if "plan" in found[0]:
+                        row["plan"] = found[0]["plan"]["total"]
+                    yield row
+
+
+def measured_table(rows: list[Row]) -> list[str]:
+    """Return the measured bytes per parameter of the model."""
+    lines = [
+        "| ranks | stage | optimizer | masters | gradients | their copy | momentum | moments | state over AdamW's | "
+        "exchange buffers | peak of a rank, MiB | `plan` says of it, MiB |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    shares = model_shares(rows[0]["model"])
+    for row in sorted(rows, key=lambda row: (row["ranks"], row["stage"])):
+        state = (row["momentum"] + row["moments"]) / shares["all"]
+        cells = [row["ranks"], row["stage"], row["optimizer"]]
+        cells += [f"{row[role] / shares['all']:.3f}" for role in ROLES[:5]]
+        cells += [
+            f"{state / 8:.3f}",
+            f"{row['exchange_buffers'] / shares['all']:.2f}",
+            f"{row['peak'] / MIB:.1f}",
+        ]
+        cells += [f"{row['plan'] / MIB:.1f}" if "plan" in row else "-"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    momenta = {row["optimizer"]: row["momentum"] / shares["muon"] for row in rows if row["momentum"]}
+    listed = "; ".join(f"{name}: {value:.4f}" for name, value in momenta.items())
+    return [*lines, "", f"Momentum, bytes for each of Muon's elements: {listed}."]
+
+
+def model_shares(model: str) -> dict[str, int]:
+    """Return the elements of a model of ``step_ranks.py``, all of them and those of Muon."""
+    with torch.device("meta"):
+        decoder = step_ranks.Decoder(step_ranks.MODELS[model])
+    routes = deepspeed_muon.Muon(decoder).routes
+    found = {"all": sum(route.numel for route in routes)}
+    return {**found, "muon": sum(route.numel for route in routes if route.algorithm == "muon")}
+
+
+def predictions() -> list[str]:
+    """Return what ``plan`` says of 7B and 70B: optimizer state, and all that it counts."""
+    dtypes = ("fp32", "bf16", "int8")
+    lines = [
+        "| model | GPUs | stage | "
+        + " | ".join(f"`momentum_dtype` {each}" for each in dtypes)
+        + " | AdamW | 8-bit AdamW | int8 over AdamW |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for model in ("llama-7b", "llama-70b"):
+        members = load_model(model)
+        for gpus in (8, 64):
+            for stage in (1, 2, 3):
+                found = {}
+                for dtype in dtypes:
+                    config = MuonConfig(momentum_dtype=dtype)
+                    step = forecast(
+                        route_parameters(members, config), PlanSettings(gpus, stage, config=config)
+                    )
+                    found[dtype], found["AdamW"] = dict(step["muon"].memory), dict(step["adamw"].memory)
+                moments = found["AdamW"]["moments"]
+                saved = moments * (1 - EIGHT_BIT_MOMENTS / 8)
+                total = found["AdamW"]["total"] - saved
+                found["8-bit AdamW"] = {"momentum": 0.0, "moments": moments - saved, "total": total}
+                states = {name: each["momentum"] + each["moments"] for name, each in found.items()}
+                cells = [
+                    f"{states[name] / 1e9:.2f} / {fits(found[name]['total'])}"
+                    for name in (*dtypes, "AdamW", "8-bit AdamW")
+                ]
+                ratio = states["int8"] / states["AdamW"]
+                lines.append(f"| {model} | {gpus} | {stage} | {' | '.join(cells)} | {ratio:.3f} |")
+    return lines
+
+
+def fits(total: float) -> str:
+    """Return the bytes of a GPU in GB, bold where they fit into an H100's 80 GB."""
+    return f"**{total / 1e9:.1f}**" if total <= PlanSettings(1).gpu.memory else f"{total / 1e9:.1f}"
 
 
 def median_ms(function: Callable[[], None], repeats: int) -> float:
@@ -44,28 +232,6 @@ def median_ms(function: Callable[[], None], repeats: int) -> float:
         function()
         times.append(time.perf_counter() - start)
     return 1e3 * statistics.median(times)
-
-
-def memory(config: GPTConfig) -> list[str]:
-    """Return the table of bytes."""
-    lines = [
-        "| `momentum_dtype` | momentum, MiB | AdamW's moments, MiB | momentum, bytes per element |",
-        "|---|---|---|---|",
-    ]
-    for dtype in ("fp32", "bf16", "int8"):
-        model = GPT(config)
-        optimizer = Muon(model, momentum_dtype=dtype)
-        for param in model.parameters():
-            param.grad = torch.randn_like(param)
-        optimizer.step()
-        found = state_bytes(optimizer.state)
-        numel = sum(
-            torch.Size(route.shape).numel() for route in optimizer.routes if route.algorithm == "muon"
-        )
-        adam = found["exp_avg"] + found["exp_avg_sq"]
-        momentum = found["momentum_buffer"] + found.get("momentum_scale", 0)
-        lines.append(f"| {dtype} | {momentum / MIB:.1f} | {adam / MIB:.1f} | {momentum / numel:.3f} |")
-    return lines
 
 
 def passes(numel: int, repeats: int) -> list[str]:
@@ -99,24 +265,46 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--dim", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--numel", type=int, default=1 << 24)
+    parser.add_argument("--model", choices=sorted(step_ranks.MODELS), default="5M")
+    parser.add_argument("--stages", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--ranks", nargs="*", type=int, default=[1, 2, 4])
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
+    parser.add_argument("--numel", type=int, default=1 << 24, help="elements of the timed passes")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    config = GPTConfig(dim=options.dim, layers=options.layers)
-    text = [
-        f"GPT of the example, dim {options.dim}, {options.layers} layers; passes over {options.numel:,} elements, "
-        f"{torch.get_num_threads()} threads, {platform.machine()}, torch {torch.__version__}.",
+    parser.add_argument("--out", help="path without ending for .json and .md")
+    arguments = parser.parse_args()
+    out = Path(f"{arguments.out}.json") if arguments.out else None
+    key = lambda row: (row["model"], row["ranks"], row["stage"], row["optimizer"])  # noqa: E731
+    rows = {key(row): row for row in json.loads(out.read_text())["rows"]} if out and out.exists() else {}
+    for row in measure(arguments):
+        rows[key(row)] = row
+        print(row, flush=True)
+        if out:  # after every row, so that a long table can be made in pieces
+            out.write_text(json.dumps({"machine": machine(), "rows": list(rows.values())}, indent=1) + "\n")
+    shares, used = model_shares(arguments.model), machine()
+    text = "\n".join([
+        f"`python benchmarks/state_memory.py`: {used['name']}, {used['cores']} cores, torch {used['torch']}, "
+        f"DeepSpeed {used['deepspeed']}; gloo ranks, bf16, steps of two micro-batches of 32 tokens.",
         "",
-        *memory(config),
+        f"Model {arguments.model}: {shares['all']:,} parameters, of which AdamW updates "
+        f"{1 - shares['muon'] / shares['all']:.1%} (embedding, head, norms). Bytes of all ranks together for each "
+        f"parameter of the model. *Their copy* is the gradient in the masters' dtype that ZeRO makes for the step, one "
+        f"param group at a time. Gradients are counted after each backward pass, the state and buffers after the step.",
         "",
-        *passes(options.numel, options.repeats),
-    ]
-    print("\n".join(text))
-    if options.out:
-        options.out.write_text("\n".join(text) + "\n")
+        *measured_table(list(rows.values())),
+        "",
+        "Predicted by `plan`, GB of each GPU: optimizer state / everything it counts (no activations, no buckets of "
+        "ZeRO), bold where an H100 of 80 GB holds it. 8-bit AdamW is computed with 2.03 bytes a parameter.",
+        "",
+        *predictions(),
+        "",
+        f"Elementwise passes over {arguments.numel:,} elements, {torch.get_num_threads()} threads:",
+        "",
+        *passes(arguments.numel, arguments.repeats),
+    ])  # fmt: skip
+    print(text)
+    if out:
+        out.with_suffix(".md").write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -41,26 +41,36 @@ MODELS = {
     "tiny": Shape(64, 176, 2, 64),
 }
 
+EIGHT_BIT = "torchao AdamW8bit, blocks of 64"
 DION = "Dion's Muon, FSDP2"
 
 # Every optimizer that takes part, in the order of the tables.
 OPTIMIZERS = {
     "ours": "this project, its defaults",
     "ours, no overlap": "exchange_overlap false; only on request",
+    "ours, bf16 momentum": "only on request",
+    "ours, int8 momentum": "only on request",
+    "ours, int8 momentum, bf16 masters": "and bf16 moments; only on request",
     "DeepSpeed Muon, standard": "ns_method standard (bf16 where supported)",
     "DeepSpeed Muon, gram": "its default (fp16 where supported)",
     "DeepSpeed AdamW": "DeepSpeed's fused AdamW",
+    EIGHT_BIT: "in blocks that divide ZeRO's partitions, else it keeps fp32; needs torchao; only on request",
     "torch Muon": "torch.optim.Muon and AdamW, whole matrices on every rank, stage 0 only",
     DION: "under torch's FSDP2, stage 3 only; needs a checkout; only on request",
 }
 
-VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
-    "ours, no overlap": lambda: {"exchange_overlap": False},
+BF16_MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "ours, no overlap": ({"exchange_overlap": False}, {}),
+    "ours, bf16 momentum": ({"momentum_dtype": "bf16"}, {}),
+    "ours, int8 momentum": ({"momentum_dtype": "int8"}, {}),
+    "ours, int8 momentum, bf16 masters": ({"momentum_dtype": "int8"}, BF16_MASTERS),
 }
-"""Other settings of this project than its defaults."""
+"""Other settings of this project than its defaults: ``optimizer.params`` and the section ``bf16``."""
 
 ONLY_STAGE = {"torch Muon": 0, DION: 3}
-ON_REQUEST = {*VARIANTS, DION}
+ON_REQUEST = {*VARIANTS, DION, EIGHT_BIT}
 
 
 class Layer(nn.Module):
@@ -178,10 +188,15 @@ def make_engine(optimizer: str, shape: Shape, stage: int, accumulation: int, dev
     elif optimizer == "torch Muon":
         client = TorchMuon(list(model.named_parameters()))
         config["zero_allow_untested_optimizer"] = True
+    elif optimizer == EIGHT_BIT:
+        from torchao.optim import AdamW8bit
+
+        client = AdamW8bit(model.parameters(), lr=0.0, block_size=64)
+        config["zero_allow_untested_optimizer"] = True
     else:
-        config["optimizer"] = {"type": "Muon", "params": {"lr": 0.0}}
-    if optimizer in VARIANTS:
-        config["optimizer"]["params"].update(VARIANTS[optimizer]())
+        params, bf16 = VARIANTS.get(optimizer, ({}, {}))
+        config["optimizer"] = {"type": "Muon", "params": {"lr": 0.0, **params}}
+        config["bf16"].update(bf16)
     if optimizer.startswith("DeepSpeed Muon"):
         config["optimizer"]["params"]["ns_method"] = optimizer.rpartition(" ")[2]
         if stage == 3:
@@ -353,20 +368,20 @@ def measure_memory(
     """
     shape = MODELS[model]
     gc.collect()
-    before = _memory(device)[0]
+    before = memory_of(device)[0]
     engine = make_engine(optimizer, shape, stage, accumulation, device)
     batches = [batch_of(shape, micro, tokens, device) for micro in range(accumulation)]
     one_step(engine, batches, device)
     gc.collect()
-    _reset_peak(device)
+    reset_peak(device)
     for _ in range(2):
         one_step(engine, batches, device)
-    now, peak = _memory(device)
+    now, peak = memory_of(device)
     engine.destroy()
     return {"peak_bytes": peak - before, "resident_bytes": now - before}
 
 
-def _memory(device: str) -> tuple[int, int]:
+def memory_of(device: str) -> tuple[int, int]:
     if device != "cpu":
         return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
     values = {}
@@ -376,7 +391,7 @@ def _memory(device: str) -> tuple[int, int]:
     return values["VmRSS"], values["VmHWM"]
 
 
-def _reset_peak(device: str) -> None:
+def reset_peak(device: str) -> None:
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
     else:

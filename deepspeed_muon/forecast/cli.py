@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import hjson
+import torch
 
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.errors import ConfigError
@@ -63,7 +64,9 @@ def add_subcommand(subparsers: Any) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    config = _config(arguments.params)
+    configuration = _configuration(arguments.params)
+    config = MuonConfig.from_params(configuration["optimizer"].get("params", {}))
+    bf16 = configuration.get("bf16", {})
     settings = PlanSettings(
         world_size=arguments.world_size,
         stage=arguments.stage,
@@ -72,6 +75,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         gpus_per_node=arguments.gpus_per_node,
         gpu=_gpu(arguments),
         config=config,
+        master_dtype=torch.bfloat16 if bf16.get("bf16_master_weights_and_grads") else torch.float32,
+        half_states=bool(bf16.get("bf16_optimizer_states")),
         efficiency=arguments.efficiency,
     )
     members = load_model(arguments.model)
@@ -99,7 +104,8 @@ def _gpu(arguments: argparse.Namespace) -> Gpu:
     return replace(gpu, network_bandwidth=rate * 1e9 / 8 / max(1, arguments.gpus_per_node))
 
 
-def _config(text: str) -> MuonConfig:
+def _configuration(text: str) -> Mapping[str, Any]:
+    """Return the DeepSpeed configuration in a file, or ``optimizer.params`` as one that has nothing else."""
     path = Path(text)
     from_file = not text.lstrip().startswith("{")
     try:
@@ -107,9 +113,7 @@ def _config(text: str) -> MuonConfig:
         content = hjson.loads(path.read_text(encoding="utf-8")) if from_file else json.loads(text)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--params {text!r}: not JSON, nor a file with JSON: {error}") from error
-    if from_file and "optimizer" in content:
-        content = content["optimizer"].get("params", {})
-    return MuonConfig.from_params(content)
+    return content if "optimizer" in content else {"optimizer": {"params": content}}
 
 
 def _plot(model: str, routes: Sequence[Route], settings: PlanSettings, path: Path) -> None:
@@ -179,7 +183,13 @@ def render(data: Mapping[str, Any]) -> str:
     for part in data["step"]["muon"]["memory"]:
         label = "memory" if part == "total" else f"  {part.replace('_', ' ')}"
         lines.append(_row(f"  {label}, GB", [_cell(s["memory"].get(part), 1e9) for s in steps]))
-    lines += ["", *_assumptions(chosen)]
+    gpu, total = chosen["gpu"], data["step"]["muon"]["memory"]["total"]
+    lines += [
+        f"{'fits' if data['fits'] else 'does not fit'}: {total / 1e9:,.1f} of the {gpu['memory'] / 1e9:.0f} GB of a "
+        f"GPU, without activations and ZeRO's buckets",
+        "",
+        *_assumptions(chosen),
+    ]
     return "\n".join(lines + [f"note: {line}" for line in data["advice"]])
 
 

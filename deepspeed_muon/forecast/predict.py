@@ -35,7 +35,7 @@ from deepspeed_muon.routing.route import Route, order_of_matrices
 from deepspeed_muon.transport.exchange import overlap_fits
 
 # DeepSpeed's defaults: sub_group_size, and the elements up to which stage 3 keeps gathered parameters for backward.
-_SUB_GROUP_NUMEL = 1_000_000_000
+SUB_GROUP_NUMEL = 1_000_000_000
 _REUSE_NUMEL = 1_000_000_000
 
 
@@ -91,6 +91,8 @@ class PlanSettings:
         config: The optimizer's settings.
         device: Where the iteration runs, which decides its dtype.
         model_dtype: Dtype of the forward pass's weights and of their gradients.
+        master_dtype: Dtype of the masters, bf16 with DeepSpeed's ``bf16_master_weights_and_grads``.
+        half_states: Whether DeepSpeed's ``bf16_optimizer_states`` is set.
         reordered: Whether stages 1 and 2 lay the matrices out by the rule of :mod:`deepspeed_muon.plan.order`.
         efficiency: Part of the GPU's tensor operations that the iteration reaches.
         link_efficiency: Part of the bandwidths that copies and collectives reach.
@@ -105,6 +107,8 @@ class PlanSettings:
     config: MuonConfig = field(default_factory=MuonConfig)
     device: torch.device = field(default_factory=lambda: torch.device("cuda"))
     model_dtype: torch.dtype = torch.bfloat16
+    master_dtype: torch.dtype = torch.float32
+    half_states: bool = False
     reordered: bool = True
     efficiency: float = 0.5
     link_efficiency: float = 0.7
@@ -330,7 +334,7 @@ def _step_sets(
     start = filled = 0
     for end, placement in enumerate(placements):
         # ZeRO 3 cuts a param group into sub-groups by the size of its partition.
-        if settings.stage == 3 and filled >= _SUB_GROUP_NUMEL:
+        if settings.stage == 3 and filled >= SUB_GROUP_NUMEL:
             yield order[start:end], layouts[start:end]
             start, filled = end, 0
         filled += placement.head

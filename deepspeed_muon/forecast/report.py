@@ -11,11 +11,20 @@ import numpy as np
 import torch.distributed as dist
 
 from deepspeed_muon.engine import muon_optimizer
-from deepspeed_muon.forecast.predict import Exchange, PlanSettings, divisions, exchange_of, zero_bytes
+from deepspeed_muon.forecast.predict import (
+    SUB_GROUP_NUMEL,
+    Exchange,
+    PlanSettings,
+    divisions,
+    exchange_of,
+    zero_bytes,
+)
 from deepspeed_muon.math.quantizer import BLOCK
 from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.order import flat_partition_numel
 from deepspeed_muon.plan.owners import sent_by_rank
 from deepspeed_muon.routing.route import Route
+from deepspeed_muon.step.state import StatePolicy
 from deepspeed_muon.transport.exchange import SLOTS
 
 # Seconds that each further peer adds to an all-to-all: the order of magnitude of NCCL over InfiniBand.
@@ -77,10 +86,8 @@ def forecast(
         "adamw": _ADAMW_TRAFFIC * other / bandwidth,
     }
     all_adamw = {"adamw": _ADAMW_TRAFFIC * (muon + other) / bandwidth}
-    kept_by_adamw = {**kept, "optimizer_state": 8.0 * (muon + other)}
-    momentum = {"bf16": 2.0, "int8": 1 + 4 / BLOCK}.get(settings.config.momentum_dtype or "", 4.0)
-    memory = {**kept, "optimizer_state": momentum * muon + 8.0 * other}
-    memory |= _buffers(routes, settings, exchange, partition=muon)
+    kept_by_adamw = kept | _state(0, muon + other, settings)
+    memory = kept | _state(muon, other, settings) | _buffers(routes, settings, exchange, partition=muon)
     return {
         "muon": Forecast(sent, *collectives, work, _total(seconds), _total(memory)),
         "adamw": Forecast(0.0, *collectives, 0.0, _total(all_adamw), _total(kept_by_adamw)),
@@ -112,18 +119,46 @@ def _exchange_seconds(settings: PlanSettings, nbytes: float, exchange: Exchange)
     return seconds + _MESSAGE_SECONDS * min(peers, settings.world_size - 1)
 
 
-def _kept(routes: Sequence[Route], settings: PlanSettings) -> tuple[dict[str, float], float, float]:
-    """Return the bytes of weights, gradients and fp32 masters of a rank, and its elements of Muon and of AdamW."""
+def _kept(routes: Sequence[Route], settings: PlanSettings) -> tuple[dict[str, float], int, int]:
+    """Return the bytes of weights, gradients and masters of a rank, and the elements of its partitions.
+
+    The elements are Muon's and AdamW's, ZeRO's padding included.
+    """
     kept = {"weights": 0.0, "gradients": 0.0, "master_weights": 0.0}
-    elements = {"muon": 0.0, "adamw": 0.0}
+    elements = {"muon": 0, "adamw": 0}
+    model, master = settings.model_dtype.itemsize, settings.master_dtype.itemsize
     for _, local, inside in divisions(routes, settings):
-        numel, ranks = sum(route.numel for route in local), inside.world_size
-        kept["weights"] += numel * settings.model_dtype.itemsize / (ranks if settings.stage == 3 else 1)
-        kept["gradients"] += numel * settings.model_dtype.itemsize / (ranks if settings.stage >= 2 else 1)
-        kept["master_weights"] += 4.0 * numel / (ranks if settings.stage else 1)
-        for route in local:
-            elements[route.algorithm] += route.numel / (ranks if settings.stage else 1)
+        for algorithm in elements:
+            own = _partition_numel([each.numel for each in local if each.algorithm == algorithm], inside)
+            whole = own * (inside.world_size if settings.stage in (1, 2) else 1)
+            kept["weights"] += model * whole
+            kept["gradients"] += model * (whole if settings.stage == 1 else own)
+            kept["master_weights"] += master * own
+            elements[algorithm] += own
     return kept, elements["muon"], elements["adamw"]
+
+
+def _partition_numel(numels: Sequence[int], settings: PlanSettings) -> int:
+    """Return the elements of a rank's partition of one param group."""
+    if settings.stage == 3:
+        return sum(-(-numel // settings.world_size) for numel in numels)
+    return flat_partition_numel(sum(numels), settings.world_size) if settings.stage else sum(numels)
+
+
+def _state(muon: int, other: int, settings: PlanSettings) -> dict[str, float]:
+    """Return the bytes that an optimizer with so many elements of Muon and of AdamW keeps and is given.
+
+    ZeRO gives it the gradient in the dtype of the masters, one param group or sub-group at a time.
+    """
+    policy = StatePolicy.of(settings.config, half_states=settings.half_states)
+    master, largest = settings.master_dtype, max(muon, other)
+    momentum = policy.dtype("momentum_buffer", master).itemsize + policy.quantizes_momentum * 4 / BLOCK
+    return {
+        "gradient_copy": master.itemsize
+        * (min(largest, SUB_GROUP_NUMEL) if settings.stage == 3 else largest),
+        "momentum": momentum * muon,
+        "moments": 2 * policy.dtype("exp_avg", master).itemsize * other,
+    }
 
 
 def _buffers(
@@ -226,7 +261,8 @@ def report(
         },
         "sent_bytes_per_rank": _range(sent),
         "step": {name: asdict(found) for name, found in step.items()},
-        "advice": _advice(muon, settings, exchange, step["muon"].memory["total"]),
+        "fits": step["muon"].memory["total"] <= settings.gpu.memory,
+        "advice": _advice(muon, settings, exchange),
     }
     if owners:
         data["owners"]["of"] = {route.name: owner for route, owner in zip(muon, exchange.owners, strict=True)}
@@ -258,8 +294,8 @@ def _range(values: Any) -> dict[str, float]:
     return {"min": float(values.min()), "mean": float(values.mean()), "max": float(values.max())}
 
 
-def _advice(muon: Sequence[Route], settings: PlanSettings, exchange: Exchange, memory: float) -> list[str]:
-    """Return sentences about idle ranks, uneven work, and memory that does not suffice."""
+def _advice(muon: Sequence[Route], settings: PlanSettings, exchange: Exchange) -> list[str]:
+    """Return sentences about idle ranks and uneven work."""
     lines = []
     idle = int((exchange.flops == 0).sum())
     if idle:
@@ -271,11 +307,6 @@ def _advice(muon: Sequence[Route], settings: PlanSettings, exchange: Exchange, m
         lines.append(
             f"under tensor parallelism stacks of up to {stacked} experts have one owner each: --separate-experts shows "
             f"the plan of a model that keeps them as parameters of their own"
-        )
-    if memory > settings.gpu.memory:
-        lines.append(
-            f"{memory / 1e9:.0f} GB per GPU without activations, more than the {settings.gpu.memory / 1e9:.0f} GB of a "
-            f"{settings.gpu.name.upper()}"
         )
     return lines
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,14 @@ from torch import Tensor
 import deepspeed_muon
 from deepspeed_muon.variants import VARIANTS
 from tests.support import training
-from tests.support.contract import HALF_TOLERANCE, STEPS, params_of, reference, train_reference
+from tests.support.contract import (
+    HALF_TOLERANCE,
+    STEPS,
+    backward,
+    params_of,
+    reference,
+    train_reference,
+)
 from tests.support.models import MATRICES, build
 from tests.support.reference import Oracle, in_8_bits, relative
 from tests.support.thinning import full, pairwise
@@ -22,14 +31,20 @@ from tests.support.training import state_bytes, try_to_start
 
 CPU = {"offload_optimizer": {"device": "cpu"}}
 
+# What is left of a tensor that is kept in a dtype.
+KEPT: dict[str, Callable[[Tensor], Tensor]] = {
+    "fp32": Tensor.double,
+    "bf16": lambda values: values.bfloat16().double(),
+    "int8": in_8_bits,
+}
+
 
 @functools.lru_cache(maxsize=8)
 def rounding_reference(
     micro_batches: int, clipping: float, momentum: str = "bf16"
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Train as the reference does, with a momentum that is rounded to ``momentum`` between steps."""
-    keep = in_8_bits if momentum == "int8" else lambda buf: buf.bfloat16().double()
-    oracle = Oracle(MATRICES["toy"], clipping=clipping, keep=keep)
+    oracle = Oracle(MATRICES["toy"], clipping=clipping, keep=KEPT[momentum])
     start, end, _ = train_reference(build("toy"), oracle, micro_batches)
     return start, end, {name: oracle.state[name][0] for name in MATRICES["toy"]}
 
@@ -279,6 +294,45 @@ def test_variants_in_half_precision(ranks: Any, variant: str, stage: int, stored
     dtype = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8"}[momentum]
     assert {*kept, f"momentum_buffer {dtype}"} <= {*result["dtypes"]}
     check_close(result, MASTER_TOLERANCE["bf16"], variant=variant)
+
+
+@functools.lru_cache(maxsize=8)
+def rounded_masters_reference(momentum: str, moments: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Train in one process on the gradients of two ranks; return the masters before and after.
+
+    Weights, gradients, their mean and their clipping are in bf16, as ZeRO keeps them then; the optimizer is in float64
+    and rounds what it keeps between steps.
+    """
+    model, oracle = build("toy").bfloat16(), Oracle(MATRICES["toy"])
+    oracle.keep, oracle.keep_moments = KEPT[momentum], KEPT[moments]
+    start = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for step in range(STEPS):
+        backward(model, step, 2)  # halves, exact in bf16, of which the sum is rounded once
+        norm = math.sqrt(sum(float(param.grad.double().square().sum()) for param in model.parameters()))
+        for param in model.parameters():
+            param.grad.mul_(min(1.0, 0.5 / (norm + 1e-6)))
+        model.double()
+        oracle.update(model)
+        model.bfloat16()
+    return start, {name: param.detach() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("stage", "stored", "momentum"),
+    pairwise(product((3, 2, 1), [each for each in STORED if STORED[each]], ("fp32", "bf16", "int8"))),
+)
+def test_bf16_masters_match_the_rounding_reference(
+    ranks: Any, stage: int, stored: str, momentum: str
+) -> None:
+    params = {"momentum_dtype": momentum}
+    result = ranks(2).run(run, stage=stage, precision="bf16", params=params, **STORED[stored])[0]
+    start, end = rounded_masters_reference(momentum, "bf16" if "all" in stored else "fp32")
+    errors = {name: relative(result["params"][name], end[name], start[name]) for name in end}
+    # Where fp32 and float64 lie on two sides of a tie of bf16 the momentum of an element is off by 2^-8. In the other
+    # dtypes that happens to a few masters alone.
+    assert max(errors.values()) <= (2e-2 if momentum == "bf16" else 2e-3), errors
+    equal = sum(int((result["params"][name] == end[name].double()).sum()) for name in end)
+    assert equal >= (0.9 if momentum == "bf16" else 0.99) * sum(each.numel() for each in end.values())
 
 
 def test_momentum_dtype_wins_over_bf16_optimizer_states(ranks: Any) -> None:

@@ -58,6 +58,7 @@ class Oracle:
     # Name to rows, columns and whether the weight is input x output; 3-D weights are stacked to one matrix first.
     cuts: dict[str, tuple[list[int], list[int], bool]] = field(default_factory=dict)
     keep: Callable[[Tensor], Tensor] = lambda buf: buf
+    keep_moments: Callable[[Tensor], Tensor] = lambda moment: moment
     step: int = 0
     state: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
     # Name and number of a block to what the variant keeps.
@@ -150,7 +151,7 @@ class Oracle:
         m, v = self.state.get(name, (torch.zeros_like(grad), torch.zeros_like(grad)))
         b1, b2 = self.betas
         m, v = b1 * m + (1 - b1) * grad, b2 * v + (1 - b2) * grad**2
-        self.state[name] = (m, v)
+        self.state[name] = (self.keep_moments(m), self.keep_moments(v))
         root = (v / (1 - b2**self.step)).sqrt() + self.eps
         self._apply(param, (m / (1 - b1**self.step)) / root, self.adam_lr, self.weight_decay)
 

@@ -75,7 +75,10 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     bound = 2 * 2 * muon["elements"] / 16 * 15 / 16
     assert data["sent_bytes_per_rank"]["mean"] == pytest.approx(bound, rel=1e-3)
     step = data["step"]
-    assert step["muon"]["memory"]["optimizer_state"] < step["adamw"]["memory"]["optimizer_state"]
+    ours, adamw = (
+        sum(step[name]["memory"][key] for key in ("momentum", "moments")) for name in ("muon", "adamw")
+    )
+    assert ours < adamw
     assert step["adamw"]["sent_bytes"] == 0
 
 
@@ -268,7 +271,7 @@ def test_the_first_example_of_the_page_fits_its_gpus(capsys: pytest.CaptureFixtu
     page = (REPOSITORY / "docs" / "plan.md").read_text()
     first = next(line for line in page.splitlines() if line.startswith("python -m deepspeed_muon plan "))
     assert main(first.split()[3:]) == 0
-    assert "more than the" not in capsys.readouterr().out
+    assert "\nfits: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("count", "said"), [(17, "17"), (1_503_000, "1.50M"), (6_738_000_000, "6.74B")])

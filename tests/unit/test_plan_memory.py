@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,3 +103,38 @@ def test_the_largest_chunk(count: int, bound: int, largest: int) -> None:
     matrices = [Route(f"{number}", (64, 64), "muon", "") for number in range(count)]
     found = exchange_of(matrices, PlanSettings(4, config=MuonConfig(exchange_chunk_numel=bound)))
     assert found.largest_chunk == largest
+
+
+@pytest.mark.parametrize(
+    ("model", "most"), [("llama-7b", 0.171), ("llama-70b", 0.135), ("qwen3-30b-a3b", 0.146)]
+)
+def test_state_with_momentum_in_8_bits_over_adamws(
+    capsys: pytest.CaptureFixture[str], model: str, most: float
+) -> None:
+    """A third at most; embeddings and heads, which AdamW updates, decide how much less."""
+    plan = plan_of(capsys, model, "--params", json.dumps({"momentum_dtype": "int8"}))
+    ours, adamw = (plan["step"][name]["memory"] for name in ("muon", "adamw"))
+    assert 0.127 < (ours["momentum"] + ours["moments"]) / adamw["moments"] <= most < 1 / 3
+
+
+def test_dtypes_of_a_deepspeed_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    bf16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    path = tmp_path / "ds_config.json"
+    found = {}
+    for name, section in (("fp32", {"enabled": True}), ("bf16", bf16)):
+        path.write_text(json.dumps({"optimizer": {"type": "Muon", "params": {}}, "bf16": section}))
+        for stage in (2, 3):
+            plan = plan_of(capsys, "llama-7b", "--params", str(path), "--stage", str(stage))
+            found[name, stage] = plan["step"]["muon"]["memory"]
+    for stage in (2, 3):
+        fp32, half = found["fp32", stage], found["bf16", stage]
+        for part in ("master_weights", "momentum", "moments", "gradient_copy"):
+            assert half[part] == 0.5 * fp32[part] > 0
+
+
+@pytest.mark.parametrize(("ranks", "fits"), [(8, False), (64, True)])
+def test_whether_it_fits(capsys: pytest.CaptureFixture[str], ranks: int, fits: bool) -> None:
+    command = ("llama-70b", "--world-size", str(ranks))
+    assert plan_of(capsys, *command)["fits"] is fits
+    assert main(["plan", *command]) == 0
+    assert ("\nfits: " if fits else "\ndoes not fit: ") in capsys.readouterr().out
