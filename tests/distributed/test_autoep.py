@@ -79,9 +79,7 @@ def make_engine(
         del config["optimizer"]
         optimizer = Muon(model, **training.MUON_PARAMS)
         optimizer = optimizer if client == "made" else lambda _: Muon(model, **training.MUON_PARAMS)
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), config=config, optimizer=optimizer
-    )
+    engine = training.initialize(model, config, optimizer=optimizer)
     compute_exactly(engine.module)
     return engine
 
@@ -469,9 +467,7 @@ def train_hugging_face(rank: int, world_size: int, *, family: str, stage: int, e
         # With transformers 5.23 it raises before there is an optimizer: it cannot tell the decoder from the head.
         patch.setattr(AutoEP, "_retarget_transformers_output_recorders", lambda *_: None)
         model = build_hugging_face(family, listed=False)
-        engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=list(model.parameters()), config=config
-        )
+        engine = training.initialize(model, config)
     norms = []
     for step in range(STEPS):
         tokens = hugging_face_tokens(step, rank)

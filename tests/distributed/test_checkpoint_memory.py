@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 from deepspeed.moe.layer import MoE
@@ -112,9 +111,7 @@ def start(world_size: int, rank: int, kind: str, stage: int) -> Any:
     torch.manual_seed(0)
     mpu = tensor_parallel.Mpu(2) if kind == "tensor" else None
     model = Experts(2) if kind == "experts" else Layers(mpu and mpu.tensor)
-    return deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), config=config, mpu=mpu
-    )[0]
+    return training.initialize(model, config, mpu=mpu)
 
 
 def save_or_load(

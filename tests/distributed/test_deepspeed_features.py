@@ -84,7 +84,7 @@ def with_feature(
         config["activation_checkpointing"] = {"partition_activations": False, "number_checkpoints": 3}
         for block in model.blocks:
             block.forward = recomputed(block.forward)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    engine = training.initialize(model, config)
     if feature == "engine.compile":
         engine.compile(backend=backend)
     norms = []
@@ -184,12 +184,7 @@ def ulysses(rank: int, world_size: int, *, stage: int) -> dict[str, Any]:
 
     parallel_state_sp.initialize_sequence_parallel(2)
     model = build("toy")
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        model_parameters=list(model.parameters()),
-        config=training.ds_config(stage, clipping=0.5),
-        mpu=parallel_state_sp,
-    )
+    engine = training.initialize(model, training.ds_config(stage, clipping=0.5), mpu=parallel_state_sp)
     # Each rank has half of a sequence's mean loss. DeepSpeed adds up the gradients of the ranks that share one, but
     # takes their mean where stage 3 reduces by reduce-scatter.
     share = 1 if stage == 3 else 2
@@ -289,9 +284,7 @@ def refusal(rank: int, world_size: int, *, stage: int, change: dict[str, Any]) -
     model.embed.sparse = change.pop("sparse", False)
     config = training.ds_config(stage, zero=change.pop("zero", {}), extra=change)
     try:
-        engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=list(model.parameters()), config=config
-        )
+        engine = training.initialize(model, config)
         engine.destroy()
     except (deepspeed_muon.UnsupportedConfigError, DeepSpeedConfigError) as error:
         return f"{type(error).__name__}: {error}"

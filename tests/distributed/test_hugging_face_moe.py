@@ -8,7 +8,6 @@ import os
 from itertools import product
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 from deepspeed.utils import set_z3_leaf_modules, unset_z3_leaf_modules
@@ -90,7 +89,7 @@ def train(
     model = make_model(family, listed=listed, leaf=leaf, trained=trained)
     if checkpointed:
         model.gradient_checkpointing_enable()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    engine = training.initialize(model, config)
     if by_keyword:
         for block in blocks_of(model, family):
             block.register_forward_pre_hook(input_by_keyword, prepend=True, with_kwargs=True)

@@ -41,9 +41,7 @@ def client(rank: int, world_size: int, *, stage: int, how: str) -> Any:
         ),
         "callable": lambda: lambda params: Muon(params, model=model, **settings),
     }[how]()
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), optimizer=optimizer, config=config
-    )
+    engine = training.initialize(model, config, optimizer=optimizer)
     for step in range(5):
         training.run_step(engine, step, rank, world_size, 1)
     params = training.full_masters(engine)

@@ -115,9 +115,7 @@ def train_ours(rank: int, world_size: int, *, engines: int) -> list[dict[str, in
         offload = {"offload_optimizer": {"device": "cpu"}} if number % 8 > 4 else {}
         config = training.ds_config(number % 4, zero=offload)
         model = make_model()
-        engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=list(model.parameters()), config=config
-        )
+        engine = training.initialize(model, config)
         for _ in range(2):  # stage 3 knows the order of modules from the second step on
             engine.backward(engine(torch.randn(4, 256)).square().mean())
             engine.step()

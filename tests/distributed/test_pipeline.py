@@ -129,9 +129,7 @@ def resumed(rank: int, world_size: int, *, folder: str, how: str, rest: bool) ->
 
     pipeline, _ = make_pipeline("tied", 2)
     config = training.ds_config(1, accumulation=MICRO_BATCHES, clipping=0.5)
-    engine, *_ = deepspeed.initialize(
-        model=pipeline, model_parameters=list(pipeline.parameters()), config=config
-    )
+    engine = training.initialize(pipeline, config)
     if rest and how == "deepspeed":
         path, _ = engine.load_checkpoint(folder)
         assert path is not None
@@ -170,9 +168,7 @@ def from_zeros(rank: int, world_size: int, *, folder: str) -> dict[str, Any]:
             if names[name] == "blocks.0.up.weight" and what != "saved":
                 nn.init.zeros_(param)
         config = training.ds_config(1, accumulation=MICRO_BATCHES, params=params)
-        engine, *_ = deepspeed.initialize(
-            model=pipeline, model_parameters=list(pipeline.parameters()), config=config
-        )
+        engine = training.initialize(pipeline, config)
         if what == "loaded":
             engine.load_checkpoint(folder)
         try:

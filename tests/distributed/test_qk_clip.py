@@ -301,7 +301,7 @@ def hugging_face(rank: int, world_size: int, *, kind: str, stage: int, attention
     expected = captured_logits(model, batches)
     clip = {"threshold": 1.0}
     config = training.ds_config(stage, params={**FROZEN, "wire_dtype": "fp32", "qk_clip": clip})
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    engine = training.initialize(model, config)
     before = training.full_masters(engine)
     loss = engine(input_ids=batches[rank], labels=batches[rank]).loss
     engine.backward(loss)

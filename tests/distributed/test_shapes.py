@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
 
 import deepspeed_muon
@@ -94,9 +93,7 @@ def client(rank: int, world_size: int, *, stage: int, how: str) -> Any:
         optimizer = lambda params: Muon(params, model=model, **settings)  # noqa: E731
     config = training.ds_config(stage)
     del config["optimizer"]
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), optimizer=optimizer, config=config
-    )
+    engine = training.initialize(model, config, optimizer=optimizer)
     for step in range(5):
         training.run_step(engine, step, rank, world_size, 1)
     report = {

@@ -10,7 +10,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,9 +26,7 @@ ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 
 def engine_of(mpu: Any, config: dict[str, Any], *, seed: int = 0) -> Any:
     model = build("toy", seed=seed)
-    return deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), config=config, mpu=mpu
-    )[0]
+    return training.initialize(model, config, mpu=mpu)
 
 
 def trained(engine: Any, rank: int, ranks: int, steps: int = 3) -> dict[str, torch.Tensor]:
@@ -60,7 +57,7 @@ def two_engines(
 def alone(rank: int, world_size: int, *, stage: int, seed: int, params: dict[str, Any]) -> Any:
     model = build("toy", seed=seed)
     config = training.ds_config(stage, clipping=0.5, params=params)
-    engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    engine = training.initialize(model, config)
     weights = trained(engine, rank, world_size)
     engine.destroy()
     return weights

@@ -11,7 +11,6 @@ import sys
 from types import ModuleType
 from typing import Any
 
-import deepspeed
 import pytest
 
 from tests.support import training
@@ -45,7 +44,7 @@ def ties(rank: int, world_size: int, *, stage: int, precision: str) -> dict[str,
     """Return what an optimizer refers to, and what the replaced methods of its engine and wrapper do."""
     config = training.ds_config(stage, precision=precision, clipping=0.5 if stage else 0.0)
     model = build("toy")
-    engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    engine = training.initialize(model, config)
     for step in range(2):
         training.run_step(engine, step, rank, world_size, 1)
     optimizer, wrapper = engine.basic_optimizer, engine.optimizer

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 from torch import nn
 
 import deepspeed_muon
-from tests.support import tensor_parallel
+from tests.support import tensor_parallel, training
 from tests.support.training import ds_config
 
 
@@ -31,9 +30,7 @@ def start(rank: int, world_size: int, *, stage: int, how: str) -> str:
             "renamed" if how == "name" and last and name == "first" else name, extra[name]
         )
     try:
-        engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=list(model.parameters()), config=ds_config(stage), mpu=mpu
-        )
+        engine = training.initialize(model, ds_config(stage), mpu=mpu)
     except deepspeed_muon.MuonError as error:
         return f"{type(error).__name__}: {error}"
     engine.destroy()

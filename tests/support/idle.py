@@ -60,7 +60,7 @@ def lead(
         settings["extra"] = {"managed_gradient_accumulation": False}
     config = training.ds_config(settings.pop("stage"), accumulation=accumulation, clipping=0.5, **settings)
     model = make_model(config, zero_init, touch, manner)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    engine = training.initialize(model, config)
     paths, norms, skipped = [training.full_masters(engine)], [], []
     for step, micros in enumerate(schedule):
         before = total_skipped(engine)

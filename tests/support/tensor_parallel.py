@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import deepspeed_muon
 from deepspeed_muon import QkRecorder
+from tests.support import training
 from tests.support.attention_models import HEADS, KEY_HEADS, LAYOUTS, WIDTH
 from tests.support.models import Even, batch, build
 from tests.support.training import decoded, ds_config, shapes_chosen
@@ -311,9 +312,7 @@ def _engine(
     else:
         mpu = Mpu(tensor_size)
         model = megatron_model(mpu.tensor, mark=mark, dead=dead)
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), config=config, mpu=mpu
-    )
+    engine = training.initialize(model, config, mpu=mpu)
     return engine
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -50,9 +49,7 @@ def _split_engine(world_size: int, rank: int, topology: dict[str, Any], config: 
         with torch.no_grad():
             for param in model.parameters():
                 param.mul_(1.5)
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), config=config, mpu=mpu
-    )
+    engine = training.initialize(model, config, mpu=mpu)
     if kind == "autoep":
         autoep_models.compute_exactly(engine.module)
     return engine

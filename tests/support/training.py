@@ -65,7 +65,14 @@ def make_engine(config: dict[str, Any], kind: str = "toy", *, zero_init: bool = 
         model = build(kind, **kwargs)
     if zero_init:
         load_unpartitioned(model, kind, kwargs)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    return initialize(model, config)
+
+
+def initialize(model: nn.Module, config: dict[str, Any], **kwargs: Any) -> Any:
+    """Return an engine that trains all parameters of a model."""
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=config, **kwargs
+    )
     return engine
 
 
