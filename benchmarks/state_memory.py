@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import itertools
 import json
 import os
 import statistics
@@ -186,35 +187,30 @@ def model_shares(model: str) -> dict[str, int]:
 
 def predictions() -> list[str]:
     """Return what ``plan`` says of 7B and 70B: optimizer state, and all that it counts."""
-    dtypes = ("fp32", "bf16", "int8")
+    half = {"master_dtype": torch.bfloat16, "half_states": True}
+    ours: dict[str, tuple[str, Row]] = {each: (each, {}) for each in ("fp32", "bf16", "int8")}
+    ours["int8, bf16 masters"] = ("int8", half)
+    names = (*(f"ours, {name}" for name in ours), "AdamW", "8-bit AdamW")
     lines = [
-        "| model | GPUs | stage | "
-        + " | ".join(f"`momentum_dtype` {each}" for each in dtypes)
-        + " | AdamW | 8-bit AdamW | int8 over AdamW |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| model | GPUs | stage | {' | '.join(names)} | int8 over AdamW |",
+        "|---" * (len(names) + 4) + "|",
     ]
-    for model in ("llama-7b", "llama-70b"):
-        members = load_model(model)
-        for gpus in (8, 64):
-            for stage in (1, 2, 3):
-                found = {}
-                for dtype in dtypes:
-                    config = MuonConfig(momentum_dtype=dtype)
-                    step = forecast(
-                        route_parameters(members, config), PlanSettings(gpus, stage, config=config)
-                    )
-                    found[dtype], found["AdamW"] = dict(step["muon"].memory), dict(step["adamw"].memory)
-                moments = found["AdamW"]["moments"]
-                saved = moments * (1 - EIGHT_BIT_MOMENTS / 8)
-                total = found["AdamW"]["total"] - saved
-                found["8-bit AdamW"] = {"momentum": 0.0, "moments": moments - saved, "total": total}
-                states = {name: each["momentum"] + each["moments"] for name, each in found.items()}
-                cells = [
-                    f"{states[name] / 1e9:.2f} / {fits(found[name]['total'])}"
-                    for name in (*dtypes, "AdamW", "8-bit AdamW")
-                ]
-                ratio = states["int8"] / states["AdamW"]
-                lines.append(f"| {model} | {gpus} | {stage} | {' | '.join(cells)} | {ratio:.3f} |")
+    for model, gpus, stage in itertools.product(("llama-7b", "llama-70b"), (8, 64), (1, 2, 3)):
+        members, found = load_model(model), {}
+        for name, (dtype, dtypes) in ours.items():
+            config = MuonConfig(momentum_dtype=dtype)
+            settings = PlanSettings(gpus, stage, config=config, **dtypes)
+            step = forecast(route_parameters(members, config), settings)
+            memory = step["muon"].memory
+            found[name] = memory["momentum"] + memory["moments"], memory["total"]
+            if not dtypes:
+                found["AdamW"] = step["adamw"].memory["moments"], step["adamw"].memory["total"]
+        state, total = found["AdamW"]
+        found["8-bit AdamW"] = state * EIGHT_BIT_MOMENTS / 8, total - state * (1 - EIGHT_BIT_MOMENTS / 8)
+        order = (*ours, "AdamW", "8-bit AdamW")
+        cells = [f"{found[name][0] / 1e9:.2f} / {fits(found[name][1])}" for name in order]
+        ratio = found["int8"][0] / found["AdamW"][0]
+        lines.append(f"| {model} | {gpus} | {stage} | {' | '.join(cells)} | {ratio:.3f} |")
     return lines
 
 
@@ -288,17 +284,22 @@ def main() -> None:
         "",
         f"Model {arguments.model}: {shares['all']:,} parameters, of which AdamW updates "
         f"{1 - shares['muon'] / shares['all']:.1%} (embedding, head, norms). Bytes of all ranks together for each "
-        f"parameter of the model. *Their copy* is the gradient in the masters' dtype that ZeRO makes for the step, one "
-        f"param group at a time. Gradients are counted after each backward pass, the state and buffers after the step.",
+        f"parameter of the model. *Their copy* is the gradient in the masters' dtype that ZeRO makes for the step, "
+        f"one param group at a time. Gradients are counted after each backward pass, state and buffers after the step. "
+        f"Peaks are of the process: activations, ZeRO's buckets and, at stage 3, gathered parameters, here all of "
+        f"them, are no part of what `plan` says. For a partition that its blocks do not divide AdamW8bit keeps fp32: "
+        f"with its default of 256 for those of 2 and 4 ranks.",
         "",
         *measured_table(list(rows.values())),
         "",
         "Predicted by `plan`, GB of each GPU: optimizer state / everything it counts (no activations, no buckets of "
-        "ZeRO), bold where an H100 of 80 GB holds it. 8-bit AdamW is computed with 2.03 bytes a parameter.",
+        "ZeRO, no gathered parameters), bold where an H100 of 80 GB holds it. 8-bit AdamW is computed, not planned: "
+        "2.03 bytes a parameter, blocks of 256.",
         "",
         *predictions(),
         "",
-        f"Elementwise passes over {arguments.numel:,} elements, {torch.get_num_threads()} threads:",
+        f"Elementwise passes over {arguments.numel:,} elements, {torch.get_num_threads()} threads, beside other "
+        f"programs (load {used['load_at_end'][0]}):",
         "",
         *passes(arguments.numel, arguments.repeats),
     ])  # fmt: skip

@@ -186,7 +186,7 @@ def render(data: Mapping[str, Any]) -> str:
     gpu, total = chosen["gpu"], data["step"]["muon"]["memory"]["total"]
     lines += [
         f"{'fits' if data['fits'] else 'does not fit'}: {total / 1e9:,.1f} of the {gpu['memory'] / 1e9:.0f} GB of a "
-        f"GPU, without activations and ZeRO's buckets",
+        f"GPU, without activations, ZeRO's buckets and gathered parameters",
         "",
         *_assumptions(chosen),
     ]
