@@ -351,8 +351,8 @@ class Muon(RoutedOptimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         if not {id(param) for param in params} <= known:
             raise BindingError(
-                "the optimizer's parameters were replaced by flat partitions, but it was not told where they lie: call "
-                "deepspeed_muon.register() before deepspeed.initialize"
+                "DeepSpeed replaced the optimizer's parameters with flat partitions, but did not pass their layout to "
+                "the optimizer: call deepspeed_muon.register() before deepspeed.initialize"
             )
         # Tensors on "meta" and those of FakeTensorMode.
         if any(param.untyped_storage().device.type == "meta" for param in params):

@@ -336,8 +336,8 @@ def parse_sealed(text: bytes, path: str, form: str) -> dict[str, Any]:
     version = content.get("version")
     if type(version) is not int or version != VERSION:
         raise CheckpointError(
-            f"{path}: format version {version!r}; this release reads version {VERSION}: write it anew from DeepSpeed's "
-            f"files, or with the release that wrote it"
+            f"{path}: format version {version!r}; this release reads version {VERSION}: consolidate DeepSpeed's "
+            f"checkpoint again, or use the release that wrote it"
         )
     found = content.pop(_CHECKSUM, None)
     if found != _checksum(content):

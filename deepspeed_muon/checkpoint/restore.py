@@ -309,8 +309,8 @@ def _fill(plan: _Plan, source: StateSource) -> None:
             except BaseException as caught:
                 interrupt = None if isinstance(caught, Exception) else caught
                 raise CheckpointError(
-                    f"{source.where} was verified, and then reading it ended early: {caught!r}. The engine holds a "
-                    f"part of it: restore again, or make the engine anew"
+                    f"{source.where} passed all checks, but could not be read to the end: {caught!r}. The engine is "
+                    f"partly restored: call restore again, or initialize a new engine"
                 ) from caught
     except CheckpointError:
         if interrupt is not None:
@@ -363,7 +363,7 @@ def _row_keys(state: LiveState) -> tuple[str, ...]:
 
 
 def _say_what_happens_to_rows(state: LiveState, source: StateSource) -> None:
-    """Warn where the variant's state starts anew or is dropped, because the saved run had another variant."""
+    """Warn where the variant's state is reset or dropped, because the saved run had another variant."""
     pairs = [(parameter, source.parameters[parameter.name]) for parameter in state.parameters]
     told = []
     for key, kind in ROW_STATE.items():

@@ -109,7 +109,7 @@ def register() -> None:
         )
     if unknown := differences():
         raise RegistrationError(
-            f"DeepSpeed {deepspeed.__version__} is not as deepspeed_muon knows it, so Muon could train wrong: "
+            f"DeepSpeed {deepspeed.__version__} differs from the tested releases, so Muon could train wrong: "
             f"{'; '.join(unknown)}. Tested are {OLDEST} to {NEWEST}: install one of them, or a newer deepspeed_muon"
         )
     for hook in HOOKS:

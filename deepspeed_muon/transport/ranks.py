@@ -305,9 +305,9 @@ def _report(what: str, group: dist.ProcessGroup | None, error: Exception) -> str
     wanted = group_timeout()
     limit = "" if wanted is None else f" The process group's time-out is {wanted.total_seconds():g} s."
     return (
-        f"rank {dist.get_rank()} waited in vain in the {what} with ranks {ranks}: {who}.{limit} A rank that ended, "
-        f"hangs or does something else than the others leaves them waiting: look at its log. Weights may be updated in "
-        f"part; go on from a checkpoint. The collective said: {error}"
+        f"rank {dist.get_rank()} failed or timed out in the {what} with ranks {ranks}: {who}.{limit} A rank that "
+        f"exits, hangs or runs other code than the others blocks them: look at its log. Weights may be partly updated; "
+        f"resume from a checkpoint. The collective's error: {error}"
     )
 
 
