@@ -31,6 +31,12 @@ SOME_RANKS = (
     "save_checkpoint; save module.state_dict() and optimizer.state_dict() of each rank instead"
 )
 
+ON_NVME = (
+    "masters and momentum are on the disk, where consolidated sets and universal checkpoints are neither read from nor "
+    "written to. engine.save_checkpoint and load_checkpoint resume the run on the same ranks; offload to device cpu to "
+    "change them"
+)
+
 
 class Host:
     """The engine around an optimizer. The engine sets it as ``Muon.host`` when it binds the optimizer.
@@ -39,6 +45,7 @@ class Host:
         described: Name of each trained parameter to the record of its whole tensor before any step, the part of it that
             this rank has, and the reason of its route. A text in their place says why the part is not known.
         step_thread: The thread that took the last step; ``None`` before the first one.
+        is_swapped: Whether masters and momentum are on NVMe between two steps.
         save_id: Random id of the save that ``engine.save_checkpoint`` is writing, equal on all ranks; else ``None``.
     """
 
@@ -56,6 +63,7 @@ class Host:
         self._reference = weakref.ref(engine)
         self._view_of = view_of
         self.described = described(engine.basic_optimizer.routes, parts)
+        self.is_swapped = view_of(engine.optimizer).swap_folder is not None
         self.save_id: str | None = None
         self.step_thread: int | None = None
         self._restoring: str | None = None
@@ -193,13 +201,16 @@ def require_all_ranks(engine: Any) -> None:
 
     Raises:
         CheckpointError: If the engine does not have all ranks of the program, or another thread takes its steps: its
-            collectives and those of the save would meet in another order on each rank.
+            collectives and those of the save would meet in another order on each rank. Or if they offload to NVMe.
     """
     optimizer = getattr(engine, "basic_optimizer", None)
     ranks = getattr(optimizer, "ranks", None)
     if ranks is not None and not ranks.are_all:
         raise CheckpointError(f"this engine has some of the program's ranks only: {SOME_RANKS}")
-    thread = getattr(getattr(optimizer, "host", None), "step_thread", None)
+    host = getattr(optimizer, "host", None)
+    if getattr(host, "is_swapped", False):
+        raise CheckpointError(f"consolidated sets and universal checkpoints with NVMe offload: {ON_NVME}")
+    thread = getattr(host, "step_thread", None)
     if thread not in (None, threading.get_ident()):
         raise CheckpointError(
             "another thread takes the steps of this engine: save and restore in the thread that calls engine.step"

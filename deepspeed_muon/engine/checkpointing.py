@@ -27,6 +27,7 @@ from deepspeed_muon.checkpoint.restore import first_lines, restore_from_source
 from deepspeed_muon.checkpoint.settings import Before
 from deepspeed_muon.checkpoint.sources import UniversalSource
 from deepspeed_muon.checkpoint.tag_folder import Glance, glance, is_ours
+from deepspeed_muon.engine.nvme import check_copy, load_the_rest, prepare_save
 from deepspeed_muon.engine.zero.stages import FlatView, view_of
 from deepspeed_muon.engine.zero.views import Original, View
 from deepspeed_muon.errors import CheckpointError
@@ -92,6 +93,8 @@ def save_checkpoint(
     ((_, save_id),) = optimizer.ranks.collect([secrets.token_hex(8)], most=1, what="naming of a save")
     client_state = {**(client_state or {}), SAVE_KEY: save_id}
     optimizer.host.save_id = save_id
+    with together(CheckpointError, ranks=optimizer.ranks):
+        prepare_save(engine, Path(save_dir or "") / (tag or f"global_step{engine.global_steps}"), save_id)
     try:
         return original(save_dir, tag, client_state, *args, **kwargs)
     finally:
@@ -112,6 +115,8 @@ def load_checkpoint(original: Original, engine: Any, *args: Any, **kwargs: Any) 
     before = Before(engine)
     try:
         path, client_state = original(*args, **kwargs)
+        if saved is not None:
+            load_the_rest(engine, given.get("load_dir"), saved.folder.name)
     except Exception as error:
         if universal:
             before.put_back()
@@ -178,6 +183,7 @@ def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> Glance
         if tag is not None:
             with refusing(f"{load_dir!r}"):
                 save_id = _save_id(engine, folder, str(tag), load, with_state=with_state)
+            check_copy(engine, folder / str(tag), saved, save_id, with_state)
         agreed.tell(f"save of the rank's files ({_ONE_SAVE})", save_id)
         shown = saved and f"{saved.folder.name} of {saved.kind}, stage {saved.stage}, {saved.ranks} ranks"
         agreed.tell("checkpoint", shown or "none")

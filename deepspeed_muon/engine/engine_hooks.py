@@ -25,8 +25,9 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
-from deepspeed_muon.engine import checkpointing, gradients, offload, running, scaling
+from deepspeed_muon.engine import checkpointing, gradients, nvme, offload, running, scaling
 from deepspeed_muon.engine.zero.stages import WRAPPERS, Bf16View, Zero3View, Zero12View, ZeroView, view_of
+from deepspeed_muon.engine.zero.swapper import swap_what_fits
 from deepspeed_muon.engine.zero.views import HalfView, Memory, Original, PlainView, View
 
 RELEASED = "_PartitionedParameterCoordinator__params_to_release"
@@ -160,6 +161,29 @@ ENGINE_HOOKS = (
     EngineHook("wrapper", "has_overflow", gradients.has_overflow, ZeroView),
     # Stage 3 moves the state of FusedAdam alone, and the exchange would keep its buffers on the device.
     EngineHook("wrapper", "offload_states", offload.offload_states, ZeroView),
+    # The step would find no gradient: none is swapped, because unaligned ones would not be read.
+    EngineHook(
+        "wrapper",
+        "_optimizer_states_and_gradient_swap_in",
+        nvme.swap_in,
+        Zero3View,
+        lambda view: view.swap_folder,
+    ),
+    # safe_set_full_grad would change a copy of it.
+    EngineHook("wrapper", "_writeback_swap_state", nvme.write_back, Zero3View, lambda view: view.swap_folder),
+    # With pipelines masters and state would show buffers of the swapper that hold another sub-group, and a save would
+    # write those.
+    EngineHook(
+        "wrapper",
+        "_optimizer_states_and_gradient_swap_out",
+        nvme.swap_out,
+        Zero3View,
+        lambda view: view.swap_folder,
+    ),
+    # DeepSpeed would write `latest` while some ranks still copy their swap files.
+    EngineHook(
+        "wrapper", "checkpoint_event_epilogue", nvme.wait_for_copies, Zero3View, lambda view: view.swap_folder
+    ),
     # DeepSpeed's loader knows Adam's state only, and reads parameters from places that can be wrong.
     EngineHook(
         "wrapper", "_load_universal_checkpoint", checkpointing.load_universal_checkpoint, (ZeroView, Bf16View)
@@ -193,6 +217,10 @@ def hook_engine(engine: Any) -> None:
         # A mend: with torch_autocast in fp16 the norm is that of scaled gradients, and once it is not finite every
         # later step is skipped. An engine made after such a one would not use its own loss scale.
         view.remove_grad_scaler(is_used=engine.torch_autocast_enabled())
+    if isinstance(view, Zero3View) and view.swapper is not None:
+        # DeepSpeed would swap rows of variants with the length of the partition, and a bf16 momentum as fp32. After a
+        # load it would swap no state at all.
+        swap_what_fits(view.swapper, view.optimizer)
     if isinstance(view, Zero12View):
         # ZeRO 1 and 2 in bf16 would look for no gradients that are not finite, and update some partitions of a step.
         view.look_for_overflow()

@@ -11,16 +11,19 @@ from typing import Any
 
 import torch
 from deepspeed.moe.layer import MoE
+from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.utils import groups
 from pydantic import BaseModel
 
-from deepspeed_muon.checkpoint.live import SOME_RANKS
+from deepspeed_muon.checkpoint.live import ON_NVME, SOME_RANKS
 from deepspeed_muon.config import MuonConfig
 from deepspeed_muon.engine.offload import half_states, master_dtype, offload_device
 from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group, tensor_shards
 from deepspeed_muon.engine.topology import ranks_of
 from deepspeed_muon.errors import UnsupportedConfigError
+from deepspeed_muon.logs import logger
 from deepspeed_muon.routing.parameters import is_divided
+from deepspeed_muon.variants import VARIANTS
 from deepspeed_muon.version import __version__
 
 _Table = Mapping[str, tuple[Callable[[Any], Any], str]]
@@ -57,6 +60,12 @@ def refuse_with_settings(engine: Any, config: MuonConfig) -> None:
     for setting, table in _REFUSED_WITH.items():
         if getattr(config, setting):
             _refuse(engine, table, f"optimizer.params.{setting} with ")
+    if VARIANTS[config.variant].relative_rate and offload_device(engine) == "nvme":
+        raise UnsupportedConfigError(
+            f"optimizer.params.variant {config.variant!r} with zero_optimization.offload_optimizer.device nvme is not "
+            f"supported by deepspeed_muon: before the first step it looks at all weights at once, and they are on the "
+            f"disk. Use device cpu, or another variant"
+        )
 
 
 def refuse_blocks_of_shards(engine: Any, config: MuonConfig) -> None:
@@ -117,6 +126,15 @@ def _has_layers_of_deepspeed(engine: Any) -> bool:
     return engine.has_moe_layers and any(isinstance(module, MoE) for module in engine.module.modules())
 
 
+def _loads_async_io() -> bool:
+    try:
+        AsyncIOBuilder().load(verbose=False)
+    except Exception as error:  # compilers and linkers raise anything
+        logger.info("deepspeed_muon: async_io cannot be loaded: %s", error)
+        return False
+    return True
+
+
 def _is_cut(engine: Any) -> bool:
     return tensor_parallel_group(engine) is not None
 
@@ -165,10 +183,6 @@ _KNOWN_KEYS = frozenset((
     "leaf_module", "classes", "names", "name_suffixes",
 ))  # fmt: skip
 
-_NVME = (
-    "swapped to a disk, DeepSpeed's own AdamW did not give the result that it gives in memory, and neither did ours. "
-    "Use device cpu"
-)
 _QUANTIZING = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 _QUANTIZED = (
     "it needs DeepSpeed's CUDA quantizer, with which no result has been compared with the reference; remove it "
@@ -184,13 +198,28 @@ _REFUSED: _Table = {
         "it steps AdamW in worker processes that see one rank's slice of a matrix, while Muon needs whole matrices of "
         "all ranks. Remove super_offload; offload_optimizer.device cpu works",
     ),
-    "zero_optimization.offload_optimizer.device nvme": (
-        lambda engine: offload_device(engine) == "nvme",
-        _NVME,
+    "zero_optimization.offload_optimizer.device nvme at stages 1 and 2": (
+        lambda engine: offload_device(engine) == "nvme" and engine.zero_optimization_stage() < 3,
+        "DeepSpeed keeps the state in memory there. Use stage 3, or device cpu",
+    ),
+    "zero_optimization.offload_optimizer.ratio with device nvme": (
+        lambda engine: (
+            offload_device(engine) == "nvme" and engine._config.zero_config.offload_optimizer.ratio < 1
+        ),
+        "no result was compared with the reference. Remove ratio, or use device cpu",
+    ),
+    "zero_optimization.offload_optimizer.device nvme with expert_parallel (AutoEP)": (
+        lambda engine: offload_device(engine) == "nvme" and expert_parallel(engine),
+        "DeepSpeed cannot save it. Use device cpu",
+    ),
+    "zero_optimization.offload_optimizer.device nvme without DeepSpeed's operator async_io": (
+        lambda engine: offload_device(engine) == "nvme" and not _loads_async_io(),
+        "it reads and writes the disk, and can be neither loaded nor built. Install libaio (Debian's libaio-dev) and a "
+        "C++ compiler; ds_report says more. Or use device cpu",
     ),
     "zero_optimization.offload_param.device nvme": (
         lambda engine: offload_device(engine, "offload_param") == "nvme",
-        _NVME,
+        "no result was compared with the reference. offload_param.device cpu works, and offload_optimizer.device nvme",
     ),
     "zero_optimization.zenflow": (
         _is_set("zero_config.zenflow"),
@@ -276,6 +305,10 @@ _REFUSED: _Table = {
     ),
 }
 _CONSOLIDATED: _Table = {
+    "zero_optimization.offload_optimizer.device nvme": (
+        lambda engine: offload_device(engine) == "nvme",
+        ON_NVME,
+    ),
     "an engine of some of the program's ranks": (lambda engine: not ranks_of(engine).are_all, SOME_RANKS),
 }
 _REFUSED_WITH: Mapping[str, _Table] = {

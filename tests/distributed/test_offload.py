@@ -110,8 +110,11 @@ def zero(stage: int, **settings: Any) -> dict[str, Any]:
             zero(2, offload_optimizer={"device": "cpu"}, zenflow={"topk_ratio": 0.1}),
             ["zenflow", "device cpu works"],
         ),
-        (zero(2, offload_optimizer={"device": "nvme", "nvme_path": "/tmp"}), ["nvme", "Use device cpu"]),
-        (zero(3, offload_optimizer={"device": "nvme", "nvme_path": "/tmp"}), ["nvme", "Use device cpu"]),
+        (zero(2, offload_optimizer={"device": "nvme", "nvme_path": "/tmp"}), ["nvme", "Use stage 3"]),
+        (
+            zero(3, offload_param={"device": "nvme", "nvme_path": "/tmp"}),
+            ["offload_param", "device cpu works"],
+        ),
     ],
 )
 def test_refused(ranks: Any, change: dict[str, Any], said: list[str]) -> None:

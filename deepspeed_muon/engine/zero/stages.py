@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -246,6 +247,24 @@ class Zero3View(ZeroView):
     def __init__(self, wrapper: Any) -> None:
         super().__init__(wrapper, wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat)
         self.offloads = bool(wrapper.offload_optimizer)
+        self.swapper = wrapper.optimizer_swapper
+        self.swap_folder = None if self.swapper is None else Path(self.swapper.swap_folder)
+
+    def is_swapped(self, index: int) -> bool:
+        """Return whether master and state of a sub-group lie on NVMe between steps; DeepSpeed keeps small ones."""
+        return bool(self.wrapper._swappable_optimizer_subgroup(index))
+
+    def gradients(self) -> dict[int, list[Tensor]]:
+        found = super().gradients()
+        # The masters of swapped sub-groups have theirs in the step only.
+        swapped = (index for index in range(len(self.masters)) if self.is_swapped(index))
+        return found | {index: [self.accumulated(index)] for index in swapped}
+
+    def accumulated(self, index: int) -> Tensor:
+        """Return the gradient of a sub-group in the buffer that gradients are accumulated in, one after the other."""
+        numels = self.wrapper.fp16_partitioned_groups_flat_numel
+        found: Tensor = self.wrapper.grad_partitions_flat_buffer.narrow(0, sum(numels[:index]), numels[index])
+        return found
 
     def group(self, index: int) -> dist.ProcessGroup | None:
         # Up to 0.19.2 one process group divides all sub-groups.
@@ -333,9 +352,11 @@ _READ: dict[type[View], tuple[str, ...]] = {
         "single_partition_of_fp32_groups", "use_grad_accum_attribute",
     ),
     Zero3View: (
-        *_READ_OF_ZERO, "_unflatten_partitioned_parameters", "checkpoint_event_epilogue", "checkpoint_event_prologue",
-        "fp16_groups", "fp16_partitioned_groups_flat", "fp32_partitioned_groups_flat", "offload_optimizer",
-        "parameter_offload", "partition_grads", "reduce_and_partition_stream", "sub_group_to_group_id",
+        *_READ_OF_ZERO, "_swappable_optimizer_subgroup", "_unflatten_partitioned_parameters",
+        "checkpoint_event_epilogue", "checkpoint_event_prologue", "fp16_groups", "fp16_partitioned_groups_flat",
+        "fp16_partitioned_groups_flat_numel", "fp32_partitioned_groups_flat", "grad_partitions_flat_buffer",
+        "offload_optimizer", "optimizer_swapper", "parameter_offload", "partition_grads", "reduce_and_partition_stream",
+        "sub_group_to_group_id",
     ),
 }  # fmt: skip
 

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
@@ -53,11 +54,13 @@ class View:
         offloads: Whether gradients and masters are kept on the CPU.
         is_one_call: Whether one call of the inner step updates all partitions, and not one each.
         keeps_gradients: Whether gradients outlive the step in buffers.
+        swap_folder: This rank's folder with masters and state between two steps; ``None`` without NVMe.
     """
 
     offloads = False
     is_one_call = True
     keeps_gradients = False
+    swap_folder: Path | None = None
 
     def __init__(self, wrapper: Any, params: Sequence[Sequence[Tensor]], masters: Sequence[Tensor]) -> None:
         self.wrapper, self.params, self.masters = wrapper, params, masters

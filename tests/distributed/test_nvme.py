@@ -1,0 +1,343 @@
+"""Offload to NVMe at stage 3: the result, a killed run that resumes, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from deepspeed import utils
+from deepspeed.ops.op_builder import AsyncIOBuilder
+from deepspeed.runtime.swap_tensor import optimizer_utils
+
+import deepspeed_muon
+from tests.support import training
+from tests.support.async_io import stand_in
+from tests.support.contract import compare, params_of
+from tests.support.harness import RanksFailed, base_environment, run_ranks
+from tests.support.models import batch
+from tests.support.native_ops import warm
+from tests.support.training import try_to_start
+
+# Elements of a rank: on two ranks the model's matrices make five sub-groups.
+SUB_GROUP = 300
+
+
+@contextlib.contextmanager
+def small_swaps(*, native: bool = False) -> Iterator[None]:
+    """Let DeepSpeed swap sub-groups of 512 bytes and more, not of a megabyte; with its operator only if asked for."""
+    with contextlib.ExitStack() as patched:
+        patched.enter_context(mock.patch.object(optimizer_utils, "MIN_AIO_BYTES", 512))
+        if native:
+            ctypes.CDLL("libaio.so.1", mode=ctypes.RTLD_GLOBAL)  # DeepSpeed's build for a CPU lacks -laio
+        else:
+            patched.enter_context(mock.patch.object(AsyncIOBuilder, "load", return_value=stand_in()))
+        yield
+
+
+def settings(folder: str, *, device: str = "nvme", pipelined: bool = False, **more: Any) -> dict[str, Any]:
+    offload: dict[str, Any] = {"device": device, "buffer_count": 9, "pin_memory": False}
+    if device == "nvme":
+        offload |= {"nvme_path": folder, "pipeline_read": pipelined, "pipeline_write": pipelined}
+    extra = {"aio": {"block_size": 512}, **more.pop("extra", {})}
+    zero = {"offload_optimizer": offload, "sub_group_size": SUB_GROUP}
+    return training.ds_config(3, clipping=0.5, zero=zero, extra=extra, **more)
+
+
+def read(engine: Any) -> dict[str, Any]:
+    """Assemble masters and momentum, read from the disk where they are there."""
+    wrapper, optimizer = engine.optimizer, deepspeed_muon.muon_optimizer(engine)
+    copies: dict[torch.Tensor, dict[str, Any]] = {}
+    swapped = []
+    for index, master in enumerate(wrapper.fp32_partitioned_groups_flat):
+        if is_swapped := wrapper._swappable_optimizer_subgroup(index):
+            assert master.numel() == 0
+            wrapper._optimizer_states_and_gradient_swap_in(index)
+        own = {key: each for key, each in optimizer.state[master].items() if torch.is_tensor(each)}
+        copies[master] = {"fp32": master.detach().clone(), **{k: v.clone() for k, v in own.items()}}
+        copies[master]["step"] = optimizer.state[master].get("step")
+        if is_swapped:
+            wrapper._release_swap_buffers(index)
+            swapped.append([key for key, each in own.items() if not each.numel()])
+    found = {
+        "params": training._assemble(engine, lambda _, tensor: copies[tensor]["fp32"]),
+        "steps": [each["step"] for each in copies.values()],
+        "state": [
+            [each[key] for key in sorted(each) if torch.is_tensor(each[key])] for each in copies.values()
+        ],
+        "swapped": swapped,
+    }
+    if optimizer.state_policy.momentum_dtype != "int8":
+        found["momentum"] = training._assemble(engine, lambda _, t: copies[t].get("momentum_buffer"))
+    return found
+
+
+def train(
+    rank: int,
+    world_size: int,
+    *,
+    folder: str,
+    steps: int = 5,
+    accumulation: int = 1,
+    native: bool = False,
+    **more: Any,
+) -> dict[str, Any]:
+    with small_swaps(native=native):
+        engine = training.make_engine(settings(folder, accumulation=accumulation, **more))
+        norms = []
+        for step in range(steps):
+            training.run_step(engine, step, rank, world_size, accumulation)
+            norms.append(float(engine.get_global_grad_norm()))
+        report = {**read(engine), "norms": norms}
+        engine.destroy()
+    return report
+
+
+def equal(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
+    for left, right in zip(one, other, strict=True):
+        assert left["norms"] == right["norms"] and left["steps"] == right["steps"]
+        torch.testing.assert_close(left["params"], right["params"], rtol=0, atol=0)
+        torch.testing.assert_close(left["state"], right["state"], rtol=0, atol=0)
+
+
+def test_sub_groups_are_swapped(ranks: Any, tmp_path: Path) -> None:
+    """Masters, momentum and moments lie on the disk between steps; the result is the reference's."""
+    results = ranks(2).run(train, folder=str(tmp_path))
+    swapped = results[0]["swapped"]
+    assert ["momentum_buffer"] in swapped and ["exp_avg", "exp_avg_sq"] in swapped, swapped
+    compare(results, "toy", 2, 0.5)
+
+
+# Beside the reference: what the same settings give with offload to the CPU, to the last bit.
+CASES: dict[str, dict[str, Any]] = {
+    "pipelined": {"pipelined": True},
+    "accumulation": {"accumulation": 3, "pipelined": True},
+    "normuon": {"params": params_of("normuon")},
+    "muown": {"params": params_of("muown")},
+    "bf16 momentum": {"params": {"momentum_dtype": "bf16"}},
+    "int8 momentum": {"params": {"momentum_dtype": "int8"}},
+    "bf16": {"precision": "bf16", "pipelined": True},
+    "fp16": {"precision": "fp16"},
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.full
+def test_as_on_the_cpu(ranks: Any, tmp_path: Path, name: str, world_size: int) -> None:
+    case = CASES[name]
+    found = ranks(world_size).run(train, folder=str(tmp_path), **case)
+    in_memory = {key: value for key, value in case.items() if key != "pipelined"}
+    equal(found, ranks(world_size).run(train, folder=str(tmp_path), device="cpu", **in_memory))
+    if name in ("pipelined", "accumulation"):
+        compare(found, "toy", world_size * case.get("accumulation", 1), 0.5)
+    if name == "normuon":
+        compare(found, "toy", world_size, 0.5, variant="normuon")
+    swapped = [key for keys in found[0]["swapped"] for key in keys]
+    # The swapper keeps tensors with dtype and length of the masters only.
+    assert ("momentum_buffer" in swapped) == ("momentum" not in name)
+
+
+@pytest.mark.full
+@pytest.mark.time_limit(1200)
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_with_deepspeeds_operator(ranks: Any, tmp_path: Path, pipelined: bool) -> None:
+    """All other tests here have a stand-in for it, since it needs libaio and minutes to build."""
+    if not AsyncIOBuilder().is_compatible():
+        pytest.skip("DeepSpeed's operator async_io needs libaio (Debian's libaio-dev)")
+    build = "import ctypes, deepspeed.ops.op_builder as b; ctypes.CDLL('libaio.so.1', 256); b.AsyncIOBuilder().load()"
+    subprocess.run([sys.executable, "-c", build], env=base_environment(warm()), check=True, timeout=1000)
+    found = ranks(2).run(
+        train, folder=str(tmp_path), native=True, pipelined=pipelined, params=params_of("normuon")
+    )
+    compare(found, "toy", 2, 0.5, variant="normuon")
+    equal(found, ranks(2).run(train, folder=str(tmp_path), device="cpu", params=params_of("normuon")))
+
+
+def interrupted(rank: int, world_size: int, *, folder: str, **more: Any) -> None:
+    """Save after two steps, train one more, and be killed in the middle of the next save."""
+    with small_swaps():
+        engine = training.make_engine(settings(f"{folder}/disk1", **more))
+        for step in range(3):
+            training.run_step(engine, step, rank, world_size, 1)
+            if step == 1:
+                engine.save_checkpoint(f"{folder}/saved", tag="whole")
+        copied = shutil.copy2
+
+        def copy_some(*args: Any, **kwargs: Any) -> Any:
+            if rank == world_size - 1 and len(os.listdir(Path(args[1]).parent)) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return copied(*args, **kwargs)
+
+        # DeepSpeed copies the files of the swapper with it.
+        with mock.patch.object(shutil.copytree, "__defaults__", (False, None, copy_some, False, False)):
+            engine.save_checkpoint(f"{folder}/saved", tag="last")
+
+
+def resume(rank: int, world_size: int, *, folder: str, **more: Any) -> dict[str, Any]:
+    """Try the killed save, continue from the whole one, save at the killed one's tag; load that into a new engine."""
+    norms = []
+    with small_swaps():
+        engine = training.make_engine(settings(f"{folder}/disk2", **more), seed=1)
+        refused = ""
+        try:
+            engine.load_checkpoint(f"{folder}/saved", tag="last")
+        except deepspeed_muon.MuonError as error:
+            refused = str(error)
+        engine.load_checkpoint(f"{folder}/saved")
+        for step in (2, 3):
+            training.run_step(engine, step, rank, world_size, 1)
+            norms.append(float(engine.get_global_grad_norm()))
+        engine.save_checkpoint(f"{folder}/saved", tag="last")
+        engine.destroy()
+        engine = training.make_engine(settings(f"{folder}/disk2", **more))
+        again = ""
+        try:
+            engine.load_checkpoint(f"{folder}/saved")
+        except deepspeed_muon.MuonError as error:
+            again = str(error)
+        engine.destroy()
+    return {"norms": norms, "refused": refused, "again": again}
+
+
+def finish(rank: int, world_size: int, *, folder: str, **more: Any) -> dict[str, Any]:
+    """Load the last save and take the last step."""
+    with small_swaps():
+        engine = training.make_engine(settings(f"{folder}/disk3", **more), seed=2)
+        engine.load_checkpoint(f"{folder}/saved")
+        training.run_step(engine, 4, rank, world_size, 1)
+        report = {**read(engine), "norms": [float(engine.get_global_grad_norm())]}
+        engine.destroy()
+    return report
+
+
+@pytest.mark.time_limit(400)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"params": params_of("normuon")},
+        pytest.param({"params": {"momentum_dtype": "int8"}, "pipelined": True}, marks=pytest.mark.full),
+        pytest.param({"precision": "bf16", "pipelined": True}, marks=pytest.mark.full),
+    ],
+)
+def test_a_killed_run_resumes(ranks: Any, tmp_path: Path, more: dict[str, Any]) -> None:
+    """Bit-identical, row state and counts of steps included; the save that was killed is refused, then replaced."""
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(interrupted, 2, {"folder": str(tmp_path), **more})
+    assert caught.value.failures[1].type == "Died"
+    found = run_ranks(resume, 2, {"folder": str(tmp_path), **more})
+    for each in found:
+        assert "killed" in each["refused"], each
+        assert "load in a new one" in each["again"], each
+    last = run_ranks(finish, 2, {"folder": str(tmp_path), **more})
+    for each, earlier in zip(last, found, strict=True):
+        each["norms"] = earlier["norms"] + each["norms"]
+    whole = ranks(2).run(train, folder=str(tmp_path / "disk4"), **more)
+    for each in whole:
+        each["norms"] = each["norms"][2:]
+    equal(last, whole)
+
+
+def errors(rank: int, world_size: int, *, folder: str) -> dict[str, str]:
+    """Call what is refused of an engine that offloads to NVMe, and load its save into other engines."""
+    found: dict[str, str] = {}
+
+    def note(name: str, call: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            call(*args, **kwargs)
+        except deepspeed_muon.MuonError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    with small_swaps():
+        engine = training.make_engine(settings(f"{folder}/disk"))
+        training.run_step(engine, 0, rank, world_size, 1)
+        note("consolidate", deepspeed_muon.consolidate, engine, f"{folder}/set")
+        note("restore", deepspeed_muon.restore, engine, f"{folder}/set")
+        engine.save_checkpoint(f"{folder}/saved", tag="a")
+        note("weights alone", engine.load_checkpoint, f"{folder}/saved", load_optimizer_states=False)
+        engine.destroy()
+        others = {"cpu": {"device": "cpu"}, "dtype": {"params": {"momentum_dtype": "bf16"}}}
+        for name, other in others.items():
+            engine = training.make_engine(settings(f"{folder}/disk", **other))
+            note(name, engine.load_checkpoint, f"{folder}/saved")
+            if name == "cpu":
+                engine.save_checkpoint(f"{folder}/cpu", tag="b")
+            engine.destroy()
+        engine = training.make_engine(settings(f"{folder}/disk"))
+        note("saved on the cpu", engine.load_checkpoint, f"{folder}/cpu")
+        engine.destroy()
+        for name, params in {"set": {"consolidate_on_save": True}, "variant": params_of("hyperball")}.items():
+            note(name, training.make_engine, settings(f"{folder}/disk", params=params))
+    return found
+
+
+@pytest.mark.full
+def test_refused_of_a_running_engine(ranks: Any, tmp_path: Path) -> None:
+    said = {
+        "consolidate": "offload to device cpu",
+        "restore": "offload to device cpu",
+        "weights alone": "load weights alone into the model",
+        "cpu": "offload_optimizer.device nvme",
+        "dtype": "momentum_dtype",
+        "saved on the cpu": "device cpu",
+        "set": "consolidate_on_save",
+        "variant": "another variant",
+    }
+    for found in ranks(2).run(errors, folder=str(tmp_path)):
+        assert found.keys() == said.keys(), found
+        for name, words in said.items():
+            assert words in found[name], found[name]
+
+
+def access(rank: int, world_size: int, *, folder: str) -> dict[str, Any]:
+    """Read and set gradient, master and momentum by DeepSpeed's functions."""
+    name = "blocks.1.up.weight"
+    with small_swaps():
+        engine = training.make_engine(settings(folder))
+        training.run_step(engine, 0, rank, world_size, 1)
+        param = engine.module.get_parameter(name)
+        loss = engine(*batch(1, rank))
+        engine.backward(loss)
+        ones = torch.ones(param.ds_shape)
+        utils.safe_set_full_grad(param, ones)
+        utils.safe_set_full_optimizer_state(param, 2 * ones, "momentum_buffer")
+        utils.safe_set_full_fp32_param(param, 3 * ones)
+        got = [
+            utils.safe_get_full_grad(param),
+            utils.safe_get_full_optimizer_state(param, "momentum_buffer"),
+            utils.safe_get_full_fp32_param(param),
+        ]
+        engine.step()
+        master = utils.safe_get_full_fp32_param(param)
+        engine.destroy()
+    return {"got": got, "moved": bool((master != 3).any())}
+
+
+@pytest.mark.full
+def test_access_from_outside(ranks: Any, tmp_path: Path) -> None:
+    for found in ranks(2).run(access, folder=str(tmp_path)):
+        for value, each in enumerate(found["got"], start=1):
+            assert bool((each == value).all()), (value, each)
+        assert found["moved"]
+
+
+def without_async_io(rank: int, world_size: int) -> Any:
+    with mock.patch.object(AsyncIOBuilder, "load", side_effect=RuntimeError("no libaio")):
+        nvme = {"device": "nvme", "nvme_path": "/nowhere"}
+        change = {"zero_optimization": {"stage": 3, "offload_optimizer": nvme}}
+        return try_to_start(rank, world_size, stage=3, on_last_rank={}, common=change)
+
+
+def test_without_the_operator(ranks: Any) -> None:
+    for report in ranks(2).run(without_async_io):
+        assert report["type"] == "UnsupportedConfigError" and "libaio" in report["message"], report
