@@ -93,17 +93,17 @@ class EqualPieces(NamedTuple):
 
 
 class KeptRows(NamedTuple):
-    """Rows that follow each other in the state of one partition.
+    """Rows of which a partition keeps the state.
 
     Attributes:
         partition: Index of the partition.
-        start: The first one.
-        number: How many they are.
+        places: Where their numbers lie in its state.
+        slots: The number of each one's unit among those that this rank holds.
     """
 
     partition: int
-    start: int
-    number: int
+    places: Tensor
+    slots: Tensor
 
 
 class FragmentSums:
@@ -181,9 +181,9 @@ class FragmentSums:
                 )
                 first = stop
 
-    def _kept_rows(self, indices: Sequence[int]) -> tuple[list[KeptRows], Tensor]:
-        """Return where the row state of the matrices lies, and the slot of the unit of each number there."""
-        found: list[tuple[int, int, int, Ints]] = []
+    def _kept_rows(self, indices: Sequence[int]) -> list[KeptRows]:
+        """Return where the row state of the matrices lies in each partition."""
+        found: dict[int, list[tuple[Ints, Ints]]] = {}
         places = row_places(self._matrices) if self._keys else ()
         for index in indices if self._keys else ():
             matrix, own = self._matrices[index], places[index].on(self._rank)
@@ -192,17 +192,20 @@ class FragmentSums:
             units = rows = torch.arange(own.matrix_offset, own.matrix_offset + own.numel)
             if not self._variant.of_rows:
                 units = blocks_of_rows(matrix, rows)
+            kept = np.arange(own.partition_offset, own.partition_offset + own.numel)
             slots = self._units.slots(index, units.numpy())
-            found.append((matrix.partition, own.partition_offset, own.numel, slots))
-        runs: list[KeptRows] = []
-        for partition, start, number, _ in sorted(found, key=lambda each: each[:2]):
-            if runs and runs[-1].partition == partition and runs[-1].start + runs[-1].number == start:
-                runs[-1] = runs[-1]._replace(number=runs[-1].number + number)
-            else:
-                runs.append(KeptRows(partition, start, number))
-        parts = [slots for *_, slots in sorted(found, key=lambda each: each[:2])]
-        slots = np.concatenate([np.empty(0, dtype=np.int64), *parts])
-        return runs, torch.from_numpy(slots).to(self._device)
+            found.setdefault(matrix.partition, []).append((kept, slots))
+        kept_rows = []
+        for partition, parts in found.items():
+            of_state, of_units = (np.concatenate(each) for each in zip(*parts, strict=True))
+            kept_rows.append(
+                KeptRows(
+                    partition,
+                    torch.from_numpy(of_state).to(self._device),
+                    torch.from_numpy(of_units).to(self._device),
+                )
+            )
+        return kept_rows
 
     def _weights_of(self, ranks: int) -> Tensor:
         """Return the factors of the sums of each completed unit: three products, and the state.
@@ -271,28 +274,27 @@ class FragmentSums:
     ) -> None:
         """Write what the variant makes of weights and ``others`` to ``out``, by the places of the weights."""
         numbers = self._products(step.flat, others)
-        runs, slots = self._kept
-        kept = [
-            [step.kept[partition][key].narrow(0, start, number) for partition, start, number in runs]
-            for key in self._keys
-            if runs
+        state = [
+            (number, step.kept[rows.partition][key], rows)
+            for number, key in enumerate(self._keys)
+            for rows in self._kept
         ]
-        for number, views in enumerate(kept, 3):
-            numbers[:, number].index_add_(0, slots, torch.cat(views).double())
+        for number, own, rows in state:
+            numbers[:, 3 + number].index_add_(0, rows.slots, own[rows.places].double())
         sums = self._units.complete(numbers, self._weights)
         values = {key: sums[:, 3 + number].clone() for number, key in enumerate(self._keys)}
         keep, move = function((sums[:, 0], sums[:, 1], sums[:, 2]), values, self._rates(step, sums.device))
         results = self._units.bring_back(torch.stack((keep, move, *values.values()), 1))
         active = None if step.mask is None else step.mask[self._units.held_matrix].to(self._device)
-        for number, views in enumerate(kept, 2):
-            new = results[slots, number]
+        for number, own, rows in state:
+            new = results[rows.slots, 2 + number]
             if active is not None:
-                new = torch.where(active[slots], new, torch.cat(views).double())
-            torch._foreach_copy_(views, new.split([each.number for each in runs]))
+                new = torch.where(active[rows.slots], new, own[rows.places].double())
+            own[rows.places] = new.to(own.dtype)
         for each in self._pieces:
-            own, targets = each.wide(step.flat, each.own), each.views(out, each.own)
-            part = each.wide(others, each.other) * each.spread(results[:, 1]).to(own.dtype)
-            new = own * each.spread(results[:, 0]).to(own.dtype) + part
+            weights, targets = each.wide(step.flat, each.own), each.views(out, each.own)
+            part = each.wide(others, each.other) * each.spread(results[:, 1]).to(weights.dtype)
+            new = weights * each.spread(results[:, 0]).to(weights.dtype) + part
             if active is not None:  # the others have no update
                 new = torch.where(each.spread(active), new, each.wide(out, each.own))
             torch._foreach_copy_(targets, new.split(each.lengths))

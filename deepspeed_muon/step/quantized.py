@@ -16,13 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepspeed_muon.errors import BindingError
 from deepspeed_muon.math.quantizer import BLOCK, block_scales, from_codes
 from deepspeed_muon.ops import FlatPasses
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import Fragment, Placement
 from deepspeed_muon.step.passes import COLUMNS
-from deepspeed_muon.step.state import State, StatePolicy
+from deepspeed_muon.step.state import State, StatePolicy, refuse_other_layout
 from deepspeed_muon.step.step_set import BoundPartition, StepSet
 from deepspeed_muon.transport.exchange import StepContext, exchange_bytes
 from deepspeed_muon.transport.ranks import phase
@@ -45,11 +44,7 @@ def scales_of(own: dict[str, Any], partition: BoundPartition, count: int) -> Ten
     if SCALE_KEY not in own:
         own[SCALE_KEY] = torch.zeros(count, device=partition.tensor.device)
     scales: Tensor = own[SCALE_KEY]
-    if scales.numel() != count:
-        raise BindingError(
-            f"the optimizer state holds {scales.numel()} scales of the momentum of partition {partition.index}, "
-            f"expected {count}: it was saved with another layout. Restore it from a consolidated checkpoint"
-        )
+    refuse_other_layout(scales, count, "scales of the momentum", partition)
     return scales
 
 

@@ -136,12 +136,17 @@ def row_state_of(partition: BoundPartition, state: State, variant: Variant, nume
                     variant.name,
                 )
             own[each.key] = torch.full((numel,), each.start, dtype=each.dtype, device=partition.tensor.device)
-        if own[each.key].numel() != numel:
-            raise BindingError(
-                f"the optimizer state holds {own[each.key].numel()} {each.what} of partition {partition.index}, "
-                f"expected {numel}: it was saved with another layout. Restore it from a consolidated checkpoint"
-            )
+        refuse_other_layout(own[each.key], numel, each.what, partition)
     return {each.key: own[each.key] for each in variant.state}
+
+
+def refuse_other_layout(found: Tensor, numel: int, what: str, partition: BoundPartition) -> None:
+    """Raise ``BindingError`` if the state of a partition does not have ``numel`` numbers of a kind."""
+    if found.numel() != numel:
+        raise BindingError(
+            f"the optimizer state holds {found.numel()} {what} of partition {partition.index}, expected {numel}: it "
+            f"was saved with another layout. Restore it from a consolidated checkpoint"
+        )
 
 
 def passes_for(partitions: Sequence[BoundPartition], config: MuonConfig, policy: StatePolicy) -> FlatPasses:
