@@ -36,7 +36,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
         """Begin unbound; also where a copied or pickled optimizer begins."""
         self.config = config
         self.managed = False
-        self.state_policy = StatePolicy.of(config)
+        self.state_policy = StatePolicy(config.momentum_dtype)
         self._routed = routed
         # Kept for the attention layers alone: a model that its optimizer refers to lives longer.
         self._model = model if config.qk_clip is not None else None
@@ -79,7 +79,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
 
     def _keep_half_states(self) -> None:
         """Keep all state in bf16, as DeepSpeed's ``bf16_optimizer_states`` says, save what the settings pin."""
-        self.state_policy = StatePolicy.of(self.config, half_states=True)
+        self.state_policy = StatePolicy(self.config.momentum_dtype, half_states=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict; momentum and moments come into the dtypes that this optimizer keeps them in.

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,8 +151,18 @@ def build_spec(
     sources = sorted(path for pattern in patterns for path in CSRC.glob(pattern))
     if not with_cuda:
         sources = [path for path in sources if path.name != "binding_cuda.cpp"]
-    cxx_flags = _cxx_flags(torch_version)
-    nvcc_flags = _nvcc_flags(torch_version, capabilities) if with_cuda else ()
+    # The headers of newer torch need C++20.
+    major, minor = (int(part) for part in torch_version.split(".")[:2])
+    standard = "-std=c++20" if (major, minor) >= (2, 12) else "-std=c++17"
+    # No -march=native: the library may be loaded on another chip (a shared home directory, a wheel). The loops that
+    # gain from wider vectors are compiled several times and choose at run time. OpenMP is compiled in but not linked:
+    # its symbols come from the runtime that torch has loaded, so that there is one pool of threads.
+    cxx_flags = ("-O3", standard, "-fopenmp", "-fvisibility=hidden", "-Wno-psabi")
+    nvcc_flags: tuple[str, ...] = ()
+    if with_cuda:
+        # --use_fast_math, which DeepSpeed's builders add, would change the rounding of the flat passes.
+        targets = arch_flags(capabilities, os.environ.get("TORCH_CUDA_ARCH_LIST"))
+        nvcc_flags = ("-O3", standard, "--expt-relaxed-constexpr", "-lineinfo", *targets)
     digest = hashlib.sha256()
     parts = [torch_version, sys.implementation.cache_tag or "", platform.machine(), str(with_cuda)]
     for text in [*parts, *cxx_flags]:
@@ -240,22 +250,3 @@ def arch_flags(capabilities: Iterable[tuple[int, int]] = (), arch_list: str | No
             names.append(_ARCH_SPECIFIC.get(name, name))
     chosen = sorted(set(names), key=lambda name: (int(name.rstrip("af")), name)) or list(_DEFAULT_ARCHS)
     return tuple(f"-gencode=arch=compute_{name},code=sm_{name}" for name in chosen)
-
-
-def _standard(torch_version: str) -> str:
-    """Return the C++ standard that the headers of this torch need."""
-    major, minor = (int(part) for part in torch_version.split(".")[:2])
-    return "-std=c++20" if (major, minor) >= (2, 12) else "-std=c++17"
-
-
-def _cxx_flags(torch_version: str) -> tuple[str, ...]:
-    # No -march=native: the library may be loaded on another chip (a shared home directory, a wheel). The loops that
-    # gain from wider vectors are compiled several times and choose at run time. OpenMP is compiled in but not linked:
-    # its symbols come from the runtime that torch has loaded, so that there is one pool of threads.
-    return ("-O3", _standard(torch_version), "-fopenmp", "-fvisibility=hidden", "-Wno-psabi")
-
-
-def _nvcc_flags(torch_version: str, capabilities: Iterable[tuple[int, int]]) -> tuple[str, ...]:
-    # --use_fast_math, which DeepSpeed's builders add, would change the rounding of the flat passes.
-    flags: Sequence[str] = ("-O3", _standard(torch_version), "--expt-relaxed-constexpr", "-lineinfo")
-    return (*flags, *arch_flags(capabilities, os.environ.get("TORCH_CUDA_ARCH_LIST")))

@@ -150,7 +150,7 @@ def _state(muon: int, other: int, settings: PlanSettings) -> dict[str, float]:
 
     ZeRO gives it the gradient in the dtype of the masters, one param group or sub-group at a time.
     """
-    policy = StatePolicy.of(settings.config, half_states=settings.half_states)
+    policy = StatePolicy(settings.config.momentum_dtype, settings.half_states)
     master, largest = settings.master_dtype, max(muon, other)
     momentum = policy.dtype("momentum_buffer", master).itemsize + policy.quantizes_momentum * 4 / BLOCK
     return {

@@ -159,7 +159,12 @@ class GradientInspection:
 
 
 class BoundSteps:
-    """The runners of an optimizer's step sets, in an order that all ranks share."""
+    """The runners of an optimizer's step sets, in an order that all ranks share.
+
+    Attributes:
+        runners: One for each step set.
+        inspections: What finds out about the gradients of each.
+    """
 
     def __init__(
         self,
@@ -181,7 +186,7 @@ class BoundSteps:
         for number, step_set in enumerate(step_sets):
             load = loads.setdefault(Scope.of(step_set.group), np.zeros(step_set.world_size))
             self.runners.append(StepRunner(step_set, config, resources, load=load, number=number))
-        self._inspections = {runner: GradientInspection(runner) for runner in self.runners}
+        self.inspections = {runner: GradientInspection(runner) for runner in self.runners}
         self._runner_of = {
             id(partition.tensor): runner
             for runner in self.runners
@@ -241,28 +246,17 @@ class BoundSteps:
             grads: Partition index to this rank's gradient; a missing one counts as zero.
         """
         together: dict[tuple[dist.ProcessGroup | None, ...], list[GradientInspection]] = {}
-        for each in self._inspections.values():
+        for each in self.inspections.values():
             together.setdefault(tuple(each.groups), []).append(each)
         for inspections in together.values():
             GradientInspection.exchange(inspections, grads)
-
-    def inspect(self, runner: StepRunner, grads: Mapping[int, Tensor]) -> GradientReport:
-        """Find out which parameters of a step set have a gradient and whether all are finite.
-
-        Must be called by all ranks of the set's group.
-
-        Args:
-            runner: Of the set.
-            grads: Partition index to its gradient, flat and contiguous; a missing one counts as zero.
-        """
-        return self._inspections[runner].report(grads)
 
     def found_nonfinite(self, group: dist.ProcessGroup) -> bool | None:
         """Return whether any gradient is not finite, ``None`` if the ranks of ``group`` were not told of all.
 
         They are after :meth:`exchange_flags`, if all step sets belong to ``group``.
         """
-        known = [each.rows for runner, each in self._inspections.items() if runner.step_set.group is group]
+        known = [each.rows for runner, each in self.inspections.items() if runner.step_set.group is group]
         rows = [each for each in known if each is not None]
         if len(rows) < len(self.runners):
             return None
@@ -270,14 +264,15 @@ class BoundSteps:
 
     def forget_flags(self) -> None:
         """Forget what :meth:`exchange_flags` told, at the end of a step."""
-        for each in self._inspections.values():
+        for each in self.inspections.values():
             each.rows = None
 
     def facts(self) -> RankFacts:
         """Return what the ranks compare of their plans."""
         facts = RankFacts()
         shared = [Scope.of(runner.step_set.group) for runner in self.runners]
-        wider = [_wider_scope(runner.step_set) for runner in self.runners]
+        groups = [runner.step_set.wider_group for runner in self.runners]
+        wider = [None if group is None else Scope.of(group) for group in groups]
         overlap = self._resources.overlap
         for number, (runner, ranks) in enumerate(zip(self.runners, shared, strict=True)):
             step_set, plan = runner.step_set, runner.plan
@@ -316,11 +311,6 @@ def overlaps(step_sets: Sequence[StepSet], config: MuonConfig) -> bool:
         )
         for each in step_sets
     )
-
-
-def _wider_scope(step_set: StepSet) -> Scope | None:
-    """Return the ranks that skip their steps together with a set, if they are more than its group."""
-    return None if step_set.wider_group is None else Scope.of(step_set.wider_group)
 
 
 def flat_gradients(runner: StepRunner, scale: Tensor | None) -> Mapping[int, Tensor]:

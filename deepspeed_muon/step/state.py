@@ -43,11 +43,6 @@ class StatePolicy:
     momentum_dtype: str | None = None
     half_states: bool = False
 
-    @classmethod
-    def of(cls, config: MuonConfig, *, half_states: bool = False) -> StatePolicy:
-        """Return the policy of a configuration."""
-        return cls(config.momentum_dtype, half_states)
-
     @property
     def quantizes_momentum(self) -> bool:
         """Whether momentum is kept in 8 bits."""

@@ -55,7 +55,8 @@ class UnitExchange:
         matrices, rank = {index: plan.matrices[index] for index in indices}, plan.rank
         held = {index: units_on(matrix, rank, rows=rows) for index, matrix in matrices.items()}
         at = {index: self._completes(index, units) for index, units in held.items()}
-        finished = {index: self._completed(index) for index in indices}
+        every = {index: np.arange(unit_count(matrix, rows=rows)) for index, matrix in matrices.items()}
+        finished = {index: units[self._completes(index, units) == rank] for index, units in every.items()}
         self._held, self.done = _numbered(held), _numbered(finished)
         self.held_matrix, self.done_matrix = _of_units(held), _of_units(finished)
         self._sends = any(self._travels(index) for index in indices)
@@ -100,12 +101,6 @@ class UnitExchange:
         if self._rows and not matrix.replicated and not self._joint(matrix):
             return matrix.placement.ranks_at(first_elements(matrix, units))
         return np.full(len(units), self._plan.rank if matrix.replicated else self._plan.owners[index])
-
-    def _completed(self, index: int) -> Ints:
-        """Return the units of a matrix whose sums this rank completes."""
-        every = np.arange(unit_count(self._plan.matrices[index], rows=self._rows))
-        own: Ints = every[self._completes(index, every) == self._plan.rank]
-        return own
 
     def _arriving(self, index: int) -> list[tuple[int, Ints]]:
         """Return the other ranks that hold elements of units of a matrix that this rank completes, with those units."""
