@@ -112,8 +112,8 @@ def zero(stage: int, **settings: Any) -> dict[str, Any]:
         ),
         (zero(2, offload_optimizer={"device": "nvme", "nvme_path": "/tmp"}), ["nvme", "Use stage 3"]),
         (
-            zero(3, offload_param={"device": "nvme", "nvme_path": "/tmp"}),
-            ["offload_param", "device cpu works"],
+            zero(3, offload_optimizer={"device": "nvme", "nvme_path": "/tmp", "ratio": 0.5}),
+            ["ratio", "Remove ratio"],
         ),
     ],
 )
