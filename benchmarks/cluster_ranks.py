@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.network import LinkEnd, limit_rate, link_bytes
 from benchmarks.sent_bytes import SentBytes
-from benchmarks.step_ranks import MODELS, batch_of, make_engine
+from benchmarks.step_ranks import MODELS, batch_of, choose_dtype_by_processor, make_engine
 from benchmarks.waits import WaitMeter, idle_seconds
 
 FIELDS = (
@@ -105,6 +105,7 @@ def measure(
         On rank 0 ``samples``, for each optimizer and rate a list of steps with the ``FIELDS`` of each rank, and
         ``counts``, for each optimizer bytes and collectives by phase and kind; other ranks have ``counts`` only.
     """
+    choose_dtype_by_processor()
     shape = MODELS[model]
     batch = batch_of(shape, 0, tokens, "cpu")
     runners = {name: Runner(make_engine(name, shape, stage, 1, "cpu"), batch) for name in optimizers}

@@ -160,7 +160,7 @@ def stage3_wrapper(optimizer: Any, world: int, rank: int) -> Any:
     wrapper.dp_process_group = dist.group.WORLD
     wrapper._get_sub_group_process_group = lambda index: dist.group.WORLD
     wrapper.fp32_partitioned_groups_flat = wrapper.fp16_partitioned_groups_flat = masters
-    wrapper.offload_optimizer = False
+    wrapper.offload_optimizer, wrapper.optimizer_swapper = False, None
     return wrapper
 
 

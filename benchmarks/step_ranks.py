@@ -162,14 +162,19 @@ def count_matrices() -> tuple[dict[str, int], Callable[[], None]]:
     return counter, lambda: [restore() for restore in undo] and None
 
 
+def choose_dtype_by_processor() -> None:
+    """Let DeepSpeed's Muon choose its dtype by what the processor has; the tests' ranks run fp16 on any CPU."""
+    from deepspeed.accelerator import get_accelerator
+
+    vars(get_accelerator()).pop("is_fp16_supported", None)
+
+
 def make_engine(optimizer: str, shape: Shape, stage: int, accumulation: int, device: str) -> Any:
     """Return an engine whose weights depend on the shape alone. Rates of zero keep weights and gradients equal."""
     import deepspeed
 
     import deepspeed_muon
 
-    # The tests' ranks run fp16 on any CPU; here DeepSpeed's Muon chooses its dtype by what the processor has.
-    vars(deepspeed.get_accelerator()).pop("is_fp16_supported", None)
     torch.manual_seed(0)
     model = Decoder(shape)
     if optimizer == DION:
@@ -259,6 +264,7 @@ def measure_times(
     With ``profile``, one more step of this project runs under torch's profiler; rank 0 writes its trace and a table to
     that path with endings.
     """
+    choose_dtype_by_processor()
     shape = MODELS[model]
     matrices, undo = count_matrices()
     sent = SentBytes()
@@ -328,6 +334,7 @@ def measure_updates(
     from deepspeed_muon.math.coefficients import resolve_schedule
     from deepspeed_muon.math.newton_schulz import reference_orthogonalize
 
+    choose_dtype_by_processor()
     distances = {}
     gradients: dict[str, Tensor] = {}
     for name in ["ours", *(each for each in optimizers if each not in ("ours", "DeepSpeed AdamW"))]:
@@ -366,6 +373,7 @@ def measure_memory(
     On a CPU it is resident memory, everything included; the process must run with a small MALLOC_MMAP_THRESHOLD_ and
     MALLOC_TRIM_THRESHOLD_, so that what is freed goes back. On a GPU it is torch's count.
     """
+    choose_dtype_by_processor()
     shape = MODELS[model]
     gc.collect()
     before = memory_of(device)[0]
