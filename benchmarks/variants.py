@@ -54,12 +54,19 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "polar_express, 4 steps": {"ns_schedule": "polar_express", "ns_steps": 4},
     "polar_express_5": {"ns_schedule": "polar_express_5"},
     "cans": {"ns_schedule": "cans"},
+    **{
+        f"{name}, {dtype} momentum": {"variant": name, "momentum_dtype": dtype}
+        for name in VARIANTS
+        for dtype in ("bf16", "int8")
+    },
 }
 """Name to the settings of ``deepspeed_muon.Muon``."""
 FIRST_RATE = {ADAMW: 0.004, "match_rms_adamw": 0.016, "spectral": 0.004}
 """Where the search begins; 0.04 for all others."""
 RULES = ("muon", "match_rms_adamw", "spectral", "hyperball")
 ITERATIONS = tuple(name for name, settings in OPTIMIZERS.items() if any(key[:3] == "ns_" for key in settings))
+MOMENTUM_SEEDS = {300: 5, 1200: 5, 5000: 1}
+"""Steps to seeds of the runs with other momentum dtypes, at the best point of 300 steps."""
 
 Row = dict[str, Any]
 """A finished run: the fields of :class:`Run`, then what :func:`train` returns."""
@@ -217,6 +224,7 @@ def studies(results: Results) -> dict[str, dict[str, Search]]:
         "1M-300": {},
         "widths": {},
         "iteration": {},
+        "momentum": {},
         "1M-1200": {},
         "5M-300": {},
     }
@@ -242,6 +250,18 @@ def studies(results: Results) -> dict[str, dict[str, Search]]:
     if best := found["1M-300"]["muon"].best(results):
         for optimizer in ("muon", *ITERATIONS):
             found["iteration"][optimizer] = Search(replace(best, optimizer=optimizer), (), seeds=5)
+    bests = {name: found["1M-300"][name].best(results) for name in VARIANTS}
+    known = [best for best in bests.values() if best and results.row(best)]
+    if len(known) == len(VARIANTS):
+        other = min((best for best in known if best.optimizer != "muon"), key=results.loss)
+        for steps, seeds in MOMENTUM_SEEDS.items():
+            for best in (bests["muon"], other) if seeds > 1 else (bests["muon"],):
+                for name in (
+                    best.optimizer,
+                    *(f"{best.optimizer}, {dtype} momentum" for dtype in ("bf16", "int8")),
+                ):
+                    start = replace(best, optimizer=name, steps=steps)
+                    found["momentum"][f"{name}, {steps} steps"] = Search(start, (), seeds)
     return found
 
 

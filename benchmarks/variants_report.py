@@ -184,6 +184,29 @@ def widths_table(searches: dict[str, Search], results: Results) -> list[str]:
     return lines
 
 
+def momentum_table(searches: dict[str, Search], results: Results) -> list[str]:
+    """The loss of each momentum dtype beside fp32's, by seed at the end and over the curve of the first seed."""
+    known = {name: found for name, search in searches.items() if (found := find(search, results))}
+    lines = [
+        "| optimizer | loss ± standard error (seeds) | minus fp32 | | most apart on the curve of the means |",
+        "|" + "---|" * 5,
+    ]
+    for name, found in known.items():
+        variant, *_, steps = name.split(", ")
+        base = known.get(f"{variant}, {steps}")
+        minus, verdict, apart = "", "", ""
+        if base and base is not found:
+            minus, verdict = difference(found, base)
+            curves = zip(found.curve(1), base.curve(1), strict=False)
+            step, most = max(
+                ((at, value - fp32) for (at, value), (_, fp32) in curves), key=lambda point: abs(point[1])
+            )
+            apart = f"{most:+.4f} at step {step}"
+        losses = list(found.losses.values())
+        lines.append(f"| {name} | {mean_and_error(losses)} ({len(losses)}) | {minus} | {verdict} | {apart} |")
+    return lines
+
+
 def plot(searches: dict[str, Search], results: Results, path: Path) -> None:
     """Losses over the rate, and over the steps loss, update RMS and spectral norm, of one study."""
     figure, axes = pyplot.subplots(2, 2, figsize=(10, 7))
@@ -244,7 +267,7 @@ def main() -> None:
     for name, searches in studies.items():
         if not any(find(search, results) for search in searches.values()):
             continue
-        table = widths_table if name == "widths" else study_table
+        table = {"widths": widths_table, "momentum": momentum_table}.get(name, study_table)
         lines += ["", f"## {name}", "", *table(searches, results)]
     path.with_suffix(".md").write_text("\n".join(lines) + "\n")
     plot(studies["1M-300"], results, path.with_suffix(".png"))
