@@ -94,7 +94,11 @@ class RankServer:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.rank_server", str(theirs.fileno()), str(os.getpid())],
                 cwd=REPOSITORY,
-                env={**environment, TAG_VARIABLE: new_tag()},
+                env={
+                    **environment,
+                    TAG_VARIABLE: new_tag(),
+                    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # with more, torch 2.6 starts a pool at import
+                },
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
