@@ -114,7 +114,7 @@ def count_bytes(rank: int, world_size: int, *, model: str, stage: int, optimizer
             master_dtype=master_dtype(engine),
             half_states=half_states(engine),
         )
-        found["plan"] = dict(forecast(inner.routes, settings)["muon"].memory)
+        found["plan"] = forecast(inner.routes, settings)["muon"]["memory"]
     engine.destroy()
     return found
 
@@ -201,10 +201,10 @@ def predictions() -> list[str]:
             config = MuonConfig(momentum_dtype=dtype)
             settings = PlanSettings(gpus, stage, config=config, **dtypes)
             step = forecast(route_parameters(members, config), settings)
-            memory = step["muon"].memory
+            memory = step["muon"]["memory"]
             found[name] = memory["momentum"] + memory["moments"], memory["total"]
             if not dtypes:
-                found["AdamW"] = step["adamw"].memory["moments"], step["adamw"].memory["total"]
+                found["AdamW"] = step["adamw"]["memory"]["moments"], step["adamw"]["memory"]["total"]
         state, total = found["AdamW"]
         found["8-bit AdamW"] = state * EIGHT_BIT_MOMENTS / 8, total - state * (1 - EIGHT_BIT_MOMENTS / 8)
         order = (*ours, "AdamW", "8-bit AdamW")

@@ -126,9 +126,11 @@ def _plot(model: str, routes: Sequence[Route], settings: PlanSettings, path: Pat
     figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.5))
     for name, label in _LABELS.items():
         mine = [entry[name] for entry in found]
-        axes[0].plot(worlds, [f.seconds["total"] * 1e3 for f in mine], marker="o", label=label)
-        axes[1].plot(worlds, [(f.sent_bytes + f.zero_bytes) / 1e9 for f in mine], marker="o", label=label)
-        axes[2].plot(worlds, [f.memory["total"] / 1e9 for f in mine], marker="o", label=label)
+        axes[0].plot(worlds, [f["seconds"]["total"] * 1e3 for f in mine], marker="o", label=label)
+        axes[1].plot(
+            worlds, [(f["sent_bytes"] + f["zero_bytes"]) / 1e9 for f in mine], marker="o", label=label
+        )
+        axes[2].plot(worlds, [f["memory"]["total"] / 1e9 for f in mine], marker="o", label=label)
     titles = ("optimizer step, ms (predicted)", "sent per GPU and step, GB", "memory per GPU, GB")
     for axis, title in zip(axes, titles, strict=True):
         axis.set(title=title, xlabel="GPUs", xscale="log", yscale="log")

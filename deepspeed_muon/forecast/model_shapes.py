@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,7 @@ def model_config(source: str) -> dict[str, Any]:
     """
     path = Path(source)
     return (
-        PRESETS[source] if source in PRESETS else _read_json(path / "config.json" if path.is_dir() else path)
+        PRESETS[source] if source in PRESETS else read_object(path / "config.json" if path.is_dir() else path)
     )
 
 
@@ -177,9 +177,14 @@ def _projections(member: NamedParameter) -> dict[str, tuple[int, ...]]:
     return {last: (count, out, into)}
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_object(path: Path, loads: Callable[[str], Any] = json.loads) -> dict[str, Any]:
+    """Return the object in a file of JSON, or of what ``loads`` reads.
+
+    Raises:
+        ConfigError: If there is none.
+    """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: not readable JSON: {error}") from error
     if not isinstance(content, dict):
@@ -266,7 +271,7 @@ def _from_checkpoint(folder: Path) -> list[NamedParameter]:
     if (folder / INDEX_NAME).is_file():
         index = load_index(folder)
         return _from_shapes({name: tuple(record.shape) for name, record in index.parameters.items()})
-    config = _read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    config = read_object(folder / "config.json") if (folder / "config.json").is_file() else {}
     files = sorted(folder.glob("*.safetensors"))
     # A model says more than the shapes of its weights: which module holds them, which are tied.
     if config and not (files and _transformers_knowing(str(config.get("model_type", ""))) is None):

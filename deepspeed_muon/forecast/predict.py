@@ -38,6 +38,9 @@ from deepspeed_muon.transport.exchange import overlap_fits
 SUB_GROUP_NUMEL = 1_000_000_000
 _REUSE_NUMEL = 1_000_000_000
 
+LINK_EFFICIENCY = 0.7
+"""The part of the bandwidths that copies and collectives are taken to reach."""
+
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
@@ -95,7 +98,6 @@ class PlanSettings:
         half_states: Whether DeepSpeed's ``bf16_optimizer_states`` is set.
         reordered: Whether stages 1 and 2 lay the matrices out by the rule of :mod:`deepspeed_muon.plan.order`.
         efficiency: Part of the GPU's tensor operations that the iteration reaches.
-        link_efficiency: Part of the bandwidths that copies and collectives reach.
     """
 
     world_size: int
@@ -111,7 +113,6 @@ class PlanSettings:
     half_states: bool = False
     reordered: bool = True
     efficiency: float = 0.5
-    link_efficiency: float = 0.7
 
     def __post_init__(self) -> None:
         if not 0 < self.efficiency <= 1:
@@ -210,37 +211,41 @@ def _shard(route: Route, ways: int) -> Route:
     return replace(shard, shards=TensorShards(0, (shard.matrix_shape[0],) * ways))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Exchange:
     """Owners, work and traffic of all Muon matrices in one step.
 
     Attributes:
         owners: The owner of each Muon parameter; for a cut stack, that of its first blocks.
-        owned_elements: Elements that each rank owns: those of shards under tensor parallelism.
         flops: Newton-Schulz operations of each rank.
         gather_elements: Elements that each rank sends to owners.
         scatter_elements: Elements that each rank sends back as an owner.
+        leaving_elements: Those of both that leave the node of each rank.
         moving: The number of Muon parameters of which elements travel.
-        leaving: The part of what a rank sends that leaves its node, where that is the largest.
         largest_chunk: Elements that an owner has in the largest chunk; of replicated matrices those of all owners.
         overlap: Whether chunks travel while others are orthogonalised.
     """
 
-    owners: tuple[int, ...]
-    owned_elements: Floats
+    owners: list[int]
     flops: Floats
     gather_elements: Floats
     scatter_elements: Floats
-    moving: int
-    leaving: float
-    largest_chunk: int
-    overlap: bool
+    leaving_elements: Floats
+    moving: int = 0
+    largest_chunk: int = 0
+    overlap: bool = True
 
     @property
     def balance(self) -> float:
         """The work of the busiest rank over the mean."""
-        mean = float(self.flops.sum()) / len(self.flops)
+        mean = float(self.flops.mean())
         return float(self.flops.max()) / mean if mean else 1.0
+
+    @property
+    def leaving(self) -> float:
+        """The part of what a rank sends that leaves its node."""
+        sent = float((self.gather_elements + self.scatter_elements).max())
+        return float(self.leaving_elements.max()) / sent if sent else 0.0
 
 
 def exchange_of(routes: Sequence[Route], settings: PlanSettings) -> Exchange:
@@ -254,51 +259,43 @@ def exchange_of(routes: Sequence[Route], settings: PlanSettings) -> Exchange:
         settings: Stage, ranks and iteration.
     """
     muon = [route for route in routes if route.algorithm == "muon"]
-    owners: dict[int, int] = {}
-    flops, owned, gather, scatter = (np.zeros(settings.world_size) for _ in range(4))
-    moving, leaves, largest, overlap = 0, 0.0, 0, True
+    total = Exchange([-1] * len(muon), *(np.zeros(settings.world_size) for _ in range(4)))
+    total.overlap = settings.config.exchange_overlap
+    owned, moving = np.zeros(settings.world_size), set()
     for numbers, local, inside in divisions(muon, settings):
-        each, ways = _among_data_parallel(local, inside), settings.world_size // inside.world_size
-        owners.update({number: owner * ways for number, owner in zip(numbers, each.owners, strict=True)})
-        flops += np.repeat(each.flops, ways)
-        owned += np.repeat(each.owned_elements, ways)
-        gather += np.repeat(each.gather_elements, ways)
-        scatter += np.repeat(each.scatter_elements, ways)
-        moving += each.moving
-        largest, overlap = max(largest, each.largest_chunk), overlap and each.overlap
-        leaves += each.leaving * float((each.gather_elements + each.scatter_elements).max())
-    in_order = tuple(owners[number] for number in range(len(muon)))
-    sent = float((gather + scatter).max())
-    leaving = leaves / sent if sent else 0.0
-    found = Exchange(in_order, owned, flops, gather, scatter, moving, leaving, largest, overlap)
-    return found if settings.tensor_parallel == 1 else _among_tensor_parallel(muon, found, settings)
+        ranks, ways = inside.world_size, settings.world_size // inside.world_size
+        load = np.zeros(ranks)
+        for order, layouts in _step_sets(local, inside):
+            found = assign(layouts, settings.iteration, load)
+            sent, returned = sent_by_rank(found.matrices, found.owners, ranks)
+            numel = np.zeros(ranks)
+            np.add.at(numel, list(found.owners), [matrix.numel for matrix in found.matrices])
+            owned += np.repeat(numel, ways)
+            total.gather_elements += np.repeat(sent, ways)
+            total.scatter_elements += np.repeat(returned, ways)
+            total.leaving_elements += _leaving(inside) * np.repeat(sent + returned, ways)
+            total.largest_chunk = max(total.largest_chunk, _largest_chunk(found, inside))
+            total.overlap = total.overlap and overlap_fits(layouts, settings.wire_bytes)
+            for matrix, owner, origin in zip(found.matrices, found.owners, found.origin, strict=True):
+                number = numbers[order[origin]]
+                if total.owners[number] < 0:
+                    total.owners[number] = owner * ways
+                if moves(matrix.placement, owner):
+                    moving.add(number)
+        total.flops += np.repeat(load, ways)
+    total.moving = len(moving)
+    if settings.tensor_parallel > 1:
+        _add_tensor_parallel(total, owned, muon, settings)
+    return total
 
 
-def _among_data_parallel(muon: Sequence[Route], settings: PlanSettings) -> Exchange:
-    """Return the exchange of data-parallel ranks that divide the same parameters."""
-    ranks, iteration = settings.world_size, settings.iteration
-    load = np.zeros(ranks)
-    owners: dict[int, int] = {}
-    moving: set[int] = set()
-    gather, scatter, owned = (np.zeros(ranks) for _ in range(3))
-    largest, overlap = 0, settings.config.exchange_overlap
-    for numbers, layouts in _step_sets(muon, settings):
-        found = assign(layouts, iteration, load)
-        sent, returned = sent_by_rank(found.matrices, found.owners, ranks)
-        gather, scatter = gather + sent, scatter + returned
-        np.add.at(owned, list(found.owners), [matrix.numel for matrix in found.matrices])
-        largest = max(largest, _largest_chunk(found, settings))
-        overlap = overlap and overlap_fits(layouts, settings.wire_bytes)
-        for matrix, owner, origin in zip(found.matrices, found.owners, found.origin, strict=True):
-            owners.setdefault(numbers[origin], owner)
-            if moves(matrix.placement, owner):
-                moving.add(numbers[origin])
-    leaving = leaving_the_node(ranks, settings.gpus_per_node)
+def _leaving(settings: PlanSettings) -> float:
+    """Return the part of what data-parallel ranks send each other that leaves the node."""
+    ranks, node = settings.world_size, settings.gpus_per_node
     if settings.stage == 0 and ranks > 1:
         # A broadcast goes from rank to rank.
-        leaving = (-(-ranks // settings.gpus_per_node) - 1) / (ranks - 1)
-    in_order = tuple(owners[number] for number in range(len(muon)))
-    return Exchange(in_order, owned, load, gather, scatter, len(moving), leaving, largest, overlap)
+        return (-(-ranks // node) - 1) / (ranks - 1)
+    return leaving_the_node(ranks, node)
 
 
 def _largest_chunk(found: Assignment, settings: PlanSettings) -> int:
@@ -341,36 +338,32 @@ def _step_sets(
     yield order[start:], layouts[start:]
 
 
-def _among_tensor_parallel(muon: Sequence[Route], shards: Exchange, settings: PlanSettings) -> Exchange:
-    """Return the exchange in which the owners of a matrix's shards gather it on one of them and divide the work."""
-    ways, iteration = settings.tensor_parallel, settings.iteration
-    flops, whole = np.zeros(settings.world_size), np.zeros(settings.world_size)
+def _add_tensor_parallel(
+    total: Exchange, owned: Floats, muon: Sequence[Route], settings: PlanSettings
+) -> None:
+    """Let the owners of a matrix's shards gather it on one of them, and divide the matrices between them.
+
+    Args:
+        total: The exchange of the shards. Mutated.
+        owned: Elements of shards that each rank owns.
+        muon: The whole matrices.
+        settings: Stage, ranks and iteration.
+    """
+    ways, whole = settings.tensor_parallel, np.zeros(settings.world_size)
     together: dict[int, list[int]] = {}
-    for number, first in enumerate(shards.owners):
+    for number, first in enumerate(total.owners):
         together.setdefault(first, []).append(number)
-    owners = list(shards.owners)
+    total.flops[:] = 0.0
     for first, numbers in together.items():
-        load = np.zeros(ways)
-        costs = [blocks_flops(muon[number].kinds_of_blocks(), iteration) for number in numbers]
+        load = total.flops[first : first + ways]
+        costs = [blocks_flops(muon[number].kinds_of_blocks(), settings.iteration) for number in numbers]
         for number, rank in zip(numbers, assign_owners(costs, [None] * len(costs), load=load), strict=True):
-            owners[number] = first + rank
+            total.owners[number] = first + rank
             whole[first + rank] += muon[number].numel / ways
-        flops[first : first + ways] = load
-    gather = shards.gather_elements + shards.owned_elements - whole
-    scatter = shards.scatter_elements + whole * (ways - 1)
-    before = float((shards.gather_elements + shards.scatter_elements).max())
-    added = float((shards.owned_elements + whole * (ways - 2)).max())
-    leaving = shards.leaving * before + leaving_the_node(ways, settings.gpus_per_node) * added
-    sent = float((gather + scatter).max())
-    return replace(
-        shards,
-        owners=tuple(owners),
-        flops=flops,
-        gather_elements=gather,
-        scatter_elements=scatter,
-        moving=len(muon),
-        leaving=leaving / sent if sent else 0.0,
-    )
+    total.gather_elements += owned - whole
+    total.scatter_elements += whole * (ways - 1)
+    total.leaving_elements += leaving_the_node(ways, settings.gpus_per_node) * (owned + whole * (ways - 2))
+    total.moving = len(muon)
 
 
 def leaving_the_node(ranks: int, gpus_per_node: int) -> float:

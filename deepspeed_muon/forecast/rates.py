@@ -20,7 +20,7 @@ import torch
 from deepspeed_muon.config import DEFAULT_MUON_LR, MuonConfig, unknown_key_message
 from deepspeed_muon.config.messages import RENAMED, shown
 from deepspeed_muon.errors import ConfigError
-from deepspeed_muon.forecast.model_shapes import build_model, load_model, model_config
+from deepspeed_muon.forecast.model_shapes import build_model, load_model, model_config, read_object
 from deepspeed_muon.math.updates import update_scale
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.parameters import model_parameters_by_name
@@ -62,13 +62,7 @@ def add_subcommand(subparsers: Any) -> None:
 def _rates(arguments: argparse.Namespace) -> int:
     if arguments.check and not arguments.model:
         raise ConfigError("--check needs --model: a preset, a config.json, or a folder with one")
-    try:
-        content = hjson.loads(Path(arguments.config).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{arguments.config}: not a readable JSON file: {error}") from error
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"{arguments.config}: expected a JSON object")
-    kind, found = translate(content, arguments.source)
+    kind, found = translate(read_object(Path(arguments.config), hjson.loads), arguments.source)
     params = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in found.settings.items())
     print(f'"optimizer": {{"type": "Muon", "params": {{\n{params}\n}}}}\n\nread as {_KINDS[kind]}')
     for key, reason in found.reasons.items():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from deepspeed_muon.engine import muon_optimizer
 from deepspeed_muon.forecast.predict import (
+    LINK_EFFICIENCY,
     SUB_GROUP_NUMEL,
     Exchange,
     PlanSettings,
@@ -35,31 +36,10 @@ _ADAMW_TRAFFIC = 30.0
 _MUON_TRAFFIC = 24.0
 
 
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """What the busiest rank does and keeps in a step of one optimizer.
-
-    Attributes:
-        sent_bytes: Sent in Muon's own exchange.
-        zero_bytes: Sent in ZeRO's collectives.
-        zero_seconds: Predicted time of ZeRO's collectives, if nothing is hidden behind computation.
-        flops: Newton-Schulz operations.
-        seconds: Predicted times by part, and their ``total``, without ZeRO's collectives.
-        memory: Bytes by part, and their ``total``, without activations.
-    """
-
-    sent_bytes: float
-    zero_bytes: float
-    zero_seconds: float
-    flops: float
-    seconds: Mapping[str, float]
-    memory: Mapping[str, float]
-
-
 def forecast(
     routes: Sequence[Route], settings: PlanSettings, exchange: Exchange | None = None
-) -> dict[str, Forecast]:
-    """Predict a step of this project's Muon and of AdamW.
+) -> dict[str, dict[str, Any]]:
+    """Predict what the busiest rank does and keeps in a step of this project's Muon, and of AdamW.
 
     Args:
         routes: Of all parameters.
@@ -67,17 +47,18 @@ def forecast(
         exchange: From :func:`~deepspeed_muon.forecast.predict.exchange_of`; computed if absent.
 
     Returns:
-        ``muon`` and ``adamw``.
+        Of ``muon`` and ``adamw``: ``sent_bytes`` in Muon's own exchange; ``zero_bytes`` in ZeRO's collectives, and
+        their ``zero_seconds`` if nothing is hidden behind computation; ``flops`` of Newton-Schulz; ``seconds`` by part
+        without ZeRO's collectives, and ``memory``, bytes by part without activations, each with a ``total``.
     """
     exchange = exchange or exchange_of(routes, settings)
     kept, muon, other = _kept(routes, settings)
     zero = zero_bytes(routes, settings)
-    collectives = zero, _ring_seconds(settings, zero)
+    collectives = {"zero_bytes": zero, "zero_seconds": _ring_seconds(settings, zero)}
     work = float(exchange.flops.max())
     gather, scatter = exchange.gather_elements, exchange.scatter_elements
-    sent = float((gather + scatter).max()) * settings.wire_bytes
     one_way = _exchange_seconds(settings, max(gather.max(), scatter.max()) * settings.wire_bytes, exchange)
-    bandwidth = settings.gpu.memory_bandwidth * settings.link_efficiency
+    bandwidth = settings.gpu.memory_bandwidth * LINK_EFFICIENCY
     seconds = {
         "gather": one_way if settings.stage else 0.0,
         "newton_schulz": work / (settings.gpu.flops * settings.efficiency),
@@ -85,12 +66,22 @@ def forecast(
         "momentum_and_apply": _MUON_TRAFFIC * muon / bandwidth,
         "adamw": _ADAMW_TRAFFIC * other / bandwidth,
     }
-    all_adamw = {"adamw": _ADAMW_TRAFFIC * (muon + other) / bandwidth}
-    kept_by_adamw = kept | _state(0, muon + other, settings)
     memory = kept | _state(muon, other, settings) | _buffers(routes, settings, exchange, partition=muon)
     return {
-        "muon": Forecast(sent, *collectives, work, _total(seconds), _total(memory)),
-        "adamw": Forecast(0.0, *collectives, 0.0, _total(all_adamw), _total(kept_by_adamw)),
+        "muon": {
+            "sent_bytes": float((gather + scatter).max()) * settings.wire_bytes,
+            **collectives,
+            "flops": work,
+            "seconds": _total(seconds),
+            "memory": _total(memory),
+        },
+        "adamw": {
+            "sent_bytes": 0.0,
+            **collectives,
+            "flops": 0.0,
+            "seconds": _total({"adamw": _ADAMW_TRAFFIC * (muon + other) / bandwidth}),
+            "memory": _total(kept | _state(0, muon + other, settings)),
+        },
     }
 
 
@@ -105,7 +96,7 @@ def _ring_seconds(settings: PlanSettings, nbytes: float) -> float:
     if settings.world_size > settings.gpus_per_node:
         # A ring passes every link once, and the GPUs of a node share its links.
         rate = min(rate, settings.gpus_per_node * settings.gpu.network_bandwidth)
-    return nbytes / (rate * settings.link_efficiency)
+    return nbytes / (rate * LINK_EFFICIENCY)
 
 
 def _exchange_seconds(settings: PlanSettings, nbytes: float, exchange: Exchange) -> float:
@@ -115,7 +106,7 @@ def _exchange_seconds(settings: PlanSettings, nbytes: float, exchange: Exchange)
     peers = settings.world_size - 1 if settings.stage in (0, 3) else 2 * settings.tensor_parallel
     node = (1 - exchange.leaving) * nbytes / settings.gpu.node_bandwidth
     network = exchange.leaving * nbytes / settings.gpu.network_bandwidth
-    seconds = max(node, network) / settings.link_efficiency
+    seconds = max(node, network) / LINK_EFFICIENCY
     return seconds + _MESSAGE_SECONDS * min(peers, settings.world_size - 1)
 
 
@@ -129,20 +120,18 @@ def _kept(routes: Sequence[Route], settings: PlanSettings) -> tuple[dict[str, fl
     model, master = settings.model_dtype.itemsize, settings.master_dtype.itemsize
     for _, local, inside in divisions(routes, settings):
         for algorithm in elements:
-            own = _partition_numel([each.numel for each in local if each.algorithm == algorithm], inside)
+            numels = [each.numel for each in local if each.algorithm == algorithm]
+            own = sum(numels)
+            if settings.stage == 3:
+                own = sum(-(-numel // inside.world_size) for numel in numels)
+            elif settings.stage:
+                own = flat_partition_numel(own, inside.world_size)
             whole = own * (inside.world_size if settings.stage in (1, 2) else 1)
             kept["weights"] += model * whole
             kept["gradients"] += model * (whole if settings.stage == 1 else own)
             kept["master_weights"] += master * own
             elements[algorithm] += own
     return kept, elements["muon"], elements["adamw"]
-
-
-def _partition_numel(numels: Sequence[int], settings: PlanSettings) -> int:
-    """Return the elements of a rank's partition of one param group."""
-    if settings.stage == 3:
-        return sum(-(-numel // settings.world_size) for numel in numels)
-    return flat_partition_numel(sum(numels), settings.world_size) if settings.stage else sum(numels)
 
 
 def _state(muon: int, other: int, settings: PlanSettings) -> dict[str, float]:
@@ -260,8 +249,8 @@ def report(
             "max_over_mean": exchange.balance,
         },
         "sent_bytes_per_rank": _range(sent),
-        "step": {name: asdict(found) for name, found in step.items()},
-        "fits": step["muon"].memory["total"] <= settings.gpu.memory,
+        "step": step,
+        "fits": step["muon"]["memory"]["total"] <= settings.gpu.memory,
         "advice": _advice(muon, settings, exchange),
     }
     if owners:
@@ -286,7 +275,7 @@ def _settings(settings: PlanSettings, *, overlap: bool) -> dict[str, Any]:
         "exchange_chunk_numel": settings.config.exchange_chunk_numel,
         "overlap": overlap,
         "assumed_efficiency": settings.efficiency,
-        "assumed_link_efficiency": settings.link_efficiency,
+        "assumed_link_efficiency": LINK_EFFICIENCY,
     }
 
 

@@ -131,7 +131,7 @@ def count_a_step(
         ),
         "buffers": (
             float(optimizer.exchange_buffers.reserved_bytes),
-            forecast(optimizer.routes, settings, exchange)["muon"].memory["exchange_buffers"],
+            forecast(optimizer.routes, settings, exchange)["muon"]["memory"]["exchange_buffers"],
         ),
         "pieces": sum(len(runner.plan.matrices) for runner in optimizer._runners),
         "owners": (owners, dict(zip(names, exchange.owners, strict=True))),
