@@ -37,7 +37,6 @@ from deepspeed.runtime.zero.muon.original_muon import (
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from deepspeed_muon import ops
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import (
     NsSettings,
@@ -45,6 +44,7 @@ from deepspeed_muon.math.newton_schulz import (
     reference_orthogonalize,
     resolve_ns_dtype,
 )
+from deepspeed_muon.ops import dispatch, library
 from deepspeed_muon.ops.autotune import Tuner, error_of
 from deepspeed_muon.ops.candidates import triton_products
 from deepspeed_muon.ops.machine import hardware_name
@@ -141,7 +141,7 @@ def iteration_rows(
     settings = NsSettings(resolve_schedule("quintic", STEPS), "gram", resolve_ns_dtype("auto", device))
     for batch in (1, 8):
         for shape in shapes:
-            ours = ops.select("auto", tuner=Tuner(folder))
+            ours = dispatch.select("auto", tuner=Tuner(folder))
             x = torch.randn(batch, *shape, generator=torch.Generator().manual_seed(0)).to(device)
             runs: dict[str, Run] = {"ours": lambda ours=ours, x=x: ours(x, settings=settings), **peers(x)}
             times = interleaved(
@@ -192,8 +192,8 @@ def errors(x: Tensor, result: Tensor) -> float:
 def flat_rows(device: torch.device, threads: int, seconds: float) -> list[dict[str, Any]]:
     """Bandwidth of the flat passes, counting each operand once for each read and write, against a plain copy."""
     numel = 1 << (28 if device.type == "cuda" else 25)
-    native = ops.flat_passes("ops", device)
-    plain = ops.flat_passes("torch", device)
+    native = dispatch.flat_passes("ops", device)
+    plain = dispatch.flat_passes("torch", device)
     buf, grad, target = (torch.randn(numel, device=device) for _ in range(3))
     table = torch.tensor([(0, 0, 0, 0, numel, 0)])
     momentum, rates = (torch.tensor([each], dtype=torch.float64) for each in ((0.95, 1.0), (1e-6, 0.999)))
@@ -240,7 +240,7 @@ def flat_rows(device: torch.device, threads: int, seconds: float) -> list[dict[s
 def sym_gemm_rows(device: torch.device, seconds: float) -> list[dict[str, Any]]:
     """TFLOP/s on the tiles that ``sym_gemm`` computes (128 x 128, lower triangle), and of cuBLAS's whole product."""
     rows = []
-    operators = ops.load()
+    operators = library.load()
     for m in (1024, 2048, 4096, 8192):
         for dtype in (torch.bfloat16, torch.float16):
             a = torch.randn(1, m, m, device=device).to(dtype)
@@ -348,7 +348,7 @@ def main() -> None:
         later = {f"{parsed.only} in a later run, load average before": about["load average before"]}
         about = {**earlier.pop("setting"), **later}
         found = {**earlier, parsed.only: []}
-    ops.load()
+    library.load()
     with tempfile.TemporaryDirectory() as folder:
         for count in threads:
             torch.set_num_threads(count)

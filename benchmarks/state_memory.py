@@ -30,13 +30,13 @@ from torch import Tensor
 import deepspeed_muon
 from benchmarks import step_ranks
 from benchmarks.optimizer_step import RETURN_MEMORY, machine
-from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.engine.offload import CpuAdam, half_states, master_dtype
 from deepspeed_muon.forecast.model_shapes import load_model
 from deepspeed_muon.forecast.predict import PlanSettings
 from deepspeed_muon.forecast.report import forecast
 from deepspeed_muon.math.updates import AdamStep, adam_step_
-from deepspeed_muon.ops import flat_passes
+from deepspeed_muon.ops.dispatch import flat_passes
 from deepspeed_muon.routing.rules import route_parameters
 
 MIB = 1 << 20

@@ -4,7 +4,7 @@ After ``import deepspeed_muon``, ``"optimizer": {"type": "Muon"}`` in a DeepSpee
 """
 
 from deepspeed_muon.checkpoint import consolidate, restore
-from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.engine import health, is_active, muon_optimizer, routes
 from deepspeed_muon.engine.hooks import is_registered, register, unregister
 from deepspeed_muon.errors import (

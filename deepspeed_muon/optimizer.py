@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from typing_extensions import Never, Unpack
 
-from deepspeed_muon.config import RATE_KEYS, MuonConfig, takes_settings
 from deepspeed_muon.config.keywords import MuonKeywords
+from deepspeed_muon.config.settings import RATE_KEYS, MuonConfig, takes_settings
 from deepspeed_muon.errors import (
     BindingError,
     ConfigError,
@@ -27,7 +27,7 @@ from deepspeed_muon.errors import (
 )
 from deepspeed_muon.logs import warn
 from deepspeed_muon.monitoring.recorder import StepRecorder
-from deepspeed_muon.ops import Orthogonalizer, select
+from deepspeed_muon.ops.dispatch import Orthogonalizer, select
 from deepspeed_muon.plan.layout import TensorShards
 from deepspeed_muon.plan.placement import replicated_placement
 from deepspeed_muon.qk_clip.clip import QkClip

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed_muon.config import DEFAULT_MUON_LR, MuonConfig
+from deepspeed_muon.config.settings import DEFAULT_MUON_LR, MuonConfig
 from deepspeed_muon.errors import BindingError, RoutingError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.routing.param_groups import ParamGroup, RoutedGroups, with_names_of

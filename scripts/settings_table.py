@@ -13,8 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
 
-from deepspeed_muon.config import RATE_KEYS, MuonConfig
-from deepspeed_muon.config.settings import keys_with_sentences
+from deepspeed_muon.config.settings import RATE_KEYS, MuonConfig, keys_with_sentences
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 BEGIN = "<!-- written by scripts/settings_table.py from deepspeed_muon/config/settings.py -->\n"
@@ -32,7 +31,7 @@ from torch import Tensor
 
 # fmt: off
 class MuonKeywords(TypedDict, total=False):
-    """The keys of :class:`~deepspeed_muon.config.MuonConfig` without ``lr``, and the types of their values."""
+    """The keys of :class:`~deepspeed_muon.MuonConfig` without ``lr``, and the types of their values."""
 
 '''
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from deepspeed_muon.checkpoint.index import COUNTERS, CheckpointIndex, Progress
 from deepspeed_muon.checkpoint.live import Host, LiveState, optimizer_of
-from deepspeed_muon.config import GROUP_KEYS, MuonConfig
+from deepspeed_muon.config.settings import GROUP_KEYS, MuonConfig
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import logger, warn
 from deepspeed_muon.optimizer import Muon

@@ -10,7 +10,7 @@ from torch import Tensor
 
 # fmt: off
 class MuonKeywords(TypedDict, total=False):
-    """The keys of :class:`~deepspeed_muon.config.MuonConfig` without ``lr``, and the types of their values."""
+    """The keys of :class:`~deepspeed_muon.MuonConfig` without ``lr``, and the types of their values."""
 
     beta2: float
     muon_lr: Tensor | float | None

@@ -21,7 +21,7 @@ from torch import nn
 
 from deepspeed_muon.checkpoint.layout_record import add_record_to_state_dict
 from deepspeed_muon.checkpoint.live import Host
-from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.engine import muon_of
 from deepspeed_muon.engine.checkpointing import record_order
 from deepspeed_muon.engine.engine_hooks import hook_engine
@@ -48,7 +48,7 @@ from deepspeed_muon.engine.zero.stages import Zero12View, require_known, view_of
 from deepspeed_muon.engine.zero.views import Original
 from deepspeed_muon.errors import PlanMismatchError, UnsupportedConfigError
 from deepspeed_muon.logs import announce, logger
-from deepspeed_muon.ops import loaded
+from deepspeed_muon.ops.library import loaded
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.param_groups import build_groups
 from deepspeed_muon.routing.parameters import is_divided

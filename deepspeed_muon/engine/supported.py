@@ -16,7 +16,7 @@ from deepspeed.utils import groups
 from pydantic import BaseModel
 
 from deepspeed_muon.checkpoint.live import ON_NVME, SOME_RANKS
-from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.engine.offload import half_states, master_dtype, offload_device
 from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group, tensor_shards
 from deepspeed_muon.engine.topology import ranks_of

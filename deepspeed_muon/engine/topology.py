@@ -17,7 +17,7 @@ from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_pipeline_parallel_group, bwc_pipeline_parallel_world_size
 from torch import Tensor, nn
 
-from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.engine.offload import CpuAdam
 from deepspeed_muon.engine.tensor_parallel import (
     is_copy,

@@ -12,7 +12,7 @@ from typing import Any
 import hjson
 import torch
 
-from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.forecast.model_shapes import PRESETS, as_autoep, load_model, with_separate_experts
 from deepspeed_muon.forecast.predict import GPUS, Gpu, PlanSettings

@@ -17,7 +17,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.plan.exchange import cut_into_chunks, moves
@@ -259,9 +259,10 @@ def exchange_of(routes: Sequence[Route], settings: PlanSettings) -> Exchange:
         settings: Stage, ranks and iteration.
     """
     muon = [route for route in routes if route.algorithm == "muon"]
-    total = Exchange([-1] * len(muon), *(np.zeros(settings.world_size) for _ in range(4)))
+    zeros = np.zeros((5, settings.world_size))
+    total = Exchange([-1] * len(muon), zeros[0], zeros[1], zeros[2], zeros[3])
     total.overlap = settings.config.exchange_overlap
-    owned, moving = np.zeros(settings.world_size), set()
+    owned, moving = zeros[4], set()
     for numbers, local, inside in divisions(muon, settings):
         ranks, ways = inside.world_size, settings.world_size // inside.world_size
         load = np.zeros(ranks)

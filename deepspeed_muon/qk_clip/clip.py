@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepspeed_muon.config import QkClipConfig
+from deepspeed_muon.config.values import QkClipConfig
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.plan.placement import Fragment

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from deepspeed_muon.config import MatricesConfig, MuonConfig
+from deepspeed_muon.config.settings import MuonConfig
+from deepspeed_muon.config.values import MatricesConfig
 from deepspeed_muon.errors import ParameterTypeError, RoutingError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.routing.parameters import ModelNames, NamedParameter, matches, rule_by_name

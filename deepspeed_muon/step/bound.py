@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.errors import BindingError
-from deepspeed_muon.ops import largest_magnitudes
+from deepspeed_muon.ops.dispatch import largest_magnitudes
 from deepspeed_muon.plan.placement import Floats
 from deepspeed_muon.step.passes import COLUMNS
 from deepspeed_muon.step.runner import StepResources, StepRunner

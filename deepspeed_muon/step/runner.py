@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.monitoring.check import ResultCheck
 from deepspeed_muon.monitoring.recorder import StepRecorder, Travelling
-from deepspeed_muon.ops import matrix_norms
+from deepspeed_muon.ops.dispatch import matrix_norms
 from deepspeed_muon.plan.exchange import build_exchange_plan
 from deepspeed_muon.plan.owners import assign
 from deepspeed_muon.plan.placement import Floats

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.errors import BindingError, OpsUnavailableError
 from deepspeed_muon.logs import logger, warn, warn_on_each_machine
 from deepspeed_muon.math.updates import AdamStep, adam_step_
-from deepspeed_muon.ops import FlatPasses, flat_passes
+from deepspeed_muon.ops.dispatch import FlatPasses, flat_passes
 from deepspeed_muon.plan.placement import Fragment
 from deepspeed_muon.step.step_set import BoundPartition, NativeAdam, StepSet
 from deepspeed_muon.variants import ROW_STATE, Variant

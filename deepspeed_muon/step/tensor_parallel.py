@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.math.newton_schulz import orthogonalize_flops
 from deepspeed_muon.monitoring.check import Result, Together
 from deepspeed_muon.plan.owners import assign_owners

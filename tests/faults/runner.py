@@ -37,7 +37,7 @@ from deepspeed_muon.checkpoint import consolidate, load_index, restore
 from deepspeed_muon.checkpoint.consolidate import consolidate_files
 from deepspeed_muon.checkpoint.offline import verify_folder
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.ops import load as load_ops
+from deepspeed_muon.ops.library import load as load_ops
 from deepspeed_muon.transport import ranks
 from tests.faults.disk import Disk, worst_folders
 from tests.faults.injector import Fault, Injector, describe

@@ -11,7 +11,7 @@ import pytest
 from deepspeed_muon.checkpoint import load_index, restore
 from deepspeed_muon.checkpoint.consolidate import consolidate_files
 from deepspeed_muon.checkpoint.offline import verify_folder
-from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.errors import CheckpointError, ConfigError
 from tests.support import training
 

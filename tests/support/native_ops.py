@@ -36,7 +36,7 @@ for name in sys.argv[1:]:
     if builder is not None and "not_implemented" not in builder.NAME and builder.is_compatible():
         builder.load()
 if "CPUAdamBuilder" not in sys.argv:
-    from deepspeed_muon.ops import load
+    from deepspeed_muon.ops.library import load
 
     load()
 """

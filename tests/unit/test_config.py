@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from deepspeed_muon import Muon
-from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.errors import ConfigError, ScheduleError
 
 ROOT = Path(__file__).resolve().parents[2]

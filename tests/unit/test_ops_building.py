@@ -16,11 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed_muon import ops
 from deepspeed_muon.errors import OpsUnavailableError
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings
-from deepspeed_muon.ops import library, toolchain
+from deepspeed_muon.ops import dispatch, library, toolchain
 from tests.support.native_ops import REPOSITORY
 
 SETTINGS = NsSettings(resolve_schedule("quintic"))
@@ -49,8 +48,8 @@ def without_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_importing_neither_builds_nor_loads(tmp_path: Path) -> None:
     code = """
         import sys
-        import deepspeed_muon, deepspeed_muon.ops
-        assert not deepspeed_muon.ops.loaded()
+        import deepspeed_muon, deepspeed_muon.ops.library
+        assert not deepspeed_muon.ops.library.loaded()
         assert "torch.utils.cpp_extension" not in sys.modules
     """
     done = python(code, TORCH_EXTENSIONS_DIR=str(tmp_path), CXX="no-such-compiler")
@@ -60,14 +59,14 @@ def test_importing_neither_builds_nor_loads(tmp_path: Path) -> None:
 
 def test_a_built_library_is_loaded_without_tools_of_the_build() -> None:
     """They would cost a process seconds: no program is started, and torch's build code is not imported."""
-    ops.load()
+    library.load()
     code = """
         import sys
-        from deepspeed_muon import ops
+        from deepspeed_muon.ops import library
         import torch
         started = []
         sys.addaudithook(lambda event, args: started.append(args) if event == "subprocess.Popen" else None)
-        ops.load()
+        library.load()
         assert torch.ops.deepspeed_muon.sym_gemm
         assert not started and "torch.utils.cpp_extension" not in sys.modules, started
     """
@@ -79,9 +78,9 @@ def test_without_a_compiler_auto_warns_once_and_runs_torch(
     without_compiler: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        chosen = ops.select("auto")
-        assert ops.flat_passes("auto").name == "torch"
-        assert ops.select("auto").backend == "auto"
+        chosen = dispatch.select("auto")
+        assert dispatch.flat_passes("auto").name == "torch"
+        assert dispatch.select("auto").backend == "auto"
     assert len(caplog.records) == 1 and "no C++ compiler" in caplog.text
     assert chosen(torch.randn(4, 6), settings=SETTINGS).shape == (4, 6)
     assert chosen.report()[0]["ran"].startswith("torch ")
@@ -89,10 +88,10 @@ def test_without_a_compiler_auto_warns_once_and_runs_torch(
 
 def test_without_a_compiler_ops_is_a_typed_error(without_compiler: None) -> None:
     with pytest.raises(OpsUnavailableError, match="no C\\+\\+ compiler: 'no-such-compiler' is not on PATH"):
-        ops.select("ops")
+        dispatch.select("ops")
     with pytest.raises(OpsUnavailableError):
-        ops.flat_passes("ops")
-    assert ops.select("torch")(torch.randn(4, 6), settings=SETTINGS).shape == (4, 6)
+        dispatch.flat_passes("ops")
+    assert dispatch.select("torch")(torch.randn(4, 6), settings=SETTINGS).shape == (4, 6)
 
 
 def test_a_broken_source_is_a_typed_error_with_the_compilers_output(
@@ -313,7 +312,7 @@ def test_a_cold_build_compiles_each_source_once(tmp_path: Path) -> None:
     compiler.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nexec c++ "$@"\n')
     compiler.chmod(0o755)
     done = python(
-        "from deepspeed_muon import ops; ops.load()",
+        "from deepspeed_muon.ops import library; library.load()",
         3500.0,
         TORCH_EXTENSIONS_DIR=str(tmp_path / "built"),
         CXX=str(compiler),

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed_muon import ops
 from deepspeed_muon.errors import OpsUnavailableError
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, reference_orthogonalize
-from deepspeed_muon.ops import autotune, library
+from deepspeed_muon.ops import autotune, dispatch, library
 from deepspeed_muon.ops.autotune import Tuner, measure
 from deepspeed_muon.ops.candidates import Candidate, candidates_for, has_kernel, problem_of
 from tests.support.fragments import momentum_pack, unpack_apply
@@ -152,7 +151,7 @@ def test_measuring_leaves_the_random_generator_alone(tmp_path: Path) -> None:
     torch.manual_seed(3)
     expected = torch.randn(4)
     torch.manual_seed(3)
-    ops.select("auto", tuner=Tuner(tmp_path))(torch.ones(8, 12), settings=SETTINGS)
+    dispatch.select("auto", tuner=Tuner(tmp_path))(torch.ones(8, 12), settings=SETTINGS)
     assert torch.equal(torch.randn(4), expected)
 
 
@@ -182,9 +181,9 @@ def test_tiles_and_vectors_are_for_bfloat16_only() -> None:
 @pytest.mark.parametrize("backend", ["auto", "ops", "torch"])
 @pytest.mark.parametrize("shape", [(24, 24), (24, 64), (64, 24), (3, 24, 64), (2, 2, 64, 24), (0, 4, 8)])
 def test_every_backend_has_the_contract_of_the_torch_code(
-    backend: ops.NsBackend, shape: tuple[int, ...], tmp_path: Path
+    backend: dispatch.NsBackend, shape: tuple[int, ...], tmp_path: Path
 ) -> None:
-    chosen = ops.select(backend, tuner=Tuner(tmp_path))
+    chosen = dispatch.select(backend, tuner=Tuner(tmp_path))
     x = torch.randn(shape)
     for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 3e-1)):
         settings = NsSettings(resolve_schedule("quintic"), "gram", dtype)
@@ -203,7 +202,7 @@ def test_every_backend_has_the_contract_of_the_torch_code(
 
 
 def test_the_report_says_what_ran_and_why(tmp_path: Path, clock: Clock) -> None:
-    chosen = ops.select("auto", tuner=Tuner(tmp_path))
+    chosen = dispatch.select("auto", tuner=Tuner(tmp_path))
     for _ in range(3):
         chosen(torch.randn(24, 64), settings=SETTINGS)
     (entry,) = chosen.report()
@@ -213,8 +212,8 @@ def test_the_report_says_what_ran_and_why(tmp_path: Path, clock: Clock) -> None:
 
 
 def test_flat_passes_of_both_backends_agree() -> None:
-    native, plain = ops.flat_passes("ops"), ops.flat_passes("torch")
-    assert (native.name, plain.name, ops.flat_passes("auto").name) == ("ops", "torch", "ops")
+    native, plain = dispatch.flat_passes("ops"), dispatch.flat_passes("torch")
+    assert (native.name, plain.name, dispatch.flat_passes("auto").name) == ("ops", "torch", "ops")
     buf, grad, param = (torch.randn(1000) for _ in range(3))
     copies = buf.clone(), param.clone()
     out, expected = torch.empty(1000, dtype=torch.bfloat16), torch.empty(1000, dtype=torch.bfloat16)
@@ -228,15 +227,15 @@ def test_flat_passes_of_both_backends_agree() -> None:
 
 def test_bad_calls_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match="ns_backend must be 'auto', 'ops' or 'torch', got 'cuda'"):
-        ops.select("cuda")  # type: ignore[arg-type]
+        dispatch.select("cuda")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="rows, cols"):
-        ops.select("torch")(torch.ones(3), settings=SETTINGS)
+        dispatch.select("torch")(torch.ones(3), settings=SETTINGS)
     library.load()
     assert not has_kernel(torch.ops.deepspeed_muon, "meta")
     with pytest.raises(OpsUnavailableError, match="no flat passes for meta"):
-        ops.flat_passes("ops", "meta")
+        dispatch.flat_passes("ops", "meta")
     with caplog.at_level(logging.WARNING):
-        assert ops.flat_passes("auto", "meta").name == "torch"
+        assert dispatch.flat_passes("auto", "meta").name == "torch"
     assert not caplog.records
 
 

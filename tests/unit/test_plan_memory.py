@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deepspeed_muon.__main__ import main
-from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.forecast.predict import PlanSettings, exchange_of
 from deepspeed_muon.forecast.report import iteration_numel
 from deepspeed_muon.math.coefficients import resolve_schedule

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.errors import ConfigError, RoutingError
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.parameters import NamedParameter, model_parameters_by_name

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.errors import ConfigError, RoutingError
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.route import Route

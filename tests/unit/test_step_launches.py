@@ -22,7 +22,7 @@ from deepspeed_muon import MuonConfig, orthogonalize
 from deepspeed_muon.forecast.model_shapes import load_model
 from deepspeed_muon.monitoring.check import ResultCheck
 from deepspeed_muon.monitoring.recorder import StepRecorder
-from deepspeed_muon.ops import FlatPasses
+from deepspeed_muon.ops.dispatch import FlatPasses
 from deepspeed_muon.plan.placement import sharded_placement
 from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.step.bound import GradientInspection

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepspeed_muon.ops import flat_passes
+from deepspeed_muon.ops.dispatch import flat_passes
 from deepspeed_muon.plan.exchange import ExchangePlan, Segment, build_exchange_plan
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import sharded_placement

@@ -9,7 +9,7 @@ import torch
 
 from deepspeed_muon import Muon
 from deepspeed_muon.math.updates import AdamStep, reference_adamw_step
-from deepspeed_muon.ops import NsBackend, flat_passes
+from deepspeed_muon.ops.dispatch import NsBackend, flat_passes
 from deepspeed_muon.step.state import StatePolicy, torch_step
 from tests.support.fragments import momentum_pack, unpack_apply
 from tests.support.models import batch, build

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed_muon.config import MuonConfig
+from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.errors import RoutingError
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.plan.owners import shares_of_blocks
