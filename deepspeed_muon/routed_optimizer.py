@@ -51,7 +51,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
                 "among them goes to Muon; pass the model or model.named_parameters()"
             )
         if not routed.partial:
-            warn_without_muon(routed.routes)
+            warn_without_muon(self.routes)
         if (
             config.muon_lr is None
             and config.adjust_lr_fn == "original"
@@ -70,7 +70,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
     @property
     def routes(self) -> list[Route]:
         """Where every parameter goes and why, in the order of the caller's groups."""
-        return list(self._routed.routes)
+        return self._routed.routes
 
     @property
     def fp32_optimizer_states(self) -> bool:
@@ -149,9 +149,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
                 -number if param is None else id(param): route
                 for number, (param, route) in enumerate(routes, start=1)
             }
-            routed = RoutedGroups(
-                state["param_groups"], [route for _, route in routes], by_id, state.pop("unnamed")
-            )
+            routed = RoutedGroups(state["param_groups"], by_id, state.pop("unnamed"))
             self._begin(state.pop("config"), routed, state.pop("model"))
         # What a group is was decided when the optimizer was made; a state dict may not say it.
         own = [group["algorithm"] for group in self.__dict__.get("param_groups", state["param_groups"])]

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from deepspeed_muon.errors import OpsUnavailableError
-
 from . import library, toolchain
 from .candidates import has_kernel
 from .gate import known_verdict
@@ -21,7 +19,7 @@ def collect() -> dict[str, dict[str, Any]]:
     """Return everything that the report shows, by section; builds nothing."""
     spec = library.spec()
     built, reason = library.built_path(spec), library.unavailable_reason()
-    operators = _loaded() if built else None
+    operators = library.try_load() if built else None
     return {
         "versions": _versions(),
         "toolchain": {
@@ -79,14 +77,6 @@ def _versions() -> dict[str, str | None]:
     installed = importlib.util.find_spec("_deepspeed_muon_switch") is not None
     versions["DEEPSPEED_MUON=1"] = "switches this Muon on" if installed else None
     return versions
-
-
-def _loaded() -> Any | None:
-    """Return the operators if they can be loaded."""
-    try:
-        return library.load()
-    except OpsUnavailableError:
-        return None
 
 
 def _gpu(operators: Any | None) -> dict[str, Any]:

@@ -29,8 +29,8 @@ from deepspeed_muon.checkpoint.parameters import Blocks, Count, HeldParameter, P
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.placement import Placement, Places, TensorSlice, whole_slice
-from deepspeed_muon.plan.rows import row_places
+from deepspeed_muon.plan.placement import Placement, TensorSlice, whole_slice
+from deepspeed_muon.plan.rows import Places, row_places
 from deepspeed_muon.transport.agreement import Scope
 
 RECORD_KEY = "deepspeed_muon_layout"

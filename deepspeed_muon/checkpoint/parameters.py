@@ -17,8 +17,8 @@ from torch import Tensor
 from typing_extensions import Self
 
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.plan.placement import Placement, Places, TensorSlice, add_up, runs_within, whole_slice
-from deepspeed_muon.plan.rows import RowPlaces
+from deepspeed_muon.plan.placement import Placement, TensorSlice, add_up, whole_slice
+from deepspeed_muon.plan.rows import Places, RowPlaces, runs_within
 from deepspeed_muon.variants import ROW_STATE
 
 STATE_KEYS: dict[str, tuple[str, ...]] = {"muon": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}

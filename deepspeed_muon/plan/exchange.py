@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.placement import Ints, Places
+from deepspeed_muon.plan.placement import Ints
+from deepspeed_muon.plan.rows import Places
 
 if TYPE_CHECKING:
     from torch import Tensor

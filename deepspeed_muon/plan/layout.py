@@ -110,11 +110,6 @@ class MatrixLayout:
         return (total, self.cols) if self.shards.dim == 0 else (self.rows, total)
 
     @property
-    def scale_shape(self) -> tuple[int, int]:
-        """Output and input size of the first block of the whole matrix, which determine the scale of the update."""
-        return self.layer_shape(*(self.logical_shape if self.is_cut else self.block_shape))
-
-    @property
     def grid(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Rows and columns of the grid of blocks; one cell for a matrix that is not divided."""
         return self.row_blocks or (self.rows,), self.col_blocks or (self.cols,)
@@ -138,8 +133,11 @@ class MatrixLayout:
 
     @property
     def block_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Rows and columns of all blocks, row by row of the grid; each is orthogonalised and scaled by itself."""
-        return tuple(itertools.product(*self.grid))
+        """Rows and columns of all blocks, row by row of the grid; each is orthogonalised and scaled by itself.
+
+        A matrix that is cut over a group is one block, the whole matrix.
+        """
+        return (self.logical_shape,) if self.is_cut else tuple(itertools.product(*self.grid))
 
     def run(self, first: int, row_blocks: tuple[int, ...]) -> MatrixLayout:
         """Return blocks that follow each other, from row ``first`` on, as a matrix of their own."""

@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,43 +52,6 @@ class Fragment:
     def __post_init__(self) -> None:
         if self.rank < 0 or self.matrix_offset < 0 or self.partition_offset < 0 or self.numel < 1:
             raise ValueError(f"not a fragment: {self}")
-
-
-class Places(Protocol):
-    """Where the elements of something lie: at most one fragment on each of some consecutive ranks."""
-
-    @property
-    def numel(self) -> int:
-        """The number of elements."""
-
-    @property
-    def replicated(self) -> bool:
-        """Whether each of the ranks holds all of it."""
-
-    @property
-    def ranks(self) -> range:
-        """The ranks that may hold a fragment."""
-
-    def on(self, rank: int) -> Fragment | None:
-        """Return the fragment of a rank, ``None`` if it holds none."""
-
-    def rank_at(self, element: int) -> int:
-        """Return the rank that holds an element. Not for what is replicated."""
-
-    def starts(self, ranks: Ints) -> Ints:
-        """Return the first element that lies on each of ``ranks`` or on a later one. Not for what is replicated.
-
-        So the fragment of rank ``r`` ends where that of ``r + 1`` starts.
-        """
-
-
-def runs_within(places: Places, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yield rank, start and stop of each run of the elements ``[start, stop)`` that one rank holds, in their order."""
-    while start < stop:
-        rank = places.rank_at(start)
-        end = min(stop, int(places.starts(np.array([rank + 1]))[0]))
-        yield rank, start, end
-        start = end
 
 
 @dataclass(frozen=True, slots=True)

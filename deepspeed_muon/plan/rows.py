@@ -17,14 +17,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.placement import Fragment, Ints
+from deepspeed_muon.plan.placement import Fragment, Ints, Placement
 
 
 def row_count(matrix: MatrixLayout) -> int:
@@ -35,7 +35,7 @@ def row_count(matrix: MatrixLayout) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RowPlaces:
-    """Where the row state of one matrix lies: :class:`~deepspeed_muon.plan.placement.Places`, counted in rows.
+    """Where the row state of one matrix lies, as in :class:`~deepspeed_muon.plan.placement.Placement`, counted in rows.
 
     Attributes:
         matrix: The matrix.
@@ -85,6 +85,19 @@ class RowPlaces:
         if not rows:
             return None
         return Fragment(rank, rows.start, self.neighbours.offsets(rank)[self.number], len(rows))
+
+
+Places: TypeAlias = Placement | RowPlaces
+"""Where the elements of a matrix, or its rows, lie: at most one fragment on each of some consecutive ranks."""
+
+
+def runs_within(places: Places, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Yield rank, start and stop of each run of the elements ``[start, stop)`` that one rank holds, in their order."""
+    while start < stop:
+        rank = places.rank_at(start)
+        end = min(stop, int(places.starts(np.array([rank + 1]))[0]))
+        yield rank, start, end
+        start = end
 
 
 @dataclass(slots=True)
@@ -186,7 +199,7 @@ class Piece(NamedTuple):
 
 def unit_count(matrix: MatrixLayout, *, rows: bool) -> int:
     """Return how many units a matrix has."""
-    return row_count(matrix) if rows else 1 if matrix.is_cut else len(matrix.block_shapes)
+    return row_count(matrix) if rows else len(matrix.block_shapes)
 
 
 def pieces_of(matrix: MatrixLayout, start: int, stop: int, *, rows: bool = False) -> Iterator[Piece]:

@@ -60,17 +60,20 @@ class RoutedGroups:
 
     Attributes:
         groups: Param groups for ``torch.optim.Optimizer``, each with ``algorithm``, ``use_muon`` and all settings.
-        routes: One route per parameter of the caller, in order, also for frozen ones.
-        by_id: ``id(parameter)`` to its route.
+        by_id: ``id(parameter)`` to its route, in the caller's order, also for frozen ones.
         unnamed: Whether some parameter had no name, so that only its shape could decide.
         partial: Whether the parameters are those of one stage of a pipeline.
     """
 
     groups: list[dict[str, Any]]
-    routes: list[Route]
     by_id: dict[int, Route]
     unnamed: bool
     partial: bool = False
+
+    @property
+    def routes(self) -> list[Route]:
+        """The routes in the caller's order."""
+        return list(self.by_id.values())
 
 
 @dataclass(slots=True)
@@ -126,7 +129,7 @@ def build_groups(
             f"none of the {len(routes)} parameters is trainable: requires_grad is False for all of them"
         )
     unnamed = any(not member.names and id(member.param) not in explicit for member in members)
-    return RoutedGroups(groups, routes, by_id, unnamed, partial)
+    return RoutedGroups(groups, by_id, unnamed, partial)
 
 
 def expert_group_name(param: Tensor) -> str | None:
@@ -291,4 +294,4 @@ def with_names_of(model: nn.Module, routed: RoutedGroups) -> RoutedGroups:
         key: replace(route, name=named[key].name) if key in named else route
         for key, route in routed.by_id.items()
     }
-    return RoutedGroups(routed.groups, list(renamed.values()), renamed, unnamed=False)
+    return RoutedGroups(routed.groups, renamed, unnamed=False)

@@ -218,7 +218,7 @@ class FragmentSums:
             copies = ranks if matrix.shards is not None and not matrix.is_cut else 1
             rows = [1] * len(units)
             if not self._variant.of_rows:
-                shapes = [matrix.logical_shape] if matrix.is_cut else matrix.block_shapes
+                shapes = matrix.block_shapes
                 rows = [matrix.layer_shape(*shapes[unit])[0] for unit in units.tolist()]
             # Ranks that cut the inputs keep the numbers of all outputs each.
             holders = ranks if matrix.is_cut and not matrix.cuts_outputs else copies

@@ -279,9 +279,7 @@ class RateTable:
         """Return the scales of all blocks of each matrix, and of the first ones, for the rule of each partition."""
         found: list[tuple[float, ...]] = []
         for matrix, position in zip(self._matrices, self._positions.tolist(), strict=True):
-            shapes = [matrix.scale_shape]
-            if not matrix.is_cut:
-                shapes = [matrix.layer_shape(*shape) for shape in matrix.block_shapes]
+            shapes = [matrix.layer_shape(*shape) for shape in matrix.block_shapes]
             if self._variant.relative_rate:
                 found.append((1.0,) * len(shapes))
             else:

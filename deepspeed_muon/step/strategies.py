@@ -36,12 +36,14 @@ def batches(
     for index in indices:
         matrix = matrices[index]
         cut = matrix.shards if by_shards else matrix.is_cut
-        alike.setdefault((matrix.logical_shape, _shapes(matrix), matrix.transposed, cut), []).append(index)
+        alike.setdefault((matrix.logical_shape, matrix.block_shapes, matrix.transposed, cut), []).append(
+            index
+        )
     found: list[list[int]] = []
     for members in alike.values():
         first = matrices[members[0]]
         rows, cols = first.logical_shape
-        size = _batch_size(context, *_shapes(first)[0], numel=rows * cols)
+        size = _batch_size(context, *first.block_shapes[0], numel=rows * cols)
         found.extend(members[start : start + size] for start in range(0, len(members), size))
     return found
 
@@ -49,11 +51,6 @@ def batches(
 def _batch_size(context: StepContext, rows: int, cols: int, *, numel: int = 0) -> int:
     """Return how many blocks of this shape run together, or how many matrices of ``numel`` elements made of them."""
     return max(1, BATCH_NUMEL // (numel or rows * cols)) if min(rows, cols) < context.batch_below else 1
-
-
-def _shapes(matrix: MatrixLayout) -> tuple[tuple[int, int], ...]:
-    """Return the shapes of the blocks of a whole matrix; a matrix that is cut over a group is one block."""
-    return (matrix.logical_shape,) if matrix.is_cut else matrix.block_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +120,7 @@ class WholeAtOwner:
         found = []
         for indices in batches(self.matrices, self.context, owned):
             first = self.matrices[indices[0]]
-            shapes, equal = _shapes(first), first.is_cut or first.equal_blocks is not None
+            shapes, equal = first.block_shapes, first.is_cut or first.equal_blocks is not None
             alike: dict[tuple[int, int], list[Member]] = {}
             if equal:
                 alike[shapes[0]] = [(index, number) for index in indices for number in range(len(shapes))]

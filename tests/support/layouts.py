@@ -10,11 +10,11 @@ from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.owners import blocks_flops, grid_blocks
 from deepspeed_muon.plan.placement import (
     Fragment,
-    Places,
     flat_placement,
     replicated_placement,
     sharded_placement,
 )
+from deepspeed_muon.plan.rows import Places
 
 ITERATION = NsSettings(resolve_schedule("quintic", 5), "standard", torch.float32)
 

@@ -301,7 +301,7 @@ def test_runs_of_blocks_are_the_stack(
     parts = cut_stack(whole, cost=float(blocks), limit=limit)
     assert [part.first_row for part in parts] == [sum(p.rows for p in parts[:i]) for i in range(len(parts))]
     assert sum(len(part.block_shapes) for part in parts) == blocks
-    assert all(part.block_shape == (rows, cols) and part.scale_shape == whole.scale_shape for part in parts)
+    assert all(part.block_shape == (rows, cols) == whole.block_shape for part in parts)
     found = sorted(
         (f.rank, f.partition_offset + i, part.first_row * cols + f.matrix_offset + i)
         for part in parts
