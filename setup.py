@@ -54,7 +54,7 @@ def native_operators():
         return {}
     try:
         import torch
-        from torch.utils.cpp_extension import BuildExtension
+        from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
     except ImportError:
         sys.exit("DS_BUILD_MUON=1 needs torch while building: pip install --no-build-isolation .")
     root = Path(__file__).resolve().parent
@@ -63,7 +63,14 @@ def native_operators():
     )
     toolchain = sys.modules[found.name] = importlib.util.module_from_spec(found)
     found.loader.exec_module(toolchain)
-    extension = toolchain.setuptools_extension(toolchain.machine_spec(torch), "deepspeed_muon.ops", root)
+    spec = toolchain.machine_spec(torch)
+    extension = (CUDAExtension if spec.with_cuda else CppExtension)(
+        name=f"deepspeed_muon.ops.{toolchain.prebuilt_name(spec)}",
+        # setuptools wants paths below this folder.
+        sources=[os.path.relpath(source, root) for source in spec.sources],
+        include_dirs=list(spec.include_dirs),
+        extra_compile_args={"cxx": list(spec.cxx_flags), "nvcc": list(spec.nvcc_flags)},
+    )
     return {
         "ext_modules": [extension],
         "cmdclass": {"build_ext": BuildExtension.with_options(no_python_abi_suffix=True)},

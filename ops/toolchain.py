@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -207,27 +207,6 @@ def cuda_reason(torch: Any) -> str | None:
     if find_nvcc() is None:
         return "no nvcc on PATH, in CUDA_HOME or of pip (nvidia-cuda-nvcc)"
     return None
-
-
-def setuptools_extension(spec: BuildSpec, package: str, root: Path | None = None) -> Any:
-    """Return the setuptools extension of a build ahead of time.
-
-    Args:
-        spec: From :func:`machine_spec`.
-        package: The package in which the library is installed.
-        root: The sources become relative to this folder, as setuptools needs them.
-    """
-    from torch.utils.cpp_extension import CppExtension, CUDAExtension
-
-    flags = {"cxx": list(spec.cxx_flags)} | ({"nvcc": list(spec.nvcc_flags)} if spec.with_cuda else {})
-    sources = [os.path.relpath(source, root) if root else source for source in spec.sources]
-    make: Callable[..., Any] = CUDAExtension if spec.with_cuda else CppExtension
-    return make(
-        name=f"{package}.{prebuilt_name(spec)}",
-        sources=sources,
-        include_dirs=list(spec.include_dirs),
-        extra_compile_args=flags,
-    )
 
 
 def arch_flags(capabilities: Iterable[tuple[int, int]] = (), arch_list: str | None = None) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from deepspeed_muon.math.quantizer import BLOCK
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.order import flat_partition_numel
 from deepspeed_muon.plan.owners import sent_by_rank
-from deepspeed_muon.routing.route import Route
+from deepspeed_muon.routing.route import Route, totals_of
 from deepspeed_muon.step.state import StatePolicy
 from deepspeed_muon.transport.exchange import SLOTS
 
@@ -228,11 +228,7 @@ def report(
     exchange = exchange_of(routes, settings)
     muon = [route for route in routes if route.algorithm == "muon"]
     counts = np.bincount(np.asarray(exchange.owners, dtype=np.int64), minlength=settings.world_size)
-    totals: dict[str, dict[str, int]] = {}
-    for route in routes:
-        entry = totals.setdefault(route.algorithm, {"tensors": 0, "elements": 0})
-        entry["tensors"] += 1
-        entry["elements"] += route.numel
+    totals = totals_of(routes)
     step = forecast(routes, settings, exchange)
     sent = (exchange.gather_elements + exchange.scatter_elements) * settings.wire_bytes
     data: dict[str, Any] = {

@@ -118,11 +118,12 @@ def assign_owners(
     least = np.argsort(load, kind="stable")[: len(undecided) + 1]
     idle = list(zip(load[least].tolist(), least.tolist(), strict=True))
     undecided.sort(key=lambda index: -costs[index])  # stable: in the order of the plan
+    everywhere = max(3, -(-len(load) // 2))  # with so many holders any rank may own a matrix
     for together in _decided_together(undecided, costs, placements):
         while idle[0][0] != load[idle[0][1]]:
             heapq.heapreplace(idle, (load[idle[0][1]], idle[0][1]))
         placement, idlest = placements[together[0]], idle[0][1]
-        if placement is None or placement.replicated or len(placement.ranks) >= _everywhere(len(load)):
+        if placement is None or placement.replicated or len(placement.ranks) >= everywhere:
             chosen = [idlest]
         elif _crossed_boundary(placement) >= 0:
             crossing = [each for index in together if (each := placements[index]) is not None]
@@ -184,11 +185,6 @@ def _from_rank_to_rank(cost: float, placements: Sequence[Placement], load: Float
         owners.append(way[1])
         way = way[2]
     return owners[::-1]
-
-
-def _everywhere(world_size: int) -> int:
-    """Return the number of holders from which on any rank may own a matrix."""
-    return max(3, -(-world_size // 2))
 
 
 def _first_to_finish(placement: Placement, load: Floats, idlest: int) -> int:

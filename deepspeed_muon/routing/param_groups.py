@@ -208,15 +208,12 @@ def _refuse_duplicates(members: Sequence[NamedParameter]) -> None:
 
 
 def _explicit_algorithm(settings: Mapping[str, Any]) -> Algorithm | None:
-    if settings.get("algorithm") is not None:
-        if settings["algorithm"] not in ("muon", "adamw"):
-            raise ConfigError(
-                f"param group: algorithm must be 'muon' or 'adamw', got {settings['algorithm']!r}"
-            )
-        return "muon" if settings["algorithm"] == "muon" else "adamw"
-    if settings.get("use_muon") is not None:
+    algorithm: Algorithm | None = settings.get("algorithm")
+    if algorithm not in (None, "muon", "adamw"):
+        raise ConfigError(f"param group: algorithm must be 'muon' or 'adamw', got {algorithm!r}")
+    if algorithm is None and settings.get("use_muon") is not None:
         return "muon" if settings["use_muon"] else "adamw"
-    return None
+    return algorithm
 
 
 def _halves(

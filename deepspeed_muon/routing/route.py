@@ -132,13 +132,22 @@ def format_routes(routes: Sequence[Route]) -> str:
 
 def summarize_routes(routes: Sequence[Route]) -> str:
     """Return in one line how many tensors and elements went to each algorithm."""
-    parts = []
-    for algorithm, name in (("muon", "Muon for"), ("adamw", "AdamW for"), ("frozen", "frozen:")):
-        chosen = [route for route in routes if route.algorithm == algorithm]
-        if chosen:
-            numel = sum(route.numel for route in chosen)
-            parts.append(f"{name} {len(chosen)} tensors ({numel:,} elements)")
-    return ", ".join(parts)
+    totals = totals_of(routes)
+    return ", ".join(
+        f"{name} {totals[algorithm]['tensors']} tensors ({totals[algorithm]['elements']:,} elements)"
+        for algorithm, name in (("muon", "Muon for"), ("adamw", "AdamW for"), ("frozen", "frozen:"))
+        if algorithm in totals
+    )
+
+
+def totals_of(routes: Sequence[Route]) -> dict[str, dict[str, int]]:
+    """Return the number of ``tensors`` and ``elements`` of each algorithm that has some."""
+    totals: dict[str, dict[str, int]] = {}
+    for route in routes:
+        entry = totals.setdefault(route.algorithm, {"tensors": 0, "elements": 0})
+        entry["tensors"] += 1
+        entry["elements"] += route.numel
+    return totals
 
 
 def order_of_matrices(routes: Sequence[Route], ranks: int, settings: NsSettings) -> Sequence[int]:
