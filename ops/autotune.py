@@ -117,7 +117,8 @@ class Tuner:
                     return Choice(names[0], "expected; other processes were measuring for too long")
                 choice = measure(problem, candidates, device)
                 if choice.reason == "measured":
-                    self._remember(key, names, choice)
+                    choices = {**self._read(), key: {**asdict(choice), "candidates": names}}
+                    write_json(self._file, {"identity": self._identity, "choices": choices})
                 return choice
         finally:
             self._spent += time.perf_counter() - started
@@ -135,10 +136,6 @@ class Tuner:
         ):
             return None
         return Choice(entry["name"], "remembered", entry["milliseconds"], entry["rejected"])
-
-    def _remember(self, key: str, names: Sequence[str], choice: Choice) -> None:
-        choices = {**self._read(), key: {**asdict(choice), "candidates": list(names)}}
-        write_json(self._file, {"identity": self._identity, "choices": choices})
 
 
 def measure(problem: Problem, candidates: Sequence[Candidate], device: torch.device) -> Choice:

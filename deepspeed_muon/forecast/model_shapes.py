@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,6 @@ from torch import nn
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.routing.parameters import NamedParameter, model_parameters_by_name
 from deepspeed_muon.routing.shapes import true_shape
-
-Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 # From the models' published config.json files; kimi-k2 has that architecture and size (1T), not the exact numbers.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -192,12 +190,11 @@ def read_object(path: Path, loads: Callable[[str], Any] = json.loads) -> dict[st
     return content
 
 
-def _from_shapes(shapes: Shapes | Mapping[str, tuple[int, ...]]) -> list[NamedParameter]:
+def _from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> list[NamedParameter]:
     """Return parameters on the meta device from dotted names and shapes, in the model's order."""
-    pairs = shapes.items() if isinstance(shapes, Mapping) else shapes
     return [
         NamedParameter((name,), nn.Parameter(torch.empty(shape, device="meta"), requires_grad=True))
-        for name, shape in pairs
+        for name, shape in shapes.items()
     ]
 
 
@@ -277,7 +274,9 @@ def _from_checkpoint(folder: Path) -> list[NamedParameter]:
     if config and not (files and _transformers_knowing(str(config.get("model_type", ""))) is None):
         return from_config(config)
     if files:
-        return _from_shapes({name: shape for file in files for name, shape in _safetensors_shapes(file)})
+        return _from_shapes(
+            {name: shape for file in files for name, shape in _safetensors_shapes(file).items()}
+        )
     if (folder / "latest").is_file() or any(folder.glob("*model_states.pt")):
         from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
 
@@ -288,7 +287,7 @@ def _from_checkpoint(folder: Path) -> list[NamedParameter]:
     )
 
 
-def _safetensors_shapes(file: Path) -> Shapes:
+def _safetensors_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     with open(file, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if not 0 < length < 1 << 30:
@@ -297,6 +296,4 @@ def _safetensors_shapes(file: Path) -> Shapes:
             header = json.loads(stream.read(length))
         except ValueError as error:
             raise ConfigError(f"{file}: not a safetensors file: {error}") from error
-    for name, entry in header.items():
-        if name != "__metadata__":
-            yield name, tuple(entry["shape"])
+    return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}

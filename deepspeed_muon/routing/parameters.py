@@ -367,22 +367,22 @@ def _names_an_embedding(component: str) -> bool:
     return component in _EMBEDDING_COMPONENTS or "embed" in component or component.endswith("emb")
 
 
-def matches(pattern: str, name: str, key: str) -> bool:
-    """Return whether a shell glob, or a regular expression after ``re:``, fits a dotted name.
+def matches(pattern: str, names: Iterable[str], key: str) -> bool:
+    """Return whether a shell glob, or a regular expression after ``re:``, fits one of some dotted names.
 
     Args:
         pattern: What the user wrote.
-        name: The dotted name.
+        names: The dotted names.
         key: The key of ``optimizer.params`` that holds the pattern, for the error.
 
     Raises:
         RoutingError: If the text after ``re:`` is no regular expression.
     """
-    if pattern.startswith("re:"):
-        try:
-            return re.search(pattern[3:], name) is not None
-        except re.error as error:
-            raise RoutingError(
-                f"optimizer.params.{key}: {pattern!r} is not a regular expression: {error}"
-            ) from error
-    return fnmatch.fnmatchcase(name, pattern)
+    if not pattern.startswith("re:"):
+        return any(fnmatch.fnmatchcase(name, pattern) for name in names)
+    try:
+        return any(re.search(pattern[3:], name) for name in names)
+    except re.error as error:
+        raise RoutingError(
+            f"optimizer.params.{key}: {pattern!r} is not a regular expression: {error}"
+        ) from error

@@ -7,7 +7,7 @@ count, so that a head that is tied to an embedding counts as the embedding.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,11 +77,12 @@ def route_parameters(
             if route.algorithm == "muon"
             for name in item.names
         ]
-        for pattern in _unmatched(config, "matrices", muon):
-            raise RoutingError(
-                f"optimizer.params.matrices: pattern {pattern!r} matches no parameter that goes to Muon; their names "
-                f"look like {muon[:3]}"
-            )
+        for pattern in config.matrices:
+            if not matches(pattern, muon, "matrices"):
+                raise RoutingError(
+                    f"optimizer.params.matrices: pattern {pattern!r} matches no parameter that goes to Muon; their "
+                    f"names look like {muon[:3]}"
+                )
         check_routes(routes, all_names, config)
     return routes
 
@@ -93,11 +94,12 @@ def check_routes(routes: Sequence[Route], names: Sequence[str], config: MuonConf
         RoutingError: If a pattern matches nothing, or no heads were found.
     """
     for key in ("include", "exclude", "matrices"):
-        for pattern in _unmatched(config, key, names):
-            raise RoutingError(
-                f"optimizer.params.{key}: pattern {pattern!r} matches no parameter name; "
-                f"names look like {list(names[:3])}"
-            )
+        for pattern in getattr(config, key):
+            if not matches(pattern, names, key):
+                raise RoutingError(
+                    f"optimizer.params.{key}: pattern {pattern!r} matches no parameter name; "
+                    f"names look like {list(names[:3])}"
+                )
     by_config = any(entry.heads == "config" for entry in config.matrices.values())
     if by_config and not any(route.per_head for route in routes):
         raise RoutingError(
@@ -106,13 +108,6 @@ def check_routes(routes: Sequence[Route], names: Sequence[str], config: MuonConf
             "the model's config (num_attention_heads, num_key_value_heads, head_dim; a client optimizer needs model=). "
             "A fused projection needs 'split' too. Otherwise write their number, or leave 'heads' out"
         )
-
-
-def _unmatched(config: MuonConfig, key: str, names: Sequence[str]) -> Iterator[str]:
-    """Yield the patterns of a key that match none of the names."""
-    for pattern in getattr(config, key):
-        if not any(matches(pattern, name, key) for name in names):
-            yield pattern
 
 
 def warn_without_muon(routes: Sequence[Route]) -> None:
@@ -243,17 +238,14 @@ def _asked(item: NamedParameter, config: MuonConfig) -> MatricesConfig:
     """Return what ``matrices`` says of a parameter, each of its keys by the first pattern that has it."""
     found: dict[str, Any] = {}
     for pattern, entry in config.matrices.items():
-        if any(matches(pattern, name, "matrices") for name in item.names):
+        if matches(pattern, item.names, "matrices"):
             found = {**entry.model_dump(exclude_none=True), **found}
     return MatricesConfig(**found)
 
 
 def _chosen(item: NamedParameter, config: MuonConfig, key: str) -> str | None:
     """Return the first pattern of a key that matches the parameter, or ``None``."""
-    for pattern in getattr(config, key):
-        if any(matches(pattern, name, key) for name in item.names):
-            return str(pattern)
-    return None
+    return next((pattern for pattern in getattr(config, key) if matches(pattern, item.names, key)), None)
 
 
 def _matrix_kind(item: NamedParameter, shape: tuple[int, ...]) -> MatrixKind | None:
