@@ -54,13 +54,20 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "polar_express, 4 steps": {"ns_schedule": "polar_express", "ns_steps": 4},
     "polar_express_5": {"ns_schedule": "polar_express_5"},
     "cans": {"ns_schedule": "cans"},
+    "quintic, 5 steps in torch": {"ns_backend": "torch"},
+    "quintic, 4 steps after row sums": {"ns_steps": 4, "ns_backend": "torch"},
+    "polar_express, 4 steps after row sums": {
+        "ns_schedule": "polar_express",
+        "ns_steps": 4,
+        "ns_backend": "torch",
+    },
     **{
         f"{name}, {dtype} momentum": {"variant": name, "momentum_dtype": dtype}
         for name in VARIANTS
         for dtype in ("bf16", "int8")
     },
 }
-"""Name to the settings of ``deepspeed_muon.Muon``."""
+"""Name to the settings of ``deepspeed_muon.Muon``. "After row sums": preconditioned as in Turbo-Muon."""
 FIRST_RATE = {ADAMW: 0.004, "match_rms_adamw": 0.016, "spectral": 0.004}
 """Where the search begins; 0.04 for all others."""
 RULES = ("muon", "match_rms_adamw", "spectral", "hyperball")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import deepspeed_muon
 from benchmarks.variants import ADAMW, HEADS, LENGTH, SEQUENCES, Row, Run
+from deepspeed_muon.math import newton_schulz
 from deepspeed_muon.ops.machine import hardware_name
 
 POINTS = 12
@@ -35,6 +36,15 @@ class Rates:
         factor = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress))
         for group, full in zip(self.groups, self.full, strict=True):
             group["lr"] = full * ((step + 1) / self.warmup if step < self.warmup else factor)
+
+
+def row_sums(x: Tensor, settings: newton_schulz.NsSettings) -> Tensor:
+    """Divide row ``i`` of each ``X`` by the root of ``sum_j |X X^T|_ij``, which bounds the spectral norm by 1.
+
+    The preconditioning of Turbo-Muon (arXiv 2512.04632), in place of the division by the Frobenius norm.
+    """
+    sums = (x @ x.mT).abs().sum(dim=-1, keepdim=True)
+    return (x / sums.sqrt().clamp_(min=settings.eps)).to(settings.dtype)
 
 
 def optimizer_of(run: Run, model: GPT) -> torch.optim.Optimizer:
@@ -70,6 +80,8 @@ def sizes(before: list[Tensor], after: list[Tensor]) -> dict[str, float]:
 def train(run: Run) -> Row:
     """Trains once. ``loss`` is ``None`` if the run diverged."""
     torch.set_num_threads(1)
+    if run.optimizer.endswith("after row sums"):
+        newton_schulz._normalized = row_sums
     text = load_tokens(standard_library(), max_bytes=16_000_000)
     torch.manual_seed(run.seed)
     model = GPT(GPTConfig(dim=run.dim, layers=run.layers, heads=HEADS))
