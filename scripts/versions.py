@@ -109,10 +109,17 @@ def outcome(environment: Environment, release: str) -> dict[str, Any]:
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """Return the results as a Markdown table."""
-    rows = ["| versions | `compat` tests; the README's example |", "|---|---|"]
-    ordered = sorted(results.items(), key=lambda item: [int(each) for each in re.findall(r"\d+", item[0])])
-    rows += [f"| {key} | {each['outcome']} |" for key, each in reversed(ordered)]
+    """Return the results as a Markdown table; one row for the releases of DeepSpeed with the same outcome."""
+    releases_of: dict[tuple[str, str], list[str]] = {}
+    for key, each in sorted(results.items(), key=lambda item: [int(n) for n in re.findall(r"\d+", item[0])]):
+        environment, release = key.split(", DeepSpeed ")
+        outcome = each["outcome"].removesuffix("; the example trains")
+        releases_of.setdefault((environment, outcome), []).insert(0, release)
+    rows = ["| versions | `compat` tests |", "|---|---|"]
+    rows += [
+        f"| {environment}, DeepSpeed {', '.join(found)} | {outcome} |"
+        for (environment, outcome), found in reversed(releases_of.items())
+    ]
     return "\n".join(rows) + "\n"
 
 
