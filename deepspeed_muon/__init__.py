@@ -5,7 +5,7 @@ After ``import deepspeed_muon``, ``"optimizer": {"type": "Muon"}`` in a DeepSpee
 
 from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.config.settings import MuonConfig
-from deepspeed_muon.engine import health, is_active, muon_optimizer, routes
+from deepspeed_muon.engine import health, is_active, muon_optimizer, plan_report, routes
 from deepspeed_muon.engine.hooks import is_registered, register, unregister
 from deepspeed_muon.errors import (
     BindingError,
@@ -25,7 +25,6 @@ from deepspeed_muon.errors import (
     ShardingError,
     UnsupportedConfigError,
 )
-from deepspeed_muon.forecast.report import plan_report
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.qk_clip.recorder import QkRecorder

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from deepspeed_muon.checkpoint import offline as checkpoints
 from deepspeed_muon.errors import MuonError
-from deepspeed_muon.forecast import cli as plan_cli
 from deepspeed_muon.forecast import rates
+from deepspeed_muon.forecast import report as plan
 from deepspeed_muon.monitoring import page as health_page
 from deepspeed_muon.version import __version__
 
@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--json", action="store_true", help="print JSON")
     report.set_defaults(run=_report)
     checkpoints.add_subcommands(commands)
-    plan_cli.add_subcommand(commands)
+    plan.add_subcommand(commands)
     rates.add_subcommand(commands)
     health_page.add_subcommand(commands)
     return parser

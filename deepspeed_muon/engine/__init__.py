@@ -1,12 +1,16 @@
-"""What a program may ask of an engine: its optimizer, its routes, its health."""
+"""What a program may ask of an engine: its optimizer, its routes, its plan, its health."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import torch.distributed as dist
+
 from deepspeed_muon.errors import BindingError
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.routing.route import Route
+from deepspeed_muon.plan.owners import sent_by_rank
+from deepspeed_muon.routing.route import Route, rows_of
 
 
 def muon_of(engine: Any) -> Muon | None:
@@ -50,6 +54,47 @@ def routes(engine: Any) -> list[Route]:
         BindingError: If the engine runs another optimizer.
     """
     return muon_optimizer(engine).routes
+
+
+def plan_report(engine: Any) -> dict[str, Any]:
+    """Return routes, owners, work and bytes of every rank of an engine, from its exchange plans, as plain data.
+
+    ``python -m deepspeed_muon plan`` predicts the same without an engine, with memory and times. The ranks of a step
+    set are those among which its plan is made: all, or those that hold the same experts. ``own_bytes_per_step`` are
+    those that this rank sends, a variant's row state included; ``exchange_buffer_bytes`` those of its buffers.
+
+    Args:
+        engine: A ``DeepSpeedEngine`` made with this optimizer.
+    """
+    optimizer = muon_optimizer(engine)
+    config = optimizer.config
+    sets = []
+    for runner in optimizer._runners:
+        plan, group = runner.plan, runner.step_set.group
+        wire_bytes = config.wire_format.bytes_per_element(runner.context.comm_dtype.itemsize)
+        flops = np.zeros(plan.world_size)
+        np.add.at(flops, np.asarray(plan.owners, dtype=np.int64), runner.assignment.work)
+        gather, scatter = sent_by_rank(plan.matrices, plan.owners, plan.world_size)
+        sets.append(
+            {
+                "world_size": plan.world_size,
+                "ranks": [0] if group is None else dist.get_process_group_ranks(group),
+                "chunks": len(plan.chunks),
+                "matrices": [
+                    {"name": matrix.name, "owner": owner}
+                    for matrix, owner in zip(plan.matrices, plan.owners, strict=True)
+                ],
+                "flops_per_rank": flops.tolist(),
+                "sent_bytes_per_rank": ((gather + scatter) * wire_bytes).tolist(),
+                "max_over_mean": float(flops.max() / flops.mean()) if flops.any() else 1.0,
+            }
+        )
+    return {
+        "routes": rows_of(optimizer.routes, each=True),
+        "step_sets": sets,
+        "own_bytes_per_step": sum(runner.wire_bytes_per_step for runner in optimizer._runners),
+        "exchange_buffer_bytes": optimizer.exchange_buffers.reserved_bytes,
+    }
 
 
 def health(engine: Any) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.routing.parameters import NamedParameter, model_parameters_by_name
 from deepspeed_muon.routing.shapes import true_shape
 
+Shapes = dict[str, tuple[int, ...]]
+
 # From the models' published config.json files; kimi-k2 has that architecture and size (1T), not the exact numbers.
 PRESETS: dict[str, dict[str, Any]] = {
     "llama-7b": {
@@ -113,30 +115,23 @@ def model_config(source: str) -> dict[str, Any]:
     )
 
 
-def as_autoep(members: Sequence[NamedParameter], ways: int) -> list[NamedParameter]:
+def as_autoep(members: Sequence[NamedParameter]) -> list[NamedParameter]:
     """Return the parameters after AutoEP has replaced the layers of experts: gate and up are stacks of their own.
 
     Args:
         members: Of the model as it was.
-        ways: The ranks among which the experts of a layer will be divided. The stacks returned are whole.
 
     Raises:
-        ConfigError: If there are no stacks of experts, or their number cannot be divided so.
+        ConfigError: If there are no stacks of experts.
     """
-    found: list[NamedParameter] = []
-    for member in members:
-        before = _module_of_stack(member)
-        if before is None:
-            found.append(member)
-            continue
-        for name, shape in _projections(member).items():
-            if shape[0] % ways:
-                raise ConfigError(
-                    f"--expert-parallel {ways}: the {shape[0]} experts of {member.name} do not divide so"
-                )
-            found += _from_shapes({f"{before}.{_AUTOEP.get(name, name)}": shape})
+    found = _with_experts(
+        members,
+        lambda module, stacks: {
+            f"{module}.{_AUTOEP.get(name, name)}": shape for name, shape in stacks.items()
+        },
+    )
     if len(found) == len(members):
-        raise ConfigError(f"--expert-parallel {ways}: no stacks of experts in this model")
+        raise ConfigError("--expert-parallel: no stacks of experts in this model")
     return found
 
 
@@ -145,16 +140,27 @@ _AUTOEP = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 def with_separate_experts(members: Sequence[NamedParameter]) -> list[NamedParameter]:
     """Return the parameters of the same model in which every expert has parameters of its own instead of stacks."""
+    return _with_experts(
+        members,
+        lambda module, stacks: {
+            f"{module}.{expert}.{name}.weight": shape[1:]
+            for expert in range(next(iter(stacks.values()))[0])
+            for name, shape in stacks.items()
+        },
+    )
+
+
+def _with_experts(
+    members: Sequence[NamedParameter], shapes_of: Callable[[str, Shapes], Shapes]
+) -> list[NamedParameter]:
+    """Return the parameters with what ``shapes_of`` makes of the stacks of each module, by its name."""
     found: list[NamedParameter] = []
-    for before, group in itertools.groupby(members, key=_module_of_stack):
-        if before is None:
+    for module, group in itertools.groupby(members, key=_module_of_stack):
+        if module is None:
             found += group
-            continue
-        stacks = {name: shape for member in group for name, shape in _projections(member).items()}
-        for expert in range(next(iter(stacks.values()))[0]):
-            found += _from_shapes(
-                {f"{before}.{expert}.{name}.weight": shape[1:] for name, shape in stacks.items()}
-            )
+        else:
+            stacks = {name: shape for member in group for name, shape in _projections(member).items()}
+            found += _from_shapes(shapes_of(module, stacks))
     return found
 
 
@@ -164,7 +170,7 @@ def _module_of_stack(member: NamedParameter) -> str | None:
     return before if before.endswith("experts") and len(true_shape(member.param)) == 3 else None
 
 
-def _projections(member: NamedParameter) -> dict[str, tuple[int, ...]]:
+def _projections(member: NamedParameter) -> Shapes:
     """Return the projections in a stack as (experts, output, input), by name: those of gate and up apart."""
     count, out, into = true_shape(member.param)
     if "transposed" in member.module_kinds:
@@ -190,7 +196,7 @@ def read_object(path: Path, loads: Callable[[str], Any] = json.loads) -> dict[st
     return content
 
 
-def _from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> list[NamedParameter]:
+def _from_shapes(shapes: Shapes) -> list[NamedParameter]:
     """Return parameters on the meta device from dotted names and shapes, in the model's order."""
     return [
         NamedParameter((name,), nn.Parameter(torch.empty(shape, device="meta"), requires_grad=True))
@@ -274,9 +280,7 @@ def _from_checkpoint(folder: Path) -> list[NamedParameter]:
     if config and not (files and _transformers_knowing(str(config.get("model_type", ""))) is None):
         return from_config(config)
     if files:
-        return _from_shapes(
-            {name: shape for file in files for name, shape in _safetensors_shapes(file).items()}
-        )
+        return _from_shapes(dict(item for file in files for item in _safetensors_shapes(file).items()))
     if (folder / "latest").is_file() or any(folder.glob("*model_states.pt")):
         from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
 
@@ -287,7 +291,7 @@ def _from_checkpoint(folder: Path) -> list[NamedParameter]:
     )
 
 
-def _safetensors_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+def _safetensors_shapes(file: Path) -> Shapes:
     with open(file, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if not 0 < length < 1 << 30:

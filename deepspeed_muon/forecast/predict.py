@@ -10,9 +10,10 @@ A collective counts the bytes that each rank of a ring sends: ``n (W-1)/W`` for 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,42 +43,19 @@ LINK_EFFICIENCY = 0.7
 """The part of the bandwidths that copies and collectives are taken to reach."""
 
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """One kind of GPU in the server in which it is usually sold. All bandwidths are bytes per second.
-
-    Attributes:
-        name: Key of the table.
-        flops: Dense bf16 / fp16 tensor operations per second, without sparsity.
-        memory_bandwidth: Of the device memory.
-        memory: Bytes of device memory.
-        node_bandwidth: NVLink, one direction, per GPU.
-        network_bandwidth: Network, one direction, per GPU.
-        source: Documents with the figures.
-    """
-
-    name: str
-    flops: float
-    memory_bandwidth: float
-    memory: float
-    node_bandwidth: float
-    network_bandwidth: float
-    source: str
-
-
-# The datasheets give NVLink as the sum of both directions; the table has half of it. The network is that of the DGX
-# server with eight GPUs: eight ports of 400 Gb/s (DGX H100, H200, B200) or 200 Gb/s (DGX A100).
-GPUS: dict[str, Gpu] = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu(
-            "a100", 312e12, 2.039e12, 80e9, 300e9, 25e9, "NVIDIA A100 80GB SXM datasheet; DGX A100 datasheet"
-        ),
-        Gpu("h100", 989e12, 3.35e12, 80e9, 450e9, 50e9, "NVIDIA H100 SXM datasheet; DGX H100 datasheet"),
-        Gpu("h200", 989e12, 4.8e12, 141e9, 450e9, 50e9, "NVIDIA H200 SXM datasheet; DGX H200 datasheet"),
-        Gpu("b200", 2250e12, 8.0e12, 180e9, 900e9, 50e9, "NVIDIA DGX B200 datasheet"),
-    )
+# Dense bf16 / fp16 tensor operations per second without sparsity, and bytes per second: of the device memory, of NVLink
+# and of the network, both in one direction for each GPU. The datasheets give NVLink as the sum of both directions. The
+# network is that of the DGX server with eight GPUs: eight ports of 400 Gb/s (H100, H200, B200) or 200 Gb/s (A100).
+_FIGURES = ("flops", "memory_bandwidth", "memory", "node_bandwidth", "network_bandwidth", "source")
+_A100 = (312e12, 2.039e12, 80e9, 300e9, 25e9, "NVIDIA A100 80GB SXM datasheet; DGX A100 datasheet")
+_H100 = (989e12, 3.35e12, 80e9, 450e9, 50e9, "NVIDIA H100 SXM datasheet; DGX H100 datasheet")
+_H200 = (989e12, 4.8e12, 141e9, 450e9, 50e9, "NVIDIA H200 SXM datasheet; DGX H200 datasheet")
+_B200 = (2250e12, 8.0e12, 180e9, 900e9, 50e9, "NVIDIA DGX B200 datasheet")
+GPUS: dict[str, dict[str, Any]] = {
+    name: {"name": name, **dict(zip(_FIGURES, figures, strict=True))}
+    for name, figures in {"a100": _A100, "h100": _H100, "h200": _H200, "b200": _B200}.items()
 }
+"""The kinds of GPUs, in the servers in which they are usually sold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +68,7 @@ class PlanSettings:
         tensor_parallel: GPUs that share every matrix before ZeRO divides it.
         expert_parallel: GPUs that the experts of a layer are divided among before ZeRO divides each stack.
         gpus_per_node: GPUs that NVLink connects.
-        gpu: The kind of GPU.
+        gpu: A row of :data:`GPUS`.
         config: The optimizer's settings.
         device: Where the iteration runs, which decides its dtype.
         model_dtype: Dtype of the forward pass's weights and of their gradients.
@@ -105,7 +83,7 @@ class PlanSettings:
     tensor_parallel: int = 1
     expert_parallel: int = 1
     gpus_per_node: int = 8
-    gpu: Gpu = GPUS["h100"]
+    gpu: Mapping[str, Any] = field(default_factory=lambda: GPUS["h100"])
     config: MuonConfig = field(default_factory=MuonConfig)
     device: torch.device = field(default_factory=lambda: torch.device("cuda"))
     model_dtype: torch.dtype = torch.bfloat16
@@ -194,7 +172,9 @@ def _is_stack(route: Route) -> bool:
 
 def _some_experts(route: Route, ways: int) -> Route:
     if route.shape[0] % ways:
-        raise ConfigError(f"{route.name}: {route.shape[0]} experts cannot be divided among {ways} GPUs")
+        raise ConfigError(
+            f"--expert-parallel {ways}: the {route.shape[0]} experts of {route.name} cannot be divided so"
+        )
     return replace(route, shape=(route.shape[0] // ways, *route.shape[1:]))
 
 
@@ -385,3 +365,33 @@ def zero_bytes(routes: Sequence[Route], settings: PlanSettings) -> float:
         passes = {0: 2.0, 1: 3.0, 2: 3.0, 3: 2.0 if numel <= _REUSE_NUMEL else 3.0}[settings.stage]
         total += passes * numel * settings.model_dtype.itemsize * (ranks - 1) / ranks
     return total
+
+
+def kept_bytes(routes: Sequence[Route], settings: PlanSettings) -> tuple[dict[str, float], int, int]:
+    """Return the bytes of weights, gradients and masters of a rank, and the elements of its partitions.
+
+    The elements are Muon's and AdamW's, ZeRO's padding included.
+    """
+    kept = {"weights": 0.0, "gradients": 0.0, "master_weights": 0.0}
+    elements = {"muon": 0, "adamw": 0}
+    model, master = settings.model_dtype.itemsize, settings.master_dtype.itemsize
+    for _, local, inside in divisions(routes, settings):
+        for algorithm in elements:
+            numels = [each.numel for each in local if each.algorithm == algorithm]
+            own = sum(numels)
+            if settings.stage == 3:
+                own = sum(-(-numel // inside.world_size) for numel in numels)
+            elif settings.stage:
+                own = flat_partition_numel(own, inside.world_size)
+            whole = own * (inside.world_size if settings.stage in (1, 2) else 1)
+            kept["weights"] += model * whole
+            kept["gradients"] += model * (whole if settings.stage == 1 else own)
+            kept["master_weights"] += master * own
+            elements[algorithm] += own
+    return kept, elements["muon"], elements["adamw"]
+
+
+def iteration_numel(rows: int, cols: int) -> int:
+    """Return the elements that orthogonalising one matrix takes: at most four products of Gram size, or two of each."""
+    gram = min(rows, cols) ** 2
+    return rows * cols + max(rows * cols + 2 * gram, 4 * gram)

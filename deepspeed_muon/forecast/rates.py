@@ -48,7 +48,6 @@ def add_subcommand(subparsers: Any) -> None:
     parser.add_argument(
         "config", help="a DeepSpeed configuration, or Megatron-LM's arguments as a JSON object"
     )
-    parser.add_argument("--source", choices=_KINDS, help="whose settings they are (default: the keys tell)")
     parser.add_argument("--model", help="as for plan: says which parameters go to Muon")
     parser.add_argument(
         "--check",
@@ -62,7 +61,7 @@ def add_subcommand(subparsers: Any) -> None:
 def _rates(arguments: argparse.Namespace) -> int:
     if arguments.check and not arguments.model:
         raise ConfigError("--check needs --model: a preset, a config.json, or a folder with one")
-    kind, found = translate(read_object(Path(arguments.config), hjson.loads), arguments.source)
+    kind, found = translate(read_object(Path(arguments.config), hjson.loads))
     params = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in found.settings.items())
     print(f'"optimizer": {{"type": "Muon", "params": {{\n{params}\n}}}}\n\nread as {_KINDS[kind]}')
     for key, reason in found.reasons.items():
@@ -138,12 +137,11 @@ class Translation:
                 self.left_out[key] = unknown_key_message(key, MuonConfig.model_fields)
 
 
-def translate(content: Mapping[str, Any], kind: str | None = None) -> tuple[str, Translation]:
+def translate(content: Mapping[str, Any]) -> tuple[str, Translation]:
     """Return the kind of optimizer, and its settings as those of this one.
 
     Args:
         content: A DeepSpeed configuration, or Megatron-LM's arguments.
-        kind: One of ``adamw``, ``deepspeed``, ``torch`` and ``megatron``; ``None`` to tell it from the keys.
 
     Raises:
         ConfigError: If there is no optimizer that can be translated, or the outcome is not valid here.
@@ -155,8 +153,7 @@ def translate(content: Mapping[str, Any], kind: str | None = None) -> tuple[str,
         type_name, params = str(section or ""), content
     if not isinstance(params, Mapping):
         raise ConfigError(f"optimizer.params: must be an object, got {shown(params)}")
-    kind = kind or _kind(type_name, params)
-    found = Translation(params)
+    kind, found = _kind(type_name, params), Translation(params)
     try:
         if kind == "deepspeed":
             _from_deepspeed(found, content)
@@ -179,7 +176,7 @@ def _kind(type_name: str, params: Mapping[str, Any]) -> str:
         return "deepspeed"
     raise ConfigError(
         f"optimizer.type: {type_name!r} has no counterpart here; rates reads AdamW, DeepSpeed's or torch's Muon, and "
-        f"Megatron-LM's arguments (--source says which)"
+        f"Megatron-LM's arguments"
     )
 
 

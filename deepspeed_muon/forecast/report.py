@@ -1,32 +1,41 @@
-"""The plan of a training run as plain data: routes, owners, balance, bytes, memory and predicted times."""
+"""``python -m deepspeed_muon plan MODEL``: what a training run will compute, send and keep, as text, JSON or a plot."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import hjson
 import numpy as np
-import torch.distributed as dist
+import torch
 
-from deepspeed_muon.engine import muon_optimizer
+from deepspeed_muon.config.settings import MuonConfig
+from deepspeed_muon.errors import ConfigError
+from deepspeed_muon.forecast.model_shapes import PRESETS, as_autoep, load_model, with_separate_experts
 from deepspeed_muon.forecast.predict import (
+    GPUS,
     LINK_EFFICIENCY,
     SUB_GROUP_NUMEL,
     Exchange,
     PlanSettings,
-    divisions,
     exchange_of,
+    iteration_numel,
+    kept_bytes,
     zero_bytes,
 )
 from deepspeed_muon.math.quantizer import BLOCK
-from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.order import flat_partition_numel
-from deepspeed_muon.plan.owners import sent_by_rank
-from deepspeed_muon.routing.route import Route, totals_of
+from deepspeed_muon.monitoring.page import pyplot_for
+from deepspeed_muon.routing.route import Route, rows_of, totals_of
+from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.step.state import StatePolicy
 from deepspeed_muon.transport.exchange import SLOTS
+
+_OPTIMIZERS = {"muon": "deepspeed_muon", "adamw": "AdamW"}
 
 # Seconds that each further peer adds to an all-to-all: the order of magnitude of NCCL over InfiniBand.
 _MESSAGE_SECONDS = 3e-6
@@ -52,50 +61,45 @@ def forecast(
         without ZeRO's collectives, and ``memory``, bytes by part without activations, each with a ``total``.
     """
     exchange = exchange or exchange_of(routes, settings)
-    kept, muon, other = _kept(routes, settings)
+    kept, muon, other = kept_bytes(routes, settings)
     zero = zero_bytes(routes, settings)
     collectives = {"zero_bytes": zero, "zero_seconds": _ring_seconds(settings, zero)}
     work = float(exchange.flops.max())
     gather, scatter = exchange.gather_elements, exchange.scatter_elements
     one_way = _exchange_seconds(settings, max(gather.max(), scatter.max()) * settings.wire_bytes, exchange)
-    bandwidth = settings.gpu.memory_bandwidth * LINK_EFFICIENCY
+    bandwidth = settings.gpu["memory_bandwidth"] * LINK_EFFICIENCY
     seconds = {
         "gather": one_way if settings.stage else 0.0,
-        "newton_schulz": work / (settings.gpu.flops * settings.efficiency),
+        "newton_schulz": work / (settings.gpu["flops"] * settings.efficiency),
         "scatter": one_way,
         "momentum_and_apply": _MUON_TRAFFIC * muon / bandwidth,
         "adamw": _ADAMW_TRAFFIC * other / bandwidth,
     }
     memory = kept | _state(muon, other, settings) | _buffers(routes, settings, exchange, partition=muon)
-    return {
-        "muon": {
-            "sent_bytes": float((gather + scatter).max()) * settings.wire_bytes,
-            **collectives,
-            "flops": work,
-            "seconds": _total(seconds),
-            "memory": _total(memory),
-        },
+    sent = float((gather + scatter).max()) * settings.wire_bytes
+    adamw = {"adamw": _ADAMW_TRAFFIC * (muon + other) / bandwidth}
+    steps: dict[str, dict[str, Any]] = {
+        "muon": {"sent_bytes": sent, "flops": work, "seconds": seconds, "memory": memory},
         "adamw": {
             "sent_bytes": 0.0,
-            **collectives,
             "flops": 0.0,
-            "seconds": _total({"adamw": _ADAMW_TRAFFIC * (muon + other) / bandwidth}),
-            "memory": _total(kept | _state(0, muon + other, settings)),
+            "seconds": adamw,
+            "memory": kept | _state(0, muon + other, settings),
         },
     }
-
-
-def _total(parts: dict[str, float]) -> dict[str, float]:
-    parts = {key: float(value) for key, value in parts.items()}
-    return {**parts, "total": math.fsum(parts.values())}
+    for step in steps.values():
+        step |= collectives
+        for parts in (step["seconds"], step["memory"]):
+            parts["total"] = math.fsum(parts.values())
+    return steps
 
 
 def _ring_seconds(settings: PlanSettings, nbytes: float) -> float:
     """Return the time of collectives in which each rank sends so many bytes around a ring."""
-    rate = settings.gpu.node_bandwidth
+    rate: float = settings.gpu["node_bandwidth"]
     if settings.world_size > settings.gpus_per_node:
         # A ring passes every link once, and the GPUs of a node share its links.
-        rate = min(rate, settings.gpus_per_node * settings.gpu.network_bandwidth)
+        rate = min(rate, settings.gpus_per_node * settings.gpu["network_bandwidth"])
     return nbytes / (rate * LINK_EFFICIENCY)
 
 
@@ -104,34 +108,10 @@ def _exchange_seconds(settings: PlanSettings, nbytes: float, exchange: Exchange)
         return 0.0
     # At stages 1 and 2 a rank exchanges with the neighbours that share its straddling matrices.
     peers = settings.world_size - 1 if settings.stage in (0, 3) else 2 * settings.tensor_parallel
-    node = (1 - exchange.leaving) * nbytes / settings.gpu.node_bandwidth
-    network = exchange.leaving * nbytes / settings.gpu.network_bandwidth
-    seconds = max(node, network) / LINK_EFFICIENCY
+    node = (1 - exchange.leaving) * nbytes / settings.gpu["node_bandwidth"]
+    network = exchange.leaving * nbytes / settings.gpu["network_bandwidth"]
+    seconds: float = max(node, network) / LINK_EFFICIENCY
     return seconds + _MESSAGE_SECONDS * min(peers, settings.world_size - 1)
-
-
-def _kept(routes: Sequence[Route], settings: PlanSettings) -> tuple[dict[str, float], int, int]:
-    """Return the bytes of weights, gradients and masters of a rank, and the elements of its partitions.
-
-    The elements are Muon's and AdamW's, ZeRO's padding included.
-    """
-    kept = {"weights": 0.0, "gradients": 0.0, "master_weights": 0.0}
-    elements = {"muon": 0, "adamw": 0}
-    model, master = settings.model_dtype.itemsize, settings.master_dtype.itemsize
-    for _, local, inside in divisions(routes, settings):
-        for algorithm in elements:
-            numels = [each.numel for each in local if each.algorithm == algorithm]
-            own = sum(numels)
-            if settings.stage == 3:
-                own = sum(-(-numel // inside.world_size) for numel in numels)
-            elif settings.stage:
-                own = flat_partition_numel(own, inside.world_size)
-            whole = own * (inside.world_size if settings.stage in (1, 2) else 1)
-            kept["weights"] += model * whole
-            kept["gradients"] += model * (whole if settings.stage == 1 else own)
-            kept["master_weights"] += master * own
-            elements[algorithm] += own
-    return kept, elements["muon"], elements["adamw"]
 
 
 def _state(muon: int, other: int, settings: PlanSettings) -> dict[str, float]:
@@ -153,59 +133,23 @@ def _state(muon: int, other: int, settings: PlanSettings) -> dict[str, float]:
 def _buffers(
     routes: Sequence[Route], settings: PlanSettings, exchange: Exchange, *, partition: float
 ) -> dict[str, float]:
-    """Return upper bounds of the bytes that Muon's step needs besides.
-
-    ``partition`` are Muon's elements in a rank's partition.
-    """
+    """Return upper bounds of what Muon's step needs besides; ``partition``: Muon's elements in a rank's partition."""
     chunk = exchange.largest_chunk if exchange.moving else 0
     # Of one chunk, but for those that are written into the send buffer: at stage 3 all except a rank's own share.
     local = min(partition, float(exchange.largest_chunk))
     if settings.stage == 3 and exchange.moving:
         local = chunk / (settings.world_size // settings.tensor_parallel)
-    blocks = {
-        (rows, cols)
-        for route in routes
-        if route.algorithm == "muon"
-        for _, rows, cols in route.kinds_of_blocks()
-    }
+    muon = [route for route in routes if route.algorithm == "muon"]
+    blocks = {(rows, cols) for route in muon for _, rows, cols in route.kinds_of_blocks()}
     block = max((rows * cols for rows, cols in blocks), default=0)
-    iteration = settings.iteration.dtype.itemsize * max(
-        (iteration_numel(*shape) for shape in blocks), default=0
-    )
+    largest = max((iteration_numel(*shape) for shape in blocks), default=0)
     # Without overlap the directions of a block lie in a buffer that was sent.
     waiting = exchange.overlap * settings.direction_bytes * min(chunk, block)
     return {
         "directions": settings.direction_bytes * local,
         "exchange_buffers": float(int(2 * (SLOTS if exchange.overlap else 1) * settings.wire_bytes * chunk)),
-        "iteration": float(iteration + waiting),
+        "iteration": float(settings.iteration.dtype.itemsize * largest + waiting),
     }
-
-
-def iteration_numel(rows: int, cols: int) -> int:
-    """Return the elements that orthogonalising one matrix takes: at most four products of Gram size, or two of each."""
-    gram = min(rows, cols) ** 2
-    return rows * cols + max(rows * cols + 2 * gram, 4 * gram)
-
-
-def route_rows(routes: Sequence[Route], *, each: bool = False) -> list[dict[str, Any]]:
-    """Return the routing table: one row for equal parameters of all layers, or for ``each`` parameter."""
-    rows: dict[Any, dict[str, Any]] = {}
-    for route in routes:
-        name = route.name if each else ".".join("*" if c.isdigit() else c for c in route.name.split("."))
-        row = rows.setdefault(
-            (name, route.shape, route.algorithm, route.reason),
-            {
-                "name": name,
-                "shape": list(route.shape),
-                "algorithm": route.algorithm,
-                "reason": route.reason,
-                "tensors": 0,
-                "elements": 0,
-            },
-        )
-        row["tensors"] += 1
-        row["elements"] += route.numel
-    return list(rows.values())
 
 
 def report(
@@ -225,53 +169,48 @@ def report(
         each_route: Whether every parameter has its own row, instead of one row for equal parameters of all layers.
         owners: Whether to list the owner of every matrix.
     """
-    exchange = exchange_of(routes, settings)
-    muon = [route for route in routes if route.algorithm == "muon"]
+    exchange, iteration = exchange_of(routes, settings), settings.iteration
+    names = [route.name for route in routes if route.algorithm == "muon"]
     counts = np.bincount(np.asarray(exchange.owners, dtype=np.int64), minlength=settings.world_size)
-    totals = totals_of(routes)
     step = forecast(routes, settings, exchange)
     sent = (exchange.gather_elements + exchange.scatter_elements) * settings.wire_bytes
-    data: dict[str, Any] = {
+    chosen = (
+        "world_size",
+        "stage",
+        "tensor_parallel",
+        "expert_parallel",
+        "gpus_per_node",
+        "gpu",
+        "wire_bytes",
+    )
+    return {
         "model": model,
-        "elements": sum(entry["elements"] for entry in totals.values()),
-        "algorithms": totals,
-        "settings": _settings(settings, overlap=exchange.overlap),
-        "routes": route_rows(routes, each=each_route),
+        "elements": sum(route.numel for route in routes),
+        "algorithms": totals_of(routes),
+        "settings": {
+            **{key: getattr(settings, key) for key in chosen},
+            "ns_steps": len(iteration.coefficients),
+            "ns_method": iteration.method,
+            "ns_dtype": str(iteration.dtype).removeprefix("torch."),
+            "model_bytes": settings.model_dtype.itemsize,
+            "exchange_chunk_numel": settings.config.exchange_chunk_numel,
+            "overlap": exchange.overlap,
+            "assumed_efficiency": settings.efficiency,
+            "assumed_link_efficiency": LINK_EFFICIENCY,
+        },
+        "routes": rows_of(routes, each=each_route),
         "owners": {
-            "matrices": len(muon),
+            "matrices": len(names),
             "moving": exchange.moving,
             "matrices_per_rank": _range(counts),
             "flops_per_rank": _range(exchange.flops),
             "max_over_mean": exchange.balance,
+            **({"of": dict(zip(names, exchange.owners, strict=True))} if owners else {}),
         },
         "sent_bytes_per_rank": _range(sent),
         "step": step,
-        "fits": step["muon"]["memory"]["total"] <= settings.gpu.memory,
-        "advice": _advice(muon, settings, exchange),
-    }
-    if owners:
-        data["owners"]["of"] = {route.name: owner for route, owner in zip(muon, exchange.owners, strict=True)}
-    return data
-
-
-def _settings(settings: PlanSettings, *, overlap: bool) -> dict[str, Any]:
-    iteration = settings.iteration
-    return {
-        "world_size": settings.world_size,
-        "stage": settings.stage,
-        "tensor_parallel": settings.tensor_parallel,
-        "expert_parallel": settings.expert_parallel,
-        "gpus_per_node": settings.gpus_per_node,
-        "gpu": asdict(settings.gpu),
-        "ns_steps": len(iteration.coefficients),
-        "ns_method": iteration.method,
-        "ns_dtype": str(iteration.dtype).removeprefix("torch."),
-        "wire_bytes": settings.wire_bytes,
-        "model_bytes": settings.model_dtype.itemsize,
-        "exchange_chunk_numel": settings.config.exchange_chunk_numel,
-        "overlap": overlap,
-        "assumed_efficiency": settings.efficiency,
-        "assumed_link_efficiency": LINK_EFFICIENCY,
+        "fits": step["muon"]["memory"]["total"] <= settings.gpu["memory"],
+        "advice": _advice(routes, settings, exchange),
     }
 
 
@@ -279,7 +218,7 @@ def _range(values: Any) -> dict[str, float]:
     return {"min": float(values.min()), "mean": float(values.mean()), "max": float(values.max())}
 
 
-def _advice(muon: Sequence[Route], settings: PlanSettings, exchange: Exchange) -> list[str]:
+def _advice(routes: Sequence[Route], settings: PlanSettings, exchange: Exchange) -> list[str]:
     """Return sentences about idle ranks and uneven work."""
     lines = []
     idle = int((exchange.flops == 0).sum())
@@ -287,7 +226,7 @@ def _advice(muon: Sequence[Route], settings: PlanSettings, exchange: Exchange) -
         lines.append(f"{idle} of {settings.world_size} ranks have nothing to orthogonalise")
     elif exchange.balance > 1.05:
         lines.append(f"the busiest rank has {exchange.balance:.2f} times the mean of the work")
-    stacked = max((route.heads for route in muon), default=0)
+    stacked = max((route.heads for route in routes if route.algorithm == "muon"), default=0)
     if settings.tensor_parallel > 1 and stacked >= 8 and exchange.balance > 1.05:
         lines.append(
             f"under tensor parallelism stacks of up to {stacked} experts have one owner each: --separate-experts shows "
@@ -296,49 +235,166 @@ def _advice(muon: Sequence[Route], settings: PlanSettings, exchange: Exchange) -
     return lines
 
 
-def plan_report(engine: Any) -> dict[str, Any]:
-    """Return routes, owners, work and bytes of every rank of an engine, from its exchange plans, as plain data.
-
-    ``python -m deepspeed_muon plan`` predicts the same without an engine, with memory and times. The ranks of a step
-    set are those among which its plan is made: all, or those that hold the same experts. ``own_bytes_per_step`` are
-    those that this rank sends, a variant's row state included; ``exchange_buffer_bytes`` those of its buffers.
-
-    Args:
-        engine: A ``DeepSpeedEngine`` made with this optimizer.
-    """
-    optimizer = muon_optimizer(engine)
-    config = optimizer.config
-    sets = []
-    for runner in optimizer._runners:
-        plan, group = runner.plan, runner.step_set.group
-        wire_bytes = config.wire_format.bytes_per_element(runner.context.comm_dtype.itemsize)
-        flops = np.zeros(plan.world_size)
-        np.add.at(flops, np.asarray(plan.owners, dtype=np.int64), runner.assignment.work)
-        gather, scatter = sent_by_rank(plan.matrices, plan.owners, plan.world_size)
-        sets.append(
-            {
-                "world_size": plan.world_size,
-                "ranks": [0] if group is None else dist.get_process_group_ranks(group),
-                "chunks": len(plan.chunks),
-                "matrices": [
-                    {"name": matrix.name, "owner": owner, "moved_elements": _moved(matrix, owner)}
-                    for matrix, owner in zip(plan.matrices, plan.owners, strict=True)
-                ],
-                "flops_per_rank": flops.tolist(),
-                "sent_bytes_per_rank": ((gather + scatter) * wire_bytes).tolist(),
-                "max_over_mean": float(flops.max() / flops.mean()) if flops.any() else 1.0,
-            }
+def render(data: Mapping[str, Any]) -> str:
+    """Return the plan of :func:`report` as text."""
+    chosen, owners, step = data["settings"], data["owners"], data["step"]
+    gpu, steps = chosen["gpu"], list(data["step"].values())
+    lines = [
+        f"{data['model']}: {_elements(data['elements'])} parameters; ZeRO {chosen['stage']} on "
+        f"{chosen['world_size']} x {gpu['name'].upper()}, tensor parallel {chosen['tensor_parallel']}, "
+        f"expert parallel {chosen['expert_parallel']}, {chosen['gpus_per_node']} GPUs a node",
+        "\nroutes",
+    ]
+    for row in data["routes"]:
+        shape = "x".join(map(str, row["shape"])) or "scalar"
+        lines.append(
+            f"  {row['algorithm']:<6} {row['tensors']:>6} x {shape:<16} {row['name']}: {row['reason']}"
         )
-    return {
-        "routes": route_rows(optimizer.routes, each=True),
-        "step_sets": sets,
-        "own_bytes_per_step": sum(runner.wire_bytes_per_step for runner in optimizer._runners),
-        "exchange_buffer_bytes": optimizer.exchange_buffers.reserved_bytes,
+    lines.append(f"\nowners\n  {owners['matrices']} matrices, {owners['moving']} of them on several ranks")
+    for label, spread, unit in (
+        ("matrices per rank", owners["matrices_per_rank"], 1),
+        ("Newton-Schulz per rank, TFLOP", owners["flops_per_rank"], 1e12),
+        ("sent per rank, MB", data["sent_bytes_per_rank"], 1e6),
+    ):
+        low, mean, high = (f"{spread[key] / unit:,.2f}" for key in ("min", "mean", "max"))
+        lines.append(f"  {label:<29} {low} to {high} (mean {mean})")
+    lines.append(f"  {'busiest rank':<29} {owners['max_over_mean']:.3f} x the mean\n")
+    lines.append(f"{'per rank and step':<30}" + "".join(f"{_OPTIMIZERS[name]:>18}" for name in step))
+    rows: list[tuple[str, list[float | None], float]] = [
+        ("exchange, MB", [each["sent_bytes"] for each in steps], 1e6),
+        ("ZeRO's collectives, MB", [each["zero_bytes"] for each in steps], 1e6),
+        ("ZeRO's collectives, ms", [each["zero_seconds"] for each in steps], 1e-3),
+        ("Newton-Schulz, TFLOP", [each["flops"] for each in steps], 1e12),
+    ]
+    for kind, total, suffix, unit in (
+        ("seconds", "optimizer step", "ms", 1e-3),
+        ("memory", "memory", "GB", 1e9),
+    ):
+        for part in step["muon"][kind]:
+            label = (
+                total if part == "total" else part.replace("_", " ").replace("newton schulz", "Newton-Schulz")
+            )
+            rows.append((f"{label}, {suffix}", [each[kind].get(part) for each in steps], unit))
+    for label, values, unit in rows:
+        cells = ("-" if value is None else f"{value / unit:,.2f}" for value in values)
+        lines.append(f"  {label:<28}" + "".join(f"{cell:>18}" for cell in cells))
+    overlap = "communication overlaps with Newton-Schulz (exchange_overlap)"
+    if not chosen["overlap"]:
+        overlap = "every exchange is waited for: exchange_overlap is false, or its buffers would take more than 1 GiB"
+    return "\n".join(
+        [
+            *lines,
+            f"{'fits' if data['fits'] else 'does not fit'}: {step['muon']['memory']['total'] / 1e9:,.1f} of the "
+            f"{gpu['memory'] / 1e9:.0f} GB of a GPU, without activations, ZeRO's buckets and gathered parameters",
+            f"\ntimes are a model: {chosen['assumed_efficiency']:.0%} of {gpu['flops'] / 1e12:,.0f} TFLOP/s, "
+            f"{chosen['assumed_link_efficiency']:.0%} of {gpu['memory_bandwidth'] / 1e12:.2f} TB/s memory, "
+            f"{gpu['node_bandwidth'] / 1e9:g} GB/s in a node, {gpu['network_bandwidth'] / 1e9:.3g} GB/s between nodes "
+            f"({gpu['source']})",
+            overlap,
+            "buffers are upper bounds; activations are not counted; ZeRO's collectives are no part of the step's time",
+            *(f"note: {line}" for line in data["advice"]),
+        ]
+    )
+
+
+def _elements(count: int) -> str:
+    for unit, suffix in ((1e9, "B"), (1e6, "M")):
+        if count >= unit:
+            return f"{count / unit:,.2f}{suffix}"
+    return str(count)
+
+
+def _plot(model: str, routes: Sequence[Route], settings: PlanSettings, path: str) -> None:
+    """Plot step time, bytes and memory of both optimizers over the number of GPUs."""
+    pyplot = pyplot_for("--plot")
+    together = settings.tensor_parallel * settings.expert_parallel
+    worlds = [4**power for power in range(8) if not 4**power % together]
+    found = [forecast(routes, replace(settings, world_size=world)) for world in worlds]
+    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.5))
+    titles: dict[str, Callable[[Any], float]] = {
+        "optimizer step, ms (predicted)": lambda step: step["seconds"]["total"] * 1e3,
+        "sent per GPU and step, GB": lambda step: (step["sent_bytes"] + step["zero_bytes"]) / 1e9,
+        "memory per GPU, GB": lambda step: step["memory"]["total"] / 1e9,
     }
+    for axis, (title, value) in zip(axes, titles.items(), strict=True):
+        for name, label in _OPTIMIZERS.items():
+            axis.plot(worlds, [value(each[name]) for each in found], marker="o", label=label)
+        axis.set(title=title, xlabel="GPUs", xscale="log", yscale="log")
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.suptitle(f"{model}, ZeRO {settings.stage}, {settings.gpu['name'].upper()}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
 
 
-def _moved(matrix: MatrixLayout, owner: int) -> int:
-    """Return how many elements of a matrix travel in one direction."""
-    if matrix.replicated:
-        return matrix.numel * (len(matrix.placement.ranks) - 1)
-    return matrix.numel - matrix.placement.held_by(owner)
+def add_subcommand(subparsers: Any) -> None:
+    """Add the command ``plan`` to what ``ArgumentParser.add_subparsers`` returned; its ``run`` executes it."""
+    parser = subparsers.add_parser(
+        "plan", help="routes, owners, bytes, memory and predicted times of a model, without GPUs or weights"
+    )
+    models = f"{', '.join(PRESETS)}, a Hugging Face config.json, or a folder with one or with a checkpoint"
+    parser.add_argument("model", metavar="MODEL", help=models)
+    option = parser.add_argument
+    option("--world-size", type=int, default=8, help="GPUs, tensor-parallel ones counted (8)")
+    option("--stage", type=int, choices=(0, 1, 2, 3), default=3, help="ZeRO stage (3)")
+    option("--tensor-parallel", type=int, default=1, help="GPUs that share every matrix (1)")
+    option("--expert-parallel", type=int, default=1, help="GPUs that share the experts of a layer (1)")
+    option("--gpus-per-node", type=int, default=8, help="GPUs that NVLink connects (8)")
+    option("--gpu", choices=sorted(GPUS), default="h100", help="kind of GPU (h100)")
+    option("--params", default="{}", help="optimizer.params as JSON, or a DeepSpeed config file")
+    option("--efficiency", type=float, default=0.5, help="part of peak TFLOP/s reached (0.5)")
+    rate = "the rate of all links of a node together (default: one port for each GPU, as in the GPU's server)"
+    option("--network-gbit", type=float, metavar="RATE", help=rate)
+    option("--separate-experts", action="store_true", help="experts as single parameters")
+    option("--routes", action="store_true", help="one row for each parameter")
+    option("--owners", action="store_true", help="the owner of every matrix (with --json)")
+    option("--json", action="store_true", help="print JSON")
+    option("--plot", metavar="PNG", help="also plot world sizes 1 to 16384 into this file")
+    parser.set_defaults(run=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    gpu, configuration = GPUS[arguments.gpu], _configuration(arguments.params)
+    config = MuonConfig.from_params(configuration["optimizer"].get("params", {}))
+    bf16, rate = configuration.get("bf16", {}), arguments.network_gbit
+    if rate is not None and not rate > 0:  # a NaN too
+        raise ConfigError(f"--network-gbit {rate:g}: must be above 0")
+    if rate is not None:
+        gpu = {**gpu, "network_bandwidth": rate * 1e9 / 8 / max(1, arguments.gpus_per_node)}
+    settings = PlanSettings(
+        world_size=arguments.world_size,
+        stage=arguments.stage,
+        tensor_parallel=arguments.tensor_parallel,
+        expert_parallel=arguments.expert_parallel,
+        gpus_per_node=arguments.gpus_per_node,
+        gpu=gpu,
+        config=config,
+        master_dtype=torch.bfloat16 if bf16.get("bf16_master_weights_and_grads") else torch.float32,
+        half_states=bool(bf16.get("bf16_optimizer_states")),
+        efficiency=arguments.efficiency,
+    )
+    members = load_model(arguments.model)
+    if settings.expert_parallel > 1:
+        if arguments.separate_experts:
+            raise ConfigError("--expert-parallel divides stacks of experts: leave --separate-experts away")
+        members = as_autoep(members)
+    if arguments.separate_experts:
+        members = with_separate_experts(members)
+    routes = route_parameters(members, config)
+    data = report(arguments.model, routes, settings, each_route=arguments.routes, owners=arguments.owners)
+    print(json.dumps(data, indent=1) if arguments.json else render(data))
+    if arguments.plot:
+        _plot(arguments.model, routes, settings, arguments.plot)
+    return 0
+
+
+def _configuration(text: str) -> Mapping[str, Any]:
+    """Return the DeepSpeed configuration in a file, or ``optimizer.params`` as one that has nothing else."""
+    try:
+        # DeepSpeed reads its files with hjson, so they may have comments.
+        inline = text.lstrip().startswith("{")
+        content = json.loads(text) if inline else hjson.loads(Path(text).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--params {text!r}: not JSON, nor a file with JSON: {error}") from error
+    return content if "optimizer" in content else {"optimizer": {"params": content}}

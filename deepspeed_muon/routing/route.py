@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
@@ -148,6 +148,27 @@ def totals_of(routes: Sequence[Route]) -> dict[str, dict[str, int]]:
         entry["tensors"] += 1
         entry["elements"] += route.numel
     return totals
+
+
+def rows_of(routes: Sequence[Route], *, each: bool = False) -> list[dict[str, Any]]:
+    """Return the routing table: one row for equal parameters of all layers, or for ``each`` parameter."""
+    rows: dict[Any, dict[str, Any]] = {}
+    for route in routes:
+        name = route.name if each else ".".join("*" if c.isdigit() else c for c in route.name.split("."))
+        row = rows.setdefault(
+            (name, route.shape, route.algorithm, route.reason),
+            {
+                "name": name,
+                "shape": list(route.shape),
+                "algorithm": route.algorithm,
+                "reason": route.reason,
+                "tensors": 0,
+                "elements": 0,
+            },
+        )
+        row["tensors"] += 1
+        row["elements"] += route.numel
+    return list(rows.values())
 
 
 def order_of_matrices(routes: Sequence[Route], ranks: int, settings: NsSettings) -> Sequence[int]:

@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from deepspeed_muon.__main__ import main
 from deepspeed_muon.errors import ConfigError
-from deepspeed_muon.forecast.cli import _elements
 from deepspeed_muon.forecast.model_shapes import (
     PRESETS,
     from_config,
@@ -23,7 +22,7 @@ from deepspeed_muon.forecast.model_shapes import (
     with_separate_experts,
 )
 from deepspeed_muon.forecast.predict import PlanSettings, exchange_of
-from deepspeed_muon.forecast.report import report
+from deepspeed_muon.forecast.report import _elements, report
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, orthogonalize_flops
 from deepspeed_muon.routing.parameters import NamedParameter

@@ -27,8 +27,8 @@ TINY_LLAMA = {
 }
 
 
-def settings(content: dict[str, Any], kind: str | None = None) -> dict[str, Any]:
-    return translate(content, kind)[1].settings
+def settings(content: dict[str, Any]) -> dict[str, Any]:
+    return translate(content)[1].settings
 
 
 def test_adamws_defaults_are_written_out() -> None:
