@@ -31,52 +31,24 @@ Series = list[tuple[int, float]]
 Finding = tuple[Level, str]
 """How good something is (``"look"``: worth a look), and a sentence about it."""
 
-# Title of a chart to the names of its events, after "Train/Muon/", and what it shows. Shares of time are stacked.
 _CHARTS = {
-    "Where the step's time goes": (
-        ("time_gather", "time_newton_schulz", "time_scatter"),
-        "Shares of the inner optimizer step, mean over the ranks; waiting for a slower rank counts as exchange. The "
-        "rest is momentum, AdamW and applying the updates.",
-    ),
-    "Seconds of the inner step": (("seconds",), "On the slowest rank."),
-    "Update RMS": (
-        ("update_rms",),
-        "Root mean square of the elements of an update, before the learning rate. It should hardly move; a slow fall "
-        "means that the gradients lose rank.",
-    ),
-    "Orthogonality": (
-        ("orthogonality_error", "alignment"),
-        "The error is the distance of the update's singular values from their band: near 0 where directions have full "
-        "rank. The alignment of update and direction is between 0 and 1.",
-    ),
-    "Largest singular value": (
-        ("sigma_max",),
-        "Of an update, before scaling. The quintic schedule ends between 0.68 and 1.20.",
-    ),
-    "Stable rank": (
-        ("stable_rank",),
-        "Of the direction that is orthogonalised. Falling towards 1, a single direction dominates the gradient.",
-    ),
-    "Loss of the wire": (
-        ("wire_error_direction", "wire_error_update"),
-        "What a coarse wire changes, relative to what travels; 0.007 is normal.",
-    ),
-    "Matrices computed again": (
-        ("redone", "failed"),
-        "Since the start. Those redone were right in fp32; those failed got no update in their step.",
-    ),
+    "Where the step's time goes": ("time_gather", "time_newton_schulz", "time_scatter"),
+    "Seconds of the inner step": ("seconds",),
+    "Update RMS": ("update_rms",),
+    "Orthogonality": ("orthogonality_error", "alignment"),
+    "Largest singular value": ("sigma_max",),
+    "Stable rank": ("stable_rank",),
+    "Quantisation error of communication": ("wire_error_direction", "wire_error_update"),
+    "Matrices computed again": ("redone", "failed"),
 }
+"""Title of a chart to the names of its events, after "Train/Muon/"; docs/health.md explains them."""
 
 
 def add_subcommand(subparsers: Any) -> None:
     """Add ``health``. Its parser sets ``run``: a function of the parsed arguments that returns the exit status."""
     parser = subparsers.add_parser("health", help="what the monitor's files of a run say")
-    parser.add_argument(
-        "run_folder",
-        type=Path,
-        metavar="RUN",
-        help="where DeepSpeed's csv_monitor wrote: output_path/job_name",
-    )
+    where = "where DeepSpeed's csv_monitor wrote: output_path/job_name"
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help=where)
     parser.add_argument("--html", action="store_true", help="write RUN/health.html, a page with charts")
     parser.set_defaults(run=_health)
 
@@ -157,42 +129,40 @@ def _read(path: Path) -> Series:
 
 def findings(run: Mapping[str, Series]) -> list[Finding]:
     """Return what is good, worth a look or bad in a run, the worst first."""
-    ours = {name.removeprefix(_OURS): each for name, each in run.items() if name.startswith(_OURS)}
-    last = {name: values[-1][1] for name, values in ours.items() if values}
-    redone, failed = last.get("redone", 0), last.get("failed", 0)
-    exchange = last.get("time_gather", 0.0) + last.get("time_scatter", 0.0)
-    conditions: list[tuple[Any, Level, str]] = [
-        (
-            not ours,
+    last = {name: values[-1][1] for name, values in run.items() if values}
+    ours = {name.removeprefix(_OURS): value for name, value in last.items() if name.startswith(_OURS)}
+    found = [*_losses(run), *_samples(ours)]
+    return sorted(found, key=lambda each: ("bad", "look", "good").index(each[0]))
+
+
+def _samples(last: Mapping[str, float]) -> Iterator[Finding]:
+    """Yield what the last sample of health says."""
+    if not last:
+        yield (
             "look",
             "There are no samples of health: the run was shorter than `health` says, health was off, or another Muon "
             "ran.",
-        ),
-        (failed, "bad", f"{failed:.0f} matrices were wrong in fp32 too and got no update."),
-        (
-            redone,
+        )
+        return
+    redone, failed = last.get("redone", 0), last.get("failed", 0)
+    if failed:
+        yield "bad", f"{failed:.0f} matrices were wrong in fp32 too and got no update."
+    if redone:
+        yield "look", f"{redone:.0f} matrices were computed again in fp32. If it grows, set ns_dtype to fp32."
+    if not redone and not failed:
+        yield "good", "Every orthogonalised matrix passed its check."
+    if not last.get("alignment", 1.0) > 0:  # a NaN too
+        yield "bad", "Updates point away from their directions (alignment at or below 0)."
+    exchange = last.get("time_gather", 0.0) + last.get("time_scatter", 0.0)
+    if exchange > last.get("time_newton_schulz", math.inf):
+        yield (
             "look",
-            f"{redone:.0f} matrices were computed again in fp32. If it grows, set ns_dtype to fp32.",
-        ),
-        (ours and not redone and not failed, "good", "Every orthogonalised matrix passed its check."),
-        (
-            not last.get("alignment", 1.0) > 0,
-            "bad",
-            "Updates point away from their directions (alignment at or below 0).",
-        ),
-        (
-            exchange > last.get("time_newton_schulz", math.inf),
-            "look",
-            f"The exchanges take {exchange:.0%} of the inner step, more than the iteration: the network, or uneven "
-            f"ranks.",
-        ),
-    ]
+            f"The exchanges take {exchange:.0%} of the inner step, more than Newton-Schulz: the network, or "
+            f"unbalanced ranks.",
+        )
     for name in ("wire_error_direction", "wire_error_update"):
-        error = last.get(name, 0.0)
-        text = f"{name} is {error:.3f}: a few elements are much larger than their neighbours."
-        conditions.append((error > 0.01, "look", text))
-    found = [*_losses(run), *((level, text) for holds, level, text in conditions if holds)]
-    return sorted(found, key=lambda each: ("bad", "look", "good").index(each[0]))
+        if (error := last.get(name, 0.0)) > 0.01:
+            yield "look", f"{name} is {error:.3f}: a few elements are much larger than their neighbours."
 
 
 def _loss_series(run: Mapping[str, Series]) -> dict[str, Series]:
@@ -217,28 +187,39 @@ def write_page(folder: Path, out: Path) -> list[Finding]:
     """
     run = read_run(folder)
     found = findings(run)
-    badges = "\n".join(
-        f'<li class="{level}"><b>{level}</b> {html.escape(text)}</li>' for level, text in found
-    )
-    body = [f"<ul>{badges}</ul>", *_figures(run), _table(run)]
+    charts = {"Loss": _loss_series(run)}
+    for title, names in _CHARTS.items():
+        charts[title] = {name: run.get(_OURS + name, []) for name in names}
+    charts["Learning rates"] = {
+        name: values for name, values in run.items() if name.endswith("lr") or "lr_" in name
+    }
+    axis = "step" if _STEP in run else "step or sample"
+    items = (f'<li class="{level}"><b>{level}</b> {html.escape(text)}</li>' for level, text in found)
+    body = ["<ul>", *items, "</ul>"]
+    for title, series in charts.items():
+        series = {name: _thinned(values) for name, values in series.items() if values}
+        if series:
+            body.append(f"<figure><h2>{html.escape(title)}</h2>{_chart(series, axis)}</figure>")
+    body.append("<section><h2>All numbers</h2><table>")
+    body.append("<tr><th>event</th><th>first</th><th>last</th><th>at</th><th>values</th></tr>")
+    for name, values in run.items():
+        if values:
+            cells = (
+                html.escape(name),
+                f"{values[0][1]:.6g}",
+                f"{values[-1][1]:.6g}",
+                values[-1][0],
+                len(values),
+            )
+            body.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+    body.append("</table></section>")
     title = html.escape(folder.resolve().name)
     out.write_text(_PAGE.format(title=title, body="\n".join(body)), encoding="utf-8")
     return found
 
 
-def _figures(run: Mapping[str, Series]) -> Iterator[str]:
-    """Yield the charts as HTML, without those that have no value to draw."""
-    rates = {name: values for name, values in run.items() if name.endswith("lr") or "lr_" in name}
-    yield from _figure(run, "Loss", _loss_series(run), "As the program reported it.")
-    for title, (names, text) in _CHARTS.items():
-        yield from _figure(run, title, {name: run.get(_OURS + name, []) for name in names}, text)
-    yield from _figure(run, "Learning rates", rates, "Of each group of parameters that the program reported.")
-
-
-def _figure(run: Mapping[str, Series], title: str, series: Mapping[str, Series], text: str) -> Iterator[str]:
-    series = {name: _thinned(values) for name, values in series.items() if values}
-    if not series:
-        return
+def _chart(series: Mapping[str, Series], axis: str) -> str:
+    """Return a chart as an SVG element; shares of time are stacked."""
     pyplot = pyplot_for("the page")
     figure, axes = pyplot.subplots(figsize=(6.4, 3.2))
     if all(name.startswith("time_") for name in series):
@@ -250,16 +231,14 @@ def _figure(run: Mapping[str, Series], title: str, series: Mapping[str, Series],
         marker = "o" if max(map(len, series.values())) < 40 else ""
         for name, values in series.items():
             axes.plot(*zip(*values, strict=True), label=name, marker=marker, markersize=3)
-    axes.set_xlabel("step" if _STEP in run else "step or sample")
+    axes.set_xlabel(axis)
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     drawn = io.StringIO()
     figure.savefig(drawn, format="svg", bbox_inches="tight")
     pyplot.close(figure)
-    # What comes before the element is a declaration of a file of its own.
     svg = drawn.getvalue()
-    svg = svg[svg.index("<svg") :]
-    yield f"<figure><h2>{html.escape(title)}</h2>{svg}<figcaption>{html.escape(text)}</figcaption></figure>"
+    return svg[svg.index("<svg") :]  # what comes before it is a declaration of a file of its own
 
 
 def _thinned(values: Sequence[tuple[int, float]]) -> Series:
@@ -278,17 +257,6 @@ def pyplot_for(what: str) -> Any:
     from matplotlib import pyplot
 
     return pyplot
-
-
-def _table(run: Mapping[str, Series]) -> str:
-    rows = "\n".join(
-        f"<tr><td>{html.escape(name)}</td><td>{values[0][1]:.6g}</td><td>{values[-1][1]:.6g}</td>"
-        f"<td>{values[-1][0]}</td><td>{len(values)}</td></tr>"
-        for name, values in run.items()
-        if values
-    )
-    head = "<tr><th>event</th><th>first</th><th>last</th><th>at</th><th>values</th></tr>"
-    return f"<section><h2>All numbers</h2><table>{head}{rows}</table></section>"
 
 
 _PAGE = """<!DOCTYPE html>
