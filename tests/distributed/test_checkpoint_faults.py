@@ -11,14 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from deepspeed_muon.checkpoint import consolidate, load_index, restore
 from deepspeed_muon.checkpoint.files import file_digest
 from deepspeed_muon.checkpoint.offline import verify_folder
 from deepspeed_muon.errors import CheckpointError
-from tests.support.checkpoints import INDEX, at_every_stage, edit, engine_for, load, report, save, train_step
+from tests.support import training
+from tests.support.checkpoints import (
+    INDEX,
+    STATES,
+    at_every_stage,
+    edit,
+    engine_for,
+    load,
+    report,
+    save,
+    train_step,
+)
 from tests.support.harness import RanksFailed, run_ranks
 
 
@@ -34,38 +44,34 @@ def damaged(good: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(good, tmp_path / "damaged"))
 
 
-def refused(
+def refusals(
     rank: int,
     world_size: int,
     *,
-    folder: str,
+    folders: list[str],
     stage: int,
     kind: str = "toy",
     params: dict[str, Any] | None = None,
-) -> str:
-    """Return why the restore was refused, after making sure that it changed nothing."""
+) -> list[str]:
+    """Return why the restore of each folder was refused, after making sure that it changed nothing."""
     engine = engine_for(stage, seed=7, kind=kind, params=params)
     train_step(engine, 0, rank, world_size)
     before = report(engine)
-    try:
-        restore(engine, folder)
-    except CheckpointError as error:
-        message = str(error)
-    else:
-        raise AssertionError("restored")
-    after = report(engine)
-    for key in ("fp32", "momentum_buffer", "exp_avg", "exp_avg_sq"):
-        assert before[key].keys() == after[key].keys()
-        assert all(torch.equal(before[key][name], after[key][name]) for name in before[key]), key
-    assert all(before[key] == after[key] for key in ("rates", "steps", "global_steps"))
+    messages = []
+    for folder in folders:
+        with pytest.raises(CheckpointError) as caught:
+            restore(engine, folder)
+        messages.append(str(caught.value))
+        after = report(engine)
+        training.assert_same_bits(after, before, "fp32", *STATES)
+        assert all(before[key] == after[key] for key in ("rates", "steps", "global_steps"))
     train_step(engine, 1, rank, world_size)
     engine.destroy()
-    return message
+    return messages
 
 
-def all_refuse(ranks: Any, folder: Path, *needles: str, **arguments: Any) -> None:
-    messages = ranks(2).run(refused, folder=str(folder), stage=arguments.pop("stage", 3), **arguments)
-    for message in messages:
+def all_refuse(ranks: Any, folder: Path, *needles: str, stage: int = 3, **arguments: Any) -> None:
+    for (message,) in ranks(2).run(refusals, folders=[str(folder)], stage=stage, **arguments):
         for needle in needles:
             assert needle in message, message
 
@@ -78,45 +84,78 @@ def largest(folder: Path) -> tuple[Path, str]:
     return path, name
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_truncated_shard(ranks: Any, damaged: Path, stage: int) -> None:
-    path, name = largest(damaged)
+# Each damages a set and returns what the error must say.
+
+
+def truncate_shard(folder: Path) -> tuple[str, ...]:
+    path, name = largest(folder)
     os.truncate(path, path.stat().st_size - 100)
-    all_refuse(ranks, damaged, path.name, name, "bytes, expected", stage=stage)
+    return path.name, name, "bytes, expected"
 
 
-def test_flipped_byte(ranks: Any, damaged: Path) -> None:
-    path, name = largest(damaged)
+def flip_bit(folder: Path) -> tuple[str, ...]:
+    path, name = largest(folder)
     content = bytearray(path.read_bytes())
     content[-50] ^= 1
     path.write_bytes(content)
-    all_refuse(ranks, damaged, path.name, name, "checksum")
+    return path.name, name, "checksum"
 
 
-def test_missing_file(ranks: Any, damaged: Path) -> None:
-    path, name = largest(damaged)
+def remove_shard(folder: Path) -> tuple[str, ...]:
+    path, name = largest(folder)
     path.unlink()
-    all_refuse(ranks, damaged, path.name, name, "No such file")
+    return path.name, name, "No such file"
 
 
-def test_missing_index(ranks: Any, damaged: Path) -> None:
-    (damaged / INDEX).unlink()
-    all_refuse(ranks, damaged, INDEX, "did not finish")
+def remove_index(folder: Path) -> tuple[str, ...]:
+    (folder / INDEX).unlink()
+    return INDEX, "did not finish"
 
 
-def test_truncated_index(ranks: Any, damaged: Path) -> None:
-    os.truncate(damaged / INDEX, 1000)
-    all_refuse(ranks, damaged, INDEX, "cannot be read")
+def truncate_index(folder: Path) -> tuple[str, ...]:
+    os.truncate(folder / INDEX, 1000)
+    return INDEX, "cannot be read"
 
 
-def rename(content: dict[str, Any]) -> None:
-    content["parameters"]["blocks.0.upper.weight"] = content["parameters"].pop("blocks.0.up.weight")
+def rename_parameter(folder: Path) -> tuple[str, ...]:
+    def rename(content: dict[str, Any]) -> None:
+        content["parameters"]["blocks.0.upper.weight"] = content["parameters"].pop("blocks.0.up.weight")
+
+    edit(folder / INDEX, rename)
+    missing = "blocks.0.up.weight is not in the checkpoint"
+    return str(folder), missing, "renamed? it has blocks.0.upper.weight"
 
 
-def test_renamed_parameter(ranks: Any, damaged: Path) -> None:
-    edit(damaged / INDEX, rename)
-    needles = ("blocks.0.up.weight is not in the checkpoint", "renamed? it has blocks.0.upper.weight")
-    all_refuse(ranks, damaged, str(damaged), *needles)
+def reshape_in_file(folder: Path) -> tuple[str, ...]:
+    """Make file, size and checksum agree with each other, but not with the shapes of the index."""
+    path, _ = largest(folder)
+    tensors = load_file(path)
+    entry = next(entry for entry, tensor in tensors.items() if tensor.ndim == 2)
+    tensors[entry] = tensors[entry].t().contiguous()
+    save_file(tensors, path)
+    record = {"bytes": path.stat().st_size, "sha256": file_digest(path)}
+    edit(folder / INDEX, lambda content: content["files"].update({path.name: record}))
+    return f"tensor {entry}", "by the file's header, {'dtype': 'F32'", "by the index"
+
+
+DAMAGES = [
+    truncate_shard,
+    flip_bit,
+    remove_shard,
+    remove_index,
+    truncate_index,
+    rename_parameter,
+    reshape_in_file,
+]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_damaged_sets(ranks: Any, good: Path, tmp_path: Path, stage: int) -> None:
+    folders = [Path(shutil.copytree(good, tmp_path / damage.__name__)) for damage in DAMAGES]
+    needles = [damage(folder) for damage, folder in zip(DAMAGES, folders, strict=True)]
+    for messages in ranks(2).run(refusals, folders=list(map(str, folders)), stage=stage):
+        for message, expected in zip(messages, needles, strict=True):
+            assert all(needle in message for needle in expected), message
 
 
 def test_another_model(ranks: Any, good: Path) -> None:
@@ -136,30 +175,13 @@ def test_another_routing(ranks: Any, good: Path) -> None:
     all_refuse(ranks, good, *needles, params={"exclude": ["blocks.1.*"]})
 
 
-def reshape_in_file(folder: Path) -> str:
-    """Make file, size and checksum agree with each other, but not with the shapes of the index."""
-    path, _ = largest(folder)
-    tensors = load_file(path)
-    entry = next(entry for entry, tensor in tensors.items() if tensor.ndim == 2)
-    tensors[entry] = tensors[entry].t().contiguous()
-    save_file(tensors, path)
-    record = {"bytes": path.stat().st_size, "sha256": file_digest(path)}
-    edit(folder / INDEX, lambda content: content["files"].update({path.name: record}))
-    return entry
-
-
-def test_file_that_contradicts_the_index(ranks: Any, damaged: Path) -> None:
-    entry = reshape_in_file(damaged)
-    all_refuse(ranks, damaged, f"tensor {entry}", "by the file's header, {'dtype': 'F32'", "by the index")
-
-
-def only_one_sees_it(rank: int, world_size: int, *, folder: str) -> str:
-    return refused(rank, world_size, folder=folder if rank else folder + "-nowhere", stage=1)
+def only_one_sees_it(rank: int, world_size: int, *, folder: str) -> list[str]:
+    return refusals(rank, world_size, folders=[folder if rank else folder + "-nowhere"], stage=1)
 
 
 def test_a_rank_that_does_not_see_the_checkpoint(ranks: Any, good: Path) -> None:
     messages = ranks(2).run(only_one_sees_it, folder=str(good))
-    assert all("-nowhere" in message for message in messages)
+    assert all("-nowhere" in message for (message,) in messages)
 
 
 # ---------------------------------------------------------------------------------------------- faults while saving
@@ -213,49 +235,47 @@ def test_first_save_killed_leaves_nothing_that_loads(tmp_path: Path, ranks: Any)
     all_refuse(ranks, tmp_path, INDEX, "did not finish")
 
 
-def disk_full(rank: int, world_size: int, *, folder: str, stage: int, limit: int) -> str:
-    """Save while rank 0 may not write files beyond ``limit`` bytes: ``write`` fails as on a full disk."""
+def disk_full(rank: int, world_size: int, *, folder: str, stage: int, limits: list[int]) -> list[str]:
+    """Save while rank 0 may not write files beyond a number of bytes: ``write`` fails as on a full disk."""
     engine = engine_for(stage, seed=0, kind="toy")
-    for step in range(3):
-        train_step(engine, step, rank, world_size)
+    train_step(engine, 0, rank, world_size)
     previous = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if rank == 0:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, previous[1]))
-    message = ""
-    try:
-        consolidate(engine, folder, shard_bytes=4000)
-    except CheckpointError as error:
-        message = str(error)
-    finally:
-        with contextlib.suppress(ValueError):
-            resource.setrlimit(resource.RLIMIT_FSIZE, previous)
-    train_step(engine, 3, rank, world_size)
+    messages = []
+    for step, limit in enumerate(limits, start=1):
+        if rank == 0:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, previous[1]))
+        try:
+            with pytest.raises(CheckpointError) as caught:
+                consolidate(engine, folder, shard_bytes=4000)
+        finally:
+            with contextlib.suppress(ValueError):
+                resource.setrlimit(resource.RLIMIT_FSIZE, previous)
+        messages.append(str(caught.value))
+        train_step(engine, step, rank, world_size)
     engine.destroy()
-    return message
+    return messages
 
 
-@pytest.mark.parametrize("limit", [0, 100, 3000])
-def test_disk_full(ranks: Any, damaged: Path, limit: int) -> None:
+def test_disk_full(ranks: Any, damaged: Path) -> None:
     """In the header, and in the middle of a file; training goes on, and the old checkpoint is untouched."""
     before = {path.name: path.read_bytes() for path in damaged.iterdir()}
-    messages = ranks(2).run(disk_full, folder=str(damaged), stage=3, limit=limit)
-    file = ".safetensors" if limit else ".muon_save.lock"
-    assert all(file in message and "File too large" in message for message in messages), messages
+    for messages in ranks(2).run(disk_full, folder=str(damaged), stage=3, limits=[0, 100, 3000]):
+        for message, file in zip(messages, (".muon_save.lock", ".safetensors", ".safetensors"), strict=True):
+            assert file in message and "File too large" in message, messages
     assert before == {path.name: path.read_bytes() for path in damaged.iterdir()}
 
 
 def test_folder_that_cannot_be_made(ranks: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    messages = ranks(2).run(disk_full, folder=str(tmp_path / "file" / "out"), stage=1, limit=1 << 40)
-    assert all("cannot be made" in message for message in messages)
+    messages = ranks(2).run(disk_full, folder=str(tmp_path / "file" / "out"), stage=1, limits=[1 << 40])
+    assert all("cannot be made" in message for (message,) in messages)
 
 
 def save_into(rank: int, world_size: int, *, folder: str, lost: str) -> str:
-    """Train further and save; return why that failed. ``lost`` says what is wrong with the folder."""
+    """Train and save; return why that failed. ``lost`` says what is wrong with the folder."""
     engine = engine_for(1, seed=0, kind="toy")
-    for step in range(3):
-        train_step(engine, step, rank, world_size)
+    train_step(engine, 0, rank, world_size)
     before, place = os.getcwd(), Path(folder)
 
     def act(reached: str) -> None:

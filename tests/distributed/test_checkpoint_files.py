@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,18 @@ from tests.support.checkpoints import (
 )
 from tests.support.models import MATRICES, build
 from tests.support.thinning import each_value, full
+
+
+@pytest.fixture(scope="module")
+def ours(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], tuple[Path, Any]]:
+    """Files of a run at a stage on a number of ranks, and what its first rank reported; a test changes a copy only."""
+
+    @functools.cache
+    def saved(stage: int, size: int) -> tuple[Path, Any]:
+        folder = tmp_path_factory.mktemp("ours")
+        return folder, ranks(size).run(save_ours, folder=str(folder), stage=stage)[0]
+
+    return saved
 
 
 def load_universal(
@@ -74,6 +89,9 @@ def test_universal_and_offline_consolidation(
     )[0]
     assert_equal(saved, loaded)
     consolidate_files(tmp_path / "saved", tmp_path / "set", shard_bytes=4000)
+    index = load_index(tmp_path / "set")
+    assert index.source["optimizer"] == "deepspeed_muon" and index.source["zero_stage"] == stage
+    assert not index.lossy
     other, other_zero = (to_stage, to_zero) if to_stage != stage else (0, {})
     loaded = ranks(to_size).run(load, folder=str(tmp_path / "set"), stage=other, zero=other_zero)[0]
     assert_equal(saved, loaded)
@@ -110,13 +128,13 @@ def test_universal_in_half_precision(
         assert one["loss"] == loaded[0]["loss"]
 
 
-def test_deepspeeds_converter_converts_ours(ranks: Any, tmp_path: Path) -> None:
+def test_deepspeeds_converter_converts_ours(ranks: Any, ours: Any, tmp_path: Path) -> None:
     """``ds_to_universal.main`` of a process that imported this package."""
     from deepspeed.checkpoint import ds_to_universal
 
-    saved = ranks(3).run(save_ours, folder=str(tmp_path / "saved"), stage=3)[0]
-    source = tmp_path / "saved" / "global_step2"
-    ds_to_universal.main(converter_options(source, tmp_path / "step2", missing_state=False))
+    source, saved = ours(3, 3)
+    options = converter_options(source / "global_step2", tmp_path / "step2", missing_state=False)
+    ds_to_universal.main(options)
     assert_equal(saved, ranks(2).run(load_universal, folder=str(tmp_path), stage=2)[0])
 
 
@@ -135,9 +153,9 @@ def damaged_universal(ranks: Any, folder: Path, *needles: str, stage: int = 3, *
             assert needle in message, message
 
 
-def test_damaged_universal_checkpoints(ranks: Any, tmp_path: Path) -> None:
-    ranks(2).run(save_ours, folder=str(tmp_path / "saved"), stage=2)
-    convert_to_universal(tmp_path / "saved" / "global_step2", tmp_path / "step2")
+def test_damaged_universal_checkpoints(ranks: Any, ours: Any, tmp_path: Path) -> None:
+    source, _ = ours(2, 2)
+    convert_to_universal(source / "global_step2", tmp_path / "step2")
     file = tmp_path / "step2" / "zero" / "blocks.1.up.weight" / "momentum_buffer.pt"
     content = file.read_bytes()
     file.write_bytes(content[:-900] + bytes([content[-900] ^ 1]) + content[-899:])
@@ -150,7 +168,7 @@ def test_damaged_universal_checkpoints(ranks: Any, tmp_path: Path) -> None:
     damaged_universal(ranks, tmp_path, "idle.weight is not in the checkpoint", kind="unused")
     damaged_universal(ranks, tmp_path, "goes to adamw", params={"exclude": ["blocks.1.*"]})
     with pytest.raises(CheckpointError, match="already holds something"):
-        convert_to_universal(tmp_path / "saved" / "global_step2", tmp_path / "step2")
+        convert_to_universal(source / "global_step2", tmp_path / "step2")
 
 
 # ------------------------------------------------------------ other optimizers' files
@@ -207,16 +225,22 @@ def test_convert_from_deepspeeds_muon(ranks: Any, tmp_path: Path, stage: int, si
     ranks(3).run(load, folder=str(tmp_path / "out"), stage=1)
 
 
+@pytest.fixture(scope="module")
+def momentum_at_stage_3(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    folder = tmp_path_factory.mktemp("three")
+    result = ranks(3).run(save_other, folder=str(folder), optimizer="Muon", stage=3, zero={})[0]
+    return result["momentum"]
+
+
 @pytest.mark.parametrize(("stage", "zero"), each_value([(1, {}), (2, ROUND), (2, OFFLOAD), (2, {})]))
 def test_convert_from_deepspeeds_muon_with_whole_matrices(
-    ranks: Any, tmp_path: Path, stage: int, zero: Any
+    ranks: Any, tmp_path: Path, momentum_at_stage_3: dict[str, torch.Tensor], stage: int, zero: Any
 ) -> None:
     """At stages 1 and 2 it keeps whole matrices on every rank; stage 3 of the same run says what they should be."""
-    truth = ranks(3).run(save_other, folder=str(tmp_path / "three"), optimizer="Muon", stage=3, zero={})[0]
     ranks(3).run(save_other, folder=str(tmp_path / "in"), optimizer="Muon", stage=stage, zero=zero)
     consolidate_files(tmp_path / "in", tmp_path / "out")
     tensors = tensors_of(tmp_path / "out")
-    for name, expected in truth["momentum"].items():
+    for name, expected in momentum_at_stage_3.items():
         found = tensors[f"{'momentum_buffer' if name in MATRICES['toy'] else 'exp_avg'}/{name}"]
         # The same numbers but for the order in which gradients are summed.
         assert torch.allclose(found, expected, rtol=1e-3, atol=1e-6 + 1e-4 * float(expected.abs().max())), (
@@ -245,9 +269,9 @@ def test_universal_of_adamw_by_deepspeed_goes_on_with_muon(ranks: Any, tmp_path:
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
-def test_export_loads_into_torch(ranks: Any, tmp_path: Path, capsys: Any) -> None:
-    saved = ranks(2).run(save_ours, folder=str(tmp_path / "in"), stage=2, zero=ROUND)[0]
-    assert cli.main(["checkpoint", "consolidate", str(tmp_path / "in"), str(tmp_path / "set")]) == 0
+def test_export_loads_into_torch(ours: Any, tmp_path: Path, capsys: Any) -> None:
+    source, saved = ours(2, 2)
+    assert cli.main(["checkpoint", "consolidate", str(source), str(tmp_path / "set")]) == 0
     assert cli.main(["checkpoint", "export", str(tmp_path / "set"), str(tmp_path / "out")]) == 0
     assert "Newton-Schulz" in capsys.readouterr().out
     model = build("toy", seed=3)
@@ -271,12 +295,12 @@ def test_export_loads_into_torch(ranks: Any, tmp_path: Path, capsys: Any) -> Non
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
 
 
-def test_command_line(ranks: Any, tmp_path: Path, capsys: Any) -> None:
-    ranks(2).run(save_ours, folder=str(tmp_path / "in"), stage=1)
+def test_command_line(ours: Any, tmp_path: Path, capsys: Any) -> None:
+    source = shutil.copytree(ours(2, 2)[0], tmp_path / "in")
     run = lambda *words: cli.main(["checkpoint", *map(str, words)])  # noqa: E731
-    assert run("inspect", tmp_path / "in") == 0
-    assert "optimizer deepspeed_muon, zero_stage 1, world_size 2" in capsys.readouterr().out
-    assert run("consolidate", tmp_path / "in", tmp_path / "set", "--shard-bytes", 4000) == 0
+    assert run("inspect", source) == 0
+    assert "optimizer deepspeed_muon, zero_stage 2, world_size 2" in capsys.readouterr().out
+    assert run("consolidate", source, tmp_path / "set", "--shard-bytes", 4000) == 0
     assert run("inspect", tmp_path / "set") == 0
     printed = capsys.readouterr().out
     assert "blocks.0.up.weight" in printed and "momentum_buffer" in printed
@@ -285,21 +309,21 @@ def test_command_line(ranks: Any, tmp_path: Path, capsys: Any) -> None:
     os.truncate(path, 500)
     assert run("verify", tmp_path / "set") == 1
     assert path.name in capsys.readouterr().err
-    assert run("universal", "--input_folder", tmp_path / "in", "--output_folder", tmp_path / "u") == 0
+    assert run("universal", "--input_folder", source, "--output_folder", tmp_path / "u") == 0
     assert (tmp_path / "latest_universal").read_text() == "u"
 
 
-def test_missing_rank_file(ranks: Any, tmp_path: Path) -> None:
-    ranks(3).run(save_ours, folder=str(tmp_path / "in"), stage=3)
+def test_missing_rank_file(ours: Any, tmp_path: Path) -> None:
+    source = shutil.copytree(ours(3, 3)[0], tmp_path / "in")
     for rank in (0, 1, 2):
-        path = tmp_path / "in" / "global_step2" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        path = source / "global_step2" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         path.rename(tmp_path / "aside")
         with pytest.raises(CheckpointError, match=path.name):
-            consolidate_files(tmp_path / "in", tmp_path / "out")
+            consolidate_files(source, tmp_path / "out")
         (tmp_path / "aside").rename(path)
     os.truncate(path, path.stat().st_size // 2)
     with pytest.raises(CheckpointError, match=path.name):
-        consolidate_files(tmp_path / "in", tmp_path / "out")
+        consolidate_files(source, tmp_path / "out")
     assert not (tmp_path / "out" / "muon_index.json").exists()
 
 
@@ -308,13 +332,13 @@ class Payload:
         return (os.mkdir, ("/tmp/deepspeed_muon_was_here",))
 
 
-def test_pickles_run_no_code(ranks: Any, tmp_path: Path) -> None:
-    ranks(2).run(save_ours, folder=str(tmp_path / "in"), stage=2)
-    path = tmp_path / "in" / "global_step2" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+def test_pickles_run_no_code(ours: Any, tmp_path: Path) -> None:
+    source = shutil.copytree(ours(2, 2)[0], tmp_path / "in")
+    path = source / "global_step2" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     content = torch.load(path, weights_only=False)
     torch.save({**content, "extra": Payload()}, path)
     with pytest.raises(CheckpointError, match="trust-pickles"):
-        consolidate_files(tmp_path / "in", tmp_path / "out")
+        consolidate_files(source, tmp_path / "out")
     assert not os.path.exists("/tmp/deepspeed_muon_was_here")
 
 
@@ -322,12 +346,3 @@ def test_latest_may_not_point_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("../../etc")
     with pytest.raises(CheckpointError, match="not a folder beside it"):
         consolidate_files(tmp_path, tmp_path / "out")
-
-
-def test_index_says_where_it_came_from(ranks: Any, tmp_path: Path) -> None:
-    ranks(2).run(save_ours, folder=str(tmp_path / "in"), stage=0)
-    consolidate_files(tmp_path / "in", tmp_path / "set")
-    index = load_index(tmp_path / "set")
-    assert (
-        index.source["optimizer"] == "deepspeed_muon" and index.source["zero_stage"] == 0 and not index.lossy
-    )
