@@ -9,11 +9,11 @@ import torch
 
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings, reference_orthogonalize, restart_steps
-from deepspeed_muon.math.quantizer import BLOCK
 
 from . import library, reference
 from .autotune import TOLERANCE, error_of
 from .candidates import candidates_for, has_kernel, problem_of, triton_products
+from .reference import BLOCK
 
 Checks = list[dict[str, Any]]
 

@@ -23,8 +23,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from torch import Tensor
 
 from deepspeed_muon.config import values as v
-from deepspeed_muon.config.messages import readable, shown, unknown_key_message
-from deepspeed_muon.config.values import MatricesConfig, QkClipConfig, RestoreConfig
+from deepspeed_muon.config.values import MatricesConfig, QkClipConfig, RestoreConfig, readable, shown
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.coefficients import (
     Coefficients,
@@ -211,7 +210,9 @@ class MuonConfig(_VariantSettings):
             raise ConfigError(f"{where}: must be an object, got {shown(params)}")
         unknown = [str(key) for key in params or {} if key not in cls.model_fields]
         if unknown:
-            raise ConfigError("\n".join(unknown_key_message(key, cls.model_fields, where) for key in unknown))
+            raise ConfigError(
+                "\n".join(v.unknown_key_message(key, cls.model_fields, where) for key in unknown)
+            )
         try:
             variant = VARIANTS.get(str((params or {}).get("variant")))
             config = cls.model_validate({**(variant.defaults if variant else {}), **(params or {})})

@@ -1,16 +1,157 @@
-"""Types of the settings' values: numbers, flags, rates, lists of sizes, and the settings that are objects."""
+"""What the values of the settings may be: their types, the settings that are objects, and the texts of errors."""
 
 from __future__ import annotations
 
+import difflib
 import numbers
+import reprlib
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from deepspeed_muon.config.messages import REMOVED, unknown_key_message
+from deepspeed_muon.math.coefficients import NsScheduleName
+
+TORCH_OPTIONS = {
+    "maximize": "negate the loss instead",
+    "amsgrad": "it has no counterpart here",
+    "differentiable": "a step is not differentiable here",
+    "capturable": "a step is not captured as a whole; CUDA graphs are used inside where they pay",
+    "foreach": "ns_backend chooses the kernels",
+    "fused": "ns_backend chooses the kernels",
+    "ns_coefficients": "write ns_schedule: [[a, b, c], ...] with one triple for each step, and leave out the eps of "
+    "torch.optim.Muon: here eps is AdamW's",
+}
+"""Options of torch's optimizers that this one does not have, and what to do instead."""
+
+RENAMED = {
+    "mu": "momentum",
+    "momentum_beta": "momentum",
+    "use_nesterov": "nesterov",
+    "num_ns_steps": "ns_steps",
+    "backend_steps": "ns_steps",
+    "coefficient_type": "ns_schedule",
+    "scale_mode": "adjust_lr_fn",
+    "fp32_matmul_prec": "ns_dtype",
+    "tp_mode": "tensor_parallel_mode",
+    "weight_decay_method": "weight_decay_mode",
+    "use_decoupled_weight_decay": "weight_decay_mode",
+    "adamw_lr": "adam_lr",
+    "adamw_betas": "betas",
+    "adamw_eps": "eps",
+}
+"""Arguments of the Muon of Dion, of Megatron-LM (Emerging-Optimizers) and of Keller Jordan, and the keys here."""
+
+# More of them, with what to do.
+_ELSEWHERE = {
+    **{theirs: f"write {ours}" for theirs, ours in RENAMED.items()},
+    "epsilon": "write eps, which is AdamW's",
+    "newton_schulz_func": "ns_backend and ns_schedule choose the iteration",
+    "use_triton": "ns_backend chooses the kernels",
+    "use_syrk": "ns_backend chooses the kernels",
+    "adjust_lr": "write adjust_lr_fn: 'match_rms_adamw' is Dion's 'rms_norm', 'unit_rms_norm' its 'spectral_norm'",
+    "extra_scale_factor": "multiply muon_lr by it",
+    "cautious_wd": "write weight_decay_mode: 'cautious'",
+    "distributed_mesh": "leave it out: DeepSpeed's process groups are used",
+    "pg_collection": "leave it out: DeepSpeed's process groups are used",
+    "adamw_params": "leave it out: one optimizer has all parameters, and include and exclude choose",
+}
+
+REMOVED = {
+    "torch_adam": "leave it out: DeepSpeed's native Adam runs on offloaded partitions, torch's on all others",
+    "ns_eps": "leave it out: a norm below 1e-12 counts as 1e-12",
+    "min_muon_params": "leave it out: a warning says when no parameter goes to Muon, routes(engine) says why",
+    "network": "leave it out: measured at 50 and 200 Mbit/s, the number of chunks changed nothing",
+    "ranks_per_node": "leave it out: at stage 0 owners broadcast their updates, whatever the machines",
+    "share_matrices": "leave it out: a matrix has one owner; tensor_parallel_mode: distributed stays",
+    "order": "leave it out: ZeRO 1 and 2 always lay the matrices out so that the ranks have equal work",
+    "health.every": 'write the number of steps: "health": 100',
+    "health.check": 'leave it out: "health": false switches checks and samples off',
+    "health.matrices": "leave it out: a sample measures four matrices, other ones each time",
+    "split": 'write "matrices": {pattern: {"split": ...}}',
+    "heads": 'write "matrices": {pattern: {"heads": ...}}',
+    "per_head_muon": 'write "matrices": {"*": {"heads": "config"}}',
+    "transposed": 'write "matrices": {pattern: {"transposed": true}}',
+    "restore_from.hyperparameters": "it follows progress; deepspeed_muon.restore(engine, path, hyperparameters=...) "
+    "takes it alone",
+    "restore_from.scheduler": "call deepspeed_muon.restore(engine, path, scheduler=...) instead",
+    "restore_from.allow_nonfinite": "call deepspeed_muon.restore(engine, path, allow_nonfinite=...) instead",
+}
+"""Settings that went in version 0.3, after the key of their section, and what to do instead."""
+
+# Keys whose value may be of several kinds. Pydantic reports one error for each kind; these texts replace them.
+_ALLOWED = {
+    "ns_schedule": "must be one of {} or a list of triples [a, b, c]".format(
+        ", ".join(map(repr, get_args(NsScheduleName)))
+    ),
+    "split": "must be 'qkv', 'gate_up', a list of whole sizes, or a list of at least 2 fractions between 0 and 1",
+    "heads": "must be 'config', a whole number of at least 1, or a list of those",
+}
+
+_BOUNDS = {
+    "greater_than_equal": ("at least", "ge"),
+    "greater_than": ("above", "gt"),
+    "less_than_equal": ("at most", "le"),
+    "less_than": ("below", "lt"),
+}
+
+
+def unknown_key_message(key: str, known: Any, where: str = "", *, section: str = "") -> str:
+    """Return the text of an error about an unknown key, with what to write instead where that is known.
+
+    Args:
+        key: The unknown key.
+        known: The keys that there are.
+        where: What the text begins with.
+        section: The setting whose object holds the key; empty at the top.
+    """
+    where = f"{where}: " if where else ""
+    if key in TORCH_OPTIONS:
+        return f"{where}{key!r} is an option of torch's optimizers that this one does not have; {TORCH_OPTIONS[key]}"
+    path = f"{section}.{key}" if section else key
+    if path in REMOVED:
+        return f"{where}{path!r} is no setting since version 0.3; {REMOVED[path]}"
+    if key in _ELSEWHERE:
+        return f"{where}{key!r} is an argument of another Muon; {_ELSEWHERE[key]}"
+    names = sorted(str(name) for name in known)
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(names)}"
+    return f"{where}unknown key {key!r}; {hint}"
+
+
+def readable(error: ValidationError, params: Mapping[str, Any], where: str) -> str:
+    """Turn pydantic's report on ``params``, the section ``where``, into one line per key."""
+    lines: dict[str, str] = {}
+    for item in error.errors():
+        location, value, message = item["loc"], item["input"], str(item["msg"])
+        context = item.get("ctx", {})
+        if item["type"] in _BOUNDS:
+            word, name = _BOUNDS[item["type"]]
+            message = f"must be {word} {context[name]:g}"
+        elif isinstance(context.get("error"), ValueError):
+            message = str(context["error"])
+        # Below matrices, a pattern comes before the key.
+        end = 3 if location[0] == "matrices" else 1
+        if len(location) >= end and location[end - 1] in _ALLOWED:
+            location, message = location[:end], _ALLOWED[str(location[end - 1])]
+            inner: Any = params
+            for part in location:
+                inner = inner[part]
+            value = inner
+        key = str(location[0])
+        for position, part in enumerate(location[1:], start=1):
+            bracketed = isinstance(part, int) or (position, location[0]) == (1, "matrices")
+            key += f"[{part!r}]" if bracketed else f".{part}"
+        lines.setdefault(key, f"{where}.{key}: {message} (got {shown(value)})")
+    return "\n".join(lines.values())
+
+
+def shown(value: Any) -> str:
+    """Return a value in one short line."""
+    return " ".join(reprlib.repr(value).split())
+
 
 WireDtypeName = Literal["auto", "fp32", "bf16", "fp16", "int8"]
 MomentumDtypeName = Literal["fp32", "bf16", "int8"]

@@ -17,8 +17,8 @@ from typing import Any
 import hjson
 import torch
 
-from deepspeed_muon.config.messages import RENAMED, shown, unknown_key_message
 from deepspeed_muon.config.settings import DEFAULT_MUON_LR, MuonConfig
+from deepspeed_muon.config.values import RENAMED, shown, unknown_key_message
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.forecast.model_shapes import build_model, load_model, model_config, read_object
 from deepspeed_muon.math.updates import update_scale

@@ -28,8 +28,8 @@ from deepspeed_muon.forecast.predict import (
     kept_bytes,
     zero_bytes,
 )
-from deepspeed_muon.math.quantizer import BLOCK
 from deepspeed_muon.monitoring.page import pyplot_for
+from deepspeed_muon.ops.reference import BLOCK
 from deepspeed_muon.routing.route import Route, rows_of, totals_of
 from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.step.state import StatePolicy

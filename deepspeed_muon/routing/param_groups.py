@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from deepspeed_muon.config.messages import TORCH_OPTIONS, unknown_key_message
 from deepspeed_muon.config.settings import GROUP_KEYS, MuonConfig
+from deepspeed_muon.config.values import TORCH_OPTIONS, unknown_key_message
 from deepspeed_muon.errors import ConfigError, ParameterTypeError, RoutingError
 from deepspeed_muon.plan.layout import TensorShards
 from deepspeed_muon.routing.parameters import NamedParameter, is_divided, model_parameters_by_name

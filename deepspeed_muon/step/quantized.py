@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepspeed_muon.math.quantizer import BLOCK, block_scales, from_codes
 from deepspeed_muon.ops.dispatch import FlatPasses
+from deepspeed_muon.ops.reference import BLOCK, block_scales, from_codes
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import Fragment, Placement
 from deepspeed_muon.step.passes import COLUMNS

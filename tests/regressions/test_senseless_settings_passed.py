@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from deepspeed_muon import ConfigError, Muon, MuonConfig
-from deepspeed_muon.config.messages import REMOVED
+from deepspeed_muon.config.values import REMOVED
 
 RATES = ("lr", "muon_lr", "adam_lr", "weight_decay", "muon_weight_decay", "adam_weight_decay")
 NUMBERS = (*RATES, "momentum", "eps", "beta2", "ns_steps")

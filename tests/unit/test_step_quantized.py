@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deepspeed_muon import Muon
-from deepspeed_muon.math.quantizer import BLOCK, block_scales, from_codes, to_codes
 from deepspeed_muon.ops.dispatch import NsBackend, flat_passes
+from deepspeed_muon.ops.reference import BLOCK, block_scales, from_codes, to_codes
 from tests.support.models import batch, build
 from tests.support.reference import in_8_bits
 
