@@ -141,7 +141,7 @@ def iteration_rows(
     settings = NsSettings(resolve_schedule("quintic", STEPS), "gram", resolve_ns_dtype("auto", device))
     for batch in (1, 8):
         for shape in shapes:
-            ours = dispatch.select("auto", tuner=Tuner(folder))
+            ours = dispatch.Orthogonalizer("auto", tuner=Tuner(folder))
             x = torch.randn(batch, *shape, generator=torch.Generator().manual_seed(0)).to(device)
             runs: dict[str, Run] = {"ours": lambda ours=ours, x=x: ours(x, settings=settings), **peers(x)}
             times = interleaved(

@@ -27,7 +27,7 @@ from deepspeed_muon.errors import (
 )
 from deepspeed_muon.logs import warn
 from deepspeed_muon.monitoring.recorder import StepRecorder
-from deepspeed_muon.ops.dispatch import Orthogonalizer, select
+from deepspeed_muon.ops.dispatch import Orthogonalizer
 from deepspeed_muon.plan.layout import TensorShards
 from deepspeed_muon.plan.placement import replicated_placement
 from deepspeed_muon.qk_clip.clip import QkClip
@@ -188,7 +188,7 @@ class Muon(RoutedOptimizer):
         Raises:
             OpsUnavailableError: If ``ns_backend`` is ``ops`` and the native library can be neither loaded nor built.
         """
-        self._orthogonalize = select(self.config.ns_backend)
+        self._orthogonalize = Orthogonalizer(self.config.ns_backend)
         self.ranks = ranks or Ranks()
         self.exchange_buffers = ExchangeBuffers(device)
         self.recorder.reset(device)

@@ -25,12 +25,23 @@ _NATIVE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Orthogonalizer:
-    """Runs :func:`deepspeed_muon.math.newton_schulz.orthogonalize` by a backend; made by :func:`select`."""
+    """Runs :func:`deepspeed_muon.math.newton_schulz.orthogonalize` by a backend."""
 
-    def __init__(self, backend: NsBackend, operators: Any | None, tuner: Tuner | None = None) -> None:
-        """Keep the operators; without a ``tuner`` that of this process chooses."""
+    def __init__(self, backend: NsBackend, tuner: Tuner | None = None) -> None:
+        """Build and load the native library if the backend needs it.
+
+        Args:
+            backend: ``auto`` measures the native operators and torch's code and takes the faster for each shape;
+                without a library it warns once and runs torch's. ``ops`` takes only native ones. ``torch`` loads
+                nothing.
+            tuner: Makes the choices; ``None`` for the one of this process.
+
+        Raises:
+            OpsUnavailableError: If the backend is ``ops`` and the library can be neither loaded nor built.
+            ValueError: If there is no such backend.
+        """
         self.backend = backend
-        self._operators = operators
+        self._operators = _operators(backend)
         self._tuner = tuner
         self._chosen: dict[Problem, tuple[Candidate, Choice]] = {}
         self._calls: Counter[Problem] = Counter()
@@ -140,23 +151,8 @@ def process_tuner() -> Tuner:
     return Tuner(library_key=library.key())
 
 
-def select(backend: NsBackend, *, tuner: Tuner | None = None) -> Orthogonalizer:
-    """Return the orthogonalisation of a backend; build and load the native library if the backend needs it.
-
-    Args:
-        backend: ``auto`` measures the native operators and torch's code and takes the faster for each shape; without
-            a library it warns once and runs torch's. ``ops`` takes only native ones. ``torch`` loads nothing.
-        tuner: Makes the choices; ``None`` for the one of this process.
-
-    Raises:
-        OpsUnavailableError: If the backend is ``ops`` and the library can be neither loaded nor built.
-        ValueError: If there is no such backend.
-    """
-    return Orthogonalizer(backend, _operators(backend), tuner)
-
-
 def flat_passes(backend: NsBackend, device: torch.device | str = "cpu") -> FlatPasses:
-    """Return the flat passes of a backend for tensors on ``device``; see :func:`select`.
+    """Return the flat passes of a backend for tensors on ``device``; see :class:`Orthogonalizer`.
 
     Args:
         backend: ``ops`` takes the native passes, ``auto`` too if ``device`` has them, ``torch`` those of torch.

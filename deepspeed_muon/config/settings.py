@@ -139,12 +139,12 @@ class MuonConfig(_VariantSettings):
         description="MuonClip: after each step, scale the query and key rows of attention heads whose largest logit "
         "exceeded the threshold. `{}` takes the defaults; the constructor needs `model`.",
     )
-    momentum_dtype: v.MomentumDtypeName | None = Field(
+    momentum_dtype: Literal["fp32", "bf16", "int8"] | None = Field(
         default=None,
         description="Dtype of the stored momentum, `fp32`, `bf16` or `int8` (a scale for each 256 elements; arithmetic "
         "is fp32); unset: fp32, or bf16 with DeepSpeed's `bf16_optimizer_states`.",
     )
-    wire_dtype: v.WireDtypeName = Field(
+    wire_dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"] = Field(
         default="auto",
         description="Communication dtype of momentum directions and updates; `auto`: bf16 for bf16 and fp16 models, "
         "else fp32; `int8`: half of bf16's bytes ([measured.md](measured.md)).",
@@ -175,12 +175,12 @@ class MuonConfig(_VariantSettings):
         description="Overlap communication with Newton-Schulz; `false`: bit-identical results in a third of the "
         "buffers ([measured.md](measured.md)).",
     )
-    tensor_parallel_mode: v.TensorParallelMode = Field(
+    tensor_parallel_mode: Literal["gather", "distributed"] = Field(
         default="gather",
         description="Orthogonalise a tensor-parallel matrix on one rank (`gather`) or sharded, with all-reduced Gram "
         "matrices (`distributed`; [configurations.md](configurations.md#tensor-parallelism)).",
     )
-    health: Annotated[int, BeforeValidator(v.steps_between_samples), Field(ge=0, le=v.MAX_STEPS)] = Field(
+    health: Annotated[int, BeforeValidator(v.steps_between_samples), Field(ge=0, le=1_000_000)] = Field(
         default=v.HEALTH_EVERY,
         description="Steps between two samples for DeepSpeed's monitor. Every orthogonalised matrix is checked in "
         "every step; `false` turns both off ([health.md](health.md)).",
@@ -354,8 +354,8 @@ def takes_settings(init: _Init) -> _Init:
     """Write every key into the signature and the docstring of a constructor that takes ``**settings``.
 
     Args:
-        init: The constructor. Mutated: its ``__signature__`` gets the keys between its own positional and keyword
-            parameters, and in its ``__doc__`` an entry for each key replaces the line of ``lr, **settings``.
+        init: The constructor. Mutated: its ``__signature__`` gets the keys after its own parameters, and in its
+            ``__doc__`` an entry for each key replaces the line of ``lr, **settings``.
     """
     types = get_type_hints(MuonConfig)
     own = inspect.signature(init, eval_str=True)
@@ -371,8 +371,7 @@ def takes_settings(init: _Init) -> _Init:
         for name, field in MuonConfig.model_fields.items()
         if name not in own.parameters
     ]
-    first = [p for p in named if p.kind is not inspect.Parameter.KEYWORD_ONLY]
-    init.__signature__ = own.replace(parameters=[*first, *keys, *named[len(first) :]])  # type: ignore[attr-defined]
+    init.__signature__ = own.replace(parameters=sorted([*named, *keys], key=lambda each: each.kind))  # type: ignore[attr-defined]
     if init.__doc__ is not None:  # python -OO strips docstrings
         entries = [_entry(name, text) for name, _, text in keys_with_sentences() if "." not in name]
         init.__doc__ = re.sub(r" *lr, \*\*settings:.*\n", lambda _: "".join(entries), init.__doc__)

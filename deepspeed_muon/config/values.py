@@ -153,22 +153,8 @@ def shown(value: Any) -> str:
     return " ".join(reprlib.repr(value).split())
 
 
-WireDtypeName = Literal["auto", "fp32", "bf16", "fp16", "int8"]
-MomentumDtypeName = Literal["fp32", "bf16", "int8"]
-TensorParallelMode = Literal["gather", "distributed"]
-
-# A value beyond these bounds is a mistake. They lie far above useful values and far below the limits of fp32.
-MAX_RATE = 1e4
-"""Largest rate and weight decay."""
-MAX_EPS = 100.0
-"""Largest ``eps`` of AdamW; 1 is in use."""
-MIN_EPS = 1e-30
-"""Smallest ``eps``: well inside fp32, where 1e-46 becomes 0 and 0 / 0 is NaN."""
-MAX_STEPS = 1_000_000
-"""Largest number of steps between two samples of ``health``."""
 HEALTH_EVERY = 100
 """Steps between two samples of ``health`` by default."""
-MAX_CHUNK_NUMEL = 1 << 40
 
 
 def _number(value: Any) -> Any:
@@ -230,13 +216,15 @@ def by_pattern(value: Any) -> Any:
 Number = Annotated[float, BeforeValidator(_number)]
 Whole = Annotated[int, BeforeValidator(_number)]
 Flag = Annotated[bool, BeforeValidator(_flag)]
-Rate = Annotated[Number, Field(ge=0, le=MAX_RATE)]
+# A value beyond these bounds is a mistake. They lie far above useful values and far below the limits of fp32.
+Rate = Annotated[Number, Field(ge=0, le=1e4)]
 Fraction = Annotated[Number, Field(ge=0, lt=1)]
 # AdamW divides by the root of the second moment. With a decay of 0 the update is only the gradient's sign, or blows up.
 SecondBeta = Annotated[Number, Field(gt=0, lt=1)]
-Eps = Annotated[Number, Field(ge=MIN_EPS, le=MAX_EPS)]
+# Well inside fp32, where 1e-46 becomes 0 and 0 / 0 is NaN; 1 is in use.
+Eps = Annotated[Number, Field(ge=1e-30, le=100)]
 Positive = Annotated[Number, Field(gt=0, allow_inf_nan=False)]
-ChunkNumel = Annotated[Whole, Field(ge=1, le=MAX_CHUNK_NUMEL)]
+ChunkNumel = Annotated[Whole, Field(ge=1, le=1 << 40)]
 Size = Annotated[Whole, Field(ge=1, strict=True)]
 Sizes = Annotated[list[Size], Field(min_length=1)]
 Fractions = Annotated[list[Annotated[Number, Field(gt=0, lt=1)]], Field(min_length=2)]

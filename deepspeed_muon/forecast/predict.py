@@ -159,23 +159,20 @@ def divisions(
     )
     if settings.tensor_parallel > 1:
         return [(trained, [_shard(routes[number], ways) for number in trained], inside)]
-    experts = [number for number in trained if _is_stack(routes[number])]
-    rest = [number for number in trained if not _is_stack(routes[number])]
-    some = [_some_experts(routes[number], ways) for number in experts]
-    dense = replace(settings, expert_parallel=1)
-    return [(rest, [routes[number] for number in rest], dense), (experts, some, inside)]
-
-
-def _is_stack(route: Route) -> bool:
-    return len(route.shape) == 3 and "experts" in route.name.split(".")
-
-
-def _some_experts(route: Route, ways: int) -> Route:
-    if route.shape[0] % ways:
-        raise ConfigError(
-            f"--expert-parallel {ways}: the {route.shape[0]} experts of {route.name} cannot be divided so"
-        )
-    return replace(route, shape=(route.shape[0] // ways, *route.shape[1:]))
+    dense, stacks = [], {}
+    for number in trained:
+        route = routes[number]
+        if len(route.shape) != 3 or "experts" not in route.name.split("."):
+            dense.append(number)
+            continue
+        count = route.shape[0]
+        if count % ways:
+            raise ConfigError(
+                f"--expert-parallel {ways}: the {count} experts of {route.name} cannot be divided so"
+            )
+        stacks[number] = replace(route, shape=(count // ways, *route.shape[1:]))
+    everywhere = dense, [routes[number] for number in dense], replace(settings, expert_parallel=1)
+    return [everywhere, (list(stacks), list(stacks.values()), inside)]
 
 
 def _shard(route: Route, ways: int) -> Route:

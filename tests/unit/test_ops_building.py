@@ -78,9 +78,9 @@ def test_without_a_compiler_auto_warns_once_and_runs_torch(
     without_compiler: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        chosen = dispatch.select("auto")
+        chosen = dispatch.Orthogonalizer("auto")
         assert dispatch.flat_passes("auto").name == "torch"
-        assert dispatch.select("auto").backend == "auto"
+        assert dispatch.Orthogonalizer("auto").backend == "auto"
     assert len(caplog.records) == 1 and "no C++ compiler" in caplog.text
     assert chosen(torch.randn(4, 6), settings=SETTINGS).shape == (4, 6)
     assert chosen.report()[0]["ran"].startswith("torch ")
@@ -88,10 +88,10 @@ def test_without_a_compiler_auto_warns_once_and_runs_torch(
 
 def test_without_a_compiler_ops_is_a_typed_error(without_compiler: None) -> None:
     with pytest.raises(OpsUnavailableError, match="no C\\+\\+ compiler: 'no-such-compiler' is not on PATH"):
-        dispatch.select("ops")
+        dispatch.Orthogonalizer("ops")
     with pytest.raises(OpsUnavailableError):
         dispatch.flat_passes("ops")
-    assert dispatch.select("torch")(torch.randn(4, 6), settings=SETTINGS).shape == (4, 6)
+    assert dispatch.Orthogonalizer("torch")(torch.randn(4, 6), settings=SETTINGS).shape == (4, 6)
 
 
 def test_a_broken_source_is_a_typed_error_with_the_compilers_output(

@@ -151,7 +151,7 @@ def test_measuring_leaves_the_random_generator_alone(tmp_path: Path) -> None:
     torch.manual_seed(3)
     expected = torch.randn(4)
     torch.manual_seed(3)
-    dispatch.select("auto", tuner=Tuner(tmp_path))(torch.ones(8, 12), settings=SETTINGS)
+    dispatch.Orthogonalizer("auto", tuner=Tuner(tmp_path))(torch.ones(8, 12), settings=SETTINGS)
     assert torch.equal(torch.randn(4), expected)
 
 
@@ -183,7 +183,7 @@ def test_tiles_and_vectors_are_for_bfloat16_only() -> None:
 def test_every_backend_has_the_contract_of_the_torch_code(
     backend: dispatch.NsBackend, shape: tuple[int, ...], tmp_path: Path
 ) -> None:
-    chosen = dispatch.select(backend, tuner=Tuner(tmp_path))
+    chosen = dispatch.Orthogonalizer(backend, tuner=Tuner(tmp_path))
     x = torch.randn(shape)
     for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 3e-1)):
         settings = NsSettings(resolve_schedule("quintic"), "gram", dtype)
@@ -202,7 +202,7 @@ def test_every_backend_has_the_contract_of_the_torch_code(
 
 
 def test_the_report_says_what_ran_and_why(tmp_path: Path, clock: Clock) -> None:
-    chosen = dispatch.select("auto", tuner=Tuner(tmp_path))
+    chosen = dispatch.Orthogonalizer("auto", tuner=Tuner(tmp_path))
     for _ in range(3):
         chosen(torch.randn(24, 64), settings=SETTINGS)
     (entry,) = chosen.report()
@@ -227,9 +227,9 @@ def test_flat_passes_of_both_backends_agree() -> None:
 
 def test_bad_calls_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match="ns_backend must be 'auto', 'ops' or 'torch', got 'cuda'"):
-        dispatch.select("cuda")  # type: ignore[arg-type]
+        dispatch.Orthogonalizer("cuda")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="rows, cols"):
-        dispatch.select("torch")(torch.ones(3), settings=SETTINGS)
+        dispatch.Orthogonalizer("torch")(torch.ones(3), settings=SETTINGS)
     library.load()
     assert not has_kernel(torch.ops.deepspeed_muon, "meta")
     with pytest.raises(OpsUnavailableError, match="no flat passes for meta"):

@@ -182,14 +182,14 @@ def test_without_trust_only_torch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
             "trusted",
             lambda _, ok=ok: gate.Verdict({} if ok else dict.fromkeys(gate.PARTS, "it hangs")),
         )
-        dispatch.Orthogonalizer("auto", operators, tuner)._choose(problem, torch.device("cuda"))  # type: ignore[arg-type]
+        dispatch.Orthogonalizer("auto", tuner)._choose(problem, torch.device("cuda"))  # type: ignore[arg-type]
         assert dispatch.flat_passes("auto", "cuda").name == ("ops" if ok else "torch")
     assert any(name.startswith("ops ") for name in seen[0]) and any(
         name.endswith("+graph") for name in seen[0]
     )
     assert seen[1] == ["torch gram", "torch standard"]
     with pytest.raises(OpsUnavailableError, match="it hangs"):
-        dispatch.Orthogonalizer("ops", operators)._choose(problem, torch.device("cuda"))
+        dispatch.Orthogonalizer("ops")._choose(problem, torch.device("cuda"))
     with pytest.raises(OpsUnavailableError, match="it hangs"):
         dispatch.flat_passes("ops", "cuda")
 
