@@ -66,7 +66,7 @@ class Tuner:
     """Chooses a candidate for each problem; one instance serves a process."""
 
     def __init__(self, folder: Path | None = None, *, library_key: str = "torch") -> None:
-        """Start without choices; nothing is read or measured.
+        """Read and measure nothing yet.
 
         Args:
             folder: The folder with remembered choices, ``None`` for :func:`cache_folder`.
@@ -75,7 +75,6 @@ class Tuner:
         self._identity = [hardware_name(), torch.__version__, library_key]
         self._file = file_for("autotune", self._identity, folder)
         self._spent = 0.0
-        self._choices: dict[str, Choice] = {}
 
     def choose(
         self, problem: Problem, candidates: Sequence[Candidate], device: torch.device
@@ -86,9 +85,7 @@ class Tuner:
             OpsUnavailableError: If every candidate gave a wrong result or failed.
         """
         key = problem.key()
-        if key not in self._choices:
-            self._choices[key] = self._decide(key, problem, candidates, device)
-        choice = self._choices[key]
+        choice = self._decide(key, problem, candidates, device)
         chosen = next((each for each in candidates if each.name == choice.name), None)
         if chosen is None:
             told = "; ".join(f"{name}: {why}" for name, why in choice.rejected.items())
@@ -153,9 +150,9 @@ def measure(problem: Problem, candidates: Sequence[Candidate], device: torch.dev
     choice = Choice("torch standard", "no candidate passed the cross-check")
     times: dict[str, list[float]] = {}
     expected: Tensor | None = None
-    tried = []
+    tried = 0
     for candidate in candidates:
-        tried.append(candidate.name)
+        tried += 1
         # Calls that compile or record do not count: else the first process, which compiles, would choose among fewer
         # candidates than the second. The next run warms up the rest (oneDNN's kernels, page faults) and gives the
         # result for the cross-check.
@@ -184,8 +181,10 @@ def measure(problem: Problem, candidates: Sequence[Candidate], device: torch.dev
     if times:
         _repeat(candidates, times, x, sample.settings, deadline)
         choice.milliseconds = {name: round(1e3 * min(own[1:] or own), 4) for name, own in times.items()}
-        choice.name = _winner(choice.milliseconds)
-        choice.reason = "measured" if len(tried) == len(candidates) else "measured in part"
+        likely, best = next(iter(times)), min(choice.milliseconds, key=choice.milliseconds.__getitem__)
+        clearly = choice.milliseconds[best] <= WORTH_CHANGING * choice.milliseconds[likely]
+        choice.name = best if clearly else likely
+        choice.reason = "measured" if tried == len(candidates) else "measured in part"
     return choice
 
 
@@ -205,12 +204,6 @@ def _repeat(
                 continue
             if time.perf_counter() < deadline or len(own) == 1:
                 own.append(_timed(candidate, x, settings)[0])
-
-
-def _winner(milliseconds: dict[str, float]) -> str:
-    """Return the fastest candidate, or the expected winner (the first) if it is nearly as fast."""
-    first, best = next(iter(milliseconds)), min(milliseconds, key=milliseconds.__getitem__)
-    return first if milliseconds[best] > WORTH_CHANGING * milliseconds[first] else best
 
 
 def error_of(result: Tensor, expected: Tensor) -> float:

@@ -200,8 +200,12 @@ def _has_tcgen05() -> bool:
 def _variants(problem: Problem, operators: Any) -> list[str]:
     """Return the suffixes of the native methods that can run, the fastest expected first."""
     if problem.device != "cpu":
-        kernel = _cuda_products(problem, operators)
-        if kernel != "sm90" or problem.short < _WIDE_FROM:
+        half = problem.settings.dtype in (torch.float16, torch.bfloat16)
+        aligned = not (problem.rows % _CUDA_MULTIPLE or problem.cols % _CUDA_MULTIPLE)
+        kernel = str(operators.sym_gemm_kernel()) if half and aligned else ""
+        if kernel not in ("sm90", "sm80"):
+            return ["+cublas"]
+        if kernel == "sm80" or problem.short < _WIDE_FROM:
             return [f"+{kernel}"]
         narrow, wide = operators.sym_gemm_waves(problem.batch, problem.short)
         variants = ["+sm90wide", "+sm90"] if wide <= narrow else ["+sm90", "+sm90wide"]
@@ -212,18 +216,7 @@ def _variants(problem: Problem, operators: Any) -> list[str]:
         return ["+vectors", ""]
     # Several threads run whole matrices side by side; triangles would divide a matrix once more.
     one_thread_each = problem.threads == 1 or problem.batch > 1
-    blocks = problem.short >= _BLOCKS_FROM and one_thread_each
-    if not blocks:
-        return [""]
-    return ["+symmetric", ""]
-
-
-def _cuda_products(problem: Problem, operators: Any) -> str:
-    """Return what computes the symmetric products of ``problem`` on this GPU: a kernel's name or ``cublas``."""
-    half = problem.settings.dtype in (torch.float16, torch.bfloat16)
-    aligned = not (problem.rows % _CUDA_MULTIPLE or problem.cols % _CUDA_MULTIPLE)
-    kernel = str(operators.sym_gemm_kernel()) if half and aligned else ""
-    return kernel if kernel in ("sm90", "sm80") else "cublas"
+    return ["+symmetric", ""] if problem.short >= _BLOCKS_FROM and one_thread_each else [""]
 
 
 def _native(method: str, operators: Any) -> Candidate:

@@ -8,10 +8,13 @@ polar factor, and a 5-row table cycled to 6 collapses the singular values.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from deepspeed_muon.errors import ScheduleError
 
@@ -104,25 +107,46 @@ def resolve_schedule(
         )
     coefficients = rows[:steps] + rows[-1:] * (steps - len(rows))
     if not isinstance(schedule, str):
-        _check_converges(coefficients)
+        band = band_of(coefficients)
+        if not (band.low > 0.2 and band.high < 2.0):
+            raise ScheduleError(
+                f"ns_schedule: this table maps singular values in [0.05, 1] to [{band.low:.3g}, {band.high:.3g}] "
+                f"after {steps} steps; an orthogonalising schedule ends near 1 (accepted: 0.2 to 2)"
+            )
     return coefficients
 
 
-def _check_converges(coefficients: Sequence[Coefficients]) -> None:
-    """Refuse a table that does not orthogonalise: it must bring every singular value between 0.2 and 2.
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Where a schedule puts singular values.
 
-    The test starts at a singular value of 0.05. Those of a normalised Gaussian matrix lie above it up to a few hundred
-    columns, and every published table lifts 0.05 beyond 0.3.
+    Attributes:
+        low: Smallest image of the settled interval [0.05, 1]. Those of a normalised Gaussian matrix lie in it up to a
+            few hundred columns, and every published table lifts 0.05 beyond 0.3.
+        high: Largest image of [0, 1].
+        gain: Smallest ``p(s) / s`` on (0, 1].
     """
-    values = torch.linspace(0.05, 1.0, 2001, dtype=torch.float64)
+
+    low: float
+    high: float
+    gain: float
+
+
+@functools.lru_cache(maxsize=16)
+def band_of(coefficients: tuple[Coefficients, ...]) -> Band:
+    """Return the band of a schedule, from its polynomial on a fine grid."""
+    start = torch.logspace(-6, 0, 6001, dtype=torch.float64)
+    values = _image(start, coefficients)
+    settled = values[start >= 0.05]
+    return Band(float(settled.min()), float(values.max()), float((values / start).min()))
+
+
+def _image(values: Tensor, coefficients: Sequence[Coefficients], rounding: float = 0.0) -> Tensor:
+    """Return the polynomial of all steps, of singular values that are rounded up by this part before every step."""
     for a, b, c in coefficients:
+        values = values * (1 + rounding)
         values = a * values + b * values**3 + c * values**5
-    low, high = float(values.min()), float(values.max())
-    if not (low > 0.2 and high < 2.0):
-        raise ScheduleError(
-            f"ns_schedule: this table maps singular values in [0.05, 1] to [{low:.3g}, {high:.3g}] after "
-            f"{len(coefficients)} steps; an orthogonalising schedule ends near 1 (accepted: 0.2 to 2)"
-        )
+    return values
 
 
 def tolerates_rounding(coefficients: Sequence[Coefficients], dtype: torch.dtype) -> bool:
@@ -131,9 +155,6 @@ def tolerates_rounding(coefficients: Sequence[Coefficients], dtype: torch.dtype)
     A table that is optimal on exactly [0, 1] climbs steeply just above 1. Polar Express keeps a safety factor for
     that; ``cans`` has none, and one rounding in bfloat16 sends a singular value of 1 to infinity.
     """
-    exact = torch.linspace(0.0, 1.0, 4001, dtype=torch.float64)
-    rounded = exact.clone()
-    unit = torch.finfo(dtype).eps / 2
-    for a, b, c in coefficients:
-        exact, rounded = (s * (a + s**2 * (b + s**2 * c)) for s in (exact, rounded * (1 + unit)))
-    return bool(rounded.abs().max() <= 1.25 * exact.abs().max())
+    start = torch.linspace(0.0, 1.0, 4001, dtype=torch.float64)
+    rounded = _image(start, coefficients, torch.finfo(dtype).eps / 2)
+    return bool(rounded.abs().max() <= 1.25 * _image(start, coefficients).abs().max())

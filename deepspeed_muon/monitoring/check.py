@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.logs import logger
+from deepspeed_muon.math.coefficients import band_of
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
 from deepspeed_muon.monitoring.measure import (
     SIGMA_TOLERANCE,
     Sums,
-    band_of,
     check_failure,
     measure,
     norm_bounds,

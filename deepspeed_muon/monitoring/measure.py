@@ -12,15 +12,14 @@ of its eigenvalues. The exact counterpart is ``tests.support.reference_math.refe
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from deepspeed_muon.math.coefficients import Coefficients
+from deepspeed_muon.math.coefficients import Band
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
 
 # The iteration in bf16 may differ from float64 by 0.3 in relative Frobenius norm (for the worst spectrum; the tests of
@@ -30,43 +29,14 @@ NORM_TOLERANCE = 0.3
 # cans in bf16: rounding moves values just above 1, where its polynomial is steep.
 SIGMA_TOLERANCE = 0.3
 
-# Normalised singular values from here on belong in the band; the check of an own ns_schedule starts here too.
-_SETTLED_FROM = 0.05
-
 _PROBES = 4
 _LANCZOS_STEPS = 8
 # A sampled matrix is converted to fp32 whole up to this many elements, in column blocks beyond it.
 _CONVERT_NUMEL = 1 << 24
 
 
-@dataclass(frozen=True, slots=True)
-class Band:
-    """Where a schedule puts singular values.
-
-    Attributes:
-        low: Smallest image of the settled interval [0.05, 1].
-        high: Largest image of [0, 1].
-        gain: Smallest ``p(s) / s`` on (0, 1].
-    """
-
-    low: float
-    high: float
-    gain: float
-
-
 Sums = dict[str, float]
 """What :func:`measure` returns of blocks of a matrix."""
-
-
-@functools.lru_cache(maxsize=16)
-def band_of(coefficients: tuple[Coefficients, ...]) -> Band:
-    """Return the band of a schedule, from its polynomial on a fine grid."""
-    start = torch.logspace(-6, 0, 6001, dtype=torch.float64)
-    values = start
-    for a, b, c in coefficients:
-        values = a * values + b * values**3 + c * values**5
-    settled = values[start >= _SETTLED_FROM]
-    return Band(float(settled.min()), float(values.max()), float((values / start).min()))
 
 
 def norm_bounds(rows: int, cols: int, band: Band) -> tuple[float, float]:

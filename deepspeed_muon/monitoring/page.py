@@ -87,7 +87,20 @@ def read_run(folder: Path) -> dict[str, Series]:
             '"csv_monitor": {"enabled": true, "output_path": FOLDER, "job_name": RUN} to DeepSpeed\'s config, and give '
             "FOLDER/RUN."
         )
-    return _by_step({path.stem: _read(path) for path in files})
+    run: dict[str, Series] = {}
+    for path in files:
+        values: dict[int, float] = {}
+        try:
+            with path.open(newline="") as file:
+                for row in csv.reader(file):
+                    if row and row[0] != "step":
+                        values[int(float(row[0]))] = float(row[1])
+        except (ValueError, IndexError, OverflowError) as error:
+            raise ConfigError(
+                f"{path} is not a file of DeepSpeed's csv_monitor, whose lines are a step and a value: {error}"
+            ) from error
+        run[path.stem] = sorted(values.items())
+    return _by_step(run)
 
 
 def _by_step(run: dict[str, Series]) -> dict[str, Series]:
@@ -111,20 +124,6 @@ def _by_step(run: dict[str, Series]) -> dict[str, Series]:
         name: [(step_at[x], value) for x, value in series] if name in by_samples else series
         for name, series in run.items()
     }
-
-
-def _read(path: Path) -> Series:
-    values: dict[int, float] = {}
-    try:
-        with path.open(newline="") as file:
-            for row in csv.reader(file):
-                if row and row[0] != "step":
-                    values[int(float(row[0]))] = float(row[1])
-    except (ValueError, IndexError, OverflowError) as error:
-        raise ConfigError(
-            f"{path} is not a file of DeepSpeed's csv_monitor, whose lines are a step and a value: {error}"
-        ) from error
-    return sorted(values.items())
 
 
 def findings(run: Mapping[str, Series]) -> list[Finding]:

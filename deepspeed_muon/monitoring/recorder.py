@@ -1,7 +1,7 @@
 """Samples of health: what one rank measures in a sampled step, and what all ranks measured, as one summary.
 
 At the end of a sampled step all ranks of the engine add up their reports, also ranks that own nothing, hold nothing or
-skipped the step. What travels is as long as the report of one rank, however many ranks there are.
+skipped the step. What is communicated is as long as the report of one rank, however many ranks there are.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from deepspeed_muon.monitoring.measure import Sums, combine
 from deepspeed_muon.transport.ranks import Ranks
 
 SpanName = Literal["step", "gather", "newton_schulz", "scatter", "sampling"]
-Travelling = Literal["direction", "update"]
+Exchanged = Literal["direction", "update"]
 
 _PARTS = ("gather", "newton_schulz", "scatter")
-_TRAVELLING: tuple[Travelling, ...] = ("direction", "update")
+_EXCHANGED: tuple[Exchanged, ...] = ("direction", "update")
 # The summary has the mean of these numbers over the sampled matrices.
 _MEANS = ("update_rms", "orthogonality_error", "stable_rank", "alignment")
 _PREFIX = "Train/Muon/"
@@ -39,15 +39,15 @@ class Sample:
         seconds: Time of each part of the inner step.
         redone: Matrices redone in fp32 since the start.
         failed: Matrices left without an update since the start.
-        losses: On a wire that loses, of the directions and of the updates that this rank sent: the squared elements of
-            what was lost, and of all.
+        losses: With int8 communication, of the directions and of the updates that this rank sent: the squared elements
+            of what was lost, and of all.
     """
 
     matrices: dict[str, dict[str, float]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     redone: int = 0
     failed: int = 0
-    losses: dict[Travelling, tuple[float, float]] = field(default_factory=dict)
+    losses: dict[Exchanged, tuple[float, float]] = field(default_factory=dict)
 
 
 class StepRecorder:
@@ -139,7 +139,7 @@ class StepRecorder:
         """Keep the sums over some blocks of a matrix."""
         self._parts.setdefault(name, []).append(part)
 
-    def keep_loss(self, what: Travelling, sent: torch.Tensor, received: torch.Tensor) -> None:
+    def keep_loss(self, what: Exchanged, sent: torch.Tensor, received: torch.Tensor) -> None:
         """Keep what the wire loses of some values that this rank sends in a sampled step."""
         assert self._sample is not None
         lost, whole = self._sample.losses.get(what, (0.0, 0.0))
@@ -173,8 +173,8 @@ def summarize(sample: Sample, ranks: Ranks) -> dict[str, Any]:
     Returns:
         ``redone`` and ``failed``; the means of the sampled matrices and the largest ``sigma_max``; ``time_<part>``,
         the mean over ranks of each part's share of the inner step; ``seconds``, the inner step of the slowest rank;
-        ``wire_error_direction`` and ``wire_error_update``, what the wire changes of all that travels, relative to it;
-        and ``matrices`` with the numbers of each, at most 16 of them. Keys without a measurement are left out.
+        ``wire_error_direction`` and ``wire_error_update``, the relative quantisation error of all that is sent; and
+        ``matrices`` with the numbers of each, at most 16 of them. Keys without a measurement are left out.
     """
     what = "summary of health"
     # The time of sampling does not count.
@@ -188,8 +188,8 @@ def summarize(sample: Sample, ranks: Ranks) -> dict[str, Any]:
         "running": float(total > 0),
         **{part: sample.seconds.get(part, 0.0) / total if total > 0 else 0.0 for part in _PARTS},
     }
-    for travelling in _TRAVELLING:
-        own[f"lost {travelling}"], own[f"whole {travelling}"] = sample.losses.get(travelling, (0.0, 0.0))
+    for kind in _EXCHANGED:
+        own[f"lost {kind}"], own[f"whole {kind}"] = sample.losses.get(kind, (0.0, 0.0))
     sums = dict(zip(own, ranks.reduce(list(own.values()), "sum", what=what), strict=True))
     sigma = max((each["sigma_max"] for each in measured), default=0.0)
     seconds, sigma = ranks.reduce([total, sigma], "max", what=what)
@@ -200,9 +200,9 @@ def summarize(sample: Sample, ranks: Ranks) -> dict[str, Any]:
     if running := sums["running"]:
         summary |= {f"time_{part}": sums[part] / running for part in _PARTS}
         summary["seconds"] = seconds
-    for travelling in _TRAVELLING:
-        if lost := sums[f"lost {travelling}"]:
-            summary[f"wire_error_{travelling}"] = math.sqrt(lost / sums[f"whole {travelling}"])
+    for kind in _EXCHANGED:
+        if lost := sums[f"lost {kind}"]:
+            summary[f"wire_error_{kind}"] = math.sqrt(lost / sums[f"whole {kind}"])
     matrices: dict[str, dict[str, float]] = {}
     for rank, (name, health) in ranks.collect(list(sample.matrices.items()), most=_LISTED, what=what):
         # Ranks that share no parameters (experts) can have matrices of the same name.

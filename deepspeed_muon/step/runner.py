@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.monitoring.check import ResultCheck
-from deepspeed_muon.monitoring.recorder import StepRecorder, Travelling
+from deepspeed_muon.monitoring.recorder import Exchanged, StepRecorder
 from deepspeed_muon.ops.dispatch import matrix_norms
 from deepspeed_muon.plan.exchange import build_exchange_plan
 from deepspeed_muon.plan.owners import assign
@@ -343,7 +343,7 @@ class StepRunner:
             segment.in_matrices(whole).copy_(arrived)
         return whole.view(shape)
 
-    def _note(self, what: Travelling) -> Callable[[Tensor, Tensor], None] | None:
+    def _note(self, what: Exchanged) -> Callable[[Tensor, Tensor], None] | None:
         """Return what notes in sampled steps how much int8 loses."""
         recorder = self.check.recorder
         return functools.partial(recorder.keep_loss, what) if recorder.sampling else None

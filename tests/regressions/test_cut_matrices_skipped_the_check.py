@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 import deepspeed_muon
-from deepspeed_muon.math.coefficients import resolve_schedule
+from deepspeed_muon.math.coefficients import band_of, resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings, reference_orthogonalize
 from deepspeed_muon.monitoring.check import Result, ResultCheck, Together
-from deepspeed_muon.monitoring.measure import band_of, norm_bounds
+from deepspeed_muon.monitoring.measure import norm_bounds
 from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.plan.placement import sharded_placement

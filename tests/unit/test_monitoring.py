@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 import deepspeed_muon
 from deepspeed_muon import Muon
-from deepspeed_muon.math.coefficients import resolve_schedule
+from deepspeed_muon.math.coefficients import band_of, resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, reference_orthogonalize
 from deepspeed_muon.monitoring.check import Result, ResultCheck
 from deepspeed_muon.monitoring.measure import (
     SIGMA_TOLERANCE,
-    band_of,
     check_failure,
     combine,
     measure,
