@@ -216,6 +216,10 @@ def join_group(*, shm_all_reduce: bool) -> None:
         # The op leaves 66 MB a rank in /dev/shm for ever, and spins while it waits.
         backend = importlib.import_module("deepspeed.comm.torch")
         backend.build_shm_op = lambda: None
+    # At stage 3 DeepSpeed formats every parameter for a message that it does not print, and asks twice in each of some
+    # thousand calls whether it is being compiled: half of an engine's start, a tenth of a step.
+    torch.set_printoptions(threshold=20, edgeitems=1)
+    importlib.import_module("deepspeed.utils.nvtx").enable_nvtx = False
     # DeepSpeed refuses fp16 on a CPU without instructions for it (AVX512-FP16), for its speed: torch converts there.
     deepspeed.get_accelerator().is_fp16_supported = lambda: True
     seconds = float(os.environ.get(GROUP_TIMEOUT_VARIABLE, 1800))

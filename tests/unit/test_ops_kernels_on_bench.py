@@ -6,6 +6,7 @@ import ctypes
 import math
 import mmap
 from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from tests.support.cuda_cases import Inputs
 from tests.support.cuda_library import DEVICE, FLAT_ROWS, MISALIGNED, OK, ApplyRow, PackRow, gram, product_of
 from tests.support.matrices import TOLERANCE, matrix
 from tests.support.reference import polar
+from tests.support.thinning import pairwise
 
 pytestmark = pytest.mark.skipif(cuda_bench.unavailable() is not None, reason=str(cuda_bench.unavailable()))
 
@@ -28,14 +30,15 @@ SHAPES = [(1, 8, 8), (1, 128, 64), (1, 136, 72), (2, 264, 200), (3, 512, 8), (1,
 MAJOR = {"sm80": 8, "sm90": 9, "sm90_wide": 9}
 
 
-@pytest.mark.parametrize("kernel", ["sm80", "sm90", "sm90_wide"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_sym_gemm(bench: Bench, kernel: str, shape: tuple[int, int, int]) -> None:
-    # Pairwise: both dtypes, every way in which asynchronous work ends, one and several multiprocessors.
-    ways = [(torch.float16, ANY_TIME, 3), (torch.bfloat16, LATE, 1), (torch.float16, EARLY, 1)]
-    for seed, (dtype, mode, processors) in enumerate(ways):
-        bench.configure(processors=processors, major=MAJOR[kernel], mode=mode, seed=100 * seed + 1)
-        cases.sym_gemm(bench, kernel, shape, dtype, Inputs("cpu", seed))
+# Both dtypes, every way in which asynchronous work ends, one and several multiprocessors.
+WAYS = [(torch.float16, ANY_TIME, 3), (torch.bfloat16, LATE, 1), (torch.float16, EARLY, 1)]
+
+
+@pytest.mark.parametrize(("kernel", "shape", "way"), pairwise(product(MAJOR, SHAPES, range(len(WAYS)))))
+def test_sym_gemm(bench: Bench, kernel: str, shape: tuple[int, int, int], way: int) -> None:
+    dtype, mode, processors = WAYS[way]
+    bench.configure(processors=processors, major=MAJOR[kernel], mode=mode, seed=100 * way + 1)
+    cases.sym_gemm(bench, kernel, shape, dtype, Inputs("cpu", way))
 
 
 @pytest.mark.parametrize("kernel", ["sm80", "sm90", "sm90_wide"])
