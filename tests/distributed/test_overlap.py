@@ -100,8 +100,18 @@ def follow(rank: int, world_size: int, *, overlap: bool) -> dict[str, Any]:
     return report
 
 
-def test_chunks_travel_while_others_are_computed(ranks: Any) -> None:
-    for result in ranks(2).run(follow, overlap=True):
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_order_of_the_chunks_and_their_buffers(ranks: Any, overlap: bool) -> None:
+    """Chunks travel while others are computed; without overlap one goes through all parts before the next begins.
+
+    There are three places for a chunk, one without overlap, each of two buffers; none is made anew in a later step.
+    """
+    slots = 3 if overlap else 1
+    # The largest matrices have 768 elements, and each rank owns one in the same chunk; fp32 on the wire. A rank
+    # receives the half of its own that it does not hold and sends its half of the other's: 768 elements together.
+    # Without overlap its own matrix is put together where the other's half was sent from, which then has room for it.
+    numel = slots * 768 if overlap else 384 + 768
+    for result in ranks(2).run(follow, overlap=overlap):
         last = result["chunks"] - 1
         assert last >= 3
         expected = ["pack 0"]
@@ -109,26 +119,12 @@ def test_chunks_travel_while_others_are_computed(ranks: Any) -> None:
             expected += [f"pack {number + 1}"] if number < last else []
             expected += [f"orthogonalize {number}", f"scatter {number}"]
             expected += [f"apply {number - 1}"] if number else []
-        assert result["order"] == [*expected, f"apply {last}"]
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_buffers_are_few_and_stay(ranks: Any, overlap: bool) -> None:
-    """Three places for a chunk, one without overlap, each of two buffers; none is made anew in a later step."""
-    slots = 3 if overlap else 1
-    # The largest matrices have 768 elements, and each rank owns one in the same chunk; fp32 on the wire. A rank
-    # receives the half of its own that it does not hold and sends its half of the other's: 768 elements together.
-    # Without overlap its own matrix is put together where the other's half was sent from, which then has room for it.
-    numel = slots * 768 if overlap else 384 + 768
-    for result in ranks(2).run(follow, overlap=overlap):
+        expected.append(f"apply {last}")
+        if not overlap:
+            expected = [f"{part} {number}" for number in range(last + 1) for part in METHODS]
+        assert result["order"] == expected
         assert 0 < result["places"] <= 2 * slots
         assert 0 < result["reserved"] <= numel * 4
-
-
-def test_without_overlap_one_chunk_at_a_time(ranks: Any) -> None:
-    for result in ranks(2).run(follow, overlap=False):
-        parts = tuple(METHODS)
-        assert result["order"] == [f"{part} {n}" for n in range(result["chunks"]) for part in parts]
 
 
 def test_matrices_of_the_model_are_orthogonalized_once(ranks: Any) -> None:

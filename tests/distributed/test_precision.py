@@ -50,22 +50,26 @@ def rounding_reference(
 
 
 def run(rank: int, world_size: int, *, stage: int, **settings: Any) -> dict[str, Any]:
-    """Train five steps and report masters, momentum, norms and the dtypes and bytes of the state."""
+    """Train five steps and report masters, momentum, norms and the dtypes and bytes of the state.
+
+    With ``start_scale``, from that loss scale; also report for each step whether it changed nothing.
+    """
     exact = settings.pop("exact", True)
     start_scale = settings.pop("start_scale", None)
+    watch = start_scale is not None
     accumulation = settings.get("accumulation", 1)
     config = training.ds_config(stage, clipping=0.5, **settings)
     engine = training.make_engine(config, exact=exact)
     optimizer = deepspeed_muon.muon_optimizer(engine)
-    if start_scale is not None:
+    if watch:
         engine.optimizer.loss_scaler.cur_scale = start_scale
     norms, scales, unchanged = [], [], []
     for step in range(STEPS):
-        before = training.full_masters(engine)
+        before = training.full_masters(engine) if watch else {}
         training.run_step(engine, step, rank, world_size, accumulation)
         norms.append(float(engine.get_global_grad_norm()))
         scales.append(float(getattr(engine.optimizer, "loss_scale", 1.0)))
-        after = training.full_masters(engine)
+        after = training.full_masters(engine) if watch else {}
         unchanged.append(all(torch.equal(after[name], before[name]) for name in before))
     masters = {p.tensor.dtype for r in optimizer._runners for p in r.step_set.partitions}
     report = {

@@ -1,8 +1,11 @@
 """The study of the variants: what it runs next, and that it goes on where it stopped."""
 
+import json
 import math
+import subprocess
 import sys
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 
@@ -54,6 +57,16 @@ def test_a_diverged_run_is_not_the_best_and_every_optimizer_gets_the_same_number
 
 @pytest.mark.time_limit(120)
 def test_resumes_behind_the_last_whole_line(tmp_path, monkeypatch):
+    """One run trains; the next one has its losses."""
+    trained = []
+
+    def train_once(command, **options):
+        if not trained:
+            trained.append(json.loads(run(command, **options).stdout))
+        return SimpleNamespace(stdout=json.dumps({**trained[0], **json.loads(command[-1])}))
+
+    run = subprocess.run
+    monkeypatch.setattr(variants.subprocess, "run", train_once)
     search = Search(TINY, (Axis("rate", 2, (0, 1), extensions=0),), seeds=1)
     monkeypatch.setattr(variants, "studies", lambda results: {"tiny": {"normuon": search}})
     out = tmp_path / "raw.jsonl"
