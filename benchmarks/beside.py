@@ -12,7 +12,6 @@ The table shows its median over the rounds with the quartiles, and that of our o
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -24,11 +23,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.optimizer_step import machine
+from benchmarks import support
 from benchmarks.step_report import cells, ratio
+from benchmarks.support import REPOSITORY
 from tests.support.native_ops import extensions_dir
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 PEER = "DeepSpeed AdamW"
 SIDES = ("before", "after")
 Rounds = list[dict[str, list[dict[str, Any]]]]
@@ -62,11 +61,8 @@ def run_side(tree: Path, options: list[str], out: Path) -> list[dict[str, Any]]:
 
 def table(rounds: Rounds) -> list[str]:
     """Return a Markdown table: one line a cell."""
-    lines = [
-        "| model | stage | ranks | ours / AdamW before | after | after / before | quartiles | "
-        "ours alone: after / before | quartiles |",
-        "|" + "---|" * 9,
-    ]
+    heads = ["model", "stage", "ranks", "ours / AdamW before", "after", "after / before", "quartiles"]
+    lines = []
     both = [{side: cells(each[side]) for side in SIDES} for each in rounds]
     for key in both[0]["before"]:
         relative = {
@@ -78,9 +74,8 @@ def table(rounds: Rounds) -> list[str]:
         }
         model, stage, ranks, _ = key
         medians = [f"{statistics.median(relative[side]):.3f}" for side in SIDES]
-        cells_ = [model, stage, ranks, *medians, *_change(relative), *_change(alone)]
-        lines.append("| " + " | ".join(map(str, cells_)) + " |")
-    return lines
+        lines.append([model, stage, ranks, *medians, *_change(relative), *_change(alone)])
+    return support.table([*heads, "ours alone: after / before", "quartiles"], lines)
 
 
 def _change(sides: dict[str, list[Any]]) -> tuple[str, str]:
@@ -90,14 +85,11 @@ def _change(sides: dict[str, list[Any]]) -> tuple[str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = support.options(__doc__)
     parser.add_argument("commit", help="the commit to compare with")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--out", required=True, help="path without ending for .json and .md")
     arguments, options = parser.parse_known_args()
-    out, rounds = Path(arguments.out).resolve(), []
+    rounds: Rounds = []
     with tempfile.TemporaryDirectory(prefix="muon-beside-") as temporary:
         (Path(temporary) / "before").mkdir()
         trees = {"before": unpack(arguments.commit, Path(temporary) / "before"), "after": REPOSITORY}
@@ -105,17 +97,18 @@ def main() -> int:
             order = SIDES if number % 2 == 0 else SIDES[::-1]
             result = Path(temporary) / f"round{number}"
             rounds.append({side: run_side(trees[side], options, Path(f"{result}-{side}")) for side in order})
-            head = {"machine": machine(), "commit": arguments.commit, "options": options}
-            out.with_suffix(".json").write_text(json.dumps({**head, "rounds": rounds}, indent=1) + "\n")
-            described = ", ".join(f"{name}: {value}" for name, value in head["machine"].items())
-            text = [
+            machine = support.machine()
+            head = {"machine": machine, "commit": arguments.commit, "options": options}
+            described = ", ".join(f"{name}: {value}" for name, value in machine.items())
+            page = [
                 f"# After beside before ({arguments.commit})",
                 "",
                 f"{described}. {number + 1} rounds.",
                 "",
+                *table(rounds),
             ]
-            out.with_suffix(".md").write_text("\n".join([*text, *table(rounds)]) + "\n")
-    print(out.with_suffix(".md").read_text())
+            support.write(arguments.out, {**head, "rounds": rounds}, page)
+    print("\n".join(page))
     return 0
 
 

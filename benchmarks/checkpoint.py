@@ -1,21 +1,17 @@
-"""How long consolidating takes against copying the same bytes to the same disk, and how much memory it needs.
+"""How long consolidating takes against copying the same bytes to the same disk.
 
 ``python benchmarks/checkpoint.py --gigabytes 1 --ranks 2 --stage 3`` makes a stack of linear layers whose fp32
 masters, momentum and moments are about that large, then in turn copies the finished set with sync and
-consolidates, several times. Prints JSON; ``--out`` keeps it with a table.
+consolidates, several times.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import shutil
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -23,39 +19,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+from benchmarks import support
+
 WIDTH = 1024
-
-
-def resident() -> int:
-    """Bytes of this process that are its own: what is mapped from files is the page cache's."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("no RssAnon in /proc/self/status")
-
-
-class Peak:
-    """The largest resident size while it runs, sampled every 5 ms."""
-
-    def __enter__(self) -> Peak:
-        self.start = self.peak = resident()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.005):
-            self.peak = max(self.peak, resident())
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        self.peak = max(self.peak, resident())
-
-    @property
-    def growth(self) -> int:
-        return self.peak - self.start
 
 
 def copy_synced(source: Path, target: Path) -> None:
@@ -97,16 +63,14 @@ def measure(
             if isinstance(value, torch.Tensor):
                 value.normal_()
     base = Path(folder)
-    saves, copies, growths, total = [], [], [], 0
+    saves, copies, total = [], [], 0
     for number in range(repeats + 1):
         target = base / f"set{number}"
         dist.barrier()
         start = time.perf_counter()
-        with Peak() as peak:
-            consolidate(engine, target, shard_bytes=shard_bytes)
+        consolidate(engine, target, shard_bytes=shard_bytes)
         dist.barrier()
         saves.append(time.perf_counter() - start)
-        growths.append(peak.growth)
         if rank == 0:
             total = sum(path.stat().st_size for path in target.iterdir())
             start = time.perf_counter()
@@ -116,12 +80,11 @@ def measure(
             shutil.rmtree(target)
         dist.barrier()
     engine.destroy()
-    # The first round warms the disk. Memory that the allocator kept from it would hide what later ones need.
-    return {"save_s": saves[1:], "copy_s": copies[1:], "peak_growth_bytes": growths, "bytes": total}
+    return {"bytes": total, "save_s": saves[1:], "copy_s": copies[1:]}  # the first round warms the disk
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = support.options(__doc__)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--stage", type=int, default=3)
@@ -130,9 +93,7 @@ def main() -> None:
     parser.add_argument(
         "--dir", help="a folder on the disk to measure; the system's temporary one by default"
     )
-    parser.add_argument("--out", help="path without ending for .json and .md")
     arguments = parser.parse_args()
-    from benchmarks.optimizer_step import machine
     from tests.support.harness import run_ranks
 
     # Masters and momentum of each layer, 4 bytes each; the embedding has two moments.
@@ -145,52 +106,31 @@ def main() -> None:
             "repeats": arguments.repeats,
             "shard_bytes": arguments.shard_mb << 20,
         }
-        reports = run_ranks("benchmarks.checkpoint:measure", arguments.ranks, settings, timeout=900)
-    first = reports[0]
-    save, copy = statistics.median(first["save_s"]), statistics.median(first["copy_s"])
-    growth = max(max(report["peak_growth_bytes"]) for report in reports)
-    result = {
-        "command": " ".join(["python", "benchmarks/checkpoint.py", *sys.argv[1:]]),
-        "machine": {
-            "cpu": machine()["name"],
-            "cores": len(os.sched_getaffinity(0)),
-            "kernel": platform.release(),
-        },
-        "bytes": first["bytes"],
-        "stage": arguments.stage,
-        "ranks": arguments.ranks,
-        "shard_bytes": arguments.shard_mb << 20,
-        "save_s": first["save_s"],
-        "copy_s": first["copy_s"],
-        "save_over_copy": save / copy,
-        "peak_growth_bytes_of_a_rank": growth,
-        "allowed_growth_bytes": (arguments.shard_mb << 20) + 300 * 10**6,
-    }
-    print(json.dumps(result, indent=1))
-    if arguments.out:
-        Path(arguments.out + ".json").write_text(json.dumps(result, indent=1) + "\n")
-        Path(arguments.out + ".md").write_text(_table(result, save, copy))
+        found = run_ranks("benchmarks.checkpoint:measure", arguments.ranks, settings, timeout=900)[0]
+    used = support.machine()
+    save, copy = found["save_s"], found["copy_s"]
+    page = [
+        "# Consolidating a checkpoint",
+        "",
+        f"`python {' '.join(sys.argv)}`: {used['name']}, {used['cores']} cores; {found['bytes'] / 1e9:.2f} GB,",
+        f"stage {arguments.stage}, {arguments.ranks} ranks, files of {arguments.shard_mb} MiB, "
+        f"{len(save)} times in turn.",
+        "",
+        *support.table(
+            ["", "median", "range"],
+            [
+                ("copying the same files with sync, s", *_spread(copy)),
+                ("consolidating with sync and checksums, s", *_spread(save)),
+                ("ratio", f"{statistics.median(save) / statistics.median(copy):.2f}", ""),
+            ],
+        ),
+    ]
+    print("\n".join(page))
+    support.write(arguments.out, {"machine": used, "arguments": sys.argv, **found}, page)
 
 
-def _table(result: dict[str, Any], save: float, copy: float) -> str:
-    machine = result["machine"]
-    spread = lambda values: f"{min(values):.2f} to {max(values):.2f}"  # noqa: E731
-    return f"""# Consolidating a checkpoint
-
-`{result["command"]}`
-
-{machine["cpu"]}, {machine["cores"]} cores, Linux {machine["kernel"]}; {result["bytes"] / 1e9:.2f} GB,
-stage {result["stage"]}, {result["ranks"]} ranks, files of {result["shard_bytes"] >> 20} MiB,
-{len(result["save_s"])} times in turn.
-
-| | median | range |
-|---|---|---|
-| copying the same files with sync, s | {copy:.2f} | {spread(result["copy_s"])} |
-| consolidating with sync and checksums, s | {save:.2f} | {spread(result["save_s"])} |
-| ratio (2 allowed) | {result["save_over_copy"]:.2f} | |
-| growth of a rank's memory, MB (shard + 300 = {result["allowed_growth_bytes"] / 1e6:.0f} allowed) \
-| {result["peak_growth_bytes_of_a_rank"] / 1e6:.0f} | |
-"""
+def _spread(values: list[float]) -> tuple[str, str]:
+    return f"{statistics.median(values):.2f}", f"{min(values):.2f} to {max(values):.2f}"
 
 
 if __name__ == "__main__":

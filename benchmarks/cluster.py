@@ -1,7 +1,7 @@
 """A step of this project beside its peers on a network of a chosen rate: a cluster on one machine.
 
-``python benchmarks/cluster.py --out benchmarks/results/cluster-NAME`` gives every rank (or ``--ranks-per-host``) a host
-of its own: a network namespace with a link of a limited rate in both directions (``benchmarks/network.py``). All
+``python benchmarks/cluster.py --out benchmarks/results/cluster-NAME`` gives every rank a host of
+its own: a network namespace with a link of a limited rate in both directions (``benchmarks/network.py``). All
 optimizers live in the same processes and take turns; the rates follow each other without a restart. ``--quick`` is a
 smoke test of a minute. Ready-made rows in the JSON of ``--out`` are kept and overwritten one by one, so that a long
 matrix can be run in pieces (``--stages 3 --hosts 4``).
@@ -16,7 +16,6 @@ see the same gradients. See benchmarks/NOTES.md for what the columns mean.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import signal
@@ -28,14 +27,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import support
 from benchmarks.network import DEVICE, HostNetwork, NetworkUnavailable, refusal
+from benchmarks.support import Row
 
 OPTIMIZERS = ["ours", "ours, no overlap", "DeepSpeed Muon, standard", "DeepSpeed AdamW"]
 _PORT = "29500"  # in namespaces of its own, nobody else has it
 _TIME_LIMIT = 3600.0
 _GROUP_TIMEOUT = 300
-
-Row = dict[str, Any]
 
 
 def rate_of(text: str) -> float | None:
@@ -53,13 +52,10 @@ def rate_of(text: str) -> float | None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = support.options(__doc__)
     parser.add_argument("--model", default="5M", help="a model of benchmarks/step_ranks.py (5M)")
     parser.add_argument("--stages", nargs="+", type=int, choices=(0, 1, 2, 3), default=[1, 2, 3])
     parser.add_argument("--hosts", nargs="+", type=int, default=[2, 4, 8])
-    parser.add_argument("--ranks-per-host", type=int, default=1)
     parser.add_argument(
         "--rates",
         nargs="+",
@@ -79,7 +75,6 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--tokens", type=int, default=128, help="tokens of a micro-batch of one sequence")
     parser.add_argument("--quick", action="store_true", help="a tiny model, one stage, two hosts, two rates")
-    parser.add_argument("--out", help="path without ending for .json and .md")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.model, arguments.stages, arguments.hosts = "tiny", [3], [2]
@@ -92,45 +87,38 @@ def measure(arguments: argparse.Namespace) -> Iterator[list[Row]]:
     from tests.support.harness import RankPool
 
     for hosts in arguments.hosts:
-        with HostNetwork(hosts) as network:
-            ranks = hosts * arguments.ranks_per_host
-            with RankPool(ranks, places=places(network, arguments.ranks_per_host)) as pool:
-                for stage in arguments.stages:
-                    started = time.strftime("%Y-%m-%d %H:%M:%S")
-                    reports = pool.run(
-                        "benchmarks.cluster_ranks:measure",
-                        timeout=_TIME_LIMIT,
-                        model=arguments.model,
-                        stage=stage,
-                        optimizers=arguments.optimizers,
-                        rates=arguments.rates,
-                        repeats=arguments.repeats,
-                        cell_seconds=arguments.cell_seconds,
-                        tokens=arguments.tokens,
-                        ends=[[end.namespace, end.device] for end in network.ends],
-                    )
-                    common = {
-                        "model": arguments.model,
-                        "stage": stage,
-                        "hosts": hosts,
-                        "ranks_per_host": arguments.ranks_per_host,
-                        "measured": started,
-                        "cores": os.cpu_count(),
-                    }
-                    yield list(rows_of(reports, arguments, common))
+        with HostNetwork(hosts) as network, RankPool(hosts, places=places(network)) as pool:
+            for stage in arguments.stages:
+                started = time.strftime("%Y-%m-%d %H:%M:%S")
+                given = ("model", "optimizers", "rates", "repeats", "cell_seconds", "tokens")
+                reports = pool.run(
+                    "benchmarks.cluster_ranks:measure",
+                    timeout=_TIME_LIMIT,
+                    stage=stage,
+                    ends=[[end.namespace, end.device] for end in network.ends],
+                    **{name: getattr(arguments, name) for name in given},
+                )
+                common = {
+                    "model": arguments.model,
+                    "stage": stage,
+                    "hosts": hosts,
+                    "measured": started,
+                    "cores": os.cpu_count(),
+                }
+                yield list(rows_of(reports, arguments, common))
 
 
-def places(network: HostNetwork, ranks_per_host: int) -> list[Any]:
-    """Return where each rank runs: rank by rank on the hosts, in order; the store is on the first one."""
+def places(network: HostNetwork) -> list[Any]:
+    """Return where each rank runs: each on a host of its own, the store on the first one."""
     from tests.support.harness import Place
 
     return [
         Place(
-            network.prefix(rank // ranks_per_host),
+            network.prefix(rank),
             {
-                "LOCAL_RANK": str(rank % ranks_per_host),
-                "LOCAL_SIZE": str(ranks_per_host),
-                "LOCAL_WORLD_SIZE": str(ranks_per_host),
+                "LOCAL_RANK": "0",
+                "LOCAL_SIZE": "1",
+                "LOCAL_WORLD_SIZE": "1",
                 "MASTER_ADDR": network.address(0),
                 "MASTER_PORT": _PORT,
                 "GLOO_SOCKET_IFNAME": DEVICE,
@@ -138,7 +126,7 @@ def places(network: HostNetwork, ranks_per_host: int) -> list[Any]:
                 "TESTS_GROUP_TIMEOUT": str(_GROUP_TIMEOUT),
             },
         )
-        for rank in range(network.hosts * ranks_per_host)
+        for rank in range(network.hosts)
     ]
 
 
@@ -161,19 +149,13 @@ def rows_of(reports: list[Any], arguments: argparse.Namespace, common: Row) -> I
             }
 
 
-def merged(known: list[Row], rows: list[Row]) -> list[Row]:
-    """Return the rows that are known with ``rows`` put in or over them, in order."""
+def place(row: Row) -> tuple[Any, ...]:
+    """Return what tells a row from others, in the order of the table."""
     from benchmarks.step_ranks import OPTIMIZERS as known_optimizers
 
-    def key(row: Row) -> tuple[Any, ...]:
-        rate = float("inf") if row["rate"] is None else row["rate"]
-        where = (row["model"], row["stage"], row["hosts"], row["ranks_per_host"], -rate)
-        return (*where, names.index(row["optimizer"]))
-
-    names = list(known_optimizers)
-
-    found = {key(row): row for row in [*known, *rows]}
-    return [found[each] for each in sorted(found)]
+    rate = float("inf") if row["rate"] is None else row["rate"]
+    where = (row["model"], row["stage"], row["hosts"], -rate)
+    return (*where, list(known_optimizers).index(row["optimizer"]))
 
 
 def main() -> int:
@@ -198,29 +180,21 @@ def _stop(number: int, _frame: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure and write; the files are written after every stage, so that a long matrix can be stopped."""
     from benchmarks.cluster_forecast import add_predictions
-    from benchmarks.cluster_report import table
-    from benchmarks.optimizer_step import machine
+    from benchmarks.cluster_report import page
 
-    out = Path(arguments.out) if arguments.out else None
-    rows: list[Row] = []
-    if out and out.with_name(out.name + ".json").exists():
-        rows = json.loads(out.with_name(out.name + ".json").read_text())["rows"]
+    rows: list[Row] = support.read(arguments.out).get("rows", [])
     for found in measure(arguments):
-        rows = merged(rows, found)
+        rows = support.merged(rows, found, place)
         add_predictions(rows)
         report = {
-            "machine": machine(),
+            "machine": support.machine(),
             "command": shlex.join(["python", *sys.argv]),
             "tokens": arguments.tokens,
             "rows": rows,
         }
-        print(table({**report, "rows": found}), flush=True)
-        if out:
-            # A row a line: the samples of one step are of no use without the others.
-            lines = ",\n".join(json.dumps(row) for row in rows)
-            head = json.dumps({key: value for key, value in report.items() if key != "rows"})
-            out.with_name(out.name + ".json").write_text(f'{head[:-1]}, "rows": [\n{lines}\n]}}\n')
-            out.with_name(out.name + ".md").write_text(table(report))
+        lines = page(report)
+        print("\n".join(lines), flush=True)
+        support.write(arguments.out, report, lines)
     return 0
 
 

@@ -9,12 +9,11 @@ import torch
 
 from benchmarks.cluster_report import Steps
 from benchmarks.step_ranks import MODELS, Decoder
+from benchmarks.support import Row
 from deepspeed_muon.forecast.predict import PlanSettings, exchange_of, zero_bytes
 from deepspeed_muon.routing.parameters import model_parameters_by_name
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.rules import route_parameters
-
-Row = dict[str, Any]
 
 # Whether an optimizer sends directions and updates. The plan does not know how much of that is hidden.
 _EXCHANGES = {"ours": True, "ours, no overlap": True, "DeepSpeed AdamW": False}
@@ -35,19 +34,13 @@ def add_predictions(rows: list[Row]) -> None:
 
 
 def _place(row: Row) -> tuple[Any, ...]:
-    return tuple(row[key] for key in ("model", "stage", "hosts", "ranks_per_host", "optimizer"))
+    return tuple(row[key] for key in ("model", "stage", "hosts", "optimizer"))
 
 
 def _predicted(row: Row, unlimited: float) -> float:
     """Return the seconds of a step at the row's rate, from its seconds without a limit."""
-    settings = PlanSettings(
-        row["hosts"] * row["ranks_per_host"],
-        row["stage"],
-        gpus_per_node=row["ranks_per_host"],
-        device=torch.device("cpu"),
-    )
+    settings = PlanSettings(row["hosts"], row["stage"], gpus_per_node=1, device=torch.device("cpu"))
     routes = _routes(row["model"])
-    # A ring passes every link once, however many ranks a host has.
     sent = zero_bytes(routes, settings)
     if settings.stage == 3:
         # gloo has no reduce-scatter: torch runs an all-reduce, of twice the bytes.
@@ -57,7 +50,7 @@ def _predicted(row: Row, unlimited: float) -> float:
         exchange = exchange_of(routes, settings)
         # What one rank receives in one direction, it sends in the other.
         one_way = max(exchange.gather_elements.max(), exchange.scatter_elements.max()) * settings.wire_bytes
-        sent += row["ranks_per_host"] * exchange.leaving * float(one_way) * (2.0 if settings.stage else 1.0)
+        sent += exchange.leaving * float(one_way) * (2.0 if settings.stage else 1.0)
     return unlimited + (8 * sent / (row["rate"] * _PAYLOAD) if row["hosts"] > 1 else 0.0)
 
 

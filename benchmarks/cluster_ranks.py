@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks import support
 from benchmarks.network import LinkEnd, limit_rate, link_bytes
 from benchmarks.sent_bytes import SentBytes
 from benchmarks.step_ranks import MODELS, batch_of, choose_dtype_by_processor, make_engine
@@ -134,17 +135,15 @@ def measure(
 
 def _turns(runners: dict[str, Runner], repeats: int, cell_seconds: float) -> dict[str, list[Any]]:
     """Let all optimizers take turns; return for each the steps, with the figures of every rank."""
-    names = list(runners)
-    found: dict[str, list[Any]] = {name: [] for name in names}
+    found: dict[str, list[Any]] = {name: [] for name in runners}
     start = time.monotonic()
-    for repeat in range(repeats):
+    for repeat, names in enumerate(support.turns(list(runners), repeats)):
         late = torch.tensor(float(repeat >= _LEAST_REPEATS and time.monotonic() - start > cell_seconds))
         dist.broadcast(late, 0)
         if late:
             break
         gc.collect()
-        turn = repeat % len(names)
-        for name in names[turn:] + names[:turn]:
+        for name in names:
             own = torch.tensor(runners[name].step()[0], dtype=torch.float64)
             print(f"turn {repeat} of {name}: {sum(own[:3].tolist()):.3f} s", flush=True)
             everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]

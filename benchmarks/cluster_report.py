@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-Row = dict[str, Any]
+from benchmarks.support import Row, median_ratio, table
 
 
 class Steps:
@@ -80,10 +80,31 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return middle, low, high
 
 
-def table(report: dict[str, Any]) -> str:
+def page(report: dict[str, Any]) -> list[str]:
     """Return all rows as Markdown."""
     machine = report["machine"]
-    lines = [
+    ours = {_cell(row): Steps(row) for row in report["rows"] if row["optimizer"] == "ours"}
+    heads = [
+        "model",
+        "stage",
+        "hosts",
+        "rate",
+        "optimizer",
+        "whole, ms",
+        "ours / it",
+        "predicted, ms",
+        "error",
+    ]
+    heads += [
+        "step, ms",
+        "exposed wait, ms",
+        "of whole",
+        "in step, ms",
+        "cores idle",
+        "sent, MB",
+        "counted, MB",
+    ]
+    return [
         "# A step on a network of a limited rate",
         "",
         f"{machine['name']}, {machine['cores']} cores, torch {machine['torch']}, DeepSpeed {machine['deepspeed']}; "
@@ -95,35 +116,28 @@ def table(report: dict[str, Any]) -> str:
         "all-gather, RS reduce-scatter, AA all-to-all, BC broadcast. Exposed wait: of the mean rank. Cores idle: of "
         "all cores.",
         "",
-        "| model | stage | hosts | rate | optimizer | whole, ms | ours / it | predicted, ms | error | step, ms "
-        "| exposed wait, ms | of whole | in step, ms | cores idle | sent, MB | counted, MB | collectives |",
-        "|" + "---|" * 17,
+        *table([*heads, "collectives"], [_cells(row, ours.get(_cell(row))) for row in report["rows"]]),
     ]
-    ours = {_cell(row): Steps(row) for row in report["rows"] if row["optimizer"] == "ours"}
-    lines += [_line(row, ours.get(_cell(row))) for row in report["rows"]]
-    return "\n".join(lines) + "\n"
 
 
 def _cell(row: Row) -> tuple[Any, ...]:
-    return tuple(row[key] for key in ("model", "stage", "hosts", "ranks_per_host", "rate"))
+    return tuple(row[key] for key in ("model", "stage", "hosts", "rate"))
 
 
-def _line(row: Row, ours: Steps | None) -> str:
+def _cells(row: Row, ours: Steps | None) -> list[object]:
     steps = Steps(row)
     whole = quartiles(steps.whole)
     against = predicted = error = ""
     if ours is not None and row["optimizer"] != "ours" and len(ours.whole) == len(steps.whole):
-        pairs = zip(ours.whole, steps.whole, strict=True)
-        against = f"{statistics.median(a / b for a, b in pairs):.2f}"
+        against = f"{median_ratio(ours.whole, steps.whole):.2f}"
     if row.get("predicted_s"):
         predicted = f"{row['predicted_s'] * 1e3:.0f}"
         error = f"{row['predicted_s'] / whole[0] - 1:+.0%}"
     exposed = statistics.median(steps.exposed)
-    hosts = row["hosts"] if row["ranks_per_host"] == 1 else f"{row['hosts']} x {row['ranks_per_host']}"
-    cells = [
+    return [
         row["model"],
         row["stage"],
-        hosts,
+        row["hosts"],
         rate_text(row["rate"]),
         row["optimizer"],
         _milliseconds(whole),
@@ -139,7 +153,6 @@ def _line(row: Row, ours: Steps | None) -> str:
         f"{steps.counted_bytes / 1e6:.2f}",
         _calls(steps.calls),
     ]
-    return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def _milliseconds(values: tuple[float, float, float]) -> str:

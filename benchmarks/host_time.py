@@ -15,10 +15,10 @@ flags, which comes before the inner step, counts for ``inner`` then. The last li
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.optimizer_step import machine
+from benchmarks import support
 from tests.support.harness import run_ranks
 
 WIDTH = 16
@@ -108,8 +108,7 @@ def measure(
 
         return run
 
-    names = list(engines)
-    found: dict[str, list[list[float]]] = {name: [] for name in names}
+    found: dict[str, list[list[float]]] = {name: [] for name in engines}
     for engine in engines.values():
         engine.optimizer.optimizer.step = timed(engine.optimizer.optimizer.step)
     if fragments:
@@ -117,9 +116,8 @@ def measure(
 
         bound = muon_optimizer(engines["ours"])._bound_steps
         bound.exchange_flags = timed(bound.exchange_flags)  # type: ignore[method-assign]
-    for number in range(rounds + 3):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
+    for number, names in enumerate(support.turns(list(engines), rounds + 3)):
+        for name in names:
             engine = engines[name]
             engine.backward(engine(torch.randn(1, WIDTH, dtype=torch.bfloat16)))
             spent[0], start = 0.0, time.thread_time()
@@ -135,62 +133,51 @@ def measure(
 def fragment_table(found: dict[int, list[list[float]]]) -> list[str]:
     """Return the table of a rank that owns nothing, and what one more matrix costs."""
     inner = {count: statistics.median(each[0] for each in rounds) for count, rounds in found.items()}
-    lines = [f"| {count} | {spent:.2f} | {1e3 * spent / count:.2f} |" for count, spent in inner.items()]
+    rows = [(count, f"{spent:.2f}", f"{1e3 * spent / count:.2f}") for count, spent in inner.items()]
+    lines = support.table(["matrices", "inner and flags ms", "us a matrix"], rows)
     few, many = min(inner), max(inner)
     if few < many:
         each = 1e3 * (inner[many] - inner[few]) / (many - few)
         lines += ["", f"One more matrix: {each:.2f} us; 44,000 matrices: {each * 44:.0f} ms."]
-    return ["| matrices | inner and flags ms | us a matrix |", "|---|---|---|", *lines]
-
-
-def table(count: int, found: dict[str, list[list[float]]]) -> list[str]:
-    """Return the lines of one number of matrices."""
-    lines = []
-    for name, rounds in found.items():
-        inner, step = (statistics.median(each) for each in zip(*rounds, strict=True))
-        ratios = [
-            statistics.median(
-                own[part] / peer[part] for own, peer in zip(rounds, found["AdamW"], strict=True)
-            )
-            for part in (0, 1)
-        ]
-        lines.append(
-            f"| {count} | {name} | {inner:.2f} | {1e3 * inner / count:.1f} | {step:.2f} | {ratios[0]:.2f} | "
-            f"{ratios[1]:.2f} |"
-        )
     return lines
 
 
-def main() -> int:
+def rows_of(count: int, found: dict[str, list[list[float]]]) -> Iterator[list[object]]:
+    """Yield the rows of one number of matrices."""
+    adamw = list(zip(*found["AdamW"], strict=True))
+    for name, rounds in found.items():
+        parts = list(zip(*rounds, strict=True))
+        inner, step = map(statistics.median, parts)
+        ratios = [support.median_ratio(own, peer) for own, peer in zip(parts, adamw, strict=True)]
+        times = [f"{inner:.2f}", f"{1e3 * inner / count:.1f}", f"{step:.2f}"]
+        yield [count, name, *times, *(f"{ratio:.2f}" for ratio in ratios)]
+
+
+def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = support.options(__doc__)
     parser.add_argument("--matrices", type=int, nargs="+", default=[224, 448])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--fragments", action="store_true", help="rank 0 owns no matrix")
     parser.add_argument("--variant", default="muon", help="optimizer.params.variant of this project")
-    parser.add_argument("--out", help="Markdown file for the table")
     arguments = parser.parse_args()
     results = {}
     for count in arguments.matrices:
         settings = {key: getattr(arguments, key) for key in ("rounds", "fragments", "variant")}
         settings["count"] = count
         results[count] = run_ranks("benchmarks.host_time:measure", 2, settings, timeout=600)[0]
-    lines = [", ".join(f"{name}: {value}" for name, value in machine().items()), ""]
+    used = support.machine()
     if arguments.fragments:
-        lines += fragment_table({count: found["ours"] for count, found in results.items()})
+        lines = fragment_table({count: found["ours"] for count, found in results.items()})
     else:
-        lines += [
-            "| matrices | optimizer | inner ms | inner us a matrix | step ms | inner / AdamW | step / AdamW |",
-            "|---|---|---|---|---|---|---|",
-            *(line for count, found in results.items() for line in table(count, found)),
-        ]
-    print("\n".join(lines))
-    if arguments.out:
-        Path(arguments.out).write_text("\n".join(["# Host time of a step", "", *lines]) + "\n")
-    return 0
+        heads = ["matrices", "optimizer", "inner ms", "inner us a matrix", "step ms"]
+        rows = [row for count, found in results.items() for row in rows_of(count, found)]
+        lines = support.table([*heads, "inner / AdamW", "step / AdamW"], rows)
+    described = ", ".join(f"{name}: {value}" for name, value in used.items())
+    page = ["# Host time of a step", "", described, "", *lines]
+    print("\n".join(page))
+    support.write(arguments.out, {"machine": used, "medians": results}, page)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -13,7 +13,7 @@ the JSON already are not repeated. Losses do not depend on what else the machine
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import math
 import statistics
 import sys
@@ -23,12 +23,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "examples")]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("", "examples")]
 
 from gpt import GPT, GPTConfig  # noqa: E402  # a script of the examples, not a package
 from text_data import Batches, TokenText, load_tokens, standard_library, text_files  # noqa: E402
 
+from benchmarks import support  # noqa: E402
 from deepspeed_muon import Muon  # noqa: E402
 
 RECIPES = {"both Muon": "ab", "B Muon": "b", "both AdamW": ""}
@@ -155,12 +155,23 @@ def best(
     return rate, runs[rate]
 
 
-def table(found: dict[str, float], args: argparse.Namespace) -> str:
+def page(found: dict[str, float], args: argparse.Namespace) -> list[str]:
     """Return the losses as Markdown: at each recipe's best rate, and at every rate."""
     runs = {tuple(key.split("/")[1:3]) for key in found if key != "base"}
-    ranks = sorted({int(rank) for rank, _ in runs})
-    recipes = list(RECIPES)
-    lines = [
+    best_rows, all_rows = [], []
+    for rank in sorted({int(rank) for rank, _ in runs}):
+        cells = []
+        for recipe in RECIPES:
+            rates = sorted(float(rate) for other, rate in runs if int(other) == rank)
+            rate, losses = best(found, recipe, rank, rates)
+            spread = f" ({statistics.stdev(losses.values()):.4f})" if len(losses) > 1 else ""
+            cells.append(f"{statistics.fmean(losses.values()):.4f}{spread} @ {rate:g}")
+        best_rows.append([rank, len(losses), *cells])
+    for rank, rate in sorted((int(rank), float(rate)) for rank, rate in runs):
+        each = [losses_of(found, recipe, rank, rate) for recipe in RECIPES]
+        cells = [f"{statistics.fmean(m.values()):.4f} ({len(m)})" if m else "-" for m in each]
+        all_rows.append([rank, f"{rate:g}", *cells])
+    return [
         "# Adapters by Muon and AdamW",
         "",
         f"`python benchmarks/lora.py --scale {args.scale} --init {args.init} --steps {args.steps}`: validation loss",
@@ -168,36 +179,17 @@ def table(found: dict[str, float], args: argparse.Namespace) -> str:
         "",
         "At the best rate of each (after @); in brackets the standard deviation over the seeds:",
         "",
-        "| rank | seeds | " + " | ".join(recipes) + " |",
-        "|" + "---|" * (len(recipes) + 2),
-    ]
-    for rank in ranks:
-        cells = []
-        for recipe in recipes:
-            rates = sorted(float(rate) for other, rate in runs if int(other) == rank)
-            rate, losses = best(found, recipe, rank, rates)
-            spread = f" ({statistics.stdev(losses.values()):.4f})" if len(losses) > 1 else ""
-            cells.append(f"{statistics.fmean(losses.values()):.4f}{spread} @ {rate:g}")
-        lines.append(f"| {rank} | {len(losses)} | " + " | ".join(cells) + " |")
-    lines += [
+        *support.table(["rank", "seeds", *RECIPES], best_rows),
         "",
         "At every rate, with the number of seeds:",
         "",
-        "| rank | rate | " + " | ".join(recipes) + " |",
+        *support.table(["rank", "rate", *RECIPES], all_rows),
     ]
-    lines.append("|" + "---|" * (len(recipes) + 2))
-    for rank, rate in sorted((int(rank), float(rate)) for rank, rate in runs):
-        each = [losses_of(found, recipe, rank, rate) for recipe in recipes]
-        cells = [f"{statistics.fmean(m.values()):.4f} ({len(m)})" if m else "-" for m in each]
-        lines.append(f"| {rank} | {rate:g} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     """Train and write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = support.options(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8, 16, 32])
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-2, 2e-2, 3e-2])
     parser.add_argument("--adam-rate", type=float, default=3e-3)
@@ -207,12 +199,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--base-steps", type=int, default=800)
     parser.add_argument("--base", type=Path, required=True, help="folder for the weights of the base")
-    parser.add_argument("--out", type=Path, required=True, help="path without ending for .json and .md")
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.base.mkdir(parents=True, exist_ok=True)
-    data = args.out.with_name(args.out.name + ".json")
-    known = json.loads(data.read_text()) if data.exists() else {}
+    known = support.read(args.out)
     asked = {name: getattr(args, name) for name in ("scale", "init", "steps", "base_steps", "adam_rate")}
     found: dict[str, float] = known["losses"] if known.get("asked") == asked else {}
     weights = pretrained(args.base, args.base_steps)
@@ -221,14 +211,13 @@ def main() -> None:
         found["base"] = validation_loss(adapted(weights, 1, 0, "b"), text)
     for seed in range(args.seeds):
         for rank in args.ranks:
-            for rate in args.rates:
-                for recipe in RECIPES:
-                    key = f"{recipe}/{rank}/{rate}/{seed}"
-                    if key not in found:
-                        found[key] = loss_of(weights, text, args, recipe, rank, rate, seed)
-                data.write_text(json.dumps({"asked": asked, "losses": found}, indent=1) + "\n")
+            for rate, recipe in itertools.product(args.rates, RECIPES):
+                key = f"{recipe}/{rank}/{rate}/{seed}"
+                if key not in found:
+                    found[key] = loss_of(weights, text, args, recipe, rank, rate, seed)
+                    support.write(args.out, {"asked": asked, "losses": found}, [])
             print(f"seed {seed}, rank {rank}", flush=True)
-    args.out.with_name(args.out.name + ".md").write_text(table(found, args))
+    support.write(args.out, {"asked": asked, "losses": found}, page(found, args))
 
 
 if __name__ == "__main__":

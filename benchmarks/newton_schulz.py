@@ -11,17 +11,16 @@ them and, for batches, in one call. On a GPU besides: the standard bf16 iteratio
 with cuBLAS, and with the symmetric products of Triton, all in our dtype; and
 ``gram-newton-schulz`` where that is installed.
 
-Writes ``benchmarks/results/newton_schulz-<hardware>.json`` and ``.md``.
+Writes ``newton_schulz-<hardware>.json`` and ``.md`` into the folder ``--out`` (``benchmarks/results``).
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import os
 import re
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +36,10 @@ from deepspeed.runtime.zero.muon.original_muon import (
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import support
+from benchmarks.support import Row, median_ratio
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import (
     NsSettings,
@@ -53,7 +56,7 @@ STEPS = 5
 QUINTIC = (3.4445, -4.7750, 2.0315)
 CPU_SHAPES = [(256, 256), (512, 512), (768, 768), (768, 3072), (1024, 4096)]
 CUDA_SHAPES = [(m, round(m * ratio)) for m in (1024, 2048, 4096, 8192) for ratio in (1, 8 / 3, 4)]
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = support.REPOSITORY / "benchmarks" / "results"
 
 Run = Callable[[], object]
 
@@ -147,16 +150,8 @@ def iteration_rows(
             times = interleaved(
                 runs, seconds=seconds, least=5 if x.numel() > 1e7 else 9, most=201, device=device
             )
-            medians = {name: statistics.median(values) for name, values in times.items()}
-            others = {name: value for name, value in medians.items() if name != "ours"}
-            fastest = min(others, key=others.__getitem__)
-            # Round by round, because the machine's speed changes between rounds but hardly within one.
-            paired = {
-                name: statistics.median(
-                    theirs / own for theirs, own in zip(times[name], times["ours"], strict=True)
-                )
-                for name in others
-            }
+            medians = {name: round(statistics.median(values), 4) for name, values in times.items()}
+            ratios = {name: round(median_ratio(times[name], times["ours"]), 3) for name in list(times)[1:]}
             small = batch * shape[0] ** 2 * shape[1] < 1e9
             row = {
                 "device": device.type,
@@ -165,19 +160,12 @@ def iteration_rows(
                 "shape": list(shape),
                 "rounds": len(times["ours"]),
                 "ran": ours.report()[0]["ran"],
-                "milliseconds": {name: round(value, 4) for name, value in medians.items()},
-                "ratio_of_medians": {
-                    name: round(value / medians["ours"], 3) for name, value in others.items()
-                },
-                "median_of_ratios": {name: round(value, 3) for name, value in paired.items()},
-                "fastest_peer": fastest,
+                "milliseconds": medians,
+                "median_of_ratios": ratios,
                 "error": errors(x, ours(x, settings=settings)) if small else None,
             }
-            ratios = ", ".join(f"{name} {value:.2f}x" for name, value in paired.items())
-            print(
-                f"{threads} thr, {batch} x {shape}: {medians['ours']:.2f} ms ({row['ran']}); {ratios}",
-                flush=True,
-            )
+            what = f"{threads} thr, {batch} x {shape}: {medians['ours']:.2f} ms ({row['ran']})"
+            print(what, *(f"{name} {value:.2f}x" for name, value in ratios.items()), sep=", ", flush=True)
             yield row
 
 
@@ -214,10 +202,7 @@ def flat_rows(device: torch.device, threads: int, seconds: float) -> list[dict[s
             for name, values in times.items()
         }
         of_copy = {
-            name: statistics.median(
-                bytes_moved[name] / 8 * copy / own
-                for copy, own in zip(times["copy"], times[name], strict=True)
-            )
+            name: bytes_moved[name] / 8 * median_ratio(times["copy"], times[name])
             for name in ("pack", "apply")
         }
         row = {
@@ -230,10 +215,7 @@ def flat_rows(device: torch.device, threads: int, seconds: float) -> list[dict[s
             "of_a_copy": {name: round(value, 3) for name, value in of_copy.items()},
         }
         rows.append(row)
-        print(
-            f"{threads} thr, flat {row['dtype']}: {row['gigabytes_per_second']}; of a copy {row['of_a_copy']}",
-            flush=True,
-        )
+        print(row, flush=True)
     return rows
 
 
@@ -248,12 +230,8 @@ def sym_gemm_rows(device: torch.device, seconds: float) -> list[dict[str, Any]]:
                 "sym_gemm": lambda a=a: operators.sym_gemm(a, a, None, 1.0, 0.0, 0.0),
                 "cuBLAS": lambda a=a: a @ a.mT,
             }
-            times = {
-                name: statistics.median(values)
-                for name, values in interleaved(
-                    runs, seconds=seconds, least=20, most=200, device=device
-                ).items()
-            }
+            found = interleaved(runs, seconds=seconds, least=20, most=200, device=device)
+            times = {name: statistics.median(values) for name, values in found.items()}
             tiles = m / 128
             flops = {"sym_gemm": m**3 * (tiles + 1) / tiles, "cuBLAS": 2.0 * m**3}
             rows.append(
@@ -268,46 +246,43 @@ def sym_gemm_rows(device: torch.device, seconds: float) -> list[dict[str, Any]]:
     return rows
 
 
-def write(path: Path, about: dict[str, Any], found: dict[str, list[dict[str, Any]]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".json").write_text(json.dumps({"setting": about, **found}, indent=1) + "\n")
+def write(out: Path, about: dict[str, Any], found: dict[str, list[Row]]) -> None:
     told = ", ".join(f"{key} {value}" for key, value in about.items())
-    lines = ["# Newton-Schulz and the flat passes", "", f"{told}.", ""]
     names = sorted({name for row in found["iteration"] for name in row["median_of_ratios"]})
-    lines += [
+    iteration = [
+        [row["threads"], row["batch"], " x ".join(map(str, row["shape"]))]
+        + [f"{row['milliseconds']['ours']:.2f}", row["ran"]]
+        + [f"{row['median_of_ratios'][n]:.2f}" if n in row["median_of_ratios"] else "" for n in names]
+        for row in found["iteration"]
+    ]
+    flat = [
+        [row["threads"], row["dtype"]]
+        + [f"{value:.1f}" for value in row["gigabytes_per_second"].values()]
+        + [f"{value:.2f}" for value in row["of_a_copy"].values()]
+        for row in found["flat"]
+    ]
+    heads = ["threads", "wire dtype", "copy", "pack", "apply", "pack, torch", "apply, torch"]
+    page = [
+        "# Newton-Schulz and the flat passes",
+        "",
+        f"{told}.",
+        "",
         "Milliseconds of ours; for each peer how many times as long it takes (median over rounds of its time / ours).",
         "",
-        "| threads | batch | shape | ours, ms | what ran | " + " | ".join(names) + " |",
-        "|" + "---|" * (5 + len(names)),
-    ]
-    for row in found["iteration"]:
-        ratios = [f"{row['median_of_ratios'][n]:.2f}" if n in row["median_of_ratios"] else "" for n in names]
-        shape = " x ".join(map(str, row["shape"]))
-        cells = [
-            str(row["threads"]),
-            str(row["batch"]),
-            shape,
-            f"{row['milliseconds']['ours']:.2f}",
-            row["ran"],
-        ]
-        lines.append("| " + " | ".join([*cells, *ratios]) + " |")
-    lines += [
+        *support.table(["threads", "batch", "shape", "ours, ms", "what ran", *names], iteration),
         "",
         "Flat passes: GB/s, and the share of a plain fp32 copy's bandwidth in the same rounds.",
         "",
-        "| threads | wire dtype | copy | pack | apply | pack, torch | apply, torch | pack / copy | apply / copy |",
-        "|" + "---|" * 9,
+        *support.table([*heads, "pack / copy", "apply / copy"], flat),
     ]
-    for row in found["flat"]:
-        speeds = [f"{value:.1f}" for value in row["gigabytes_per_second"].values()]
-        shares = [f"{value:.2f}" for value in row["of_a_copy"].values()]
-        lines.append("| " + " | ".join([str(row["threads"]), row["dtype"], *speeds, *shares]) + " |")
     if "sym_gemm" in found:
-        lines += ["", "| m | dtype | sym_gemm, TFLOP/s | cuBLAS, TFLOP/s |", "|---|---|---|---|"]
-        for row in found["sym_gemm"]:
-            speeds = [f"{row['teraflops'][name]}" for name in ("sym_gemm", "cuBLAS")]
-            lines.append("| " + " | ".join([str(row["m"]), row["dtype"], *speeds]) + " |")
-    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
+        libraries = ("sym_gemm", "cuBLAS")
+        speeds = [
+            [row["m"], row["dtype"], *(row["teraflops"][name] for name in libraries)]
+            for row in found["sym_gemm"]
+        ]
+        page += ["", *support.table(["m", "dtype", *(f"{name}, TFLOP/s" for name in libraries)], speeds)]
+    support.write(out, {"setting": about, **found}, page)
 
 
 def slug(text: str) -> str:
@@ -315,9 +290,8 @@ def slug(text: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = support.options(__doc__)
+    parser.set_defaults(out=RESULTS)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions, one thread")
     parser.add_argument(
@@ -325,7 +299,6 @@ def main() -> None:
         choices=["iteration", "flat", "sym_gemm"],
         help="one part; the others of an earlier run on the same hardware are kept",
     )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the folder of the tables")
     parsed = parser.parse_args()
     device = torch.device(parsed.device)
     seconds = 1.0 if parsed.quick else 5.0
@@ -341,10 +314,9 @@ def main() -> None:
         "steps": STEPS,
         "load average before": f"{os.getloadavg()[0]:.1f}",
     }
-    found: dict[str, list[dict[str, Any]]] = {"iteration": [], "flat": []}
+    found: dict[str, list[Row]] = {"iteration": [], "flat": []}
     path = parsed.out / f"newton_schulz-{slug(name)}"
-    if parsed.only and path.with_suffix(".json").exists():
-        earlier = json.loads(path.with_suffix(".json").read_text())
+    if parsed.only and (earlier := support.read(path)):
         later = {f"{parsed.only} in a later run, load average before": about["load average before"]}
         about = {**earlier.pop("setting"), **later}
         found = {**earlier, parsed.only: []}

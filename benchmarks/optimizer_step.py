@@ -14,9 +14,7 @@ On GPUs: ``torchrun --nproc_per_node N benchmarks/optimizer_step.py --device cud
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import shlex
 import sys
 import time
@@ -26,7 +24,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import support
 from benchmarks.step_ranks import MODELS, ON_REQUEST, ONLY_STAGE, OPTIMIZERS
+from benchmarks.support import Row
 
 # So small that every tensor that matters is mapped by itself and given back when it is freed.
 RETURN_MEMORY = {
@@ -36,13 +36,9 @@ RETURN_MEMORY = {
 }
 _TIME_LIMIT = 1200.0
 
-Row = dict[str, Any]
-
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = support.options(__doc__)
     parser.add_argument("--model", nargs="+", choices=sorted(MODELS), default=["5M"])
     parser.add_argument("--stages", nargs="+", type=int, default=[0, 1, 2, 3])
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4], help="ignored on GPUs")
@@ -65,7 +61,6 @@ def parse_arguments() -> argparse.Namespace:
         "--profile", action="store_true", help="keep a trace of one step of each cell, beside --out"
     )
     parser.add_argument("--quick", action="store_true", help="a tiny model, two stages, two ranks")
-    parser.add_argument("--out", help="path without ending for .json and .md")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.model, arguments.stages, arguments.ranks = ["tiny"], [1, 3], [2]
@@ -89,17 +84,10 @@ def measure(arguments: argparse.Namespace) -> Iterator[list[Row]]:
             if not arguments.no_times:
                 started, profile = time.strftime("%Y-%m-%d %H:%M:%S"), ""
                 if arguments.profile and arguments.out:
-                    profile = (
-                        f"{Path(arguments.out).resolve()}-{model}-stage{stage}-ranks{ranks}-acc{accumulation}"
-                    )
-                reports = runner.run(
-                    "measure_times",
-                    ranks,
-                    optimizers=names,
-                    repeats=arguments.repeats,
-                    profile=profile,
-                    **common,
-                )
+                    name = f"{arguments.out.resolve()}-{model}-stage{stage}"
+                    profile = f"{name}-ranks{ranks}-acc{accumulation}"
+                timing = {"optimizers": names, "repeats": arguments.repeats, "profile": profile, **common}
+                reports = runner.run("measure_times", ranks, **timing)
                 for name in names:
                     parts = [report[name] for report in reports]
                     found[name] |= {
@@ -111,23 +99,16 @@ def measure(arguments: argparse.Namespace) -> Iterator[list[Row]]:
                     }
                 yield list(found.values())
             if arguments.updates:
-                reports = runner.run(
-                    "measure_updates",
-                    ranks,
-                    model=model,
-                    stage=stage,
-                    optimizers=names,
-                    tokens=arguments.tokens,
-                    device=arguments.device,
-                )
+                where = {key: common[key] for key in ("model", "stage", "tokens", "device")}
+                reports = runner.run("measure_updates", ranks, optimizers=names, **where)
                 for name, distance in reports[0].items():
                     found[name]["distance"] = distance
                 yield list(found.values())
             if not arguments.no_memory:
                 for name in names:
                     reports = runner.run("measure_memory", ranks, memory=True, optimizer=name, **common)
-                    found[name]["peak_bytes"] = max(report["peak_bytes"] for report in reports)
-                    found[name]["resident_bytes"] = max(report["resident_bytes"] for report in reports)
+                    for what in ("peak_bytes", "resident_bytes"):
+                        found[name][what] = max(report[what] for report in reports)
                 yield list(found.values())
         runner.close()
 
@@ -137,16 +118,13 @@ class _OnCpu:
 
     def __init__(self) -> None:
         self._pools: dict[bool, Any] = {}
-        self._warm: set[str] = set()
 
     def run(self, function: str, ranks: int, *, memory: bool = False, **settings: Any) -> list[Any]:
         from tests.support.harness import RankPool
 
         if memory not in self._pools:
             self._pools[memory] = RankPool(ranks, env=RETURN_MEMORY if memory else None)
-            if (
-                memory
-            ):  # the first call pays for imports and compilation, which no optimizer should be charged with
+            if memory:  # the first call pays for imports and compilation, which are not the optimizer's
                 self.run(function, ranks, memory=True, **settings)
         pool = self._pools[memory]
         return list(pool.run(f"benchmarks.step_ranks:{function}", timeout=_TIME_LIMIT, **settings))
@@ -155,7 +133,6 @@ class _OnCpu:
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
-        self._warm.clear()
 
 
 class _OnGpu:
@@ -184,61 +161,29 @@ class _OnGpu:
         pass
 
 
-def merged(known: list[Row], rows: list[Row]) -> list[Row]:
-    """Return the rows that are known with ``rows`` put in or over them, in order."""
-    key = lambda row: (row["model"], row["stage"], row["ranks"], row["accumulation"], row["optimizer"])  # noqa: E731
-    old = {key(row): row for row in known}
-    for row in rows:
-        old[key(row)] = {**old.get(key(row), {}), **row}
-    order = list(OPTIMIZERS)
-    return sorted(old.values(), key=lambda row: (*key(row)[:4], order.index(row["optimizer"])))
+def place(row: Row) -> tuple[Any, ...]:
+    """Return what tells a row from others, in the order of the table."""
+    where = (row[key] for key in ("model", "stage", "ranks", "accumulation"))
+    return (*where, list(OPTIMIZERS).index(row["optimizer"]))
 
 
 def main() -> None:
     arguments = parse_arguments()
-    from benchmarks.step_report import table
+    from benchmarks.step_report import page
 
     first = int(os.environ.get("RANK", "0")) == 0
-    out = Path(arguments.out + ".json") if arguments.out else None
-    rows: list[Row] = json.loads(out.read_text())["rows"] if out and out.exists() else []
-    report: dict[str, Any] = {}
+    rows: list[Row] = support.read(arguments.out).get("rows", [])
     for found in measure(arguments):
-        rows = merged(rows, found)
+        rows = support.merged(rows, found, place)
         report = {
-            "machine": machine(),
+            "machine": support.machine(),
             "command": shlex.join(["python", *sys.argv]),
             "tokens": arguments.tokens,
             "rows": rows,
         }
-        if first:
-            print(table({**report, "rows": found}).rpartition("|---|")[2], flush=True)
-        if first and out:  # after every cell, so that a long matrix can be stopped
-            out.write_text(json.dumps(report, indent=1) + "\n")
-            out.with_suffix(".md").write_text(table(report))
-    if first:
-        print(table(report))
-
-
-def machine() -> dict[str, Any]:
-    import deepspeed
-    import torch
-
-    if torch.cuda.is_available():
-        name = torch.cuda.get_device_name()
-    else:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(
-            (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
-            platform.machine(),
-        )
-    return {
-        "name": name,
-        "cores": len(os.sched_getaffinity(0)),
-        "amx": torch.cpu._is_amx_tile_supported(),
-        "torch": torch.__version__,
-        "deepspeed": deepspeed.__version__,
-        "load_at_end": [round(value, 1) for value in os.getloadavg()],
-    }
+        if first:  # after every cell, so that a long matrix can be stopped
+            print("\n".join(page({**report, "rows": found})[-len(found) :]), flush=True)
+            support.write(arguments.out, report, page(report))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 import io
+import itertools
 import json
 import mmap
 import subprocess
@@ -34,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.optimizer_step import machine
+from benchmarks import support
 
 LIMITS = {"bind_s": 5.0, "memory_mb": 64.0, "record_kb": 64.0, "messages_kb": 64.0}
 NORESERVE = 0x4000  # of Linux; Python names it from 3.13 on
@@ -232,8 +233,8 @@ def measure(parameters: int, stage: int, world: int, rank: int, trace: bool) -> 
     return found
 
 
-def table(report: dict[str, Any]) -> str:
-    columns = [
+def page(report: dict[str, Any]) -> list[str]:
+    figures = [
         "route_s",
         "order_s",
         "bind_s",
@@ -243,25 +244,21 @@ def table(report: dict[str, Any]) -> str:
         "record_s",
         "messages_kb",
     ]
-    lines = [
+    heads, counts = ["parameters", "stage", "ranks"], ["owned", "chunks"]
+    rows = [
+        [row["parameters"], row["stage"], row["world"]]
+        + [f"{row['found'][name]:.2f}" for name in figures]
+        + [f"{row['found'][name]:g}" for name in counts]
+        for row in report["rows"]
+    ]
+    return [
         "# One rank of many",
         "",
         ", ".join(f"{key}: {value}" for key, value in report["machine"].items()) + ".",
         f"Limits: {', '.join(f'{key} {value:g}' for key, value in LIMITS.items())}.",
         "",
-        "| parameters | stage | ranks | " + " | ".join(columns) + " | owned | chunks |",
-        "|" + "---|" * (len(columns) + 5),
+        *support.table([*heads, *figures, *counts], rows),
     ]
-    for row in report["rows"]:
-        found = row["found"]
-        values = [f"{found[column]:.2f}" for column in columns]
-        ends = [f"{found['owned']:g}", f"{found['chunks']:g}"]
-        lines.append(
-            "| "
-            + " | ".join([str(row["parameters"]), str(row["stage"]), str(row["world"]), *values, *ends])
-            + " |"
-        )
-    return "\n".join(lines) + "\n"
 
 
 def run_cell(*cell: int, trace: bool) -> dict[str, float]:
@@ -270,38 +267,28 @@ def run_cell(*cell: int, trace: bool) -> dict[str, float]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main() -> None:
+    parser = support.options(__doc__)
     parser.add_argument("--parameters", nargs="+", type=int, choices=MODELS, default=list(MODELS)[:3])
     parser.add_argument("--stages", nargs="+", type=int, choices=(1, 3), default=[1, 3])
     parser.add_argument("--ranks", nargs="+", type=int, default=[64, 1024, 16384])
-    parser.add_argument("--out", help="path without ending for .json and .md")
     parser.add_argument("--cell", nargs=3, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--trace", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.cell:
         parameters, stage, world = arguments.cell
         print(json.dumps(measure(parameters, stage, world, 5 * world // 8, arguments.trace)))
-        return 0
-    report: dict[str, Any] = {"machine": machine(), "limits": LIMITS, "rows": []}
-    for parameters in arguments.parameters:
-        for stage in arguments.stages:
-            for world in arguments.ranks:
-                cell = (parameters, stage, world)
-                # Tracing takes time of its own, so times and the resident set come from a run without.
-                found = run_cell(*cell, trace=False)
-                found["python_mb"] = run_cell(*cell, trace=True)["python_mb"]
-                report["rows"].append(
-                    {"parameters": parameters, "stage": stage, "world": world, "found": found}
-                )
-                print(table(report).splitlines()[-1], flush=True)
-    if arguments.out:
-        Path(f"{arguments.out}.json").write_text(json.dumps(report, indent=1) + "\n")
-        Path(f"{arguments.out}.md").write_text(table(report))
-    return 0
+        return
+    report: dict[str, Any] = {"machine": support.machine(), "limits": LIMITS, "rows": []}
+    for cell in itertools.product(arguments.parameters, arguments.stages, arguments.ranks):
+        # Tracing takes time of its own, so times and the resident set come from a run without.
+        found = run_cell(*cell, trace=False)
+        found["python_mb"] = run_cell(*cell, trace=True)["python_mb"]
+        parameters, stage, world = cell
+        report["rows"].append({"parameters": parameters, "stage": stage, "world": world, "found": found})
+        print(page(report)[-1], flush=True)
+    support.write(arguments.out, report, page(report))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

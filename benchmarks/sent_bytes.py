@@ -64,80 +64,56 @@ class SentBytes:
         self.calls.clear()
 
     def install(self) -> None:
-        group_class = dist.ProcessGroup
-        for name, size in self._sizes().items():
+        for name, kind in _KINDS.items():
             # From the dictionary: looked up on the class, it would not bind to a group once it is put back.
-            original = group_class.__dict__.get(name)
-            if original is None:
-                continue
-            self._originals[name] = original
-            original = getattr(group_class, name)
-
-            def counted(
-                group: Any,
-                *args: Any,
-                _original: Any = original,
-                _size: Any = size,
-                _kind: str = _KINDS[name],
-                **kw: Any,
-            ) -> Any:
-                size = int(_size(group, args))
-                self.total += size
-                self.bytes[_kind] += size
-                self.calls[_kind] += 1
-                return _original(group, *args, **kw)
-
-            setattr(group_class, name, counted)
+            if original := dist.ProcessGroup.__dict__.get(name):
+                self._originals[name] = original
+                setattr(dist.ProcessGroup, name, self._counted(getattr(dist.ProcessGroup, name), kind))
 
     def remove(self) -> None:
         for name, original in self._originals.items():
             setattr(dist.ProcessGroup, name, original)
         self._originals.clear()
 
-    @staticmethod
-    def _sizes() -> dict[str, Callable[[Any, tuple[Any, ...]], float]]:
-        def rest(group: Any) -> float:
-            return (group.size() - 1) / group.size()
+    def _counted(self, original: Any, kind: str) -> Any:
+        def counted(group: Any, *args: Any, **kw: Any) -> Any:
+            size = int(_SIZES[kind](group, args))
+            self.total += size
+            self.bytes[kind] += size
+            self.calls[kind] += 1
+            return original(group, *args, **kw)
 
-        def gather(group: Any, args: tuple[Any, ...]) -> float:
-            return _bytes(args[1]) * (group.size() - 1)
-
-        def scatter(group: Any, args: tuple[Any, ...]) -> float:
-            return _bytes(args[1]) * rest(group)
-
-        def once(group: Any, args: tuple[Any, ...]) -> float:
-            return _bytes(args[0]) * rest(group)
-
-        def twice(group: Any, args: tuple[Any, ...]) -> float:
-            return 2 * once(group, args)
-
-        def to_all(group: Any, args: tuple[Any, ...]) -> float:
-            send, splits = args[1], args[3]
-            if not splits:
-                return _bytes(send) * rest(group)
-            row = send.numel() // max(1, send.shape[0]) * send.element_size()
-            return row * (sum(splits) - splits[group.rank()])
-
-        def lists_to_all(group: Any, args: tuple[Any, ...]) -> float:
-            return sum(_bytes(t) for peer, t in enumerate(args[1]) if peer != group.rank())
-
-        sizes = {
-            "all-reduce": twice,
-            "broadcast": once,
-            "reduce": once,
-            "all-gather": gather,
-            "reduce-scatter": scatter,
-            "all-to-all": to_all,
-            "send": lambda group, args: _bytes(args[0]),
-            "barrier": lambda group, args: 0.0,
-        }
-        names: dict[str, Callable[[Any, tuple[Any, ...]], float]]
-        names = {name: sizes[kind] for name, kind in _KINDS.items()}
-        names["alltoall"] = lists_to_all
-        return names
+        return counted
 
 
 def _bytes(value: Any) -> int:
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     return sum(_bytes(each) for each in value)
+
+
+def _part(value: Any, group: Any) -> float:
+    """Return the bytes that leave a rank if each rank keeps its own part."""
+    return _bytes(value) * (group.size() - 1) / group.size()
+
+
+def _to_all(group: Any, args: tuple[Any, ...]) -> float:
+    send = args[1]
+    if not isinstance(send, Tensor):
+        return sum(_bytes(tensor) for peer, tensor in enumerate(send) if peer != group.rank())
+    if not (splits := args[3]):
+        return _part(send, group)
+    row = send.numel() // max(1, send.shape[0]) * send.element_size()
+    return row * (sum(splits) - splits[group.rank()])
+
+
+_SIZES: dict[str, Callable[[Any, tuple[Any, ...]], float]] = {
+    "all-reduce": lambda group, args: 2 * _part(args[0], group),
+    "broadcast": lambda group, args: _part(args[0], group),
+    "reduce": lambda group, args: _part(args[0], group),
+    "all-gather": lambda group, args: _bytes(args[1]) * (group.size() - 1),
+    "reduce-scatter": lambda group, args: _part(args[1], group),
+    "all-to-all": _to_all,
+    "send": lambda group, args: _bytes(args[0]),
+    "barrier": lambda group, args: 0.0,
+}

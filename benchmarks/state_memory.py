@@ -12,7 +12,6 @@ import argparse
 import functools
 import gc
 import itertools
-import json
 import os
 import statistics
 import sys
@@ -28,8 +27,9 @@ import torch
 from torch import Tensor
 
 import deepspeed_muon
-from benchmarks import step_ranks
-from benchmarks.optimizer_step import RETURN_MEMORY, machine
+from benchmarks import step_ranks, support
+from benchmarks.optimizer_step import RETURN_MEMORY
+from benchmarks.support import Row
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.engine.offload import CpuAdam, half_states, master_dtype
 from deepspeed_muon.forecast.model_shapes import load_model
@@ -52,8 +52,6 @@ OPTIMIZERS = (
 )
 # Two codes of one byte, each with an fp32 scale for 256 elements, as AdamW8bit keeps.
 EIGHT_BIT_MOMENTS = 2 * (1 + 4 / 256)
-
-Row = dict[str, Any]
 
 
 class Storages:
@@ -154,26 +152,23 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
 
 def measured_table(rows: list[Row]) -> list[str]:
     """Return the measured bytes per parameter of the model."""
-    lines = [
-        "| ranks | stage | optimizer | masters | gradients | their copy | momentum | moments | state over AdamW's | "
-        "exchange buffers | peak of a rank, MiB | `plan` says of it, MiB |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    heads = ["ranks", "stage", "optimizer", "masters", "gradients", "their copy", "momentum", "moments"]
+    heads += ["state over AdamW's", "exchange buffers", "peak of a rank, MiB", "`plan` says of it, MiB"]
     shares = model_shares(rows[0]["model"])
-    for row in sorted(rows, key=lambda row: (row["ranks"], row["stage"])):
-        state = (row["momentum"] + row["moments"]) / shares["all"]
-        cells = [row["ranks"], row["stage"], row["optimizer"]]
-        cells += [f"{row[role] / shares['all']:.3f}" for role in ROLES[:5]]
-        cells += [
-            f"{state / 8:.3f}",
+    lines = [
+        [
+            *(row[key] for key in ("ranks", "stage", "optimizer")),
+            *(f"{row[role] / shares['all']:.3f}" for role in ROLES[:5]),
+            f"{(row['momentum'] + row['moments']) / shares['all'] / 8:.3f}",
             f"{row['exchange_buffers'] / shares['all']:.2f}",
             f"{row['peak'] / MIB:.1f}",
+            f"{row['plan'] / MIB:.1f}" if "plan" in row else "-",
         ]
-        cells += [f"{row['plan'] / MIB:.1f}" if "plan" in row else "-"]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+        for row in rows
+    ]
     momenta = {row["optimizer"]: row["momentum"] / shares["muon"] for row in rows if row["momentum"]}
     listed = "; ".join(f"{name}: {value:.4f}" for name, value in momenta.items())
-    return [*lines, "", f"Momentum, bytes for each of Muon's elements: {listed}."]
+    return [*support.table(heads, lines), "", f"Momentum, bytes for each of Muon's elements: {listed}."]
 
 
 def model_shares(model: str) -> dict[str, int]:
@@ -191,10 +186,7 @@ def predictions() -> list[str]:
     ours: dict[str, tuple[str, Row]] = {each: (each, {}) for each in ("fp32", "bf16", "int8")}
     ours["int8, bf16 masters"] = ("int8", half)
     names = (*(f"ours, {name}" for name in ours), "AdamW", "8-bit AdamW")
-    lines = [
-        f"| model | GPUs | stage | {' | '.join(names)} | int8 over AdamW |",
-        "|---" * (len(names) + 4) + "|",
-    ]
+    rows = []
     for model, gpus, stage in itertools.product(("llama-7b", "llama-70b"), (8, 64), (1, 2, 3)):
         members, found = load_model(model), {}
         for name, (dtype, dtypes) in ours.items():
@@ -210,8 +202,8 @@ def predictions() -> list[str]:
         order = (*ours, "AdamW", "8-bit AdamW")
         cells = [f"{found[name][0] / 1e9:.2f} / {fits(found[name][1])}" for name in order]
         ratio = found["int8"][0] / found["AdamW"][0]
-        lines.append(f"| {model} | {gpus} | {stage} | {' | '.join(cells)} | {ratio:.3f} |")
-    return lines
+        rows.append([model, gpus, stage, *cells, f"{ratio:.3f}"])
+    return support.table(["model", "GPUs", "stage", *names, "int8 over AdamW"], rows)
 
 
 def fits(total: float) -> str:
@@ -219,7 +211,7 @@ def fits(total: float) -> str:
     return f"**{total / 1e9:.1f}**" if total <= PlanSettings(1).gpu.memory else f"{total / 1e9:.1f}"
 
 
-def median_ms(function: Callable[[], None], repeats: int) -> float:
+def median_ms(function: Callable[[], object], repeats: int) -> float:
     """Return the median time of a call after one that warms up."""
     function()
     times = []
@@ -232,53 +224,50 @@ def median_ms(function: Callable[[], None], repeats: int) -> float:
 
 def passes(numel: int, repeats: int) -> list[str]:
     """Return the table of times of the elementwise passes on a flat partition."""
-    lines = ["| pass | ms |", "|---|---|"]
+    runs: dict[str, Callable[[], object]] = {}
     grad, out = torch.randn(numel), torch.empty(numel, dtype=torch.bfloat16)
     kernel = flat_passes("auto")
     table, rates = torch.tensor([(0, 0, 0, 0, numel, 0)]), torch.tensor([(0.95, 1.0)], dtype=torch.float64)
     codes, scales = torch.zeros(numel, dtype=torch.int8), torch.zeros(-(-numel // 256))
     coded = [codes], [scales], [grad], [out], table, rates, torch.tensor([(0, 0, -1, -1)]), torch.empty(0, 2)
-    elapsed = median_ms(functools.partial(kernel.momentum_pack_int8, *coded), repeats)
-    lines.append(f"| momentum int8 ({kernel.name}) | {elapsed:.1f} |")
+    runs[f"momentum int8 ({kernel.name})"] = functools.partial(kernel.momentum_pack_int8, *coded)
     for name, dtype in (("momentum fp32", torch.float32), ("momentum bf16", torch.bfloat16)):
         buf = torch.zeros(numel, dtype=dtype)
-        elapsed = median_ms(
-            functools.partial(kernel.momentum_pack, [buf], [grad], [out], table, rates), repeats
-        )
-        lines.append(f"| {name} ({kernel.name}) | {elapsed:.1f} |")
+        packing = functools.partial(kernel.momentum_pack, [buf], [grad], [out], table, rates)
+        runs[f"{name} ({kernel.name})"] = packing
     settings = AdamStep(1e-3, (0.9, 0.95), 1e-8, 0.1, 3)
     native = CpuAdam(decoupled=True, master=torch.float32, moments=torch.float32)
     adams: dict[str, Callable[..., None]] = {"DeepSpeed's cpu_adam": native, "torch fused": adam_step_}
     for name, adam in adams.items():
         tensors = [[torch.randn(numel)], [grad], [torch.zeros(numel)], [torch.zeros(numel)]]
-        elapsed = median_ms(functools.partial(adam, *tensors, settings=settings), repeats)
-        lines.append(f"| AdamW, {name} | {elapsed:.1f} |")
-    return lines
+        runs[f"AdamW, {name}"] = functools.partial(adam, *tensors, settings=settings)
+    times = [(name, f"{median_ms(run, repeats):.1f}") for name, run in runs.items()]
+    return support.table(["pass", "ms"], times)
 
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = support.options(__doc__)
     parser.add_argument("--model", choices=sorted(step_ranks.MODELS), default="5M")
     parser.add_argument("--stages", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--ranks", nargs="*", type=int, default=[1, 2, 4])
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--numel", type=int, default=1 << 24, help="elements of the timed passes")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--out", help="path without ending for .json and .md")
     arguments = parser.parse_args()
-    out = Path(f"{arguments.out}.json") if arguments.out else None
-    key = lambda row: (row["model"], row["ranks"], row["stage"], row["optimizer"])  # noqa: E731
-    rows = {key(row): row for row in json.loads(out.read_text())["rows"]} if out and out.exists() else {}
+    order = list(OPTIMIZERS)
+    rows: list[Row] = support.read(arguments.out).get("rows", [])
+
+    def place(row: Row) -> tuple[Any, ...]:
+        return (row["model"], row["ranks"], row["stage"], order.index(row["optimizer"]))
+
     for row in measure(arguments):
-        rows[key(row)] = row
+        rows = support.merged(rows, [row], place)
         print(row, flush=True)
-        if out:  # after every row, so that a long table can be made in pieces
-            out.write_text(json.dumps({"machine": machine(), "rows": list(rows.values())}, indent=1) + "\n")
-    shares, used = model_shares(arguments.model), machine()
-    text = "\n".join([
+        # After every row, so that a long table can be made in pieces.
+        support.write(arguments.out, {"machine": support.machine(), "rows": rows}, [])
+    shares, used = model_shares(arguments.model), support.machine()
+    page = [
         f"`python benchmarks/state_memory.py`: {used['name']}, {used['cores']} cores, torch {used['torch']}, "
         f"DeepSpeed {used['deepspeed']}; gloo ranks, bf16, steps of two micro-batches of 32 tokens.",
         "",
@@ -290,7 +279,7 @@ def main() -> None:
         f"them, are no part of what `plan` says. For a partition that its blocks do not divide AdamW8bit keeps fp32: "
         f"with its default of 256 for those of 2 and 4 ranks.",
         "",
-        *measured_table(list(rows.values())),
+        *measured_table(rows),
         "",
         "Predicted by `plan`, GB of each GPU: optimizer state / everything it counts (no activations, no buckets of "
         "ZeRO, no gathered parameters), bold where an H100 of 80 GB holds it. 8-bit AdamW is computed, not planned: "
@@ -302,10 +291,9 @@ def main() -> None:
         f"programs (load {used['load_at_end'][0]}):",
         "",
         *passes(arguments.numel, arguments.repeats),
-    ])  # fmt: skip
-    print(text)
-    if out:
-        out.with_suffix(".md").write_text(text + "\n")
+    ]  # fmt: skip
+    print("\n".join(page))
+    support.write(arguments.out, {"machine": used, "rows": rows}, page)
 
 
 if __name__ == "__main__":

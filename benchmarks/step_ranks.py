@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks import peers
+from benchmarks import peers, support
 from benchmarks.sent_bytes import SentBytes
 
 
@@ -282,9 +282,8 @@ def measure_times(
         # The barriers of one_step carry no payload.
         rows[name].update(bytes=sent.total, matrices=matrices["calls"])
     gc.collect()
-    for repeat in range(repeats):
-        turn = repeat % len(optimizers)
-        for name in optimizers[turn:] + optimizers[:turn]:
+    for names in support.turns(optimizers, repeats):
+        for name in names:
             seconds = torch.tensor(one_step(engines[name], batches, device), dtype=torch.float64).to(device)
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
             rows[name]["total_s"].append(float(seconds[0]))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from benchmarks.support import Row, median_ratio, table
+
 OURS = "ours"
-Row = dict[str, Any]
 
 
 def cells(rows: list[Row]) -> dict[tuple[str, int, int, int], dict[str, Row]]:
@@ -28,14 +29,26 @@ def ratio(ours: Row, peer: Row, what: str) -> float | None:
     if isinstance(ours[what], list):
         if ours.get("timed") != peer.get("timed") or len(ours[what]) != len(peer[what]):
             return None
-        return statistics.median(a / b for a, b in zip(ours[what], peer[what], strict=True))
+        return median_ratio(ours[what], peer[what])
     return ours[what] / peer[what] if peer[what] else None
 
 
-def table(report: dict[str, Any]) -> str:
+def page(report: dict[str, Any]) -> list[str]:
     """Return all rows as Markdown, with the ratio of this project to each peer."""
     machine = report["machine"]
-    lines = [
+    heads = [
+        "model",
+        "stage",
+        "ranks",
+        "acc.",
+        "optimizer",
+        "backward + step, ms",
+        "x",
+        "step, ms",
+        "sent, MB",
+        "x",
+    ]
+    return [
         "# One optimizer step",
         "",
         f"{machine['name']}, {machine['cores']} cores, AMX: {machine['amx']}, torch {machine['torch']}, DeepSpeed "
@@ -47,43 +60,37 @@ def table(report: dict[str, Any]) -> str:
         "columns are this project / that optimizer, for times the median of paired ratios. Distance: the sine of "
         "the angle between an optimizer's first update and its own iteration in float64, the largest of all matrices.",
         "",
-        "| model | stage | ranks | acc. | optimizer | backward + step, ms | x | step, ms | sent, MB | x | peak, MB | x "
-        "| distance of the update | Newton-Schulz calls by rank |",
-        "|" + "---|" * 14,
+        *table(
+            [*heads, "peak, MB", "x", "distance of the update", "Newton-Schulz calls by rank"],
+            [
+                _cells(name, row, found.get(OURS))
+                for found in cells(report["rows"]).values()
+                for name, row in found.items()
+            ],
+        ),
     ]
-    for (model, stage, ranks, accumulation), found in cells(report["rows"]).items():
-        ours = found.get(OURS)
-        for name, row in found.items():
-            against = {
-                what: _number(ratio(ours, row, what)) if ours and name != OURS else ""
-                for what in ("total_s", "sent_bytes", "peak_bytes")
-            }
-            values = [
-                model,
-                stage,
-                ranks,
-                accumulation,
-                name,
-                _scaled(row, "total_s", 1e3),
-                against["total_s"],
-                _scaled(row, "step_s", 1e3),
-                _scaled(row, "sent_bytes", 1e-6),
-                against["sent_bytes"],
-                _scaled(row, "peak_bytes", 1e-6),
-                against["peak_bytes"],
-                f"{row['distance']:.3f}" if "distance" in row else "",
-                " ".join(str(count) for count in row.get("matrices", [])),
-            ]
-            lines.append("| " + " | ".join(map(str, values)) + " |")
-    return "\n".join(lines) + "\n"
 
 
-def _scaled(row: Row, what: str, factor: float) -> str:
-    if what not in row:
-        return ""
-    value = statistics.median(row[what]) if isinstance(row[what], list) else row[what]
-    return f"{value * factor:.1f}"
+def _cells(name: str, row: Row, ours: Row | None) -> list[object]:
+    def against(what: str) -> str:
+        value = ratio(ours, row, what) if ours and name != OURS else None
+        return "" if value is None else f"{value:.2f}"
 
+    def scaled(what: str, factor: float) -> str:
+        if what not in row:
+            return ""
+        value = statistics.median(row[what]) if isinstance(row[what], list) else row[what]
+        return f"{value * factor:.1f}"
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+    return [
+        *(row[key] for key in ("model", "stage", "ranks", "accumulation", "optimizer")),
+        scaled("total_s", 1e3),
+        against("total_s"),
+        scaled("step_s", 1e3),
+        scaled("sent_bytes", 1e-6),
+        against("sent_bytes"),
+        scaled("peak_bytes", 1e-6),
+        against("peak_bytes"),
+        f"{row['distance']:.3f}" if "distance" in row else "",
+        " ".join(str(count) for count in row.get("matrices", [])),
+    ]

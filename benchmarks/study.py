@@ -10,25 +10,23 @@ repeated: delete the files to start over.
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import json
-import os
 import platform
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
-import deepspeed
-import torch
-
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "examples"))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("", "examples")]
 
 import demo  # noqa: E402  # the demo is a script beside train_gpt.py, not a package
 
+from benchmarks import support  # noqa: E402
+from benchmarks.support import REPOSITORY, Row  # noqa: E402
+
 SEEDS = (0, 1, 2, 3, 4)
+LOSSES = ("validation_loss", "train_loss")
 UNCLIPPED = "DeepSpeed's Muon, gradient_clipping 0"
 # Seven trials each: AdamW's rate first, then half and twice of Muon's.
 RATES = [(0.04, adam_lr) for adam_lr in (0.008, 0.016, 0.032, 0.064, 0.128)] + [(0.02, 0.032), (0.08, 0.032)]
@@ -48,30 +46,15 @@ GRIDS: dict[str, list[dict[str, float]]] = {
     "Muon": [{"muon_lr": muon_lr, "adam_lr": adam_lr} for muon_lr, adam_lr in RATES],
 }
 
-Row = dict[str, Any]
-"""One run: optimizer, rates, seed and its last losses."""
-
-
-def hardware() -> str:
-    """The processor's name and how many of its cores this process may use."""
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        fields = (line.partition(":") for line in info.read_text().splitlines())
-        name = next((value.strip() for key, _, value in fields if key.strip() == "model name"), name)
-    if torch.cuda.device_count() >= demo.RANKS:
-        name = torch.cuda.get_device_name()
-    return f"{name}, {len(os.sched_getaffinity(0))} cores"
-
 
 def setting() -> dict[str, Any]:
     """What two rows must have in common to be compared."""
-    config = json.loads(demo.CONFIG.read_text())
+    config, machine = json.loads(demo.CONFIG.read_text()), support.machine()
     return {
-        "hardware": hardware(),
+        "hardware": f"{machine['name']}, {machine['cores']} cores",
         "python": platform.python_version(),  # its library is the text
-        "torch": torch.__version__,
-        "deepspeed": deepspeed.__version__,
+        "torch": machine["torch"],
+        "deepspeed": machine["deepspeed"],
         "ranks": demo.RANKS,
         "config": demo.CONFIG.name,
         "steps": demo.STEPS,
@@ -120,63 +103,56 @@ def mean_and_deviation(rows: list[Row], optimizer: str) -> str:
     return f"{statistics.fmean(values):.3f} ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
 
 
-def table(rows: list[Row]) -> str:
+def rates_of(row: Row) -> str:
+    """The rates of a run, as the tables show them."""
+    return ", ".join(f"{key} {rate:g}" for key, rate in row["rates"].items())
+
+
+def table(rows: list[Row]) -> list[str]:
     """The outcome as Markdown: the best rates of every optimizer, with mean and standard deviation."""
-    lines = [
-        "| optimizer | trials | best rates | validation loss, mean ± standard deviation | seeds |",
-        "|---|---|---|---|---|",
+    outcomes = [
+        [name, len(tried), rates_of(tried[0]), mean_and_deviation(rows, name), len(losses(rows, name))]
+        for name in GRIDS
+        if (tried := trials(rows, name))
     ]
-    for optimizer in GRIDS:
-        if tried := trials(rows, optimizer):
-            rates = ", ".join(f"{key} {rate:g}" for key, rate in tried[0]["rates"].items())
-            outcome, seeds = mean_and_deviation(rows, optimizer), len(losses(rows, optimizer))
-            lines.append(f"| {optimizer} | {len(tried)} | {rates} | {outcome} | {seeds} |")
-    return "\n".join(lines)
+    heads = ["optimizer", "trials", "best rates", "validation loss, mean ± standard deviation", "seeds"]
+    return support.table(heads, outcomes)
 
 
-def write(path: Path, about: dict[str, Any], rows: list[Row]) -> None:
+def write(out: Path, about: dict[str, Any], rows: list[Row]) -> None:
     """Writes the JSON and, beside it, the tables."""
     rows.sort(key=lambda row: (row["optimizer"], row["seed"] != SEEDS[0], row["validation_loss"]))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"setting": about, "rows": rows}, indent=2) + "\n")
     told = ", ".join(f"{key} {value}" for key, value in about.items())
-    lines = [
+    heads = ["optimizer", "rates", "seed", "validation loss", "last training loss"]
+    cells = [
+        [row["optimizer"], rates_of(row), row["seed"], *(f"{row[what]:.4f}" for what in LOSSES)]
+        for row in rows
+    ]
+    page = [
         "# Losses after equal tokens",
         "",
         f"Command: `python benchmarks/study.py`. Setting: {told}.",
         f"The rates are chosen with seed {SEEDS[0]}; mean and standard deviation are those of the seeds "
         f"{SEEDS[0]} to {SEEDS[-1]} at the best rates.",
         "",
-        table(rows),
+        *table(rows),
         "",
         "## All runs",
         "",
-        "| optimizer | rates | seed | validation loss | last training loss |",
-        "|---|---|---|---|---|",
+        *support.table(heads, cells),
     ]
-    for row in rows:
-        rates = ", ".join(f"{key} {rate:g}" for key, rate in row["rates"].items())
-        lines.append(
-            f"| {row['optimizer']} | {rates} | {row['seed']} | {row['validation_loss']:.4f} "
-            f"| {row['train_loss']:.4f} |"
-        )
-    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    support.write(out, {"setting": about, "rows": rows}, page)
 
 
 def main() -> None:
     """Runs what the results file does not have yet: first the trials, then the seeds."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = support.options(__doc__)
+    parser.set_defaults(out=REPOSITORY / "benchmarks" / "results" / "study")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "study.json")
-    parser.add_argument(
-        "--work", type=Path, default=HERE.parent / "runs" / "study", help="folder for metrics"
-    )
+    parser.add_argument("--work", type=Path, default=REPOSITORY / "runs" / "study", help="folder for metrics")
     args = parser.parse_args()
-    about = setting()
-    known = json.loads(args.out.read_text()) if args.out.exists() else {"setting": about, "rows": []}
-    rows: list[Row] = known["rows"] if known["setting"] == about else []
+    about, known = setting(), support.read(args.out)
+    rows: list[Row] = known["rows"] if known.get("setting") == about else []
 
     def complete(wanted: list[tuple[str, dict[str, float], int]]) -> None:
         done = [(row["optimizer"], row["rates"], row["seed"]) for row in rows]
@@ -199,7 +175,7 @@ def main() -> None:
         ]
     )
     complete([(name, trials(rows, name)[0]["rates"], seed) for seed in SEEDS for name in GRIDS])
-    print(table(rows))
+    print("\n".join(table(rows)))
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def exchange(rank: int, world_size: int, *, ends: list[list[str]], rate: float, 
 def test_links_hold_their_rate_and_count_what_is_sent() -> None:
     nbytes = 2_000_000
     devices = os.listdir("/sys/class/net")
-    with HostNetwork(2) as network, RankPool(2, places=places(network, 1)) as pool:
+    with HostNetwork(2) as network, RankPool(2, places=places(network)) as pool:
         ends = [[end.namespace, end.device] for end in network.ends]
         assert len(namespaces()) >= 3
         for rate, said in ((80 * MEGABIT, "rate 80Mbit"), (40 * MEGABIT, "rate 40Mbit")):

@@ -1,0 +1,93 @@
+"""What the benchmarks share: options, the machine, kept results, tables, and ratios of what was measured in turn."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+Row = dict[str, Any]
+
+
+def options(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser that has ``--out``, where :func:`write` puts the results."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="path without ending for .json and .md")
+    return parser
+
+
+def machine() -> dict[str, Any]:
+    """Return what a measurement depends on: the GPU's or the processor's name, its cores, versions, the load."""
+    import deepspeed
+    import torch
+
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+    else:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+        name = next(names, platform.machine())
+    return {
+        "name": name,
+        "cores": len(os.sched_getaffinity(0)),
+        "amx": torch.cpu._is_amx_tile_supported(),
+        "torch": torch.__version__,
+        "deepspeed": deepspeed.__version__,
+        "load_at_end": [round(value, 1) for value in os.getloadavg()],
+    }
+
+
+def read(out: Path | None) -> Any:
+    """Return what an earlier run wrote to ``out``; an empty dict if there is nothing."""
+    path = out and out.with_name(out.name + ".json")
+    return json.loads(path.read_text()) if path and path.exists() else {}
+
+
+def write(out: Path | None, results: dict[str, Any], page: Sequence[str]) -> None:
+    """Write the results as JSON and the lines of the page as Markdown; without ``out`` do nothing."""
+    if out is None:
+        return
+    text = json.dumps({key: value for key, value in results.items() if key != "rows"}, indent=1)
+    if "rows" in results:  # a row a line
+        rows = ",\n".join(map(json.dumps, results["rows"]))
+        text = f'{text[:-2]},\n "rows": [\n{rows}\n]\n}}'
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_name(out.name + ".json").write_text(text + "\n")
+    out.with_name(out.name + ".md").write_text("\n".join(page) + "\n")
+
+
+def merged(known: list[Row], rows: list[Row], key: Callable[[Row], Any]) -> list[Row]:
+    """Return the known rows with ``rows`` put in or over those with the same key, in the order of the keys."""
+    found = {key(row): row for row in known}
+    for row in rows:
+        found[key(row)] = {**found.get(key(row), {}), **row}
+    return [found[each] for each in sorted(found)]
+
+
+def table(heads: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    heads = list(heads)
+    lines = [f"| {' | '.join(map(str, row))} |" for row in rows]
+    return [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *lines]
+
+
+def turns(names: Sequence[str], repeats: int) -> Iterator[list[str]]:
+    """Yield all names once for each repeat, beginning with another one each time."""
+    for repeat in range(repeats):
+        first = repeat % len(names)
+        yield [*names[first:], *names[:first]]
+
+
+def median_ratio(own: Iterable[float], other: Iterable[float]) -> float:
+    """Return the median of the ratios own / other of what was measured in turn.
+
+    The machine's speed changes between turns, but hardly within one.
+    """
+    return statistics.median(a / b for a, b in zip(own, other, strict=True))
