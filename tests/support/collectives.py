@@ -21,6 +21,14 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return []
 
 
+def groups_in(values: Any) -> list[dist.ProcessGroup]:
+    return [
+        dist.ProcessGroup.unbox(v)
+        for v in values
+        if isinstance(v, torch.ScriptObject) and "ProcessGroup" in str(v._type())
+    ]
+
+
 @dataclass(frozen=True)
 class Collective:
     """One call at a process group: what it was, over which ranks, and a digest of each tensor that went in."""
@@ -55,11 +63,7 @@ class _ProcessGroupCalls(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             values = [*args, *(kwargs or {}).values()]
-            groups = [
-                dist.ProcessGroup.unbox(v)
-                for v in values
-                if isinstance(v, torch.ScriptObject) and _is_group(v)
-            ]
+            groups = groups_in(values)
             ranks = tuple(rank for group in groups for rank in dist.get_process_group_ranks(group))
             # What comes out is not written yet, and a barrier's tensor never is.
             name = func.name().removeprefix("c10d::")
@@ -71,10 +75,6 @@ class _ProcessGroupCalls(TorchDispatchMode):
             )
             self.calls.append(Collective(str(func), ranks, tensors))
         return func(*args, **(kwargs or {}))
-
-
-def _is_group(value: torch.ScriptObject) -> bool:
-    return "ProcessGroup" in str(value._type())
 
 
 def _description(tensor: torch.Tensor, *, known: bool) -> str:

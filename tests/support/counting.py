@@ -1,4 +1,4 @@
-"""Counts what one process really sends in DeepSpeed's collectives, and what it multiplies."""
+"""Counts what one process really sends in collectives other than all-to-alls, and what it multiplies."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import deepspeed
 import torch
-import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import deepspeed_muon
 from deepspeed_muon.forecast.predict import PlanSettings, exchange_of, zero_bytes
 from deepspeed_muon.forecast.report import forecast
 from tests.support import training
-from tests.support.collectives import tensors_in
+from tests.support.collectives import groups_in, tensors_in
 
 # Collectives of at most so many bytes are flags, norms and loss scales, not parameters or gradients.
 SMALL = 64
@@ -31,49 +30,51 @@ class Counts:
 
     @property
     def zero(self) -> float:
-        """Bytes of all of DeepSpeed's collectives; the optimizer's own exchange does not go through its backend."""
+        """Bytes of all collectives but all-to-alls, which are the optimizer's own."""
         return sum(self.sent.values())
 
 
-# Which argument a ring divides among the ranks, and how often it goes round.
-_COLLECTIVES = {
-    "all_reduce": (0, 2),
-    "reduce": (0, 1),
-    "broadcast": (0, 1),
-    "all_gather": (0, 1),
-    "all_gather_into_tensor": (0, 1),
-    "reduce_scatter_tensor": (1, 1),
-    "reduce_scatter": (1, 1),
+# torch's operators, whatever function of torch or DeepSpeed calls them (all_gather_into_tensor and its newer name
+# all_gather_single are one): which argument a ring divides among the ranks, and how often it goes round.
+_OPERATORS = {
+    "allreduce_": (0, 2),
+    "allreduce_coalesced_": (0, 2),
+    "reduce_": (0, 1),
+    "broadcast_": (0, 1),
+    "allgather_": (0, 1),
+    "_allgather_base_": (0, 1),
+    "allgather_into_tensor_coalesced_": (0, 1),
+    "reduce_scatter_": (1, 1),
+    "_reduce_scatter_base_": (1, 1),
+    "reduce_scatter_tensor_coalesced_": (1, 1),
 }
+
+
+class _Collectives(TorchDispatchMode):
+    """Adds what the collectives of this thread send to ``counts``."""
+
+    def __init__(self, counts: Counts) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().removeprefix("c10d::")
+        if func.namespace == "c10d" and name in _OPERATORS:
+            argument, rounds = _OPERATORS[name]
+            size = sum(t.numel() * t.element_size() for t in tensors_in(args[argument]))
+            ranks = groups_in(args)[0].size()
+            if size > SMALL:
+                sent = self.counts.sent
+                sent[name] = sent.get(name, 0.0) + rounds * size * (ranks - 1) / ranks
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
 def counted() -> Iterator[Counts]:
     """Count inside of the block. The collectives run as always."""
     counts = Counts()
-    # The backend keeps some of torch's functions as attributes, so that wrapping torch.distributed would miss them.
-    backend = deepspeed.comm.comm.cdb
-    originals = {name: getattr(backend, name) for name in _COLLECTIVES}
-
-    def wrap(name: str, original: Any, argument: int, rounds: int) -> Any:
-        def collective(*args: Any, **kwargs: Any) -> Any:
-            values = [*args, *kwargs.values()]
-            size = sum(t.numel() * t.element_size() for t in tensors_in(values[argument]))
-            ranks = dist.get_world_size(kwargs.get("group"))
-            if size > SMALL:
-                counts.sent[name] = counts.sent.get(name, 0.0) + rounds * size * (ranks - 1) / ranks
-            return original(*args, **kwargs)
-
-        return collective
-
-    for name, (argument, rounds) in _COLLECTIVES.items():
-        setattr(backend, name, wrap(name, originals[name], argument, rounds))
-    try:
-        with FlopCounterMode(display=False) as flops:
-            yield counts
-    finally:
-        for name in originals:
-            delattr(backend, name)
+    with FlopCounterMode(display=False) as flops, _Collectives(counts):
+        yield counts
     counts.flops = flops.get_total_flops()
 
 
@@ -123,6 +124,7 @@ def count_a_step(
     # A variant's row state travels on top of what the planner counts.
     exchanges = [runner._rows for runner in optimizer._runners if runner._rows is not None]
     rows = 4 * sum(each.sent_elements for each in exchanges)
+    broadcasts = optimizer.stats.bytes_sent if stage == 0 else 0  # its exchange, where it is no all-to-all
     result = {
         "flops": (inside.flops, float(exchange.flops[rank])),
         "exchange": (
@@ -135,7 +137,7 @@ def count_a_step(
         ),
         "pieces": sum(len(runner.plan.matrices) for runner in optimizer._runners),
         "owners": (owners, dict(zip(names, exchange.owners, strict=True))),
-        "zero": (around.zero + inside.zero, zero_bytes(optimizer.routes, settings)),
+        "zero": (around.zero + inside.zero - broadcasts, zero_bytes(optimizer.routes, settings)),
         "collectives": str((around.sent, inside.sent)),
     }
     engine.destroy()
