@@ -30,7 +30,6 @@ from deepspeed_muon.checkpoint.parameters import (
     ParameterRecord,
     Transfer,
     put_together,
-    transfers_of,
 )
 from deepspeed_muon.checkpoint.tag_folder import TagFolder
 from deepspeed_muon.errors import CheckpointError
@@ -137,12 +136,6 @@ class DeepSpeedFiles(TagFolder):
         state = self.inner[number]["state"][held.partition]
         from_adam = self.kind != OURS and key == "momentum_buffer" and key not in state
         return state["exp_avg" if from_adam else key]
-
-    def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
-        """Return elements ``[start, start + numel)`` of a tensor in row-major order, fp32, one-dimensional."""
-        found = torch.empty(numel, dtype=torch.float32)
-        self.copy(transfers_of(self.parts[parameter], key, start, start + numel, piece_start=start), found)
-        return found
 
     def copy(self, transfers: Iterable[Transfer], piece: Tensor) -> None:
         """Copy what a piece of a tensor consists of to its places in the piece."""

@@ -42,7 +42,6 @@ from deepspeed_muon.errors import CheckpointError
 
 FORMAT: Literal["deepspeed_muon.consolidated"] = "deepspeed_muon.consolidated"
 INDEX_NAME = "muon_index.json"
-UNIVERSAL_FORMAT: Literal["deepspeed_muon.universal"] = "deepspeed_muon.universal"
 OURS = "deepspeed_muon"
 """The optimizer of a checkpoint that was not converted from another one."""
 SHARD_PATTERN = re.compile(r"muon-[0-9a-f]{12}-[0-9]{5,}\.safetensors")
@@ -142,10 +141,10 @@ def _each(model: type[_Model]) -> BeforeValidator:
 
 
 class CheckpointIndex(_Record):
-    """The whole index of a consolidated set, or the record of a universal checkpoint.
+    """The whole index of a consolidated set.
 
     Attributes:
-        format: :data:`FORMAT`, or :data:`UNIVERSAL_FORMAT`: there each tensor has a file of its own.
+        format: :data:`FORMAT`.
         version: Of the format.
         versions: Of the software that wrote it.
         source: Where the state came from, in words and numbers; ``optimizer`` is :data:`OURS`, or what it was converted
@@ -154,11 +153,11 @@ class CheckpointIndex(_Record):
         optimizer: The settings of the optimizer.
         groups: Hyperparameters of the param groups.
         progress: Where the run stood.
-        files: The safetensors files; none in a universal checkpoint.
+        files: The safetensors files.
         parameters: Name of every parameter to its record.
     """
 
-    format: Literal["deepspeed_muon.consolidated", "deepspeed_muon.universal"]
+    format: Literal["deepspeed_muon.consolidated"]
     version: Literal[1] = VERSION
     versions: dict[str, str]
     source: dict[str, Any] = {}
@@ -170,9 +169,9 @@ class CheckpointIndex(_Record):
     parameters: Annotated[dict[str, SkipValidation[ParameterRecord]], _each(ParameterRecord)]
 
     @classmethod
-    def made_now(cls, form: str = FORMAT, **content: Any) -> CheckpointIndex:
-        """Return an index of this release's format with the versions of the software that runs."""
-        return cls(format=form, versions=_versions(), **content)  # type: ignore[arg-type]
+    def made_now(cls, **content: Any) -> CheckpointIndex:
+        """Return an index with the versions of the software that runs."""
+        return cls(format=FORMAT, versions=_versions(), **content)
 
     @_without_collections()
     def to_bytes(self) -> bytes:
@@ -197,7 +196,7 @@ class CheckpointIndex(_Record):
                 raise ValueError(
                     f"parameter {name}: holds {sorted(record.tensors)}, expected {sorted(record.tensor_keys)}"
                 )
-            for key, file in record.tensors.items() if self.format == FORMAT else ():
+            for key, file in record.tensors.items():
                 if file not in self.files:
                     raise ValueError(f"parameter {name}: {key} is in {file!r}, which is not among the files")
                 used[file] += ITEM_BYTES * math.prod(record.shape_of(key))
@@ -218,26 +217,21 @@ def _versions() -> dict[str, str]:
 
 
 @_without_collections()
-def load_index(folder: str | os.PathLike[str], name: str = INDEX_NAME, form: str = FORMAT) -> CheckpointIndex:
-    """Read and check the index of a checkpoint; the files that it names are not opened.
-
-    Args:
-        folder: The folder.
-        name: Of the index in it.
-        form: The format that it must have.
+def load_index(folder: str | os.PathLike[str]) -> CheckpointIndex:
+    """Read and check the index of a checkpoint in a folder; the files that it names are not opened.
 
     Raises:
         CheckpointError: Naming the file and, where one is to blame, the parameter.
     """
-    path = Path(folder) / name
+    path = Path(folder) / INDEX_NAME
     with refusing(str(path)):
         try:
             text = read_regular(path)
         except FileNotFoundError:
             raise CheckpointError(
-                f"{folder}: no {name}: not a consolidated checkpoint, or its save did not finish"
+                f"{folder}: no {INDEX_NAME}: not a consolidated checkpoint, or its save did not finish"
             ) from None
-        content = parse_sealed(text, str(path), form)
+        content = parse_sealed(text, str(path))
         return checked(CheckpointIndex, content, f"{path}: refused:\n")
 
 
@@ -316,13 +310,12 @@ def sealed_json(content: Mapping[str, Any]) -> bytes:
     return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
 
-def parse_sealed(text: bytes, path: str, form: str) -> dict[str, Any]:
+def parse_sealed(text: bytes, path: str) -> dict[str, Any]:
     """Check form, version and checksum of a document.
 
     Args:
         text: The file's content.
         path: The file, for messages.
-        form: What its ``format`` must be.
 
     Returns:
         The document, without its checksum.
@@ -331,8 +324,8 @@ def parse_sealed(text: bytes, path: str, form: str) -> dict[str, Any]:
         CheckpointError: Naming the file.
     """
     content = parse_json(text, path)
-    if content.get("format") != form:
-        raise CheckpointError(f"{path}: not of the format {form}")
+    if content.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: not of the format {FORMAT}")
     version = content.get("version")
     if type(version) is not int or version != VERSION:
         raise CheckpointError(

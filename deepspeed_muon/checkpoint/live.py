@@ -22,7 +22,7 @@ from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
 from deepspeed_muon.plan.placement import Fragment, TensorSlice, whole_slice
 from deepspeed_muon.plan.rows import row_places
 from deepspeed_muon.routing.route import Route
-from deepspeed_muon.step.quantized import MomentumBlocks, is_coded
+from deepspeed_muon.step.quantized import SCALE_KEY, MomentumBlocks
 from deepspeed_muon.step.step_set import BoundPartition
 from deepspeed_muon.variants import VARIANTS
 
@@ -315,7 +315,8 @@ def collect(engine: Any) -> LiveState:
     has_rows = bool(VARIANTS[optimizer.config.variant].state)
     members: dict[tuple[int, ...], tuple[int, ...]] = {}
     parameters: dict[str, LiveParameter] = {}
-    for runner in optimizer._runners:
+    assert optimizer._bound is not None
+    for runner in optimizer._bound.runners:
         step_set = runner.step_set
         rows = {places.matrix.name: places for places in row_places(step_set.matrices)} if has_rows else {}
         ranks = (0,) if step_set.group is None else tuple(dist.get_process_group_ranks(step_set.group))
@@ -337,7 +338,7 @@ def collect(engine: Any) -> LiveState:
                 reason,
                 bound,
                 step_set.rank,
-                (runner.blocks, number) if is_coded(state) else None,
+                (runner.blocks, number) if SCALE_KEY in state else None,
             )
             found = found.with_state(state, int(state.get("step", 0)))
             if (other := parameters.setdefault(found.name, found)) is not found:
@@ -348,7 +349,7 @@ def collect(engine: Any) -> LiveState:
                 raise CheckpointError(f"{other.own_name} and {found.own_name} are both {found.name}")
     if not parameters:
         raise CheckpointError("the engine's optimizer holds no parameters")
-    return LiveState(optimizer, host, tuple(parameters.values()), optimizer._runners[0].context.device)
+    return LiveState(optimizer, host, tuple(parameters.values()), optimizer._bound.runners[0].context.device)
 
 
 def _described(host: Host, name: str) -> tuple[ParameterRecord, TensorSlice, str]:

@@ -7,16 +7,11 @@ in one process.
 from __future__ import annotations
 
 import argparse
-import io
 import json
-import math
 import os
-import pickle
 import shutil
 import sys
-import zipfile
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +19,14 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.commit import DEFAULT_SHARD_BYTES
-from deepspeed_muon.checkpoint.consolidate import consolidate_files
+from deepspeed_muon.checkpoint.consolidate import consolidate_files, write_files
 from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
-from deepspeed_muon.checkpoint.files import (
-    file_digest,
-    folder_of,
-    is_name,
-    new_folder,
-    refusing,
-    replace_file,
-    write_synced,
-)
-from deepspeed_muon.checkpoint.index import INDEX_NAME, UNIVERSAL_FORMAT, CheckpointIndex, load_index
-from deepspeed_muon.checkpoint.parameters import ITEM_BYTES, STATE_KEYS, ParameterRecord
+from deepspeed_muon.checkpoint.files import folder_of, new_folder, refusing, replace_file
+from deepspeed_muon.checkpoint.index import INDEX_NAME, CheckpointIndex, load_index
+from deepspeed_muon.checkpoint.parameters import STATE_KEYS
 from deepspeed_muon.checkpoint.restore import nonfinite_text
 from deepspeed_muon.checkpoint.settings import checked_settings
-from deepspeed_muon.checkpoint.sources import RECORD_NAME, WINDOW, ConsolidatedSource
+from deepspeed_muon.checkpoint.sources import ConsolidatedSource
 from deepspeed_muon.checkpoint.tag_folder import MODEL_FILES
 from deepspeed_muon.errors import CheckpointError, printable
 from deepspeed_muon.logs import counted
@@ -157,8 +144,8 @@ def convert_to_universal(
 ) -> list[str]:
     """Convert the folder of a tag that DeepSpeed saved to a universal checkpoint.
 
-    This consists of ``zero/<parameter>/<state>.pt``, the model states under the names that every stage looks for, and a
-    record with checksums.
+    This consists of a consolidated set in the folder ``zero``, and the model states under the names that every stage
+    looks for.
 
     Args:
         input_folder: The tag's folder: ours, DeepSpeed's own Muon's, or AdamW's, of stages 0 to 3.
@@ -174,73 +161,12 @@ def convert_to_universal(
     out = Path(os.path.abspath(folder_of("output_folder", output_folder)))
     saved = DeepSpeedFiles(input_folder, **reading)
     with new_folder(out) as partial:
-        records = _write_parameters(saved, partial / "zero")
-        torch.save({"param_groups": saved.about["groups"]}, partial / "zero" / "optimizer_state.pt")
+        index = write_files(saved, partial / "zero", DEFAULT_SHARD_BYTES)
         for model_rank, path in saved.model_files().items():
             for name in MODEL_FILES:
                 _link(path, partial / name.replace("mp_rank_00", model_rank))
-        index = CheckpointIndex.made_now(UNIVERSAL_FORMAT, **saved.about, parameters=records)
-        write_synced(partial / RECORD_NAME, index.to_bytes())
     replace_file(out.parent / "latest_universal", out.name.encode())
     return index.lossy
-
-
-def _write_parameters(saved: DeepSpeedFiles, folder: Path) -> dict[str, ParameterRecord]:
-    """Write the tensors; return the records with the checksums of their files."""
-    found = {}
-    for name, record in saved.parameters.items():
-        if not is_name(name):
-            raise CheckpointError(f"parameter {name!r} cannot name a folder")
-        place = folder / name
-        place.mkdir(parents=True)
-        for key in record.tensor_keys:
-            _write_tensor(place / f"{key}.pt", record.shape_of(key), _pieces(saved, name, key))
-        torch.save(record.step, place / "step.pt")
-        digests = {key: file_digest(place / f"{key}.pt") for key in record.tensor_keys}
-        found[name] = record.model_copy(update={"tensors": digests})
-    return found
-
-
-def _pieces(saved: DeepSpeedFiles, name: str, key: str) -> Iterator[Tensor]:
-    numel = math.prod(saved.parameters[name].shape_of(key))
-    return (saved.read(name, key, start, min(WINDOW, numel - start)) for start in range(0, numel, WINDOW))
-
-
-class _Elements(int):
-    """The number of elements in the record ``data/0`` of a file."""
-
-
-class _Pickler(pickle.Pickler):
-    """Writes a tensor on the device ``meta`` as one whose elements are in the record ``data/0`` of the file."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return NotImplemented
-        hooks: OrderedDict[str, Any] = OrderedDict()
-        arguments = (_Elements(value.numel()), 0, tuple(value.shape), value.stride(), False, hooks)
-        return torch._utils._rebuild_tensor_v2, arguments
-
-    def persistent_id(self, value: Any) -> Any:
-        found = "storage", torch.FloatStorage, "0", "cpu"
-        return (*found, int(value)) if isinstance(value, _Elements) else None
-
-
-def _write_tensor(path: Path, shape: Sequence[int], pieces: Iterable[Tensor]) -> None:
-    """Write the dict of DeepSpeed's own converter as ``torch.save`` would, with one piece of its tensor in memory.
-
-    That converter writes such a dict at stages 1 and 2; DeepSpeed's loaders read ``param`` from it.
-    """
-    content = io.BytesIO()
-    _Pickler(content, protocol=2).dump({"param": torch.empty(tuple(shape), device="meta"), "cat_dim": 0})
-    large = math.prod(shape) * ITEM_BYTES > zipfile.ZIP64_LIMIT // 2
-    with zipfile.ZipFile(path, "w") as archive:
-        # The first record begins at byte 44, or 64 if it is large: aligned for whoever maps the file.
-        with archive.open("archive/data/0", "w", force_zip64=large) as file:
-            for piece in pieces:
-                file.write(piece.numpy().data.cast("B"))
-        archive.writestr("archive/data.pkl", content.getvalue())
-        archive.writestr("archive/byteorder", sys.byteorder)
-        archive.writestr("archive/version", "3\n")
 
 
 def _link(source: Path, target: Path) -> None:

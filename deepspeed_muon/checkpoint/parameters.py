@@ -67,8 +67,7 @@ class ParameterRecord(BaseModel):
         rows: Numbers in each entry of its state that has one a row; 0 where there is no such entry.
         row_keys: These entries.
         step: Optimizer steps taken; 0 when there is no optimizer state.
-        tensors: Each of :attr:`tensor_keys` to its file, or to its checksum where each has a file of its own.
-            Empty as long as nothing is written.
+        tensors: Each of :attr:`tensor_keys` to its file. Empty as long as nothing is written.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -24,6 +24,7 @@ from deepspeed_muon.checkpoint.settings import Before, check_schedule, group_set
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource, StateSource, find_consolidated
 from deepspeed_muon.errors import CheckpointError, MuonError
 from deepspeed_muon.logs import listed, warn
+from deepspeed_muon.step.quantized import SCALE_KEY
 from deepspeed_muon.transport.agreement import together
 from deepspeed_muon.transport.ranks import all_ranks
 from deepspeed_muon.variants import ROW_STATE, VARIANTS
@@ -157,7 +158,7 @@ def _compare(state: LiveState, source: StateSource, state_too: bool) -> list[str
         hint = f"renamed? it has {twin} of the same shape" if twin else "it was frozen, or not in the model"
         problems.append(f"parameter {name} is not in the checkpoint ({hint})")
     for name in live.keys() & saved.keys():
-        problems += _differences(live[name], saved[name], source.file_of(name, "fp32"), state_too)
+        problems += _differences(live[name], saved[name], saved[name].tensors["fp32"], state_too)
     return problems
 
 
@@ -257,7 +258,7 @@ class _Plan:
         bound, policy = parameter.bound, self.state.optimizer.state_policy
         dtype = policy.dtype(key, bound.tensor.dtype)
         if key == "momentum_buffer" and (parameter.coded or dtype == torch.int8):
-            dtype = torch.float32  # it is coded when all of it is there
+            dtype = torch.float32  # the next step codes it
         elif key == "fp32" or key in self.state.optimizer.state.get(bound.tensor, {}):
             return self.state.tensor(bound, key)
         place = (bound.index, key)
@@ -323,9 +324,10 @@ def _fill(plan: _Plan, source: StateSource) -> None:
             state.optimizer.state[tensor].clear()
         elif steps is not None:
             made = {key: each for (index, key), each in plan.made.items() if index == partition}
-            state.optimizer.state[tensor].update(made, step=steps)
-    for runner in state.optimizer._runners:
-        runner.convert_momentum(state.optimizer.state)
+            own = state.optimizer.state[tensor]
+            own.update(made, step=steps)
+            if "momentum_buffer" in made:
+                own.pop(SCALE_KEY, None)
     state.host.refresh_weights()
 
 

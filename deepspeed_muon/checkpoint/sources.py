@@ -1,4 +1,4 @@
-"""What a restore reads from: consolidated sets, and universal checkpoints of our converter or DeepSpeed's."""
+"""What a restore reads from: consolidated sets, and universal checkpoints that DeepSpeed wrote."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from deepspeed_muon.checkpoint.files import (
 from deepspeed_muon.checkpoint.index import (
     INDEX_NAME,
     OURS,
-    UNIVERSAL_FORMAT,
     CheckpointIndex,
     FileRecord,
     Progress,
@@ -52,7 +51,6 @@ from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import listed, warn
 from deepspeed_muon.plan.placement import Fragment, TensorSlice
 
-RECORD_NAME = "muon_universal.json"
 WINDOW = 1 << 20
 """Elements of a tensor that are read at once."""
 
@@ -94,10 +92,6 @@ class StateSource(ABC):
         Raises:
             CheckpointError: Naming the file and the parameter.
         """
-
-    def file_of(self, parameter: str, key: str) -> str:
-        """Return the name of the file that holds a tensor."""
-        return self.parameters[parameter].tensors[key]
 
     @abstractmethod
     def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
@@ -175,7 +169,7 @@ class ConsolidatedSource(StateSource):
 
     def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
         """Return a range of a tensor; see :class:`StateSource`."""
-        name = self.file_of(parameter, key)
+        name = self.parameters[parameter].tensors[key]
         with refusing(f"{self._folder / name}: {parameter} ({key})"):
             file, places = self._opened(name)
             found = torch.empty(numel, dtype=torch.float32)
@@ -204,65 +198,51 @@ class ConsolidatedSource(StateSource):
 
 
 class UniversalSource(StateSource):
-    """A universal checkpoint, from our converter or from DeepSpeed's. Pickles are read with ``weights_only``."""
+    """A universal checkpoint from DeepSpeed's converter. Pickles are read with ``weights_only``."""
 
-    def __init__(self, folder: str | os.PathLike[str], live: Mapping[str, Any]) -> None:
-        """Read what there is; our converter's record is used where there is one.
+    def __init__(self, folder: Path, live: Mapping[str, Any]) -> None:
+        """Describe the parameters of the model by their files; there are buffers and frozen parameters as well.
 
         Args:
             folder: The folder with ``zero``.
-            live: The model's parameters by name, with shape and algorithm, for checkpoints that do not say whose state
-                they hold.
+            live: The model's parameters by name, with shape and algorithm: the files do not say whose state they hold.
 
         Raises:
             CheckpointError: Naming the file.
         """
-        self._folder = Path(folder)
+        self._folder = folder
         self.where = str(folder)
-        self._from_adam: set[str] = set()
         self._last: tuple[Path, Tensor] | None = None  # the file that was mapped last
-        with refusing(self.where):
-            if not (self._folder / "zero").is_dir():
-                raise CheckpointError(f"{self._folder}: no folder 'zero': not a universal checkpoint")
-            record = self._folder / RECORD_NAME
-            if os.path.lexists(record):
-                self.index = load_index(self._folder, RECORD_NAME, UNIVERSAL_FORMAT)
-            else:
-                self.index = self._described_by_files(live)
-            for name in self.index.parameters:
-                if not is_name(name):
-                    raise CheckpointError(f"{record}: refused: parameter {name!r} cannot name a folder")
-
-    def _described_by_files(self, live: Mapping[str, Any]) -> CheckpointIndex:
-        """Describe a checkpoint of DeepSpeed's own converter. It holds buffers and frozen parameters as well."""
+        from_adam = 0
         parameters: dict[str, ParameterRecord] = {}
         for name in sorted(live):
-            place, algorithm = self._folder / "zero" / name, live[name].algorithm
+            place, algorithm = folder / "zero" / name, live[name].algorithm
+            files = {key: key for key in ("fp32", *STATE_KEYS[algorithm])}
             found = {path.stem for path in place.glob("*.pt")}
             if not found:
                 continue
-            stateful = set(STATE_KEYS[algorithm]) <= found
-            if algorithm == "muon" and not stateful and "exp_avg" in found:
-                self._from_adam.add(name)
-                stateful = True
+            if algorithm == "muon" and "momentum_buffer" not in found and "exp_avg" in found:
+                files["momentum_buffer"] = "exp_avg"
+                from_adam += 1
             step = 0
-            if stateful:
+            if set(files.values()) <= found:
                 step = int(load_pickle(place / "step.pt") if "step" in found else self._global_step())
-            shape = tuple(self._tensor(name, "fp32").shape)
+            shape = tuple(self._tensor(f"zero/{name}/fp32.pt").shape)
             if torch.Size(shape).numel() == torch.Size(live[name].shape).numel():
                 shape = live[name].shape  # from stage 3 DeepSpeed writes flat tensors
             entry = {"shape": shape, "algorithm": algorithm, "step": step, "group": 0}
             record = checked(ParameterRecord, entry, f"{place}: refused: parameter {name}: ")
-            parameters[name] = record.model_copy(update={"tensors": dict.fromkeys(record.tensor_keys, "")})
-        if self._from_adam:
+            tensors = {key: f"zero/{name}/{files[key]}.pt" for key in record.tensor_keys}
+            parameters[name] = record.model_copy(update={"tensors": tensors})
+        if from_adam:
             warn(
                 "deepspeed_muon: %s was saved by AdamW: its exp_avg becomes the momentum of %d matrices, their "
                 "exp_avg_sq is dropped",
-                self._folder,
-                len(self._from_adam),
+                folder,
+                from_adam,
             )
-        about = {"versions": {}, "source": {"optimizer": OURS}, "groups": [{}]}
-        return CheckpointIndex.model_validate({"format": UNIVERSAL_FORMAT, **about, "parameters": parameters})
+        about: dict[str, Any] = {"versions": {}, "source": {"optimizer": OURS}, "groups": [{}]}
+        self.index = CheckpointIndex.model_construct(**about, parameters=parameters)
 
     def _global_step(self) -> int:
         if (file := model_file_in(self._folder)) is None:
@@ -274,13 +254,10 @@ class UniversalSource(StateSource):
         """Check this share of the files; see :class:`StateSource`."""
         nonfinite = []
         for name in sorted(self.parameters)[share::shares]:
-            for key, checksum in self.parameters[name].tensors.items():
-                path, shape = self._folder / self.file_of(name, key), self.parameters[name].shape_of(key)
-                where = f"{path}; parameter {name}"
+            for key, file in self.parameters[name].tensors.items():
+                where, shape = f"{self._folder / file}; parameter {name}", self.parameters[name].shape_of(key)
                 with refusing(where):
-                    if checksum and file_digest(path) != checksum:
-                        raise CheckpointError(f"{where}: its checksum is not that of the record")
-                    tensor = self._tensor(name, key)
+                    tensor = self._tensor(file)
                     if tensor.numel() != torch.Size(shape).numel():
                         raise CheckpointError(f"{where}: shape {list(tensor.shape)}, expected {list(shape)}")
                     if not self.is_finite(name, key):
@@ -289,27 +266,37 @@ class UniversalSource(StateSource):
 
     def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
         """Return a range of a tensor; see :class:`StateSource`."""
-        held = self._tensor(parameter, key).reshape(-1).narrow(0, start, numel)
+        held = self._tensor(self.parameters[parameter].tensors[key]).reshape(-1).narrow(0, start, numel)
         found = held.to(torch.float32, copy=True)
         drop_pages([held])
         return found
 
-    def file_of(self, parameter: str, key: str) -> str:
-        """Return the name of the file that holds a tensor."""
-        file = "exp_avg" if key == "momentum_buffer" and parameter in self._from_adam else key
-        return f"zero/{parameter}/{file}.pt"
-
-    def _tensor(self, name: str, key: str) -> Tensor:
-        path = self._folder / self.file_of(name, key)
+    def _tensor(self, file: str) -> Tensor:
+        path = self._folder / file
         if self._last is not None and self._last[0] == path:
             return self._last[1]
         content = load_pickle(path)
         tensor = content.get("param") if isinstance(content, dict) else content
-        if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{path}: holds no tensor; parameter {name}")
-        check_tensor(tensor, f"{path}: parameter {name}")
+        check_tensor(tensor, str(path))
         self._last = path, tensor
-        return tensor
+        return self._last[1]
+
+
+def open_universal(folder: Path, live: Mapping[str, Any]) -> StateSource:
+    """Return the source for a universal checkpoint: its consolidated set, or what DeepSpeed's converter wrote.
+
+    Args:
+        folder: The folder with ``zero``.
+        live: See :class:`UniversalSource`.
+
+    Raises:
+        CheckpointError: Naming the file.
+    """
+    if not (folder / "zero").is_dir():
+        raise CheckpointError(f"{folder}: no folder 'zero': not a universal checkpoint")
+    if _exists(folder / "zero" / INDEX_NAME):
+        return ConsolidatedSource(folder / "zero")
+    return UniversalSource(folder, live)
 
 
 def find_consolidated(folder: Path) -> Path:

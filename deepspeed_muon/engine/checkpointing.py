@@ -25,7 +25,7 @@ from deepspeed_muon.checkpoint.live import collect, optimizer_of, require_all_ra
 from deepspeed_muon.checkpoint.offline import convert_to_universal
 from deepspeed_muon.checkpoint.restore import first_lines, restore_from_source
 from deepspeed_muon.checkpoint.settings import Before
-from deepspeed_muon.checkpoint.sources import UniversalSource
+from deepspeed_muon.checkpoint.sources import StateSource, open_universal
 from deepspeed_muon.checkpoint.tag_folder import Glance, glance, is_ours
 from deepspeed_muon.engine.nvme import check_copy, load_the_rest, prepare_save
 from deepspeed_muon.engine.zero.stages import FlatView, view_of
@@ -60,9 +60,9 @@ def load_universal_checkpoint(
     engine = view.memory.engine()
     require_all_ranks(engine)
 
-    def open_source() -> UniversalSource:
+    def open_source() -> StateSource:
         live = {parameter.name: parameter.record for parameter in collect(engine).parameters}
-        return UniversalSource(checkpoint_folder, live)
+        return open_universal(Path(checkpoint_folder), live)
 
     source, _before = restore_from_source(
         engine, open_source, str(checkpoint_folder), progress=False, state_too=load_optimizer_states

@@ -24,10 +24,9 @@ from hypothesis import strategies as st
 
 from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.checkpoint.consolidate import consolidate_files
-from deepspeed_muon.checkpoint.index import FORMAT, CheckpointIndex, parse_sealed, sealed_json
+from deepspeed_muon.checkpoint.index import CheckpointIndex, parse_sealed, sealed_json
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, read_records
 from deepspeed_muon.checkpoint.offline import convert_to_universal, verify_folder
-from deepspeed_muon.checkpoint.sources import RECORD_NAME, UniversalSource
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
 from tests.support.checkpoints import INDEX
@@ -170,14 +169,13 @@ def same_state(found: CheckpointIndex, good: CheckpointIndex) -> None:
 @pytest.mark.parametrize("count", cheap_counts())
 def test_bytes_of_an_index_and_of_universal_metadata(saved: Path, count: int) -> None:
     """Without a new checksum nothing loads that says something else."""
-    for path, form in ((saved / "set" / INDEX, FORMAT), (saved / "universal" / "step" / RECORD_NAME, None)):
-        text = path.read_bytes()
-        form = form or json.loads(text)["format"]
-        good = parse_sealed(text, "here", form)
+    for folder in (saved / "set", saved / "universal" / "step" / "zero"):
+        text = (folder / INDEX).read_bytes()
+        good = parse_sealed(text, "here")
 
-        def check(data: st.DataObject, text: bytes = text, form: str = form, good: Any = good) -> None:
+        def check(data: st.DataObject, text: bytes = text, good: Any = good) -> None:
             try:
-                found = parse_sealed(damage(text, data), "here", form)
+                found = parse_sealed(damage(text, data), "here")
             except CheckpointError:
                 return
             assert found == good
@@ -299,13 +297,11 @@ def restored_universal(rank: int, world_size: int, *, folder: str, count: int) -
     extra = {"checkpoint": {"load_universal": True}}
     engine = training.make_engine(training.ds_config(2, precision="fp16", extra=extra), seed=7)
     training.run_step(engine, 0, rank, world_size, 1)
-    path = Path(folder, "universal", "step", RECORD_NAME)
+    path = Path(folder, "universal", "step", "zero", INDEX)
     place = os.path.join(folder, "universal")
     return loaded_mutants(engine, path, lambda: engine.load_checkpoint(place), lambda: None, count, 4)
 
 
 @pytest.mark.parametrize("count", [40, full(200)])
 def test_loads_of_mutated_universal_metadata(ranks: Any, saved: Path, count: int) -> None:
-    routes: dict[str, Any] = {}
-    assert UniversalSource(saved / "universal" / "step", routes).parameters
     assert ranks(1).run(restored_universal, folder=str(saved), count=count) == [[]]

@@ -62,7 +62,7 @@ def test_deepspeeds_muon_is_deepspeeds_to_convert(ranks: Any, tmp_path: Path) ->
     ranks(2).run(save_other, folder=str(tmp_path / "in"), optimizer="Muon", stage=2, zero={})
     hooked, own = both_ways(tmp_path / "in" / TAG, tmp_path)
     assert hooked == own
-    assert not (tmp_path / "hooked" / "muon_universal.json").exists()
+    assert not (tmp_path / "hooked" / "zero" / "muon_index.json").exists()
 
 
 @pytest.mark.full

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from deepspeed_muon.checkpoint import consolidate, restore
+from deepspeed_muon.checkpoint.index import INDEX_NAME
 from deepspeed_muon.checkpoint.offline import convert_to_universal
-from deepspeed_muon.checkpoint.sources import RECORD_NAME
 from tests.support import training
 from tests.support.checkpoints import INDEX, edit
 from tests.support.models import build
@@ -187,7 +187,7 @@ def test_a_universal_checkpoint_with_a_bad_loss_scale(
 ) -> None:
     ranks(2).run(saved_for_universal, folder=str(tmp_path / "saved"))
     convert_to_universal(tmp_path / "saved", tmp_path / "universal" / "step")
-    record = tmp_path / "universal" / "step" / RECORD_NAME
+    record = tmp_path / "universal" / "step" / "zero" / INDEX_NAME
     assert json.loads(record.read_text())["progress"]["loss_scale"]["cur_scale"] > 0
 
     def change(content: dict[str, Any]) -> None:
@@ -198,5 +198,5 @@ def test_a_universal_checkpoint_with_a_bad_loss_scale(
 
     edit(record, change)
     for result in ranks(2).run(tried_universal, folder=str(tmp_path / "universal"), stage=stage):
-        assert RECORD_NAME in result["message"] and "loss" in result["message"], result
+        assert INDEX_NAME in result["message"] and "loss" in result["message"], result
         assert not result["changed"]

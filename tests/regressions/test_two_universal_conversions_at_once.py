@@ -10,7 +10,7 @@ from torch import nn
 
 from deepspeed_muon.checkpoint import offline
 from deepspeed_muon.checkpoint.files import lock, unlock
-from deepspeed_muon.checkpoint.sources import UniversalSource
+from deepspeed_muon.checkpoint.sources import ConsolidatedSource
 from deepspeed_muon.errors import CheckpointError
 
 
@@ -28,20 +28,20 @@ def saved_by_adamw(folder: Path) -> None:
 def test_the_second_to_finish_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved_by_adamw(tmp_path / "step1")
     out = tmp_path / "out" / "universal"
-    write = offline._write_parameters
+    write = offline.write_files
     running = []
 
-    def write_with_another_conversion_meanwhile(saved, folder):  # type: ignore[no-untyped-def]
-        files = write(saved, folder)
+    def write_with_another_conversion_meanwhile(*args):  # type: ignore[no-untyped-def]
+        index = write(*args)
         if not running:
             running.append(True)
             offline.convert_to_universal(tmp_path / "step1", out)
-        return files
+        return index
 
-    monkeypatch.setattr(offline, "_write_parameters", write_with_another_conversion_meanwhile)
+    monkeypatch.setattr(offline, "write_files", write_with_another_conversion_meanwhile)
     with pytest.raises(CheckpointError, match="not empty"):
         offline.convert_to_universal(tmp_path / "step1", out)
-    source = UniversalSource(out, {})
+    source = ConsolidatedSource(out / "zero")
     assert source.verify(0, 1) == [] and set(source.parameters) == {"weight", "bias"}
     assert sorted(path.name for path in out.parent.iterdir()) == ["latest_universal", "universal"]
 
