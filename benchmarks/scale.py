@@ -176,7 +176,7 @@ def measure(parameters: int, stage: int, world: int, rank: int, trace: bool) -> 
 
     import deepspeed_muon
     from deepspeed_muon.checkpoint.layout_record import record_of
-    from deepspeed_muon.checkpoint.live import collect, described
+    from deepspeed_muon.checkpoint.live import collect
     from deepspeed_muon.engine.topology import read_step_sets
     from deepspeed_muon.transport.agreement import agree
     from deepspeed_muon.transport.ranks import Ranks
@@ -219,9 +219,10 @@ def measure(parameters: int, stage: int, world: int, rank: int, trace: bool) -> 
     groups = range(len(optimizer.param_groups))
     start = time.process_time()
     optimizer.host = SimpleNamespace(
-        param_group_numbers=lambda: list(groups),
+        view=SimpleNamespace(group_numbers=lambda: list(groups)),
         counters=lambda: {"global_steps": 0},
-        described=described(optimizer.routes, {}),
+        routes={route.name: route for route in optimizer.routes},
+        parts={},
         save_id="0" * 12,
     )
     content = io.BytesIO()

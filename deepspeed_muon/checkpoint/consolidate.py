@@ -164,7 +164,7 @@ def _about(state: LiveState) -> dict[str, Any]:
         "source": {
             "writer": "engine",
             "optimizer": OURS,
-            "zero_stage": state.host.zero_stage,
+            "zero_stage": int(state.host.engine.zero_optimization_stage()),
             "world_size": all_ranks().size,
         },
         "optimizer": state.optimizer.config.model_dump(mode="json"),

@@ -13,6 +13,8 @@ the same step.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import weakref
 from bisect import bisect_left, bisect_right
@@ -28,6 +30,7 @@ from deepspeed_muon.checkpoint.live import LiveParameter, LiveState, collect
 from deepspeed_muon.checkpoint.parameters import Blocks, Count, HeldParameter, ParameterRecord
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
+from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import Placement, TensorSlice, whole_slice
 from deepspeed_muon.plan.rows import Places, row_places
@@ -136,6 +139,7 @@ class LayoutRecord(BaseModel):
     Attributes:
         version: :data:`RECORD_VERSION`.
         save: Random id of the save.
+        order: See :func:`order_of`.
         optimizer: The settings of the optimizer.
         groups: The data-parallel groups that the rank is in.
     """
@@ -144,6 +148,7 @@ class LayoutRecord(BaseModel):
 
     version: Literal[2] = RECORD_VERSION
     save: str
+    order: str
     optimizer: dict[str, Any]
     groups: tuple[_Group, ...]
 
@@ -254,13 +259,17 @@ def add_record_to_state_dict(engine: Any) -> None:
         live = reference()
         if live is None:
             return
+        record = {
+            "version": RECORD_VERSION,
+            "save": live.basic_optimizer.host.save_id,
+            "order": order_of(live.basic_optimizer),
+        }
         try:
-            state_dict[RECORD_KEY] = record_of(collect(live))
+            state_dict[RECORD_KEY] = {**record, **record_of(collect(live))}
         except CheckpointError as error:
             # DeepSpeed's own resume works without the record. Without the reason a reader would take the state for that
             # of another optimizer.
-            save_id = live.basic_optimizer.host.save_id
-            state_dict[RECORD_KEY] = {"version": RECORD_VERSION, "save": save_id, "missing": str(error)}
+            state_dict[RECORD_KEY] = {**record, "missing": str(error)}
             if not warned:
                 warn(
                     "deepspeed_muon: the saved optimizer state has no record of its layout: %s. engine.load_checkpoint "
@@ -273,13 +282,22 @@ def add_record_to_state_dict(engine: Any) -> None:
     engine.basic_optimizer.register_state_dict_post_hook(add_record)
 
 
+def order_of(optimizer: Muon) -> str:
+    """Return a digest of name, partition and rule of every Muon matrix.
+
+    DeepSpeed's files hold flat partitions without names. An engine with another order would load them into the wrong
+    matrices, so the digests are compared before anything of the optimizer is loaded, also where the record is missing.
+    """
+    matrices = (matrix for runner in optimizer._runners for matrix in runner.step_set.matrices)
+    rows = sorted([m.name, m.partition, m.placement.numbers()] for m in matrices)
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
 def record_of(state: LiveState) -> Mapping[str, Any]:
-    """Return this rank's record."""
+    """Return what this rank's record says of the parameters."""
     if state.host.save_id is None:
         raise CheckpointError("engine.save_checkpoint did not write it")
     return {
-        "version": RECORD_VERSION,
-        "save": state.host.save_id,
         "optimizer": state.optimizer.config.model_dump(mode="json"),
         "groups": [_record_of_group(state, held) for held in state.groups],
     }
@@ -287,7 +305,7 @@ def record_of(state: LiveState) -> Mapping[str, Any]:
 
 def _record_of_group(state: LiveState, held: Sequence[LiveParameter]) -> dict[str, Any]:
     """Return what this rank's file says of one data-parallel group."""
-    order = {name: number for number, name in enumerate(state.host.described)}
+    order = {name: number for number, name in enumerate(state.host.routes)}
     described = sorted(held, key=lambda each: order[each.own_name])
     return {
         "name": Scope.among(held[0].holders, held[0].rank).name,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,6 @@ from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
 from deepspeed_muon.plan.placement import Fragment, TensorSlice, whole_slice
 from deepspeed_muon.plan.rows import row_places
-from deepspeed_muon.routing.route import Route
 from deepspeed_muon.step.quantized import SCALE_KEY, MomentumBlocks
 from deepspeed_muon.step.step_set import BoundPartition
 from deepspeed_muon.variants import VARIANTS
@@ -42,8 +41,9 @@ class Host:
     """The engine around an optimizer. The engine sets it as ``Muon.host`` when it binds the optimizer.
 
     Attributes:
-        described: Name of each trained parameter to the record of its whole tensor before any step, the part of it that
-            this rank has, and the reason of its route. A text in their place says why the part is not known.
+        routes: Name of each parameter to its route.
+        parts: Name of each parameter that is a part of a whole tensor, or has another name there, to that part, or to
+            the reason why it is not known.
         step_thread: The thread that took the last step; ``None`` before the first one.
         is_swapped: Whether masters and momentum are on NVMe between two steps.
         save_id: Random id of the save that ``engine.save_checkpoint`` is writing, equal on all ranks; else ``None``.
@@ -56,13 +56,13 @@ class Host:
 
         Args:
             engine: A ``DeepSpeedEngine`` whose optimizer is ours and bound.
-            parts: Name of each parameter that is a part of a whole tensor, or has another name there, to that part, or
-                to the reason why it is not known.
+            parts: See :attr:`parts`.
             view_of: Returns the view of what the engine has as its ``optimizer``.
         """
         self._reference = weakref.ref(engine)
         self._view_of = view_of
-        self.described = described(engine.basic_optimizer.routes, parts)
+        self.routes = {route.name: route for route in engine.basic_optimizer.routes}
+        self.parts = parts
         self.is_swapped = view_of(engine.optimizer).swap_folder is not None
         self.save_id: str | None = None
         self.step_thread: int | None = None
@@ -70,43 +70,30 @@ class Host:
         self._guards: list[RemovableHandle] = []
 
     @property
-    def _engine(self) -> Any:
+    def engine(self) -> Any:
+        """The engine."""
         engine = self._reference()
         if engine is None:
             raise CheckpointError("the engine of this optimizer is gone")
         return engine
 
     @property
-    def _view(self) -> Any:
-        return self._view_of(self._engine.optimizer)
-
-    @property
-    def zero_stage(self) -> int:
-        """The ZeRO stage."""
-        return int(self._engine.zero_optimization_stage())
-
-    @property
-    def scheduler(self) -> Any:
-        """The learning-rate scheduler, or ``None``."""
-        return self._engine.lr_scheduler
+    def view(self) -> Any:
+        """The view of what the engine has as its ``optimizer``."""
+        return self._view_of(self.engine.optimizer)
 
     def counters(self) -> dict[str, int]:
         """Return ``global_steps``, ``global_samples`` and ``skipped_steps``."""
-        return {key: int(getattr(self._engine, key)) for key in COUNTERS}
+        return {key: int(getattr(self.engine, key)) for key in COUNTERS}
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
         """Set the counters that :meth:`counters` returns."""
         for key, value in counters.items():
-            setattr(self._engine, key, value)
-
-    def param_group_numbers(self) -> list[int]:
-        """Return the number of the param group that every partition belongs to, in the order of the partitions."""
-        numbers: list[int] = self._view.group_numbers()
-        return numbers
+            setattr(self.engine, key, value)
 
     def loss_scale(self) -> dict[str, float] | None:
         """Return what the dynamic loss scale needs to continue, or ``None`` where there is none."""
-        scaler = self._view.dynamic_scaler()
+        scaler = self.view.dynamic_scaler()
         if scaler is None:
             return None
         values = {key: getattr(scaler, key, None) for key in SCALE_KEYS}
@@ -114,20 +101,15 @@ class Host:
 
     def set_loss_scale(self, state: Mapping[str, Any]) -> None:
         """Let a dynamic loss scale continue from :meth:`loss_scale`; others are left alone."""
-        scaler = self._view.dynamic_scaler()
+        scaler = self.view.dynamic_scaler()
         for key in SCALE_KEYS:
             if scaler is not None and key in state and hasattr(scaler, key):
                 setattr(scaler, key, state[key])
 
-    @torch.no_grad()
-    def refresh_weights(self) -> None:
-        """Round the fp32 masters into the weights of the forward pass. Must be called by all ranks."""
-        self._view.refresh_weights()
-
     def progress(self) -> Progress:
         """Return the engine's counters, schedule and loss scale."""
         schedule = None
-        scheduler = self.scheduler
+        scheduler = self.engine.lr_scheduler
         if scheduler is not None and hasattr(scheduler, "state_dict"):
             schedule = scheduler.state_dict()
             if not is_json(schedule):
@@ -145,7 +127,7 @@ class Host:
         """Let steps, saves and forward passes raise from now on, until :meth:`end_restore`; may be called again."""
         self._restoring = where
         # A pipeline engine calls its module without calling itself; programs that evaluate may call the module too.
-        for module in (self._engine, self._engine.module) if not self._guards else ():
+        for module in (self.engine, self.engine.module) if not self._guards else ():
             guard = module.register_forward_pre_hook(lambda *_: self.require_restored(), prepend=True)
             self._guards.append(guard)
 
@@ -162,21 +144,6 @@ class Host:
                 f"a restore from {self._restoring} was interrupted: weights and optimizer state mix two states. "
                 f"Restore again, or create a new engine"
             )
-
-
-def described(
-    routes: Iterable[Route], parts: Mapping[str, TensorSlice | str]
-) -> dict[str, tuple[ParameterRecord, TensorSlice, str] | str]:
-    """Return :attr:`Host.described` of parameters with these routes."""
-    found: dict[str, tuple[ParameterRecord, TensorSlice, str] | str] = {}
-    for route in routes:
-        part = parts.get(route.name) or whole_slice(route.name, route.shape)
-        if isinstance(part, str):
-            found[route.name] = part
-        elif route.algorithm != "frozen":
-            whole = replace(route, name=part.name, shape=part.shape)
-            found[route.name] = ParameterRecord.of(whole, group=0), part, route.reason
-    return found
 
 
 def optimizer_of(engine: Any) -> Muon:
@@ -311,7 +278,7 @@ def collect(engine: Any) -> LiveState:
     """
     optimizer = optimizer_of(engine)
     host: Host = optimizer.host
-    groups = host.param_group_numbers()
+    groups = host.view.group_numbers()
     has_rows = bool(VARIANTS[optimizer.config.variant].state)
     members: dict[tuple[int, ...], tuple[int, ...]] = {}
     parameters: dict[str, LiveParameter] = {}
@@ -325,17 +292,24 @@ def collect(engine: Any) -> LiveState:
         layouts: tuple[MatrixLayout | ParameterLayout, ...] = (*step_set.matrices, *step_set.others)
         for number, layout in enumerate(layouts):
             bound = partitions[layout.partition]
-            record, part, reason = _described(host, layout.name)
+            route = host.routes[layout.name]
+            part = host.parts.get(route.name) or whole_slice(route.name, route.shape)
+            if isinstance(part, str):
+                raise CheckpointError(
+                    f"parameter {route.name}: {part}. engine.save_checkpoint and load_checkpoint resume it at the same "
+                    f"ranks"
+                )
+            whole = replace(route, name=part.name, shape=part.shape)
             state = optimizer.state.get(bound.tensor, {})
             found = LiveParameter(
-                record.model_copy(update={"group": groups[bound.index]}),
+                ParameterRecord.of(whole, group=groups[bound.index]),
                 part,
                 layout.placement,
                 rows.get(layout.name),
                 ranks,
                 bound.index,
                 layout.name,
-                reason,
+                route.reason,
                 bound,
                 step_set.rank,
                 (runner.blocks, number) if SCALE_KEY in state else None,
@@ -350,12 +324,3 @@ def collect(engine: Any) -> LiveState:
     if not parameters:
         raise CheckpointError("the engine's optimizer holds no parameters")
     return LiveState(optimizer, host, tuple(parameters.values()), optimizer._bound.runners[0].context.device)
-
-
-def _described(host: Host, name: str) -> tuple[ParameterRecord, TensorSlice, str]:
-    found = host.described[name]
-    if isinstance(found, str):
-        raise CheckpointError(
-            f"parameter {name}: {found}. engine.save_checkpoint and load_checkpoint resume it at the same ranks"
-        )
-    return found

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 from typing_extensions import Self
 
@@ -40,18 +40,7 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """Name of each tensor of a file to its shape, in the order of the file."""
 
 
-def _at_most(length: int) -> BeforeValidator:
-    """Return what refuses a longer list before pydantic collects the faults of all its entries."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, (list, tuple)) and len(value) > length:
-            raise ValueError(f"has {len(value)} entries, at most {length} are possible")
-        return value
-
-    return BeforeValidator(check)
-
-
-Blocks = Annotated[tuple[Dimension, ...], _at_most(1 << 16)]
+Blocks = Annotated[tuple[Dimension, ...], Field(max_length=1 << 16)]
 
 
 class ParameterRecord(BaseModel):
@@ -72,14 +61,14 @@ class ParameterRecord(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    shape: Annotated[tuple[Dimension, ...], _at_most(64)]
+    shape: Annotated[tuple[Dimension, ...], Field(max_length=64)]
     algorithm: Literal["muon", "adamw"]
     heads: Dimension = 1
     grid: tuple[Blocks, Blocks] | None = None
     transposed: Annotated[bool, Field(strict=True)] = False
     group: Count
     rows: Annotated[int, Field(ge=0, le=_MAX_NUMEL, strict=True)] = 0
-    row_keys: Annotated[tuple[str, ...], _at_most(len(ROW_STATE))] = ()
+    row_keys: Annotated[tuple[str, ...], Field(max_length=len(ROW_STATE))] = ()
     step: Steps = 0
     tensors: dict[str, str] = {}
 

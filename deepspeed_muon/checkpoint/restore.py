@@ -117,7 +117,7 @@ def restore_from_source(
             if not problems:
                 plan = _Plan.of(state, source, hyperparameters=rates, state_too=state_too)
                 if run is not None and scheduler:
-                    check_schedule(state.host.scheduler, run, source.where, rates=rates)
+                    check_schedule(engine.lr_scheduler, run, source.where, rates=rates)
                 nonfinite = source.verify(all_ranks().position, all_ranks().size)
             agreed.tell("checkpoint", source.digest())
         _refuse_another_model(state, source, problems)
@@ -328,7 +328,7 @@ def _fill(plan: _Plan, source: StateSource) -> None:
             own.update(made, step=steps)
             if "momentum_buffer" in made:
                 own.pop(SCALE_KEY, None)
-    state.host.refresh_weights()
+    state.host.view.refresh_weights()
 
 
 def _write_partitions(plan: _Plan, source: StateSource) -> None:

@@ -124,7 +124,7 @@ def write_progress(optimizer: Muon, progress: Progress, where: str, *, scheduler
     """
     host: Host = optimizer.host
     host.set_counters({key: getattr(progress, key) for key in COUNTERS})
-    own = host.scheduler
+    own = host.engine.lr_scheduler
     if scheduler and own is not None and progress.lr_scheduler is not None:
         try:
             own.load_state_dict(_schedule(own, progress.lr_scheduler, rates))
@@ -253,7 +253,7 @@ class Before:
         self._optimizer = optimizer_of(engine)
         self._host: Host = self._optimizer.host
         self._counters = self._host.counters()
-        self._scheduler = self._host.scheduler
+        self._scheduler = engine.lr_scheduler
         self._attributes = dict(getattr(self._scheduler, "__dict__", {}))
         self._state: Any = None
         if self._scheduler is not None and hasattr(self._scheduler, "state_dict"):

@@ -276,10 +276,10 @@ class UniversalSource(StateSource):
         if self._last is not None and self._last[0] == path:
             return self._last[1]
         content = load_pickle(path)
-        tensor = content.get("param") if isinstance(content, dict) else content
+        tensor: Any = content.get("param") if isinstance(content, dict) else content
         check_tensor(tensor, str(path))
         self._last = path, tensor
-        return self._last[1]
+        return tensor
 
 
 def open_universal(folder: Path, live: Mapping[str, Any]) -> StateSource:

@@ -60,16 +60,10 @@ class Glance:
         return f"{self.folder}: saved by {self.kind} at ZeRO stage {self.stage} on {ranks}"
 
     @property
-    def settings(self) -> Mapping[str, Any]:
-        """The settings of our optimizer, where the file has them."""
-        found: Mapping[str, Any] = self.inner.get(RECORD_KEY, {}).get("optimizer", {})
+    def record(self) -> Mapping[str, Any]:
+        """Our layout record, where the file has one."""
+        found: Mapping[str, Any] = self.inner.get(RECORD_KEY, {})
         return found
-
-    @property
-    def entries(self) -> list[Mapping[str, Any]]:
-        """The parameters in the file's part of our layout record."""
-        groups = self.inner.get(RECORD_KEY, {}).get("groups", ())
-        return [entry for group in groups for entry in group["parameters"]]
 
     def refuse_universal(self) -> None:
         """Raise a CheckpointError if it is a universal checkpoint, which has another loader."""

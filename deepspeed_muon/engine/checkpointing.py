@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 import json
 import os
 import secrets
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_muon.checkpoint import CONSOLIDATED_FOLDER, consolidate
 from deepspeed_muon.checkpoint.files import load_pickle, refusing
 from deepspeed_muon.checkpoint.index import INDEX_NAME, OURS
-from deepspeed_muon.checkpoint.layout_record import SAVE_KEY, save_of
+from deepspeed_muon.checkpoint.layout_record import SAVE_KEY, order_of, save_of
 from deepspeed_muon.checkpoint.live import collect, optimizer_of, require_all_ranks
 from deepspeed_muon.checkpoint.offline import convert_to_universal
 from deepspeed_muon.checkpoint.restore import first_lines, restore_from_source
@@ -28,13 +26,14 @@ from deepspeed_muon.checkpoint.settings import Before
 from deepspeed_muon.checkpoint.sources import StateSource, open_universal
 from deepspeed_muon.checkpoint.tag_folder import Glance, glance, is_ours
 from deepspeed_muon.engine.nvme import check_copy, load_the_rest, prepare_save
-from deepspeed_muon.engine.zero.stages import FlatView, view_of
+from deepspeed_muon.engine.zero.stages import view_of
 from deepspeed_muon.engine.zero.views import Original, View
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.transport.agreement import together
+from deepspeed_muon.transport.ranks import Ranks
 
-_ORDER_KEY = "deepspeed_muon_order"
+_Difference: TypeAlias = tuple[set[str], set[str], set[str], bool]
+"""The parameters in a rank's file and in its engine, those of another route in words, and whether any was moved."""
 _ONE_SAVE = (
     "a save was killed, or files were mixed: load another tag, or copy all files of one save into the folder"
 )
@@ -132,36 +131,11 @@ def load_checkpoint(original: Original, engine: Any, *args: Any, **kwargs: Any) 
     return path, client_state
 
 
-def record_order(engine: Any, optimizer: Muon) -> None:
-    """Let every saved state hold a digest of the layout, where matrices lie in flat buffers.
-
-    DeepSpeed's files hold flat partitions without names. An engine with another order would load them into the wrong
-    matrices, so the digests are compared before anything of the optimizer is loaded.
-    """
-    if not isinstance(view_of(engine.optimizer), FlatView):
-        return
-    rule = _digest_of_layout(optimizer)
-
-    def add(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        state_dict[_ORDER_KEY] = {"rule": rule}
-
-    optimizer.register_state_dict_post_hook(add)
-
-
-def _digest_of_layout(optimizer: Muon) -> str:
-    """Return a digest of name, partition and rule of every Muon matrix."""
-    matrices = (matrix for runner in optimizer._runners for matrix in runner.step_set.matrices)
-    rows = sorted([m.name, m.partition, m.placement.numbers()] for m in matrices)
-    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
-
-
 def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> Glance | None:
     """Return what DeepSpeed's loader is about to read; raise on every rank if one finds that it does not fit."""
     ranks = optimizer_of(engine).ranks
     saved: Glance | None = None
-    rerouted: list[str] = []
-    names: list[set[str]] = [set(), set()]
-    moved = False
+    difference: _Difference = set(), set(), set(), False
     save_id: str | None = None
     load = functools.cache(functools.partial(load_pickle, trust=True))  # as DeepSpeed's loader will
     with together(CheckpointError, ranks=ranks) as agreed:
@@ -179,7 +153,7 @@ def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> Glance
             saved = glance(folder / str(tag), own, load=load)
         if saved is not None and with_state:
             _require_own(engine, saved)
-            rerouted, names, moved = _differences(engine, saved)
+            difference = _difference(engine, saved)
         if tag is not None:
             with refusing(f"{load_dir!r}"):
                 save_id = _save_id(engine, folder, str(tag), load, with_state=with_state)
@@ -187,28 +161,43 @@ def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> Glance
         agreed.tell(f"save of the rank's files ({_ONE_SAVE})", save_id)
         shown = saved and f"{saved.folder.name} of {saved.kind}, stage {saved.stage}, {saved.ranks} ranks"
         agreed.tell("checkpoint", shown or "none")
-    if saved is None:
-        return None
-    # The file of a group's first rank describes its parameters, at stage 0 every file.
-    then, now = names
-    known = set().union(*ranks.gather(then, what="check of a checkpoint").values()) if saved.stage else then
-    told = [
-        *(f"parameter {name} is in the checkpoint, but not in the optimizer" for name in then - now),
-        *(f"parameter {name} is not in the checkpoint" for name in now - known),
-    ]
-    if any(ranks.reduce([len(told), len(rerouted), int(moved)], "sum", what="check of a checkpoint")):
-        gathered = ranks.gather((told, rerouted), what="check of a checkpoint").values()
-        told, rerouted = (
-            sorted({line for lines in each for line in lines}) for each in zip(*gathered, strict=True)
-        )
-        if told:
-            raise CheckpointError(
-                f"{saved.folder} is not a checkpoint of this model:\n{first_lines(told)}\n"
-                f"Make the model as the saved run did (with the same parameters frozen), or take its weights alone "
-                f"with engine.load_checkpoint(..., load_optimizer_states=False)"
-            )
-        raise CheckpointError(_rerouted(saved, rerouted) if rerouted else _moved(saved))
+    if saved is not None:
+        _refuse_differences(saved, ranks, difference)
     return saved
+
+
+def _refuse_differences(saved: Glance, ranks: Ranks, own: _Difference) -> None:
+    """Raise on every rank if the file of one differs from its engine. Must be called by all ``ranks``."""
+    every = ranks.gather(own, what="check of a checkpoint").values()
+    # The file of a group's first rank describes its parameters, at stage 0 every file.
+    known = set().union(*(then for then, *_ in every))
+    told = {f"parameter {name} is not in the checkpoint" for _, now, *_ in every for name in now - known}
+    told |= {
+        f"parameter {name} is in the checkpoint, but not in the optimizer"
+        for then, now, *_ in every
+        for name in then - now
+    }
+    if told:
+        raise CheckpointError(
+            f"{saved.folder} is not a checkpoint of this model:\n{first_lines(told)}\n"
+            f"Make the model as the saved run did (with the same parameters frozen), or take its weights alone "
+            f"with engine.load_checkpoint(..., load_optimizer_states=False)"
+        )
+    if rerouted := set().union(*(lines for _, _, lines, _ in every)):
+        patterns = ", ".join(
+            f'"{key}": {json.dumps(saved.record["optimizer"][key])}' for key in ("include", "exclude")
+        )
+        raise CheckpointError(
+            f"{saved.folder}: {len(rerouted)} parameters had another route in the run that saved it:\n"
+            f"{first_lines(rerouted)}\nSet {patterns} in optimizer.params, as that run had, or take its weights alone "
+            f"with engine.load_checkpoint(..., load_optimizer_states=False)"
+        )
+    if any(moved for *_, moved in every):
+        raise CheckpointError(
+            f"{saved.folder}: its flat partitions hold the parameters at other places than this engine's: param "
+            f"groups, sub_group_size, round_robin_gradients, the kind of device or the version of deepspeed_muon may "
+            f"differ; or {saved.way()} instead of loading this"
+        )
 
 
 def _save_id(
@@ -244,47 +233,24 @@ def _require_own(engine: Any, saved: Glance) -> None:
         )
 
 
-def _differences(engine: Any, saved: Glance) -> tuple[list[str], list[set[str]], bool]:
-    """Compare this rank's file with its engine.
-
-    Returns:
-        Which parameters had another route; the names in the file and in the engine; whether any lay at another place.
-    """
-    optimizer = optimizer_of(engine)
+def _difference(engine: Any, saved: Glance) -> _Difference:
+    """Compare this rank's file with its engine."""
+    # At stage 0 every rank looks at the first one's file, which may be of other layers.
+    moved = bool(saved.stage) and saved.record.get("order") != order_of(optimizer_of(engine))
     try:
         live = collect(engine).by_name
     except CheckpointError:  # nobody knows what a parameter is a part of; the digest of the order is left
-        live = {}
-    order = saved.inner.get(_ORDER_KEY)
-    rerouted, moved = [], order is not None and order["rule"] != _digest_of_layout(optimizer)
-    names = (
-        [{entry["name"] for entry in saved.entries}, set(live)] if live and saved.entries else [set(), set()]
-    )
-    for entry in saved.entries:
-        if (own := live.get(entry["name"])) is None:
-            continue
+        return set(), set(), set(), moved
+    groups = saved.record.get("groups", ())
+    entries = {entry["name"]: entry for group in groups for entry in group["parameters"]}
+    rerouted = set()
+    for name in entries.keys() & live.keys():
+        entry, own = entries[name], live[name]
         if entry["algorithm"] != own.record.algorithm:
-            rerouted.append(
-                f"{own.name} went to {entry['algorithm']}, and goes to {own.record.algorithm} now ({own.reason})"
+            rerouted.add(
+                f"{name} went to {entry['algorithm']}, and goes to {own.record.algorithm} now ({own.reason})"
             )
         # Where every rank holds everything, the last number, that of the ranks, does not matter.
         places = entry["partition"], *entry["spread"][:-1]
         moved = moved or places != (own.partition, *own.placement.numbers()[:-1])
-    return rerouted, names, moved
-
-
-def _rerouted(saved: Glance, lines: Sequence[str]) -> str:
-    patterns = ", ".join(f'"{key}": {json.dumps(saved.settings[key])}' for key in ("include", "exclude"))
-    return (
-        f"{saved.folder}: {len(lines)} parameters had another route in the run that saved it:\n"
-        + f"{first_lines(lines)}\nSet {patterns} in optimizer.params, as that run had, or take its weights alone with "
-        f"engine.load_checkpoint(..., load_optimizer_states=False)"
-    )
-
-
-def _moved(saved: Glance) -> str:
-    return (
-        f"{saved.folder}: its flat partitions hold the parameters at other places than this engine's: param groups, "
-        f"sub_group_size, round_robin_gradients, the kind of device or the version of deepspeed_muon may differ; or "
-        f"{saved.way()} instead of loading this"
-    )
+    return set(entries), set(live) if entries else set(), rerouted, moved

@@ -23,7 +23,6 @@ from deepspeed_muon.checkpoint.layout_record import add_record_to_state_dict
 from deepspeed_muon.checkpoint.live import Host
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.engine import muon_of
-from deepspeed_muon.engine.checkpointing import record_order
 from deepspeed_muon.engine.engine_hooks import hook_engine
 from deepspeed_muon.engine.gradients import mark_moe_layers, prepare_inputs
 from deepspeed_muon.engine.offload import Admission
@@ -286,7 +285,6 @@ def _bind(engine: Any, optimizer: Muon) -> None:
     agree(error=no_checkpoint(optimizer.config, parts), ranks=ranks)
     optimizer.host = Host(engine, parts, view_of)
     add_record_to_state_dict(engine)
-    record_order(engine, optimizer)
     hook_engine(engine)
     name_rates_in_trainer()
     announce(

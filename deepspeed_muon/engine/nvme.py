@@ -134,7 +134,10 @@ def check_copy(engine: Any, tag_folder: Path, saved: Glance | None, save_id: str
         files, found = listed.get("files", {}), _swap_files(copy)
     if listed.get("save") != save_id or any(found.get(name) != size for name, size in files.items()):
         raise CheckpointError(f"{copy}: cut short, or of another save: a save was killed; load another tag")
-    before, now = (saved.settings.get("momentum_dtype"), optimizer_of(engine).config.momentum_dtype)
+    before, now = (
+        saved.record.get("optimizer", {}).get("momentum_dtype"),
+        optimizer_of(engine).config.momentum_dtype,
+    )
     if before != now:
         raise CheckpointError(
             f"{tag_folder}: was saved with optimizer.params.momentum_dtype {before!r}, this engine has {now!r}: with "
