@@ -176,7 +176,7 @@ def measure(parameters: int, stage: int, world: int, rank: int, trace: bool) -> 
 
     import deepspeed_muon
     from deepspeed_muon.checkpoint.layout_record import record_of
-    from deepspeed_muon.checkpoint.live import collect
+    from deepspeed_muon.checkpoint.live import collect, described
     from deepspeed_muon.engine.topology import read_step_sets
     from deepspeed_muon.transport.agreement import agree
     from deepspeed_muon.transport.ranks import Ranks
@@ -221,8 +221,7 @@ def measure(parameters: int, stage: int, world: int, rank: int, trace: bool) -> 
     optimizer.host = SimpleNamespace(
         view=SimpleNamespace(group_numbers=lambda: list(groups)),
         counters=lambda: {"global_steps": 0},
-        routes={route.name: route for route in optimizer.routes},
-        parts={},
+        described=described(optimizer.routes, {}),
         save_id="0" * 12,
     )
     content = io.BytesIO()

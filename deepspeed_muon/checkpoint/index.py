@@ -10,8 +10,6 @@ it does not prove who wrote the file.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import hashlib
 import json
 import math
@@ -19,7 +17,7 @@ import os
 import platform
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -59,18 +57,6 @@ _MAX_OBJECTS = 160_000
 _MAX_VALUES = 2_000_000
 # Only maps of names to objects (parameters, files, tensors) are longer: each fault in a document takes a kilobyte.
 _MAX_KEYS = 1024
-
-
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """Pause the garbage collector, which would take half of the time to look at a growing index again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class _Record(BaseModel):
@@ -173,7 +159,6 @@ class CheckpointIndex(_Record):
         """Return an index with the versions of the software that runs."""
         return cls(format=FORMAT, versions=_versions(), **content)
 
-    @_without_collections()
     def to_bytes(self) -> bytes:
         """Return the file's content, with the checksum. It leaves out what has its default."""
         return sealed_json(self.model_dump(mode="json", exclude_defaults=True))
@@ -216,7 +201,6 @@ def _versions() -> dict[str, str]:
     return found
 
 
-@_without_collections()
 def load_index(folder: str | os.PathLike[str]) -> CheckpointIndex:
     """Read and check the index of a checkpoint in a folder; the files that it names are not opened.
 

@@ -305,7 +305,7 @@ def record_of(state: LiveState) -> Mapping[str, Any]:
 
 def _record_of_group(state: LiveState, held: Sequence[LiveParameter]) -> dict[str, Any]:
     """Return what this rank's file says of one data-parallel group."""
-    order = {name: number for number, name in enumerate(state.host.routes)}
+    order = {name: number for number, name in enumerate(state.host.described)}
     described = sorted(held, key=lambda each: order[each.own_name])
     return {
         "name": Scope.among(held[0].holders, held[0].rank).name,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
 from deepspeed_muon.plan.placement import Fragment, TensorSlice, whole_slice
 from deepspeed_muon.plan.rows import row_places
+from deepspeed_muon.routing.route import Route
 from deepspeed_muon.step.quantized import SCALE_KEY, MomentumBlocks
 from deepspeed_muon.step.step_set import BoundPartition
 from deepspeed_muon.variants import VARIANTS
@@ -41,9 +42,7 @@ class Host:
     """The engine around an optimizer. The engine sets it as ``Muon.host`` when it binds the optimizer.
 
     Attributes:
-        routes: Name of each parameter to its route.
-        parts: Name of each parameter that is a part of a whole tensor, or has another name there, to that part, or to
-            the reason why it is not known.
+        described: See :func:`described`.
         step_thread: The thread that took the last step; ``None`` before the first one.
         is_swapped: Whether masters and momentum are on NVMe between two steps.
         save_id: Random id of the save that ``engine.save_checkpoint`` is writing, equal on all ranks; else ``None``.
@@ -56,13 +55,12 @@ class Host:
 
         Args:
             engine: A ``DeepSpeedEngine`` whose optimizer is ours and bound.
-            parts: See :attr:`parts`.
+            parts: See :func:`described`.
             view_of: Returns the view of what the engine has as its ``optimizer``.
         """
         self._reference = weakref.ref(engine)
         self._view_of = view_of
-        self.routes = {route.name: route for route in engine.basic_optimizer.routes}
-        self.parts = parts
+        self.described = described(engine.basic_optimizer.routes, parts)
         self.is_swapped = view_of(engine.optimizer).swap_folder is not None
         self.save_id: str | None = None
         self.step_thread: int | None = None
@@ -144,6 +142,27 @@ class Host:
                 f"a restore from {self._restoring} was interrupted: weights and optimizer state mix two states. "
                 f"Restore again, or create a new engine"
             )
+
+
+def described(
+    routes: Iterable[Route], parts: Mapping[str, TensorSlice | str]
+) -> dict[str, tuple[ParameterRecord, TensorSlice, str] | str]:
+    """Return the record of each trained parameter before any step, the part of it on this rank, and why it is routed so.
+
+    Args:
+        routes: Of the parameters.
+        parts: Name of each that is a part of a whole tensor, or has another name there, to that part; or to the reason
+            why it is not known, which is returned.
+    """
+    found: dict[str, tuple[ParameterRecord, TensorSlice, str] | str] = {}
+    for route in routes:
+        part = parts.get(route.name) or whole_slice(route.name, route.shape)
+        if isinstance(part, str):
+            found[route.name] = part
+        elif route.algorithm != "frozen":
+            whole = replace(route, name=part.name, shape=part.shape)
+            found[route.name] = ParameterRecord.of(whole, group=0), part, route.reason
+    return found
 
 
 def optimizer_of(engine: Any) -> Muon:
@@ -292,24 +311,23 @@ def collect(engine: Any) -> LiveState:
         layouts: tuple[MatrixLayout | ParameterLayout, ...] = (*step_set.matrices, *step_set.others)
         for number, layout in enumerate(layouts):
             bound = partitions[layout.partition]
-            route = host.routes[layout.name]
-            part = host.parts.get(route.name) or whole_slice(route.name, route.shape)
-            if isinstance(part, str):
+            known = host.described[layout.name]
+            if isinstance(known, str):
                 raise CheckpointError(
-                    f"parameter {route.name}: {part}. engine.save_checkpoint and load_checkpoint resume it at the same "
-                    f"ranks"
+                    f"parameter {layout.name}: {known}. engine.save_checkpoint and load_checkpoint resume it at the "
+                    f"same ranks"
                 )
-            whole = replace(route, name=part.name, shape=part.shape)
+            record, part, reason = known
             state = optimizer.state.get(bound.tensor, {})
             found = LiveParameter(
-                ParameterRecord.of(whole, group=groups[bound.index]),
+                record.model_copy(update={"group": groups[bound.index]}),
                 part,
                 layout.placement,
                 rows.get(layout.name),
                 ranks,
                 bound.index,
                 layout.name,
-                route.reason,
+                reason,
                 bound,
                 step_set.rank,
                 (runner.blocks, number) if SCALE_KEY in state else None,

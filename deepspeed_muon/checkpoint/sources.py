@@ -15,18 +15,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.files import (
-    check_tensor,
-    drop_pages,
-    file_digest,
-    is_name,
-    latest_tag,
-    load_pickle,
-    open_regular,
-    read_into,
-    refusing,
-    regular_size,
-)
+from deepspeed_muon.checkpoint import files
 from deepspeed_muon.checkpoint.index import (
     INDEX_NAME,
     OURS,
@@ -160,20 +149,20 @@ class ConsolidatedSource(StateSource):
         return nonfinite
 
     def _verify_file(self, path: Path, record: FileRecord) -> None:
-        with refusing(str(path)):
-            size = regular_size(path)
+        with files.refusing(str(path)):
+            size = files.regular_size(path)
             if size != record.bytes:
                 raise CheckpointError(f"{path}: {size} bytes, expected {record.bytes}")
-            if file_digest(path) != record.sha256:
+            if files.file_digest(path) != record.sha256:
                 raise CheckpointError(f"{path}: its checksum is not that of the index")
 
     def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
         """Return a range of a tensor; see :class:`StateSource`."""
         name = self.parameters[parameter].tensors[key]
-        with refusing(f"{self._folder / name}: {parameter} ({key})"):
+        with files.refusing(f"{self._folder / name}: {parameter} ({key})"):
             file, places = self._opened(name)
             found = torch.empty(numel, dtype=torch.float32)
-            read_into(file, places[tensor_name(key, parameter)] + start * ITEM_BYTES, found)
+            files.read_into(file, places[tensor_name(key, parameter)] + start * ITEM_BYTES, found)
             return found
 
     def _opened(self, name: str) -> tuple[BinaryIO, dict[str, int]]:
@@ -184,8 +173,8 @@ class ConsolidatedSource(StateSource):
                 entry: self.parameters[parameter].shape_of(key)
                 for entry, (parameter, key) in self._inside[name].items()
             }
-            with refusing(str(path)), contextlib.ExitStack() as opened:
-                file = opened.enter_context(open_regular(path))
+            with files.refusing(str(path)), contextlib.ExitStack() as opened:
+                file = opened.enter_context(files.open_regular(path))
                 places = _places(path, file, shapes)
                 self._files.enter_context(opened.pop_all())
                 self._open[name] = file, places
@@ -217,22 +206,22 @@ class UniversalSource(StateSource):
         parameters: dict[str, ParameterRecord] = {}
         for name in sorted(live):
             place, algorithm = folder / "zero" / name, live[name].algorithm
-            files = {key: key for key in ("fp32", *STATE_KEYS[algorithm])}
+            file_of = {key: key for key in ("fp32", *STATE_KEYS[algorithm])}
             found = {path.stem for path in place.glob("*.pt")}
             if not found:
                 continue
             if algorithm == "muon" and "momentum_buffer" not in found and "exp_avg" in found:
-                files["momentum_buffer"] = "exp_avg"
+                file_of["momentum_buffer"] = "exp_avg"
                 from_adam += 1
             step = 0
-            if set(files.values()) <= found:
-                step = int(load_pickle(place / "step.pt") if "step" in found else self._global_step())
+            if set(file_of.values()) <= found:
+                step = int(files.load_pickle(place / "step.pt") if "step" in found else self._global_step())
             shape = tuple(self._tensor(f"zero/{name}/fp32.pt").shape)
             if torch.Size(shape).numel() == torch.Size(live[name].shape).numel():
                 shape = live[name].shape  # from stage 3 DeepSpeed writes flat tensors
             entry = {"shape": shape, "algorithm": algorithm, "step": step, "group": 0}
             record = checked(ParameterRecord, entry, f"{place}: refused: parameter {name}: ")
-            tensors = {key: f"zero/{name}/{files[key]}.pt" for key in record.tensor_keys}
+            tensors = {key: f"zero/{name}/{file_of[key]}.pt" for key in record.tensor_keys}
             parameters[name] = record.model_copy(update={"tensors": tensors})
         if from_adam:
             warn(
@@ -247,7 +236,7 @@ class UniversalSource(StateSource):
     def _global_step(self) -> int:
         if (file := model_file_in(self._folder)) is None:
             raise CheckpointError(f"{self._folder}: says nowhere how many steps were taken")
-        state = load_pickle(file)
+        state = files.load_pickle(file)
         return int(state["global_steps"]) - int(state["skipped_steps"])
 
     def verify(self, share: int, shares: int) -> list[str]:
@@ -256,7 +245,7 @@ class UniversalSource(StateSource):
         for name in sorted(self.parameters)[share::shares]:
             for key, file in self.parameters[name].tensors.items():
                 where, shape = f"{self._folder / file}; parameter {name}", self.parameters[name].shape_of(key)
-                with refusing(where):
+                with files.refusing(where):
                     tensor = self._tensor(file)
                     if tensor.numel() != torch.Size(shape).numel():
                         raise CheckpointError(f"{where}: shape {list(tensor.shape)}, expected {list(shape)}")
@@ -268,16 +257,16 @@ class UniversalSource(StateSource):
         """Return a range of a tensor; see :class:`StateSource`."""
         held = self._tensor(self.parameters[parameter].tensors[key]).reshape(-1).narrow(0, start, numel)
         found = held.to(torch.float32, copy=True)
-        drop_pages([held])
+        files.drop_pages([held])
         return found
 
     def _tensor(self, file: str) -> Tensor:
         path = self._folder / file
         if self._last is not None and self._last[0] == path:
             return self._last[1]
-        content = load_pickle(path)
-        tensor: Any = content.get("param") if isinstance(content, dict) else content
-        check_tensor(tensor, str(path))
+        content = files.load_pickle(path)
+        tensor: Tensor = content["param"] if isinstance(content, dict) else content
+        files.check_tensor(tensor, str(path))
         self._last = path, tensor
         return tensor
 
@@ -304,12 +293,12 @@ def find_consolidated(folder: Path) -> Path:
 
     Where ``latest`` names no tag with a set, it is the newest complete set of all tags.
     """
-    with refusing(f"{str(folder)!r}"):
+    with files.refusing(f"{str(folder)!r}"):
         tag_folder, candidates = folder, [folder, folder / CONSOLIDATED_FOLDER]
         if _exists(folder) and not folder.is_dir():
             raise CheckpointError(f"{folder}: is no folder; name the folder that holds {INDEX_NAME}")
-        tag = latest_tag(folder)
-        if tag is not None and is_name(tag):
+        tag = files.latest_tag(folder)
+        if tag is not None and files.is_name(tag):
             tag_folder = folder / tag
             candidates.append(tag_folder / CONSOLIDATED_FOLDER)
         for candidate in candidates:
@@ -319,7 +308,9 @@ def find_consolidated(folder: Path) -> Path:
         for path in folder.glob(f"*/{CONSOLIDATED_FOLDER}/{INDEX_NAME}"):
             with contextlib.suppress(CheckpointError, OSError):
                 index = load_index(path.parent)
-                if all(regular_size(path.parent / name) == file.bytes for name, file in index.files.items()):
+                if all(
+                    files.regular_size(path.parent / name) == file.bytes for name, file in index.files.items()
+                ):
                     complete.append((index.progress.global_steps, path.stat().st_mtime, path.parent))
         if complete:
             steps, _, newest = max(complete)
