@@ -343,13 +343,7 @@ def consolidate_files(
     """
     out = folder_of("out_dir", out_dir)
     check_shard_bytes(shard_bytes)
-    return write_files(
-        DeepSpeedFiles(folder, trust=trust, include=include, exclude=exclude), out, shard_bytes
-    )
-
-
-def write_files(saved: DeepSpeedFiles, out: Path, shard_bytes: int) -> CheckpointIndex:
-    """Write what DeepSpeed saved as a set in the folder ``out``; see :func:`consolidate_files`."""
+    saved = DeepSpeedFiles(folder, trust=trust, include=include, exclude=exclude)
     with refusing(f"{out}: cannot be made"):
         make_folder(out)
 

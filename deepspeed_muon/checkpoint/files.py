@@ -231,7 +231,10 @@ def replace_file(path: Path, content: bytes, *, check: Callable[[], None] = lamb
     # No other process that writes to the same place has a file of this name.
     aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
-        write_synced(aside, content)
+        with open(aside, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
         check()
     except (OSError, CheckpointError) as error:
         unlink(aside)
@@ -330,22 +333,6 @@ def make_folder(folder: Path) -> None:
         each.mkdir(exist_ok=True)
         fsync_folder(each.parent)
     folder.mkdir(exist_ok=True)
-
-
-def write_synced(path: Path, content: bytes) -> None:
-    """Write a small file and sync it; nothing of it is left if that fails.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
-    try:
-        with open(path, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        unlink(path)
-        raise
 
 
 def fsync_folder(folder: Path) -> None:

@@ -147,7 +147,7 @@ class Host:
 def described(
     routes: Iterable[Route], parts: Mapping[str, TensorSlice | str]
 ) -> dict[str, tuple[ParameterRecord, TensorSlice, str] | str]:
-    """Return the record of each trained parameter before any step, the part of it on this rank, and why it is routed so.
+    """Return each trained parameter's record before any step, the part of it on this rank, and the reason of its route.
 
     Args:
         routes: Of the parameters.

@@ -7,6 +7,7 @@ in one process.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.commit import DEFAULT_SHARD_BYTES
-from deepspeed_muon.checkpoint.consolidate import consolidate_files, write_files
+from deepspeed_muon.checkpoint.consolidate import consolidate_files
 from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
 from deepspeed_muon.checkpoint.files import folder_of, new_folder, refusing, replace_file
 from deepspeed_muon.checkpoint.index import INDEX_NAME, CheckpointIndex, load_index
@@ -27,7 +28,7 @@ from deepspeed_muon.checkpoint.parameters import STATE_KEYS
 from deepspeed_muon.checkpoint.restore import nonfinite_text
 from deepspeed_muon.checkpoint.settings import checked_settings
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource
-from deepspeed_muon.checkpoint.tag_folder import MODEL_FILES
+from deepspeed_muon.checkpoint.tag_folder import MODEL_FILES, model_files, tag_folder
 from deepspeed_muon.errors import CheckpointError, printable
 from deepspeed_muon.logs import counted
 from deepspeed_muon.variants import ROW_STATE
@@ -49,19 +50,15 @@ def verify_folder(folder: str | os.PathLike[str], *, allow_nonfinite: bool = Fal
     Raises:
         CheckpointError: Naming the file and the parameter.
     """
-    with refusing(repr(folder)):
-        source = ConsolidatedSource(folder)
-        try:
-            nonfinite = source.verify(0, 1)
-        finally:
-            source.close()
-        where, index = source.where, source.index
-        checked_settings(index.groups, where)
+    with refusing(repr(folder)), contextlib.closing(ConsolidatedSource(folder)) as source:
+        nonfinite = source.verify(0, 1)
+        checked_settings(source.index.groups, source.where)
     if nonfinite and not allow_nonfinite:
         raise CheckpointError(
-            f"{where}: complete, but {nonfinite_text(nonfinite)}. restore refuses it unless allow_nonfinite is set"
+            f"{source.where}: complete, but {nonfinite_text(nonfinite)}. restore refuses it unless allow_nonfinite is "
+            f"set"
         )
-    return index
+    return source.index
 
 
 def export_to_torch(folder: str | os.PathLike[str], out_dir: str | os.PathLike[str]) -> list[str]:
@@ -159,10 +156,9 @@ def convert_to_universal(
         CheckpointError: Naming the file and the parameter.
     """
     out = Path(os.path.abspath(folder_of("output_folder", output_folder)))
-    saved = DeepSpeedFiles(input_folder, **reading)
     with new_folder(out) as partial:
-        index = write_files(saved, partial / "zero", DEFAULT_SHARD_BYTES)
-        for model_rank, path in saved.model_files().items():
+        index = consolidate_files(input_folder, partial / "zero", **reading)
+        for model_rank, path in model_files(tag_folder(Path(input_folder))).items():
             for name in MODEL_FILES:
                 _link(path, partial / name.replace("mp_rank_00", model_rank))
     replace_file(out.parent / "latest_universal", out.name.encode())

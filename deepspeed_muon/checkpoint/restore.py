@@ -258,7 +258,7 @@ class _Plan:
         bound, policy = parameter.bound, self.state.optimizer.state_policy
         dtype = policy.dtype(key, bound.tensor.dtype)
         if key == "momentum_buffer" and (parameter.coded or dtype == torch.int8):
-            dtype = torch.float32  # the next step codes it
+            dtype = torch.float32  # it is coded when all of it is there
         elif key == "fp32" or key in self.state.optimizer.state.get(bound.tensor, {}):
             return self.state.tensor(bound, key)
         place = (bound.index, key)
@@ -328,6 +328,9 @@ def _fill(plan: _Plan, source: StateSource) -> None:
             own.update(made, step=steps)
             if "momentum_buffer" in made:
                 own.pop(SCALE_KEY, None)
+    if state.optimizer.state_policy.quantizes_momentum:
+        for runner in state.optimizer._runners:
+            runner.convert_momentum(state.optimizer.state)
     state.host.view.refresh_weights()
 
 

@@ -130,7 +130,7 @@ class ConsolidatedSource(StateSource):
         for parameter, record in self.parameters.items():
             for key, file in record.tensors.items():
                 self._inside[file][tensor_name(key, parameter)] = parameter, key
-        self._files = contextlib.ExitStack()
+        self._stack = contextlib.ExitStack()
         self._open: dict[str, tuple[BinaryIO, dict[str, int]]] = {}
 
     def verify(self, share: int, shares: int) -> list[str]:
@@ -173,17 +173,14 @@ class ConsolidatedSource(StateSource):
                 entry: self.parameters[parameter].shape_of(key)
                 for entry, (parameter, key) in self._inside[name].items()
             }
-            with files.refusing(str(path)), contextlib.ExitStack() as opened:
-                file = opened.enter_context(files.open_regular(path))
-                places = _places(path, file, shapes)
-                self._files.enter_context(opened.pop_all())
-                self._open[name] = file, places
+            with files.refusing(str(path)):
+                file = self._stack.enter_context(files.open_regular(path))
+                self._open[name] = file, _places(path, file, shapes)
         return self._open[name]
 
     def close(self) -> None:
         """Close the files."""
-        self._files.close()
-        self._open.clear()
+        self._stack.close()
 
 
 class UniversalSource(StateSource):
@@ -265,10 +262,10 @@ class UniversalSource(StateSource):
         if self._last is not None and self._last[0] == path:
             return self._last[1]
         content = files.load_pickle(path)
-        tensor: Tensor = content["param"] if isinstance(content, dict) else content
+        tensor: Tensor = content["param"] if isinstance(content, dict) else content  # DeepSpeed writes both
         files.check_tensor(tensor, str(path))
         self._last = path, tensor
-        return tensor
+        return self._last[1]
 
 
 def open_universal(folder: Path, live: Mapping[str, Any]) -> StateSource:
@@ -294,13 +291,11 @@ def find_consolidated(folder: Path) -> Path:
     Where ``latest`` names no tag with a set, it is the newest complete set of all tags.
     """
     with files.refusing(f"{str(folder)!r}"):
-        tag_folder, candidates = folder, [folder, folder / CONSOLIDATED_FOLDER]
         if _exists(folder) and not folder.is_dir():
             raise CheckpointError(f"{folder}: is no folder; name the folder that holds {INDEX_NAME}")
         tag = files.latest_tag(folder)
-        if tag is not None and files.is_name(tag):
-            tag_folder = folder / tag
-            candidates.append(tag_folder / CONSOLIDATED_FOLDER)
+        tag_folder = folder / tag if tag is not None and files.is_name(tag) else folder
+        candidates = [folder, *dict.fromkeys(each / CONSOLIDATED_FOLDER for each in (folder, tag_folder))]
         for candidate in candidates:
             if _exists(candidate / INDEX_NAME):
                 return candidate

@@ -170,7 +170,7 @@ class TagFolder:
         """Find the files and map them; see :class:`~deepspeed_muon.checkpoint.deepspeed_files.DeepSpeedFiles`."""
         self._trust = trust
         with refusing(f"{str(folder)!r}"):
-            self.folder = _tag_folder(Path(folder))
+            self.folder = tag_folder(Path(folder))
             if verify:
                 self._verify()
         with refusing(f"{self.folder}: not as DeepSpeed writes it"):
@@ -281,14 +281,6 @@ class TagFolder:
                         f"second. A save was killed, or files were mixed: copy all files of one save into the folder"
                     )
 
-    def model_files(self) -> dict[str, Path]:
-        """Return the file with the model of the first data-parallel rank of each model-parallel one."""
-        found = {}
-        for path in _model_files(self.folder):
-            if path.name.startswith(("mp_rank_", "zero_pp_rank_0_")):
-                found[path.name[path.name.index("mp_rank_") :].removesuffix("_model_states.pt")] = path
-        return found
-
     def state_of(self, partition: int, rank: int = 0) -> Mapping[str, Any]:
         """Return what the optimizer of a rank keeps for a partition; nothing before the first step."""
         found: Mapping[str, Any] = self.inner[rank]["state"].get(partition, {})
@@ -369,7 +361,17 @@ def _model_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name))
 
 
-def _tag_folder(folder: Path) -> Path:
+def model_files(folder: Path) -> dict[str, Path]:
+    """Return the file with the model of the first data-parallel rank of each model-parallel one."""
+    found = {}
+    for path in _model_files(folder):
+        if path.name.startswith(("mp_rank_", "zero_pp_rank_0_")):
+            found[path.name[path.name.index("mp_rank_") :].removesuffix("_model_states.pt")] = path
+    return found
+
+
+def tag_folder(folder: Path) -> Path:
+    """Return the folder of a tag: ``folder`` itself, or the one that ``latest`` in it names."""
     tag = latest_tag(folder)
     if tag is not None:
         if not is_name(tag):

@@ -28,17 +28,17 @@ def saved_by_adamw(folder: Path) -> None:
 def test_the_second_to_finish_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved_by_adamw(tmp_path / "step1")
     out = tmp_path / "out" / "universal"
-    write = offline.write_files
+    write = offline.consolidate_files
     running = []
 
-    def write_with_another_conversion_meanwhile(*args):  # type: ignore[no-untyped-def]
-        index = write(*args)
+    def write_with_another_conversion_meanwhile(*args, **reading):  # type: ignore[no-untyped-def]
+        index = write(*args, **reading)
         if not running:
             running.append(True)
             offline.convert_to_universal(tmp_path / "step1", out)
         return index
 
-    monkeypatch.setattr(offline, "write_files", write_with_another_conversion_meanwhile)
+    monkeypatch.setattr(offline, "consolidate_files", write_with_another_conversion_meanwhile)
     with pytest.raises(CheckpointError, match="not empty"):
         offline.convert_to_universal(tmp_path / "step1", out)
     source = ConsolidatedSource(out / "zero")
