@@ -320,9 +320,7 @@ def consolidate_files(
     out_dir: str | os.PathLike[str],
     *,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
-    trust: bool = False,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    **reading: Any,
 ) -> CheckpointIndex:
     """Convert a checkpoint that DeepSpeed saved to one safetensors set, with some megabytes in memory at a time.
 
@@ -330,9 +328,7 @@ def consolidate_files(
         folder: A tag's folder, or the folder with ``latest``: ours, DeepSpeed's own Muon's, or AdamW's.
         out_dir: Where to write; made if needed.
         shard_bytes: Intended size of a file.
-        trust: Unpickle anything; see :func:`deepspeed_muon.checkpoint.files.load_pickle`.
-        include: For AdamW checkpoints: patterns of names that go to Muon.
-        exclude: For AdamW checkpoints: patterns of names that stay with AdamW.
+        **reading: ``trust``, ``include``, ``exclude`` of :class:`DeepSpeedFiles`.
 
     Returns:
         The index that was written.
@@ -343,7 +339,7 @@ def consolidate_files(
     """
     out = folder_of("out_dir", out_dir)
     check_shard_bytes(shard_bytes)
-    saved = DeepSpeedFiles(folder, trust=trust, include=include, exclude=exclude)
+    saved = DeepSpeedFiles(folder, **reading)
     with refusing(f"{out}: cannot be made"):
         make_folder(out)
 

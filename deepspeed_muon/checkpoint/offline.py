@@ -261,7 +261,6 @@ def _universal(arguments: argparse.Namespace) -> int:
 def _inspect(arguments: argparse.Namespace) -> int:
     if (Path(arguments.dir) / INDEX_NAME).is_file():
         index = load_index(arguments.dir)
-        about, parameters, document = dict(index), index.parameters, index.model_dump(mode="json")
         head = [
             f"consolidated checkpoint, format {index.version}",
             f"written by {_listed(index.versions)}",
@@ -269,26 +268,21 @@ def _inspect(arguments: argparse.Namespace) -> int:
         ]
     else:
         saved = DeepSpeedFiles(arguments.dir, verify=False, **_reading(arguments))
-        about, parameters = saved.about, saved.parameters
-        rows = {
-            name: {**record.model_dump(mode="json"), "tensors": record.tensor_keys}
-            for name, record in parameters.items()
-        }
-        document = {"source": about["source"], "parameters": rows}
+        index = CheckpointIndex.model_construct(**saved.about, parameters=saved.parameters)
         head = [f"DeepSpeed checkpoint {printable(str(saved.folder))}"]
     if arguments.json:
-        print(json.dumps(document, indent=1))
+        print(json.dumps(index.model_dump(mode="json"), indent=1))
         return 0
-    head.append(f"from {_listed(about['source'])}")
-    head.append(f"{counted(parameters, 'parameter')}, global_steps {about['progress'].global_steps}")
-    width = max((len(printable(name)) for name in parameters), default=0)
+    head.append(f"from {_listed(index.source)}")
+    head.append(f"{counted(index.parameters, 'parameter')}, global_steps {index.progress.global_steps}")
+    width = max((len(printable(name)) for name in index.parameters), default=0)
     table = [
         f"{printable(name):{width}}  {record.algorithm:5}  step {record.step}  {list(record.shape)}  "
         f"{' '.join(record.tensor_keys)}"
-        for name, record in parameters.items()
+        for name, record in index.parameters.items()
     ]
     print("\n".join([*head, *table]))
-    return _print_lossy(about["lossy"])
+    return _print_lossy(index.lossy)
 
 
 def _listed(values: Mapping[str, Any]) -> str:

@@ -112,7 +112,7 @@ def restore_from_source(
             opened.callback(source.close)
             before, state = Before(engine), collect(engine)
             rates = hyperparameters and not source.converted
-            run = source.progress if progress else None
+            run = source.index.progress if progress else None
             problems = _compare(state, source, state_too)
             if not problems:
                 plan = _Plan.of(state, source, hyperparameters=rates, state_too=state_too)

@@ -21,7 +21,6 @@ from deepspeed_muon.checkpoint.index import (
     OURS,
     CheckpointIndex,
     FileRecord,
-    Progress,
     checked,
     load_index,
     parse_json,
@@ -50,12 +49,10 @@ class StateSource(ABC):
     Attributes:
         where: What error messages call it.
         index: Its index, or what stands for it.
-        progress: Where the run stood, if the run goes on from there.
     """
 
     where: str
     index: CheckpointIndex
-    progress: Progress | None = None
 
     @property
     def parameters(self) -> Mapping[str, ParameterRecord]:
@@ -125,7 +122,6 @@ class ConsolidatedSource(StateSource):
         self._folder = Path(folder)
         self.where = str(folder)
         self.index = load_index(folder)
-        self.progress = self.index.progress
         self._inside: dict[str, dict[str, tuple[str, str]]] = {name: {} for name in self.index.files}
         for parameter, record in self.parameters.items():
             for key, file in record.tensors.items():
@@ -227,8 +223,7 @@ class UniversalSource(StateSource):
                 folder,
                 from_adam,
             )
-        about: dict[str, Any] = {"versions": {}, "source": {"optimizer": OURS}, "groups": [{}]}
-        self.index = CheckpointIndex.model_construct(**about, parameters=parameters)
+        self.index = CheckpointIndex.model_construct(parameters=parameters)
 
     def _global_step(self) -> int:
         if (file := model_file_in(self._folder)) is None:
