@@ -16,18 +16,9 @@ import torch
 
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.errors import ConfigError
+from deepspeed_muon.forecast import predict
 from deepspeed_muon.forecast.model_shapes import PRESETS, as_autoep, load_model, with_separate_experts
-from deepspeed_muon.forecast.predict import (
-    GPUS,
-    LINK_EFFICIENCY,
-    SUB_GROUP_NUMEL,
-    Exchange,
-    PlanSettings,
-    exchange_of,
-    iteration_numel,
-    kept_bytes,
-    zero_bytes,
-)
+from deepspeed_muon.forecast.predict import GPUS, LINK_EFFICIENCY, SUB_GROUP_NUMEL, Exchange, PlanSettings
 from deepspeed_muon.monitoring.page import pyplot_for
 from deepspeed_muon.ops.reference import BLOCK
 from deepspeed_muon.routing.route import Route, rows_of, totals_of
@@ -60,9 +51,9 @@ def forecast(
         their ``zero_seconds`` if nothing is hidden behind computation; ``flops`` of Newton-Schulz; ``seconds`` by part
         without ZeRO's collectives, and ``memory``, bytes by part without activations, each with a ``total``.
     """
-    exchange = exchange or exchange_of(routes, settings)
-    kept, muon, other = kept_bytes(routes, settings)
-    zero = zero_bytes(routes, settings)
+    exchange = exchange or predict.exchange_of(routes, settings)
+    kept, muon, other = predict.kept_bytes(routes, settings)
+    zero = predict.zero_bytes(routes, settings)
     collectives = {"zero_bytes": zero, "zero_seconds": _ring_seconds(settings, zero)}
     work = float(exchange.flops.max())
     gather, scatter = exchange.gather_elements, exchange.scatter_elements
@@ -142,7 +133,7 @@ def _buffers(
     muon = [route for route in routes if route.algorithm == "muon"]
     blocks = {(rows, cols) for route in muon for _, rows, cols in route.kinds_of_blocks()}
     block = max((rows * cols for rows, cols in blocks), default=0)
-    largest = max((iteration_numel(*shape) for shape in blocks), default=0)
+    largest = max((predict.iteration_numel(*shape) for shape in blocks), default=0)
     # Without overlap the directions of a block lie in a buffer that was sent.
     waiting = exchange.overlap * settings.direction_bytes * min(chunk, block)
     return {
@@ -169,7 +160,7 @@ def report(
         each_route: Whether every parameter has its own row, instead of one row for equal parameters of all layers.
         owners: Whether to list the owner of every matrix.
     """
-    exchange, iteration = exchange_of(routes, settings), settings.iteration
+    exchange, iteration = predict.exchange_of(routes, settings), settings.iteration
     names = [route.name for route in routes if route.algorithm == "muon"]
     counts = np.bincount(np.asarray(exchange.owners, dtype=np.int64), minlength=settings.world_size)
     step = forecast(routes, settings, exchange)
