@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
 
-from deepspeed_muon.config.settings import RATE_KEYS, MuonConfig, keys_with_sentences
+from deepspeed_muon.config.settings import KEYS, RATE_KEYS, MuonConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 BEGIN = "<!-- written by scripts/settings_table.py from deepspeed_muon/config/settings.py -->\n"
@@ -42,8 +42,17 @@ def shown(default: Any) -> str:
 
 
 def table() -> str:
-    """Return the table in Markdown, one row for each key."""
-    rows = [f"| `{name}` | {shown(default)} | {text} |\n" for name, default, text in keys_with_sentences()]
+    """Return the table in Markdown, one row for each key, and for each key of objects, as in ``qk_clip.alpha``."""
+    rows = []
+    for name, field in KEYS:
+        default = field.get_default(call_default_factory=True)
+        default = default.model_dump() if isinstance(default, BaseModel) else default
+        rows.append(f"| `{name}` | {shown(default)} | {field.description} |\n")
+        for section in (field.annotation, *get_args(field.annotation)):
+            if isinstance(section, type) and issubclass(section, BaseModel):
+                for key, inner in section.model_fields.items():
+                    value = None if inner.is_required() else inner.default
+                    rows.append(f"| `{name}.{key}` | {shown(value)} | {inner.description} |\n")
     return "| key | default | meaning |\n|---|---|---|\n" + "".join(rows)
 
 

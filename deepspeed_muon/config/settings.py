@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar, get_type_hints
 
 import torch
@@ -333,21 +333,8 @@ GROUP_KEYS = frozenset(MuonConfig().group_defaults("muon")) | {
 """Keys that a caller may set in a param group of its own, next to "params" and a MoE group's bookkeeping."""
 
 
-def keys_with_sentences() -> Iterator[tuple[str, Any, str]]:
-    """Yield name, default and sentence (Markdown) of every key, and of keys of objects, as in ``qk_clip.alpha``."""
-    # Settings of variants, which the model has first, come last.
-    for name, field in sorted(MuonConfig.model_fields.items(), key=lambda item: item[0] in VARIANT_SETTINGS):
-        default = field.get_default(call_default_factory=True)
-        yield (
-            name,
-            default.model_dump() if isinstance(default, BaseModel) else default,
-            field.description or "",
-        )
-        for section in (field.annotation, *getattr(field.annotation, "__args__", ())):
-            if isinstance(section, type) and issubclass(section, BaseModel):
-                for key, inner in section.model_fields.items():
-                    value = None if inner.is_required() else inner.default
-                    yield f"{name}.{key}", value, inner.description or ""
+KEYS = sorted(MuonConfig.model_fields.items(), key=lambda item: item[0] in VARIANT_SETTINGS)
+"""Every key and its field. Settings of variants, which the model has first, come last."""
 
 
 def takes_settings(init: _Init) -> _Init:
@@ -368,12 +355,12 @@ def takes_settings(init: _Init) -> _Init:
             default=field.get_default(call_default_factory=True),
             annotation=types[name] | Tensor if name in RATE_KEYS else types[name],
         )
-        for name, field in MuonConfig.model_fields.items()
+        for name, field in KEYS
         if name not in own.parameters
     ]
     init.__signature__ = own.replace(parameters=sorted([*named, *keys], key=lambda each: each.kind))  # type: ignore[attr-defined]
     if init.__doc__ is not None:  # python -OO strips docstrings
-        entries = [_entry(name, text) for name, _, text in keys_with_sentences() if "." not in name]
+        entries = [_entry(name, field.description or "") for name, field in KEYS]
         init.__doc__ = re.sub(r" *lr, \*\*settings:.*\n", lambda _: "".join(entries), init.__doc__)
     return init
 
