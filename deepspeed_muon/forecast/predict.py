@@ -99,14 +99,11 @@ class PlanSettings:
             )
         if self.gpus_per_node < 1:
             raise ConfigError(f"--gpus-per-node {self.gpus_per_node}: must be at least 1")
-        if self.world_size < 1 or self.tensor_parallel < 1 or self.world_size % self.tensor_parallel:
-            raise ConfigError(
-                f"{self.world_size} GPUs cannot be divided into tensor-parallel groups of {self.tensor_parallel}"
-            )
-        if self.expert_parallel < 1 or self.world_size % self.expert_parallel:
-            raise ConfigError(
-                f"{self.world_size} GPUs cannot be divided into expert-parallel groups of {self.expert_parallel}"
-            )
+        for kind, ways in (("tensor", self.tensor_parallel), ("expert", self.expert_parallel)):
+            if min(self.world_size, ways) < 1 or self.world_size % ways:
+                raise ConfigError(
+                    f"{self.world_size} GPUs cannot be divided into {kind}-parallel groups of {ways}"
+                )
         if self.expert_parallel > 1 and self.tensor_parallel > 1:
             raise ConfigError("expert parallelism together with tensor parallelism is not planned")
 
