@@ -32,7 +32,7 @@ from tests.support.harness import run_ranks
 from tests.support.models import SMALL_DECODER
 from tests.support.native_ops import REPOSITORY
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", "4.53", "qk_clip needs transformers 4.53")
 
 PAGES = [
     page

@@ -22,6 +22,7 @@ from tests.support.moe_hugging_face import (
     build,
     muon_names,
     router_names,
+    skip_without,
     stack_cuts,
     tokens_of,
 )
@@ -191,6 +192,7 @@ def test_matches_the_reference(
     ranks: Any, family: str, listed: bool, stage: int, world: int, leaf: str
 ) -> None:
     """Whether experts are stacked or modules of their own, and whether the user has marked leaf modules or not."""
+    skip_without(family, listed=listed)
     assert router_names(family) <= {name for name, _ in build(family, listed=listed).named_parameters()}
     results = ranks(world).run(train, family=family, listed=listed, stage=stage, leaf=leaf)
     assert all(results[0]["routes"][name][0] == "adamw" for name in router_names(family))
@@ -223,6 +225,7 @@ VARIANT_CASES = [
 
 @pytest.mark.parametrize(("variant", "listed"), VARIANT_CASES)
 def test_variants(ranks: Any, variant: str, listed: bool) -> None:
+    skip_without("deepseek_v3", listed=listed)
     results = ranks(2).run(train, family="deepseek_v3", listed=listed, **VARIANTS[variant])
     compare(results, "deepseek_v3", listed, VARIANTS[variant].get("trained", ""))
 
@@ -231,6 +234,7 @@ def test_variants(ranks: Any, variant: str, listed: bool) -> None:
 @pytest.mark.parametrize(("stage", "listed"), [(1, True), (2, True), (3, True), (3, False)])
 def test_deepspeeds_adamw_does_not_train_these(stage: int, listed: bool) -> None:
     """Without a leaf module at stage 3, and with or without one at stages 1 and 2; why marks are ours to place."""
+    skip_without("deepseek_v3", listed=listed)
     leaf = "none" if stage == 3 else "marked"
     arguments = {
         "family": "deepseek_v3",
@@ -293,5 +297,6 @@ def accelerate_loop(rank: int, world_size: int, *, listed: bool, by_environment:
 
 @pytest.mark.parametrize(("listed", "by_environment"), [(True, True), full(False, False)])
 def test_accelerate_marks_the_layers_it_is_told_of(ranks: Any, listed: bool, by_environment: bool) -> None:
+    skip_without("deepseek_v3", listed=listed)
     results = ranks(2).run(accelerate_loop, listed=listed, by_environment=by_environment)
     compare(results, "deepseek_v3", listed)

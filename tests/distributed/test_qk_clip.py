@@ -326,6 +326,7 @@ def hugging_face(rank: int, world_size: int, *, kind: str, stage: int, attention
 )
 def test_hugging_face_models(ranks: Any, kind: str, stage: int, attention: str) -> None:
     """Their attention records, and with rates of zero the clip is all that moves the weights."""
+    pytest.importorskip("transformers", "4.53", "AttentionMaskInterface came with transformers 4.53")
     result = ranks(2).run(hugging_face, kind=kind, stage=stage, attention=attention, timeout=120)[0]
     assert result["implementation"] == f"qk_clip_{attention}"
     # fp32 logits of fp32 weights against float64 products of the same queries and keys.
@@ -377,6 +378,7 @@ def refused(rank: int, world_size: int) -> list[str]:
 
 
 def test_what_cannot_be_clipped_is_refused_on_every_rank(ranks: Any) -> None:
+    pytest.importorskip("transformers", "4.53", "AttentionMaskInterface came with transformers 4.53")
     for messages in ranks(2).run(refused):
         assert "no attention layer was found" in messages[0]
         assert "normalises queries or keys" in messages[1]

@@ -210,7 +210,7 @@ def test_hugging_face_models_that_cannot_be_clipped_are_refused(what: str) -> No
 
 def test_recorders_go_with_the_last_optimizer() -> None:
     """They stayed in the layers, and computed logits that nobody read."""
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", "4.53", "transformers 4.53 has AttentionMaskInterface")
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LARGER))
     before = model.config._attn_implementation
     layer = model.model.layers[0].self_attn
