@@ -58,7 +58,7 @@ def main() -> int:
     )
     if found["guard"] or options.guard_only:
         return int(bool(found["guard"]))
-    passed, report = environment.compat_tests()
+    passed, report = environment.tests()
     print(report)
     return int(not passed)
 
@@ -115,10 +115,10 @@ class Environment:
             return {"version": "?", "guard": done.stderr.strip().splitlines()[-1], "facts": {}}
         return json.loads(done.stdout.strip().splitlines()[-1])
 
-    def compat_tests(self) -> tuple[bool, str]:
-        """Return whether the tests marked ``compat`` pass, and what pytest says of failures and their number."""
+    def tests(self, *which: str) -> tuple[bool, str]:
+        """Return whether tests pass, by default those marked ``compat``, and what pytest says of failures."""
         self.run("-m", "tests.support.native_ops")
-        chosen = ["-m", "compat and not full", "-q", "-rfE", "--no-header", "--tb=line"]
+        chosen = [*(which or ("-m", "compat and not full")), "-q", "-rfE", "--no-header", "--tb=line"]
         spread = ["-n", os.environ.get("JOBS", "3"), "--dist", "loadfile", "--no-loadscope-reorder"]
         done = self.run("-m", "pytest", *chosen, *spread)
         told = done.stdout.strip().splitlines()

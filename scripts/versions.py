@@ -2,11 +2,13 @@
 
     make versions                                                  the pinned torch and Python, all 0.19 releases
     scripts/versions.py --python python3.11 python3.12 --torch 2.13.0 2.14.1 --deepspeed 0.19.2 0.19.8
+    scripts/versions.py --deepspeed 0.19.8 --hf transformers==4.51.3 accelerate==1.6.0 peft==0.15.2
 
 Releases before the oldest supported one must be refused; of those the last of each minor release is tried. One
 environment for each Python and torch, where the releases of DeepSpeed follow each other; it is removed at the end.
-Results are kept in ``benchmarks/results/versions.json`` after every run: what is there is not run again (``--again``
-does), and the table in ``docs/usage.md`` is written from it.
+With ``--hf`` the tests that name transformers run instead of the compat tests. Results are kept in
+``benchmarks/results/versions.json`` after every run: what is there is not run again (``--again`` does), and the table in
+``docs/usage.md`` is written from it.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ def main() -> int:
     parser.add_argument("--python", nargs="+", default=[os.environ.get("PYTHON", "python3")])
     parser.add_argument("--torch", nargs="+", default=[os.environ.get("TORCH_VERSION", "2.13.0")])
     parser.add_argument("--deepspeed", nargs="+", help="releases (all that are to be tried)")
+    parser.add_argument("--hf", nargs="+", default=[], help="such as transformers==4.51.3 accelerate==1.6.0")
     parser.add_argument("--folder", type=Path, default=ROOT / ".venv-versions", help="where environments go")
     parser.add_argument("--again", action="store_true", help="run what is in the results too")
     parser.add_argument("--keep", action="store_true", help="keep the environments")
@@ -52,11 +55,12 @@ def main() -> int:
                     [python, "-c", "import platform as p; print(p.python_version())"]
                 )
                 key = f"Python {name.decode().strip()}, torch {torch}, DeepSpeed {release}"
+                key = ", ".join([key, *(each.replace("==", " ") for each in options.hf)])
                 if key in results and not options.again:
                     continue
                 print(key, flush=True)
                 environment.make(release, PYTHON=python, TORCH_VERSION=torch)
-                results[key] = outcome(environment, release)
+                results[key] = outcome(environment, release, options.hf)
                 print(json.dumps(results[key], indent=1), flush=True)
                 RESULTS.write_text(json.dumps(results, indent=1) + "\n")
             if not options.keep:
@@ -84,13 +88,18 @@ def releases() -> list[str]:
     ]
 
 
-def outcome(environment: Environment, release: str) -> dict[str, Any]:
-    """Install a release and return what becomes of it."""
+def outcome(environment: Environment, release: str, hf: list[str]) -> dict[str, Any]:
+    """Install a release, and the packages of ``--hf``, and return what becomes of it."""
     environment.install(release)
+    which = []
+    if hf:
+        environment.run("-m", "pip", "install", "-q", *hf, check=True)
+        files = sorted((ROOT / "tests").rglob("test_*.py"))
+        which = [str(file) for file in files if "transformers" in file.read_text()]
     facts = environment.facts()
     if facts["guard"]:
         return {"as expected": Version(release) < oldest(), "outcome": "refused", "report": facts["guard"]}
-    passed, report = environment.compat_tests()
+    passed, report = environment.tests(*which)
     with tempfile.TemporaryDirectory() as folder:
         for language, text in re.findall(
             r"^```(\w*)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S
