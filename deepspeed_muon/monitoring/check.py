@@ -214,14 +214,13 @@ class ResultCheck:
 
     def _settle_now(self, result: Result) -> None:
         """Redo the entries whose norm is wrong."""
-        bounds = self._bounds_of(result)
-        for position, norm in enumerate(_norms_of_whole(self._norms(result.updates), result.together)):
-            why = check_failure(norm, bounds)
-            if why is None:
-                continue
+        bounds = lowest, highest = self._bounds_of(result)
+        norms = _norms_of_whole(self._norms(result.updates), result.together)
+        for position in [n for n, norm in enumerate(norms) if not lowest <= norm <= highest]:
             own = result.inputs[position].double().norm().view(1)
             # As above, of an input that is not normalised.
-            if not (norm <= bounds[1] and _norms_of_whole(own, result.together)[0] < self._ns.eps):
+            small = norms[position] <= highest and _norms_of_whole(own, result.together)[0] < self._ns.eps
+            if not small and (why := check_failure(norms[position], bounds)) is not None:
                 self._redo(result, position, why)
 
     def _bounds_of(self, result: Result) -> tuple[float, float]:

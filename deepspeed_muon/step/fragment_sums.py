@@ -26,24 +26,7 @@ from deepspeed_muon.transport.unit_exchange import UnitExchange
 from deepspeed_muon.variants import Combine, UnitRates, Variant
 
 _MOST = 1 << 22
-"""Elements of equal pieces that run together."""
-
-_COPIED = 1 << 16
-"""Elements of a piece that is copied to run together with others at other distances, or in other tensors."""
-
-
-class Run(NamedTuple):
-    """Equal pieces at equal distances.
-
-    Attributes:
-        tensor: Number of the flat tensor.
-        start: The first element of the first piece there.
-        distance: Elements from one piece to the next.
-    """
-
-    tensor: int
-    start: int
-    distance: int
+"""Elements of equal pieces that run together, which copies them."""
 
 
 class EqualPieces(NamedTuple):
@@ -51,32 +34,28 @@ class EqualPieces(NamedTuple):
 
     Attributes:
         piece: The first one.
-        lengths: The number of pieces of each run.
-        own: Where the runs lie in the weights.
-        other: Where they lie in what the weights are multiplied with.
+        own: Where each lies in the weights: number of the flat tensor, and first element.
+        other: The same in what the weights are multiplied with.
         slots: ``(pieces, units)``: the number of each unit among those that this rank holds.
     """
 
     piece: Piece
-    lengths: tuple[int, ...]
-    own: tuple[Run, ...]
-    other: tuple[Run, ...]
+    own: tuple[tuple[int, int], ...]
+    other: tuple[tuple[int, int], ...]
     slots: Tensor
 
-    def views(self, flat: Sequence[Tensor], runs: Sequence[Run]) -> list[Tensor]:
-        """Return a view of each run: ``(pieces, rows, cols)``."""
-        rows, cols, stride = self.piece.rows, self.piece.cols, self.piece.stride
+    def views(self, flat: Sequence[Tensor], places: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Return a view of each piece: ``(rows, cols)``."""
+        shape, strides = self.piece.shape, (self.piece.stride, 1)
         return [
-            flat[number].as_strided(
-                (length, rows, cols), (distance, stride, 1), flat[number].storage_offset() + start
-            )
-            for length, (number, start, distance) in zip(self.lengths, runs, strict=True)
+            flat[number].as_strided(shape, strides, flat[number].storage_offset() + start)
+            for number, start in places
         ]
 
-    def wide(self, flat: Sequence[Tensor], runs: Sequence[Run]) -> Tensor:
+    def wide(self, flat: Sequence[Tensor], places: Sequence[tuple[int, int]]) -> Tensor:
         """Return all pieces ``(pieces, rows, cols)`` in fp32 (float64 of float64), not to be written to."""
-        views = self.views(flat, runs)
-        found = views[0] if len(views) == 1 else torch.cat(views)
+        views = self.views(flat, places)
+        found = views[0].unsqueeze(0) if len(views) == 1 else torch.stack(views)
         return found.to(_wide(found.dtype))
 
     def summed(self, products: Tensor) -> Tensor:
@@ -156,30 +135,15 @@ class FragmentSums:
             assert fragment is not None
             start = fragment.matrix_offset
             for piece in pieces_of(self._matrices[index], start, start + numel, rows=rows):
-                at = offset + piece.start, place + piece.start
-                found.append(((*piece.shape, piece.stride, piece.steps, partition, other, *at), index, piece))
-        found.sort(key=lambda each: each[0])
-        for alike, members in groupby(found, key=lambda each: each[0][:4]):
-            numel, pieces = alike[0] * alike[1], [*members]
-            most = max(1, _MOST // numel)
-            runs = [*_runs([each[0][4:] for each in pieces], most)]
-            joined: list[list[tuple[int, Run, Run]]] = []
-            for run in runs:
-                if joined and numel <= _COPIED and sum(n for n, *_ in joined[-1]) + run[0] <= most:
-                    joined[-1].append(run)
-                else:
-                    joined.append([run])
-            first = 0
-            for each in joined:
-                lengths, own, beside = (tuple(column) for column in zip(*each, strict=True))
-                stop = first + sum(lengths)
-                slots = np.stack(
-                    [self._units.slots(index, one.units) for *_, index, one in pieces[first:stop]]
-                )
-                yield EqualPieces(
-                    pieces[first][-1], lengths, own, beside, torch.from_numpy(slots).to(self._device)
-                )
-                first = stop
+                places = (partition, offset + piece.start), (other, place + piece.start)
+                found.append(((*piece.shape, piece.stride, piece.steps), places, index, piece))
+        found.sort(key=lambda each: each[:2])
+        for (height, width, *_), members in groupby(found, key=lambda each: each[0]):
+            pieces, most = [*members], max(1, _MOST // (height * width))
+            for part in (pieces[first : first + most] for first in range(0, len(pieces), most)):
+                own, beside = zip(*(places for _, places, *_ in part), strict=True)
+                slots = np.stack([self._units.slots(index, piece.units) for *_, index, piece in part])
+                yield EqualPieces(part[0][-1], own, beside, torch.from_numpy(slots).to(self._device))
 
     def _kept_rows(self, indices: Sequence[int]) -> list[KeptRows]:
         """Return where the row state of the matrices lies in each partition."""
@@ -297,7 +261,7 @@ class FragmentSums:
             new = weights * each.spread(results[:, 0]).to(weights.dtype) + part
             if active is not None:  # the others have no update
                 new = torch.where(each.spread(active), new, each.wide(out, each.own))
-            torch._foreach_copy_(targets, new.split(each.lengths))
+            torch._foreach_copy_(targets, new.unbind())
 
     def _rates(self, step: Step, device: torch.device) -> UnitRates:
         """Return the rates of the completed units."""
@@ -326,33 +290,6 @@ def fragment_sums(
     held = torch.cat([torch.empty((0, COLUMNS), dtype=torch.int64), *(table.held for table in tables)])
     held[:, 2:4] = held[:, :2]  # a gradient lies as its weights do
     return chunks, FragmentSums(plan, range(len(plan.matrices)), held, variant, context, step_set)
-
-
-def _runs(places: Sequence[tuple[int, int, int, int]], most: int) -> Iterator[tuple[int, Run, Run]]:
-    """Yield the pieces at some places, which are sorted, in runs of at most ``most`` pieces.
-
-    Args:
-        places: Number of the tensor of each piece and of its other one, and where it starts in both.
-        most: Pieces of a run.
-    """
-    first = 0
-    while first < len(places):
-        tensor, other, own, beside = places[first]
-        stop, gaps = first + 1, (0, 0)
-        if stop < len(places) and places[stop][:2] == (tensor, other):
-            gaps = places[stop][2] - own, places[stop][3] - beside
-        if gaps[1] > 0:
-            while stop < min(len(places), first + most) and places[stop] == (
-                tensor,
-                other,
-                own + (stop - first) * gaps[0],
-                beside + (stop - first) * gaps[1],
-            ):
-                stop += 1
-        if stop == first + 1:
-            gaps = 0, 0
-        yield stop - first, Run(tensor, own, gaps[0]), Run(other, beside, gaps[1])
-        first = stop
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -40,13 +40,11 @@ class Batch:
         start: Where they lie whole in the directions, one after the other; ``None`` if they do not.
         own: This rank's fragments, in the batch and in the directions.
         travelled: Other ranks' fragments, in the batch and in the receive buffer.
-        applied: Table of this rank's fragments and their updates.
     """
 
     start: int | None
     own: tuple[Segment, ...]
     travelled: tuple[Segment, ...]
-    applied: Tensor
 
 
 class ChunkTable:
@@ -59,10 +57,10 @@ class ChunkTable:
         sent_room: Elements of the fragments of others' matrices in the communication dtype.
         packed: Table of the momentum with the directions and with what is sent.
         blocks: The blocks of each fragment of :attr:`packed` where the momentum has 8 bits, else empty.
-        arrived: Table of the partitions with what came back; the update arrives where the direction left from.
-        held: Table of the partitions with all updates: where the directions of owned matrices were, and what came back.
-        coded: Index of the matrix of each fragment of :attr:`arrived`, and where it lies in the communication dtype and
-            in the send buffer; empty if fragments lie in the send buffer as they are.
+        held: Table of the partitions with all updates: where the directions of owned matrices were, and what came back,
+            which arrives where the direction left from.
+        coded: Index of the matrix of each fragment in the send buffer, and where it lies in the communication dtype and
+            there; empty if fragments lie in the send buffer as they are.
     """
 
     def __init__(
@@ -104,7 +102,6 @@ class ChunkTable:
             places, self.sent_room = self._one_after_the_other(sent)
         pairs = zip(segments, places, strict=True)
         self.coded = () if exact else tuple((i, each._replace(at_matrix=place)) for (i, each), place in pairs)
-        self.arrived = self._table(sent, 0, places)
         owned = [index for index in kept if plan.owners[index] == plan.rank]
         at_owned = [self._starts[index] for index in owned]
         self.held = torch.cat((self._table(owned, DIRECTIONS, at_owned), self._table(sent, SEND, places)))
@@ -127,15 +124,11 @@ class ChunkTable:
         numel = self._matrices[indices[0]].numel
         own: list[Segment] = []
         travelled: list[list[Segment]] = []
-        applied: list[int] = []
-        at_update: list[int] = []
         for number, index in enumerate(indices):
             start, fragment = number * numel, self._held.get(index)
             if fragment is not None:
                 place = start + fragment.matrix_offset
                 own.append(Segment.of(place, fragment.numel, self._starts[index], fragment.numel))
-                applied.append(index)
-                at_update.append(place)
             for position, segment in enumerate(self._segments.get(index, ())):
                 if position == len(travelled):
                     travelled.append([])
@@ -148,7 +141,6 @@ class ChunkTable:
             own[0].at_buffer if whole and not self._gathered(indices) else None,
             tuple(_joined(own, numel)),
             tuple(each for segments in travelled for each in _joined(segments, numel)),
-            self._table(applied, 0, at_update),
         )
 
     def _gathered(self, indices: Sequence[int]) -> bool:

@@ -224,7 +224,7 @@ class StepRunner:
                 if turn == len(moving) - 1:
                     self._update_in_place(staying[half:], step)
                 if 0 <= turn - late < len(moving):
-                    self._apply_arrived(flights[turn - late], step)
+                    self._apply(flights[turn - late], step)
 
     @contextlib.contextmanager
     def _begin(
@@ -301,10 +301,7 @@ class StepRunner:
             self._exchange.wait("gather", flight)
 
     def _orthogonalize(self, flight: InFlight, step: Step) -> None:
-        """Orthogonalise the owned matrices of a chunk; apply what stays, and leave the rest for the scatter.
-
-        The updates overwrite the directions that the gather brought. The matrices lie in ``flight.idle`` meanwhile.
-        """
+        """Orthogonalise the owned matrices of a chunk. The updates overwrite the directions, also what was gathered."""
         table = self._tables[flight.number]
         owned = step.active(flight.chunk.owned)
         codec, note = self.context.codec, self._note("update")
@@ -318,13 +315,8 @@ class StepRunner:
                 if flight.chunk.copies and not codec.exact:
                     # All copies of a replicated matrix get the same numbers, also the owner's.
                     fragments.copy_(codec.read(place, segment.shape[2]))
-            if not self._sums:
-                apply(batch.applied, step, [updates])
-                continue
-            for segment in batch.own:  # until all updates of the chunk are there
+            for segment in batch.own:
                 segment.in_buffer(flight.directions).copy_(segment.in_matrices(updates))
-        if not self._sums:
-            del flight.directions  # it is of no use any more, and as large as what this rank owns
 
     def _directions(self, flight: InFlight, indices: Sequence[int]) -> Tensor:
         """Return the directions of owned matrices of one shape: this rank's fragments, and what the gather brought.
@@ -335,7 +327,7 @@ class StepRunner:
         shape, numel = (len(indices), first.rows, first.cols), len(indices) * first.numel
         if batch.start is not None:
             return flight.directions.narrow(0, batch.start, numel).view(shape)
-        whole = flight.room(numel, self.context)
+        whole = torch.empty(numel, dtype=self.context.comm_dtype, device=self.context.device)
         for segment in batch.own:
             segment.in_matrices(whole).copy_(segment.in_buffer(flight.directions))
         for segment in batch.travelled if flight.chunk.gathers else ():
@@ -354,11 +346,10 @@ class StepRunner:
             chunk = self._exchange.open(number, None)
             self._pack(chunk, step)
             self._orthogonalize(chunk, step)
-            if self._sums:
-                self._apply_arrived(chunk, step)
+            self._apply(chunk, step)
 
-    def _apply_arrived(self, flight: InFlight, step: Step) -> None:
-        """Wait for the scatter of a chunk and apply its updates."""
+    def _apply(self, flight: InFlight, step: Step) -> None:
+        """Wait for the scatter of a chunk and apply all its updates."""
         with self.check.recorder.span("scatter"):
             self._exchange.wait("scatter", flight)
         table, codec = self._tables[flight.number], self.context.codec
@@ -371,6 +362,6 @@ class StepRunner:
                     segment.in_matrices(updates).copy_(arrived)
         if self._sums:
             self._sums[flight.number].apply(step, [flight.directions, updates])
-            del flight.directions
         else:
-            apply(step.active_rows(table.arrived), step, [updates])
+            apply(step.active_rows(table.held), step, [flight.directions, updates])
+        del flight.directions  # as large as what this rank owns

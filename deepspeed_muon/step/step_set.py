@@ -108,9 +108,10 @@ class StepSet:
             flat: Partition index to the flat weights. They stand where no rank has a gradient: nobody reads it.
             flags: For each matrix, whether any rank has a gradient of it.
         """
-        used = {matrix.partition for matrix, flag in zip(self.matrices, flags, strict=True) if flag}
-        zeros = {index: torch.zeros_like(flat[index]) for index in used - grads.keys()}
-        found = {**flat, **zeros, **grads}
+        found = {**flat, **grads}
+        if not flat.keys() <= grads.keys():
+            used = {matrix.partition for matrix, flag in zip(self.matrices, flags, strict=True) if flag}
+            found |= {index: torch.zeros_like(flat[index]) for index in used - grads.keys()}
         return [found[partition.index] for partition in self.partitions if partition.muon]
 
 

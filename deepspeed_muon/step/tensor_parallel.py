@@ -15,7 +15,8 @@ orthogonalises it and sends the update to the others, so that the copies stay eq
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -31,7 +32,7 @@ from deepspeed_muon.step.passes import Step
 from deepspeed_muon.step.strategies import Directions, Updates, WholeAtOwner, batches
 from deepspeed_muon.transport.exchange import exchange_bytes
 from deepspeed_muon.transport.ranks import phase
-from deepspeed_muon.transport.row_state import RowsAtOwner, before_iteration
+from deepspeed_muon.transport.row_state import before_iteration
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
 
 
@@ -60,27 +61,30 @@ class OverTensorGroup:
         Must be called by all ranks of the group with the same ``owned``, and be exhausted: all ranks follow the order
         of the plan, so that two ranks never wait for each other in different matrices.
         """
-        # What is whole on this rank alone: attention heads, and other blocks that the cut leaves whole.
-        yield from self._whole.updates(
-            [i for i in owned if self._matrices[i].shards is None], directions, step
-        )
-        shared = [index for index in owned if self._matrices[index].shards is not None]
-        shards = [index for index in shared if self._matrices[index].is_cut]
-        for part in self._parts([index for index in shared if not self._matrices[index].is_cut]):
+        alone, at_one_rank, over_all_ranks = self._divided(owned)
+        yield from self._whole.updates(alone, directions, step)
+        for part in at_one_rank:
             yield from self._at_one_rank(part, directions, step)
-        if self._distributed:
-            yield from self._over_all_ranks(shards, directions, step)
-            return
-        for part in self._parts(shards):
-            yield from self._at_one_rank(part, directions, step)
+        yield from self._over_all_ranks(over_all_ranks, directions, step)
 
     def inputs(self, owned: Sequence[int]) -> Iterator[Tensor]:
         """Yield empty tensors like the whole matrices that this rank orthogonalises."""
-        yield from self._whole.inputs([i for i in owned if self._matrices[i].shards is None])
-        shared = [index for index in owned if self._matrices[index].shards is not None]
-        for cut in (False,) if self._distributed else (False, True):
-            for part in self._parts([index for index in shared if self._matrices[index].is_cut == cut]):
-                yield from self._whole.inputs(self._dealt(part)[self._rank])
+        alone, at_one_rank, _ = self._divided(owned)
+        yield from self._whole.inputs(alone)
+        for part in at_one_rank:
+            yield from self._whole.inputs(self._dealt(part)[self._rank])
+
+    def _divided(self, owned: Sequence[int]) -> tuple[list[int], list[list[int]], list[int]]:
+        """Return the matrices that are whole here, parts of those that one rank orthogonalises, and those that all do.
+
+        Attention heads, and other blocks that the cut leaves whole, are whole on this rank alone.
+        """
+        alone = [index for index in owned if self._matrices[index].shards is None]
+        cut = [index for index in owned if self._matrices[index].is_cut]
+        copies = [index for index in owned if index not in {*alone, *cut}]
+        if self._distributed:
+            return alone, [*self._parts(copies)], cut
+        return alone, [*self._parts(copies), *self._parts(cut)], []
 
     def _parts(self, indices: Sequence[int]) -> Iterator[list[int]]:
         """Cut a list of matrices into parts of bounded size, in the same way on all ranks of the group."""
@@ -107,41 +111,95 @@ class OverTensorGroup:
 
     def _at_one_rank(self, part: Sequence[int], directions: Directions, step: Step) -> Updates:
         """Yield updates of matrices that are all cut or all copied: each one goes through the iteration on one rank."""
-        of_rank = self._dealt(part)
-        mine, kept = of_rank[self._rank], step.finish
-        if self._matrices[part[0]].is_cut:
-            directions = self._gathered(of_rank, directions)
-            if kept is not None:
-                step = replace(step, finish=self._gather_rows(kept, of_rank))
-        found = (
-            pair for each in self._whole.updates(mine, directions, step) for pair in zip(*each, strict=True)
-        )
-        parts = {index: self._parts_of(index, update) for index, update in found}
-        returned = self._exchange(
-            [[parts[index][rank] for index in mine] for rank in self._ranks],
-            [[self._part_numel(index, self._rank) for index in each] for each in of_rank],
-        )
-        if kept is not None and step.finish is not None:
-            self._return_rows(kept, step.finish, of_rank)
-        for indices, updates in zip(of_rank, returned, strict=True):
-            for index, update in zip(indices, updates, strict=True):
-                yield [index], update.unsqueeze(0)
+        of_rank, kept, dtype = self._dealt(part), step.finish, self._context.comm_dtype
+        dims = {index: self._shards(index)[0] for index in part}
+        whole = self._assembled(of_rank, {index: directions([index])[0] for index in part}, dims, dtype)
+        rows: dict[str, dict[int, Tensor]] = {}
+        row_dims = {index: 0 if self._matrices[index].cuts_outputs else None for index in part}
+        if kept is not None:
+            for key, held in kept.rows.items():
+                copies = {index: held[index].clone() for index in part}
+                rows[key] = self._assembled(of_rank, copies, row_dims, torch.float32)
+            step = replace(step, finish=kept.with_whole(rows))
+        found = {
+            index: update.view(self._matrices[index].logical_shape)
+            for indices, updates in self._whole.updates(
+                of_rank[self._rank], lambda indices: torch.stack([whole[index] for index in indices]), step
+            )
+            for index, update in zip(indices, updates, strict=True)
+        }
+        lengths = {index: self._matrices[index].numel for index in part}
+        updates_here = self._returned(of_rank, found, dims, lengths, dtype)
+        for key, held in kept.rows.items() if kept is not None else ():
+            lengths = {index: held[index].numel() for index in part}
+            for index, new in self._returned(of_rank, rows[key], row_dims, lengths, torch.float32).items():
+                held[index].copy_(new)
+        for index, update in updates_here.items():
+            yield [index], update.unsqueeze(0)
 
-    def _gathered(self, of_rank: Sequence[Sequence[int]], directions: Directions) -> Directions:
-        """Bring shards to the ranks that orthogonalise them; return the directions of this rank's whole matrices."""
-        mine = of_rank[self._rank]
+    def _assembled(
+        self,
+        of_rank: Sequence[Sequence[int]],
+        own: Mapping[int, Tensor],
+        dims: Mapping[int, int | None],
+        dtype: torch.dtype,
+    ) -> dict[int, Tensor]:
+        """Return whole tensors of the matrices that this rank orthogonalises.
+
+        Args:
+            of_rank: The matrices of every rank.
+            own: This rank's shard of each, or its copy.
+            dims: The dimension that is cut, ``None`` for copies, which are not sent.
+            dtype: Of the tensors.
+        """
+        found = {index: own[index] for index in of_rank[self._rank] if dims[index] is None}
+        sent = [[index for index in each if dims[index] is not None] for each in of_rank]
+        if not any(sent):
+            return found
+        mine = sent[self._rank]
+        shapes = [
+            [_resized(own[index].shape, dims[index], self._shards(index)[1][rank]) for index in mine]
+            for rank in self._ranks
+        ]
         arrived = self._exchange(
-            [[directions([index]).reshape(-1) for index in each] for each in of_rank],
-            [[self._part_numel(index, rank) for index in mine] for rank in self._ranks],
+            [[own[index] for index in each] for each in sent],
+            [[math.prod(shape) for shape in each] for each in shapes],
+            dtype,
         )
-        whole = {}
-        for index, parts in zip(mine, zip(*arrived, strict=True), strict=True):
-            dim, sizes = self._shards(index)
-            rows, cols = self._matrices[index].logical_shape
-            shapes = [(size, cols) if dim == 0 else (rows, size) for size in sizes]
-            views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-            whole[index] = torch.cat(views, dim=dim)
-        return lambda indices: torch.stack([whole[index] for index in indices])
+        for number, index in enumerate(mine):
+            parts = [each[number].view(*shape[number]) for each, shape in zip(arrived, shapes, strict=True)]
+            found[index] = torch.cat(parts, dim=dims[index] or 0)
+        return found
+
+    def _returned(
+        self,
+        of_rank: Sequence[Sequence[int]],
+        whole: Mapping[int, Tensor],
+        dims: Mapping[int, int | None],
+        lengths: Mapping[int, int],
+        dtype: torch.dtype,
+    ) -> dict[int, Tensor]:
+        """Return this rank's shards or copies, flat, of what the ranks have computed; see :meth:`_assembled`.
+
+        Args:
+            of_rank: The matrices of every rank.
+            whole: Those of this rank.
+            dims: The dimension that is cut, ``None`` for copies.
+            lengths: Elements of this rank's shards or copies.
+            dtype: Of the tensors.
+        """
+        parts = []
+        for index in of_rank[self._rank]:
+            dim, sizes = dims[index], self._shards(index)[1]
+            copies = [whole[index]] * len(self._ranks)
+            parts.append(copies if dim is None else whole[index].split(sizes, dim=dim))
+        returned = self._exchange(
+            [[each[rank] for each in parts] for rank in self._ranks],
+            [[lengths[index] for index in each] for each in of_rank],
+            dtype,
+        )
+        pairs = (zip(*each, strict=True) for each in zip(of_rank, returned, strict=True))
+        return {index: part for each in pairs for index, part in each}
 
     def _over_all_ranks(self, shards: Sequence[int], directions: Directions, step: Step) -> Updates:
         """Yield updates of this rank's shards, which all ranks of the group iterate on together."""
@@ -153,6 +211,7 @@ class OverTensorGroup:
     def _iterated(self, batch: Sequence[int], inputs: Tensor, step: Step) -> Result:
         """Orthogonalise matrices of one shape, cut alike, of which this rank has ``(matrices, rows, cols)``."""
         dim, sizes = self._shards(batch[0])
+        assert dim is not None
         iterate = functools.partial(
             orthogonalize_sharded, group=self._group, shard_dim=dim - 2, shard_sizes=sizes
         )
@@ -168,80 +227,31 @@ class OverTensorGroup:
             [(index, 0) for index in batch], inputs, blocks, step.rates.scales, step.finish, together
         )
 
-    def _gather_rows(self, kept: RowsAtOwner, of_rank: Sequence[Sequence[int]]) -> RowsAtOwner:
-        """Return the row state of the matrices that this rank orthogonalises.
-
-        Every rank has that of its rows. Where the inputs are cut, all ranks have that of all rows.
-        """
-        apart = [[index for index in each if self._matrices[index].cuts_outputs] for each in of_rank]
-        whole = {}
-        for key, rows in kept.rows.items():
-            arrived = self._exchange(
-                [[rows[index] for index in each] for each in apart],
-                [[rows[index].numel() for index in apart[self._rank]] for _ in self._ranks],
-                torch.float32,
-            )
-            whole[key] = {index: rows[index].clone() for index in of_rank[self._rank]}
-            for number, index in enumerate(apart[self._rank]):
-                whole[key][index] = torch.cat([parts[number] for parts in arrived])
-        return kept.with_whole(whole)
-
-    def _return_rows(self, kept: RowsAtOwner, done: RowsAtOwner, of_rank: Sequence[Sequence[int]]) -> None:
-        """Bring the row state that each rank has advanced to the ranks that have these rows."""
-        for key, rows in kept.rows.items():
-            sizes = [[rows[index].numel() for index in each] for each in of_rank]
-            parts = [
-                done.rows[key][index].split(size)
-                if self._matrices[index].cuts_outputs
-                else [done.rows[key][index]] * len(self._ranks)
-                for index, size in zip(of_rank[self._rank], sizes[self._rank], strict=True)
-            ]
-            returned = self._exchange(
-                [[each[rank] for each in parts] for rank in self._ranks], sizes, torch.float32
-            )
-            for indices, values in zip(of_rank, returned, strict=True):
-                for index, own in zip(indices, values, strict=True):
-                    rows[index].copy_(own)
-
-    def _shards(self, index: int) -> tuple[int, tuple[int, ...]]:
-        """Return the dimension that is cut, and the length of every rank's shard."""
+    def _shards(self, index: int) -> tuple[int | None, tuple[int, ...]]:
+        """Return the dimension that is cut, ``None`` for copies, and the length of every rank's shard."""
         shards = self._matrices[index].shards
-        assert shards is not None and shards.dim is not None
+        assert shards is not None
         return shards.dim, shards.sizes
 
-    def _parts_of(self, index: int, update: Tensor) -> Sequence[Tensor]:
-        """Return what each rank gets of a flat update: its shard, or a copy."""
-        matrix = self._matrices[index]
-        if not matrix.is_cut:
-            return [update] * len(self._ranks)
-        dim, sizes = self._shards(index)
-        return [each.reshape(-1) for each in update.view(matrix.logical_shape).split(sizes, dim=dim)]
-
-    def _part_numel(self, index: int, rank: int) -> int:
-        """Return how many elements of a matrix a rank has."""
-        matrix = self._matrices[index]
-        if not matrix.is_cut:
-            return matrix.numel
-        dim, sizes = self._shards(index)
-        return sizes[rank] * matrix.logical_shape[1 - dim]
-
     def _exchange(
-        self,
-        parts: Sequence[Sequence[Tensor]],
-        wanted: Sequence[Sequence[int]],
-        dtype: torch.dtype | None = None,
+        self, parts: Sequence[Sequence[Tensor]], lengths: Sequence[Sequence[int]], dtype: torch.dtype
     ) -> list[Sequence[Tensor]]:
-        """Send flat tensors (in the communication dtype by default) to every rank; return what each sent, cut."""
-        context, dtype = self._context, dtype or self._context.comm_dtype
-        flat = [part.to(context.device) for of_rank in parts for part in of_rank]
+        """Send tensors to every rank; return what each sent, flat and cut into ``lengths``."""
+        context = self._context
+        flat = [part.reshape(-1).to(context.device) for of_rank in parts for part in of_rank]
         send = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=context.device)
         out = [sum(part.numel() for part in of_rank) for of_rank in parts]
-        into = [sum(lengths) for lengths in wanted]
+        into = [sum(of_rank) for of_rank in lengths]
         received = torch.empty(sum(into), dtype=dtype, device=context.device)
         with phase("exchange between tensor-parallel ranks", self._group):
             exchange_bytes(received, send, into, out, group=self._group).wait()
         context.stats.count_exchange((sum(out) - out[self._rank]) * received.element_size())
         return [
-            part.split(list(lengths)) if lengths else ()
-            for part, lengths in zip(received.split(into), wanted, strict=True)
+            part.split(list(each)) if each else ()
+            for part, each in zip(received.split(into), lengths, strict=True)
         ]
+
+
+def _resized(shape: Sequence[int], dim: int | None, length: int) -> list[int]:
+    """Return a shape with another length of one dimension."""
+    return [length if number == dim else each for number, each in enumerate(shape)]

@@ -215,9 +215,7 @@ class InFlight:
             arrive here.
         receive_buffer: Fragments that other ranks hold of this rank's matrices. Directions arrive here, and updates
             leave from here.
-        idle: Without overlap, what was sent from before the matrices are orthogonalised: room for them. It is the
-            memory of ``send_buffer``.
-        directions: Directions of fragments that this rank needs itself, flat; from its pack until it is orthogonalised.
+        directions: Directions of fragments that this rank needs itself, flat, and then their updates.
         works: The messages that are under way.
     """
 
@@ -225,16 +223,8 @@ class InFlight:
     number: int
     send_buffer: Tensor
     receive_buffer: Tensor
-    idle: Tensor | None
     directions: Tensor = field(init=False)
     works: list[dist.Work] = field(default_factory=list)
-
-    def room(self, numel: int, context: StepContext) -> Tensor:
-        """Return flat memory in the communication dtype that nobody else uses before the chunk is done."""
-        if self.idle is None or self.idle.numel() < aligned(numel):
-            return torch.empty(numel, dtype=context.comm_dtype, device=context.device)
-        place, self.idle = self.idle.tensor_split([aligned(numel)])
-        return place.narrow(0, 0, numel)
 
 
 class ChunkExchange:
@@ -264,36 +254,25 @@ class ChunkExchange:
         self._plan = plan
         self._buffers = buffers
         self._overlap = overlap
-        moving = [chunk for chunk in plan.chunks if chunk.scatters]
+        moving, size = [chunk for chunk in plan.chunks if chunk.scatters], context.codec.dtype.itemsize
         self._slots = min(SLOTS if overlap else 1, len(moving))
         for slot in range(self._slots):
-            room = max(self._idle_numel(chunk) for chunk in moving) * context.comm_dtype.itemsize
-            sent = max(room, max(chunk.send_buffer.numel for chunk in moving) * context.codec.dtype.itemsize)
-            received = max(chunk.receive_buffer.numel for chunk in moving) * context.codec.dtype.itemsize
-            buffers.reserve(f"send {slot}", sent)
-            buffers.reserve(f"receive {slot}", received)
+            buffers.reserve(f"send {slot}", size * max(chunk.send_buffer.numel for chunk in moving))
+            buffers.reserve(f"receive {slot}", size * max(chunk.receive_buffer.numel for chunk in moving))
 
     def open(self, number: int, slot: int | None) -> InFlight:
         """Give a chunk of the plan its slot, or none if nothing moves; the buffers keep what they held before."""
         chunk, dtype = self._plan.chunks[number], self._context.codec.dtype
         if slot is None:
             nothing = torch.empty(0, dtype=dtype, device=self._context.device)
-            return InFlight(chunk, number, nothing, nothing, None)
+            return InFlight(chunk, number, nothing, nothing)
         slot %= self._slots
-        room = self._idle_numel(chunk)
         return InFlight(
             chunk,
             number,
             send_buffer=self._buffers.take(f"send {slot}", chunk.send_buffer.numel, dtype),
             receive_buffer=self._buffers.take(f"receive {slot}", chunk.receive_buffer.numel, dtype),
-            idle=self._buffers.take(f"send {slot}", room, self._context.comm_dtype) if room else None,
         )
-
-    def _idle_numel(self, chunk: Chunk) -> int:
-        """Return the elements of a chunk's own matrices if they fit into the send buffer after the gather, else 0."""
-        if self._overlap or not chunk.gathers:
-            return 0
-        return sum(aligned(self._plan.matrices[index].numel) for index in chunk.owned)
 
     def gather(self, flight: InFlight) -> None:
         """Start to send the directions to the owners. Must be called by all ranks of the group."""

@@ -26,7 +26,7 @@ METHODS = {
     "pack": (StepRunner, "_pack"),
     "orthogonalize": (StepRunner, "_orthogonalize"),
     "scatter": (ChunkExchange, "scatter"),
-    "apply": (StepRunner, "_apply_arrived"),
+    "apply": (StepRunner, "_apply"),
 }
 
 
