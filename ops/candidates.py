@@ -37,6 +37,10 @@ _CUDA_MULTIPLE = 8
 # too few of them are at work at once.
 _WIDE_FROM = 1024
 
+# Up to this short side a CPU iterates faster in fp32, and rounds less: 112 matrices of 16 x 16 take 0.34 ms of an
+# AVX512-BF16 core in fp32 and 0.86 in bf16, by our kernel 2.1.
+_FP32_UP_TO = 16
+
 # Triangles in blocks need at least two blocks of 256 rows.
 _BLOCKS_FROM = 512
 
@@ -185,6 +189,21 @@ def candidates_for(
         for each in plain
         if "graphs" not in without
     ]
+
+
+def in_fp32(problem: Problem) -> Candidate | None:
+    """Return torch's code in fp32 for small matrices that a CPU would iterate in half precision, ``None`` for others.
+
+    It is a rule and no measurement, so that the dtype depends neither on the number of ranks nor on the batch.
+    """
+    half = problem.settings.dtype in (torch.float16, torch.bfloat16)
+    if problem.device != "cpu" or not half or problem.short > _FP32_UP_TO:
+        return None
+
+    def run(x: Tensor, settings: NsSettings) -> Tensor:
+        return orthogonalize(x, settings=replace(settings, dtype=torch.float32)).to(settings.dtype)
+
+    return Candidate("torch in fp32", run)
 
 
 def _has_tcgen05() -> bool:

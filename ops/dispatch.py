@@ -16,7 +16,7 @@ from deepspeed_muon.math.newton_schulz import NsSettings
 
 from . import library, reference
 from .autotune import Choice, Tuner
-from .candidates import Candidate, Problem, Replayed, candidates_for, has_kernel, problem_of
+from .candidates import Candidate, Problem, Replayed, candidates_for, has_kernel, in_fp32, problem_of
 from .gate import Verdict, cuda_verdict
 
 NsBackend = Literal["auto", "ops", "torch"]
@@ -88,6 +88,8 @@ class Orthogonalizer:
             available = {each.name: each for each in candidates_for(problem, None)}
             candidate = available.get(f"torch {method}", available["torch standard"])
             return candidate, Choice(candidate.name, "ns_backend is torch")
+        if self.backend == "auto" and (small := in_fp32(problem)):
+            return small, Choice(small.name, "small matrices on a CPU")
         failed = trusted(device).failed
         if self.backend == "ops" and "native" in failed:
             raise OpsUnavailableError(
