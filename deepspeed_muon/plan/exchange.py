@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.placement import Ints
-from deepspeed_muon.plan.rows import Places
+from deepspeed_muon.plan.placement import Ints, Placement
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -252,7 +251,7 @@ def build_exchange_plan(
     return ExchangePlan(rank, world_size, tuple(matrices), tuple(owners), tuple(chunks))
 
 
-def moves(places: Places, owner: int) -> bool:
+def moves(places: Placement, owner: int) -> bool:
     """Return whether a matrix is not whole on its owner alone."""
     return places.ranks != range(owner, owner + 1)
 
@@ -302,7 +301,7 @@ def cut_into_chunks(
 
 
 def build_chunk(
-    places: Sequence[Places],
+    places: Sequence[Placement],
     owners: Sequence[int],
     indices: Sequence[int],
     rank: int,
@@ -335,7 +334,7 @@ def build_chunk(
     )
 
 
-def _own_updates(places: Sequence[Places], owned: Sequence[int], wire: WireFormat) -> BufferPlan:
+def _own_updates(places: Sequence[Placement], owned: Sequence[int], wire: WireFormat) -> BufferPlan:
     """Lay out a rank's own updates of replicated matrices, one copy for all ranks."""
     ends = [0, *accumulate(wire.units(places[index].numel) for index in owned)]
     segments = tuple(
@@ -346,7 +345,7 @@ def _own_updates(places: Sequence[Places], owned: Sequence[int], wire: WireForma
 
 
 def _send_buffer(
-    places: Sequence[Places], owners: Sequence[int], indices: Sequence[int], rank: int, wire: WireFormat
+    places: Sequence[Placement], owners: Sequence[int], indices: Sequence[int], rank: int, wire: WireFormat
 ) -> BufferPlan:
     """Lay out the fragments that a rank holds of other ranks' matrices, by owner."""
     segments: list[tuple[int, Segment]] = []
@@ -363,7 +362,7 @@ def _send_buffer(
 
 
 def _receive_buffer(
-    places: Sequence[Places], indices: Sequence[int], rank: int, wire: WireFormat
+    places: Sequence[Placement], indices: Sequence[int], rank: int, wire: WireFormat
 ) -> BufferPlan:
     """Lay out the fragments that other ranks hold of a rank's own matrices, by holder."""
     if not indices:

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.plan.exchange import ExchangePlan
-from deepspeed_muon.plan.placement import Ints
-from deepspeed_muon.plan.rows import Piece, blocks_of_rows, pieces_of, row_places
+from deepspeed_muon.plan.rows import Piece, pieces_of
 from deepspeed_muon.step.passes import COLUMNS, ChunkTable, Step
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.transport.exchange import StepContext
@@ -71,20 +70,6 @@ class EqualPieces(NamedTuple):
         return values[self.slots].view(shape)
 
 
-class KeptRows(NamedTuple):
-    """Rows of which a partition keeps the state.
-
-    Attributes:
-        partition: Index of the partition.
-        places: Where their numbers lie in its state.
-        slots: The number of each one's unit among those that this rank holds.
-    """
-
-    partition: int
-    places: Tensor
-    slots: Tensor
-
-
 class FragmentSums:
     """The sums over this rank's fragments of some matrices of a plan, and what they decide about."""
 
@@ -110,14 +95,11 @@ class FragmentSums:
         self._matrices, self._rank, self._variant = plan.matrices, plan.rank, variant
         self._keys = [each.key for each in variant.state]
         self._device = step_set.partitions[0].tensor.device
-        self._units = UnitExchange(
-            plan, indices, context, step_set.tensor_group, rows=variant.of_rows, device=self._device
-        )
+        self._units = UnitExchange(plan, indices, context, variant, step_set.tensor_group, self._device)
         self._pieces = [*self._equal_pieces(table.tolist())]
         muon = [partition.index for partition in step_set.partitions if partition.muon]
         positions = torch.tensor([muon.index(each.partition) for each in plan.matrices], dtype=torch.int64)
         self._position = positions[self._units.done_matrix]
-        self._kept = self._kept_rows(indices)
         ranks = 1 if step_set.tensor_group is None else dist.get_world_size(step_set.tensor_group)
         self._weights = self._weights_of(ranks).to(context.device)
 
@@ -144,32 +126,6 @@ class FragmentSums:
                 own, beside = zip(*(places for _, places, *_ in part), strict=True)
                 slots = np.stack([self._units.slots(index, piece.units) for *_, index, piece in part])
                 yield EqualPieces(part[0][-1], own, beside, torch.from_numpy(slots).to(self._device))
-
-    def _kept_rows(self, indices: Sequence[int]) -> list[KeptRows]:
-        """Return where the row state of the matrices lies in each partition."""
-        found: dict[int, list[tuple[Ints, Ints]]] = {}
-        places = row_places(self._matrices) if self._keys else ()
-        for index in indices if self._keys else ():
-            matrix, own = self._matrices[index], places[index].on(self._rank)
-            if own is None:
-                continue
-            units = rows = torch.arange(own.matrix_offset, own.matrix_offset + own.numel)
-            if not self._variant.of_rows:
-                units = blocks_of_rows(matrix, rows)
-            kept = np.arange(own.partition_offset, own.partition_offset + own.numel)
-            slots = self._units.slots(index, units.numpy())
-            found.setdefault(matrix.partition, []).append((kept, slots))
-        kept_rows = []
-        for partition, parts in found.items():
-            of_state, of_units = (np.concatenate(each) for each in zip(*parts, strict=True))
-            kept_rows.append(
-                KeptRows(
-                    partition,
-                    torch.from_numpy(of_state).to(self._device),
-                    torch.from_numpy(of_units).to(self._device),
-                )
-            )
-        return kept_rows
 
     def _weights_of(self, ranks: int) -> Tensor:
         """Return the factors of the sums of each completed unit: three products, and the state.
@@ -238,23 +194,13 @@ class FragmentSums:
     ) -> None:
         """Write what the variant makes of weights and ``others`` to ``out``, by the places of the weights."""
         numbers = self._products(step.flat, others)
-        state = [
-            (number, step.kept[rows.partition][key], rows)
-            for number, key in enumerate(self._keys)
-            for rows in self._kept
-        ]
-        for number, own, rows in state:
-            numbers[:, 3 + number].index_add_(0, rows.slots, own[rows.places].double())
+        numbers[:, 3:] = self._units.state(step.kept)
         sums = self._units.complete(numbers, self._weights)
         values = {key: sums[:, 3 + number].clone() for number, key in enumerate(self._keys)}
         keep, move = function((sums[:, 0], sums[:, 1], sums[:, 2]), values, self._rates(step, sums.device))
         results = self._units.bring_back(torch.stack((keep, move, *values.values()), 1))
         active = None if step.mask is None else step.mask[self._units.held_matrix].to(self._device)
-        for number, own, rows in state:
-            new = results[rows.slots, 2 + number]
-            if active is not None:
-                new = torch.where(active[rows.slots], new, own[rows.places].double())
-            own[rows.places] = new.to(own.dtype)
+        self._units.keep(step.kept, results[:, 2:], active)
         for each in self._pieces:
             weights, targets = each.wide(step.flat, each.own), each.views(out, each.own)
             part = each.wide(others, each.other) * each.spread(results[:, 1]).to(weights.dtype)

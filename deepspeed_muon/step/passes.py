@@ -23,7 +23,7 @@ from deepspeed_muon.ops.reference import cautious_apply_
 from deepspeed_muon.plan.exchange import Chunk, ExchangePlan, Segment
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.transport.exchange import aligned
-from deepspeed_muon.transport.row_state import RowsAtOwner, Settings
+from deepspeed_muon.transport.row_state import RowsAtOwner
 from deepspeed_muon.variants import Variant
 
 # The columns of a table of ops/: tensor and offset, other tensor and offset, numel, and the index of the matrix.
@@ -190,7 +190,7 @@ class Rates:
         cautious: ``(partitions,)``, bool: where only weights decay that have the sign of their update; ``None`` if
             nowhere.
         scales: Factor of the scale rule for each block of each matrix.
-        settings: Partition index to the values of the variant's settings.
+        settings: ``(matrices, settings)``, float64: values of the variant's settings.
     """
 
     momentum: Tensor
@@ -198,7 +198,7 @@ class Rates:
     adam: Tensor
     cautious: Tensor | None
     scales: Sequence[tuple[float, ...]]
-    settings: Settings
+    settings: Tensor
 
 
 class RateTable:
@@ -249,22 +249,20 @@ class RateTable:
             )
         scales, first = self._scales(tuple(rule for _, _, _, rule, *_ in read))
         numbers = [
-            (lr, _decay(mode, lr, decay), momentum, nesterov, lr, *more[:3])
+            (lr, _decay(mode, lr, decay), momentum, nesterov, lr, *more)
             for lr, decay, mode, _, momentum, nesterov, *more in read
         ]
-        rows = torch.tensor(numbers, dtype=torch.float64).view(-1, 8)[self._positions]
+        width = 8 + len(self._keys)
+        rows = torch.tensor(numbers, dtype=torch.float64).view(-1, width)[self._positions]
         rows[:, 0] *= first
         cautious = torch.tensor([mode == "cautious" for _, _, mode, *_ in read])
         return Rates(
             rows[:, 2:4].contiguous(),
             rows[:, :2].contiguous(),
-            rows[:, 4:],
+            rows[:, 4:8],
             cautious if cautious.any() else None,
             scales,
-            {
-                index: dict(zip(self._keys, each[9:], strict=True))
-                for index, each in zip(self._position_of, read, strict=True)
-            },
+            rows[:, 8:],
         )
 
     def _scales_by(self, rules: Sequence[AdjustLrName]) -> tuple[list[tuple[float, ...]], Tensor]:

@@ -145,7 +145,8 @@ class StepRunner:
                 table.blocks = self.blocks.table(table.packed)
         self._rows: RowStateExchange | None = None
         if variant.finish is not None:
-            self._rows = RowStateExchange(plan, context, variant, self.step_set.tensor_group)
+            device = self.step_set.partitions[0].tensor.device
+            self._rows = RowStateExchange(plan, context, variant, self.step_set.tensor_group, device)
         self._kept = rows_by_partition(plan.matrices, plan.rank) if variant.state else {}
         self._sums, self._before = fragment_sums(plan, self._tables, variant, context, self.step_set)
 
@@ -167,11 +168,11 @@ class StepRunner:
     @property
     def wire_bytes_per_step(self) -> int:
         """Bytes that this rank sends to data-parallel ranks in a step in which every matrix has a gradient."""
-        rows = 0 if self._rows is None else self._rows.sent_elements
-        sums = sum(each.sent_bytes for each in (*self._sums, self._before) if each is not None)
+        others = (self._rows, *self._sums, self._before)
+        sums = sum(each.sent_bytes for each in others if each is not None)
         sent = self.plan.sent_elements * self.context.codec.dtype.itemsize
         cut = self.blocks.sent_bytes if self._policy.quantizes_momentum else 0
-        return sent + rows * torch.float32.itemsize + sums + cut
+        return sent + sums + cut
 
     def zeros(self) -> list[str]:
         """Return the names of matrices of which this rank found a block of zeros, for variants that sum over blocks.

@@ -277,14 +277,23 @@ class ChunkExchange:
     def gather(self, flight: InFlight) -> None:
         """Start to send the directions to the owners. Must be called by all ranks of the group."""
         if flight.chunk.gathers:
-            self._start("gather", flight, flight.receive_buffer, flight.send_buffer)
+            self._start("gather", flight)
 
     def scatter(self, flight: InFlight) -> None:
         """Start to send the updates to the holders. Must be called by all ranks of the group."""
-        self._start("scatter", flight, flight.send_buffer, flight.receive_buffer)
+        self._start("scatter", flight)
+
+    def _start(self, what: Way, flight: InFlight) -> None:
+        """Start the messages of a chunk; without overlap wait for them."""
+        with self._phase(what, flight):
+            flight.works += start_messages(what, flight, self._context)
+        if not self._overlap:
+            self.wait(what, flight)
 
     def wait(self, what: Way, flight: InFlight) -> None:
         """Wait for the messages of a chunk; on a GPU the current stream waits, not the process."""
+        if not flight.works:
+            return
         with self._phase(what, flight):
             while flight.works:
                 flight.works.pop(0).wait()
@@ -293,13 +302,6 @@ class ChunkExchange:
         return phase(
             f"{what} of chunk {flight.number} of step set {self._context.number}", self._context.group
         )
-
-    def _start(self, what: Way, flight: InFlight, out: Tensor, send: Tensor) -> None:
-        """Start the messages of a chunk; without overlap wait for them."""
-        with self._phase(what, flight):
-            flight.works += start_messages(what, flight.chunk, self._context, out, send)
-            while flight.works and not self._overlap:
-                flight.works.pop(0).wait()
 
 
 def overlap_fits(matrices: Iterable[MatrixLayout], wire_bytes: float) -> bool:
@@ -339,9 +341,7 @@ def exchange_bytes(
     return work
 
 
-def start_messages(
-    what: Way, chunk: Chunk, context: StepContext, out: Tensor, send: Tensor
-) -> list[dist.Work]:
+def start_messages(what: Way, flight: InFlight, context: StepContext) -> list[dist.Work]:
     """Start the all-to-all of a chunk, or the broadcasts of its updates, and count it.
 
     Must be called by all ranks of the group. Owners broadcast what they have for replicated matrices to all other
@@ -349,15 +349,14 @@ def start_messages(
 
     Args:
         what: Gather sends what the send buffer holds, scatter what the receive buffer holds.
-        chunk: The chunk.
+        flight: The chunk. The other buffer is mutated.
         context: Of the step set. Its counters are mutated.
-        out: What is received, flat. Mutated.
-        send: What is sent, flat, of the same dtype.
     """
-    group = context.group
+    group, chunk = context.group, flight.chunk
     sent, received = chunk.send_buffer, chunk.receive_buffer
+    send, out = flight.send_buffer, flight.receive_buffer
     if what == "scatter":
-        sent, received = received, sent
+        sent, received, send, out = received, sent, out, send
     context.stats.count_exchange((chunk.copies or 1) * send.numel() * send.element_size())
     if not chunk.copies:
         into, out_of = _splits(received, context.world_size), _splits(sent, context.world_size)

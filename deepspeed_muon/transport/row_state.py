@@ -1,7 +1,7 @@
 """Brings what a variant keeps for each row from the ranks that keep it to the owners of the matrices, and back.
 
-It is sent in fp32, in two small all-to-alls a step for each entry of the state (of replicated matrices, in broadcasts
-by the owners), and only if some matrix has rows that begin on another rank than its owner.
+It is sent in fp32, in two small all-to-alls a step (of replicated matrices in one, from the owners), and only if some
+rank holds elements of another one's matrix.
 """
 
 from __future__ import annotations
@@ -13,15 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_muon.plan.exchange import ExchangePlan, build_chunk
+from deepspeed_muon.plan.exchange import ExchangePlan
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.rows import row_places
-from deepspeed_muon.transport.exchange import StepContext, Way, start_messages
-from deepspeed_muon.transport.ranks import phase, reduce_tensor
+from deepspeed_muon.transport.exchange import StepContext
+from deepspeed_muon.transport.ranks import reduce_tensor
+from deepspeed_muon.transport.unit_exchange import RowStates, UnitExchange
 from deepspeed_muon.variants import Sums, Variant
-
-Settings = Mapping[int, Mapping[str, float]]
-"""Partition index to the values of the variant's settings in this step."""
 
 
 def sums_of(matrix: MatrixLayout, group: dist.ProcessGroup | None) -> Sums:
@@ -72,7 +69,7 @@ class RowsAtOwner:
         self,
         matrices: Sequence[MatrixLayout],
         variant: Variant,
-        settings: Settings,
+        settings: Tensor,
         rows: dict[str, dict[int, Tensor]],
         *,
         group: dist.ProcessGroup | None,
@@ -82,7 +79,7 @@ class RowsAtOwner:
         Args:
             matrices: Of the exchange plan.
             variant: One with ``finish``.
-            settings: Of the variant.
+            settings: As :attr:`.Rates.settings`.
             rows: See the class. Mutated.
             group: The tensor-parallel group that has the other shards of cut matrices; ``None`` if they are whole here.
         """
@@ -115,13 +112,9 @@ class RowsAtOwner:
         copies = {key: values.clone() for key, values in state.items()}
         for number, block in enumerate(blocks):
             self._before.setdefault(block, {key: values[number] for key, values in copies.items()})
-        own = [self._settings[self._matrices[index].partition] for index, _ in blocks]
-        settings = {
-            each.name: torch.tensor(
-                [of_matrix[each.name] for of_matrix in own], device=results.device
-            ).unsqueeze(-1)
-            for each in self._variant.settings
-        }
+        own = self._settings[[index for index, _ in blocks]].to(results.device, torch.float32)
+        names = [each.name for each in self._variant.settings]
+        settings = dict(zip(names, own.split(1, dim=1), strict=True))
         first = self._matrices[blocks[0][0]]
         oriented = results.mT if first.transposed else results
         updates = self._variant.finish(oriented, state, settings, sums_of(first, self._group))
@@ -160,10 +153,7 @@ class RowsAtOwner:
 
 
 class RowStateExchange:
-    """Exchanges the row state of the matrices of one plan.
-
-    ``kept`` below is what this rank keeps: partition index and key to a one-dimensional tensor.
-    """
+    """Exchanges the row state of the matrices of one plan."""
 
     def __init__(
         self,
@@ -171,73 +161,40 @@ class RowStateExchange:
         context: StepContext,
         variant: Variant,
         tensor_group: dist.ProcessGroup | None,
+        device: torch.device,
     ) -> None:
-        """Find out which rows this rank keeps; ``tensor_group`` has the other shards of cut matrices."""
-        places = row_places(plan.matrices)
-        self._matrices = plan.matrices
-        self._held = [each.on(plan.rank) for each in places]
-        self._chunk = build_chunk(places, plan.owners, range(len(places)), plan.rank)
-        self._counts = [each.numel for each in places]
-        self._context = context
-        self._variant = variant
-        self._tensor_group = tensor_group
+        """Find out which rows this rank keeps.
+
+        Args:
+            plan: The exchange plan.
+            context: Of the step set.
+            variant: One with ``finish``.
+            tensor_group: It has the other shards of cut matrices.
+            device: Of what is kept.
+        """
+        self._matrices, self._variant, self._tensor_group = plan.matrices, variant, tensor_group
+        # Shards of one matrix have their own rows, or all have the same.
+        self._units = UnitExchange(plan, range(len(plan.matrices)), context, variant, None, device)
 
     @property
-    def sent_elements(self) -> int:
-        """Elements that this rank sends to other ranks per step."""
-        return self._chunk.sent_elements * len(self._variant.state)
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends to data-parallel ranks per step."""
+        return sum(self._units.sent_numbers) * len(self._variant.state) * torch.float32.itemsize
 
-    def gather(self, kept: Mapping[int, Mapping[str, Tensor]], settings: Settings) -> RowsAtOwner:
+    def gather(self, kept: RowStates, settings: Tensor) -> RowsAtOwner:
         """Bring the rows of every matrix to its owner. Must be called by all ranks of the group."""
-        rows = {}
-        for key in (each.key for each in self._variant.state):
-            rows[key] = {index: self._buffer(self._counts[index]) for index in self._chunk.owned}
-            self._move("gather", rows[key], kept, key)
+        whole = self._units.complete(self._units.state(kept).float())
+        counts = [len(units) for _, units in self._units.done.values()]
+        rows = {
+            each.key: dict(zip(self._units.done, whole[:, number].contiguous().split(counts), strict=True))
+            for number, each in enumerate(self._variant.state)
+        }
         return RowsAtOwner(self._matrices, self._variant, settings, rows, group=self._tensor_group)
 
-    def scatter(self, done: RowsAtOwner, kept: Mapping[int, Mapping[str, Tensor]]) -> None:
+    def scatter(self, done: RowsAtOwner, kept: RowStates) -> None:
         """Bring the rows back to the ranks that keep them; those of inactive matrices are unchanged.
 
         Must be called by all ranks of the group. The tensors in ``kept`` are mutated.
         """
-        for key, whole in done.rows.items():
-            self._move("scatter", whole, kept, key)
-
-    def _move(
-        self, what: Way, whole: Mapping[int, Tensor], kept: Mapping[int, Mapping[str, Tensor]], key: str
-    ) -> None:
-        """Copy the rows of owned matrices from where they are kept, or back to there."""
-        chunk, at_owner = self._chunk, what == "gather"
-        for index in chunk.owned:
-            own = self._held[index]
-            if own is not None:
-                there, here = (
-                    whole[index].narrow(0, own.matrix_offset, own.numel),
-                    self._kept(kept, index, key),
-                )
-                (there if at_owner else here).copy_(here if at_owner else there)
-        if not (chunk.gathers if at_owner else chunk.scatters):
-            return
-        away = [
-            (each, self._kept(kept, index, key).view(each.shape))
-            for index, each in chunk.send_buffer.segments
-        ]
-        owned = [(each, each.in_matrices(whole[index])) for index, each in chunk.receive_buffer.segments]
-        sources, targets = (away, owned) if at_owner else (owned, away)
-        buffers = [self._buffer(each.numel) for each in (chunk.send_buffer, chunk.receive_buffer)]
-        send, received = buffers if at_owner else buffers[::-1]
-        for segment, rows in sources:
-            segment.in_buffer(send).copy_(rows)
-        with phase("exchange of row state", self._context.group):
-            for work in start_messages(what, chunk, self._context, received, send):
-                work.wait()
-        for segment, rows in targets:
-            rows.copy_(segment.in_buffer(received))
-
-    def _kept(self, kept: Mapping[int, Mapping[str, Tensor]], index: int, key: str) -> Tensor:
-        own = self._held[index]
-        assert own is not None
-        return kept[self._matrices[index].partition][key].narrow(0, own.partition_offset, own.numel)
-
-    def _buffer(self, numel: int) -> Tensor:
-        return torch.empty(numel, dtype=torch.float32, device=self._context.device)
+        whole = torch.stack([torch.cat([*rows.values()]) for rows in done.rows.values()], 1)
+        self._units.keep(kept, self._units.bring_back(whole))

@@ -59,9 +59,8 @@ def orthogonalize_sharded(
         ShardingError: On every rank, if the shards do not fit together, ``shard_dim`` is not a dimension of the matrix,
             or ``group`` is not one that this rank belongs to.
     """
-    if shard_sizes is None:
-        shard_sizes = _compared_sizes(x, group, shard_dim, settings)
-    dim, world_size = _checked_dim(x, group, shard_dim, shard_sizes), len(shard_sizes)
+    dim, shard_sizes = _checked(x, group, shard_dim, settings, shard_sizes)
+    world_size = len(shard_sizes)
     if world_size == 1:
         return orthogonalize(x, settings=settings)
     # From here on the columns are sharded.
@@ -83,38 +82,39 @@ def orthogonalize_sharded(
     return result.mT.contiguous() if dim == -2 else result
 
 
-def _compared_sizes(x: Tensor, group: dist.ProcessGroup, shard_dim: int, settings: NsSettings) -> list[int]:
-    """Return every rank's length along the sharded dimension; raise on all ranks if their shards do not fit."""
-    _check_group(group)
-    ranks = Ranks.of([group])
-    with together(ShardingError, ranks=ranks) as own:
-        dim = _matrix_dim(x, shard_dim)
-        own.tell("shard_dim", dim)
-        own.tell("matrices", x.shape[:-2].numel())
-        own.tell("length of the other side", x.shape[-3 - dim])
-        own.tell("settings", settings)
-    lengths = ranks.gather(x.shape[dim], what="comparison of shards")
-    return [lengths[rank] for rank in dist.get_process_group_ranks(group)]
+def _checked(
+    x: Tensor,
+    group: dist.ProcessGroup,
+    shard_dim: int,
+    settings: NsSettings,
+    shard_sizes: Sequence[int] | None,
+) -> tuple[int, Sequence[int]]:
+    """Return the sharded dimension, counted from the end, and every rank's length along it.
 
-
-def _checked_dim(x: Tensor, group: dist.ProcessGroup, shard_dim: int, shard_sizes: Sequence[int]) -> int:
-    """Return the sharded dimension, counted from the end, along which the ranks hold ``shard_sizes``."""
-    _check_group(group)
-    dim, rank, ranks = _matrix_dim(x, shard_dim), dist.get_rank(group), dist.get_world_size(group)
-    if len(shard_sizes) != ranks or shard_sizes[rank] != x.shape[dim]:
-        raise ShardingError(
-            f"shard_sizes {list(shard_sizes)} do not describe {ranks} ranks of which rank {rank} holds "
-            f"{x.shape[dim]} along dimension {dim}"
-        )
-    return dim
-
-
-def _check_group(group: object) -> None:
+    Without ``shard_sizes`` the ranks compare their shards, and all raise if those do not fit.
+    """
     if not isinstance(group, dist.ProcessGroup):
         raise ShardingError(
             f"orthogonalize_sharded needs the process group that shards the matrices, got {group!r}: there is no "
             f"default group, and this rank must be a member of the one that is given"
         )
+    if shard_sizes is None:
+        ranks = Ranks.of([group])
+        with together(ShardingError, ranks=ranks) as own:
+            dim = _matrix_dim(x, shard_dim)
+            own.tell("shard_dim", dim)
+            own.tell("matrices", x.shape[:-2].numel())
+            own.tell("length of the other side", x.shape[-3 - dim])
+            own.tell("settings", settings)
+        lengths = ranks.gather(x.shape[dim], what="comparison of shards")
+        return dim, [lengths[rank] for rank in dist.get_process_group_ranks(group)]
+    dim, rank, count = _matrix_dim(x, shard_dim), dist.get_rank(group), dist.get_world_size(group)
+    if len(shard_sizes) != count or shard_sizes[rank] != x.shape[dim]:
+        raise ShardingError(
+            f"shard_sizes {list(shard_sizes)} do not describe {count} ranks of which rank {rank} holds "
+            f"{x.shape[dim]} along dimension {dim}"
+        )
+    return dim, shard_sizes
 
 
 def _matrix_dim(x: Tensor, shard_dim: int) -> int:

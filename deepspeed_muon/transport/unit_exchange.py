@@ -1,13 +1,15 @@
-"""Completes sums over rows or blocks that lie on several ranks: one rank adds up, and sends back what follows.
+"""Completes numbers of rows or blocks that lie on several ranks: one rank adds up, and sends back what follows.
 
-Of rows only those are sent that a partition cuts: to the rank with the first element. Blocks, and what tensor-parallel
-ranks have together, go to the owner of the matrix, which is the same on all tensor-parallel ranks. Both ways are an
-all-to-all of a few float64 numbers for each unit; of replicated matrices nothing is sent.
+Where a variant needs whole matrices, that is the owner, to which the state of all rows goes. Else only rows that a
+partition cuts are sent, to the rank with the first element; blocks, and what tensor-parallel ranks have together, go to
+the owner, which is the same on all tensor-parallel ranks. Both ways are an all-to-all of a few numbers for each unit.
+Every rank has all sums of replicated matrices, of which only the owner's state of whole matrices is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,13 +19,31 @@ from torch import Tensor
 from deepspeed_muon.plan.exchange import ExchangePlan
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import Ints
-from deepspeed_muon.plan.rows import first_elements, unit_count, units_on
+from deepspeed_muon.plan.rows import blocks_of_rows, first_elements, row_places, unit_count, units_on
 from deepspeed_muon.transport.exchange import StepContext, exchange_bytes
 from deepspeed_muon.transport.ranks import phase, reduce_tensor
+from deepspeed_muon.variants import Variant
+
+RowStates = Mapping[int, Mapping[str, Tensor]]
+"""Partition index and key to the numbers of the rows that this rank keeps."""
+
+
+class KeptRows(NamedTuple):
+    """Rows of which a partition keeps the state.
+
+    Attributes:
+        partition: Index of the partition.
+        places: Where their numbers lie in its state.
+        slots: The number of each one's unit among those that this rank holds.
+    """
+
+    partition: int
+    places: Tensor
+    slots: Tensor
 
 
 class UnitExchange:
-    """The units of some matrices of a plan of which this rank holds elements, and those whose sums it completes.
+    """The units of some matrices of a plan of which this rank holds elements, and those that it completes.
 
     Attributes:
         held_matrix: The matrix of each unit that this rank holds.
@@ -36,9 +56,8 @@ class UnitExchange:
         plan: ExchangePlan,
         indices: Sequence[int],
         context: StepContext,
+        variant: Variant,
         tensor_group: dist.ProcessGroup | None,
-        *,
-        rows: bool,
         device: torch.device,
     ) -> None:
         """Find out who completes what; nothing is sent.
@@ -47,11 +66,14 @@ class UnitExchange:
             plan: The exchange plan.
             indices: The matrices, ascending.
             context: Of the step set.
+            variant: Its units are rows or blocks. Its ``finish`` needs the rows of whole matrices.
             tensor_group: The tensor-parallel group; ``None`` without one.
-            rows: Whether the units are rows.
             device: Of the numbers of the held units; those of completed ones lie on the context's.
         """
-        self._plan, self._rows, self._context, self._tensor_group = plan, rows, context, tensor_group
+        self._plan, self._context, self._tensor_group = plan, context, tensor_group
+        self._at_owner = variant.finish is not None
+        self._rows = rows = variant.of_rows or self._at_owner
+        self._keys = [each.key for each in variant.state]
         matrices, rank = {index: plan.matrices[index] for index in indices}, plan.rank
         held = {index: units_on(matrix, rank, rows=rows) for index, matrix in matrices.items()}
         at = {index: self._completes(index, units) for index, units in held.items()}
@@ -73,13 +95,16 @@ class UnitExchange:
         self._own = _tensor((slots for _, slots, _ in own), device), _tensor((each for *_, each in own), here)
         self._away, self._away_splits = _by_rank(away, context.world_size, device)
         self._come, self._come_splits = _by_rank(come, context.world_size, here)
+        # Every rank has the same numbers of replicated matrices.
+        self._sums = not (self._at_owner and any(matrix.replicated for matrix in matrices.values()))
+        self._kept = self._kept_rows(indices, device) if self._keys else []
         joint = torch.tensor([index for index in indices if self._joint(matrices[index])], dtype=torch.int64)
         self._across = torch.isin(self.done_matrix, joint).nonzero().view(-1).to(here)
 
     @property
     def sent_numbers(self) -> tuple[int, int]:
         """Of how many units this rank sends numbers to the ranks that complete them, and of how many results."""
-        return len(self._away), len(self._come)
+        return len(self._away) if self._sums else 0, len(self._come)
 
     def slots(self, index: int, units: Ints) -> Ints:
         """Return the numbers of units of a matrix among those that this rank holds."""
@@ -89,53 +114,108 @@ class UnitExchange:
         """Return whether tensor-parallel ranks complete the sums together: of the parts of units, or of copies."""
         return matrix.shards is not None and not (self._rows and matrix.cuts_outputs)
 
+    def _kept_rows(self, indices: Sequence[int], device: torch.device) -> list[KeptRows]:
+        """Return where the row state of the matrices lies in each partition."""
+        found: dict[int, list[tuple[Ints, Ints]]] = {}
+        places = row_places(self._plan.matrices)
+        for index in indices:
+            matrix, own = self._plan.matrices[index], places[index].on(self._plan.rank)
+            if own is None:
+                continue
+            units = rows = torch.arange(own.matrix_offset, own.matrix_offset + own.numel)
+            if not self._rows:
+                units = blocks_of_rows(matrix, rows)
+            kept = np.arange(own.partition_offset, own.partition_offset + own.numel)
+            found.setdefault(matrix.partition, []).append((kept, self.slots(index, units.numpy())))
+        return [
+            KeptRows(partition, *(_tensor(column, device) for column in zip(*parts, strict=True)))
+            for partition, parts in found.items()
+        ]
+
     def _travels(self, index: int) -> bool:
         """Return whether any rank sends anything of a matrix; the same on all ranks of the group."""
         matrix = self._plan.matrices[index]
         first = int(self._completes(index, np.zeros(1, dtype=np.int64))[0])
-        return not matrix.replicated and matrix.placement.ranks != range(first, first + 1)
+        is_sent = self._at_owner or not matrix.replicated
+        return is_sent and matrix.placement.ranks != range(first, first + 1)
+
+    def _at_first_element(self, matrix: MatrixLayout) -> bool:
+        """Return whether each unit is completed by the rank with its first element, and not by the owner."""
+        return self._rows and not (self._at_owner or matrix.replicated or self._joint(matrix))
 
     def _completes(self, index: int, units: Ints) -> Ints:
-        """Return the rank that completes the sums of each of some units of a matrix."""
+        """Return the rank that completes each of some units of a matrix."""
         matrix = self._plan.matrices[index]
-        if self._rows and not matrix.replicated and not self._joint(matrix):
+        if self._at_first_element(matrix):
             return matrix.placement.ranks_at(first_elements(matrix, units))
-        return np.full(len(units), self._plan.rank if matrix.replicated else self._plan.owners[index])
+        is_here = matrix.replicated and not self._at_owner
+        return np.full(len(units), self._plan.rank if is_here else self._plan.owners[index])
 
     def _arriving(self, index: int) -> list[tuple[int, Ints]]:
         """Return the other ranks that hold elements of units of a matrix that this rank completes, with those units."""
         matrix, (_, units) = self._plan.matrices[index], self.done[index]
-        if matrix.replicated or not len(units):
+        if (matrix.replicated and not self._at_owner) or not len(units):
             return []
-        ranks, found = matrix.placement.ranks, []
-        if self._rows and not self._joint(matrix):
+        ranks, found, is_apart = matrix.placement.ranks, [], self._at_first_element(matrix)
+        if is_apart:
             first = int(first_elements(matrix, units[-1:])[0])
             last = matrix.numel - 1 if matrix.transposed else min(first + matrix.cols, matrix.numel) - 1
             ranks = range(self._plan.rank + 1, matrix.placement.rank_at(last) + 1)
         for other in ranks:
-            both = np.intersect1d(units_on(matrix, other, rows=self._rows), units, assume_unique=True)
-            if other != self._plan.rank and len(both):
+            if other == self._plan.rank:
+                continue
+            both = units_on(matrix, other, rows=self._rows)
+            both = np.intersect1d(both, units, assume_unique=True) if is_apart else both
+            if len(both):
                 found.append((other, both))
         return found
 
-    def complete(self, numbers: Tensor, weights: Tensor) -> Tensor:
+    def state(self, kept: RowStates) -> Tensor:
+        """Return the sums over held units of what this rank keeps of their rows, ``(held units, keys)``, float64."""
+        shape = len(self.held_matrix), len(self._keys)
+        numbers = torch.zeros(shape, dtype=torch.float64, device=self._own[0].device)
+        for rows in self._kept:
+            for number, key in enumerate(self._keys):
+                own = kept[rows.partition][key][rows.places]
+                numbers[:, number].index_add_(0, rows.slots, own.double())
+        return numbers
+
+    def keep(self, kept: RowStates, values: Tensor, active: Tensor | None = None) -> None:
+        """Write the numbers of held units to those of their rows that this rank keeps.
+
+        Args:
+            kept: Mutated.
+            values: ``(held units, keys)``.
+            active: A flag for each held unit; the others keep what they have.
+        """
+        for rows in self._kept:
+            for number, key in enumerate(self._keys):
+                own, new = kept[rows.partition][key], values[rows.slots, number]
+                if active is not None:
+                    new = torch.where(active[rows.slots], new, own[rows.places].to(new.dtype))
+                own[rows.places] = new.to(own.dtype)
+
+    def complete(self, numbers: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return the sums of the units that this rank completes.
 
         Must be called by all ranks of the data-parallel and of the tensor-parallel group.
 
         Args:
-            numbers: ``(held units, n)``, float64: of this rank's elements.
-            weights: ``(completed units, n)``: factors of the sums over data-parallel ranks.
+            numbers: ``(held units, n)``: of this rank's elements.
+            weights: ``(completed units, n)``: factors of the sums over data-parallel ranks, 1 by default.
 
         Returns:
             ``(completed units, n)`` on the context's device.
         """
         own, to = self._own
-        sums = torch.zeros((len(self.done_matrix), numbers.shape[1]), dtype=torch.float64, device=to.device)
+        sums = numbers.new_zeros((len(self.done_matrix), numbers.shape[1]), device=to.device)
         sums.index_add_(0, to, numbers[own].to(to.device))
-        received = self._exchanged(numbers[self._away].to(to.device), self._away_splits, self._come_splits)
-        sums.index_add_(0, self._come, received)
-        sums *= weights
+        if self._sums:
+            away = numbers[self._away].to(to.device)
+            received = self._exchanged(away, self._away_splits, self._come_splits)
+            sums.index_add_(0, self._come, received)
+        if weights is not None:
+            sums *= weights
         if self._tensor_group is not None and len(self._across):
             part, what = sums[self._across], "sums over tensor-parallel ranks"
             sums[self._across] = reduce_tensor(part, self._tensor_group, what=what)
@@ -147,13 +227,13 @@ class UnitExchange:
         Must be called by all ranks of the data-parallel group.
 
         Args:
-            results: ``(completed units, n)``, float64.
+            results: ``(completed units, n)``.
 
         Returns:
             ``(held units, n)`` on the device of the held units.
         """
         own, to = self._own
-        found = torch.empty((len(self.held_matrix), results.shape[1]), dtype=torch.float64, device=own.device)
+        found = results.new_empty((len(self.held_matrix), results.shape[1]), device=own.device)
         found[own] = results[to].to(own.device)
         received = self._exchanged(results[self._come], self._come_splits, self._away_splits)
         found[self._away] = received.to(own.device)
@@ -164,7 +244,7 @@ class UnitExchange:
         out = send.new_empty((sum(out_splits), send.shape[1]))
         if self._sends and self._context.world_size > 1:
             splits = [[each * send.shape[1] for each in both] for both in (out_splits, send_splits)]
-            with phase("sums over rows and blocks", self._context.group):
+            with phase("exchange of rows and blocks", self._context.group):
                 exchange_bytes(out.view(-1), send.view(-1), *splits, group=self._context.group).wait()
             self._context.stats.count_exchange(send.nbytes)
         return out

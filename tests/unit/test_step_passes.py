@@ -37,7 +37,7 @@ def rates_of(count: int, *, momentum: float, step: float = 1.0) -> Rates:
         torch.zeros(count, 4, dtype=torch.float64),
         None,
         [(1.0,)] * count,
-        {},
+        torch.zeros(count, 0, dtype=torch.float64),
     )
 
 
