@@ -7,8 +7,8 @@
 Releases before the oldest supported one must be refused; of those the last of each minor release is tried. One
 environment for each Python and torch, where the releases of DeepSpeed follow each other; it is removed at the end.
 With ``--hf`` the tests that name transformers run instead of the compat tests. Results are kept in
-``benchmarks/results/versions.json`` after every run: what is there is not run again (``--again`` does), and the table in
-``docs/usage.md`` is written from it.
+``benchmarks/results/versions.json`` after every run: what is there is not run again (``--again`` does), and the table
+in ``docs/usage.md`` is written from it.
 """
 
 from __future__ import annotations
