@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ def self_test() -> Checks:
     Raises:
         OpsUnavailableError: If the library can be neither loaded nor built.
     """
-    checks = _test_operators(library.load(), "cpu")
+    checks = _test_operators(library.load(), "cpu", _TESTS)
     return checks + cuda_checks() if torch.cuda.is_available() else checks
 
 
@@ -49,7 +49,10 @@ def cuda_checks(started: Callable[[str], object] = lambda part: None) -> Checks:
         parts["triton"] = _test_triton
     parts["graphs"] = lambda: _test_graphs(operators)
     if operators is not None:
-        parts["native"] = lambda: _test_operators(operators, "cuda")
+        parts["native"] = lambda: _test_operators(
+            operators, "cuda", [name for name in _TESTS if name != _INT8]
+        )
+        parts["int8"] = lambda: _test_operators(operators, "cuda", [_INT8])
     checks = []
     for part, run in parts.items():
         started(part)
@@ -63,21 +66,12 @@ def cuda_checks(started: Callable[[str], object] = lambda part: None) -> Checks:
     return checks
 
 
-def _test_operators(operators: Any, device: str) -> Checks:
-    tests: dict[str, Callable[[Any, str], Iterator[_Compared]]] = {
-        "orthogonalize": _orthogonalize,
-        "sym_gemm": _sym_gemm,
-        "frobenius_norms": _frobenius_norms,
-        "momentum_pack_": _momentum_pack,
-        "momentum_pack_int8_": _momentum_pack_int8,
-        "unpack_apply_": _unpack_apply,
-        "largest_magnitudes": _largest_magnitudes,
-    }
+def _test_operators(operators: Any, device: str, names: Iterable[str]) -> Checks:
     return [
         _check(f"{name}{what}", device, error, bound)
-        for name, test in tests.items()
+        for name in names
         if has_kernel(operators, device, name)
-        for what, error, bound in test(operators, device)
+        for what, error, bound in _TESTS[name](operators, device)
     ]
 
 
@@ -199,11 +193,14 @@ def _largest_magnitudes(operators: Any, device: str) -> Iterator[_Compared]:
 def _momentum_pack_int8(operators: Any, device: str) -> Iterator[_Compared]:
     """Compare directions, codes and scales after two steps."""
     table, (grad, *_) = _fragments(device)
-    before = 7
+    # Whole blocks of the first fragment lie on the grid of a GPU's vectors; its last block is cut, the second's first.
+    before = torch.full_like(table[:, 0], 7)
+    before[0] = 0
     counts = (before + table[:, 4] + BLOCK - 1) // BLOCK
-    own = torch.full((len(table), 2), -1)
-    blocks = torch.cat((torch.full_like(own[:, :1], before), (counts.cumsum(0) - counts).view(-1, 1), own), 1)
-    rates, cut = torch.tensor([[0.95, 1.0]], dtype=torch.float64), torch.empty(0, 2, device=device)
+    ends = torch.full((len(table), 2), -1)
+    ends[0, 1], ends[1, 0] = 0, 1
+    blocks = torch.cat((torch.stack((before, counts.cumsum(0) - counts), 1), ends), 1)
+    rates, cut = torch.tensor([[0.95, 1.0]], dtype=torch.float64), torch.full((2, 2), 0.0625, device=device)
     for dtype in _DTYPES:
         results = []
         for run in (operators.momentum_pack_int8_, reference.momentum_pack_int8_):
@@ -214,6 +211,18 @@ def _momentum_pack_int8(operators: Any, device: str) -> Iterator[_Compared]:
             results.append((out, codes, scales))
         error = max(_relative(*each) for each in zip(*results, strict=True))
         yield f" {_short(dtype)}", error, 2 * torch.finfo(dtype).eps
+
+
+_INT8 = "momentum_pack_int8_"
+_TESTS: dict[str, Callable[[Any, str], Iterator[_Compared]]] = {
+    "orthogonalize": _orthogonalize,
+    "sym_gemm": _sym_gemm,
+    "frobenius_norms": _frobenius_norms,
+    "momentum_pack_": _momentum_pack,
+    _INT8: _momentum_pack_int8,
+    "unpack_apply_": _unpack_apply,
+    "largest_magnitudes": _largest_magnitudes,
+}
 
 
 def _test_graphs(operators: Any | None) -> Checks:

@@ -153,12 +153,13 @@ def process_tuner() -> Tuner:
     return Tuner(library_key=library.key())
 
 
-def flat_passes(backend: NsBackend, device: torch.device | str = "cpu") -> FlatPasses:
+def flat_passes(backend: NsBackend, device: torch.device | str = "cpu", *, int8: bool = False) -> FlatPasses:
     """Return the flat passes of a backend for tensors on ``device``; see :class:`Orthogonalizer`.
 
     Args:
         backend: ``ops`` takes the native passes, ``auto`` too if ``device`` has them, ``torch`` those of torch.
         device: Where the partitions are.
+        int8: Whether momentum is in 8 bits: on a GPU that pass has a verdict of its own.
 
     Raises:
         OpsUnavailableError: If the backend is ``ops`` and there are no native passes for ``device``.
@@ -171,16 +172,11 @@ def flat_passes(backend: NsBackend, device: torch.device | str = "cpu") -> FlatP
         assert operators is not None
         # A library that was built ahead of time may hold code for other GPUs only.
         missing = operators.flat_passes_missing() if kind == "cuda" else ""
-        missing = missing or trusted(torch.device(device)).failed.get("native", "")
+        failed = trusted(torch.device(device)).failed
+        missing = missing or failed.get("native", failed.get("int8", "") if int8 else "")
         if not missing:
-            # There is no CUDA kernel of it yet.
-            coded = has_kernel(operators, kind, "momentum_pack_int8_")
-            return FlatPasses(
-                "ops",
-                operators.momentum_pack_.default,
-                operators.momentum_pack_int8_.default if coded else reference.momentum_pack_int8_,
-                operators.unpack_apply_.default,
-            )
+            passes = (operators.momentum_pack_, operators.momentum_pack_int8_, operators.unpack_apply_)
+            return FlatPasses("ops", *(each.default for each in passes))
     if backend == "ops":
         raise OpsUnavailableError(
             f"ns_backend is 'ops', but there are no flat passes for {kind}: {missing}; "

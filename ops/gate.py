@@ -42,8 +42,9 @@ _PASSING_SECONDS = 600.0
 # Seconds for which a test that was ended is waited for.
 _LAST_SECONDS = 5.0
 
-PARTS = ("native", "graphs", "triton")
-"""What is tested and kept out by itself: the native operators, CUDA graphs, and the products of Triton."""
+PARTS = ("native", "int8", "graphs", "triton")
+"""What is tested and kept out by itself: the native operators, their pass over momentum in 8 bits, CUDA graphs, and the
+products of Triton."""
 
 
 @dataclass(frozen=True, slots=True)

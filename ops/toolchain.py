@@ -167,9 +167,9 @@ def build_spec(
     parts = [torch_version, sys.implementation.cache_tag or "", platform.machine(), str(with_cuda)]
     for text in [*parts, *cxx_flags]:
         digest.update(text.encode() + b"\0")
-    headers = [CSRC.glob("*.h"), CSRC.glob("cpu/*.h")]
+    headers = [CSRC.glob("*.h"), CSRC.glob("cpu/*.h"), CSRC.glob("include/*.h")]
     if with_cuda:
-        headers += [CSRC.glob("cuda/*.cuh"), CSRC.glob("cuda/*.h"), CSRC.glob("include/*.h")]
+        headers += [CSRC.glob("cuda/*.cuh"), CSRC.glob("cuda/*.h")]
     for path in sorted([*sources, *(path for group in headers for path in group)]):
         digest.update(path.relative_to(CSRC).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     portable_key = digest.hexdigest()[:16]

@@ -29,8 +29,8 @@ def main() -> int:
             for key in ("CPU", "CUDA")
             if torch._C._dispatch_has_kernel_for_dispatch_key(f"deepspeed_muon::{name}", key)
         ]
-        # On a GPU these are torch's: the first two have one kernel there, the third has no other yet.
-        by_torch = name in ("frobenius_norms", "largest_magnitudes", "momentum_pack_int8_")
+        # On a GPU these are torch's, which has one kernel for each.
+        by_torch = name in ("frobenius_norms", "largest_magnitudes")
         missing += [name] if "CUDA" not in found and not by_torch else []
         print(f"  {name:<18} {', '.join(found)}")
     print("  without a GPU: sym_gemm_kernel() is", repr(operators.sym_gemm_kernel()))

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks what the compiler made of the passes over flat partitions: 16-byte loads and stores in every dtype.
+"""Checks what the compiler made of the passes over flat partitions: 16-byte loads and stores, 8-byte ones of codes.
 
     scripts/sass_check.py OBJECT...      object files of ops/csrc/cuda/flat_passes.cu
 
@@ -22,10 +22,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 # Arrays that a kernel reads and writes, as positions of its template arguments.
-ACCESSES = {"momentum_pack_kernel": ((0, 1), (0, 2)), "unpack_apply_kernel": ((0, 1), (0,))}
+ACCESSES = {
+    "momentum_pack_kernel": ((0, 1), (0, 2)),
+    "momentum_pack_int8_kernel": ((0,), (1,)),  # and codes: eight are 8 bytes
+    "unpack_apply_kernel": ((0, 1), (0,)),
+}
 # Numbers of MuonDtype; an fp32 array takes two accesses of 16 bytes for eight elements.
 DTYPES = {"0": "fp32", "1": "fp16", "2": "bf16"}
-_KERNEL = re.compile(r"(momentum_pack_kernel|unpack_apply_kernel)I((?:Li\dE)+)E")
+_KERNEL = re.compile(rf"({'|'.join(ACCESSES)})I((?:Li\dE)+)E")
 
 
 def expected(kernel: str, dtypes: Sequence[str]) -> tuple[int, int]:
@@ -41,7 +45,7 @@ def faults_in(listing: str) -> Iterator[str]:
     for line in listing.splitlines():
         if "Function :" in line:
             counts = found.setdefault(line.split()[-1], Counter())
-        elif match := re.search(r"\b(LDG|STG)\.E(\.128)?\b", line):
+        elif match := re.search(r"\b(LDG|STG)\.E(\.128|\.64)?\b", line):
             counts[match[1] + (match[2] or "")] += 1
     seen: set[tuple[str, tuple[str, ...]]] = set()
     for name, counts in found.items():
@@ -50,14 +54,17 @@ def faults_in(listing: str) -> Iterator[str]:
             seen.add((match[1], dtypes))
             loads, stores = expected(match[1], dtypes)
             rounds = counts["STG.128"] // stores
-            if not rounds or (counts["LDG.128"], counts["STG.128"]) != (rounds * loads, rounds * stores):
+            right = (counts["LDG.128"], counts["STG.128"]) == (rounds * loads, rounds * stores)
+            if "int8" in match[1]:
+                right = right and counts["LDG.64"] == counts["STG.64"] == rounds
+            if not rounds or not right:
                 yield (
                     f"{match[1]}<{', '.join(dtypes)}>: {counts['LDG.128']} loads and "
                     f"{counts['STG.128']} stores of 16 bytes, expected {loads} and {stores} for each eight elements"
                 )
     wanted = {
         (kernel, dtypes)
-        for kernel, arrays in (("momentum_pack_kernel", 3), ("unpack_apply_kernel", 2))
+        for kernel, arrays in zip(ACCESSES, (3, 2, 2), strict=True)
         for dtypes in itertools.product(DTYPES.values(), repeat=arrays)
     }
     for kernel, dtypes in sorted(wanted - seen):

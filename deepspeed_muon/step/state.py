@@ -150,7 +150,7 @@ def passes_for(partitions: Sequence[BoundPartition], config: MuonConfig, policy:
     device = partitions[0].tensor.device if partitions else torch.device("cpu")
     # Without DeepSpeed there may be float64.
     wide = torch.float64 in masters | {policy.dtype("momentum_buffer", each) for each in masters}
-    return flat_passes("torch" if wide else config.ns_backend, device)
+    return flat_passes("torch" if wide else config.ns_backend, device, int8=policy.quantizes_momentum)
 
 
 @functools.cache

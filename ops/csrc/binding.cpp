@@ -67,27 +67,18 @@ void momentum_pack_int8(
   constexpr const char* op = "momentum_pack_int8_";
   const at::ArrayRef<FlatRow> rows = muon::flat_rows(op, table, grads, outs);
   const double* const rate = muon::flat_rates(op, rates, rows);
-  const auto coded = muon::code_rows(codes, scales, grads, rows, blocks, cut, muon::cpu::kCodeBlock);
-  const float* const pairs = cut.const_data_ptr<float>();
-  std::vector<muon::cpu::Codes> bufs;
+  const auto coded = muon::code_blocks(codes, scales, grads, rows, blocks, cut);
   // Threads share the blocks, not the elements.
   std::vector<FlatRow> in_blocks(rows.begin(), rows.end());
-  for (size_t i = 0; i < rows.size(); ++i) {
-    const muon::CodeRow& own = coded[i];
-    const int64_t tensor = rows[i].tensor;
-    bufs.push_back(
-        {const_cast<int8_t*>(codes[tensor].const_data_ptr<int8_t>()) + rows[i].offset,
-         const_cast<float*>(scales[tensor].const_data_ptr<float>()) + own.scale, own.before,
-         own.first < 0 ? nullptr : pairs + 2 * own.first, own.last < 0 ? nullptr : pairs + 2 * own.last});
-    in_blocks[i].numel = rows[i].numel == 0 ? 0 : bufs[i].blocks(rows[i].numel);
-  }
+  for (size_t i = 0; i < rows.size(); ++i) in_blocks[i].numel = rows[i].numel == 0 ? 0 : coded[i].count(rows[i].numel);
   const auto run = [&](const FlatRow& row, int64_t begin, int64_t end) {
     const int64_t number = &row - in_blocks.data();
     muon::cpu::momentum_pack_int8(
-        bufs[number], array(grads[row.tensor], row.offset), array(outs[row.other], row.other_offset),
-        rows[number].numel, begin, end, rate[2 * row.matrix], rate[2 * row.matrix + 1] != 0.0);
+        const_cast<int8_t*>(codes[row.tensor].const_data_ptr<int8_t>()) + row.offset, coded[number],
+        array(grads[row.tensor], row.offset), array(outs[row.other], row.other_offset), rows[number].numel, begin, end,
+        rate[2 * row.matrix], rate[2 * row.matrix + 1] != 0.0);
   };
-  for_fragments(in_blocks, run, kGrain / muon::cpu::kCodeBlock);
+  for_fragments(in_blocks, run, kGrain / muon::kCodeBlock);
 }
 
 void unpack_apply(at::TensorList params, at::TensorList updates, const at::Tensor& table, const at::Tensor& rates) {

@@ -3,6 +3,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <vector>
+
+#include "include/code_blocks.h"
+
 namespace muon {
 
 // One fragment of a flat pass, a row of its int64 table: `numel` elements from `offset` on of one tensor, and from
@@ -93,10 +97,10 @@ struct CodeRow {
   int64_t before, scale, first, last;
 };
 
-// The rows of `blocks`, of momentum in 8 bits in tensors like `grads`, in blocks of `block` elements.
-inline at::ArrayRef<CodeRow> code_rows(
+// The blocks of each fragment of a table of momentum in 8 bits, in tensors like `grads`.
+inline std::vector<CodeBlocks> code_blocks(
     at::TensorList codes, at::TensorList scales, at::TensorList grads, at::ArrayRef<FlatRow> rows,
-    const at::Tensor& blocks, const at::Tensor& cut, int64_t block) {
+    const at::Tensor& blocks, const at::Tensor& cut) {
   constexpr const char* op = "momentum_pack_int8_";
   TORCH_CHECK(
       codes.size() == grads.size() && scales.size() == grads.size(), op, ": there are ", codes.size(), " codes, ",
@@ -116,16 +120,21 @@ inline at::ArrayRef<CodeRow> code_rows(
       cut.dim() == 2 && cut.size(1) == 2 && cut.scalar_type() == at::kFloat && cut.is_contiguous() &&
           (grads.empty() || cut.device() == grads[0].device()),
       op, ": cut must be a contiguous float32 tensor (cut blocks, 2) beside the gradients, got ", cut.sizes());
-  const at::ArrayRef<CodeRow> found(reinterpret_cast<const CodeRow*>(blocks.const_data_ptr<int64_t>()), rows.size());
+  const auto* const given = reinterpret_cast<const CodeRow*>(blocks.const_data_ptr<int64_t>());
+  const float* const pairs = cut.const_data_ptr<float>();
+  std::vector<CodeBlocks> found;
   for (size_t i = 0; i < rows.size(); ++i) {
-    const CodeRow& row = found[i];
+    const CodeRow& row = given[i];
     const at::Tensor& own = scales[rows[i].tensor];
-    const int64_t count = (row.before + rows[i].numel + block - 1) / block;
+    const int64_t count = CodeBlocks{nullptr, nullptr, nullptr, row.before}.count(rows[i].numel);
     TORCH_CHECK(
-        own.scalar_type() == at::kFloat && row.before >= 0 && row.before < block && row.scale >= 0 &&
+        own.scalar_type() == at::kFloat && row.before >= 0 && row.before < kCodeBlock && row.scale >= 0 &&
             count <= own.numel() && row.scale <= own.numel() - count && row.first >= -1 && row.first < cut.size(0) &&
             row.last >= -1 && row.last < cut.size(0),
         op, ": the blocks of fragment ", i, " are outside of the scales");
+    found.push_back(
+        {const_cast<float*>(own.const_data_ptr<float>()) + row.scale, row.first < 0 ? nullptr : pairs + 2 * row.first,
+         row.last < 0 ? nullptr : pairs + 2 * row.last, row.before});
   }
   return found;
 }

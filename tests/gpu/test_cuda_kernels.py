@@ -117,15 +117,27 @@ FLAT_DTYPES = [torch.float32, *UNIT]
 @pytest.mark.parametrize("dtypes", list(product(FLAT_DTYPES, repeat=3)), ids=str)
 @pytest.mark.parametrize("offsets", [(0, 0, 0), (4, 4, 4), (3, 7, 5), (3, 3, 3), (0, 0, 1)], ids=str)
 def test_momentum_pack(kernels: Kernels, dtypes: Any, offsets: tuple[int, int, int]) -> None:
-    for many, nesterov in ((FLAT_ROWS, True), (0, False)):
+    for many, nesterov in ((FLAT_ROWS["momentum_pack"], True), (0, False)):
         lengths = [*cases.fragment_lengths(many), 3_000_001]
         cases.momentum_pack(kernels, lengths, offsets, dtypes, nesterov, Inputs("cuda"))
 
 
 @pytest.mark.parametrize("dtypes", list(product(FLAT_DTYPES, repeat=2)), ids=str)
+@pytest.mark.parametrize("offsets", [(0, 0, 0), (3, 3, 3), (8, 4, 4), (1, 0, 0), (5, 7, 3)], ids=str)
+def test_momentum_pack_int8(kernels: Kernels, dtypes: Any, offsets: tuple[int, int, int]) -> None:
+    pytest.importorskip("deepspeed")
+    from deepspeed_muon.ops.reference import momentum_pack_int8_
+
+    for many, nesterov in ((FLAT_ROWS["momentum_pack_int8"], True), (0, False)):
+        lengths = [*cases.fragment_lengths(many), 255, 256, 257, 512, 3_000_001]
+        inputs = Inputs("cuda")
+        cases.momentum_pack_int8(kernels, momentum_pack_int8_, lengths, offsets, dtypes, nesterov, inputs)
+
+
+@pytest.mark.parametrize("dtypes", list(product(FLAT_DTYPES, repeat=2)), ids=str)
 @pytest.mark.parametrize("offsets", [(0, 0), (4, 4), (3, 7), (3, 3), (0, 1)], ids=str)
 def test_unpack_apply(kernels: Kernels, dtypes: Any, offsets: tuple[int, int]) -> None:
-    lengths = [*cases.fragment_lengths(FLAT_ROWS), 3_000_001]
+    lengths = [*cases.fragment_lengths(FLAT_ROWS["unpack_apply"]), 3_000_001]
     cases.unpack_apply(kernels, lengths, offsets, dtypes, Inputs("cuda"))
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from tests.support.cuda_library import DTYPE, MISALIGNED, OK, SHAPE, Kernels
+from tests.support.cuda_library import DTYPE, MISALIGNED, OK, SHAPE, Blocks, Kernels
 
 UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 """Half of the distance between neighbours, relative: the one rounding of a result."""
@@ -25,8 +26,11 @@ class Inputs:
         self._generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return a normally distributed tensor."""
-        return torch.randn(*shape, generator=self._generator).to(self.device, dtype)
+        """Return a normally distributed tensor; of codes in 8 bits one that has all of them."""
+        values = torch.randn(*shape, generator=self._generator)
+        if dtype == torch.int8:
+            values = (60 * values).clamp_(-127, 127)
+        return values.to(self.device, dtype)
 
 
 def lower_mirrored(x: Tensor) -> Tensor:
@@ -158,6 +162,95 @@ def momentum_pack(
         assert torch.equal(arrays[1].parts[number].double(), grad)
     for each in arrays:
         each.assert_rest_unchanged()
+
+
+CODE_BLOCK = 256
+"""``kCodeBlock`` of ops/csrc/include/code_blocks.h."""
+
+
+class Coded:
+    """Fragments of momentum in 8 bits: where they lie in their blocks, and the scales of these."""
+
+    def __init__(self, lengths: Sequence[int], inputs: Inputs) -> None:
+        # From the beginning of a block on and from within one; the first or the last block is cut, both, or none.
+        before = [0 if n == 0 else (0, 3, 0, 255, 131)[number % 5] for number, n in enumerate(lengths)]
+        counts = [-(-(at + n) // CODE_BLOCK) for at, n in zip(before, lengths, strict=True)]
+        # The new one is no less than a 127th of any magnitude.
+        self.pairs = inputs(2 * len(lengths), 2).abs() + torch.tensor([0.0, 16.0]).to(inputs.device)
+        self.scales = Around(counts, 1, torch.float32, inputs)
+        self.rows: list[tuple[int, int, int, int]] = []
+        self.cut: list[Tensor] = []
+        for number, (part, count) in enumerate(zip(self.scales.parts, counts, strict=True)):
+            part.abs_()
+            first, last = (2 * number + end if number % 4 in (end + 1, 3) else -1 for end in (0, 1))
+            if count == 1:
+                first = last = max(first, last)
+            found = torch.zeros(count, dtype=torch.bool)
+            found[:1], found[-1:] = first >= 0, last >= 0
+            part[found] = math.nan  # nobody may read it
+            self.cut.append(found)
+            self.rows.append((before[number], 0, first, last))
+
+    def blocks(self) -> list[Blocks]:
+        """Return what the launcher takes of each fragment."""
+        ends = [[None if at < 0 else self.pairs[at] for at in row[2:]] for row in self.rows]
+        return [
+            (row[0], scales, *own)
+            for row, scales, own in zip(self.rows, self.scales.parts, ends, strict=True)
+        ]
+
+
+def momentum_pack_int8(
+    kernels: Kernels,
+    run: Callable[..., None],
+    lengths: Sequence[int],
+    offsets: tuple[int, int, int],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    nesterov: bool,
+    inputs: Inputs,
+) -> None:
+    """The momentum pass in 8 bits, on fragments that begin at ``offsets``: the bits of ``run`` on the CPU.
+
+    Args:
+        kernels: Run the kernel.
+        run: ``momentum_pack_int8_`` of ``deepspeed_muon.ops.reference``, or its native counterpart.
+        lengths: Of the fragments.
+        offsets: Of codes, gradient and what is sent.
+        dtypes: Of gradient and what is sent.
+        nesterov: Whether the gradient is blended in once more.
+        inputs: Random tensors.
+    """
+    kinds = (torch.int8, *dtypes)
+    arrays = [Around(lengths, offset, dtype, inputs) for offset, dtype in zip(offsets, kinds, strict=True)]
+    coded = Coded(lengths, inputs)
+    # In turn: as they are, a block that is zero, one too small for a scale, and one that is not finite.
+    for number, (codes, grad) in enumerate(zip(arrays[0].parts, arrays[1].parts, strict=True)):
+        block = slice(0, CODE_BLOCK - coded.rows[number][0])
+        if number % 7 in (1, 4):
+            codes[block] = 0
+            grad[block] *= 0.0 if number % 7 == 1 else 2.0**-126
+        middle = len(grad) // 2
+        cut = coded.cut[number]
+        if number % 7 == 6 and len(cut) and not cut[(coded.rows[number][0] + middle) // CODE_BLOCK]:
+            grad[middle] = math.inf if number % 2 else math.nan
+    decays = [0.95 - 0.5 * (number % 2) for number in range(len(lengths))]
+    codes, grads, outs, scales = ([x.cpu().clone() for x in each.parts] for each in (*arrays, coded.scales))
+    table = torch.tensor([(i, 0, i, 0, n, i) for i, n in enumerate(lengths)])
+    rates = torch.tensor([(decay, float(nesterov)) for decay in decays], dtype=torch.float64)
+    run(codes, scales, grads, outs, table, rates, torch.tensor(coded.rows), coded.pairs.cpu())
+    fragments = [
+        (parts, decay) for *parts, decay in zip(*(each.parts for each in arrays), decays, strict=True)
+    ]
+    assert kernels.momentum_pack_int8(fragments, coded.blocks(), nesterov=nesterov) == OK
+    for found, expected in ((arrays[0], codes), (arrays[1], grads), (arrays[2], outs)):
+        for part, other in zip(found.parts, expected, strict=True):
+            assert torch.equal(part.isnan().cpu(), other.isnan())
+            assert torch.equal(part.cpu().nan_to_num(), other.nan_to_num())
+        found.assert_rest_unchanged()
+    for part, other, cut in zip(coded.scales.parts, scales, coded.cut, strict=True):
+        assert bool(part.cpu()[cut].isnan().all()), "nobody may write the scale of a cut block"
+        torch.testing.assert_close(part.cpu()[~cut], other[~cut], rtol=0, atol=0, equal_nan=True)
+    coded.scales.assert_rest_unchanged()
 
 
 def unpack_apply(

@@ -23,14 +23,17 @@ SOURCES = Path(__file__).resolve().parents[2] / "ops" / "csrc" / "cuda"
 OK, BAD_ARGUMENT, SHAPE, MISALIGNED, DTYPE, DEVICE, NOT_COMPILED, DRIVER = 0, -1, -2, -3, -4, -5, -6, -7
 """``enum MuonStatus`` of ops/csrc/include/muon_cuda.h."""
 
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 """``enum MuonDtype``."""
 
-FLAT_ROWS = 72
-"""``MUON_FLAT_ROWS``: fragments of one launch of a flat pass."""
+FLAT_ROWS = {"momentum_pack": 72, "momentum_pack_int8": 46, "unpack_apply": 102}
+"""Fragments of one launch of a flat pass: ``Fragments::kRows`` of ops/csrc/cuda/flat_passes.cu."""
 
 Fragment = tuple[Sequence[Tensor], float]
 """The tensors of a fragment, of one length, and the decay of their momentum or weights."""
+
+Blocks = tuple[int, Tensor, Tensor | None, Tensor | None]
+"""``CodeBlocks`` of ops/csrc/include/code_blocks.h: ``before``, ``scales``, ``first`` and ``last``."""
 
 
 class SymGemm(ctypes.Structure):
@@ -84,6 +87,8 @@ class PackRow(ctypes.Structure):
         ("n", ctypes.c_int64),
         ("decay", ctypes.c_double),
         ("nesterov", ctypes.c_int32),
+        ("before", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("scales", "first", "last")),
     ]
 
 
@@ -146,6 +151,16 @@ class Kernels:
     def momentum_pack(self, fragments: Sequence[Fragment], *, nesterov: bool) -> int:
         """Run one call over fragments of ``(momentum, gradient, out)``, each with its decay."""
         rows = [(*pointers(each), decay, nesterov) for each, decay in fragments]
+        return self._pass(self.library.muon_momentum_pack, PackRow, rows, fragments)
+
+    def momentum_pack_int8(
+        self, fragments: Sequence[Fragment], blocks: Sequence[Blocks], *, nesterov: bool
+    ) -> int:
+        """Run one call over fragments of ``(codes, gradient, out)``, each with its decay and its blocks."""
+        rows = [
+            (*pointers(each), decay, nesterov, before, *(None if x is None else x.data_ptr() for x in scales))
+            for (each, decay), (before, *scales) in zip(fragments, blocks, strict=True)
+        ]
         return self._pass(self.library.muon_momentum_pack, PackRow, rows, fragments)
 
     def unpack_apply(self, fragments: Sequence[Fragment], *, lr_scale: float) -> int:

@@ -1,6 +1,7 @@
 // The index arithmetic of the CUDA kernels behind a C interface, for tests/support/kernel_maps.py.
 //
 // Functions fill arrays that the caller has allocated; an element is what one call of the header's function gives.
+#include "code_blocks.h"
 #include "flat_split.h"
 #include "sym_layout.h"
 #include "sym_schedule.h"
@@ -128,6 +129,25 @@ void flat_plan(const uint64_t* addresses, const int* bytes, int64_t n, int64_t* 
   *out++ = split.singles(n);
   for (int64_t index = 0; index < split.singles(n); ++index) *out++ = split.single(index);
 }
+
+int constant_code_block() { return kCodeBlock; }
+
+// For each block of a fragment of `n` elements: first element and the end, and whether its scale is the first or the last
+// of the two that are cut (0 and 1), or its own (-1). Returns their number.
+int64_t code_blocks(int64_t before, int64_t n, int first, int last, int64_t* out) {
+  const float pairs[2][2] = {};
+  const CodeBlocks blocks{nullptr, first ? pairs[0] : nullptr, last ? pairs[1] : nullptr, before};
+  for (int64_t block = 0; block < blocks.count(n); ++block) {
+    const float* const cut = blocks.cut(block, n);
+    *out++ = blocks.begin(block);
+    *out++ = blocks.end(block, n);
+    *out++ = cut == nullptr ? -1 : cut == pairs[0] ? 0 : 1;
+  }
+  return blocks.count(n);
+}
+
+float scale_of_codes(uint32_t largest) { return code_scale(largest); }
+int code_of_quotient(float quotient) { return code_of(quotient); }
 
 int fragment_of_tile(const int64_t* firsts, int count, int64_t tile) { return fragment_of(firsts, count, tile); }
 

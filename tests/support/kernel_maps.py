@@ -34,6 +34,16 @@ def build(folder: Path) -> ctypes.CDLL:
     library.triangle_mismatch.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     library.triangle_row_of.argtypes = [ctypes.c_int64]
     library.flat_plan.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+    library.code_blocks.argtypes = [
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_void_p,
+    ]
+    library.code_blocks.restype = ctypes.c_int64
+    library.scale_of_codes.argtypes, library.scale_of_codes.restype = [ctypes.c_uint32], ctypes.c_float
+    library.code_of_quotient.argtypes = [ctypes.c_float]
     library.fragment_of_tile.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
     return library
 

@@ -192,6 +192,12 @@ def test_without_trust_only_torch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         dispatch.Orthogonalizer("ops")._choose(problem, torch.device("cuda"))
     with pytest.raises(OpsUnavailableError, match="it hangs"):
         dispatch.flat_passes("ops", "cuda")
+    # Momentum in 8 bits has a verdict of its own.
+    monkeypatch.setattr(dispatch, "trusted", lambda _: gate.Verdict({"int8": "error 1, bound 0"}))
+    assert dispatch.flat_passes("ops", "cuda").name == "ops"
+    assert dispatch.flat_passes("auto", "cuda", int8=True).name == "torch"
+    with pytest.raises(OpsUnavailableError, match="error 1, bound 0"):
+        dispatch.flat_passes("ops", "cuda", int8=True)
 
 
 def test_a_library_for_other_gpus_has_no_flat_passes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,9 @@ from itertools import product
 
 import numpy as np
 import pytest
+import torch
 
+from deepspeed_muon.math.quantizer import BLOCK, block_scales, to_codes
 from tests.support.kernel_maps import SM80, SM90, Maps, Shape, build
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -212,3 +214,29 @@ def test_every_tile_belongs_to_its_fragment(maps: Maps) -> None:
         for number, (first, count) in enumerate(zip(firsts.tolist(), tiles, strict=True)):
             for tile in {first, first + count // 2, first + count - 1} if count else ():
                 assert maps.library.fragment_of_tile(firsts.ctypes.data, len(tiles), tile) == number
+
+
+@pytest.mark.parametrize("before", [0, 1, 100, 255])
+def test_every_element_is_in_its_block_of_codes(maps: Maps, before: int) -> None:
+    block = maps.library.constant_code_block()
+    assert block == BLOCK and maps.library.constant_flat_tile() % block == 0
+    for n in (1, 2, 155, 156, 157, 255, 256, 257, 512, 1000):
+        for first, last in product((0, 1), repeat=2):
+            out = np.zeros((10, 3), dtype=np.int64)
+            count = maps.library.code_blocks(before, n, first, last, out.ctypes.data)
+            found = [(number, at) for number, (at, end, _) in enumerate(out[:count]) for at in range(at, end)]
+            assert found == [((before + at) // block, at) for at in range(n)]
+            of_last = 1 if last else -1
+            cut = [*[-1] * (count - 1), of_last]
+            cut[0] = 0 if first else cut[0]
+            assert out[:count, 2].tolist() == cut
+
+
+def test_codes_and_their_scales_are_those_of_the_quantizer(maps: Maps) -> None:
+    largest = torch.cat((torch.logspace(-45, 38, 999), torch.tensor([0.0, 127 * 2.0**-126, math.inf])))
+    found = [maps.library.scale_of_codes(bits) for bits in largest.view(torch.int32).tolist()]
+    assert found == block_scales(largest).tolist()
+    assert math.isnan(maps.library.scale_of_codes(0x7FC00000))
+    quotients = torch.cat((torch.linspace(-127, 127, 2033), torch.arange(-127, 127) + 0.5))
+    codes = [maps.library.code_of_quotient(each) for each in quotients.tolist()]
+    assert codes == to_codes(quotients, torch.ones(1)).tolist()

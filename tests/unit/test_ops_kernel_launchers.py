@@ -76,8 +76,8 @@ def test_strides_of_a_single_matrix_do_not_matter(bench: Bench) -> None:
 def test_flat_passes_refuse(bench: Bench) -> None:
     bench.configure()
 
-    def pack(dtypes: tuple[int, int, int], *rows: tuple[int, int, int, int]) -> int:
-        table = (PackRow * len(rows))(*(PackRow(*row, 0.9, 1) for row in rows))
+    def pack(dtypes: tuple[int, int, int], *rows: tuple[int, ...]) -> int:
+        table = (PackRow * len(rows))(*(PackRow(*row[:4], 0.9, 1, *row[4:]) for row in rows))
         return int(bench.library.muon_momentum_pack(table, len(rows), *dtypes, None))
 
     def apply(dtypes: tuple[int, int], *rows: tuple[int, int, int]) -> int:
@@ -96,6 +96,14 @@ def test_flat_passes_refuse(bench: Bench) -> None:
         ((4096, 4096, 4097, 8), MISALIGNED),
     ]:
         assert pack((0, 0, 2), good, wrong) == status
+    assert pack((3, 0, 2)) == 0 and pack((0, 3, 2), good) == pack((0, 0, 3), good) == DTYPE
+    for blocks, status in [
+        ((0, 0), BAD_ARGUMENT),
+        ((-1, 4096), BAD_ARGUMENT),
+        ((256, 4096), BAD_ARGUMENT),
+        ((0, 4098), MISALIGNED),
+    ]:
+        assert pack((3, 0, 2), (4097, 4096, 4096, 8, *blocks)) == status
     assert apply((0, 2)) == 0
     assert apply((9, 2), (4096, 4096, 8)) == apply((0, 9), (4096, 4096, 8)) == DTYPE
     for other, status in [
@@ -109,7 +117,7 @@ def test_flat_passes_refuse(bench: Bench) -> None:
 def test_the_structures_agree() -> None:
     # 4 pointers, 11 sizes, 3 floats and an int: what the compiler lays out without padding.
     assert ctypes.sizeof(SymGemm) == 4 * 8 + 11 * 8 + 4 * 4
-    assert ctypes.sizeof(PackRow) == 48 and ctypes.sizeof(ApplyRow) == 40
+    assert ctypes.sizeof(PackRow) == 72 and ctypes.sizeof(ApplyRow) == 40
 
 
 @pytest.mark.full

@@ -394,6 +394,19 @@ def samples() -> list[tuple[str, tuple[Any, ...]]]:
                 rates(0.9, 1),
             ),
         ),
+        (
+            "momentum_pack_int8_",
+            (
+                [torch.zeros(40, dtype=torch.int8)],
+                [torch.zeros(1)],
+                [flat.clone()],
+                [torch.empty(40, dtype=torch.bfloat16)],
+                whole(40),
+                rates(0.9, 1),
+                torch.tensor([(3, 0, -1, 0)]),
+                torch.ones(1, 2),
+            ),
+        ),
         ("unpack_apply_", ([flat.clone()], [torch.randn(40).half()], whole(40), rates(0.1, 0.9))),
         ("largest_magnitudes", ([flat.clone()], whole(40))),
     ]

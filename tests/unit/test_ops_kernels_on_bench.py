@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from deepspeed_muon.ops.checks import product_shapes
+from deepspeed_muon.ops.dispatch import flat_passes
 from tests.support import cuda_bench
 from tests.support import cuda_cases as cases
 from tests.support.cuda_bench import ANY_TIME, EARLY, LATE, Bench
@@ -120,10 +121,42 @@ FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 )
 def test_momentum_pack(bench: Bench, dtypes: Any, offsets: tuple[int, int, int]) -> None:
     # More fragments than one launch takes, and as many.
-    for many, nesterov in ((FLAT_ROWS, True), (FLAT_ROWS - len(cases.LENGTHS), False)):
+    rows = FLAT_ROWS["momentum_pack"]
+    for many, nesterov in ((rows, True), (rows - len(cases.LENGTHS), False)):
         bench.configure(processors=1 + many % 3)
         lengths = cases.fragment_lengths(many)
         cases.momentum_pack(bench, lengths, offsets, dtypes, nesterov, Inputs("cpu"))
+
+
+BLOCK_LENGTHS = [*cases.LENGTHS, 255, 256, 257, 512, 1000, 4093]
+"""With momentum in 8 bits in blocks of 256."""
+
+
+@pytest.mark.parametrize("backend", ["ops", "torch"])
+@pytest.mark.parametrize(
+    ("dtypes", "offsets"),
+    # Every dtype of the gradient and of what is sent, aligned and not.
+    [
+        ((FP32, BF16), (0, 0, 0)),
+        ((FP32, FP16), (3, 3, 3)),
+        ((FP32, FP32), (8, 4, 4)),
+        ((BF16, BF16), (1, 0, 0)),
+        ((BF16, FP16), (0, 1, 0)),
+        ((BF16, FP32), (8, 8, 1)),
+        ((FP16, BF16), (5, 5, 5)),
+        ((FP16, FP16), (8, 0, 8)),
+        ((FP16, FP32), (11, 3, 7)),
+    ],
+    ids=str,
+)
+def test_momentum_pack_int8(bench: Bench, backend: Any, dtypes: Any, offsets: tuple[int, int, int]) -> None:
+    run = flat_passes(backend).momentum_pack_int8
+    # More fragments than one launch takes, and as many.
+    rows = FLAT_ROWS["momentum_pack_int8"]
+    for many, nesterov in ((rows, True), (rows - len(BLOCK_LENGTHS) + 1, False)):
+        bench.configure(processors=1 + many % 3)
+        lengths = [*BLOCK_LENGTHS, *(1 + 37 * number % 300 for number in range(many))]
+        cases.momentum_pack_int8(bench, run, lengths, offsets, dtypes, nesterov, Inputs("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -139,13 +172,45 @@ def test_momentum_pack(bench: Bench, dtypes: Any, offsets: tuple[int, int, int])
     ids=str,
 )
 def test_unpack_apply(bench: Bench, dtypes: Any, offsets: tuple[int, int]) -> None:
-    for many in (FLAT_ROWS, 0):
+    for many in (FLAT_ROWS["unpack_apply"], 0):
         bench.configure(processors=1 + many % 3)
         cases.unpack_apply(bench, cases.fragment_lengths(many), offsets, dtypes, Inputs("cpu"))
 
 
-# Planted in the flat passes: what no other kernel has.
+# Planted in the flat passes: what no other kernel has. Those of momentum in 8 bits first.
 FLAT_DEFECTS = {
+    "the old scale of a cut block is read where those of the others are": (
+        "cut == nullptr ? fragment.blocks.scales[block] : cut[0]",
+        "fragment.blocks.scales[block]",
+    ),
+    "the scale of a cut block is written": ("if (cut == nullptr && lane == 0)", "if (lane == 0)"),
+    "the last block is never cut": ("block == count(n) - 1 ? last", "block == count(n) ? last"),
+    "half of a warp has no part in the largest magnitude": ("distance = 16;", "distance = 8;"),
+    "an incomplete block is taken in vectors": ("n == kCodeBlock && reinterpret", "reinterpret"),
+    "unaligned codes are taken in vectors": (
+        "reinterpret_cast<uintptr_t>(codes) % kFlatVector == 0 && ",
+        "",
+    ),
+    "elements of the first block before a fragment are not counted": (
+        "flat_tiles(blocks.before + n)",
+        "flat_tiles(n)",
+    ),
+    "a block begins where one of the fragment's own would": (
+        "block * kCodeBlock - before;",
+        "block * kCodeBlock;",
+    ),
+    "a warp stops after its first block": ("block += kThreads / 32", "block += kTileBlocks"),
+    "a scale has more bits than 17": ("bits &= ~0x7fu;", ""),
+    "a scale is subnormal": ("scale < FLT_MIN ? 0.0f : scale", "scale"),
+    "a block that is not finite has codes": (
+        "const bool coded = has_codes(scale);",
+        "const bool coded = scale != 0.0f;",
+    ),
+    "codes are cut, not rounded": ("quotient + 0x1.8p23f", "truncf(quotient) + 0x1.8p23f"),
+    "the codes are those of the direction": (
+        "code_of(__fmul_rn(m.value[i]",
+        "code_of(__fmul_rn(direction.value[i]",
+    ),
     "fragments behind the first launch are left out": ("next < count;) {", "next == 0;) {"),
     "a tile begins where the fragment does": (
         "const int64_t begin = (tile - table.firsts[row]) * kFlatTile;",
@@ -174,6 +239,7 @@ def some_of(defects: Iterable[str]) -> list[Any]:
 
 ALWAYS_PLANTED = {
     "the last tile is not cut",
+    "the old scale of a cut block is read where those of the others are",
     "half of a stage's bytes are waited for",
     "half of b is not waited for",
     "a copy too few is waited for",
@@ -186,12 +252,16 @@ ALWAYS_PLANTED = {
 def test_a_planted_defect_of_the_flat_passes_is_found(bench: Bench, tmp_path: Path, name: str) -> None:
     broken = cuda_bench.build(tmp_path, dict([FLAT_DEFECTS[name]]), beside=bench.folder, only="flat_passes")
     broken.configure(processors=2)
-    lengths = cases.fragment_lengths(FLAT_ROWS)
+    lengths = cases.fragment_lengths(max(FLAT_ROWS.values()))
+    coded = [*BLOCK_LENGTHS, *lengths]
 
     def run() -> None:
         for offsets in ((0, 0, 0), (0, 0, 1), (0, 1, 0)):
             cases.momentum_pack(broken, lengths, offsets, (BF16, FP32, FP32), False, Inputs("cpu"))
             cases.unpack_apply(broken, lengths, offsets[1:], (FP32, BF16), Inputs("cpu"))
+        for offsets in ((0, 0, 0), (1, 0, 0)):
+            reference = flat_passes("torch").momentum_pack_int8
+            cases.momentum_pack_int8(broken, reference, coded, offsets, (FP32, BF16), True, Inputs("cpu"))
 
     with pytest.raises(AssertionError):
         run()
@@ -274,6 +344,29 @@ def long_fragments(kernels: Bench, _: str = "") -> None:
     torch.testing.assert_close(momentum[-4096:], 0.5 * lerped - 0.25 * direction)
 
 
+def long_fragments_of_codes(kernels: Bench, _: str = "") -> None:
+    """The last tile of a fragment of more than 2^31 elements in 8 bits."""
+    n = (1 << 31) + 8192
+    codes, scales, grad, out = (
+        far(n, dtype=torch.int8),
+        far(n // 256, dtype=FP32),
+        far(n, dtype=BF16),
+        far(n, dtype=BF16),
+    )
+    inputs = Inputs("cpu")
+    codes[-4096:], grad[-4096:], scales[-16:] = inputs(4096, dtype=torch.int8), inputs(4096, dtype=BF16), 0.1
+    ends = [each[-4096:].clone() for each in (codes, grad, out)]
+    expected = [ends[0], scales[-16:].clone(), *ends[1:]]
+    table, rates = torch.tensor([(0, 0, 0, 0, 4096, 0)]), torch.tensor([(0.9, 0.0)], dtype=torch.float64)
+    blocks, cut = torch.tensor([(0, 0, -1, -1)]), torch.empty(0, 2)
+    flat_passes("torch").momentum_pack_int8(*([each] for each in expected), table, rates, blocks, cut)
+    kernels.configure(processors=n // 4096, blocks=(n // 4096 - 1, 1))
+    fragment = (codes, grad, out), 0.9
+    assert kernels.momentum_pack_int8([fragment], [(0, scales, None, None)], nesterov=False) == OK
+    for found, right in zip((codes[-4096:], scales[-16:], grad[-4096:], out[-4096:]), expected, strict=True):
+        assert torch.equal(found, right)
+
+
 @pytest.mark.parametrize("kernel", ["sm80", "sm90", "sm90_wide"])
 def test_matrices_behind_2_31_elements(bench: Bench, kernel: str) -> None:
     beyond_2_31(bench, kernel)
@@ -285,6 +378,7 @@ def test_more_tiles_than_2_31(bench: Bench) -> None:
 
 def test_fragments_of_more_than_2_31_elements(bench: Bench) -> None:
     long_fragments(bench)
+    long_fragments_of_codes(bench)
 
 
 def test_c_that_is_not_used_may_hold_anything(bench: Bench) -> None:
@@ -484,6 +578,12 @@ CONTRACTS: dict[str, Defect] = {
     ),
     "elements of a fragment are counted in 32 bits": Defect(
         "flat_passes", "const int64_t begin = (tile", "const int begin = (tile", long_fragments
+    ),
+    "elements of a fragment of codes are counted in 32 bits": Defect(
+        "flat_passes",
+        "int64_t begin(int64_t block) const {",
+        "int begin(int64_t block) const {",
+        long_fragments_of_codes,
     ),
     "shared memory is not asked for": Defect(
         "sm80",

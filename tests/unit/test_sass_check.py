@@ -16,6 +16,10 @@ KERNELS = [
         for m, g, out in product(range(3), repeat=3)
     ),
     *(
+        ("momentum_pack_int8_kernel", (grad, out), 2 - (grad > 0), 2 - (out > 0))
+        for grad, out in product(range(3), repeat=2)
+    ),
+    *(
         ("unpack_apply_kernel", (param, update), 2 - (param > 0) + 2 - (update > 0), 2 - (param > 0))
         for param, update in product(range(3), repeat=2)
     ),
@@ -32,6 +36,9 @@ def listing(rounds: int = 1, split: int = 0, leave_out: int = 0) -> str:
         lines += ["        /*0190*/      LDG.E.128.CONSTANT R12, desc[UR4][R16.64] ;"] * (loads * rounds)
         lines += ["        /*03b0*/      STG.E.128 desc[UR4][R16.64+0x10], R12 ;"] * (stores * rounds - split)
         lines += ["        /*0570*/ @P0  STG.E desc[UR4][R2.64+-0x8], R4 ;"] * (4 * split + 2)
+        if "int8" in kernel:
+            lines += ["        /*0210*/      LDG.E.64 R4, desc[UR4][R8.64] ;"] * rounds
+            lines += ["        /*0b50*/      STG.E.64 desc[UR4][R8.64], R10 ;"] * rounds
         lines += ["        /*0b60*/      LDG.E.U16.CONSTANT R6, desc[UR4][R6.64] ;"]
     return "\n".join(lines)
 

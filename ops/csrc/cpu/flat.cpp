@@ -7,7 +7,6 @@
 #include "flat.h"
 
 #include <algorithm>
-#include <cfloat>
 #include <cmath>
 #include <cstring>
 #include <type_traits>
@@ -107,10 +106,9 @@ MUON_INLINE void decode_loop(const int8_t* codes, float scale, float* values, in
   }
 }
 
-// Codes are 0 if the scale is 0 or not finite. The sum with 1.5 * 2^23 rounds to the nearest even integer, in a loop of its
-// own: fused with the product it would round once, not twice as torch does. Overwrites the values.
+// Overwrites the values. Two loops, so that the product is rounded.
 MUON_INLINE void encode_loop(float* values, float scale, int8_t* codes, int64_t n) {
-  if (!(scale > 0.0f && scale <= FLT_MAX)) {
+  if (!has_codes(scale)) {
     std::fill(codes, codes + n, static_cast<int8_t>(0));
     return;
   }
@@ -119,20 +117,8 @@ MUON_INLINE void encode_loop(float* values, float scale, int8_t* codes, int64_t 
     values[i] *= inverse;
   }
   for (int64_t i = 0; i < n; ++i) {
-    codes[i] = static_cast<int8_t>(static_cast<int32_t>((values[i] + 0x1.8p23f) - 0x1.8p23f));
+    codes[i] = code_of(values[i]);
   }
-}
-
-// A 127th of the largest magnitude, whose bits are given, cut to 17 significant bits.
-inline float code_scale(uint32_t largest) {
-  float scale;
-  std::memcpy(&scale, &largest, sizeof scale);
-  scale /= 127.0f;
-  uint32_t bits;
-  std::memcpy(&bits, &scale, sizeof bits);
-  bits &= ~0x7fu;
-  std::memcpy(&scale, &bits, sizeof scale);
-  return scale < FLT_MIN ? 0.0f : scale;
 }
 
 MUON_INLINE void apply_loop(
@@ -256,17 +242,14 @@ __attribute__((target("avx512f"))) inline void halves_avx512(const float* x, Fp1
     }                                                                                                                \
   }                                                                                                                  \
   ATTRIBUTE void momentum_int8_##NAME(                                                                                \
-      const Codes& buf, const Array& grad, const Array& out, int64_t numel, int64_t first, int64_t last,              \
-      float momentum, float rest, bool nesterov) {                                                                    \
+      int8_t* codes, const CodeBlocks& coded, const Array& grad, const Array& out, int64_t numel, int64_t first,      \
+      int64_t last, float momentum, float rest, bool nesterov) {                                                      \
     alignas(64) float blocks[3][kCodeBlock];                                                                          \
     float* const b = blocks[0];                                                                                       \
-    const int64_t count = buf.blocks(numel);                                                                          \
     for (int64_t number = first; number < last; ++number) {                                                           \
-      const int64_t at = std::max<int64_t>(0, number * kCodeBlock - buf.before);                                      \
-      const int64_t n = std::min(numel, (number + 1) * kCodeBlock - buf.before) - at;                                 \
-      const float* const head = number == 0 ? buf.first : nullptr;                                                    \
-      const float* const cut = head == nullptr && number == count - 1 ? buf.last : head;                              \
-      decode_loop(buf.codes + at, cut == nullptr ? buf.scales[number] : cut[0], b, n);                                \
+      const int64_t at = coded.begin(number), n = coded.end(number, numel) - at;                                      \
+      const float* const cut = coded.cut(number, numel);                                                              \
+      decode_loop(codes + at, cut == nullptr ? coded.scales[number] : cut[0], b, n);                                  \
       const float* const g = widened_##NAME(grad, at, n, blocks[1]);                                                  \
       float* const o = out.type == Element::fp32 ? static_cast<float*>(out.data) + at : blocks[2];                    \
       if (nesterov) {                                                                                                 \
@@ -276,8 +259,8 @@ __attribute__((target("avx512f"))) inline void halves_avx512(const float* x, Fp1
       }                                                                                                               \
       narrowed_##NAME(o, out, at, n);                                                                                 \
       const float scale = cut == nullptr ? code_scale(largest_loop(b, n, 0)) : cut[1];                                \
-      if (cut == nullptr) buf.scales[number] = scale;                                                                 \
-      encode_loop(b, scale, buf.codes + at, n);                                                                       \
+      if (cut == nullptr) coded.scales[number] = scale;                                                               \
+      encode_loop(b, scale, codes + at, n);                                                                           \
     }                                                                                                                 \
   }                                                                                                                   \
   ATTRIBUTE void apply_##NAME(                                                                                       \
@@ -349,11 +332,11 @@ void momentum_pack(
 }
 
 void momentum_pack_int8(
-    const Codes& buf, const Array& grad, const Array& out, int64_t numel, int64_t begin, int64_t end, double momentum,
-    bool nesterov) {
+    int8_t* codes, const CodeBlocks& blocks, const Array& grad, const Array& out, int64_t numel, int64_t begin,
+    int64_t end, double momentum, bool nesterov) {
   const float mu = static_cast<float>(momentum);
   const float rest = static_cast<float>(1.0 - momentum);
-  MUON_CALL(momentum_int8, buf, grad, out, numel, begin, end, mu, rest, nesterov);
+  MUON_CALL(momentum_int8, codes, blocks, grad, out, numel, begin, end, mu, rest, nesterov);
 }
 
 void unpack_apply(

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "../include/code_blocks.h"
+
 namespace muon::cpu {
 
 enum class Element { fp32, bf16, fp16 };
@@ -17,25 +19,10 @@ struct Array {
 void momentum_pack(
     const Array& buf, const Array& grad, const Array& out, int64_t begin, int64_t end, double momentum, bool nesterov);
 
-// Elements that share a scale (deepspeed_muon/math/quantizer.py).
-constexpr int64_t kCodeBlock = 256;
-
-// A fragment of momentum in 8 bits. `before`: elements of its first block before it. `first` and `last`: old and new scale
-// of its first and last block if that is cut, else null; `scales` has those of all others.
-struct Codes {
-  int8_t* codes;
-  float* scales;
-  int64_t before;
-  const float* first;
-  const float* last;
-
-  int64_t blocks(int64_t numel) const { return (before + numel + kCodeBlock - 1) / kCodeBlock; }
-};
-
-// momentum_pack for the blocks from `begin` to `end` of a fragment of `numel` elements.
+// momentum_pack for momentum in 8 bits, on the blocks from `begin` to `end` of a fragment of `numel` elements.
 void momentum_pack_int8(
-    const Codes& buf, const Array& grad, const Array& out, int64_t numel, int64_t begin, int64_t end, double momentum,
-    bool nesterov);
+    int8_t* codes, const CodeBlocks& blocks, const Array& grad, const Array& out, int64_t numel, int64_t begin,
+    int64_t end, double momentum, bool nesterov);
 
 // param <- decay * param - lr_scale * update.
 void unpack_apply(

@@ -26,6 +26,8 @@ int32_t muon_dtype(at::ScalarType type) {
       return MUON_FLOAT16;
     case at::kBFloat16:
       return MUON_BFLOAT16;
+    case at::kChar:
+      return MUON_INT8;
     default:
       return -1;
   }
@@ -112,19 +114,20 @@ const char* pointer(const at::Tensor& t, int64_t offset) {
 template <typename Row>
 using RowsOfDtypes = std::map<std::array<int32_t, 3>, std::vector<Row>>;
 
-void momentum_pack(
-    at::TensorList bufs, at::TensorList grads, at::TensorList outs, const at::Tensor& table, const at::Tensor& rates) {
-  constexpr const char* op = "momentum_pack_";
-  muon::check_momentum_pack(bufs, grads);
-  const auto fragments = muon::flat_rows(op, table, bufs, outs);
+// With `blocks` of each fragment, `bufs` are codes.
+void pack(
+    const char* op, at::TensorList bufs, at::TensorList grads, at::TensorList outs,
+    at::ArrayRef<muon::FlatRow> fragments, const at::Tensor& rates, at::ArrayRef<muon::CodeBlocks> blocks) {
   const double* const rate = muon::flat_rates(op, rates, fragments);
   RowsOfDtypes<MuonPackRow> found;
-  for (const muon::FlatRow& each : fragments) {
+  for (size_t i = 0; i < fragments.size(); ++i) {
+    const muon::FlatRow& each = fragments[i];
+    const muon::CodeBlocks own = blocks.empty() ? muon::CodeBlocks{} : blocks[i];
     const at::Tensor &buf = bufs[each.tensor], &grad = grads[each.tensor], &out = outs[each.other];
     found[{muon_dtype(buf.scalar_type()), muon_dtype(grad.scalar_type()), muon_dtype(out.scalar_type())}].push_back(
         {const_cast<char*>(pointer(buf, each.offset)), pointer(grad, each.offset),
          const_cast<char*>(pointer(out, each.other_offset)), each.numel, rate[2 * each.matrix],
-         rate[2 * each.matrix + 1] != 0.0});
+         rate[2 * each.matrix + 1] != 0.0, static_cast<int32_t>(own.before), own.scales, own.first, own.last});
   }
   if (found.empty()) return;
   const c10::cuda::CUDAGuard guard(bufs[0].device());
@@ -134,6 +137,20 @@ void momentum_pack(
             rows.data(), static_cast<int64_t>(rows.size()), dtypes[0], dtypes[1], dtypes[2], stream_of(bufs[0])),
         op);
   }
+}
+
+void momentum_pack(
+    at::TensorList bufs, at::TensorList grads, at::TensorList outs, const at::Tensor& table, const at::Tensor& rates) {
+  muon::check_momentum_pack(bufs, grads);
+  pack("momentum_pack_", bufs, grads, outs, muon::flat_rows("momentum_pack_", table, bufs, outs), rates, {});
+}
+
+void momentum_pack_int8(
+    at::TensorList codes, at::TensorList scales, at::TensorList grads, at::TensorList outs, const at::Tensor& table,
+    const at::Tensor& rates, const at::Tensor& blocks, const at::Tensor& cut) {
+  const auto rows = muon::flat_rows("momentum_pack_int8_", table, grads, outs);
+  const auto own = muon::code_blocks(codes, scales, grads, rows, blocks, cut);
+  pack("momentum_pack_int8_", codes, grads, outs, rows, rates, own);
 }
 
 void unpack_apply(at::TensorList params, at::TensorList updates, const at::Tensor& table, const at::Tensor& rates) {
@@ -188,5 +205,6 @@ TORCH_LIBRARY_IMPL(deepspeed_muon, CUDA, m) {
   m.impl("sym_gemm", &sym_gemm);
   m.impl("sym_gemm_wide", &sym_gemm_wide);
   m.impl("momentum_pack_", &momentum_pack);
+  m.impl("momentum_pack_int8_", &momentum_pack_int8);
   m.impl("unpack_apply_", &unpack_apply);
 }

@@ -1,10 +1,11 @@
-// The two elementwise passes over fragments of flat arrays, each reading and writing every array once.
+// The elementwise passes over fragments of flat arrays, each reading and writing every array once.
 //
-// momentum_pack moves 14 bytes an element with fp32 state and a 2-byte send buffer, unpack_apply 10: the memory is the
-// limit, so a thread takes eight elements at once with 16-byte accesses, all loads before the first use. A block takes one
-// tile of a fragment after the other; the table of the fragments is an argument of the kernel.
+// momentum_pack moves 14 bytes an element with fp32 state and a 2-byte send buffer, with momentum in 8 bits 8, unpack_apply
+// 10: the memory is the limit, so a thread takes eight elements at once with 16-byte accesses, all loads before the first
+// use. A block takes one tile of a fragment after the other; the table of the fragments is an argument of the kernel.
 #include <type_traits>
 
+#include "../include/code_blocks.h"
 #include "../include/flat_split.h"
 #include "launch.cuh"
 
@@ -51,6 +52,23 @@ __device__ __forceinline__ void store_vector(T* target, const Vector& v) {
   store_global_16(target,
                   make_uint4(Half2<T>::pack(v.value[0], v.value[1]), Half2<T>::pack(v.value[2], v.value[3]),
                              Half2<T>::pack(v.value[4], v.value[5]), Half2<T>::pack(v.value[6], v.value[7])));
+}
+
+__device__ __forceinline__ Vector load_vector(const int8_t* source) {
+  const uint2 bits = *reinterpret_cast<const uint2*>(source);
+  Vector v;
+#pragma unroll
+  for (int i = 0; i < kFlatVector; ++i) {
+    v.value[i] = static_cast<float>(static_cast<int8_t>((i < 4 ? bits.x : bits.y) >> 8 * (i % 4)));
+  }
+  return v;
+}
+
+__device__ __forceinline__ void store_codes(int8_t* target, const int8_t (&codes)[kFlatVector]) {
+  uint32_t words[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < kFlatVector; ++i) words[i / 4] |= static_cast<uint32_t>(static_cast<uint8_t>(codes[i])) << 8 * (i % 4);
+  store_global_8(target, make_uint2(words[0], words[1]));
 }
 
 __device__ __forceinline__ float to_float(float x) { return x; }
@@ -105,7 +123,25 @@ struct PackFragment {
   float gradient;  // 1 - decay
   float blend;     // decay
   int nesterov;
+
+  static PackFragment of(const MuonPackRow& row) {
+    return {row.momentum, row.grad, row.out, row.n, static_cast<float>(1.0 - row.decay), static_cast<float>(row.decay),
+            row.nesterov};
+  }
+  int64_t tiles() const { return flat_tiles(n); }
 };
+
+// `momentum` are codes. A tile is kTileBlocks of their blocks.
+struct CodeFragment : PackFragment {
+  CodeBlocks blocks;
+
+  static CodeFragment of(const MuonPackRow& row) {
+    return {PackFragment::of(row), {row.scales, row.first, row.last, row.before}};
+  }
+  int64_t tiles() const { return flat_tiles(blocks.before + n); }
+};
+constexpr int kTileBlocks = kFlatTile / kCodeBlock;
+static_assert(kFlatTile % kCodeBlock == 0);
 
 struct ApplyFragment {
   void* param;
@@ -113,18 +149,24 @@ struct ApplyFragment {
   int64_t n;
   float lr_scale;
   float decay;
+
+  static ApplyFragment of(const MuonApplyRow& row) {
+    return {row.param, row.update, row.n, static_cast<float>(row.lr_scale), static_cast<float>(row.decay)};
+  }
+  int64_t tiles() const { return flat_tiles(n); }
 };
 
-// What one launch works on: fragment i has the tiles from firsts[i] up to firsts[i + 1], the last one up to `tiles`.
+// What one launch works on: fragment i has the tiles from firsts[i] up to firsts[i + 1], the last one up to `tiles`. As many
+// fragments as fit into the 4 KiB of a kernel's arguments.
 template <typename Fragment>
 struct Fragments {
-  int64_t firsts[MUON_FLAT_ROWS];
-  Fragment rows[MUON_FLAT_ROWS];
+  static constexpr int kRows = (4096 - 2 * sizeof(int64_t)) / (sizeof(int64_t) + sizeof(Fragment));
+  int64_t firsts[kRows];
+  Fragment rows[kRows];
   int64_t tiles;
   int count;
 };
-static_assert(sizeof(Fragments<PackFragment>) <= 4096 && sizeof(Fragments<ApplyFragment>) <= 4096,
-              "the arguments of a kernel have 4 KiB");
+static_assert(Fragments<PackFragment>::kRows == 72 && Fragments<CodeFragment>::kRows == 46, "muon_cuda.h names them");
 
 // Elements [begin, begin + n) of a fragment.
 struct Tile {
@@ -216,28 +258,100 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-PackFragment fragment(const MuonPackRow& row) {
-  return {row.momentum, row.grad, row.out, row.n, static_cast<float>(1.0 - row.decay), static_cast<float>(row.decay),
-          row.nesterov};
+__device__ __forceinline__ uint32_t largest_of_warp(uint32_t value) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, value, distance);
+    value = value < other ? other : value;
+  }
+  return value;
 }
 
-ApplyFragment fragment(const MuonApplyRow& row) {
-  return {row.param, row.update, row.n, static_cast<float>(row.lr_scale), static_cast<float>(row.decay)};
+// One block of momentum in 8 bits by one warp, of which each thread takes eight elements: neighbours if the block is whole
+// and lies on the grids of all accesses.
+template <typename Grad, typename Out>
+__device__ __forceinline__ void pack_block(const CodeFragment& fragment, int64_t block) {
+  static_assert(kCodeBlock == 32 * kFlatVector);
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int64_t begin = fragment.blocks.begin(block);
+  const int n = static_cast<int>(fragment.blocks.end(block, fragment.n) - begin);
+  int8_t* const codes = static_cast<int8_t*>(fragment.momentum) + begin;
+  const Grad* const grad = static_cast<const Grad*>(fragment.grad) + begin;
+  Out* const out = static_cast<Out*>(fragment.out) + begin;
+  const bool whole = n == kCodeBlock && reinterpret_cast<uintptr_t>(codes) % kFlatVector == 0 && on_16_bytes(grad) &&
+                     on_16_bytes(out);
+  const float* const cut = fragment.blocks.cut(block, fragment.n);
+  const float old = cut == nullptr ? fragment.blocks.scales[block] : cut[0];
+  Vector m{}, g{}, direction;
+  if (whole) {
+    m = load_vector(codes + kFlatVector * lane);
+    g = load_vector(grad + kFlatVector * lane);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kFlatVector; ++i) {
+      if (lane + 32 * i >= n) continue;
+      m.value[i] = static_cast<float>(codes[lane + 32 * i]);
+      g.value[i] = to_float(grad[lane + 32 * i]);
+    }
+  }
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < kFlatVector; ++i) {
+    float& momentum = m.value[i];
+    momentum = __fmul_rn(momentum, old);
+    direction.value[i] = momentum_step(momentum, g.value[i], fragment);
+    const uint32_t magnitude = __float_as_uint(momentum) & 0x7fffffffu;
+    largest = largest < magnitude ? magnitude : largest;
+  }
+  largest = largest_of_warp(largest);  // All lanes have read the old scale.
+  const float scale = cut == nullptr ? code_scale(largest) : cut[1];
+  if (cut == nullptr && lane == 0) fragment.blocks.scales[block] = scale;
+  const bool coded = has_codes(scale);
+  const float inverse = 1.0f / scale;
+  int8_t found[kFlatVector];
+#pragma unroll
+  for (int i = 0; i < kFlatVector; ++i) found[i] = coded ? code_of(__fmul_rn(m.value[i], inverse)) : int8_t{0};
+  if (whole) {
+    store_codes(codes + kFlatVector * lane, found);
+    store_vector(out + kFlatVector * lane, direction);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kFlatVector; ++i) {
+      if (lane + 32 * i >= n) continue;
+      codes[lane + 32 * i] = found[i];
+      out[lane + 32 * i] = from_float<Out>(direction.value[i]);
+    }
+  }
 }
 
-// Launches `kernel` for every MUON_FLAT_ROWS fragments, with no more blocks than the device holds at once.
+template <int grad_dtype, int out_dtype>
+__global__ void __launch_bounds__(kThreads)
+    momentum_pack_int8_kernel(const __grid_constant__ Fragments<CodeFragment> table) {
+  for (int64_t number = blockIdx.x; number < table.tiles; number += gridDim.x) {
+    const int row = fragment_of(table.firsts, table.count, number);
+    const CodeFragment& fragment = table.rows[row];
+    const int64_t first = (number - table.firsts[row]) * kTileBlocks;
+    const int64_t count = fragment.blocks.count(fragment.n);
+    const int64_t last = first + kTileBlocks < count ? first + kTileBlocks : count;
+    for (int64_t block = first + threadIdx.x / 32; block < last; block += kThreads / 32) {
+      pack_block<typename Stored<grad_dtype>::type, typename Stored<out_dtype>::type>(fragment, block);
+    }
+  }
+}
+
+// Launches `kernel` as often as the fragments need, with no more blocks than the device holds at once.
 template <typename Fragment, typename Row>
 int launch_fragments(void (*kernel)(Fragments<Fragment>), const Row* rows, int64_t count, cudaStream_t stream) {
   const Prepared ready = prepare(kernel, kThreads, 0);
   if (ready.status != MUON_OK) return ready.status;
   for (int64_t next = 0; next < count;) {
     Fragments<Fragment> table{};
-    for (; next < count && table.count < MUON_FLAT_ROWS; ++next) {
+    for (; next < count && table.count < table.kRows; ++next) {
       if (rows[next].n == 0) continue;
       table.firsts[table.count] = table.tiles;
-      table.rows[table.count] = fragment(rows[next]);
+      table.rows[table.count] = Fragment::of(rows[next]);
+      table.tiles += table.rows[table.count].tiles();
       table.count += 1;
-      table.tiles += flat_tiles(rows[next].n);
     }
     if (table.count == 0) return MUON_OK;
     const int grid = static_cast<int>(table.tiles < ready.blocks ? table.tiles : ready.blocks);
@@ -265,7 +379,8 @@ bool known_dtype(int32_t dtype) { return dtype == MUON_FLOAT32 || dtype == MUON_
 
 int check_array(const void* pointer, int32_t dtype) {
   if (pointer == nullptr) return MUON_BAD_ARGUMENT;
-  return reinterpret_cast<uintptr_t>(pointer) % (dtype == MUON_FLOAT32 ? 4 : 2) == 0 ? MUON_OK : MUON_MISALIGNED;
+  const uintptr_t bytes = dtype == MUON_FLOAT32 ? 4 : dtype == MUON_INT8 ? 1 : 2;
+  return reinterpret_cast<uintptr_t>(pointer) % bytes == 0 ? MUON_OK : MUON_MISALIGNED;
 }
 
 // Whether there are `count` rows, each with no elements or with arrays that `arrays_of` accepts.
@@ -290,18 +405,24 @@ extern "C" int muon_flat_passes_available(void) {
 extern "C" int muon_momentum_pack(const MuonPackRow* rows, int64_t count, int32_t momentum_dtype, int32_t grad_dtype,
                                   int32_t out_dtype, muon_stream_t stream) {
   using namespace muon;
-  if (!known_dtype(momentum_dtype) || !known_dtype(grad_dtype) || !known_dtype(out_dtype)) {
+  const bool coded = momentum_dtype == MUON_INT8;
+  if (!(coded || known_dtype(momentum_dtype)) || !known_dtype(grad_dtype) || !known_dtype(out_dtype)) {
     return MUON_DTYPE_UNSUPPORTED;
   }
   const int status = check_rows(rows, count, [&](const MuonPackRow& row) {
     const int first = check_array(row.momentum, momentum_dtype), second = check_array(row.grad, grad_dtype);
-    return first != MUON_OK ? first : second != MUON_OK ? second : check_array(row.out, out_dtype);
+    if (first != MUON_OK || second != MUON_OK) return first != MUON_OK ? first : second;
+    if (coded && (row.before < 0 || row.before >= kCodeBlock)) return static_cast<int>(MUON_BAD_ARGUMENT);
+    const int third = coded ? check_array(row.scales, MUON_FLOAT32) : MUON_OK;
+    return third != MUON_OK ? third : check_array(row.out, out_dtype);
   });
   if (status != MUON_OK || count == 0) return status;
-  return with_dtype(momentum_dtype, [&](auto momentum) {
-    return with_dtype(grad_dtype, [&](auto grad) {
-      return with_dtype(out_dtype, [&](auto out) {
-        const auto kernel = momentum_pack_kernel<decltype(momentum)::value, decltype(grad)::value, decltype(out)::value>;
+  return with_dtype(grad_dtype, [&](auto grad) {
+    return with_dtype(out_dtype, [&](auto out) {
+      constexpr int g = decltype(grad)::value, o = decltype(out)::value;
+      if (coded) return launch_fragments<CodeFragment>(momentum_pack_int8_kernel<g, o>, rows, count, stream);
+      return with_dtype(momentum_dtype, [&](auto momentum) {
+        const auto kernel = momentum_pack_kernel<decltype(momentum)::value, g, o>;
         return launch_fragments<PackFragment>(kernel, rows, count, stream);
       });
     });

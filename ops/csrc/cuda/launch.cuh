@@ -13,7 +13,7 @@
 
 namespace muon {
 
-inline bool on_16_bytes(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+MUON_HOST_DEVICE bool on_16_bytes(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
 // What is the same for both symmetric GEMM kernels: pointers, sizes and the 16-byte grid that every access relies on.
 inline int check_sym_gemm(const MuonSymGemm& p) {

@@ -27,10 +27,7 @@ enum MuonStatus {
   MUON_DRIVER_ERROR = -7,        // the driver refused a TMA descriptor
 };
 
-enum MuonDtype { MUON_FLOAT32 = 0, MUON_FLOAT16 = 1, MUON_BFLOAT16 = 2 };
-
-// Fragments of one launch of a flat pass: as many as fit into the 4 KiB of a kernel's arguments.
-enum { MUON_FLAT_ROWS = 72 };
+enum MuonDtype { MUON_FLOAT32 = 0, MUON_FLOAT16 = 1, MUON_BFLOAT16 = 2, MUON_INT8 = 3 };
 
 // d = alpha a b^T + beta c + diag I for `batch` products known to be symmetric.
 //
@@ -68,7 +65,8 @@ int muon_flat_passes_available(void);
 int64_t muon_sym_gemm_sm90_waves(int64_t batch, int64_t m);
 int64_t muon_sym_gemm_sm90_wide_waves(int64_t batch, int64_t m);
 
-// A fragment of momentum_pack: `n` elements each of three arrays, none of which overlaps another.
+// A fragment of momentum_pack: `n` elements each of three arrays, none of which overlaps another. What follows `nesterov` is
+// of momentum in 8 bits alone: the fields of CodeBlocks in code_blocks.h.
 typedef struct MuonPackRow {
   void* momentum;
   const void* grad;
@@ -76,12 +74,16 @@ typedef struct MuonPackRow {
   int64_t n;
   double decay;
   int32_t nesterov;
+  int32_t before;
+  float* scales;
+  const float* first;
+  const float* last;
 } MuonPackRow;
 
 // momentum <- lerp(momentum, grad, 1 - decay); out <- nesterov ? lerp(grad, momentum, decay) : momentum, for all `count`
 // fragments, which lie on the host and may go once this returns. Arithmetic in float32: each array has one MuonDtype for
-// all fragments, and is rounded when it is written (out from the unrounded momentum). One pass, one launch for every
-// MUON_FLAT_ROWS fragments.
+// all fragments, and is rounded when it is written (out from the unrounded momentum); momentum alone may be MUON_INT8. One
+// pass, one launch for as many fragments as fit into the 4 KiB of a kernel's arguments: 72, in 8 bits 46.
 int muon_momentum_pack(const MuonPackRow* rows, int64_t count, int32_t momentum_dtype, int32_t grad_dtype,
                        int32_t out_dtype, muon_stream_t stream);
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tests.support.cuda_library import SOURCES, Fragment, Kernels
+from tests.support.cuda_library import SOURCES, Blocks, Fragment, Kernels
 
 HERE = Path(__file__).resolve().parent
 LIBRARY = "libmuon_bench.so"
@@ -106,6 +106,16 @@ class Bench(Kernels):
             [each for part in parts for each in part[:2]], [part[i] for part in parts for i in (0, 2)]
         ):
             return super().momentum_pack(fragments, **options)
+
+    def momentum_pack_int8(
+        self, fragments: Sequence[Fragment], blocks: Sequence[Blocks], **options: Any
+    ) -> int:
+        """Run the pass; what it takes in vectors lies in the fragments."""
+        parts = [tensors for tensors, _ in fragments]
+        with self._only(
+            [each for part in parts for each in part[:2]], [part[i] for part in parts for i in (0, 2)]
+        ):
+            return super().momentum_pack_int8(fragments, blocks, **options)
 
     def unpack_apply(self, fragments: Sequence[Fragment], **options: Any) -> int:
         """Run the pass; what it takes in vectors lies in the fragments."""

@@ -24,7 +24,24 @@ inline bench::Dim& blockIdx = bench::block_index;
 inline bench::Dim& gridDim = bench::grid_size;
 
 namespace bench {
-// 16 bytes in one access: each copy checks both addresses.
+// One access, which checks both addresses.
+inline void copy(void* to, const void* from, int bytes) {
+  asm("" : "+r"(to), "+r"(from));  // else the compiler trusts both to be aligned
+  touch(from, bytes, false);
+  touch(to, bytes, true);
+  std::memcpy(to, from, static_cast<size_t>(bytes));
+}
+template <typename T>
+struct alignas(8) Two {
+  T x, y;
+  Two() = default;
+  Two(T x, T y) : x(x), y(y) {}
+  Two(const Two& other) { *this = other; }
+  Two& operator=(const Two& other) {
+    copy(this, &other, 8);
+    return *this;
+  }
+};
 template <typename T>
 struct alignas(16) Four {
   T x, y, z, w;
@@ -32,21 +49,18 @@ struct alignas(16) Four {
   Four(T x, T y, T z, T w) : x(x), y(y), z(z), w(w) {}
   Four(const Four& other) { *this = other; }
   Four& operator=(const Four& other) {
-    void* to = this;
-    const void* from = &other;
-    asm("" : "+r"(to), "+r"(from));  // else the compiler trusts both to be aligned
-    touch(from, 16, false);
-    touch(to, 16, true);
-    std::memcpy(to, from, 16);
+    copy(this, &other, 16);
     return *this;
   }
 };
 }  // namespace bench
+using uint2 = bench::Two<uint32_t>;
 using uint4 = bench::Four<uint32_t>;
 using float4 = bench::Four<float>;
 struct float2 {
   float x, y;
 };
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
@@ -54,6 +68,17 @@ inline uint32_t __float_as_uint(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof(bits));
   return bits;
+}
+
+inline float __fmul_rn(float a, float b) {
+  const uint32_t nan = 0x7fffffff;  // the device has no other
+  float product = a * b;
+  if (product != product) std::memcpy(&product, &nan, sizeof nan);
+  return product;
+}
+inline uint32_t __shfl_xor_sync(uint32_t lanes, uint32_t value, int distance) {
+  if (lanes != 0xffffffffu) bench::fail("a shuffle of some lanes");
+  return bench::exchange(value, distance);
 }
 
 inline void __syncthreads() { bench::barrier_sync(0, 0); }

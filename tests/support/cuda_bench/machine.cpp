@@ -700,6 +700,15 @@ void multiply_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32
   });
 }
 
+uint32_t exchange(uint32_t value, int distance) {
+  uint32_t given[2] = {value, 0};
+  together("shfl.bfly", given, [distance](Warp& warp) {
+    const auto of_lane = [&warp](int lane) { return static_cast<uint32_t*>(warp.arguments[lane]); };
+    for (int lane = 0; lane < kWarp; ++lane) of_lane(lane)[1] = of_lane(lane ^ distance)[0];
+  });
+  return given[1];
+}
+
 void phase_init(uint32_t barrier, uint32_t arrivals) {
   if (barrier % 8) fail("an mbarrier that is not aligned");
   at(barrier, 8);

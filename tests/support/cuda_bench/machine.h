@@ -45,6 +45,9 @@ void copy_async(uint32_t target, const void* source, bool valid);
 void copy_commit();
 void copy_wait(int pending);
 
+// The value of the lane whose number differs in the bits of `distance`.
+uint32_t exchange(uint32_t value, int distance);
+
 // `count` threads of the block meet at barrier `id`; 0 for all of them.
 void barrier_sync(int id, int count);
 

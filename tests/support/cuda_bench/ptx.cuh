@@ -22,6 +22,10 @@ inline void store_global_16(void* target, uint4 value) {
   bench::touch(target, 16, true);
   std::memcpy(target, &value, sizeof(value));
 }
+inline void store_global_8(void* target, uint2 value) {
+  bench::touch(target, 8, true);
+  std::memcpy(target, &value, sizeof(value));
+}
 
 inline uint4 load_shared_16(uint32_t address) {
   uint4 value;
