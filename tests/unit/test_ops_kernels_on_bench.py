@@ -186,9 +186,10 @@ FLAT_DEFECTS = {
     "the scale of a cut block is written": ("if (cut == nullptr && lane == 0)", "if (lane == 0)"),
     "the last block is never cut": ("block == count(n) - 1 ? last", "block == count(n) ? last"),
     "half of a warp has no part in the largest magnitude": ("distance = 16;", "distance = 8;"),
-    "an incomplete block is taken in vectors": ("n == kCodeBlock && reinterpret", "reinterpret"),
-    "unaligned codes are taken in vectors": (
-        "reinterpret_cast<uintptr_t>(codes) % kFlatVector == 0 && ",
+    "an incomplete block is taken in vectors": ("if (n == kCodeBlock && codes", "if (codes"),
+    "unaligned codes are taken in vectors": ("codes % kFlatVector == 0 && ", ""),
+    "an unaligned gradient of codes is taken in vectors": (
+        " && on_16_bytes(static_cast<const Grad*>(fragment.grad) + begin)",
         "",
     ),
     "elements of the first block before a fragment are not counted": (
@@ -259,7 +260,7 @@ def test_a_planted_defect_of_the_flat_passes_is_found(bench: Bench, tmp_path: Pa
         for offsets in ((0, 0, 0), (0, 0, 1), (0, 1, 0)):
             cases.momentum_pack(broken, lengths, offsets, (BF16, FP32, FP32), False, Inputs("cpu"))
             cases.unpack_apply(broken, lengths, offsets[1:], (FP32, BF16), Inputs("cpu"))
-        for offsets in ((0, 0, 0), (1, 0, 0)):
+        for offsets in ((0, 0, 0), (1, 0, 0), (0, 1, 0)):
             reference = flat_passes("torch").momentum_pack_int8
             cases.momentum_pack_int8(broken, reference, coded, offsets, (FP32, BF16), True, Inputs("cpu"))
 

@@ -138,6 +138,21 @@ MUON_INLINE uint32_t largest_loop(const float* x, int64_t n, uint32_t largest) {
   return largest;
 }
 
+// Elements of one block: `b` receives the momentum, `o` the direction, both in fp32. Returns the new scale.
+MUON_INLINE float code_block_loop(
+    int8_t* codes, float old, const float* cut, float* b, const float* g, float* o, int64_t n, float momentum,
+    float rest, bool nesterov) {
+  decode_loop(codes, old, b, n);
+  if (nesterov) {
+    momentum_loop<true>(b, g, o, n, momentum, rest);
+  } else {
+    momentum_loop<false>(b, g, o, n, momentum, rest);
+  }
+  const float scale = cut == nullptr ? code_scale(largest_loop(b, n, 0)) : cut[1];
+  encode_loop(b, scale, codes, n);
+  return scale;
+}
+
 template <typename T>
 MUON_INLINE void widen_loop(const T* x, float* out, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
@@ -249,18 +264,14 @@ __attribute__((target("avx512f"))) inline void halves_avx512(const float* x, Fp1
     for (int64_t number = first; number < last; ++number) {                                                           \
       const int64_t at = coded.begin(number), n = coded.end(number, numel) - at;                                      \
       const float* const cut = coded.cut(number, numel);                                                              \
-      decode_loop(codes + at, cut == nullptr ? coded.scales[number] : cut[0], b, n);                                  \
+      const float old = cut == nullptr ? coded.scales[number] : cut[0];                                               \
       const float* const g = widened_##NAME(grad, at, n, blocks[1]);                                                  \
       float* const o = out.type == Element::fp32 ? static_cast<float*>(out.data) + at : blocks[2];                    \
-      if (nesterov) {                                                                                                 \
-        momentum_loop<true>(b, g, o, n, momentum, rest);                                                              \
-      } else {                                                                                                        \
-        momentum_loop<false>(b, g, o, n, momentum, rest);                                                             \
-      }                                                                                                               \
+      const float scale = n == kCodeBlock                                                                             \
+          ? code_block_loop(codes + at, old, cut, b, g, o, kCodeBlock, momentum, rest, nesterov)                      \
+          : code_block_loop(codes + at, old, cut, b, g, o, n, momentum, rest, nesterov);                              \
       narrowed_##NAME(o, out, at, n);                                                                                 \
-      const float scale = cut == nullptr ? code_scale(largest_loop(b, n, 0)) : cut[1];                                \
       if (cut == nullptr) coded.scales[number] = scale;                                                               \
-      encode_loop(b, scale, codes + at, n);                                                                           \
     }                                                                                                                 \
   }                                                                                                                   \
   ATTRIBUTE void apply_##NAME(                                                                                       \

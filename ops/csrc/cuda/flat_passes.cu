@@ -267,31 +267,27 @@ __device__ __forceinline__ uint32_t largest_of_warp(uint32_t value) {
   return value;
 }
 
-// One block of momentum in 8 bits by one warp, of which each thread takes eight elements: neighbours if the block is whole
-// and lies on the grids of all accesses.
-template <typename Grad, typename Out>
-__device__ __forceinline__ void pack_block(const CodeFragment& fragment, int64_t block) {
+// `n` elements of momentum in 8 bits from `begin` on, which are in one block, by one warp. Each thread takes eight of them:
+// in vectors if the block is whole and lies on the grids of all accesses.
+template <bool vectors, typename Grad, typename Out>
+__device__ __forceinline__ void pack_block(const CodeFragment& fragment, int64_t block, int64_t begin, int n) {
   static_assert(kCodeBlock == 32 * kFlatVector);
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  const int64_t begin = fragment.blocks.begin(block);
-  const int n = static_cast<int>(fragment.blocks.end(block, fragment.n) - begin);
-  int8_t* const codes = static_cast<int8_t*>(fragment.momentum) + begin;
-  const Grad* const grad = static_cast<const Grad*>(fragment.grad) + begin;
-  Out* const out = static_cast<Out*>(fragment.out) + begin;
-  const bool whole = n == kCodeBlock && reinterpret_cast<uintptr_t>(codes) % kFlatVector == 0 && on_16_bytes(grad) &&
-                     on_16_bytes(out);
+  const int lane = static_cast<int>(threadIdx.x % 32), first = vectors ? kFlatVector * lane : lane;
+  int8_t* const codes = static_cast<int8_t*>(fragment.momentum) + begin + first;
+  const Grad* const grad = static_cast<const Grad*>(fragment.grad) + begin + first;
+  Out* const out = static_cast<Out*>(fragment.out) + begin + first;
   const float* const cut = fragment.blocks.cut(block, fragment.n);
   const float old = cut == nullptr ? fragment.blocks.scales[block] : cut[0];
   Vector m{}, g{}, direction;
-  if (whole) {
-    m = load_vector(codes + kFlatVector * lane);
-    g = load_vector(grad + kFlatVector * lane);
+  if constexpr (vectors) {
+    m = load_vector(codes);
+    g = load_vector(grad);
   } else {
 #pragma unroll
     for (int i = 0; i < kFlatVector; ++i) {
-      if (lane + 32 * i >= n) continue;
-      m.value[i] = static_cast<float>(codes[lane + 32 * i]);
-      g.value[i] = to_float(grad[lane + 32 * i]);
+      if (first + 32 * i >= n) continue;
+      m.value[i] = static_cast<float>(codes[32 * i]);
+      g.value[i] = to_float(grad[32 * i]);
     }
   }
   uint32_t largest = 0;
@@ -303,6 +299,14 @@ __device__ __forceinline__ void pack_block(const CodeFragment& fragment, int64_t
     const uint32_t magnitude = __float_as_uint(momentum) & 0x7fffffffu;
     largest = largest < magnitude ? magnitude : largest;
   }
+  if constexpr (vectors) {
+    store_vector(out, direction);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kFlatVector; ++i) {
+      if (first + 32 * i < n) out[32 * i] = from_float<Out>(direction.value[i]);
+    }
+  }
   largest = largest_of_warp(largest);  // All lanes have read the old scale.
   const float scale = cut == nullptr ? code_scale(largest) : cut[1];
   if (cut == nullptr && lane == 0) fragment.blocks.scales[block] = scale;
@@ -311,22 +315,21 @@ __device__ __forceinline__ void pack_block(const CodeFragment& fragment, int64_t
   int8_t found[kFlatVector];
 #pragma unroll
   for (int i = 0; i < kFlatVector; ++i) found[i] = coded ? code_of(__fmul_rn(m.value[i], inverse)) : int8_t{0};
-  if (whole) {
-    store_codes(codes + kFlatVector * lane, found);
-    store_vector(out + kFlatVector * lane, direction);
+  if constexpr (vectors) {
+    store_codes(codes, found);
   } else {
 #pragma unroll
     for (int i = 0; i < kFlatVector; ++i) {
-      if (lane + 32 * i >= n) continue;
-      codes[lane + 32 * i] = found[i];
-      out[lane + 32 * i] = from_float<Out>(direction.value[i]);
+      if (first + 32 * i < n) codes[32 * i] = found[i];
     }
   }
 }
 
 template <int grad_dtype, int out_dtype>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 4)
     momentum_pack_int8_kernel(const __grid_constant__ Fragments<CodeFragment> table) {
+  using Grad = typename Stored<grad_dtype>::type;
+  using Out = typename Stored<out_dtype>::type;
   for (int64_t number = blockIdx.x; number < table.tiles; number += gridDim.x) {
     const int row = fragment_of(table.firsts, table.count, number);
     const CodeFragment& fragment = table.rows[row];
@@ -334,7 +337,15 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t count = fragment.blocks.count(fragment.n);
     const int64_t last = first + kTileBlocks < count ? first + kTileBlocks : count;
     for (int64_t block = first + threadIdx.x / 32; block < last; block += kThreads / 32) {
-      pack_block<typename Stored<grad_dtype>::type, typename Stored<out_dtype>::type>(fragment, block);
+      const int64_t begin = fragment.blocks.begin(block);
+      const int n = static_cast<int>(fragment.blocks.end(block, fragment.n) - begin);
+      const uintptr_t codes = reinterpret_cast<uintptr_t>(fragment.momentum) + static_cast<uintptr_t>(begin);
+      if (n == kCodeBlock && codes % kFlatVector == 0 && on_16_bytes(static_cast<const Grad*>(fragment.grad) + begin) &&
+          on_16_bytes(static_cast<const Out*>(fragment.out) + begin)) {
+        pack_block<true, Grad, Out>(fragment, block, begin, n);
+      } else {
+        pack_block<false, Grad, Out>(fragment, block, begin, n);
+      }
     }
   }
 }
