@@ -74,7 +74,7 @@ def consolidate(
             folder, state, writer = _open(engine, out_dir, shard_bytes, locked)
             save_id = require_one_folder(folder, writer)
             # What every data-parallel group holds, from the first rank of each.
-            own = [each.without_tensors() for each in state.parameters if each.rank == 0]
+            own = [each.without_tensors() for each in state.parameters.values() if each.rank == 0]
             held = list(chain.from_iterable(all_ranks().gather(own, what="plan of a save").values()))
             plan = SavePlan(put_together(held), shard_bytes, save_id, all_ranks().size)
             _compare_copies(state, held)
@@ -139,7 +139,7 @@ def _compare_copies(state: LiveState, held: Sequence[HeldParameter]) -> None:
     if max(copies.values()) == 1:
         return
     own = {}
-    for each in state.parameters:
+    for each in state.parameters.values():
         fragment = each.own_fragment("fp32")
         if copies[each.name, each.part] > 1 and fragment is not None and fragment.matrix_offset == 0:
             start = state.tensor(each.bound, "fp32").narrow(0, fragment.partition_offset, fragment.numel)
@@ -178,7 +178,6 @@ class _Exchange:
 
     def __init__(self, state: LiveState, plan: SavePlan) -> None:
         self._state, self._plan = state, plan
-        self._by_name = state.by_name
         # All rounds share the buffers: to allocate them in each round would cost more than the copies.
         self._outgoing, self._incoming = (
             torch.empty(0, dtype=torch.float32, device=state.device) for _ in range(2)
@@ -186,7 +185,7 @@ class _Exchange:
 
     def _elements(self, transfer: Transfer) -> Tensor:
         """Return the elements of a transfer that this rank sends."""
-        own = self._by_name[transfer.held.name]
+        own = self._state.parameters[transfer.held.name]
         start = own.offset(transfer.key, own.rank, transfer.start)
         return self._state.elements(own, transfer.key, start, transfer.numel)
 

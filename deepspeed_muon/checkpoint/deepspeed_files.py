@@ -86,7 +86,7 @@ class DeepSpeedFiles(TagFolder):
                 self._whole_momentum = _whole_momentum(self, held)
             self.parts = put_together(map(self._with_state, held), self.files)
             self.parameters = {name: first.record for name, (first, *_) in self.parts.items()}
-            self.about = {
+            self.about: dict[str, Any] = {
                 "source": {
                     "writer": "offline",
                     "optimizer": self.kind,

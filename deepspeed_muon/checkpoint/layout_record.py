@@ -101,11 +101,6 @@ class _Group(BaseModel):
     world_size: Annotated[int, Field(ge=1, le=1 << 24, strict=True)]
     parameters: tuple[_Entry, ...]
 
-    @property
-    def in_one_file(self) -> bool:
-        """Whether every rank holds everything, so that only one of them writes a file."""
-        return bool(self.parameters) and all(entry.placement.replicated for entry in self.parameters)
-
     @model_validator(mode="after")
     def _consistent(self) -> _Group:
         """Raise if two parameters share a name or an element of a partition, or if one cannot be where it is said."""
@@ -239,7 +234,7 @@ def read_records(contents: Sequence[Any], where: str) -> tuple[dict[str, Any], l
         for name, ranks in members.items():
             files = tuple(ranks[rank][0] for rank in sorted(ranks))
             _, first = ranks[min(ranks)]
-            if first.in_one_file:
+            if first.parameters and all(entry.placement.replicated for entry in first.parameters):
                 files = files[:1]
             elif sorted(ranks) != list(range(first.world_size)):
                 raise ValueError(f"of group {name} there are files of ranks {sorted(ranks)}")

@@ -238,25 +238,20 @@ class LiveState:
     Attributes:
         optimizer: Our optimizer inside the engine.
         host: The engine around it.
-        parameters: In an order that all ranks with the same parameters share.
+        parameters: By the names of the whole tensors, in an order that all ranks with the same parameters share.
         device: Where the backend of the ranks can send from.
     """
 
     optimizer: Muon
     host: Host
-    parameters: tuple[LiveParameter, ...]
+    parameters: dict[str, LiveParameter]
     device: torch.device
-
-    @property
-    def by_name(self) -> dict[str, LiveParameter]:
-        """The parameters by the names of the whole tensors."""
-        return {parameter.name: parameter for parameter in self.parameters}
 
     @property
     def groups(self) -> list[list[LiveParameter]]:
         """The parameters of each data-parallel group that this rank is in."""
         found: dict[int, list[LiveParameter]] = {}
-        for parameter in self.parameters:
+        for parameter in self.parameters.values():
             found.setdefault(id(parameter.holders), []).append(parameter)
         return list(found.values())
 
@@ -341,4 +336,4 @@ def collect(engine: Any) -> LiveState:
                 raise CheckpointError(f"{other.own_name} and {found.own_name} are both {found.name}")
     if not parameters:
         raise CheckpointError("the engine's optimizer holds no parameters")
-    return LiveState(optimizer, host, tuple(parameters.values()), optimizer._bound.runners[0].context.device)
+    return LiveState(optimizer, host, parameters, optimizer._bound.runners[0].context.device)

@@ -142,11 +142,6 @@ class HeldParameter:
         """The name of the whole tensor."""
         return self.part.name
 
-    @property
-    def row_count(self) -> int:
-        """How many rows these ranks keep numbers of."""
-        return 0 if self.row_places is None else self.row_places.numel
-
     def places_of(self, key: str) -> Places:
         """Return where the master (``fp32``) or an entry of the state lies."""
         if self.row_places is not None and key in ROW_KEYS[self.record.algorithm]:
@@ -164,8 +159,8 @@ class HeldParameter:
         # A row is an output of the layer. Ranks that cut the inputs keep the numbers of all outputs each.
         cuts_outputs = len(self.part.shape) > 2 or (self.part.dim == 1) == self.row_places.matrix.transposed
         if self.part.is_whole or not cuts_outputs:
-            return whole_slice(self.part.name, (self.row_count,))
-        return self.part.scaled(self.row_count)
+            return whole_slice(self.part.name, (self.row_places.numel,))
+        return self.part.scaled(self.row_places.numel)
 
     def offset(self, key: str, rank: int, element: int) -> int:
         """Return where an element of the part lies in the partition of a rank of the group, which must hold it."""

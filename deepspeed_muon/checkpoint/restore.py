@@ -7,6 +7,7 @@ which are put back if one rank cannot set them, then the partitions.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.files import folder_of, refusing
-from deepspeed_muon.checkpoint.index import Progress
+from deepspeed_muon.checkpoint.index import OURS, Progress
 from deepspeed_muon.checkpoint.live import LiveParameter, LiveState, collect, require_all_ranks
 from deepspeed_muon.checkpoint.parameters import ROW_KEYS, STATE_KEYS, ParameterRecord
 from deepspeed_muon.checkpoint.settings import Before, check_schedule, group_settings, write_progress
@@ -111,7 +112,8 @@ def restore_from_source(
             source = open_source()
             opened.callback(source.close)
             before, state = Before(engine), collect(engine)
-            rates = hyperparameters and not source.converted
+            # Those of another optimizer are no concern of the run.
+            rates = hyperparameters and source.index.source.get("optimizer") == OURS
             run = source.index.progress if progress else None
             problems = _compare(state, source, state_too)
             if not problems:
@@ -119,7 +121,7 @@ def restore_from_source(
                 if run is not None and scheduler:
                     check_schedule(engine.lr_scheduler, run, source.where, rates=rates)
                 nonfinite = source.verify(all_ranks().position, all_ranks().size)
-            agreed.tell("checkpoint", source.digest())
+            agreed.tell("checkpoint", hashlib.sha256(source.index.model_dump_json().encode()).hexdigest())
         _refuse_another_model(state, source, problems)
         _judge(nonfinite, source, allow_nonfinite)
         _write_settings(plan, before, run, source.where, scheduler=scheduler, rates=rates)
@@ -150,7 +152,7 @@ def nonfinite_text(names: Sequence[str]) -> str:
 
 def _compare(state: LiveState, source: StateSource, state_too: bool) -> list[str]:
     """Return how the parameters of this rank differ from the checkpoint's, in words."""
-    live, saved = state.by_name, source.parameters
+    live, saved = state.parameters, source.parameters
     problems = []
     extra = [name for name in saved if name not in live]
     for name in live.keys() - saved.keys():
@@ -172,7 +174,7 @@ def _refuse_another_model(state: LiveState, source: StateSource, problems: Seque
 
     Must be called by all ranks.
     """
-    live, names = state.by_name, sorted(source.parameters)
+    live, names = state.parameters, sorted(source.parameters)
     held = all_ranks().reduce([float(name in live) for name in names], "max", what="check of a checkpoint")
     left = [name for name, somewhere in zip(names, held, strict=True) if not somewhere]
     problems = [
@@ -235,7 +237,7 @@ class _Plan:
         plan = cls(state, [], {}, _steps(state, source) if state_too else {}, {})
         if state_too:
             _say_what_happens_to_rows(state, source)
-        for parameter in state.parameters:
+        for parameter in state.parameters.values():
             algorithm = parameter.record.algorithm
             keys: tuple[str, ...] = ()
             if state_too and plan.steps[parameter.partition] > 0:
@@ -264,7 +266,9 @@ class _Plan:
         place = (bound.index, key)
         if place not in self.made:
             if key in ROW_KEYS[parameter.record.algorithm]:
-                sharing = [other for other in self.state.parameters if other.partition == bound.index]
+                sharing = [
+                    other for other in self.state.parameters.values() if other.partition == bound.index
+                ]
                 kept = (other.own_fragment(key) for other in sharing if other.row_places)
                 numel = sum(own.numel for own in kept if own is not None)
                 kind, device = ROW_STATE[key], bound.tensor.device
@@ -317,7 +321,7 @@ def _fill(plan: _Plan, source: StateSource) -> None:
         if interrupt is not None:
             raise interrupt from None
         raise
-    tensors = {parameter.partition: parameter.bound.tensor for parameter in state.parameters}
+    tensors = {parameter.partition: parameter.bound.tensor for parameter in state.parameters.values()}
     for partition, tensor in tensors.items():
         steps = plan.steps.get(partition)
         if steps == 0:
@@ -349,7 +353,7 @@ def _write_partitions(plan: _Plan, source: StateSource) -> None:
 def _steps(state: LiveState, source: StateSource) -> dict[int, int]:
     """Return the steps of every partition. Its parameters share one count, which Adam's bias correction uses."""
     found: dict[int, set[int]] = {}
-    for parameter in state.parameters:
+    for parameter in state.parameters.values():
         found.setdefault(parameter.partition, set()).add(source.parameters[parameter.name].step)
     for index, steps in found.items():
         if len(steps) > 1:
@@ -369,7 +373,7 @@ def _row_keys(state: LiveState) -> tuple[str, ...]:
 
 def _say_what_happens_to_rows(state: LiveState, source: StateSource) -> None:
     """Warn where the variant's state is reset or dropped, because the saved run had another variant."""
-    pairs = [(parameter, source.parameters[parameter.name]) for parameter in state.parameters]
+    pairs = [(parameter, source.parameters[parameter.name]) for parameter in state.parameters.values()]
     told = []
     for key, kind in ROW_STATE.items():
         kept = key in _row_keys(state)

@@ -68,7 +68,7 @@ def group_settings(state: LiveState, index: CheckpointIndex, where: str) -> dict
     """Return, by number of the param group, the settings on which the checkpoint agrees for all its parameters."""
     groups = checked_settings(index.groups, where)
     saved: dict[int, set[int]] = {}
-    for parameter in state.parameters:
+    for parameter in state.parameters.values():
         saved.setdefault(parameter.record.group, set()).add(index.parameters[parameter.name].group)
     found: dict[int, dict[str, Any]] = {}
     for number, origins in saved.items():
@@ -171,35 +171,13 @@ def check_schedule(own: Any, progress: Progress, where: str, *, rates: bool) -> 
     """
     if own is None or progress.lr_scheduler is None:
         return
-    saved, kind = progress.lr_scheduler, type(own).__name__
-    if not hasattr(own, "state_dict") or not hasattr(own, "load_state_dict"):
-        raise CheckpointError(
-            f"{where}: the scheduler {kind} of this run takes no saved state: {_OWN_SCHEDULE}"
-        )
-    live = own.state_dict()
-    # Attributes that begin with _ come and go with torch's versions.
-    differing = {
-        key for key in live.keys() ^ saved.keys() if not str(key).startswith("_") and key != "verbose"
-    }
-    if differing:
-        raise _unfit(own, progress, where, f"their states differ in {', '.join(sorted(map(str, differing)))}")
-    if not rates and not (
-        hasattr(own, "last_batch_iteration")
-        or hasattr(own, "_get_closed_form_lr")
-        or isinstance(own, _BY_COUNT)
-    ):
-        raise CheckpointError(
-            f"{where}: rates stay those of the configuration, and the scheduler {kind} of this run cannot compute them "
-            f"from a count of steps: {_OWN_SCHEDULE}"
-        )
-    problem = _problem(live, _schedule(own, saved, rates))
-    if problem is not None:
+    if (problem := _problem(own, progress.lr_scheduler, rates)) is not None:
         raise _unfit(own, progress, where, problem)
-    if progress.lr_scheduler_class not in (None, kind):
+    if progress.lr_scheduler_class not in (None, type(own).__name__):
         warn(
             "deepspeed_muon: the saved run's scheduler was %s, this run's is %s and goes on from the same count",
             progress.lr_scheduler_class,
-            kind,
+            type(own).__name__,
         )
 
 
@@ -212,8 +190,21 @@ def _unfit(own: Any, progress: Progress, where: str, problem: str) -> Checkpoint
     )
 
 
-def _problem(live: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
-    """Return why a saved value cannot replace the live one: another kind or length, a count below -1."""
+def _problem(own: Any, saved: Mapping[str, Any], rates: bool) -> str | None:
+    """Return why a scheduler cannot go on from a saved state, with or without its rates."""
+    if not hasattr(own, "state_dict") or not hasattr(own, "load_state_dict"):
+        return "it takes no saved state"
+    live = own.state_dict()
+    # Attributes that begin with _ come and go with torch's versions.
+    differing = {
+        key for key in live.keys() ^ saved.keys() if not str(key).startswith("_") and key != "verbose"
+    }
+    if differing:
+        return f"their states differ in {', '.join(sorted(map(str, differing)))}"
+    by_count = hasattr(own, "last_batch_iteration") or hasattr(own, "_get_closed_form_lr")
+    if not (rates or by_count or isinstance(own, _BY_COUNT)):
+        return "rates stay those of the configuration, and it cannot compute them from a count of steps"
+    saved = _schedule(own, saved, rates)
     for key in sorted(live.keys() & saved.keys()):
         mine, other = live[key], saved[key]
         if mine is None or other is None:

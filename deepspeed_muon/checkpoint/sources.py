@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -18,7 +17,6 @@ from torch import Tensor
 from deepspeed_muon.checkpoint import files
 from deepspeed_muon.checkpoint.index import (
     INDEX_NAME,
-    OURS,
     CheckpointIndex,
     FileRecord,
     checked,
@@ -58,15 +56,6 @@ class StateSource(ABC):
     def parameters(self) -> Mapping[str, ParameterRecord]:
         """What there is."""
         return self.index.parameters
-
-    @property
-    def converted(self) -> bool:
-        """Whether another optimizer saved it, whose rates and settings are no concern of the run."""
-        return self.index.source.get("optimizer") != OURS
-
-    def digest(self) -> str:
-        """Return a text that is equal on all ranks that see the same checkpoint."""
-        return hashlib.sha256(self.index.model_dump_json().encode()).hexdigest()
 
     @abstractmethod
     def verify(self, share: int, shares: int) -> list[str]:

@@ -60,7 +60,7 @@ def load_universal_checkpoint(
     require_all_ranks(engine)
 
     def open_source() -> StateSource:
-        live = {parameter.name: parameter.record for parameter in collect(engine).parameters}
+        live = {name: parameter.record for name, parameter in collect(engine).parameters.items()}
         return open_universal(Path(checkpoint_folder), live)
 
     source, _before = restore_from_source(
@@ -238,7 +238,7 @@ def _difference(engine: Any, saved: Glance) -> _Difference:
     # At stage 0 every rank looks at the first one's file, which may be of other layers.
     moved = bool(saved.stage) and saved.record.get("order") != order_of(optimizer_of(engine))
     try:
-        live = collect(engine).by_name
+        live = collect(engine).parameters
     except CheckpointError:  # nobody knows what a parameter is a part of; the digest of the order is left
         return set(), set(), set(), moved
     groups = saved.record.get("groups", ())
