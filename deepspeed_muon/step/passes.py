@@ -22,12 +22,12 @@ from deepspeed_muon.ops.dispatch import FlatPasses
 from deepspeed_muon.ops.reference import cautious_apply_
 from deepspeed_muon.plan.exchange import Chunk, ExchangePlan, Segment
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.transport.exchange import aligned
 from deepspeed_muon.transport.row_state import RowsAtOwner
 from deepspeed_muon.variants import Variant
 
 # The columns of a table of ops/: tensor and offset, other tensor and offset, numel, and the index of the matrix.
 COLUMNS = 6
+_ALIGNMENT = 32
 DIRECTIONS, SEND = 0, 1
 """The other tensors of :attr:`ChunkTable.packed`."""
 
@@ -138,17 +138,15 @@ class ChunkTable:
             for number, each in enumerate(own)
         )
         return Batch(
-            own[0].at_buffer if whole and not self._gathered(indices) else None,
+            own[0].at_buffer if whole else None,
             tuple(_joined(own, numel)),
             tuple(each for segments in travelled for each in _joined(segments, numel)),
         )
 
-    def _gathered(self, indices: Sequence[int]) -> bool:
-        return any(index in self._segments and not self._matrices[index].replicated for index in indices)
-
     def _one_after_the_other(self, indices: Sequence[int]) -> tuple[list[int], int]:
         """Return where fragments start that lie one after the other, at multiples of 32 elements, and their room."""
-        ends = list(accumulate((aligned(self._held[index].numel) for index in indices), initial=0))
+        lengths = (-(-self._held[index].numel // _ALIGNMENT) * _ALIGNMENT for index in indices)
+        ends = list(accumulate(lengths, initial=0))
         return ends[:-1], ends[-1]
 
     def _table(self, indices: Sequence[int], other: int, places: Sequence[int]) -> Tensor:

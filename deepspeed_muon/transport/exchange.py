@@ -30,7 +30,6 @@ SLOTS = 3
 Way = Literal["gather", "scatter"]
 
 _OVERLAP_BYTES = 1 << 30
-_ALIGNMENT = 32
 _LARGEST = 127.0
 
 
@@ -197,11 +196,6 @@ class ExchangeBuffers:
     def reserved_bytes(self) -> int:
         """Bytes of all buffers together, once each of them was used."""
         return sum(self._needed.values())
-
-
-def aligned(numel: int) -> int:
-    """Return the next multiple of 32 elements, at which a tensor in a shared piece of memory may start."""
-    return -(-numel // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(slots=True)

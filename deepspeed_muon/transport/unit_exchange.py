@@ -77,8 +77,7 @@ class UnitExchange:
         matrices, rank = {index: plan.matrices[index] for index in indices}, plan.rank
         held = {index: units_on(matrix, rank, rows=rows) for index, matrix in matrices.items()}
         at = {index: self._completes(index, units) for index, units in held.items()}
-        every = {index: np.arange(unit_count(matrix, rows=rows)) for index, matrix in matrices.items()}
-        finished = {index: units[self._completes(index, units) == rank] for index, units in every.items()}
+        finished = {index: self._completed_here(index, units, at[index]) for index, units in held.items()}
         self._held, self.done = _numbered(held), _numbered(finished)
         self.held_matrix, self.done_matrix = _of_units(held), _of_units(finished)
         self._sends = any(self._travels(index) for index in indices)
@@ -150,6 +149,14 @@ class UnitExchange:
             return matrix.placement.ranks_at(first_elements(matrix, units))
         is_here = matrix.replicated and not self._at_owner
         return np.full(len(units), self._plan.rank if is_here else self._plan.owners[index])
+
+    def _completed_here(self, index: int, held: Ints, at: Ints) -> Ints:
+        """Return the units of a matrix that this rank completes, from those that it holds and the ranks of these."""
+        matrix = self._plan.matrices[index]
+        if self._at_first_element(matrix):
+            return held[at == self._plan.rank]
+        is_here = int(self._completes(index, np.zeros(1, dtype=np.int64))[0]) == self._plan.rank
+        return np.arange(unit_count(matrix, rows=self._rows) if is_here else 0)
 
     def _arriving(self, index: int) -> list[tuple[int, Ints]]:
         """Return the other ranks that hold elements of units of a matrix that this rank completes, with those units."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,22 @@ def test_tiles_and_vectors_are_for_bfloat16_only() -> None:
     assert any("+tiles" in name for name in found) is bool(has.tiles_available())
     only_vectors = bool(has.vectors_available()) and not has.tiles_available()
     assert any("+vectors" in name for name in found) is only_vectors
+
+
+@pytest.mark.parametrize(("shape", "in_fp32"), [((9, 16, 16), True), ((40, 16), True), ((3, 17, 24), False)])
+def test_small_matrices_iterate_in_fp32(shape: tuple[int, ...], in_fp32: bool, tmp_path: Path) -> None:
+    """By a rule that knows only the shape of a matrix, and so whatever the number of ranks."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    half = replace(SETTINGS, dtype=torch.bfloat16)
+    auto = dispatch.select("auto", tuner=Tuner(tmp_path))
+    result = auto(x, settings=half)
+    assert (auto.report()[0]["ran"] == "torch in fp32") is in_fp32
+    exact = orthogonalize(x, settings=replace(SETTINGS, dtype=torch.float32))
+    assert torch.equal(result, exact.bfloat16()) is in_fp32
+    for backend in ("ops", "torch"):
+        other = dispatch.select(backend, tuner=Tuner(tmp_path))  # type: ignore[arg-type]
+        other(x, settings=half)
+        assert other.report()[0]["ran"].startswith(backend) and "fp32" not in other.report()[0]["ran"]
 
 
 @pytest.mark.parametrize("backend", ["auto", "ops", "torch"])
