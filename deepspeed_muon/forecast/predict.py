@@ -9,7 +9,6 @@ A collective counts the bytes that each rank of a ring sends: ``n (W-1)/W`` for 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -24,7 +23,7 @@ from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.plan.exchange import cut_into_chunks, moves
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.plan.order import flat_partition_numel
-from deepspeed_muon.plan.owners import Assignment, assign, assign_owners, blocks_flops, sent_by_rank
+from deepspeed_muon.plan.owners import assign, assign_owners, blocks_flops, sent_by_rank
 from deepspeed_muon.plan.placement import (
     Floats,
     Placement,
@@ -243,13 +242,17 @@ def exchange_of(routes: Sequence[Route], settings: PlanSettings) -> Exchange:
         for order, layouts in _step_sets(local, inside):
             found = assign(layouts, settings.iteration, load)
             sent, returned = sent_by_rank(found.matrices, found.owners, ranks)
-            numel = np.zeros(ranks)
-            np.add.at(numel, list(found.owners), [matrix.numel for matrix in found.matrices])
-            owned += np.repeat(numel, ways)
+            owners = np.asarray(found.owners, dtype=np.int64)
+            numels = np.array([matrix.numel for matrix in found.matrices], dtype=np.float64)
+            owned += np.repeat(np.bincount(owners, numels, ranks), ways)
             total.gather_elements += np.repeat(sent, ways)
             total.scatter_elements += np.repeat(returned, ways)
             total.leaving_elements += _leaving(inside) * np.repeat(sent + returned, ways)
-            total.largest_chunk = max(total.largest_chunk, _largest_chunk(found, inside))
+            bound = settings.config.exchange_chunk_numel
+            for chunk in cut_into_chunks(found.matrices, found.owners, bound, ranks):
+                own = np.bincount(owners[chunk], numels[chunk])
+                largest = own.max() if settings.stage else own.sum()
+                total.largest_chunk = max(total.largest_chunk, int(largest))
             total.overlap = total.overlap and overlap_fits(layouts, settings.wire_bytes)
             for matrix, owner, origin in zip(found.matrices, found.owners, found.origin, strict=True):
                 number = numbers[order[origin]]
@@ -271,17 +274,6 @@ def _leaving(settings: PlanSettings) -> float:
         # A broadcast goes from rank to rank.
         return (-(-ranks // node) - 1) / (ranks - 1)
     return leaving_the_node(ranks, node)
-
-
-def _largest_chunk(found: Assignment, settings: PlanSettings) -> int:
-    """Return the elements that an owner has in the largest chunk; of replicated matrices those of all owners."""
-    largest, bound = 0, settings.config.exchange_chunk_numel
-    for chunk in cut_into_chunks(found.matrices, found.owners, bound, settings.world_size):
-        owned: Counter[int] = Counter()
-        for index in chunk:
-            owned[0 if settings.stage == 0 else found.owners[index]] += found.matrices[index].numel
-        largest = max(largest, *owned.values())
-    return largest
 
 
 def _step_sets(
