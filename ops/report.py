@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 from importlib import metadata
 from typing import Any
 
@@ -98,13 +97,6 @@ def _gpu(operators: Any | None) -> dict[str, Any]:
 
 def _told(program: str | None, word: str = "") -> str | None:
     """Return the first line with a word of what a program says of its version, and its path."""
-    if program is None:
-        return None
-    try:
-        result = subprocess.run(
-            [program, "--version"], capture_output=True, text=True, timeout=20, check=False
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    line = next((line for line in result.stdout.splitlines() if line.strip() and word in line), None)
+    lines = toolchain.version_told(program).splitlines()
+    line = next((line for line in lines if line.strip() and word in line), None)
     return line and f"{line.strip()} ({program})"

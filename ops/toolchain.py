@@ -94,14 +94,13 @@ def find_nvcc() -> str | None:
 
 
 @functools.cache
-def _nvcc_release() -> str:
-    """Return what nvcc says of its version, so that an upgrade builds anew; empty without nvcc."""
-    nvcc = find_nvcc()
-    if nvcc is None:
+def version_told(program: str | None) -> str:
+    """Return what a program says of its version; empty if there is no such program, or it does not run."""
+    if program is None:
         return ""
     try:
         return subprocess.run(
-            [nvcc, "--version"], capture_output=True, text=True, timeout=60, check=False
+            [program, "--version"], capture_output=True, text=True, timeout=60, check=False
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
@@ -175,7 +174,7 @@ def build_spec(
     portable_key = digest.hexdigest()[:16]
     digest.update("\0".join(nvcc_flags).encode())
     if with_cuda:
-        digest.update(_nvcc_release().encode())
+        digest.update(version_told(find_nvcc()).encode())  # an upgrade builds anew
     return BuildSpec(
         sources=tuple(map(str, sources)),
         include_dirs=(str(CSRC), str(CSRC / "include")),
