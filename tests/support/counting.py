@@ -123,7 +123,7 @@ def count_a_step(
     names = [route.name for route in optimizer.routes if route.algorithm == "muon"]
     # A variant's row state travels on top of what the planner counts.
     exchanges = [runner._rows for runner in optimizer._runners if runner._rows is not None]
-    rows = 4 * sum(each.sent_elements for each in exchanges)
+    rows = sum(each.sent_bytes for each in exchanges)
     broadcasts = optimizer.stats.bytes_sent if stage == 0 else 0  # its exchange, where it is no all-to-all
     result = {
         "flops": (inside.flops, float(exchange.flops[rank])),
