@@ -17,6 +17,7 @@ from deepspeed_muon.checkpoint import load_index
 from deepspeed_muon.checkpoint.consolidate import consolidate_files
 from deepspeed_muon.checkpoint.offline import convert_to_universal
 from deepspeed_muon.errors import CheckpointError
+from tests.support import training
 from tests.support.checkpoints import (
     NEXT_LOSS_HALF,
     OFFLOAD,
@@ -139,11 +140,7 @@ def test_deepspeeds_converter_converts_ours(ranks: Any, ours: Any, tmp_path: Pat
 
 
 def refused_universal(rank: int, world_size: int, **arguments: Any) -> str:
-    try:
-        load_universal(rank, world_size, **arguments)
-    except CheckpointError as error:
-        return str(error)
-    return ""
+    return training.refusal(lambda: load_universal(rank, world_size, **arguments), CheckpointError)
 
 
 def damaged_universal(ranks: Any, folder: Path, *needles: str, stage: int = 3, **arguments: Any) -> None:

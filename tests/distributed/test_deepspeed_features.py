@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import deepspeed_muon
 from deepspeed_muon.engine import supported
 from tests.support import training
-from tests.support.contract import HALF_TOLERANCE, STEPS, compare, reference
+from tests.support.contract import HALF_TOLERANCE, STEPS, compare, compare_matrices
 from tests.support.models import MATRICES, batch, build
-from tests.support.reference import relative
 from tests.support.thinning import full
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -170,12 +169,7 @@ def test_compiled_models(ranks: Any, feature: str, stage: int) -> None:
 def test_a_model_that_is_cast_to_bf16(ranks: Any, stage: int, precision: str) -> None:
     """With the section bf16 or, where ZeRO keeps fp32 masters, without it; the masters begin as rounded weights."""
     results = ranks(2).run(with_feature, feature="model.to(bf16)", stage=stage, precision=precision)
-    start, end, norms, _ = reference("toy", 2, 0.5)
-    for name in MATRICES["toy"]:
-        error = relative(results[0]["params"][name], end[name], start[name])
-        assert error <= HALF_TOLERANCE["bf16"], (name, error)
-    for result in results:
-        torch.testing.assert_close(torch.tensor(result["norms"]), torch.tensor(norms), rtol=2e-2, atol=0)
+    compare_matrices(results, "toy", 2, 0.5, HALF_TOLERANCE["bf16"], norms_rtol=2e-2)
 
 
 def ulysses(rank: int, world_size: int, *, stage: int) -> dict[str, Any]:
@@ -214,17 +208,8 @@ def test_ulysses_sequence_parallel(ranks: Any, stage: int) -> None:
 
 
 def start_on_a_mesh(rank: int, world_size: int) -> str:
-    model = build("toy")
-    try:
-        deepspeed.initialize(
-            model=model,
-            model_parameters=list(model.parameters()),
-            config=training.ds_config(1),
-            mesh_param=(1, 2),
-        )
-    except deepspeed_muon.UnsupportedConfigError as error:
-        return str(error)
-    return ""
+    start = lambda: training.initialize(build("toy"), training.ds_config(1), mesh_param=(1, 2))  # noqa: E731
+    return training.refusal(start, deepspeed_muon.UnsupportedConfigError)
 
 
 def test_sequence_parallel_by_mesh_is_refused(ranks: Any) -> None:
@@ -283,12 +268,10 @@ def refusal(rank: int, world_size: int, *, stage: int, change: dict[str, Any]) -
         model = model.to(torch.bfloat16)
     model.embed.sparse = change.pop("sparse", False)
     config = training.ds_config(stage, zero=change.pop("zero", {}), extra=change)
-    try:
-        engine = training.initialize(model, config)
-        engine.destroy()
-    except (deepspeed_muon.UnsupportedConfigError, DeepSpeedConfigError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return training.refusal(
+        lambda: training.initialize(model, config).destroy(),
+        (deepspeed_muon.UnsupportedConfigError, DeepSpeedConfigError),
+    )
 
 
 @pytest.mark.parametrize(

@@ -101,28 +101,37 @@ def test_a_schedule_goes_on_with_the_configured_rates(ranks: Any, tmp_path: Path
             assert found["restored"] == pytest.approx([2 * found["saved"][0], found["saved"][1]])
 
 
-def loaded(
-    rank: int, world_size: int, *, folder: str, stage: int, by: str = "load_checkpoint", **given: Any
-) -> dict[str, Any]:
-    """Load into a new engine; return the warning, or the refusal and whether anything was changed."""
-    engine = engine_for(stage, seed=7, kind="toy", **given)
-    before, refused = training.full_masters(engine), ""
-    lines = training.heard()
-    try:
-        if by == "load_checkpoint":
-            engine.load_checkpoint(folder)
-        else:
-            restore(engine, folder)
-    except CheckpointError as error:
-        refused = str(error)
-    lines = [line for line in lines if "replaced" in line]
+def attempted(engine: Any, folder: str, by: str) -> dict[str, Any]:
+    """Load; return the warning, or the refusal and whether anything was changed."""
+    before, lines = training.full_masters(engine), training.heard()
+    load = engine.load_checkpoint if by == "load_checkpoint" else lambda folder: restore(engine, folder)
+    refused = training.refusal(lambda: load(folder), CheckpointError)
     after = training.full_masters(engine)
-    engine.destroy()
     return {
-        "lines": lines,
+        "lines": [line for line in lines if "replaced" in line],
         "refused": refused,
         "unchanged": all(torch.equal(before[name], after[name]) for name in before),
     }
+
+
+def loaded(
+    rank: int, world_size: int, *, folder: str, stage: int, by: str = "load_checkpoint", **given: Any
+) -> dict[str, Any]:
+    """Load into a new engine."""
+    engine = engine_for(stage, seed=7, kind="toy", **given)
+    found = attempted(engine, folder, by)
+    engine.destroy()
+    return found
+
+
+def loaded_both_ways(
+    rank: int, world_size: int, *, folder: str, stage: int, **given: Any
+) -> list[dict[str, Any]]:
+    """Restore into a new engine, then load into the same."""
+    engine = engine_for(stage, seed=7, kind="toy", **given)
+    found = [attempted(engine, folder, by) for by in ("restore", "load_checkpoint")]
+    engine.destroy()
+    return found
 
 
 def run_command_in(message: str) -> str:
@@ -161,16 +170,14 @@ def test_a_foreign_checkpoint_names_the_command(
         ranks(2).run(save_other, folder=folder, optimizer=kind, stage=stage, zero={})
     saver = {"ours": "deepspeed_muon", "Muon": "DeepSpeed's Muon"}.get(kind, kind)
     said = f"saved by {saver} at ZeRO stage {stage} on 2 data-parallel ranks"
-    native = ranks(size).run(loaded, folder=folder, stage=to_stage)
-    restoring = ranks(size).run(loaded, folder=folder, stage=to_stage, by="restore")
-    for result in (*native, *restoring):
+    foreign = ranks(size).run(loaded_both_ways, folder=folder, stage=to_stage)
+    for result in (each for both in foreign for each in both):
         assert said in result["refused"] and result["unchanged"], result
         assert "checkpoint consolidate " in result["refused"]
-    path = run_command_in(native[0]["refused"])
-    for result in ranks(size).run(loaded, folder=path, stage=to_stage, by="restore"):
-        assert not result["refused"] and not result["unchanged"]
-    for result in ranks(size).run(loaded, folder=path, stage=to_stage):
-        assert "consolidated set, which engine.load_checkpoint does not read" in result["refused"]
+    path = run_command_in(foreign[0][1]["refused"])
+    for by_restore, by_deepspeed in ranks(size).run(loaded_both_ways, folder=path, stage=to_stage):
+        assert not by_restore["refused"] and not by_restore["unchanged"]
+        assert "consolidated set, which engine.load_checkpoint does not read" in by_deepspeed["refused"]
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -189,8 +196,8 @@ def test_a_universal_checkpoint_names_its_key(ranks: Any, tmp_path: Path) -> Non
     ranks(2).run(save_ours, folder=str(tmp_path), stage=1)
     convert_to_universal(tmp_path / "global_step2", tmp_path / "universal")
     (tmp_path / "latest").write_text("universal")
-    for by in ("load_checkpoint", "restore"):
-        for result in ranks(2).run(loaded, folder=str(tmp_path), stage=1, by=by):
+    for both in ranks(2).run(loaded_both_ways, folder=str(tmp_path), stage=1):
+        for result in both:
             assert '"checkpoint": {"load_universal": true}' in result["refused"] and result["unchanged"]
 
 

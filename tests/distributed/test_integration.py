@@ -12,12 +12,10 @@ import torch
 import deepspeed_muon
 from deepspeed_muon.optimizer import Muon
 from tests.support import training
-from tests.support.contract import reference
+from tests.support.contract import STEPS, reference
 from tests.support.models import MATRICES, build
 from tests.support.reference import relative
 from tests.support.thinning import each_value
-
-STEPS = 3
 
 
 def client(rank: int, world_size: int, *, stage: int, how: str) -> Any:
@@ -42,7 +40,7 @@ def client(rank: int, world_size: int, *, stage: int, how: str) -> Any:
         "callable": lambda: lambda params: Muon(params, model=model, **settings),
     }[how]()
     engine = training.initialize(model, config, optimizer=optimizer)
-    for step in range(5):
+    for step in range(STEPS):
         training.run_step(engine, step, rank, world_size, 1)
     params = training.full_masters(engine)
     tags = [

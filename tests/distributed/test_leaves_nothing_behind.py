@@ -126,14 +126,14 @@ def train_ours(rank: int, world_size: int, *, engines: int) -> list[dict[str, in
     return found
 
 
-def test_twenty_engines_of_ours_leave_nothing() -> None:
+def test_engines_of_ours_leave_nothing() -> None:
     """In one program, without the clean-up between two calls of a pool; the first eight pay for what is loaded once."""
     with RankPool(2) as pool:
-        results = pool.run(train_ours, engines=28)
+        results = pool.run(train_ours, engines=20)
     for _, start, *later in results:
         for end in later:
             assert {**end, "memory": 0} == {**start, "memory": 0}
-        # An engine holds about 8 MB; there were 20.
+        # An engine holds about 8 MB; there were 12.
         assert later[-1]["memory"] - start["memory"] < 40 * MEGABYTE
         assert start["engines"] == start["tensors"] == 0
 

@@ -23,7 +23,7 @@ from deepspeed.runtime.swap_tensor import optimizer_utils
 import deepspeed_muon
 from tests.support import training
 from tests.support.async_io import stand_in
-from tests.support.contract import compare, params_of
+from tests.support.contract import STEPS, compare, params_of
 from tests.support.harness import RanksFailed, base_environment, run_ranks
 from tests.support.models import batch
 from tests.support.native_ops import warm
@@ -87,17 +87,14 @@ def train(
     world_size: int,
     *,
     folder: str,
-    steps: int = 5,
+    steps: int = STEPS,
     accumulation: int = 1,
     native: bool = False,
     **more: Any,
 ) -> dict[str, Any]:
     with small_swaps(native=native):
         engine = training.make_engine(settings(folder, accumulation=accumulation, **more))
-        norms = []
-        for step in range(steps):
-            training.run_step(engine, step, rank, world_size, accumulation)
-            norms.append(float(engine.get_global_grad_norm()))
+        norms = training.train_steps(engine, steps, rank, world_size, accumulation)
         report = {**read(engine), "norms": norms}
         engine.destroy()
     return report
@@ -242,7 +239,7 @@ def test_a_killed_run_resumes(ranks: Any, tmp_path: Path, more: dict[str, Any]) 
     last = run_ranks(finish, 2, {"folder": str(tmp_path), **more})
     for each, earlier in zip(last, found, strict=True):
         each["norms"] = earlier["norms"] + each["norms"]
-    whole = ranks(2).run(train, folder=str(tmp_path / "disk4"), **more)
+    whole = ranks(2).run(train, folder=str(tmp_path / "disk4"), steps=5, **more)
     for each in whole:
         each["norms"] = each["norms"][2:]
     equal(last, whole)

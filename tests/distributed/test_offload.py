@@ -10,7 +10,7 @@ import torch
 
 import deepspeed_muon
 from tests.support import training
-from tests.support.contract import compare
+from tests.support.contract import STEPS, compare
 from tests.support.models import build
 from tests.support.training import try_to_start
 
@@ -20,7 +20,7 @@ CPU = {"offload_optimizer": {"device": "cpu"}}
 def offloaded(
     rank: int, world_size: int, *, stage: int, params: dict[str, Any] | None = None, **settings: Any
 ) -> dict[str, Any]:
-    """Train five steps, with or without offload, and report what ran and where the state lies."""
+    """Train, with or without offload, and report what ran and where the state lies."""
     device_sub_groups = settings.pop("device_sub_groups", 0)
     client = settings.pop("client", False)
     config = training.ds_config(stage, clipping=0.5, params=params, **settings)
@@ -35,10 +35,7 @@ def offloaded(
     for number in range(device_sub_groups):
         # On a CPU "cpu" is also the name of the device; so the way of a GPU's sub-groups is taken by another name.
         engine.optimizer.subgroup_to_device[number] = "device"
-    norms = []
-    for step in range(5):
-        training.run_step(engine, step, rank, world_size, 1)
-        norms.append(float(engine.get_global_grad_norm()))
+    norms = training.train_steps(engine, STEPS, rank, world_size)
     report = {
         "params": training.full_masters(engine),
         "momentum": training.full_states(engine, "momentum_buffer"),

@@ -94,15 +94,8 @@ def refused(rank: int, world_size: int) -> str:
     """Return the error of a kind of pipeline that is not supported."""
     layers = [Embed(), *(nn.Linear(16, 16).double() for _ in range(4)), nn.Linear(16, VOCAB).double()]
     pipeline = deepspeed.DualPipeVModule(layers, num_stages=2, loss_fn=loss)
-    try:
-        deepspeed.initialize(
-            model=pipeline,
-            model_parameters=list(pipeline.parameters()),
-            config=training.ds_config(1, accumulation=4),
-        )
-    except deepspeed_muon.UnsupportedConfigError as error:
-        return str(error)
-    return ""
+    start = lambda: training.initialize(pipeline, training.ds_config(1, accumulation=4))  # noqa: E731
+    return training.refusal(start, deepspeed_muon.UnsupportedConfigError)
 
 
 def test_other_pipelines_are_refused(ranks: Any) -> None:

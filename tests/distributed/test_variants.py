@@ -6,12 +6,10 @@ from itertools import product
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support import training
-from tests.support.contract import HALF_TOLERANCE, compare, reference
+from tests.support.contract import HALF_TOLERANCE, compare, compare_matrices
 from tests.support.models import MATRICES
-from tests.support.reference import relative
 from tests.support.thinning import each_value, full, pairwise
 
 # Each row changes one thing of stages 1, 2 or 3. The matrices of the toy model have 80 to 768 elements.
@@ -123,22 +121,9 @@ def test_heads_of_the_configuration(ranks: Any, stage: int) -> None:
 )
 def test_half_precision(ranks: Any, stage: int, precision: str) -> None:
     params = {"wire_dtype": "auto", "ns_dtype": "auto"}
-    result = half_precision(ranks(2), precision, 2, clipping=0.5, stage=stage, params=params)
-    assert result["skipped"] == 0
-    norms = torch.tensor(reference("toy", 2, 0.5)[2])
-    torch.testing.assert_close(torch.tensor(result["norms"]), norms, rtol=2e-2, atol=0)
-
-
-def half_precision(
-    pool: Any, precision: str, micro_batches: int, *, clipping: float, **settings: Any
-) -> dict[str, Any]:
-    """Train, and compare the matrices with the reference; return the first rank's report."""
-    result: dict[str, Any] = pool.run(training.train, precision=precision, clipping=clipping, **settings)[0]
-    start, end, _, _ = reference("toy", micro_batches, clipping)
-    for name in MATRICES["toy"]:
-        error = relative(result["params"][name], end[name], start[name])
-        assert error <= HALF_TOLERANCE[precision], (name, error)
-    return result
+    results = ranks(2).run(training.train, stage=stage, precision=precision, clipping=0.5, params=params)
+    assert results[0]["skipped"] == 0
+    compare_matrices(results, "toy", 2, 0.5, HALF_TOLERANCE[precision], norms_rtol=2e-2)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +132,8 @@ def half_precision(
 def test_bf16_wrappers(ranks: Any, stage: int, accumulation_dtype: str) -> None:
     """Stage 1 with fp32 accumulation is BF16_Optimizer, all others are the ZeRO wrapper."""
     extra = {"data_types": {"grad_accum_dtype": accumulation_dtype}}
-    half_precision(ranks(3), "bf16", 6, clipping=0.0, stage=stage, accumulation=2, extra=extra)
+    results = ranks(3).run(training.train, stage=stage, precision="bf16", accumulation=2, extra=extra)
+    compare_matrices(results, "toy", 6, 0.0, HALF_TOLERANCE["bf16"])
 
 
 @pytest.mark.compat

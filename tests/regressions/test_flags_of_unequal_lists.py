@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-import deepspeed_muon
 from tests.support import tensor_parallel, training
 from tests.support.training import ds_config
 
@@ -29,12 +28,7 @@ def start(rank: int, world_size: int, *, stage: int, how: str) -> str:
         model.register_parameter(
             "renamed" if how == "name" and last and name == "first" else name, extra[name]
         )
-    try:
-        engine = training.initialize(model, ds_config(stage), mpu=mpu)
-    except deepspeed_muon.MuonError as error:
-        return f"{type(error).__name__}: {error}"
-    engine.destroy()
-    return "nothing"
+    return training.refusal(lambda: training.initialize(model, ds_config(stage), mpu=mpu))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ ended in an IndexError, or in a set of another step.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,7 @@ from deepspeed_muon.errors import CheckpointError
 from tests.support.checkpoints import engine_for, train_step
 from tests.support.models import batch
 from tests.support.snapshots import differences, snapshot
-
-
-def refusal(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except CheckpointError as error:
-        return str(error)
-    return ""
+from tests.support.training import refusal
 
 
 def interrupted(rank: int, world_size: int, *, folder: str, stage: int) -> list[str]:
@@ -79,8 +71,8 @@ def interrupted(rank: int, world_size: int, *, folder: str, stage: int) -> list[
             lambda: engine.save_checkpoint(folder + "-saved"),
             lambda: consolidate(engine, folder + "-again"),
         ):
-            if "Restore again" not in refusal(call):
-                wrong.append(f"{method} {point}: went on: {refusal(call)}")
+            if "Restore again" not in (said := refusal(call, CheckpointError)):
+                wrong.append(f"{method} {point}: went on: {said}")
         engine.set_gradient_accumulation_boundary(None)
         restore(engine, folder)
         wrong += differences(expected, snapshot(engine))
@@ -128,7 +120,9 @@ def saved_in_a_thread(rank: int, world_size: int, *, folder: str) -> str:
     train_step(engine, 0, rank, world_size)
     said: list[str] = []
     threads = [
-        threading.Thread(target=lambda call=call: said.append(refusal(lambda: call(engine, folder))))
+        threading.Thread(
+            target=lambda call=call: said.append(refusal(lambda: call(engine, folder), CheckpointError))
+        )
         for call in (consolidate, restore)
     ]
     for thread in threads:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ import deepspeed_muon
 from deepspeed_muon import QkRecorder
 from tests.support import training
 from tests.support.attention_models import HEADS, KEY_HEADS, LAYOUTS, WIDTH
+from tests.support.contract import STEPS
 from tests.support.models import Even, batch, build
 from tests.support.training import decoded, ds_config, shapes_chosen
 
@@ -367,7 +367,7 @@ def train(
     tensor_size: int,
     stage: int,
     mode: str = "gather",
-    steps: int = 5,
+    steps: int = STEPS,
     clipping: float = 0.0,
     accumulation: int = 1,
     precision: str = "fp32",
@@ -425,11 +425,7 @@ def train(
 
 def failing(rank: int, world_size: int, **arguments: Any) -> str:
     """Return what ``train`` raised."""
-    try:
-        train(rank, world_size, **arguments)
-    except deepspeed_muon.MuonError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    return training.refusal(lambda: train(rank, world_size, **arguments))
 
 
 def with_own_optimizer(rank: int, world_size: int) -> str:
@@ -438,10 +434,6 @@ def with_own_optimizer(rank: int, world_size: int) -> str:
     model = megatron_model(mpu.tensor)
     config = ds_config(1)
     settings = {**config.pop("optimizer")["params"], "matrices": {"blocks.0.up.weight": {"heads": 2}}}
-    try:
-        deepspeed.initialize(
-            model=model, optimizer=deepspeed_muon.Muon(model, **settings), config=config, mpu=mpu
-        )
-    except deepspeed_muon.MuonError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    return training.refusal(
+        lambda: training.initialize(model, config, optimizer=deepspeed_muon.Muon(model, **settings), mpu=mpu)
+    )

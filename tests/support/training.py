@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import deepspeed
@@ -15,6 +15,7 @@ import deepspeed_muon
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.rows import row_places
 from deepspeed_muon.variants import VARIANTS
+from tests.support.contract import STEPS
 from tests.support.models import batch, build
 
 MUON_PARAMS = {
@@ -95,6 +96,27 @@ def run_step(engine: Any, step: int, rank: int, world_size: int, accumulation: i
         engine.step()
         total += float(loss.detach()) / accumulation
     return total
+
+
+def train_steps(engine: Any, steps: int, rank: int, world_size: int, accumulation: int = 1) -> list[float]:
+    """Run the first steps; return the norm of the gradients in each."""
+    norms = []
+    for step in range(steps):
+        run_step(engine, step, rank, world_size, accumulation)
+        norms.append(float(engine.get_global_grad_norm()))
+    return norms
+
+
+def refusal(
+    call: Callable[[], object],
+    kinds: type[Exception] | tuple[type[Exception], ...] = deepspeed_muon.MuonError,
+) -> str:
+    """Return class and text of the error that a call raises, or an empty text."""
+    try:
+        call()
+    except kinds as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def shapes_chosen(optimizer: Muon, *, ran: bool) -> list[str]:
@@ -178,7 +200,7 @@ def train(
     world_size: int,
     *,
     stage: int,
-    steps: int = 5,
+    steps: int = STEPS,
     kind: str = "toy",
     accumulation: int = 1,
     clipping: float = 0.0,

@@ -18,6 +18,7 @@ from deepspeed_muon.plan.placement import Placement, replicated_placement
 from deepspeed_muon.step.step_set import read_step_set
 from deepspeed_muon.transport.agreement import agree
 from deepspeed_muon.transport.ranks import Ranks
+from tests.support.contract import STEPS
 from tests.support.models import build
 from tests.support.training import ds_config, full_masters, full_states, run_step
 
@@ -97,7 +98,7 @@ def _placements(partition: Any) -> list[tuple[Any, Placement]]:
 def train_on_patched(
     rank: int, world_size: int, *, folder: str, accumulation: int, exact: bool = True, **settings: Any
 ) -> dict[str, Any]:
-    """Train five steps with the DeepSpeed in ``folder`` and all hooks switched off; report masters and momentum."""
+    """Train with the DeepSpeed in ``folder`` and all hooks switched off; report masters and momentum."""
     assert deepspeed.__file__.startswith(folder), deepspeed.__file__
     functions = {(owner, name): getattr(owner, name) for owner, name, _ in replaced_functions()}
     deepspeed_muon.unregister()
@@ -115,11 +116,11 @@ def train_on_patched(
         for each in (engine, engine.optimizer):
             assert not {name for _, name in functions} & set(vars(each))
         norms = []
-        for step in range(5):
+        for step in range(STEPS):
             run_step(engine, step, rank, world_size, accumulation)
             norms.append(engine.get_global_grad_norm())
         if engine.optimizer is not optimizer:
-            assert optimizer.inner_steps == 5 * len(engine.optimizer.partitions_of_calls)
+            assert optimizer.inner_steps == STEPS * len(engine.optimizer.partitions_of_calls)
         report = {
             "params": full_masters(engine),
             "momentum": full_states(engine, "momentum_buffer"),
