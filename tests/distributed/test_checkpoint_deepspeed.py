@@ -28,7 +28,7 @@ def resumed(
         kind="toy",
         precision=precision,
         zero=zero,
-        extra={"gradient_accumulation_steps": 1, **extra},
+        extra=extra,
     )
     if phase == "rest":
         path, _ = engine.load_checkpoint(folder)
