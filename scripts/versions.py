@@ -124,7 +124,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
         environment, release = key.split(", DeepSpeed ")
         outcome = each["outcome"].removesuffix("; the example trains")
         releases_of.setdefault((environment, outcome), []).insert(0, release)
-    rows = ["| versions | `compat` tests |", "|---|---|"]
+    rows = ["| versions | tests |", "|---|---|"]
     rows += [
         f"| {environment}, DeepSpeed {', '.join(found)} | {outcome} |"
         for (environment, outcome), found in reversed(releases_of.items())
