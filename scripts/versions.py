@@ -6,7 +6,7 @@
 
 Releases before the oldest supported one must be refused; of those the last of each minor release is tried. One
 environment for each Python and torch, where the releases of DeepSpeed follow each other; it is removed at the end.
-With ``--hf`` the tests that name transformers run instead of the compat tests. Results are kept in
+With ``--hf`` the distributed tests that name transformers run instead of the compat tests. Results are kept in
 ``benchmarks/results/versions.json`` after every run: what is there is not run again (``--again`` does), and the table
 in ``docs/usage.md`` is written from it.
 """
@@ -94,7 +94,7 @@ def outcome(environment: Environment, release: str, hf: list[str]) -> dict[str, 
     which = []
     if hf:
         environment.run("-m", "pip", "install", "-q", *hf, check=True)
-        files = sorted((ROOT / "tests").rglob("test_*.py"))
+        files = sorted((ROOT / "tests" / "distributed").glob("test_*.py"))
         which = [str(file) for file in files if "transformers" in file.read_text()]
     facts = environment.facts()
     if facts["guard"]:
