@@ -154,7 +154,8 @@ class UnitExchange:
         """Return the units of a matrix that this rank completes, from those that it holds and the ranks of these."""
         matrix = self._plan.matrices[index]
         if self._at_first_element(matrix):
-            return held[at == self._plan.rank]
+            here: Ints = held[at == self._plan.rank]
+            return here
         is_here = int(self._completes(index, np.zeros(1, dtype=np.int64))[0]) == self._plan.rank
         return np.arange(unit_count(matrix, rows=self._rows) if is_here else 0)
 

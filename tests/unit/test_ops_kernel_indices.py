@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from deepspeed_muon.math.quantizer import BLOCK, block_scales, to_codes
+from deepspeed_muon.ops.reference import BLOCK, block_scales, to_codes
 from tests.support.kernel_maps import SM80, SM90, Maps, Shape, build
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
