@@ -184,13 +184,13 @@ def test_small_matrices_iterate_in_fp32(shape: tuple[int, ...], in_fp32: bool, t
     """By a rule that knows only the shape of a matrix, and so whatever the number of ranks."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
     half = replace(SETTINGS, dtype=torch.bfloat16)
-    auto = dispatch.select("auto", tuner=Tuner(tmp_path))
+    auto = dispatch.Orthogonalizer("auto", tuner=Tuner(tmp_path))
     result = auto(x, settings=half)
     assert (auto.report()[0]["ran"] == "torch in fp32") is in_fp32
     exact = orthogonalize(x, settings=replace(SETTINGS, dtype=torch.float32))
     assert torch.equal(result, exact.bfloat16()) is in_fp32
     for backend in ("ops", "torch"):
-        other = dispatch.select(backend, tuner=Tuner(tmp_path))  # type: ignore[arg-type]
+        other = dispatch.Orthogonalizer(backend, tuner=Tuner(tmp_path))  # type: ignore[arg-type]
         other(x, settings=half)
         assert other.report()[0]["ran"].startswith(backend) and "fp32" not in other.report()[0]["ran"]
 
