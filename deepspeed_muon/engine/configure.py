@@ -10,8 +10,6 @@ import functools
 import json
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,7 +21,6 @@ from deepspeed_muon.checkpoint.layout_record import add_record_to_state_dict
 from deepspeed_muon.checkpoint.live import Host
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.engine import muon_of
-from deepspeed_muon.engine.engine_hooks import hook_engine
 from deepspeed_muon.engine.gradients import mark_moe_layers, prepare_inputs
 from deepspeed_muon.engine.offload import Admission
 from deepspeed_muon.engine.running import name_rates_in_trainer
@@ -83,23 +80,9 @@ _MADE_BEFORE_AUTOEP = (
     "optimizer=lambda params: deepspeed_muon.Muon(model, ...)"
 )
 
-# Attributes that set_optimizer_flags gives to parameters. For an optimizer class called Muon they make ZeRO run
-# DeepSpeed's own Muon as well.
+# Attributes that DeepSpeed, or a program for its Muon, gives to parameters. For an optimizer class called Muon they
+# make ZeRO run DeepSpeed's own Muon as well.
 _TAGS = ("use_muon", "muon_num_heads", "muon_head_dim")
-
-
-def set_optimizer_flags(
-    original: Original, config_class: Any, model: nn.Module, *args: Any, **kwargs: Any
-) -> None:
-    """Let DeepSpeed tag the heads of attention layers where ``matrices`` asks for them. It may find none."""
-    entries = (config_class.optimizer_params or {}).get("matrices")
-    asked = isinstance(entries, dict) and any(
-        isinstance(entry, dict) and entry.get("heads") == "config" for entry in entries.values()
-    )
-    name = config_class.optimizer_name
-    with suppress(ValueError):
-        heads = SimpleNamespace(optimizer_name=name, optimizer_params={"per_head_muon": asked})
-        original(heads, model, *args, **kwargs)
 
 
 def broadcast_model(original: Original, engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -285,7 +268,6 @@ def _bind(engine: Any, optimizer: Muon) -> None:
     agree(error=no_checkpoint(optimizer.config, parts), ranks=ranks)
     optimizer.host = Host(engine, parts, view_of)
     add_record_to_state_dict(engine)
-    hook_engine(engine)
     name_rates_in_trainer()
     announce(
         "deepspeed_muon %s: %s; kernels: %s; deepspeed_muon.routes(engine) says which and why",

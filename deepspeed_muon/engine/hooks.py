@@ -1,49 +1,97 @@
-"""What is changed in DeepSpeed for the whole process: one table, which ``register`` and ``unregister`` walk.
+"""What is changed in DeepSpeed: two tables of replaced functions.
 
-For an engine with another optimizer every replacement calls DeepSpeed's own function with the same arguments, and adds
-no collective: such an engine may exist on some of the ranks only. What is changed in a single engine with our optimizer
-stands in :mod:`deepspeed_muon.engine.engine_hooks`.
+:data:`HOOKS` are replaced for the whole process, by :func:`register`, and put back by :func:`unregister`. For an engine
+with another optimizer they call DeepSpeed's own function with the same arguments, and add no collective: such an engine
+may exist on some of the ranks only.
+
+:data:`ENGINE_HOOKS` are replaced in one engine whose optimizer is ours, and in the wrapper around it. They disappear
+with the engine. Rows that say so mend defects of DeepSpeed, which every optimizer has.
+
+Changed elsewhere, because there is no wrapper yet or for the length of one call:
+
+- the engine's ``zero_force_ds_cpu_optimizer``, the wrapper's ``backup_optimizer``, and the classes that ZeRO's modules
+  compare an optimizer with, ``DeepSpeedCPUAdam`` and ``FusedAdam``: :mod:`deepspeed_muon.engine.offload`;
+- inputs of leaf modules without a gradient, at which ZeRO 3 ends a backward pass before it has begun:
+  :func:`deepspeed_muon.engine.gradients.prepare_inputs`.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
+from types import MethodType
 from typing import Any
 
 import deepspeed
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.ops.adam import fused_adam
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from deepspeed.utils import groups
 from packaging.version import Version
 
-from deepspeed_muon.engine import checkpointing, configure, engine_hooks, running
+from deepspeed_muon.engine import (
+    checkpointing,
+    configure,
+    gradients,
+    muon_of,
+    nvme,
+    offload,
+    running,
+    scaling,
+)
+from deepspeed_muon.engine.zero import stages
+from deepspeed_muon.engine.zero.stages import WRAPPERS, Zero3View, Zero12View, ZeroView, view_of
+from deepspeed_muon.engine.zero.views import Bf16View, HalfView, Memory, Original, PlainView, View
 from deepspeed_muon.errors import RegistrationError
 from deepspeed_muon.optimizer import Muon
 
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """A function of DeepSpeed that is replaced. It is undone by putting the original back.
+    """A function of DeepSpeed that is replaced.
 
     Attributes:
-        owner: The class or module.
-        attribute: The function's name in it.
-        function: Is called instead, with the original and then with the arguments of the call.
+        owner: The class or module whose function it is. In :data:`ENGINE_HOOKS` also the kinds of views whose wrapper's
+            method it is.
+        attribute: The function's name.
+        function: Is called instead, with the original, then with the view of the wrapper if the owner is a wrapper, and
+            with the arguments of the call.
+        applies: In :data:`ENGINE_HOOKS`, whether an engine with such a view needs it.
     """
 
     owner: Any
     attribute: str
     function: Callable[..., Any]
+    applies: Callable[[Any], Any] = lambda view: True
 
     def __str__(self) -> str:
         return f"{self.owner.__name__}.{self.attribute}"
+
+    def classes(self) -> list[type]:
+        """Return the classes of DeepSpeed whose method a row of :data:`ENGINE_HOOKS` replaces."""
+        if self.owner is DeepSpeedEngine:
+            return [DeepSpeedEngine, PipelineEngine]
+        return [wrapper for wrapper, view in WRAPPERS.items() if issubclass(view, self.owner)]
+
+
+def _configure_optimizer(
+    original: Original, engine: Any, client_optimizer: Any, model_parameters: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Make and bind the optimizer of an engine, then replace what a bound one needs."""
+    result = configure.configure_optimizer(
+        original, engine, client_optimizer, model_parameters, *args, **kwargs
+    )
+    if muon_of(engine) is not None:
+        hook_engine(engine)
+    return result
 
 
 # The first release that trains right with torch 2.13 and has all functions below: 0.17 and 0.18 lose gradients at
@@ -57,14 +105,11 @@ HOOKS = (
     Hook(DeepSpeedEngine, "_broadcast_model", configure.broadcast_model),
     # DeepSpeed would communicate before anybody compares the ranks' settings, and our optimizer would not be bound to
     # the wrapper.
-    Hook(DeepSpeedEngine, "_configure_optimizer", configure.configure_optimizer),
+    Hook(DeepSpeedEngine, "_configure_optimizer", _configure_optimizer),
     # The type Muon would make DeepSpeed's own optimizer.
     Hook(DeepSpeedEngine, "_configure_basic_optimizer", configure.configure_basic_optimizer),
     # Ranks that differ in what AutoEP goes by would make other process groups and wait for each other.
     Hook(DeepSpeedEngine, "_configure_expert_parallel", configure.configure_expert_parallel),
-    # DeepSpeed counts heads only for a key of its own, and refuses it where it finds none. Ours are found by other
-    # rules too, and checked.
-    Hook(deepspeed, "set_optimizer_flags", configure.set_optimizer_flags),
     # Schedulers that write one number into every group would lose the ratio of Muon's rate and AdamW's. And the
     # schedule is the last thing that restore_from fills, so it is loaded here.
     Hook(DeepSpeedEngine, "_configure_lr_scheduler", running.configure_lr_scheduler),
@@ -72,9 +117,93 @@ HOOKS = (
     Hook(ds_to_universal, "main", checkpointing.convert),
 )
 
+# Conditions of rows below, as attributes of a view.
+_KEEPS_GRADIENTS = attrgetter("keeps_gradients")
+_LETS_WAIT = attrgetter("memory.waiting")
+_SWAPS = attrgetter("swap_folder")
+
+# Of rows with one method the first begins last and ends first: each replaces what is there already.
+ENGINE_HOOKS = (
+    # A mend: ZeRO lets the loss scale grow before the step, and unscales by the new one. It grows after the step below.
+    Hook(ZeroView, "_update_scale", scaling.shrink_scale, ZeroView.dynamic_scaler),
+    # A mend: ZeRO 3 adds the first gradient of a parameter to that of the last step if it comes in a later micro-step.
+    Hook(Zero3View, "partition_grads", gradients.partition_grads),
+    # A mend: ZeRO 3 would add to gradients that the program has thrown away.
+    Hook(Zero3View, "zero_grad", gradients.zero_grad),
+    # A mend: ZeRO 1 and 2 with offload add the first gradient of a parameter to that of the last step, as ZeRO 3 does.
+    Hook(Zero12View, "copy_grads_in_partition", gradients.copy_grads_in_partition, _KEEPS_GRADIENTS),
+    # A mend: what a backward pass did not reduce must be zero before anybody reads it.
+    Hook(
+        ZeroView, "independent_gradient_partition_epilogue", gradients.gradient_partition_epilogue, _KEEPS_GRADIENTS
+    ),
+    # A mend: ZeRO 1 and 2 reduce gradients of different experts with each other where ranks run different ones.
+    Hook(Zero12View, "reduce_ready_partitions_and_remove_grads", gradients.reduce_ready_partitions, _LETS_WAIT),
+    # The gradients that the row above lets wait would never be reduced. After the row for the same method above: zeros
+    # must be filled in before DeepSpeed ends the backward pass.
+    Hook(Zero12View, "independent_gradient_partition_epilogue", gradients.reduce_waiting_gradients, _LETS_WAIT),
+    # Nobody would know which gradients ZeRO 1 reduces by itself; the next row needs it.
+    Hook(
+        Zero12View, "reduce_independent_p_g_buckets_and_remove_grads", gradients.reduce_independent_gradient,
+        attrgetter("reduces_last_only"),
+    ),
+    # A mend: ZeRO 1 with overlap_comm leaves out what the last micro-step did not add to.
+    Hook(Zero12View, "reduce_gradients", gradients.reduce_gradients, attrgetter("reduces_last_only")),
+    # A mend: stage 0 in half precision divides by a scale that was not applied, and its norm leaves experts out.
+    Hook(HalfView, "unscale_and_clip_grads", scaling.unscale_and_clip_grads),
+    # A mend: stage 0 in half precision divides by a scale that nobody multiplied the loss with.
+    Hook(DeepSpeedEngine, "backward", scaling.backward, scaling.loss_is_not_scaled),
+    # The same, for a program that calls backward of the loss itself.
+    Hook(DeepSpeedEngine, "scale", scaling.scale, scaling.loss_is_not_scaled),
+    # A mend: BF16_Optimizer leaves parameters out of norm and clipping that this rank did not use and others did.
+    Hook(Bf16View, "get_grads_for_norm", scaling.grads_for_norm),
+    # A mend: the plain engine throws the norm away, and counts one stage of a pipeline and one rank's experts.
+    Hook(DeepSpeedEngine, "clip_fp32_gradients", scaling.clip_fp32_gradients, scaling.is_plain),
+    # A mend: an engine of stage 3 stays in memory after engine.destroy(), with all that it holds.
+    Hook(Zero3View, "destroy", stages.release_destroyed),
+    # A mend: ZeRO updates the scale first and unscales by the new one.
+    Hook(ZeroView, "step", scaling.grow_after_step, ZeroView.dynamic_scaler),
+    # The ranks would exchange flags once for each group, besides ZeRO's overflow check. Inside of the next row: the
+    # gradients must be complete.
+    Hook(ZeroView, "step", gradients.exchange_flags_first),
+    # A mend: gradients outlive the step in buffers, and a parameter that gets none is updated with its last one.
+    Hook(ZeroView, "step", gradients.only_gradients_of_the_step, _KEEPS_GRADIENTS),
+    # The wrapper does not know that our optimizer skipped the step, so the learning-rate schedule would go on.
+    Hook(View, "step", scaling.report_skipped_step),
+    # A mend: stage 0 divides by the scale of the next step when it has just grown, and reports the norm of scaled
+    # gradients.
+    Hook(HalfView, "step", scaling.keep_applied_scale),
+    # ZeRO calls our step several times, or never if the gradients overflowed; the logits are those of one step.
+    Hook(View, "step", running.forget_logits, attrgetter("optimizer.qk_clip")),
+    # With nonfinite_grad 'error' ZeRO would skip a step by itself and tell nobody.
+    Hook(View, "step", scaling.raise_on_overflow, scaling.overflow_is_error),
+    # ZeRO would read all gradients twice more and send a message, to learn what the flags say.
+    Hook(ZeroView, "has_overflow", gradients.has_overflow),
+    # Stage 3 moves the state of FusedAdam alone, and the exchange would keep its buffers on the device.
+    Hook(ZeroView, "offload_states", offload.offload_states),
+    # The step would find no gradient: none is swapped, because unaligned ones would not be read.
+    Hook(Zero3View, "_optimizer_states_and_gradient_swap_in", nvme.swap_in, _SWAPS),
+    # safe_set_full_grad would change a copy of it.
+    Hook(Zero3View, "_writeback_swap_state", nvme.write_back, _SWAPS),
+    # With pipelines masters and state would show buffers of the swapper that hold another sub-group, and a save would
+    # write those.
+    Hook(Zero3View, "_optimizer_states_and_gradient_swap_out", nvme.swap_out, _SWAPS),
+    # DeepSpeed would write `latest` while some ranks still copy their swap files.
+    Hook(Zero3View, "checkpoint_event_epilogue", nvme.wait_for_copies, _SWAPS),
+    # DeepSpeed's loader knows Adam's state only, and reads parameters from places that can be wrong.
+    Hook((ZeroView, Bf16View), "_load_universal_checkpoint", checkpointing.load_universal_checkpoint),
+    # Nobody would sample a whole step, bound the wait for other ranks, or find steps that ended too early.
+    Hook(DeepSpeedEngine, "_take_model_step", running.take_model_step),
+    # consolidate_on_save would write nothing, and nobody could tell the files of two saves of one step apart.
+    Hook(DeepSpeedEngine, "save_checkpoint", checkpointing.save_checkpoint),
+    # Files of two saves would be loaded together. Where another optimizer, stage, number of ranks, order or other
+    # routes saved, DeepSpeed would fill matrices with each other's values, or fail on some ranks without the cause.
+    # And it changes counters and schedule before a universal checkpoint can be refused.
+    Hook(DeepSpeedEngine, "load_checkpoint", checkpointing.load_checkpoint),
+)  # fmt: skip
+
 # Private names of DeepSpeed that are called or read, and not replaced.
 _CALLED = (
-    (PartitionedParameterCoordinator, (engine_hooks.RELEASED,)),
+    (PartitionedParameterCoordinator, (stages.RELEASED,)),
     (DeepSpeedEngine, ("_get_ckpt_name", "_get_zero_ckpt_name")),
     (groups, ("_get_expert_parallel_group", "_get_expert_data_parallel_group")),
     (stage3, ("DeepSpeedCPUAdam",)),
@@ -144,7 +273,7 @@ def replaced_functions() -> list[tuple[Any, str, Callable[..., Any]]]:
     """Return the functions of DeepSpeed that some engine replaces: class or module, name, and ours."""
     return [
         *((hook.owner, hook.attribute, hook.function) for hook in HOOKS),
-        *((each, hook.attribute, hook.function) for hook in engine_hooks.TABLES for each in hook.classes()),
+        *((each, hook.attribute, hook.function) for hook in ENGINE_HOOKS for each in hook.classes()),
     ]
 
 
@@ -192,3 +321,48 @@ def _replacement(original: Callable[..., Any], function: Callable[..., Any]) -> 
         return function(original, *args, **kwargs)
 
     return hooked
+
+
+def hook_engine(engine: Any) -> None:
+    """Replace what :data:`ENGINE_HOOKS` says in one engine.
+
+    Args:
+        engine: A ``DeepSpeedEngine`` whose optimizer is ours and bound. Mutated, and so is its wrapper.
+    """
+    wrapper = engine.optimizer
+    view = view_of(wrapper)
+    is_wrapped = not isinstance(view, PlainView)
+    if is_wrapped:
+        waiting = gradients.waiting_parameters(view, engine.module)
+        wrapper._deepspeed_muon_memory = view.memory = Memory(weakref.ref(engine), waiting=waiting)
+    view.prepare(autocast=engine.torch_autocast_enabled())
+    # All conditions are asked before anything is replaced.
+    needed = [
+        hook
+        for hook in ENGINE_HOOKS
+        if (hook.owner is DeepSpeedEngine or (is_wrapped and isinstance(view, hook.owner)))
+        and hook.applies(view)
+    ]
+    for hook in needed:
+        _replace_method(engine if hook.owner is DeepSpeedEngine else wrapper, hook)
+
+
+def _replace_method(owner: Any, hook: Hook) -> None:
+    """Let a call of the hook's method call its function.
+
+    The replacement refers to its owner weakly. A bound method would make a cycle, and the owner's memory on the device
+    would wait for the garbage collector.
+    """
+    reference, function, has_view = weakref.ref(owner), hook.function, hook.owner is not DeepSpeedEngine
+    method = getattr(owner, hook.attribute)
+    is_own = isinstance(method, MethodType) and method.__self__ is owner
+    plain: Callable[..., Any] = method.__func__ if is_own else method
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        owner = reference()
+        assert owner is not None
+        original = MethodType(plain, owner) if is_own else plain
+        return function(original, view_of(owner) if has_view else owner, *args, **kwargs)
+
+    replacement.__name__, replacement.__doc__ = hook.attribute, method.__doc__
+    setattr(owner, hook.attribute, replacement)

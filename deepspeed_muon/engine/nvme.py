@@ -36,7 +36,6 @@ from deepspeed_muon.checkpoint.files import refusing
 from deepspeed_muon.checkpoint.live import optimizer_of
 from deepspeed_muon.checkpoint.tag_folder import Glance
 from deepspeed_muon.engine.zero.stages import Zero3View, view_of
-from deepspeed_muon.engine.zero.swapper import master_files, release
 from deepspeed_muon.engine.zero.views import Original, View
 from deepspeed_muon.errors import CheckpointError
 
@@ -87,7 +86,7 @@ def write_back(
 def swap_out(original: Original, view: Zero3View, sub_group_id: int, *args: Any, **kwargs: Any) -> None:
     """Swap a sub-group out, and let its tensors be empty from then on, with pipelines too."""
     original(sub_group_id, *args, **kwargs)
-    release(view.swapper, view.masters[sub_group_id])
+    view.release(sub_group_id)
 
 
 def wait_for_copies(original: Original, view: View, *args: Any, **kwargs: Any) -> Any:
@@ -143,7 +142,7 @@ def check_copy(engine: Any, tag_folder: Path, saved: Glance | None, save_id: str
             f"{tag_folder}: was saved with optimizer.params.momentum_dtype {before!r}, this engine has {now!r}: with "
             f"offload to NVMe a momentum is not converted. Set it as that run had"
         )
-    if missing := master_files(view.swapper) - files.keys():
+    if missing := view.master_files() - files.keys():
         raise CheckpointError(
             f"{copy}: has no {', '.join(sorted(missing))}. DeepSpeed numbers parameters by process: load in a new one "
             f"that makes its engines as the saved run did, with the same sub_group_size"

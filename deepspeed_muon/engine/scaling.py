@@ -35,8 +35,8 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor
 
 from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group
-from deepspeed_muon.engine.zero.stages import Bf16View, ZeroView
-from deepspeed_muon.engine.zero.views import HalfView, Original, View
+from deepspeed_muon.engine.zero.stages import ZeroView
+from deepspeed_muon.engine.zero.views import Bf16View, HalfView, Original, PlainView, View
 from deepspeed_muon.errors import NonFiniteGradientError
 from deepspeed_muon.routing.param_groups import expert_group_name
 from deepspeed_muon.routing.parameters import is_divided
@@ -85,12 +85,17 @@ def raise_on_overflow(original: Original, view: View, *args: Any, **kwargs: Any)
     return result
 
 
-def loss_is_not_scaled(view: HalfView) -> bool:
+def is_plain(view: View) -> bool:
+    """Return whether there is no wrapper around our optimizer."""
+    return isinstance(view, PlainView)
+
+
+def loss_is_not_scaled(view: View) -> bool:
     """Return whether ``FP16_UnfusedOptimizer`` divides by a loss scale that the engine does not multiply with.
 
     Engines scale the loss only for wrappers that are a ``ZeROOptimizer``.
     """
-    return view.divides and not isinstance(view.wrapper, ZeROOptimizer)
+    return isinstance(view, HalfView) and view.divides and not isinstance(view.wrapper, ZeROOptimizer)
 
 
 def keep_applied_scale(original: Original, view: HalfView, *args: Any, **kwargs: Any) -> Any:

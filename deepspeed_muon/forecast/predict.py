@@ -22,8 +22,13 @@ from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.plan.exchange import cut_into_chunks, moves
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
-from deepspeed_muon.plan.order import flat_partition_numel
-from deepspeed_muon.plan.owners import assign, assign_owners, blocks_flops, sent_by_rank
+from deepspeed_muon.plan.owners import (
+    assign,
+    assign_owners,
+    blocks_flops,
+    flat_partition_numel,
+    sent_by_rank,
+)
 from deepspeed_muon.plan.placement import (
     Floats,
     Placement,
@@ -73,7 +78,7 @@ class PlanSettings:
         model_dtype: Dtype of the forward pass's weights and of their gradients.
         master_dtype: Dtype of the masters, bf16 with DeepSpeed's ``bf16_master_weights_and_grads``.
         half_states: Whether DeepSpeed's ``bf16_optimizer_states`` is set.
-        reordered: Whether stages 1 and 2 lay the matrices out by the rule of :mod:`deepspeed_muon.plan.order`.
+        reordered: Whether stages 1 and 2 lay the matrices out by the rule of :mod:`deepspeed_muon.plan.owners`.
         efficiency: Part of the GPU's tensor operations that the iteration reaches.
     """
 

@@ -96,7 +96,6 @@ class NamedParameter:
         module_kinds: The kinds of module that hold it: a subset of {"embedding", "head", "tied", "convolution",
             "grouped convolution", "transposed convolution", "experts", "transposed", "interleaved", "adapter",
             "LoRA of experts"}.
-        heads: Attention heads by DeepSpeed's tag, 1 without a tag.
         attention: The heads of the attention module around it, if a configuration tells them.
         shards: How tensor parallelism cuts it; ``None`` if it does not, or nobody has told.
     """
@@ -104,7 +103,6 @@ class NamedParameter:
     names: tuple[str, ...]
     param: nn.Parameter
     module_kinds: frozenset[str] = frozenset()
-    heads: int = 1
     attention: AttentionShape | None = None
     shards: TensorShards | None = None
 
@@ -145,7 +143,6 @@ def model_parameters_by_name(
             tuple(names[key]),
             param,
             frozenset(kinds.get(key, ())),
-            getattr(param, "muon_num_heads", None) or 1,
             nearest_attention(shapes, names[key][0]),
             (shards or {}).get(key),
         )

@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
-from deepspeed_muon.plan.order import balanced_order
-from deepspeed_muon.plan.owners import blocks_flops, grid_blocks
+from deepspeed_muon.plan.owners import balanced_order, blocks_flops, grid_blocks
 from deepspeed_muon.plan.placement import Placement
 
 Algorithm = Literal["muon", "adamw", "frozen"]

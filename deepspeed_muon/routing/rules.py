@@ -218,9 +218,7 @@ def _divide(
     by_config = asked.heads == "config" and kind == "matrix"
     counts: int | Sequence[int] = (1,) * len(parts)
     if by_config:
-        # DeepSpeed's tag may be the number of the layer's heads or of this rank's.
-        tagged = item.heads if item.shards is None else 1
-        counts = heads_by_config(parts, leaf_name(item.name), tagged, item.attention)
+        counts = heads_by_config(parts, leaf_name(item.name), item.attention)
     elif isinstance(asked.heads, (int, list)):
         counts = asked.heads
     heads = cut_into_heads(parts, counts, name=item.name)

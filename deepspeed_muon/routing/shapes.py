@@ -36,8 +36,8 @@ _FUSED_NAMES = frozenset(
 _INTERLEAVED_NAMES = frozenset({"query_key_value", "in_proj_qkvz"})
 _INTERLEAVED_MODELS = frozenset({"gpt_bigcode"})
 
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
-_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "multi_query_group_num")
 _WIDTHS = ("hidden_size", "n_embd", "d_model")
 
 
@@ -250,20 +250,15 @@ def _named_sizes(
     return sizes
 
 
-def heads_by_config(
-    parts: Sequence[int], leaf: str, tagged: int, attention: AttentionShape | None
-) -> int | Sequence[int]:
-    """Return the number of heads by DeepSpeed's tag or else the model's configuration, 1 where neither tells.
+def heads_by_config(parts: Sequence[int], leaf: str, attention: AttentionShape | None) -> int | Sequence[int]:
+    """Return the number of heads by the model's configuration, 1 where it does not tell.
 
     Args:
         parts: Sizes of the parts of the output; one for a layer that is not split.
         leaf: The last component of the layer's name.
-        tagged: ``muon_num_heads`` of the parameter, 1 without a tag.
         attention: The heads of its model.
     """
     if len(parts) == 1:
-        if tagged > 1:
-            return tagged
         return (attention.heads_of(leaf, parts[0]) if attention is not None else None) or 1
     if attention is not None and leaf in _FUSED_NAMES and tuple(parts) == attention.qkv_sizes():
         return attention.heads, attention.kv_heads, attention.values[0]

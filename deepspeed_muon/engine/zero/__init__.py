@@ -11,5 +11,5 @@ make one with :func:`~.stages.view_of` where it is needed, and do not keep it.
 | 1, 2 | ``DeepSpeedZeroOptimizer`` | ``Zero12View`` | equal parts of a flat buffer for each param group |
 | 3 | ``DeepSpeedZeroOptimizer_Stage3`` | ``Zero3View`` | for each sub-group, a rank's parts of all parameters |
 
-Names of methods that are replaced stand in :mod:`deepspeed_muon.engine.engine_hooks` too.
+Names of methods that are replaced stand in :mod:`deepspeed_muon.engine.hooks` too.
 """

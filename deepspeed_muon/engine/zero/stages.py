@@ -1,9 +1,10 @@
-"""ZeRO 1, 2 and 3, and ``BF16_Optimizer``: the wrappers that divide masters and gradients between the ranks."""
+"""ZeRO 1, 2 and 3: the wrappers that reduce gradients into partitions."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,20 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
-from deepspeed_muon.engine.zero.views import HalfView, PlainView, View
-from deepspeed_muon.errors import BindingError, UnsupportedConfigError
+from deepspeed_muon.engine.zero.views import Bf16View, FlatView, HalfView, Original, PlainView, View
+from deepspeed_muon.errors import UnsupportedConfigError
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.plan.placement import Placement, flat_placement, sharded_placement
-from deepspeed_muon.routing.shapes import true_shape
+from deepspeed_muon.plan.placement import Placement, sharded_placement
+from deepspeed_muon.step.state import STATE_TENSORS
 
-# Elements of the weights that the ranks gather at once after a restore.
-_GATHERED = 1 << 18
+RELEASED = "_PartitionedParameterCoordinator__params_to_release"
+"""A method of ZeRO 3's coordinator, whose cache refers to the parameters of every engine."""
 
 
 class ZeroView(View):
@@ -104,15 +107,15 @@ class ZeroView(View):
         """Update the loss scale after a step without overflow, whatever replaces the wrapper's method."""
         type(self.wrapper)._update_scale(self.wrapper, False)
 
-    def remove_grad_scaler(self, *, is_used: bool) -> None:
+    def prepare(self, *, autocast: bool) -> None:
         """Let a dynamic loss scale with the same start, growth and backoff take the place of a ``GradScaler``.
 
-        Args:
-            is_used: Whether the engine uses ``torch_autocast``. Else the scaler is left over from another engine of the
-                process, and the loss scale stays the engine's own.
+        A mend: with ``torch_autocast`` in fp16 the norm is that of scaled gradients, and once it is not finite every
+        later step is skipped. Without ``torch_autocast`` the scaler is left over from another engine of the process,
+        and the loss scale stays the engine's own.
         """
         scaler, self.wrapper.torch_autocast_gradscaler = self.wrapper.torch_autocast_gradscaler, None
-        if scaler is None or not is_used:
+        if scaler is None or not autocast:
             return
         self.wrapper.dynamic_loss_scale = True
         self.wrapper.loss_scaler = DynamicLossScaler(
@@ -124,63 +127,6 @@ class ZeroView(View):
             raise_error_at_min_scale=False,
             dtype=torch.float16,
         )
-
-
-class FlatView(View):
-    """A flat buffer for each param group, cut into equal partitions.
-
-    Attributes:
-        flats: The buffer of each group, with the weights of the forward pass.
-        cut_flats: The buffer of each group as its partitions, of all ranks.
-    """
-
-    flats: Sequence[Tensor]
-    cut_flats: Sequence[Sequence[Tensor]]
-
-    def group(self, index: int) -> dist.ProcessGroup | None:
-        group: dist.ProcessGroup = self.wrapper.real_dp_process_group[index]
-        return group
-
-    def placements(self, index: int, ranks: int) -> Iterator[tuple[Tensor, Placement]]:
-        # Addresses hold under round-robin order, padding and alignment; DeepSpeed's own mapping (_hp_mapping) does not.
-        flat = self.flats[index]
-        for param in self.params[index]:
-            numel = param.numel()
-            if numel == 0:
-                continue
-            offset, remainder = divmod(param.data_ptr() - flat.data_ptr(), flat.element_size())
-            if remainder or offset < 0 or offset + numel > flat.numel():
-                raise BindingError(
-                    f"parameter of shape {true_shape(param)} does not lie in the flat buffer of its param group "
-                    f"{index}; its data was replaced after deepspeed.initialize"
-                )
-            yield param, flat_placement(offset, numel, flat.numel() // ranks)
-
-    def group_numbers(self) -> list[int]:
-        return list(range(len(self.params)))
-
-    def refresh_weights(self) -> None:
-        # gloo copies all that it gathers at once, and DeepSpeed's update_lp_params gathers the whole group.
-        for index, (partitions, master) in enumerate(zip(self.cut_flats, self.masters, strict=True)):
-            group = self.group(index)
-            rank = dist.get_rank(group)
-            partitions[rank].copy_(master)
-            step = max(1, _GATHERED // len(partitions))
-            for start in range(0, master.numel(), step) if len(partitions) > 1 else ():
-                pieces = [each.narrow(0, start, min(step, master.numel() - start)) for each in partitions]
-                dist.all_gather(pieces, pieces[rank], group=group)
-
-
-class Bf16View(FlatView):
-    """ZeRO 1 with bf16 weights and fp32 gradients."""
-
-    def __init__(self, wrapper: Any) -> None:
-        super().__init__(wrapper, wrapper.bf16_groups, wrapper.fp32_groups_flat_partition)
-        self.flats, self.cut_flats = wrapper.bf16_groups_flat, wrapper.bf16_partitioned_groups
-
-    def count_all_gradients(self) -> None:
-        """Let norm and clipping see every reduced gradient; those that no rank has are zero."""
-        self.wrapper.fp32_groups_has_gradients = [[True] * len(group) for group in self.params]
 
 
 class Zero12View(FlatView, ZeroView):
@@ -196,8 +142,9 @@ class Zero12View(FlatView, ZeroView):
         # fp32 sums of gradients in half precision.
         self.wrapper.averaged_gradients = dict.fromkeys(self.wrapper.averaged_gradients)
 
-    def look_for_overflow(self) -> None:
-        """Always look for gradients that are not finite, so that a step is skipped as a whole."""
+    def prepare(self, *, autocast: bool) -> None:
+        super().prepare(autocast=autocast)
+        # In bf16 ZeRO 1 and 2 would look for no gradients that are not finite, and update some partitions of a step.
         self.wrapper.check_grad_overflow = True
 
     @property
@@ -249,6 +196,23 @@ class Zero3View(ZeroView):
         self.offloads = bool(wrapper.offload_optimizer)
         self.swapper = wrapper.optimizer_swapper
         self.swap_folder = None if self.swapper is None else Path(self.swapper.swap_folder)
+
+    def prepare(self, *, autocast: bool) -> None:
+        super().prepare(autocast=autocast)
+        if self.swapper is not None:
+            # DeepSpeed would swap rows of variants with the length of the partition, and a bf16 momentum as fp32. After
+            # a load it would swap no state at all.
+            self.swapper.swap_out_gradients = lambda *_, **__: None
+            self.swapper._get_state_tensors = functools.partial(_state_to_swap, self.optimizer)
+
+    def release(self, index: int) -> None:
+        """Let master and state of a sub-group that was swapped out refer to no buffer of the swapper."""
+        master: Any = self.masters[index]
+        self.swapper.swap_params_info[master.ds_id].release_memory()
+
+    def master_files(self) -> set[str]:
+        """Return the names of the swap files with masters."""
+        return {Path(info.tensors[0].swap_path).name for info in self.swapper.swap_params_info.values()}
 
     def is_swapped(self, index: int) -> bool:
         """Return whether master and state of a sub-group lie on NVMe between steps; DeepSpeed keeps small ones."""
@@ -319,6 +283,30 @@ class Zero3View(ZeroView):
             self.wrapper.partition_grads(params, zeros)
         if not accelerator.resolves_data_dependency():
             stream.synchronize()
+
+
+def _state_to_swap(optimizer: Muon, master: Any) -> list[Tensor]:
+    """Return the state of a partition that the swapper can keep: with the partition's dtype and length.
+
+    Everything else stays in memory: rows of variants, a momentum of less than 32 bits. The lengths are not looked at:
+    between two steps all that is swapped is empty. A load makes another dict of all states.
+    """
+    own = optimizer.state.get(master, {})
+    found = {key: own[key] for key in STATE_TENSORS if key in own and own[key].dtype == master.dtype}
+    for key, tensor in found.items():
+        tensor.ds_id = f"{key}-{master.ds_id}"  # the name of its file
+    return list(found.values())
+
+
+def release_destroyed(original: Original, view: Zero3View, *args: Any, **kwargs: Any) -> None:
+    """Destroy the wrapper, then drop what refers to each engine of stage 3 for the length of the program."""
+    module = view.module
+    original(*args, **kwargs)
+    stack = parameter_offload.FWD_MODULE_STACK
+    stack[:] = [each for each in stack if each is not module]
+    cached = vars(PartitionedParameterCoordinator)[RELEASED]
+    for cell in cached.__closure__ or ():
+        cell.cell_contents.cache_clear()
 
 
 WRAPPERS: dict[type, type[HalfView | Bf16View | Zero12View | Zero3View]] = {

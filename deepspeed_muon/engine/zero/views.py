@@ -1,4 +1,4 @@
-"""What the wrappers of all ZeRO stages have in common, and those of ZeRO 0."""
+"""What the wrappers of all ZeRO stages have in common; those of ZeRO 0, and ``BF16_Optimizer``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 from torch import Tensor
 
+from deepspeed_muon.errors import BindingError
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.plan.placement import Placement, replicated_placement
+from deepspeed_muon.plan.placement import Placement, flat_placement, replicated_placement
+from deepspeed_muon.routing.shapes import true_shape
+
+# Elements of the weights that the ranks gather at once after a restore.
+_GATHERED = 1 << 18
 
 Original: TypeAlias = Callable[..., Any]
 """A function of DeepSpeed that a replacement may call."""
@@ -66,6 +71,13 @@ class View:
         self.wrapper, self.params, self.masters = wrapper, params, masters
         self.optimizer: Muon = wrapper if isinstance(wrapper, Muon) else wrapper.optimizer
         self.memory: Memory = getattr(wrapper, "_deepspeed_muon_memory", None)  # type: ignore[assignment]
+
+    def prepare(self, *, autocast: bool) -> None:
+        """Change attributes of the wrapper before its methods are replaced.
+
+        Args:
+            autocast: Whether the engine uses ``torch_autocast``.
+        """
 
     def group(self, index: int) -> dist.ProcessGroup | None:
         """Return the ranks that divide a partition among them, ``None`` where each holds it whole."""
@@ -130,3 +142,60 @@ class HalfView(View):
     @norm.setter
     def norm(self, value: Any) -> None:
         self.wrapper._global_grad_norm = value
+
+
+class FlatView(View):
+    """A flat buffer for each param group, cut into equal partitions.
+
+    Attributes:
+        flats: The buffer of each group, with the weights of the forward pass.
+        cut_flats: The buffer of each group as its partitions, of all ranks.
+    """
+
+    flats: Sequence[Tensor]
+    cut_flats: Sequence[Sequence[Tensor]]
+
+    def group(self, index: int) -> dist.ProcessGroup | None:
+        group: dist.ProcessGroup = self.wrapper.real_dp_process_group[index]
+        return group
+
+    def placements(self, index: int, ranks: int) -> Iterator[tuple[Tensor, Placement]]:
+        # Addresses hold under round-robin order, padding and alignment; DeepSpeed's own mapping (_hp_mapping) does not.
+        flat = self.flats[index]
+        for param in self.params[index]:
+            numel = param.numel()
+            if numel == 0:
+                continue
+            offset, remainder = divmod(param.data_ptr() - flat.data_ptr(), flat.element_size())
+            if remainder or offset < 0 or offset + numel > flat.numel():
+                raise BindingError(
+                    f"parameter of shape {true_shape(param)} does not lie in the flat buffer of its param group "
+                    f"{index}; its data was replaced after deepspeed.initialize"
+                )
+            yield param, flat_placement(offset, numel, flat.numel() // ranks)
+
+    def group_numbers(self) -> list[int]:
+        return list(range(len(self.params)))
+
+    def refresh_weights(self) -> None:
+        # gloo copies all that it gathers at once, and DeepSpeed's update_lp_params gathers the whole group.
+        for index, (partitions, master) in enumerate(zip(self.cut_flats, self.masters, strict=True)):
+            group = self.group(index)
+            rank = dist.get_rank(group)
+            partitions[rank].copy_(master)
+            step = max(1, _GATHERED // len(partitions))
+            for start in range(0, master.numel(), step) if len(partitions) > 1 else ():
+                pieces = [each.narrow(0, start, min(step, master.numel() - start)) for each in partitions]
+                dist.all_gather(pieces, pieces[rank], group=group)
+
+
+class Bf16View(FlatView):
+    """ZeRO 1 with bf16 weights and fp32 gradients."""
+
+    def __init__(self, wrapper: Any) -> None:
+        super().__init__(wrapper, wrapper.bf16_groups, wrapper.fp32_groups_flat_partition)
+        self.flats, self.cut_flats = wrapper.bf16_groups_flat, wrapper.bf16_partitioned_groups
+
+    def count_all_gradients(self) -> None:
+        """Let norm and clipping see every reduced gradient; those that no rank has are zero."""
+        self.wrapper.fp32_groups_has_gradients = [[True] * len(group) for group in self.params]
