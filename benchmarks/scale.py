@@ -194,7 +194,7 @@ def measure(parameters: int, stage: int, world: int, rank: int, trace: bool) -> 
     found["route_s"] = time.process_time() - start
     start = time.process_time()
     if stage == 1:
-        optimizer._order_parameters([world] * len(optimizer.param_groups), device=torch.device("cpu"))
+        optimizer._order_parameters(world, device=torch.device("cpu"))
     found["order_s"] = time.process_time() - start
     wrapper = (stage1_wrapper if stage == 1 else stage3_wrapper)(optimizer, world, rank)
     wrapper.optimizer = optimizer

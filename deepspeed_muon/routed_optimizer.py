@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -171,18 +170,19 @@ class RoutedOptimizer(torch.optim.Optimizer):
         """
         self._routed = with_names_of(model, self._routed)
 
-    def _order_parameters(self, group_sizes: Sequence[int | None], *, device: torch.device) -> None:
+    def _order_parameters(self, ranks: int, *, device: torch.device) -> None:
         """Put the matrices of each Muon param group into the order in which ZeRO 1 or 2 shall flatten them.
 
-        Must be called before ZeRO's wrapper is made, by all ranks alike; nothing is sent.
+        Must be called before ZeRO's wrapper is made, by all ranks alike; nothing is sent. Groups of experts keep their
+        order: other ranks divide them.
 
         Args:
-            group_sizes: For every param group the number of ranks that will divide it, or ``None`` to leave its order.
+            ranks: How many will divide the groups.
             device: Where the iteration will run, which decides its cost.
         """
         settings = self.config.ns_settings(device)
-        for group, ranks in zip(self.param_groups, group_sizes, strict=True):
-            if ranks is not None and group["algorithm"] == "muon":
+        for group in self.param_groups:
+            if group["algorithm"] == "muon" and not group.get("moe"):
                 routes = [self._routed.by_id[id(param)] for param in group["params"]]
                 order = order_of_matrices(routes, ranks, settings)
                 group["params"] = [group["params"][position] for position in order]

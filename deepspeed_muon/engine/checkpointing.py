@@ -25,7 +25,7 @@ from deepspeed_muon.checkpoint.restore import first_lines, restore_from_source
 from deepspeed_muon.checkpoint.settings import Before
 from deepspeed_muon.checkpoint.sources import StateSource, open_universal
 from deepspeed_muon.checkpoint.tag_folder import Glance, glance, is_ours
-from deepspeed_muon.engine.nvme import check_copy, load_the_rest, prepare_save
+from deepspeed_muon.engine.offload import check_copy, load_the_rest, prepare_save
 from deepspeed_muon.engine.zero.stages import view_of
 from deepspeed_muon.engine.zero.views import Original, View
 from deepspeed_muon.errors import CheckpointError

@@ -22,20 +22,13 @@ from deepspeed_muon.checkpoint.live import Host
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.engine import muon_of
 from deepspeed_muon.engine.gradients import mark_moe_layers, prepare_inputs
-from deepspeed_muon.engine.offload import Admission
-from deepspeed_muon.engine.running import name_rates_in_trainer
+from deepspeed_muon.engine.offload import admission, adopt
 from deepspeed_muon.engine.scaling import total_norm
-from deepspeed_muon.engine.supported import (
-    expert_parallel,
-    refuse_blocks_of_shards,
-    refuse_unsupported,
-    refuse_with_settings,
-)
+from deepspeed_muon.engine.supported import expert_parallel, refuse_unsupported
 from deepspeed_muon.engine.tensor_parallel import tensor_shards
 from deepspeed_muon.engine.topology import (
     model_facts,
     no_checkpoint,
-    order_parameters,
     parts_of,
     ranks_of,
     read_step_sets,
@@ -116,7 +109,7 @@ def configure_optimizer(
     given, ours = client_optimizer is not None, _wants_muon(engine, client_optimizer)
     if not ours and (not given or isinstance(client_optimizer, torch.optim.Optimizer)):
         return original(engine, client_optimizer, model_parameters, *args, **kwargs)
-    with Admission(engine) as admission:
+    with admission(engine):
         if not ours:
             client_optimizer = _managed_by_deepspeed(client_optimizer, engine)
         else:
@@ -128,7 +121,6 @@ def configure_optimizer(
         result = original(engine, client_optimizer, model_parameters, *args, **kwargs)
     optimizer = muon_of(engine)
     if optimizer is not None:
-        admission.settle(engine.optimizer, optimizer)
         _bind(engine, optimizer)
     return result
 
@@ -165,10 +157,13 @@ def _agree(ranks: Ranks, facts: RankFacts, *, error: Exception | None = None) ->
 
 def _adopt(engine: Any, optimizer: Muon) -> None:
     """Prepare our optimizer for the wrapper that DeepSpeed is about to make."""
-    Admission.of(engine).adopt(optimizer)
+    adopt(engine, optimizer)
     if engine.zero_optimization_stage() == 3:
         prepare_inputs(engine.module)
-    order_parameters(engine, optimizer, device=_compute_device())
+    # Other stages do not cut a flat buffer, and round_robin_gradients is an order of its own.
+    if engine.zero_optimization_stage() in (1, 2) and not engine.zero_round_robin_gradients():
+        ranks = dist.get_world_size(engine.seq_data_parallel_group)
+        optimizer._order_parameters(ranks, device=_compute_device())
 
 
 def _compare_settings(engine: Any, client_optimizer: Muon | None, model_parameters: Any) -> None:
@@ -207,17 +202,17 @@ def _managed_by_deepspeed(make: Callable[[Any], Any], engine: Any) -> Callable[[
 
 def _preflight(engine: Any, client_optimizer: Muon | None, model_parameters: Any) -> dict[str, str]:
     """Check what can be checked before DeepSpeed communicates; return the facts that must be equal on all ranks."""
-    refuse_unsupported(engine)
     if client_optimizer is not None:
+        config = client_optimizer.config
+        refuse_unsupported(engine, config)
         client_optimizer._check_names(engine.module)
-        config, table = client_optimizer.config, client_optimizer.routes
-        refuse_blocks_of_shards(engine, config)
+        table = client_optimizer.routes
         _remove_tags(engine.module)
     else:
         config = MuonConfig.from_params(engine.optimizer_params())
+        refuse_unsupported(engine, config)
         shards = tensor_shards(engine)
         table = build_groups(model_parameters, config, model=engine.module, shards=shards).routes
-    refuse_with_settings(engine, config)
     settings = config.model_dump(mode="json")
     facts = {f"optimizer.params.{key}": json.dumps(value) for key, value in settings.items()}
     facts["routes"] = format_routes(table)
@@ -268,7 +263,6 @@ def _bind(engine: Any, optimizer: Muon) -> None:
     agree(error=no_checkpoint(optimizer.config, parts), ranks=ranks)
     optimizer.host = Host(engine, parts, view_of)
     add_record_to_state_dict(engine)
-    name_rates_in_trainer()
     announce(
         "deepspeed_muon %s: %s; kernels: %s; deepspeed_muon.routes(engine) says which and why",
         __version__,
@@ -292,7 +286,7 @@ def _check_all_stages(optimizer: Muon, data_parallel: dist.ProcessGroup, *, norm
             f"layers otherwise, or set zero_optimization.stage to 0"
         )
     whole = {route.name: route for routes, _ in stages for route in routes}
-    check_routes(list(whole.values()), list(whole), optimizer.config)
+    check_routes([((name,), route) for name, route in whole.items()], optimizer.config)
     warn_without_muon(list(whole.values()))
 
 

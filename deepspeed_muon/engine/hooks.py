@@ -22,7 +22,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from types import MethodType
 from typing import Any
 
@@ -42,7 +42,6 @@ from deepspeed_muon.engine import (
     configure,
     gradients,
     muon_of,
-    nvme,
     offload,
     running,
     scaling,
@@ -91,6 +90,9 @@ def _configure_optimizer(
     )
     if muon_of(engine) is not None:
         hook_engine(engine)
+        if (trainer := running.trainer_callbacks()) is not None:
+            # The rate that the Trainer logs is Muon's alone.
+            _install(Hook(trainer, "on_log", running.log_in_trainer))
     return result
 
 
@@ -118,6 +120,7 @@ HOOKS = (
 )
 
 # Conditions of rows below, as attributes of a view.
+_HAS_DYNAMIC_SCALE = methodcaller("dynamic_scaler")
 _KEEPS_GRADIENTS = attrgetter("keeps_gradients")
 _LETS_WAIT = attrgetter("memory.waiting")
 _SWAPS = attrgetter("swap_folder")
@@ -125,7 +128,8 @@ _SWAPS = attrgetter("swap_folder")
 # Of rows with one method the first begins last and ends first: each replaces what is there already.
 ENGINE_HOOKS = (
     # A mend: ZeRO lets the loss scale grow before the step, and unscales by the new one. It grows after the step below.
-    Hook(ZeroView, "_update_scale", scaling.shrink_scale, ZeroView.dynamic_scaler),
+    Hook(ZeroView, "_update_scale", scaling.shrink_scale, _HAS_DYNAMIC_SCALE),
+    Hook(HalfView, "_update_scale", scaling.shrink_scale_at_stage_0, _HAS_DYNAMIC_SCALE),
     # A mend: ZeRO 3 adds the first gradient of a parameter to that of the last step if it comes in a later micro-step.
     Hook(Zero3View, "partition_grads", gradients.partition_grads),
     # A mend: ZeRO 3 would add to gradients that the program has thrown away.
@@ -148,7 +152,8 @@ ENGINE_HOOKS = (
     ),
     # A mend: ZeRO 1 with overlap_comm leaves out what the last micro-step did not add to.
     Hook(Zero12View, "reduce_gradients", gradients.reduce_gradients, attrgetter("reduces_last_only")),
-    # A mend: stage 0 in half precision divides by a scale that was not applied, and its norm leaves experts out.
+    # A mend: stage 0 in half precision divides by a scale that was not applied. Its norm is that of scaled gradients,
+    # and leaves experts out.
     Hook(HalfView, "unscale_and_clip_grads", scaling.unscale_and_clip_grads),
     # A mend: stage 0 in half precision divides by a scale that nobody multiplied the loss with.
     Hook(DeepSpeedEngine, "backward", scaling.backward, scaling.loss_is_not_scaled),
@@ -161,7 +166,7 @@ ENGINE_HOOKS = (
     # A mend: an engine of stage 3 stays in memory after engine.destroy(), with all that it holds.
     Hook(Zero3View, "destroy", stages.release_destroyed),
     # A mend: ZeRO updates the scale first and unscales by the new one.
-    Hook(ZeroView, "step", scaling.grow_after_step, ZeroView.dynamic_scaler),
+    Hook((ZeroView, HalfView), "step", scaling.grow_after_step, _HAS_DYNAMIC_SCALE),
     # The ranks would exchange flags once for each group, besides ZeRO's overflow check. Inside of the next row: the
     # gradients must be complete.
     Hook(ZeroView, "step", gradients.exchange_flags_first),
@@ -169,9 +174,6 @@ ENGINE_HOOKS = (
     Hook(ZeroView, "step", gradients.only_gradients_of_the_step, _KEEPS_GRADIENTS),
     # The wrapper does not know that our optimizer skipped the step, so the learning-rate schedule would go on.
     Hook(View, "step", scaling.report_skipped_step),
-    # A mend: stage 0 divides by the scale of the next step when it has just grown, and reports the norm of scaled
-    # gradients.
-    Hook(HalfView, "step", scaling.keep_applied_scale),
     # ZeRO calls our step several times, or never if the gradients overflowed; the logits are those of one step.
     Hook(View, "step", running.forget_logits, attrgetter("optimizer.qk_clip")),
     # With nonfinite_grad 'error' ZeRO would skip a step by itself and tell nobody.
@@ -181,14 +183,14 @@ ENGINE_HOOKS = (
     # Stage 3 moves the state of FusedAdam alone, and the exchange would keep its buffers on the device.
     Hook(ZeroView, "offload_states", offload.offload_states),
     # The step would find no gradient: none is swapped, because unaligned ones would not be read.
-    Hook(Zero3View, "_optimizer_states_and_gradient_swap_in", nvme.swap_in, _SWAPS),
+    Hook(Zero3View, "_optimizer_states_and_gradient_swap_in", offload.swap_in, _SWAPS),
     # safe_set_full_grad would change a copy of it.
-    Hook(Zero3View, "_writeback_swap_state", nvme.write_back, _SWAPS),
+    Hook(Zero3View, "_writeback_swap_state", offload.write_back, _SWAPS),
     # With pipelines masters and state would show buffers of the swapper that hold another sub-group, and a save would
     # write those.
-    Hook(Zero3View, "_optimizer_states_and_gradient_swap_out", nvme.swap_out, _SWAPS),
+    Hook(Zero3View, "_optimizer_states_and_gradient_swap_out", offload.swap_out, _SWAPS),
     # DeepSpeed would write `latest` while some ranks still copy their swap files.
-    Hook(Zero3View, "checkpoint_event_epilogue", nvme.wait_for_copies, _SWAPS),
+    Hook(Zero3View, "checkpoint_event_epilogue", offload.wait_for_copies, _SWAPS),
     # DeepSpeed's loader knows Adam's state only, and reads parameters from places that can be wrong.
     Hook((ZeroView, Bf16View), "_load_universal_checkpoint", checkpointing.load_universal_checkpoint),
     # Nobody would sample a whole step, bound the wait for other ranks, or find steps that ended too early.
@@ -242,12 +244,18 @@ def register() -> None:
             f"{'; '.join(unknown)}. Tested are {OLDEST} to {NEWEST}: install one of them, or a newer deepspeed_muon"
         )
     for hook in HOOKS:
+        _install(hook)
+    # An optimizer that is not in this list needs zero_allow_untested_optimizer. Other modules hold the list.
+    ZERO_SUPPORTED_OPTIMIZERS.append(Muon)
+
+
+def _install(hook: Hook) -> None:
+    """Replace a function for the whole process; nothing if it is in place."""
+    if hook not in _INSTALLED:
         original = getattr(hook.owner, hook.attribute)
         ours = _replacement(original, hook.function)
         setattr(hook.owner, hook.attribute, ours)
         _INSTALLED[hook] = original, ours
-    # An optimizer that is not in this list needs zero_allow_untested_optimizer. Other modules hold the list.
-    ZERO_SUPPORTED_OPTIMIZERS.append(Muon)
 
 
 def unregister() -> None:
@@ -266,7 +274,6 @@ def unregister() -> None:
         setattr(hook.owner, hook.attribute, original)
     if Muon in ZERO_SUPPORTED_OPTIMIZERS:
         ZERO_SUPPORTED_OPTIMIZERS.remove(Muon)
-    running.forget_trainer()
 
 
 def replaced_functions() -> list[tuple[Any, str, Callable[..., Any]]]:

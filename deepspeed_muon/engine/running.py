@@ -7,7 +7,6 @@ rate of embeddings, heads and vectors would be seen nowhere. Here both log both.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import sys
 import threading
@@ -26,9 +25,6 @@ from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.transport.ranks import phase
 
 _KEYS = {"muon": "muon_lr", "adamw": "adam_lr"}
-
-_TRAINER: list[tuple[Any, Any, Any]] = []
-"""The class of transformers whose ``on_log`` is replaced, the original and the replacement; empty while none is."""
 
 
 def configure_lr_scheduler(original: Original, engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -157,33 +153,29 @@ def rates(optimizer: Muon, *, of_step: bool = False) -> dict[str, float]:
     return found
 
 
-def name_rates_in_trainer() -> None:
-    """Add both rates to what the Trainer logs, if the program has imported it. Calling it again does nothing."""
-    handler = getattr(sys.modules.get("transformers.trainer_callback"), "CallbackHandler", None)
-    if handler is None or _TRAINER:
-        return
-    original = handler.on_log
-
-    @functools.wraps(original)
-    def on_log(self: Any, args: Any, state: Any, control: Any, logs: Any, *more: Any, **kwargs: Any) -> Any:
-        optimizer = _muon_in(getattr(self, "optimizer", None))
-        if optimizer is not None and "learning_rate" in logs:
-            # The Trainer logs the rate before or after its schedule's step, as the schedule is its own or DeepSpeed's.
-            of_step = logs["learning_rate"] != float(optimizer.param_groups[0]["lr"])
-            for log in (logs, *state.log_history[-1:]):
-                log.update(rates(optimizer, of_step=of_step))
-        return original(self, args, state, control, logs, *more, **kwargs)
-
-    handler.on_log = on_log
-    _TRAINER.append((handler, original, on_log))
+def trainer_callbacks() -> type | None:
+    """Return the class by which the Trainer of transformers logs, ``None`` if the program has not imported it."""
+    return getattr(sys.modules.get("transformers.trainer_callback"), "CallbackHandler", None)
 
 
-def forget_trainer() -> None:
-    """Put the Trainer's own function back, unless another library has replaced it since."""
-    while _TRAINER:
-        handler, original, ours = _TRAINER.pop()
-        if handler.on_log is ours:
-            handler.on_log = original
+def log_in_trainer(
+    original: Original,
+    handler: Any,
+    args: Any,
+    state: Any,
+    control: Any,
+    logs: Any,
+    *more: Any,
+    **kwargs: Any,
+) -> Any:
+    """Add both rates to what the Trainer logs."""
+    optimizer = _muon_in(getattr(handler, "optimizer", None))
+    if optimizer is not None and "learning_rate" in logs:
+        # The Trainer logs the rate before or after its schedule's step, as the schedule is its own or DeepSpeed's.
+        of_step = logs["learning_rate"] != float(optimizer.param_groups[0]["lr"])
+        for log in (logs, *state.log_history[-1:]):
+            log.update(rates(optimizer, of_step=of_step))
+    return original(handler, args, state, control, logs, *more, **kwargs)
 
 
 def _muon_in(optimizer: Any) -> Muon | None:

@@ -1,9 +1,8 @@
 """Loss scale, norm and clipping: defects of DeepSpeed, and steps that only our optimizer knows to skip.
 
 **A scale that grows.** ZeRO updates the scale first and unscales afterwards. In a step after which the scale doubles,
-gradients are therefore divided by twice what the loss was multiplied with. Here the scale grows after the step. At
-stage 0 in half precision, where the scale has grown too early as well, gradients are divided by the one that was
-applied.
+gradients are therefore divided by twice what the loss was multiplied with, at stage 0 in half precision too. Here the
+scale grows after the step.
 
 **``torch_autocast`` in fp16.** ZeRO multiplies the loss by the scale of a ``torch.amp.GradScaler`` and leaves it to
 the scaler to unscale inside of ``optimizer.step()``. Three things go wrong:
@@ -35,7 +34,6 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor
 
 from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group
-from deepspeed_muon.engine.zero.stages import ZeroView
 from deepspeed_muon.engine.zero.views import Bf16View, HalfView, Original, PlainView, View
 from deepspeed_muon.errors import NonFiniteGradientError
 from deepspeed_muon.routing.param_groups import expert_group_name
@@ -50,7 +48,12 @@ def shrink_scale(
         original(has_overflow, *args, **kwargs)
 
 
-def grow_after_step(original: Original, view: ZeroView, *args: Any, **kwargs: Any) -> Any:
+def shrink_scale_at_stage_0(original: Original, view: View, skip: bool, *args: Any, **kwargs: Any) -> None:
+    """Do the same where DeepSpeed calls the argument otherwise."""
+    shrink_scale(original, view, skip, *args, **kwargs)
+
+
+def grow_after_step(original: Original, view: View, *args: Any, **kwargs: Any) -> Any:
     """Update the scale after a step whose gradients carry the old one."""
     result = original(*args, **kwargs)
     if not view.wrapper.overflow:
@@ -96,20 +99,6 @@ def loss_is_not_scaled(view: View) -> bool:
     Engines scale the loss only for wrappers that are a ``ZeROOptimizer``.
     """
     return isinstance(view, HalfView) and view.divides and not isinstance(view.wrapper, ZeROOptimizer)
-
-
-def keep_applied_scale(original: Original, view: HalfView, *args: Any, **kwargs: Any) -> Any:
-    """Remember the loss scale that is in this step's gradients, and report their unscaled norm.
-
-    ``FP16_UnfusedOptimizer`` divides by the scale of the *next* step when the scale has just grown, and the norm that
-    it reports is that of the scaled gradients.
-    """
-    applied = float(view.wrapper.loss_scale) if view.divides else 1.0
-    view.memory.applied_scale = applied
-    result = original(*args, **kwargs)
-    if not view.wrapper.overflow:
-        view.norm = view.norm / applied
-    return result
 
 
 def backward(original: Original, engine: Any, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -222,12 +211,13 @@ def _norm_of_all_experts(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Tenso
 def unscale_and_clip_grads(
     original: Original, view: HalfView, total_norm: Any, apply_scale: bool = True
 ) -> float:
-    """Divide by the scale that was applied, and clip by a norm that counts every expert."""
-    applied = divisor = view.memory.applied_scale
+    """Divide by the scale that was applied; clip by, and report, the unscaled norm that counts every expert."""
+    applied = divisor = float(view.wrapper.loss_scale) if view.divides else 1.0
     engine: Any = view.memory.engine()
     if engine.has_moe_layers:
         pairs = [(model, master.grad) for (model,), master in zip(view.params, view.masters, strict=True)]
-        total_norm = view.norm = _norm_of_all_experts(pairs)
+        total_norm = _norm_of_all_experts(pairs)
+    view.report_norm(total_norm / applied)
     if view.max_norm > 0.0:
         divisor *= max(1.0, (float(total_norm) / applied + 1e-6) / view.max_norm)
     if apply_scale and divisor != 1.0:

@@ -6,7 +6,7 @@ on without the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,71 +26,28 @@ from deepspeed_muon.routing.parameters import is_divided
 from deepspeed_muon.variants import VARIANTS
 from deepspeed_muon.version import __version__
 
-_Table = Mapping[str, tuple[Callable[[Any], Any], str]]
-"""What is refused: its config key to whether an engine asks for it, and why (with what to do instead)."""
+_Row = tuple[Callable[[Any, MuonConfig], Any], str]
+"""Whether an engine and the optimizer's settings ask for a feature; why it is refused, and what to do instead."""
 
 
-def refuse_unsupported(engine: Any) -> None:
+def refuse_unsupported(engine: Any, config: MuonConfig) -> None:
     """Raise for the first feature that is asked for and whose result would be wrong, and for all that are not known.
 
     Args:
-        engine: A ``DeepSpeedEngine`` before its optimizer is made.
+        engine: A ``DeepSpeedEngine`` before its optimizer is wrapped.
+        config: The optimizer's settings.
 
     Raises:
         UnsupportedConfigError: Naming the config key, why, and what to do.
     """
-    _refuse(engine, _REFUSED)
+    for key, (asked, why) in _REFUSED.items():
+        if asked(engine, config):
+            raise UnsupportedConfigError(f"{key} is not supported by deepspeed_muon: {why}")
     if unknown := list(_unknown_keys(engine._config.zero_config)):
         raise UnsupportedConfigError(
             f"zero_optimization.{', zero_optimization.'.join(unknown)} is not known to deepspeed_muon {__version__}, "
             f"so no result with it has been compared with the reference: remove it, or install a newer deepspeed_muon"
         )
-
-
-def refuse_with_settings(engine: Any, config: MuonConfig) -> None:
-    """Raise where a setting of the optimizer is asked for of an engine in which its result would be wrong.
-
-    Args:
-        engine: A ``DeepSpeedEngine`` that knows its process groups.
-        config: The optimizer's settings.
-
-    Raises:
-        UnsupportedConfigError: Naming both keys, why, and what to do.
-    """
-    for setting, table in _REFUSED_WITH.items():
-        if getattr(config, setting):
-            _refuse(engine, table, f"optimizer.params.{setting} with ")
-    if VARIANTS[config.variant].relative_rate and offload_device(engine) == "nvme":
-        raise UnsupportedConfigError(
-            f"optimizer.params.variant {config.variant!r} with zero_optimization.offload_optimizer.device nvme is not "
-            f"supported by deepspeed_muon: before the first step it looks at all weights at once, and they are on the "
-            f"disk. Use device cpu, or another variant"
-        )
-
-
-def refuse_blocks_of_shards(engine: Any, config: MuonConfig) -> None:
-    """Raise where blocks are asked for of layers whose shards were routed before anybody knew how they are cut.
-
-    Args:
-        engine: A ``DeepSpeedEngine`` whose optimizer the program has made.
-        config: The optimizer's settings.
-
-    Raises:
-        UnsupportedConfigError: Naming the config key, why, and what to do.
-    """
-    blocks = any(entry.split or entry.heads for entry in config.matrices.values())
-    if blocks and tensor_shards(engine):
-        raise UnsupportedConfigError(
-            "optimizer.params.matrices of layers that tensor parallelism cuts needs an optimizer that DeepSpeed "
-            "makes from its configuration: the program's own was made before the number of tensor-parallel ranks was "
-            'known. Write the settings under "optimizer": {"type": "Muon", "params": ...}'
-        )
-
-
-def _refuse(engine: Any, table: _Table, prefix: str = "") -> None:
-    for key, (asked, why) in table.items():
-        if asked(engine):
-            raise UnsupportedConfigError(f"{prefix}{key} is not supported by deepspeed_muon: {why}")
 
 
 def expert_parallel(engine: Any) -> bool:
@@ -117,9 +74,13 @@ def _setting(engine: Any, path: str) -> Any:
     return found
 
 
-def _is_set(path: str) -> Callable[[Any], bool]:
+def _is_set(path: str) -> Callable[[Any, MuonConfig], bool]:
     """Return the condition that a setting asks for its feature; unset ones are ``None``, ``False`` or -1."""
-    return lambda engine: _setting(engine, path) not in (None, False, -1)
+    return lambda engine, _: _setting(engine, path) not in (None, False, -1)
+
+
+def _on_nvme(engine: Any, _: MuonConfig) -> bool:
+    return offload_device(engine) == "nvme"
 
 
 def _has_layers_of_deepspeed(engine: Any) -> bool:
@@ -139,18 +100,20 @@ def _is_cut(engine: Any) -> bool:
     return tensor_parallel_group(engine) is not None
 
 
-def _is_divided(engine: Any) -> bool:
-    return is_divided(engine.module)
+def _cuts_blocks(engine: Any, config: MuonConfig) -> bool:
+    """Return whether blocks are asked for of layers whose shards were routed before anybody knew how they are cut."""
+    blocks = any(entry.split or entry.heads for entry in config.matrices.values())
+    return blocks and engine.client_optimizer is not None and bool(tensor_shards(engine))
 
 
-def _lacks_masters(engine: Any) -> bool:
+def _lacks_masters(engine: Any, _: MuonConfig) -> bool:
     if engine.zero_optimization_stage() or engine.bfloat16_enabled() or engine.fp16_enabled():
         return False
     halves = (torch.bfloat16, torch.float16)
     return any(param.requires_grad and param.dtype in halves for param in engine.module.parameters())
 
 
-def _has_sparse_gradients(engine: Any) -> bool:
+def _has_sparse_gradients(engine: Any, _: MuonConfig) -> bool:
     embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     found = (each for each in engine.module.modules() if isinstance(each, embeddings))
     return any(each.sparse and each.weight.requires_grad for each in found)
@@ -163,6 +126,10 @@ def _shares_sequences(engine: Any) -> bool:
 def _keeps_masters(engine: Any, dtype: torch.dtype) -> bool:
     """Return whether the configuration asks for master weights of this dtype on the device."""
     return master_dtype(engine) == dtype and offload_device(engine) == "none"
+
+
+def _consolidates(config: MuonConfig) -> bool:
+    return config.consolidate_on_save or config.restore_from is not None
 
 
 # The keys of zero_optimization and of its sections in DeepSpeed 0.19.8. Later ones may be for another wrapper.
@@ -192,33 +159,33 @@ _PART_OF_ATTENTION = (
     "a rank's attention holds other heads than its weights do, or only some of the layers; unset qk_clip"
 )
 
-_REFUSED: _Table = {
+_REFUSED: dict[str, _Row] = {
     "zero_optimization.offload_optimizer.super_offload": (
         _is_set("zero_config.offload_optimizer.super_offload"),
         "it steps AdamW in worker processes that see one rank's slice of a matrix, while Muon needs whole matrices of "
         "all ranks. Remove super_offload; offload_optimizer.device cpu works",
     ),
     "zero_optimization.offload_optimizer.device nvme at stages 1 and 2": (
-        lambda engine: offload_device(engine) == "nvme" and engine.zero_optimization_stage() < 3,
+        lambda engine, config: _on_nvme(engine, config) and engine.zero_optimization_stage() < 3,
         "DeepSpeed keeps the state in memory there. Use stage 3, or device cpu",
     ),
     "zero_optimization.offload_optimizer.ratio with device nvme": (
-        lambda engine: (
-            offload_device(engine) == "nvme" and engine._config.zero_config.offload_optimizer.ratio < 1
+        lambda engine, config: (
+            _on_nvme(engine, config) and engine._config.zero_config.offload_optimizer.ratio < 1
         ),
         "no result was compared with the reference. Remove ratio, or use device cpu",
     ),
     "zero_optimization.offload_optimizer.device nvme with expert_parallel (AutoEP)": (
-        lambda engine: offload_device(engine) == "nvme" and expert_parallel(engine),
+        lambda engine, config: _on_nvme(engine, config) and expert_parallel(engine),
         "DeepSpeed cannot save it. Use device cpu",
     ),
     "zero_optimization.offload_optimizer.device nvme without DeepSpeed's operator async_io": (
-        lambda engine: offload_device(engine) == "nvme" and not _loads_async_io(),
+        lambda engine, config: _on_nvme(engine, config) and not _loads_async_io(),
         "it reads and writes the disk, and can be neither loaded nor built. Install libaio (Debian's libaio-dev) and a "
         "C++ compiler; ds_report says more. Or use device cpu",
     ),
     "zero_optimization.offload_param.device nvme": (
-        lambda engine: offload_device(engine, "offload_param") == "nvme",
+        lambda engine, _: offload_device(engine, "offload_param") == "nvme",
         "no result was compared with the reference. offload_param.device cpu works, and offload_optimizer.device nvme",
     ),
     "zero_optimization.zenflow": (
@@ -227,17 +194,17 @@ _REFUSED: _Table = {
         "needs all columns of a matrix at once. Remove zenflow; offload_optimizer.device cpu works",
     ),
     "fp16.fp16_master_weights_and_grads without offload": (
-        lambda engine: _keeps_masters(engine, torch.float16),
+        lambda engine, _: _keeps_masters(engine, torch.float16),
         "DeepSpeed keeps fp16 masters on the CPU only. Add zero_optimization.offload_optimizer.device cpu, or remove "
         "the key",
     ),
     "bf16.bf16_master_weights_and_grads without offload": (
-        lambda engine: _keeps_masters(engine, torch.bfloat16) and not half_states(engine),
+        lambda engine, _: _keeps_masters(engine, torch.bfloat16) and not half_states(engine),
         "on the device DeepSpeed keeps bf16 masters together with bf16 state only. Add bf16.bf16_optimizer_states, or "
         "zero_optimization.offload_optimizer.device cpu",
     ),
     "bf16.bf16_master_weights_and_grads at stage 1 with data_types.grad_accum_dtype fp32": (
-        lambda engine: (
+        lambda engine, _: (
             _keeps_masters(engine, torch.bfloat16)
             and engine.zero_optimization_stage() == 1
             and engine.get_data_types()[1] == torch.float32
@@ -256,7 +223,7 @@ _REFUSED: _Table = {
     ),
     **{f"zero_optimization.{key}": (_is_set(f"zero_config.{key}"), _QUANTIZED) for key in _QUANTIZING},
     "zero_optimization.elastic_checkpoint": (
-        lambda engine: engine.zero_optimization_stage() in (1, 2) and engine.zero_elastic_checkpoint(),
+        lambda engine, _: engine.zero_optimization_stage() in (1, 2) and engine.zero_elastic_checkpoint(),
         "it reads the state of every param group by the first one's keys, and Muon's and AdamW's differ; remove it and "
         "use deepspeed_muon.checkpoint.consolidate and restore to change the number of ranks",
     ),
@@ -266,57 +233,69 @@ _REFUSED: _Table = {
         "been compared with the reference; remove it (engine.compile() without it works)",
     ),
     "DualPipeVModule": (
-        lambda engine: type(engine).__name__ == "DualPipeVEngine",
+        lambda engine, _: type(engine).__name__ == "DualPipeVEngine",
         "a rank holds two stages of the model; use deepspeed.pipe.PipelineModule",
     ),
     "a pipeline in half precision at ZeRO stage 0": (
-        lambda engine: (
-            _is_divided(engine)
+        lambda engine, _: (
+            is_divided(engine.module)
             and (engine.fp16_enabled() or engine.bfloat16_enabled())
             and engine.zero_optimization_stage() == 0
         ),
         "DeepSpeed then clips by the norm of the first stage alone; set zero_optimization.stage to 1",
     ),
     "sequence parallelism by mesh_param (or data_parallel_size and sequence_parallel_size)": (
-        lambda engine: (
+        lambda engine, _: (
             _shares_sequences(engine) and not hasattr(groups.mpu, "get_sequence_data_parallel_group")
         ),
         "ZeRO then leaves out the ranks that share a sequence when it adds up gradients (DeepSpeed's issue 6868); pass "
         "mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp after its initialize_sequence_parallel",
     ),
     "deepspeed.moe at ZeRO stage 3": (
-        lambda engine: _has_layers_of_deepspeed(engine) and engine.zero_optimization_stage() == 3,
+        lambda engine, _: _has_layers_of_deepspeed(engine) and engine.zero_optimization_stage() == 3,
         "DeepSpeed cannot divide its experts there; use stage 1 or 2",
     ),
     "expert_parallel (AutoEP) with deepspeed.moe": (
-        lambda engine: expert_parallel(engine) and _has_layers_of_deepspeed(engine),
+        lambda engine, _: expert_parallel(engine) and _has_layers_of_deepspeed(engine),
         "experts of both kinds were not compared with the reference together; use one of them",
     ),
     "tensor parallelism with deepspeed.moe": (
-        lambda engine: _has_layers_of_deepspeed(engine) and _is_cut(engine),
+        lambda engine, _: _has_layers_of_deepspeed(engine) and _is_cut(engine),
         "the ranks of a tensor-parallel group have different experts under equal names; and with "
         "enable_expert_tensor_parallelism DeepSpeed 0.19.8 gathers tokens in a way that gloo refuses, so that no "
         "result was compared with the reference; use one of them",
     ),
     "tensor_parallel with expert_parallel (AutoEP) at ZeRO stages 0, 1 and 2": (
-        lambda engine: expert_parallel(engine) and _is_cut(engine) and engine.zero_optimization_stage() < 3,
+        lambda engine, _: (
+            expert_parallel(engine) and _is_cut(engine) and engine.zero_optimization_stage() < 3
+        ),
         "DeepSpeed's norm has the experts of one tensor-parallel rank only, so that it clips by the wrong norm; use "
         "stage 3",
     ),
-}
-_CONSOLIDATED: _Table = {
-    "zero_optimization.offload_optimizer.device nvme": (
-        lambda engine: offload_device(engine) == "nvme",
+    "optimizer.params.variant 'hyperball' with zero_optimization.offload_optimizer.device nvme": (
+        lambda engine, config: VARIANTS[config.variant].relative_rate and _on_nvme(engine, config),
+        "before the first step it looks at all weights at once, and they are on the disk. Use device cpu, or another "
+        "variant",
+    ),
+    "optimizer.params.consolidate_on_save or restore_from with zero_optimization.offload_optimizer.device nvme": (
+        lambda engine, config: _consolidates(config) and _on_nvme(engine, config),
         ON_NVME,
     ),
-    "an engine of some of the program's ranks": (lambda engine: not ranks_of(engine).are_all, SOME_RANKS),
-}
-_REFUSED_WITH: Mapping[str, _Table] = {
-    "consolidate_on_save": _CONSOLIDATED,
-    "restore_from": _CONSOLIDATED,
-    # A rank sees only some heads or layers, so that its logits and its rows belong to different heads.
-    "qk_clip": {
-        "sequence parallelism": (_shares_sequences, _PART_OF_ATTENTION),
-        "a pipeline": (_is_divided, _PART_OF_ATTENTION),
-    },
+    "optimizer.params.consolidate_on_save or restore_from with an engine of some of the program's ranks": (
+        lambda engine, config: _consolidates(config) and not ranks_of(engine).are_all,
+        SOME_RANKS,
+    ),
+    "optimizer.params.qk_clip with sequence parallelism": (
+        lambda engine, config: config.qk_clip is not None and _shares_sequences(engine),
+        _PART_OF_ATTENTION,
+    ),
+    "optimizer.params.qk_clip with a pipeline": (
+        lambda engine, config: config.qk_clip is not None and is_divided(engine.module),
+        _PART_OF_ATTENTION,
+    ),
+    "optimizer.params.matrices of layers that tensor parallelism cuts, in an optimizer of the program's own,": (
+        _cuts_blocks,
+        "it was made before the number of tensor-parallel ranks was known. Write the settings under "
+        '"optimizer": {"type": "Muon", "params": ...}',
+    ),
 }

@@ -13,7 +13,6 @@ and hand DeepSpeed an ``mpu`` object.
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -26,16 +25,14 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_group, bwc_tensor_mode
 from torch import Tensor, nn
 
 from deepspeed_muon.errors import PlanMismatchError, UnsupportedConfigError
-from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
+from deepspeed_muon.plan.layout import TensorShards
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.shapes import true_shape
 from deepspeed_muon.step.step_set import StepSet
+from deepspeed_muon.transport.agreement import together
 from deepspeed_muon.transport.ranks import Ranks
 
 _META = "ds_autotp_universal_checkpoint_meta"
-
-_Cuts = dict[str, tuple[TensorShards, int | None]]
-"""Name of each matrix that is cut to its shards, and to the elements of the whole if that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +83,24 @@ class Cut:
         """Return the shards of the parameter as a matrix, of which this rank has ``shape``, and the others as much.
 
         Raises:
-            ValueError: If a matrix has no such dimension.
+            ValueError: If a matrix has no such dimension, or the whole has another number of elements.
         """
+        total = shape[0] * shape[1] * ranks
+        if self.shape and torch.Size(self.shape).numel() != total:
+            raise ValueError(
+                f"{ranks} shards like this rank's have {total} elements together and the matrix "
+                f"{torch.Size(self.shape).numel()}: its shards are unequal, or some of its rows are on several ranks"
+            )
         if not self.shape:
             if self.dim not in (0, 1):
                 raise ValueError(
                     f"it is marked as a shard of dimension {self.dim} (partition_dim), which a matrix does not have"
                 )
-            whole, parts = shape[self.dim] * ranks, self.parts or ()
-            if isinstance(parts, int):
-                parts = (whole // parts,) * parts if whole % parts == 0 else ()
-            return TensorShards(1 if self.dim else 0, (shape[self.dim],) * ranks, parts)
+            sizes = (shape[self.dim],) * ranks
+            parts: tuple[int, ...] = ()
+            with suppress(ValueError):  # nobody says which rows a rank has
+                parts = tuple(map(sum, self.shares(sizes))) if self.parts else ()
+            return TensorShards(1 if self.dim else 0, sizes, parts)
         # The shape that AutoTP has recorded may have more than two dimensions. As a matrix, the indices before dim
         # repeat the parts, and those behind it (but the last) make them longer.
         dim = self.dim % len(self.shape)
@@ -144,18 +148,6 @@ def _recorded(meta: Mapping[str, Any]) -> Cut:
     return Cut(dim, None, tuple(map(int, shape)), widths, legible)
 
 
-@dataclass(frozen=True, slots=True)
-class _Matrix:
-    """What one rank says of one matrix: ``shards`` is ``None`` for a copy."""
-
-    name: str
-    shape: tuple[int, int]
-    shards: TensorShards | None
-    logical_numel: int | None
-    plan: str
-    content: str
-
-
 def tensor_parallel_group(engine: Any) -> dist.ProcessGroup | None:
     """Return the process group over which the engine's model is cut, or ``None`` if it is not."""
     mpu, kinds = engine.mpu, ("tensor_model", "slice", "model")
@@ -184,11 +176,21 @@ def tensor_shards(engine: Any) -> dict[int, TensorShards]:
         return {}
     found = {}
     for param in engine.module.parameters():
-        shape = true_shape(param)
-        if is_model_parallel_parameter(param) and len(shape) == 2:
+        if is_model_parallel_parameter(param):
             with suppress(ValueError):  # with_tensor_parallel refuses it, if it is Muon's
-                found[id(param)] = read_cut(param).of_matrix(shape, dist.get_world_size(group))
+                found[id(param)] = _read_shards(param, true_shape(param), dist.get_world_size(group))
     return found
+
+
+def _read_shards(param: Tensor, shape: Sequence[int], ranks: int) -> TensorShards:
+    """Return the shards of a matrix of which this rank has ``shape``, and the others as much.
+
+    Raises:
+        ValueError: Saying why they cannot be told.
+    """
+    if len(shape) != 2:
+        raise ValueError(f"a tensor-parallel shard of shape {list(shape)} is not a matrix")
+    return read_cut(param).of_matrix(shape, ranks)
 
 
 def with_tensor_parallel(
@@ -196,7 +198,7 @@ def with_tensor_parallel(
 ) -> list[StepSet]:
     """Read the step sets of a tensor-parallel rank, with the shards of each matrix on all ranks of the group.
 
-    Must be called by all ranks of ``group``. If one fails, all of them raise.
+    Must be called by all ranks of ``group``. If one fails, all of them raise. Whoever calls it compares the plans.
 
     Args:
         group: The tensor-parallel process group.
@@ -207,72 +209,50 @@ def with_tensor_parallel(
     Raises:
         UnsupportedConfigError: On every rank that can tell, naming the parameter, if a shard could not be told from a
             whole matrix, or is of a kind that is not supported.
-        PlanMismatchError: If another rank of the group failed, or holds other matrices.
+        PlanMismatchError: If another rank of the group failed.
     """
+    ranks = Ranks((group,))
     sets: list[StepSet] = []
-    matrices: dict[str, _Matrix] = {}
-    listed: list[tuple[int, str]] = []
-    error: Exception | None = None
-    try:
-        sets = read()
-        cuts = _cuts(model, routes, dist.get_world_size(group))
-        for number, step_set in enumerate(sets):
-            # Ranks exchange flags of gradients by position, also those of AdamW's parameters.
-            listed += [(number, layout.name) for layout in step_set.layouts]
-            matrices |= _described(step_set, cuts)
-    except Exception as caught:
-        error = caught
-    failure = None if error is None else f"{type(error).__name__}: {error}"
-    told = (
-        Ranks((group,))
-        .gather((matrices, listed, failure), what="comparison of tensor-parallel shards")
-        .values()
-    )
-    if error is not None:
-        raise error
-    failures = [text for *_, text in told if text is not None]
-    if failures:
-        raise PlanMismatchError(f"another rank of the tensor-parallel group failed: {failures[0]}")
-    _compare_names([names for _, names, _ in told])
-    return [_joined(step_set, [of_rank for of_rank, *_ in told], group) for step_set in sets]
+    held: dict[str, tuple[tuple[int, int], str]] = {}
+    with together(PlanMismatchError, ranks=ranks):
+        shards = _shards_of_matrices(model, routes, dist.get_world_size(group))
+        for step_set in read():
+            if (
+                step_set.stack_group is None
+            ):  # else every rank of the group has other experts, all of them whole
+                copy = TensorShards(None, ())
+                matrices = tuple(
+                    replace(each, shards=each.shards or shards.get(each.name, copy))
+                    for each in step_set.matrices
+                )
+                step_set = replace(step_set, matrices=matrices, tensor_group=group)
+                held |= _held(step_set)
+            sets.append(step_set)
+    told = ranks.gather(held, what="comparison of tensor-parallel shards").values()
+    for name, own in held.items():
+        others = [each[name] for each in told if name in each]
+        if set(others) == {own}:
+            continue
+        if not own[1]:
+            _refuse(name, f"its shards are unequal, {[list(shape) for shape, _ in others]}")
+        _refuse(
+            name,
+            "its shape or its values differ between tensor-parallel ranks, but it is not marked as a shard "
+            "(tensor_model_parallel, partition_dim); if it is meant to be a copy, start it equal on all ranks",
+        )
+    return sets
 
 
-def _compare_names(told: list[list[tuple[int, str]]]) -> None:
-    """Check that the ranks of a group hold the same parameters in the same step sets and order.
-
-    Their elements are not compared: shards of parameters that are not Muon's may be unequal.
-
-    Args:
-        told: For each rank of the group, number of the step set and name of every parameter.
-    """
-    for held in itertools.zip_longest(*told):
-        if len(set(held)) > 1:
-            shown = ", ".join(
-                f"rank {rank}: " + ("no more" if each is None else "{1} (step set {0})".format(*each))
-                for rank, each in enumerate(held)
-            )
-            raise PlanMismatchError(
-                f"the ranks of a tensor-parallel group hold different parameters, or the same in another order or in "
-                f"other sub-groups. The first that differ, by rank of the group: {shown}. With ZeRO 3 raise "
-                f"zero_optimization.sub_group_size so that all parameters are in one"
-            )
-
-
-def _cuts(model: nn.Module, routes: Mapping[int, Route], ranks: int) -> _Cuts:
-    """Return what the layers say of each shard of a matrix of Muon's."""
+def _shards_of_matrices(model: nn.Module, routes: Mapping[int, Route], ranks: int) -> dict[str, TensorShards]:
+    """Return what the layers say of each shard of a matrix of Muon's, by the parameter's name."""
     found = {}
     for param in model.parameters():
         route = routes.get(id(param))
-        if route is None or route.algorithm != "muon" or not is_model_parallel_parameter(param):
-            continue
-        if len(route.shape) != 2:
-            _refuse(route.name, f"a tensor-parallel shard of shape {list(route.shape)} is not a matrix")
-        try:
-            cut = read_cut(param)
-            numel = torch.Size(cut.shape).numel() if cut.shape else None
-            found[route.name] = cut.of_matrix(route.shape, ranks), numel
-        except ValueError as error:
-            _refuse(route.name, str(error))
+        if route is not None and route.algorithm == "muon" and is_model_parallel_parameter(param):
+            try:
+                found[route.name] = _read_shards(param, route.shape, ranks)
+            except ValueError as error:
+                _refuse(route.name, str(error))
     return found
 
 
@@ -283,68 +263,17 @@ def _refuse(name: str, why: str) -> NoReturn:
     )
 
 
-def _described(step_set: StepSet, cuts: _Cuts) -> dict[str, _Matrix]:
-    if step_set.stack_group is not None:
-        return {}  # every rank of the group has other experts, all of them whole
-    tensors = {partition.index: partition.tensor for partition in step_set.partitions}
-    described = {}
+def _held(step_set: StepSet) -> dict[str, tuple[tuple[int, int], str]]:
+    """Return the shape of each matrix, and a hash of what this rank holds of a copy; empty for shards."""
+    flat = {partition.index: partition.tensor.detach().reshape(-1) for partition in step_set.partitions}
+    found = {}
     for matrix in step_set.matrices:
-        cut, numel = cuts.get(matrix.name, (None, None))
-        plan = f"{matrix.rows} x {matrix.cols}, {matrix.grid}, {matrix.placement.numbers()}"
-        content = _content(matrix, tensors[matrix.partition], step_set.rank) if cut is None else ""
-        shape, shards = (matrix.rows, matrix.cols), matrix.shards or cut
-        described[matrix.name] = _Matrix(matrix.name, shape, shards, numel, plan, content)
-    return described
-
-
-def _content(matrix: MatrixLayout, tensor: Tensor, rank: int) -> str:
-    """Return a hash of what this rank holds of a matrix; empty if it holds nothing."""
-    fragment = matrix.placement.on(rank)
-    if fragment is None:
-        return ""
-    held = tensor.detach().reshape(-1).narrow(0, fragment.partition_offset, fragment.numel)
-    return hashlib.sha256(held.contiguous().view(torch.uint8).cpu().numpy().tobytes()).hexdigest()
-
-
-def _joined(step_set: StepSet, told: list[dict[str, _Matrix]], group: dist.ProcessGroup) -> StepSet:
-    """Return the step set with the shards of its matrices, from what the ranks of the group say of each."""
-    if step_set.stack_group is not None:
-        return step_set
-    matrices = (
-        replace(matrix, shards=_shards([each[matrix.name] for each in told])) for matrix in step_set.matrices
-    )
-    return replace(step_set, matrices=tuple(matrices), tensor_group=group)
-
-
-def _shards(told: list[_Matrix]) -> TensorShards:
-    """Return the shards that all ranks of the group tell of, or that of copies."""
-    first = told[0]
-    dims = {None if each.shards is None else each.shards.dim for each in told}
-    if len(dims) > 1:
-        raise PlanMismatchError(
-            f"{first.name}: the tensor-parallel ranks do not agree on the dimension that is cut"
-        )
-    if any(each.shape != first.shape for each in told) and first.shards is not None:
-        _refuse(first.name, f"its shards are unequal, {[list(each.shape) for each in told]}")
-    if first.shards is None and any(
-        (each.shape, each.content) != (first.shape, first.content) for each in told
-    ):
-        _refuse(
-            first.name,
-            "its shape or its values differ between tensor-parallel ranks, but it is not marked as a shard "
-            "(tensor_model_parallel, partition_dim); if it is meant to be a copy, start it equal on all ranks",
-        )
-    if any((each.plan, each.shards) != (first.plan, first.shards) for each in told):
-        raise PlanMismatchError(
-            f"{first.name} is partitioned by ZeRO otherwise on other tensor-parallel ranks, or has other blocks there"
-        )
-    if first.shards is None:
-        return TensorShards(None, ())
-    total = sum(each.shape[0] * each.shape[1] for each in told)
-    if first.logical_numel is not None and first.logical_numel != total:
-        _refuse(
-            first.name,
-            f"its shards have {total} elements together and the matrix {first.logical_numel}: some of its rows are on "
-            f"several ranks",
-        )
-    return first.shards
+        content, fragment = "", matrix.placement.on(step_set.rank)
+        if not matrix.is_cut:
+            content = "copy"
+            if fragment is not None:
+                part = flat[matrix.partition].narrow(0, fragment.partition_offset, fragment.numel)
+                own = part.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+                content = hashlib.sha256(own).hexdigest()
+        found[matrix.name] = (matrix.rows, matrix.cols), content
+    return found

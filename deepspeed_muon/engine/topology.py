@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_pipeline_parallel_group, bwc_pipeline_parallel_world_size
@@ -56,36 +55,30 @@ def ranks_of(engine: Any) -> Ranks:
     return Ranks.of(found)
 
 
-def holders(param: Tensor, default: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return the ranks that train ``param`` together.
+def groups_of(
+    param: Tensor, everyone: dist.ProcessGroup
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Return the ranks that train ``param`` together, those that skip steps with them, and those of its stack.
 
     An expert's parameters carry ``allreduce = False`` and the name of their expert-parallel group. The ranks that hold
-    the same expert are its expert-data-parallel group; they partition (or replicate) it among themselves.
+    the same expert are its expert-data-parallel group; they partition (or replicate) it among themselves. A stack of
+    some experts of a layer (AutoEP) skips steps with the ranks that hold the rest of it.
 
     Args:
         param: A parameter of the model.
-        default: The data-parallel group of everything that is no expert.
+        everyone: The data-parallel group of everything that is no expert.
+
+    Returns:
+        A process group, and ``wider_group`` and ``stack_group`` of a :class:`deepspeed_muon.step.step_set.StepSet`.
     """
     name = expert_group_name(param)
-    return default if name is None else groups._get_expert_data_parallel_group(name)
-
-
-def skips_with(
-    param: Tensor, default: dist.ProcessGroup
-) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Return ``wider_group`` and ``stack_group`` (:class:`deepspeed_muon.step.step_set.StepSet`) of a parameter's set.
-
-    A stack of some experts of a layer (AutoEP) has no wider group: other ranks hold the rest of it.
-
-    Args:
-        param: A parameter of the model.
-        default: The data-parallel group of everything that is no expert.
-    """
-    name = expert_group_name(param)
-    if name is None or not hasattr(param, _STACK):
-        return default, None
-    group = groups._get_expert_parallel_group(name)
-    return None, group if dist.get_world_size(group) > 1 else None
+    if name is None:
+        return everyone, everyone, None
+    holders = groups._get_expert_data_parallel_group(name)
+    if not hasattr(param, _STACK):
+        return holders, everyone, None
+    stack = groups._get_expert_parallel_group(name)
+    return holders, None, stack if dist.get_world_size(stack) > 1 else None
 
 
 def model_facts(engine: Any) -> RankFacts:
@@ -93,26 +86,8 @@ def model_facts(engine: Any) -> RankFacts:
     facts, scope_of = RankFacts(), functools.cache(Scope.of)
     for name, param in engine.module.named_parameters():
         shown = f"{str(param.dtype).removeprefix('torch.')} {list(true_shape(param))}"
-        facts.tell(f"parameter {name}", shown, scope_of(holders(param, engine.seq_data_parallel_group)))
+        facts.tell(f"parameter {name}", shown, scope_of(groups_of(param, engine.seq_data_parallel_group)[0]))
     return facts
-
-
-def order_parameters(engine: Any, optimizer: Muon, *, device: torch.device) -> None:
-    """Choose the order of the matrices of every Muon group that ZeRO 1 or 2 will flatten.
-
-    These keep their order: other stages, which do not cut a flat buffer; ``round_robin_gradients``, an order of its
-    own; and groups of experts, whose ranks are not known here.
-
-    Args:
-        engine: A ``DeepSpeedEngine`` before its ZeRO wrapper is made.
-        optimizer: Its optimizer. The lists in its param groups are replaced.
-        device: Where the iteration will run.
-    """
-    if engine.zero_optimization_stage() not in (1, 2) or engine.zero_round_robin_gradients():
-        return
-    ranks = dist.get_world_size(engine.seq_data_parallel_group)
-    sizes = [None if entry.get("moe") else ranks for entry in optimizer.param_groups]
-    optimizer._order_parameters(sizes, device=device)
 
 
 def read_step_sets(engine: Any, optimizer: Muon, routes: Mapping[int, Route]) -> list[StepSet]:
@@ -145,7 +120,7 @@ def _read(engine: Any, optimizer: Muon, routes: Mapping[int, Route]) -> list[Ste
     for index, params in enumerate(view.params):
         group = view.group(index)
         if group is None:
-            group = holders(params[0], everyone)
+            group, *_ = groups_of(params[0], everyone)
         call = 0 if view.is_one_call else index
         sets.setdefault((call, id(group)), (group, []))[1].append(index)
     return [_step_set(view, routes, group, indices, everyone) for group, indices in sets.values()]
@@ -154,7 +129,7 @@ def _read(engine: Any, optimizer: Muon, routes: Mapping[int, Route]) -> list[Ste
 def _step_set(
     view: View, routes: Mapping[int, Route], group: dist.ProcessGroup, indices: list[int], everyone: Any
 ) -> StepSet:
-    wider_group, stack_group = skips_with(view.params[indices[0]][0], everyone)
+    _, wider_group, stack_group = groups_of(view.params[indices[0]][0], everyone)
     ranks = dist.get_world_size(group)
     if wider_group is not None and dist.get_world_size(wider_group) <= ranks:
         wider_group = None

@@ -26,7 +26,6 @@ from deepspeed_muon.routing.route import (
 )
 from deepspeed_muon.routing.shapes import (
     cut_into_heads,
-    heads_by_config,
     leaf_name,
     share_of_blocks,
     split_output,
@@ -66,42 +65,34 @@ def route_parameters(
     config = config or MuonConfig()
     for item in parameters:
         _refuse_untrainable(item)
-    all_names = [name for item in parameters for name in item.names]
     shapes = [(item.names, _whole_shape(item)) for item in parameters]
     model = ModelNames.read((names, shape) for names, shape in shapes if len(shape) > 1)
     routes = [_route(item, config, explicit or {}, model) for item in parameters]
     if not partial:
-        muon = [
-            name
-            for item, route in zip(parameters, routes, strict=True)
-            if route.algorithm == "muon"
-            for name in item.names
-        ]
-        for pattern in config.matrices:
-            if not matches(pattern, muon, "matrices"):
-                raise RoutingError(
-                    f"optimizer.params.matrices: pattern {pattern!r} matches no parameter that goes to Muon; their "
-                    f"names look like {muon[:3]}"
-                )
-        check_routes(routes, all_names, config)
+        check_routes([(item.names, route) for item, route in zip(parameters, routes, strict=True)], config)
     return routes
 
 
-def check_routes(routes: Sequence[Route], names: Sequence[str], config: MuonConfig) -> None:
-    """Compare the routes of a whole model, and the ``names`` of all its parameters, with the settings.
+def check_routes(routed: Sequence[tuple[Sequence[str], Route]], config: MuonConfig) -> None:
+    """Compare the names of all parameters of a whole model, and their routes, with the settings.
 
     Raises:
         RoutingError: If a pattern matches nothing, or no heads were found.
     """
-    for key in ("include", "exclude", "matrices"):
+    names = [name for own, _ in routed for name in own]
+    muon = [name for own, route in routed if route.algorithm == "muon" for name in own]
+    for key, known, kind in (
+        ("matrices", muon, "parameter that goes to Muon; their"),
+        ("include", names, "parameter name;"),
+        ("exclude", names, "parameter name;"),
+    ):
         for pattern in getattr(config, key):
-            if not matches(pattern, names, key):
+            if not matches(pattern, known, key):
                 raise RoutingError(
-                    f"optimizer.params.{key}: pattern {pattern!r} matches no parameter name; "
-                    f"names look like {list(names[:3])}"
+                    f"optimizer.params.{key}: pattern {pattern!r} matches no {kind} names look like {known[:3]}"
                 )
     by_config = any(entry.heads == "config" for entry in config.matrices.values())
-    if by_config and not any(route.per_head for route in routes):
+    if by_config and not any(route.per_head for _, route in routed):
         raise RoutingError(
             "optimizer.params.matrices: 'heads' is 'config' and no attention projection was recognised, so no heads "
             "would be separate. They are found by name (q_proj, k_proj, v_proj and the like) with the head counts of "
@@ -162,7 +153,8 @@ def _route(
 ) -> Route:
     shape = true_shape(item.param)
     kind = _matrix_kind(item, shape)
-    algorithm, rule, reason = _decide(item, kind, _whole_shape(item), config, explicit, model)
+    whole_shape = _whole_shape(item)
+    algorithm, rule, reason = _decide(item, kind, whole_shape, config, explicit, model)
     if algorithm != "muon":
         return Route(item.name, shape, algorithm, reason, rule=rule)
     if kind is None:
@@ -176,7 +168,7 @@ def _route(
     )
     if kind == "experts":
         reason += f", {shape[0]} experts separately"
-    parts, per_head, how = _divide(item, shape, kind, transposed, asked)
+    parts, per_head, how = _divide(item, whole_shape, kind, transposed, asked)
     shards = item.shards
     if shards is not None:
         fused = asked.split is not None
@@ -199,11 +191,9 @@ def _divide(
 ) -> tuple[tuple[int, ...], bool, str]:
     """Return the sizes of the blocks along the output, whether heads are among them, and the words for the reason.
 
-    All of them are those of the whole layer, also if this rank has a shard of it.
+    All of them are those of the whole layer, of this ``shape``, also if this rank has a shard of it.
     """
     output = shape[-1] if transposed else shape[1] if kind == "experts" else shape[0]
-    if item.shards is not None and item.shards.dim == int(transposed):
-        output = sum(item.shards.sizes)
     parts: tuple[int, ...] = (output,)
     how = ", stored as input x output" if transposed else ""
     if asked.split is not None:
@@ -215,18 +205,18 @@ def _divide(
             interleaved="interleaved" in item.module_kinds,
         )
         how += f", split into {' + '.join(map(str, parts))}"
-    by_config = asked.heads == "config" and kind == "matrix"
+    attention = item.attention if asked.heads == "config" and kind == "matrix" else None
     counts: int | Sequence[int] = (1,) * len(parts)
-    if by_config:
-        counts = heads_by_config(parts, leaf_name(item.name), item.attention)
+    if attention is not None:
+        counts = attention.heads_of_parts(leaf_name(item.name), parts)
     elif isinstance(asked.heads, (int, list)):
         counts = asked.heads
     heads = cut_into_heads(parts, counts, name=item.name)
     per_head = max(heads) > 1
     if per_head:
         how += f", {' + '.join(map(str, heads))} heads separately"
-    elif by_config and item.attention is not None:
-        doubt = item.attention.doubt(leaf_name(item.name), output)
+    elif attention is not None:
+        doubt = attention.doubt(leaf_name(item.name), output)
         how += "" if doubt is None else f", {doubt}"
     blocks = tuple(size // count for size, count in zip(parts, heads, strict=True) for _ in range(count))
     return blocks, per_head, how

@@ -113,6 +113,14 @@ class AttentionShape:
         """Return into how many heads the projection ``leaf`` divides; ``None`` if its outputs do not fit its name."""
         return next((count for count, width in self._claims(leaf) if count * width == output), None)
 
+    def heads_of_parts(self, leaf: str, parts: Sequence[int]) -> Sequence[int]:
+        """Return the number of heads in each part of the output of the projection ``leaf``, 1 where that is unknown."""
+        if len(parts) == 1:
+            return (self.heads_of(leaf, parts[0]) or 1,)
+        if leaf in _FUSED_NAMES and tuple(parts) == self.qkv_sizes():
+            return self.heads, self.kv_heads, self.values[0]
+        return (1,) * len(parts)
+
     def doubt(self, leaf: str, output: int) -> str | None:
         """Return why a projection stays whole although its name claims heads; ``None`` for any other projection."""
         claims = self._claims(leaf)
@@ -248,21 +256,6 @@ def _named_sizes(
             f"the sizes of query, key and value instead"
         )
     return sizes
-
-
-def heads_by_config(parts: Sequence[int], leaf: str, attention: AttentionShape | None) -> int | Sequence[int]:
-    """Return the number of heads by the model's configuration, 1 where it does not tell.
-
-    Args:
-        parts: Sizes of the parts of the output; one for a layer that is not split.
-        leaf: The last component of the layer's name.
-        attention: The heads of its model.
-    """
-    if len(parts) == 1:
-        return (attention.heads_of(leaf, parts[0]) if attention is not None else None) or 1
-    if attention is not None and leaf in _FUSED_NAMES and tuple(parts) == attention.qkv_sizes():
-        return attention.heads, attention.kv_heads, attention.values[0]
-    return (1,) * len(parts)
 
 
 def cut_into_heads(parts: Sequence[int], heads: int | Sequence[int], *, name: str) -> tuple[int, ...]:

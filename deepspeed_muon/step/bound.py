@@ -295,8 +295,14 @@ class BoundSteps:
             if step_set.tensor_group is not None:
                 # Tensor-parallel ranks call collectives in the order of the plan, and compute by the settings.
                 across = Scope.of(step_set.tensor_group)
-                order = plan.owners, [chunk.matrices for chunk in plan.chunks], overlap
-                facts.tell(f"owners and chunks of step set {number}", order, across)
+                shards = [matrix.shards for matrix in step_set.matrices]
+                facts.tell(f"plan of step set {number}", (plan.digest(), shards, overlap), across)
+                # Shards of AdamW's parameters may be unequal.
+                names = [layout.name for layout in step_set.layouts]
+                fact = (
+                    f"parameters of step set {number} (at ZeRO 3 one sub-group must hold all: sub_group_size)"
+                )
+                facts.tell(fact, names, across)
                 own = self._config.model_dump_json()
                 facts.tell(f"optimizer.params for step set {number}", own, across)
         return facts

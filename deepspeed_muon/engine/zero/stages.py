@@ -103,10 +103,6 @@ class ZeroView(View):
     def dynamic_scaler(self) -> Any:
         return self.wrapper.loss_scaler if self.wrapper.dynamic_loss_scale else None
 
-    def grow_scale(self) -> None:
-        """Update the loss scale after a step without overflow, whatever replaces the wrapper's method."""
-        type(self.wrapper)._update_scale(self.wrapper, False)
-
     def prepare(self, *, autocast: bool) -> None:
         """Let a dynamic loss scale with the same start, growth and backoff take the place of a ``GradScaler``.
 

@@ -34,7 +34,6 @@ class Memory:
         queued: The same since the last call of ``reduce_gradients`` (ZeRO 1 with ``overlap_comm``).
         restart: Whether the next gradient is the first of a step (after ``zero_grad``).
         waiting: ``id`` of every parameter whose gradient waits for the end of the backward pass (ZeRO 1 and 2).
-        applied_scale: The loss scale of the gradients of the running step (ZeRO 0 in half precision).
     """
 
     engine: weakref.ref[Any]
@@ -42,7 +41,6 @@ class Memory:
     queued: set[int] = field(default_factory=set)
     restart: bool = False
     waiting: frozenset[int] = frozenset()
-    applied_scale: float = 1.0
 
 
 class View:
@@ -103,6 +101,10 @@ class View:
     def dynamic_scaler(self) -> Any:
         """Return the object with the attributes of a dynamic loss scale, or ``None``."""
 
+    def grow_scale(self) -> None:
+        """Update a dynamic loss scale after a step without overflow, whatever replaces the wrapper's method."""
+        type(self.wrapper)._update_scale(self.wrapper, False)
+
 
 class PlainView(View):
     """ZeRO 0 in fp32."""
@@ -134,14 +136,9 @@ class HalfView(View):
         config = self.wrapper.loss_scale_config
         return config if config.dynamic_loss_scale else None
 
-    @property
-    def norm(self) -> Any:
-        """The norm that the engine reports."""
-        return self.wrapper._global_grad_norm
-
-    @norm.setter
-    def norm(self, value: Any) -> None:
-        self.wrapper._global_grad_norm = value
+    def report_norm(self, norm: Any) -> None:
+        """Let the engine report a norm."""
+        self.wrapper._global_grad_norm = norm
 
 
 class FlatView(View):
