@@ -66,13 +66,6 @@ _COMPARED_SECTIONS = (
     "use_data_before_expert_parallelism",
 )
 
-_MADE_BEFORE_AUTOEP = (
-    "expert_parallel (AutoEP) with an optimizer that was made before deepspeed.initialize is not supported by "
-    "deepspeed_muon: AutoEP replaces the experts, and the new ones need param groups of their own, of which a schedule "
-    "made for the old groups would not know. Write the optimizer into the configuration, or pass a callable: "
-    "optimizer=lambda params: deepspeed_muon.Muon(model, ...)"
-)
-
 # Attributes that DeepSpeed, or a program for its Muon, gives to parameters. For an optimizer class called Muon they
 # make ZeRO run DeepSpeed's own Muon as well.
 _TAGS = ("use_muon", "muon_num_heads", "muon_head_dim")
@@ -89,10 +82,7 @@ def configure_expert_parallel(original: Original, engine: Any, *args: Any, **kwa
     """Compare what AutoEP goes by before it makes process groups of all ranks; let all ranks fail if one does."""
     if not (expert_parallel(engine) and _wants_muon(engine, engine.client_optimizer)):
         return original(engine, *args, **kwargs)
-    error: Exception | None = None
-    if engine.client_optimizer is not None:
-        error = UnsupportedConfigError(_MADE_BEFORE_AUTOEP)
-    _agree(all_ranks(), RankFacts(_sections(engine)), error=error)
+    _agree(all_ranks(), RankFacts(_sections(engine)))
     with together():
         return original(engine, *args, **kwargs)
 

@@ -22,6 +22,7 @@ from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group, tensor_
 from deepspeed_muon.engine.topology import ranks_of
 from deepspeed_muon.errors import UnsupportedConfigError
 from deepspeed_muon.logs import logger
+from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.parameters import is_divided
 from deepspeed_muon.variants import VARIANTS
 from deepspeed_muon.version import __version__
@@ -258,6 +259,12 @@ _REFUSED: dict[str, _Row] = {
     "expert_parallel (AutoEP) with deepspeed.moe": (
         lambda engine, _: expert_parallel(engine) and _has_layers_of_deepspeed(engine),
         "experts of both kinds were not compared with the reference together; use one of them",
+    ),
+    "expert_parallel (AutoEP) with an optimizer that was made before deepspeed.initialize": (
+        lambda engine, _: expert_parallel(engine) and isinstance(engine.client_optimizer, Muon),
+        "AutoEP replaces the experts, and the new ones need param groups of their own, of which a schedule made for "
+        "the old groups would not know. Write the optimizer into the configuration, or pass a callable: "
+        "optimizer=lambda params: deepspeed_muon.Muon(model, ...)",
     ),
     "tensor parallelism with deepspeed.moe": (
         lambda engine, _: _has_layers_of_deepspeed(engine) and _is_cut(engine),

@@ -269,18 +269,15 @@ def shares_of_blocks(matrix: MatrixLayout) -> list[MatrixLayout]:
         for _, run in groupby(enumerate(shards.whole), lambda each: -1 if each[1] else each[0])
     ]
     first_rows = list(accumulate(blocks, initial=0))
-    return [
-        replace(
-            matrix.run(first_rows[run[0]], blocks[run[0] : run[-1] + 1]),
-            shards=None if shards.whole[run[0]] else _shards_of_block(shards, blocks[run[0]]),
-        )
-        for run in runs
-    ]
-
-
-def _shards_of_block(shards: TensorShards, rows: int) -> TensorShards:
-    """Return how a block of a cut matrix is cut, of which this rank has ``rows`` rows."""
-    return TensorShards(shards.dim, (rows,) * len(shards.sizes) if shards.dim == 0 else shards.sizes)
+    found = []
+    for run in runs:
+        own = None
+        if not shards.whole[run[0]]:
+            rows = (blocks[run[0]],) * len(shards.sizes)
+            own = TensorShards(shards.dim, rows if shards.dim == 0 else shards.sizes)
+        part = matrix.run(first_rows[run[0]], blocks[run[0] : run[-1] + 1])
+        found.append(replace(part, shards=own))
+    return found
 
 
 def sent_by_rank(

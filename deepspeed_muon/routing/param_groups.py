@@ -7,7 +7,7 @@ expert-parallel groups. The divided groups keep the caller's settings, for examp
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,7 +113,6 @@ def build_groups(
     known = model_parameters_by_name(model, shards) if model is not None else {}
     callers = _caller_groups(params, known)
     members = [member for group in callers for member in group.members]
-    _refuse_duplicates(members)
     partial = model is not None and is_divided(model)
     explicit = {
         id(member.param): algorithm
@@ -152,6 +151,7 @@ def _caller_groups(params: Iterable[Any], known: Mapping[int, NamedParameter]) -
         items = [{"params": items}]
     groups = []
     named: dict[bool, str] = {}
+    seen: set[int] = set()
     for number, item in enumerate(items):
         if "params" not in item:
             raise RoutingError(f"param group {number} has no 'params'")
@@ -177,7 +177,12 @@ def _caller_groups(params: Iterable[Any], known: Mapping[int, NamedParameter]) -
             name = names[position] if name is None and names is not None else name
             place = f"entry {position} of param group {number}"
             named.setdefault(name is not None, place)
-            members.append(_member(name, param, known, place))
+            members.append(member := _member(name, param, known, place))
+            if id(member.param) in seen:
+                raise RoutingError(
+                    f"parameter {member.name} appears twice in the optimizer's groups; pass it once"
+                )
+            seen.add(id(member.param))
         groups.append(_CallerGroup(f"param group {number}", settings, members))
     if len(named) == 2:
         raise RoutingError(
@@ -195,16 +200,6 @@ def _member(name: str | None, param: Any, known: Mapping[int, NamedParameter], p
     if id(param) in known:
         return known[id(param)]
     return NamedParameter((str(name),) if name is not None else (), param)  # type: ignore[arg-type]
-
-
-def _refuse_duplicates(members: Sequence[NamedParameter]) -> None:
-    seen: set[int] = set()
-    for member in members:
-        if id(member.param) in seen:
-            raise RoutingError(
-                f"parameter {member.name} appears twice in the optimizer's groups; pass it once"
-            )
-        seen.add(id(member.param))
 
 
 def _explicit_algorithm(settings: Mapping[str, Any]) -> Algorithm | None:

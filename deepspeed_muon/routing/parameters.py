@@ -22,7 +22,6 @@ from deepspeed_muon.routing.shapes import (
     AttentionShape,
     attention_shapes,
     leaf_name,
-    nearest_attention,
     true_shape,
 )
 
@@ -143,7 +142,7 @@ def model_parameters_by_name(
             tuple(names[key]),
             param,
             frozenset(kinds.get(key, ())),
-            nearest_attention(shapes, names[key][0]),
+            shapes.get(names[key][0].rpartition(".")[0]),
             (shards or {}).get(key),
         )
         for key, param in params.items()

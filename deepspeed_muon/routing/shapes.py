@@ -8,7 +8,7 @@ output projection, whose heads lie on its input, stays whole.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,12 +21,14 @@ SplitRule = str | Sequence[int] | Sequence[float]
 """Sizes of the parts, fractions of the output, or the word ``qkv`` or ``gate_up``."""
 
 
-# Modules whose output is a run of heads, by the last component of their name. q_b_proj and kv_b_proj are the
+# Whose heads the output of a projection is a run of, by the last component of its name. q_b_proj and kv_b_proj are the
 # up-projections of multi-head latent attention.
-_QUERY_NAMES = frozenset({"q_proj", "query", "wq", "q", "q_b_proj"})
-_KEY_NAMES = frozenset({"k_proj", "key", "wk", "k"})
-_VALUE_NAMES = frozenset({"v_proj", "value", "wv", "v"})
-_LATENT_NAMES = frozenset({"kv_b_proj"})
+_PROJECTIONS = {
+    **dict.fromkeys(("q_proj", "query", "wq", "q", "q_b_proj"), "query"),
+    **dict.fromkeys(("k_proj", "key", "wk", "k"), "key"),
+    **dict.fromkeys(("v_proj", "value", "wv", "v"), "value"),
+    "kv_b_proj": "latent",
+}
 _FUSED_NAMES = frozenset(
     {"qkv_proj", "qkv", "wqkv", "c_attn", "query_key_value", "in_proj_weight", "in_proj_qkv"}
 )
@@ -41,27 +43,27 @@ _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "multi_
 _WIDTHS = ("hidden_size", "n_embd", "d_model")
 
 
+Heads = tuple[tuple[int, int], ...]
+"""Numbers of heads that a projection can have, each with the outputs of a head: its size decides between them."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
     """The heads of an attention module, from a Hugging Face style configuration or the module itself.
 
     Attributes:
-        heads: Query heads.
-        kv_heads: Key and value heads.
-        head_dim: Outputs of a head.
-        linear_values: Heads of the values of linear attention, and outputs of each, which may differ from the keys'.
-        latent_query: Outputs of a query head of multi-head latent attention.
-        latent_kv: Outputs of a head of its joint key and value projection.
+        query: Of multi-head latent attention, then of the plain one.
+        key: Fewer than query heads with grouped queries.
+        value: They differ from the keys' in linear attention only.
+        latent: Of the joint key and value projection of multi-head latent attention.
         model_type: The configuration's ``model_type``.
     """
 
-    heads: int
-    kv_heads: int
-    head_dim: int | None = None
-    latent_query: int | None = None
-    latent_kv: int | None = None
+    query: Heads
+    key: Heads
+    value: Heads
+    latent: Heads = ()
     model_type: str = ""
-    linear_values: tuple[int, int] | None = None
 
     @classmethod
     def from_linear_attention(cls, module: nn.Module) -> AttentionShape | None:
@@ -72,8 +74,8 @@ class AttentionShape:
         keys, width = (_first(module, (name,)) for name in ("num_k_heads", "head_k_dim"))
         if keys is None or width is None:
             return None
-        values = _first(module, ("num_v_heads", "num_k_heads")), _first(module, ("head_v_dim", "head_k_dim"))
-        return cls(keys, keys, width, linear_values=(values[0] or keys, values[1] or width))
+        values = _first(module, ("num_v_heads",)) or keys, _first(module, ("head_v_dim",)) or width
+        return cls(((keys, width),), ((keys, width),), (values,))
 
     @classmethod
     def from_config(cls, config: Any) -> AttentionShape | None:
@@ -81,33 +83,29 @@ class AttentionShape:
         heads = _first(config, _HEADS)
         if heads is None:
             return None
-        width = _first(config, _WIDTHS)
-        head_dim = _first(config, ("head_dim", "d_kv"))
+        shared = _first(config, _KEY_VALUE_HEADS) or heads
+        width, head_dim = _first(config, _WIDTHS), _first(config, ("head_dim", "d_kv"))
         if head_dim is None and width is not None and width % heads == 0:
             head_dim = width // heads
-        nope = _first(config, ("qk_nope_head_dim",))
-        rope = _first(config, ("qk_rope_head_dim",))
-        value = _first(config, ("v_head_dim",))
+        nope, rope, value = (_first(config, (f"{name}_head_dim",)) for name in ("qk_nope", "qk_rope", "v"))
+        plain = ((heads, head_dim),) if head_dim else ()
+        grouped = ((shared, head_dim),) if head_dim else ()
         return cls(
-            heads,
-            _first(config, _KEY_VALUE_HEADS) or heads,
-            head_dim,
-            None if nope is None or rope is None else nope + rope,
-            None if nope is None or value is None else nope + value,
+            (((heads, nope + rope),) if nope and rope else ()) + plain,
+            grouped,
+            grouped,
+            ((heads, nope + value),) if nope and value else (),
             str(getattr(config, "model_type", "") or ""),
         )
 
-    def qkv_sizes(self) -> tuple[int, int, int] | None:
-        """Return the sizes of query, key and value in a fused projection."""
-        if self.head_dim is None:
-            return None
-        heads, width = self.values
-        return self.heads * self.head_dim, self.kv_heads * self.head_dim, heads * (width or 0)
-
     @property
-    def values(self) -> tuple[int, int | None]:
-        """The heads of the values, and the outputs of each."""
-        return self.linear_values or (self.kv_heads, self.head_dim)
+    def _fused(self) -> Heads:
+        """The heads of query, key and value in a fused projection; empty if their size is not known."""
+        return self.query[-1:] + self.key[-1:] + self.value[-1:] if self.key else ()
+
+    def qkv_sizes(self) -> tuple[int, ...]:
+        """Return the sizes of query, key and value in a fused projection; empty if they are not known."""
+        return tuple(count * width for count, width in self._fused)
 
     def heads_of(self, leaf: str, output: int) -> int | None:
         """Return into how many heads the projection ``leaf`` divides; ``None`` if its outputs do not fit its name."""
@@ -118,7 +116,7 @@ class AttentionShape:
         if len(parts) == 1:
             return (self.heads_of(leaf, parts[0]) or 1,)
         if leaf in _FUSED_NAMES and tuple(parts) == self.qkv_sizes():
-            return self.heads, self.kv_heads, self.values[0]
+            return [count for count, _ in self._fused]
         return (1,) * len(parts)
 
     def doubt(self, leaf: str, output: int) -> str | None:
@@ -129,18 +127,9 @@ class AttentionShape:
         count, width = claims[-1]
         return f"whole: {count} heads of {width} are not its {output} outputs"
 
-    def _claims(self, leaf: str) -> list[tuple[int, int]]:
-        """Return the head counts and widths that a projection of this name can have."""
-        claims: list[tuple[int, int | None]] = []
-        if leaf in _QUERY_NAMES:
-            claims = [(self.heads, self.latent_query), (self.heads, self.head_dim)]
-        elif leaf in _KEY_NAMES:
-            claims = [(self.kv_heads, self.head_dim)]
-        elif leaf in _VALUE_NAMES:
-            claims = [self.values]
-        elif leaf in _LATENT_NAMES:
-            claims = [(self.heads, self.latent_kv)]
-        return [(count, width) for count, width in claims if width]
+    def _claims(self, leaf: str) -> Heads:
+        claims: Heads = getattr(self, _PROJECTIONS[leaf]) if leaf in _PROJECTIONS else ()
+        return claims
 
 
 def _first(config: Any, names: Sequence[str]) -> int | None:
@@ -167,41 +156,21 @@ def true_shape(param: Tensor) -> tuple[int, ...]:
     return tuple(getattr(param, "ds_shape", param.shape))
 
 
-def attention_shapes(model: nn.Module) -> dict[str, AttentionShape]:
-    """Return the attention heads that each module's own ``config`` names, by the module's name.
+def attention_shapes(model: nn.Module) -> dict[str, AttentionShape | None]:
+    """Return the attention heads that hold for each module, by its name: those that it or the closest above it names.
 
-    Layers of linear attention name their own. A vision tower has another configuration than the language model beside
-    it: see :func:`nearest_attention`.
+    Layers of linear attention name their own, others have a ``config``. A vision tower has another one than the
+    language model beside it.
     """
-    found: dict[str, AttentionShape] = {}
-    known: dict[int, AttentionShape | None] = {}
-    for name, module in model.named_modules():
-        linear = AttentionShape.from_linear_attention(module)
-        if linear is not None:
-            found[name] = linear
-            continue
+    found: dict[str, AttentionShape | None] = {}
+    for name, module in model.named_modules():  # those above come first
+        own = AttentionShape.from_linear_attention(module)
         config = getattr(module, "config", None)
-        if config is None or isinstance(config, (str, int, float)):
-            continue
-        if id(config) not in known:
-            inner = getattr(config, "text_config", None)
-            known[id(config)] = AttentionShape.from_config(config) or AttentionShape.from_config(inner)
-        shape = known[id(config)]
-        if shape is not None:
-            found[name] = shape
+        if own is None and config is not None and not isinstance(config, (str, int, float)):
+            text_config = getattr(config, "text_config", None)
+            own = AttentionShape.from_config(config) or AttentionShape.from_config(text_config)
+        found[name] = own or found.get(name.rpartition(".")[0])
     return found
-
-
-def nearest_attention(shapes: Mapping[str, AttentionShape], name: str) -> AttentionShape | None:
-    """Return the entry of the closest module above the parameter ``name``."""
-    if not shapes:
-        return None
-    path = name.split(".")[:-1]
-    for length in range(len(path), -1, -1):
-        shape = shapes.get(".".join(path[:length]))
-        if shape is not None:
-            return shape
-    return None
 
 
 def split_output(
@@ -249,8 +218,8 @@ def _named_sizes(
             f"{where} and a layer of that name is often stored head by head, where query, key and value are not "
             f"contiguous; if they are contiguous in this model, write their sizes instead of 'qkv'"
         )
-    sizes = attention.qkv_sizes() if attention is not None else None
-    if sizes is None:
+    sizes = attention.qkv_sizes() if attention is not None else ()
+    if not sizes:
         raise RoutingError(
             f"{where} and 'qkv' needs a model whose config has num_attention_heads and head_dim or hidden_size; write "
             f"the sizes of query, key and value instead"

@@ -15,7 +15,7 @@ from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.errors import ConfigError, RoutingError
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.route import Route
-from deepspeed_muon.routing.shapes import AttentionShape, leaf_name, nearest_attention, split_output
+from deepspeed_muon.routing.shapes import AttentionShape, leaf_name, split_output
 from tests.support.models import build
 from tests.support.reference import polar
 
@@ -86,7 +86,6 @@ def test_the_nearest_config_counts() -> None:
     found = routes(model, matrices={"*": {"heads": "config"}})
     assert found["q_proj.weight"].row_blocks == (8,) * 4
     assert found["vision.q_proj.weight"].row_blocks == (4,) * 8
-    assert nearest_attention({}, "a.b.weight") is None
     inner = Named()
     inner.config = SimpleNamespace(text_config=SimpleNamespace(**LLAMA))
     inner.q_proj = nn.Linear(7, 32, bias=False)
