@@ -10,7 +10,8 @@ same round.
 
 With ``--fragments`` rank 1 owns all matrices, so that rank 0 only has a fragment of each. The exchange of the gradient
 flags, which comes before the inner step, counts for ``inner`` then. The last line has what one more matrix costs.
-``--variant`` takes another variant of this project.
+``--variant`` takes another variant of this project. ``--int8`` compares momentum in 8 bits with fp32 instead; with
+``--width`` the arithmetic counts too.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import support
 from tests.support.harness import run_ranks
 
-WIDTH = 16
-OPTIMIZERS = ("ours", "AdamW", "DeepSpeed's Muon")
+OPTIMIZERS = ("AdamW", "ours", "DeepSpeed's Muon")
+MOMENTA = ("ours", "ours, int8 momentum")
 
 
 class Layers(nn.Module):
     """Square layers one after the other, so that each has a gradient."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, width: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count))
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -49,7 +50,7 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
-def make_engine(name: str, count: int, variant: str = "muon") -> Any:
+def make_engine(name: str, count: int, width: int, variant: str) -> Any:
     """Return an engine at stage 3; rates of zero keep weights and gradients equal."""
     import deepspeed
 
@@ -64,13 +65,14 @@ def make_engine(name: str, count: int, variant: str = "muon") -> Any:
         "zero_optimization": zero,
         "optimizer": {"type": "AdamW" if name == "AdamW" else "Muon", "params": {"lr": 0.0}},
     }
-    if name == OPTIMIZERS[0]:
-        config["optimizer"]["params"]["variant"] = variant
+    if name in MOMENTA:
+        dtype = "int8" if name == MOMENTA[1] else "fp32"
+        config["optimizer"]["params"] |= {"variant": variant, "momentum_dtype": dtype}
     if name == OPTIMIZERS[2]:
         zero.update(reduce_scatter=False, save_muon_momentum_buffer_in_memory=True)
         deepspeed_muon.unregister()
     try:
-        model = Layers(count)
+        model = Layers(count, width)
         engine, *_ = deepspeed.initialize(
             model=model, model_parameters=list(model.parameters()), config=config
         )
@@ -88,14 +90,23 @@ def owned_by_last(*args: Any, **kwargs: Any) -> Any:
 
 
 def measure(
-    rank: int, world_size: int, *, count: int, rounds: int, fragments: bool, variant: str
+    rank: int,
+    world_size: int,
+    *,
+    count: int,
+    rounds: int,
+    fragments: bool,
+    variant: str,
+    width: int,
+    int8: bool,
 ) -> dict[str, list[list[float]]]:
     """Return the milliseconds of each round: inner, and step."""
     if fragments:
         with mock.patch("deepspeed_muon.step.runner.assign", owned_by_last):
-            engines = {"ours": make_engine("ours", count, variant)}
+            engines = {"ours": make_engine("ours", count, width, variant)}
     else:
-        engines = {name: make_engine(name, count, variant) for name in OPTIMIZERS}
+        names = MOMENTA if int8 else OPTIMIZERS
+        engines = {name: make_engine(name, count, width, variant) for name in names}
     spent = [0.0]
 
     def timed(original: Any) -> Any:
@@ -119,7 +130,7 @@ def measure(
     for number, names in enumerate(support.turns(list(engines), rounds + 3)):
         for name in names:
             engine = engines[name]
-            engine.backward(engine(torch.randn(1, WIDTH, dtype=torch.bfloat16)))
+            engine.backward(engine(torch.randn(1, width, dtype=torch.bfloat16)))
             spent[0], start = 0.0, time.thread_time()
             engine.step()
             step = time.thread_time() - start
@@ -143,12 +154,12 @@ def fragment_table(found: dict[int, list[list[float]]]) -> list[str]:
 
 
 def rows_of(count: int, found: dict[str, list[list[float]]]) -> Iterator[list[object]]:
-    """Yield the rows of one number of matrices."""
-    adamw = list(zip(*found["AdamW"], strict=True))
+    """Yield the rows of one number of matrices, with ratios to the first optimizer."""
+    first = list(zip(*next(iter(found.values())), strict=True))
     for name, rounds in found.items():
         parts = list(zip(*rounds, strict=True))
         inner, step = map(statistics.median, parts)
-        ratios = [support.median_ratio(own, peer) for own, peer in zip(parts, adamw, strict=True)]
+        ratios = [support.median_ratio(own, peer) for own, peer in zip(parts, first, strict=True)]
         times = [f"{inner:.2f}", f"{1e3 * inner / count:.1f}", f"{step:.2f}"]
         yield [count, name, *times, *(f"{ratio:.2f}" for ratio in ratios)]
 
@@ -160,10 +171,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--fragments", action="store_true", help="rank 0 owns no matrix")
     parser.add_argument("--variant", default="muon", help="optimizer.params.variant of this project")
+    parser.add_argument("--width", type=int, default=16, help="rows and columns of a matrix")
+    parser.add_argument("--int8", action="store_true", help="momentum in 8 bits beside fp32")
     arguments = parser.parse_args()
     results = {}
     for count in arguments.matrices:
-        settings = {key: getattr(arguments, key) for key in ("rounds", "fragments", "variant")}
+        settings = {
+            key: getattr(arguments, key) for key in ("rounds", "fragments", "variant", "width", "int8")
+        }
         settings["count"] = count
         results[count] = run_ranks("benchmarks.host_time:measure", 2, settings, timeout=600)[0]
     used = support.machine()
@@ -172,7 +187,8 @@ def main() -> None:
     else:
         heads = ["matrices", "optimizer", "inner ms", "inner us a matrix", "step ms"]
         rows = [row for count, found in results.items() for row in rows_of(count, found)]
-        lines = support.table([*heads, "inner / AdamW", "step / AdamW"], rows)
+        first = MOMENTA[0] if arguments.int8 else OPTIMIZERS[0]
+        lines = support.table([*heads, f"inner / {first}", f"step / {first}"], rows)
     described = ", ".join(f"{name}: {value}" for name, value in used.items())
     page = ["# Host time of a step", "", described, "", *lines]
     print("\n".join(page))

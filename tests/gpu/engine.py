@@ -27,6 +27,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ),
     ("stage 2 fp32, offload", {"stage": 2, "zero": {"offload_optimizer": {"device": "cpu"}}}),
     ("stage 3 bf16, native kernels", {"stage": 3, "precision": "bf16", "params": {"ns_backend": "ops"}}),
+    (
+        "stage 3 bf16, int8 momentum, native kernels",
+        {"stage": 3, "precision": "bf16", "params": {"ns_backend": "ops", "momentum_dtype": "int8"}},
+    ),
     ("stage 3 bf16, NorMuon", {"stage": 3, "precision": "bf16", "params": {"variant": "normuon"}}),
 ]
 
