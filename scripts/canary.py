@@ -145,7 +145,7 @@ def facts() -> dict[str, Any]:
         texts.update({f"{owner.__name__}.{name}": source(owner, name) for name in names})
     for wrapper, view in stages.WRAPPERS.items():
         code = "".join(source(each) for each in wrapper.__mro__ if each.__module__.startswith("deepspeed."))
-        for name in (*stages.read_by(view), "norm_for_param_grads"):
+        for name in (*stages._READ[view], *stages._READ_WITH_OFFLOAD):
             uses = rf".*(?:self\.{name}\b[^=\n()]*=[^=]|def {name}\b).*\n"
             texts[f"{wrapper.__name__}: {name}"] = "".join(sorted(set(re.findall(uses, code))))
     return {"version": deepspeed.__version__, "guard": guard, "facts": texts}

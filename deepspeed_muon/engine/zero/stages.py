@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-import re
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -315,16 +313,36 @@ WRAPPERS: dict[type, type[HalfView | Bf16View | Zero12View | Zero3View]] = {
 }
 
 
-# What only some releases or configurations have, and what our own optimizer lacks where there is no wrapper.
-_NOT_ALWAYS = {"_wait_for_offload_copies", "norm_for_param_grads", "optimizer"}
+_READ_OF_ZERO = (
+    "averaged_gradients", "dp_process_group", "dynamic_loss_scale", "get_param_id", "gradient_accumulation_dtype",
+    "is_gradient_accumulation_boundary", "loss_scaler", "micro_step_id", "model_parallel_group", "overflow",
+    "reset_cpu_buffers", "torch_autocast_gradscaler",
+)  # fmt: skip
+_READ_WITH_OFFLOAD = ("norm_for_param_grads",)
 
-
-def read_by(view: type[View]) -> tuple[str, ...]:
-    """Return what a view, as its code says, reads or calls of its wrapper, and ``overflow``, which hooks read."""
-    code = "".join(inspect.getsource(kind) for kind in view.__mro__[:-1])
-    found = set(re.findall(r"\bwrapper\.(\w+)", code))
-    hooked = set() if view in (PlainView, Bf16View) else {"overflow"}
-    return tuple(sorted((found | hooked) - _NOT_ALWAYS))
+# What each view reads or calls of its wrapper.
+_READ: dict[type[View], tuple[str, ...]] = {
+    PlainView: (),
+    HalfView: ("_global_grad_norm", "clip_grad", "fp16_groups", "fp32_groups", "loss_scale_config", "overflow"),
+    Bf16View: (
+        "bf16_groups", "bf16_groups_flat", "bf16_partitioned_groups", "fp32_groups_flat_partition",
+        "fp32_groups_has_gradients", "real_dp_process_group",
+    ),
+    Zero12View: (
+        *_READ_OF_ZERO, "bit16_groups", "bit16_groups_flat", "check_grad_overflow", "copy_grads_in_partition",
+        "cpu_offload", "get_gradient_for_reduction", "ignore_unused_parameters", "overlap_comm",
+        "parallel_partitioned_bit16_groups", "params_in_partition", "partition_gradients", "real_dp_process_group",
+        "reduce_independent_p_g_buckets_and_remove_grads", "reduce_ready_partitions_and_remove_grads",
+        "single_partition_of_fp32_groups", "use_grad_accum_attribute",
+    ),
+    Zero3View: (
+        *_READ_OF_ZERO, "_swappable_optimizer_subgroup", "_unflatten_partitioned_parameters",
+        "checkpoint_event_epilogue", "checkpoint_event_prologue", "fp16_groups", "fp16_partitioned_groups_flat",
+        "fp16_partitioned_groups_flat_numel", "fp32_partitioned_groups_flat", "grad_partitions_flat_buffer",
+        "offload_optimizer", "optimizer_swapper", "parameter_offload", "partition_grads", "reduce_and_partition_stream",
+        "sub_group_to_group_id",
+    ),
+}  # fmt: skip
 
 
 def view_of(wrapper: Any) -> View:
@@ -355,9 +373,9 @@ def require_known(wrapper: Any) -> None:
             message has all of them.
     """
     kind = WRAPPERS.get(type(wrapper), PlainView)
-    missing = [name for name in read_by(kind) if not hasattr(wrapper, name)]
-    if not missing and view_of(wrapper).offloads and not hasattr(wrapper, "norm_for_param_grads"):
-        missing = ["norm_for_param_grads"]
+    missing = [name for name in _READ[kind] if not hasattr(wrapper, name)]
+    if not missing and view_of(wrapper).offloads:
+        missing = [name for name in _READ_WITH_OFFLOAD if not hasattr(wrapper, name)]
     if missing:
         raise UnsupportedConfigError(
             f"{type(wrapper).__name__} of this DeepSpeed has no {', '.join(missing)}, where deepspeed_muon looks for "
