@@ -169,8 +169,10 @@ def momentum_pack_int8_(
             new = block_scales(whole.abs().amax(1).float())
             for place, number in known.items():
                 new[place] = cut[number, 1]
-            kept.copy_(new)
             own.copy_(to_codes(whole, new.unsqueeze(1)).view(-1).narrow(0, before, stop - start))
+            for place in known:
+                new[place] = kept[place]
+            kept.copy_(new)
 
 
 def unpack_apply_(params: Sequence[Tensor], updates: Sequence[Tensor], table: Tensor, rates: Tensor) -> None:

@@ -81,16 +81,15 @@ def check_routes(routed: Sequence[tuple[Sequence[str], Route]], config: MuonConf
     """
     names = [name for own, _ in routed for name in own]
     muon = [name for own, route in routed if route.algorithm == "muon" for name in own]
-    for key, known, kind in (
-        ("matrices", muon, "parameter that goes to Muon; their"),
-        ("include", names, "parameter name;"),
-        ("exclude", names, "parameter name;"),
+    no_name = "matches no parameter name; names look like"
+    for key, known, what in (
+        ("matrices", muon, "matches no parameter that goes to Muon; their names look like"),
+        ("include", names, no_name),
+        ("exclude", names, no_name),
     ):
         for pattern in getattr(config, key):
             if not matches(pattern, known, key):
-                raise RoutingError(
-                    f"optimizer.params.{key}: pattern {pattern!r} matches no {kind} names look like {known[:3]}"
-                )
+                raise RoutingError(f"optimizer.params.{key}: pattern {pattern!r} {what} {known[:3]}")
     by_config = any(entry.heads == "config" for entry in config.matrices.values())
     if by_config and not any(route.per_head for _, route in routed):
         raise RoutingError(

@@ -13,7 +13,7 @@ from deepspeed_muon.checkpoint.consolidate import consolidate_files
 from deepspeed_muon.checkpoint.offline import convert_to_universal, export_to_torch
 from deepspeed_muon.variants import ROW_STATE, VARIANTS
 from tests.support import training
-from tests.support.contract import compare, params_of
+from tests.support.contract import STEPS, compare, params_of
 from tests.support.models import MATRICES
 from tests.support.thinning import full
 from tests.support.training import full_rows
@@ -115,10 +115,10 @@ def test_consolidated_sets_move_to_another_topology(
     ranks: Any, tmp_path: Path, from_stage: int, from_world: int, to_stage: int, to_world: int, variant: str
 ) -> None:
     arguments = {"how": "consolidated", "params": params_of(variant)}
-    saved = ranks(from_world).run(train, stage=from_stage, steps=(0, 3), save=str(tmp_path), **arguments)
+    saved = ranks(from_world).run(train, stage=from_stage, steps=(0, 2), save=str(tmp_path), **arguments)
     record = load_index(tmp_path).parameters["experts.up_proj"]
     assert record.rows == 30 and record.row_keys == tuple(each.key for each in VARIANTS[variant].state)
-    results = ranks(to_world).run(train, stage=to_stage, steps=(3, 5), load=str(tmp_path), **arguments)
+    results = ranks(to_world).run(train, stage=to_stage, steps=(2, STEPS), load=str(tmp_path), **arguments)
     assert_equal(results[0]["loaded"], saved[0])
     for result, before in zip(results, [saved[0]] * to_world, strict=True):
         result["norms"] = before["norms"] + result["norms"]

@@ -80,7 +80,7 @@ def test_restoring_adamws_betas_leaves_momentum_alone() -> None:
     optimizer, muon, _ = optimizer_and_groups(momentum=0.95)
     record = SimpleNamespace(group=0, name="weight")
     state: Any = SimpleNamespace(
-        parameters=[SimpleNamespace(record=record, name="weight")], optimizer=optimizer
+        parameters={"weight": SimpleNamespace(record=record, name="weight")}, optimizer=optimizer
     )
     index: Any = SimpleNamespace(groups=[{"betas": [0.8, 0.99], "lr": 0.5}], parameters={"weight": record})
     settings = group_settings(state, index, "a set")[0]

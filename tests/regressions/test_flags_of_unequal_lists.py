@@ -34,12 +34,16 @@ def start(rank: int, world_size: int, *, stage: int, how: str) -> str:
 @pytest.mark.parametrize(
     ("stage", "how", "said"),
     [
-        (0, "more", ["rank 0: embed.weight", "rank 1: third"]),
-        (1, "order", ["rank 0: first", "rank 1: second"]),
-        (1, "name", ["rank 0: first", "rank 1: renamed"]),
+        (0, "more", ["'second', 'embed.weight'", "'second', 'third', 'embed.weight'"]),
+        (1, "order", ["'first', 'second', 'embed.weight'", "'second', 'first', 'embed.weight'"]),
+        (1, "name", ["'first', 'second', 'embed.weight'", "'renamed', 'second', 'embed.weight'"]),
     ],
 )
 def test_refused_on_every_rank(ranks: Any, stage: int, how: str, said: list[str]) -> None:
     for message in ranks(2).run(start, stage=stage, how=how):
-        assert message.startswith("PlanMismatchError: ") and "different parameters" in message, message
-        assert all(words in message for words in said), message
+        assert message.startswith("PlanMismatchError: the ranks do not agree:\nparameters of step set"), (
+            message
+        )
+        shown = [text.partition(";")[0] for text in message.split("ranks [")[1:]]
+        for rank, (words, text) in enumerate(zip(said, shown, strict=True)):
+            assert text.startswith(f"{rank}]: [") and words in text, message

@@ -24,10 +24,13 @@ from tests.support.training import ds_config, full_masters, full_states, run_ste
 
 # What deepspeed_muon/engine would not need with the patch.
 DELETED = {
-    "zero/views.py": ("View.group", "View.placements", "View.group_numbers"),
+    "zero/views.py": (
+        "View.group", "View.placements", "View.group_numbers", "FlatView.group", "FlatView.placements",
+        "FlatView.group_numbers",
+    ),
     "zero/stages.py": (
-        "ZeroView.gradients", "ZeroView.is_true_of_any", "FlatView.group", "FlatView.placements",
-        "FlatView.group_numbers", "Zero3View.group", "Zero3View.placements", "Zero3View.group_numbers",
+        "ZeroView.gradients", "ZeroView.is_true_of_any", "Zero3View.group", "Zero3View.placements",
+        "Zero3View.group_numbers",
     ),
     "topology.py": ("_read", "_step_set"),
     "gradients.py": ("exchange_flags_first", "has_overflow"),

@@ -22,7 +22,8 @@ def private_accesses(tree: ast.AST) -> list[tuple[int, str]]:
         if isinstance(node, ast.Attribute):
             target, name = node.value, node.attr
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in BY_NAME:
-            target, name = node.args[0], getattr(node.args[1], "value", "")
+            target, what = node.args[:2]
+            name = what.value if isinstance(what, ast.Constant) else ""
         else:
             continue
         private = name.startswith("_") and not name.endswith("__")
