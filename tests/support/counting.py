@@ -124,7 +124,8 @@ def count_a_step(
     # A variant's row state travels on top of what the planner counts.
     exchanges = [runner._rows for runner in optimizer._runners if runner._rows is not None]
     rows = sum(each.sent_bytes for each in exchanges)
-    broadcasts = optimizer.stats.bytes_sent if stage == 0 else 0  # its exchange, where it is no all-to-all
+    # Broadcasts in the step of stage 0 are the optimizer's own exchange.
+    broadcasts = inside.sent.get("broadcast_", 0.0) if stage == 0 else 0.0
     result = {
         "flops": (inside.flops, float(exchange.flops[rank])),
         "exchange": (
