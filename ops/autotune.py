@@ -74,6 +74,7 @@ class Tuner:
         """
         self._identity = [hardware_name(), torch.__version__, library_key]
         self._file = file_for("autotune", self._identity, folder)
+        self._decided: dict[tuple[str, ...], Choice] = {}
         self._spent = 0.0
 
     def choose(
@@ -81,11 +82,15 @@ class Tuner:
     ) -> tuple[Candidate, Choice]:
         """Return what runs ``problem``, and why; measure if no choice is known. The expected winner comes first.
 
+        A process keeps its choice, stored or not: its next optimizer rounds like this one.
+
         Raises:
             OpsUnavailableError: If every candidate gave a wrong result or failed.
         """
         key = problem.key()
-        choice = self._decide(key, problem, candidates, device)
+        known = (key, *(each.name for each in candidates))
+        choice = self._decided.get(known) or self._decide(key, problem, candidates, device)
+        self._decided[known] = choice
         chosen = next((each for each in candidates if each.name == choice.name), None)
         if chosen is None:
             told = "; ".join(f"{name}: {why}" for name, why in choice.rejected.items())

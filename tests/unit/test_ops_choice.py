@@ -120,6 +120,24 @@ def test_choices_are_remembered_between_processes(tmp_path: Path, taking: Taking
     )
 
 
+def test_a_process_keeps_a_choice_that_it_could_not_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taking: Taking
+) -> None:
+    """A busy machine measured in part, and the next optimizer of the process measured anew and rounded differently."""
+    tuner = Tuner(tmp_path)
+    problem = problem_of(torch.empty(8, 12), SETTINGS)
+    for allowed, first in ((0.05, 0.02), (2.0, 0.0)):
+        monkeypatch.setattr(autotune, "PROBLEM_SECONDS", allowed)
+        candidates = [
+            taking("first", first),
+            taking("second", 0.01),
+            taking("slow", 0.05),
+            taking("last", 0.0),
+        ]
+        candidate, choice = tuner.choose(problem, candidates, CPU)
+        assert (candidate.name, choice.reason) == ("second", "measured in part")
+
+
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", '{"identity": 1}', '{"identity": ["x"], "choices": {"a": 3}}']
 )
