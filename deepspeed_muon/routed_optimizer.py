@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_muon.config.settings import DEFAULT_MUON_LR, MuonConfig
+from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.errors import BindingError, RoutingError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.routing.param_groups import ParamGroup, RoutedGroups, with_names_of
 from deepspeed_muon.routing.route import Route, order_of_matrices
 from deepspeed_muon.routing.rules import warn_without_muon
-from deepspeed_muon.step.state import StatePolicy, keep_saved_precision
+from deepspeed_muon.step.state import keep_saved_precision
 
 SMALL_MUON_LR = DEFAULT_MUON_LR / 10
 """A rate below it, given as ``lr`` alone, is taken for one of AdamW's."""

@@ -1,4 +1,7 @@
-"""What the values of the settings may be: their types, the settings that are objects, and the texts of errors."""
+"""What the values of the settings may be: their types, the settings that are objects, and the texts of errors.
+
+:class:`StatePolicy` is what settings of this project and of DeepSpeed say of the dtype of the state.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,13 @@ import difflib
 import numbers
 import reprlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from torch import Tensor
 
 from deepspeed_muon.math.coefficients import NsScheduleName
 
@@ -313,3 +318,43 @@ class RestoreConfig(_Section):
         if not isinstance(value, (Mapping, cls)):
             raise ValueError("must be a path, or an object with path and progress")
         return value
+
+
+@dataclass(frozen=True, slots=True)
+class StatePolicy:
+    """The dtype of the state.
+
+    It is fp32 (float64 for float64 parameters) unless the user asks for less, also for masters in half precision: an
+    average of many gradients loses more by rounding than a weight does.
+
+    Attributes:
+        momentum_dtype: ``optimizer.params.momentum_dtype``; ``None`` if it is not set.
+        half_states: Whether DeepSpeed's ``bf16_optimizer_states`` asks for all state in bf16.
+    """
+
+    momentum_dtype: str | None = None
+    half_states: bool = False
+
+    @property
+    def quantizes_momentum(self) -> bool:
+        """Whether momentum is kept in 8 bits."""
+        return self.momentum_dtype == "int8"
+
+    def dtype(self, key: str, master: torch.dtype) -> torch.dtype:
+        """Return the dtype of the state tensor ``key`` of a parameter whose dtype is ``master``."""
+        half = self.half_states
+        if key == "momentum_buffer" and self.quantizes_momentum:
+            return torch.int8
+        if key == "momentum_buffer" and self.momentum_dtype is not None:
+            half = self.momentum_dtype == "bf16"
+        return torch.bfloat16 if half else torch.promote_types(master, torch.float32)
+
+    def make(self, key: str, tensor: Tensor) -> Tensor:
+        """Return zeros for the state tensor ``key`` of ``tensor``: contiguous, and pinned if ``tensor`` is pinned."""
+        return torch.zeros_like(
+            tensor,
+            dtype=self.dtype(key, tensor.dtype),
+            requires_grad=False,
+            memory_format=torch.contiguous_format,
+            pin_memory=tensor.device.type == "cpu" and tensor.is_pinned(),
+        )

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from deepspeed_muon.config.settings import MuonConfig
+from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.forecast import predict
 from deepspeed_muon.forecast.model_shapes import PRESETS, as_autoep, load_model, with_separate_experts
@@ -23,7 +24,6 @@ from deepspeed_muon.monitoring.page import pyplot_for
 from deepspeed_muon.ops.reference import BLOCK
 from deepspeed_muon.routing.route import Route, rows_of, totals_of
 from deepspeed_muon.routing.rules import route_parameters
-from deepspeed_muon.step.state import StatePolicy
 from deepspeed_muon.transport.exchange import SLOTS
 
 _OPTIMIZERS = {"muon": "deepspeed_muon", "adamw": "AdamW"}

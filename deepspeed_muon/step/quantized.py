@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.ops.dispatch import FlatPasses
 from deepspeed_muon.ops.reference import BLOCK, block_scales, from_codes
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import Fragment, Placement
 from deepspeed_muon.step.passes import COLUMNS
-from deepspeed_muon.step.state import State, StatePolicy, refuse_other_layout
+from deepspeed_muon.step.state import State, refuse_other_layout
 from deepspeed_muon.step.step_set import BoundPartition, StepSet
 from deepspeed_muon.transport.exchange import StepContext, exchange_bytes
 from deepspeed_muon.transport.ranks import phase

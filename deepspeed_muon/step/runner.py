@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.config.settings import MuonConfig
+from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.monitoring.check import ResultCheck
 from deepspeed_muon.monitoring.recorder import Exchanged, StepRecorder
 from deepspeed_muon.ops.dispatch import matrix_norms
@@ -22,7 +23,7 @@ from deepspeed_muon.plan.rows import rows_by_partition
 from deepspeed_muon.step.fragment_sums import fragment_sums
 from deepspeed_muon.step.passes import ChunkTable, RateTable, Step, apply, pack
 from deepspeed_muon.step.quantized import MomentumBlocks, convert_momentum, scales_of
-from deepspeed_muon.step.state import AdamW, State, StatePolicy, passes_for, row_state_of, state_of
+from deepspeed_muon.step.state import AdamW, State, passes_for, row_state_of, state_of
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.step.strategies import Orthogonalize, WholeAtOwner, batches
 from deepspeed_muon.step.tensor_parallel import OverTensorGroup

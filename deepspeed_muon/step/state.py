@@ -1,16 +1,16 @@
-"""The optimizer's state, momentum and AdamW's two moments: its dtype and place; and AdamW on it."""
+"""The optimizer's state, momentum and AdamW's two moments: where it is; and AdamW on it."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepspeed_muon.config.settings import MuonConfig
+from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.errors import BindingError, OpsUnavailableError
 from deepspeed_muon.logs import logger, warn, warn_on_each_machine
 from deepspeed_muon.math.updates import AdamStep, adam_step_
@@ -26,46 +26,6 @@ STATE_TENSORS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
 # Elements of half-precision tensors that AdamW updates at once: few enough for the cache of a CPU core, and enough for
 # a launch on a GPU.
 _CPU_BLOCK, _GPU_BLOCK = 1 << 16, 1 << 24
-
-
-@dataclass(frozen=True, slots=True)
-class StatePolicy:
-    """The dtype of the state.
-
-    It is fp32 (float64 for float64 parameters) unless the user asks for less, also for masters in half precision: an
-    average of many gradients loses more by rounding than a weight does.
-
-    Attributes:
-        momentum_dtype: ``optimizer.params.momentum_dtype``; ``None`` if it is not set.
-        half_states: Whether DeepSpeed's ``bf16_optimizer_states`` asks for all state in bf16.
-    """
-
-    momentum_dtype: str | None = None
-    half_states: bool = False
-
-    @property
-    def quantizes_momentum(self) -> bool:
-        """Whether momentum is kept in 8 bits."""
-        return self.momentum_dtype == "int8"
-
-    def dtype(self, key: str, master: torch.dtype) -> torch.dtype:
-        """Return the dtype of the state tensor ``key`` of a parameter whose dtype is ``master``."""
-        half = self.half_states
-        if key == "momentum_buffer" and self.quantizes_momentum:
-            return torch.int8
-        if key == "momentum_buffer" and self.momentum_dtype is not None:
-            half = self.momentum_dtype == "bf16"
-        return torch.bfloat16 if half else torch.promote_types(master, torch.float32)
-
-    def make(self, key: str, tensor: Tensor) -> Tensor:
-        """Return zeros for the state tensor ``key`` of ``tensor``: contiguous, and pinned if ``tensor`` is pinned."""
-        return torch.zeros_like(
-            tensor,
-            dtype=self.dtype(key, tensor.dtype),
-            requires_grad=False,
-            memory_format=torch.contiguous_format,
-            pin_memory=tensor.device.type == "cpu" and tensor.is_pinned(),
-        )
 
 
 def state_of(partition: BoundPartition, state: State, policy: StatePolicy) -> dict[str, Any]:

@@ -23,8 +23,8 @@ AUTOEP_MATRICES = STACKS | {
     f"model.layers.{layer}.{part}.weight" for layer in range(LAYERS) for part in ("up", "down")
 }
 GATES = {f"model.layers.{layer}.mlp.router.gate.weight" for layer in range(LAYERS)}
-# Biases of the last expert's gate: some tokens choose it, few do, none does. Few have a probability that fp32 holds well:
-# at -8 the rounding of AutoEP's softmax alone came to 2.2e-5 of an update on one processor.
+# Biases of the last expert's gate: some tokens choose it, few do, none does. The few choose it with a probability that
+# AutoEP's fp32 softmax holds well: at -8 its rounding alone came to 2.2e-5 of an update on one processor.
 BIAS = {"busy": 0.0, "rare": -6.0, "idle": -1e3}
 
 

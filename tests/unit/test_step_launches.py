@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_muon import MuonConfig, orthogonalize
+from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.forecast.model_shapes import load_model
 from deepspeed_muon.monitoring.check import ResultCheck
 from deepspeed_muon.monitoring.recorder import StepRecorder
@@ -27,7 +28,6 @@ from deepspeed_muon.plan.placement import sharded_placement
 from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.step.bound import GradientInspection
 from deepspeed_muon.step.runner import StepResources, StepRunner
-from deepspeed_muon.step.state import StatePolicy
 from deepspeed_muon.step.step_set import BoundPartition, StepSet
 from deepspeed_muon.transport.exchange import ExchangeBuffers, StepStats
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from deepspeed_muon import Muon
+from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.math.updates import AdamStep, reference_adamw_step
 from deepspeed_muon.ops.dispatch import NsBackend, flat_passes
-from deepspeed_muon.step.state import StatePolicy, torch_step
+from deepspeed_muon.step.state import torch_step
 from tests.support.fragments import momentum_pack, unpack_apply
 from tests.support.models import batch, build
 from tests.support.training import state_bytes
