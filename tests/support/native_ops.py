@@ -64,21 +64,18 @@ def warm() -> Path:
     """
     folder = extensions_dir()
     folder.mkdir(parents=True, exist_ok=True)
-    marker = folder / ".warm"
     # The environment's folder is in the compiler's arguments: another one with the same versions builds anew.
-    made_with = [f"{name}={metadata.version(name)}" for name in ("deepspeed", "torch")] + [
-        sys.version,
-        os.path.realpath(sys.prefix),
-        _sources(),
-    ]
-    state = "\n".join(made_with)
+    versions = [f"{name}={metadata.version(name)}" for name in ("deepspeed", "torch")]
+    environment = "\n".join([*versions, sys.version, os.path.realpath(sys.prefix)])
+    # One for each state of the sources, so that worktrees which share the folder do not build in turns.
+    marker = folder / f".warm-{_sources()}"
     with open(folder / ".warming", "w") as gate:
         # The kernel drops this lock when its holder dies, so that it cannot go stale itself.
         fcntl.flock(gate, fcntl.LOCK_EX)
         remove_stale_locks(folder)
-        if not (marker.exists() and marker.read_text() == state):
+        if not (marker.exists() and marker.read_text() == environment):
             _build(folder)
-            marker.write_text(state)
+            marker.write_text(environment)
     return folder
 
 
