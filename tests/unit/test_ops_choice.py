@@ -15,13 +15,13 @@ from torch import Tensor
 from deepspeed_muon.errors import OpsUnavailableError
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, reference_orthogonalize
-from deepspeed_muon.ops import autotune, dispatch, library
+from deepspeed_muon.ops import autotune, dispatch, library, reference
 from deepspeed_muon.ops.autotune import Tuner, measure
 from deepspeed_muon.ops.candidates import Candidate, candidates_for, has_kernel, problem_of
-from tests.support.fragments import momentum_pack, unpack_apply
 
 SETTINGS = NsSettings(resolve_schedule("quintic"))
 CPU = torch.device("cpu")
+PROBLEM = problem_of(torch.empty(8, 12), SETTINGS)
 
 
 class Clock:
@@ -55,18 +55,17 @@ def taking(clock: Clock) -> Taking:
     return make
 
 
+def fails(x: Tensor, settings: NsSettings) -> Tensor:
+    raise RuntimeError("no such kernel")
+
+
 def test_the_fastest_candidate_with_a_right_result_is_taken(
     caplog: pytest.LogCaptureFixture, taking: Taking
 ) -> None:
-    problem = problem_of(torch.empty(8, 12), SETTINGS)
     wrong = taking("wrong", 0.0, 1.01)
-
-    def fails(x: Tensor, settings: NsSettings) -> Tensor:
-        raise RuntimeError("no such kernel")
-
     failing = Candidate("failing", fails)
     with caplog.at_level(logging.WARNING):
-        choice = measure(problem, [taking("slow", 0.02), wrong, failing, taking("fast", 0.001)], CPU)
+        choice = measure(PROBLEM, [taking("slow", 0.02), wrong, failing, taking("fast", 0.001)], CPU)
     assert choice.name == "fast" and choice.reason == "measured"
     assert choice.rejected["wrong"].startswith("relative error 0.01")
     assert choice.rejected["failing"] == "failed: no such kernel"
@@ -91,31 +90,28 @@ def test_only_a_part_of_a_large_batch_is_built(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_the_expected_winner_stays_unless_another_is_clearly_faster(taking: Taking) -> None:
-    problem = problem_of(torch.empty(8, 12), SETTINGS)
-    assert measure(problem, [taking("expected", 0.02), taking("same", 0.02)], CPU).name == "expected"
+    assert measure(PROBLEM, [taking("expected", 0.02), taking("same", 0.02)], CPU).name == "expected"
 
 
 def test_one_run_that_takes_too_long_ends_the_measurement(
     monkeypatch: pytest.MonkeyPatch, taking: Taking, clock: Clock
 ) -> None:
     monkeypatch.setattr(autotune, "PROBLEM_SECONDS", 0.05)
-    problem = problem_of(torch.empty(8, 12), SETTINGS)
-    choice = measure(problem, [taking("expected", 0.1), taking("other", 30.0)], CPU)
+    choice = measure(PROBLEM, [taking("expected", 0.1), taking("other", 30.0)], CPU)
     assert choice.name == "expected" and "too long" in choice.reason
     assert clock.now == 0.1, "the other one did not run"
 
 
 def test_choices_are_remembered_between_processes(tmp_path: Path, taking: Taking) -> None:
-    problem = problem_of(torch.empty(8, 12), SETTINGS)
     candidates = [taking("slow", 0.02), taking("fast", 0.001)]
-    assert Tuner(tmp_path).choose(problem, candidates, CPU)[0].name == "fast"
+    assert Tuner(tmp_path).choose(PROBLEM, candidates, CPU)[0].name == "fast"
     again = Tuner(tmp_path)
     turned = [taking("slow", 0.0), taking("fast", 0.02)]  # measured anew it would be the other one
-    candidate, choice = again.choose(problem, turned, CPU)
+    candidate, choice = again.choose(PROBLEM, turned, CPU)
     assert candidate.name == "fast" and choice.reason == "remembered"
-    assert Tuner(tmp_path, library_key="new").choose(problem, turned, CPU)[0].name == "slow"
+    assert Tuner(tmp_path, library_key="new").choose(PROBLEM, turned, CPU)[0].name == "slow"
     more = [*turned, taking("fastest", 0.0)]
-    assert Tuner(tmp_path).choose(problem, more, CPU)[0].name in ("slow", "fastest"), (
+    assert Tuner(tmp_path).choose(PROBLEM, more, CPU)[0].name in ("slow", "fastest"), (
         "another list is measured anew"
     )
 
@@ -125,7 +121,6 @@ def test_a_process_keeps_a_choice_that_it_could_not_store(
 ) -> None:
     """A busy machine measured in part, and the next optimizer of the process measured anew and rounded differently."""
     tuner = Tuner(tmp_path)
-    problem = problem_of(torch.empty(8, 12), SETTINGS)
     for allowed, first in ((0.05, 0.02), (2.0, 0.0)):
         monkeypatch.setattr(autotune, "PROBLEM_SECONDS", allowed)
         candidates = [
@@ -134,7 +129,7 @@ def test_a_process_keeps_a_choice_that_it_could_not_store(
             taking("slow", 0.05),
             taking("last", 0.0),
         ]
-        candidate, choice = tuner.choose(problem, candidates, CPU)
+        candidate, choice = tuner.choose(PROBLEM, candidates, CPU)
         assert (candidate.name, choice.reason) == ("second", "measured in part")
 
 
@@ -144,16 +139,14 @@ def test_a_process_keeps_a_choice_that_it_could_not_store(
 def test_a_damaged_file_is_measured_over(tmp_path: Path, content: str, taking: Taking) -> None:
     tuner = Tuner(tmp_path)
     tuner._file.write_text(content)
-    problem = problem_of(torch.empty(8, 12), SETTINGS)
-    assert tuner.choose(problem, [taking("slow", 0.02), taking("fast", 0.001)], CPU)[0].name == "fast"
-    assert problem.key() in json.loads(tuner._file.read_text())["choices"]
+    assert tuner.choose(PROBLEM, [taking("slow", 0.02), taking("fast", 0.001)], CPU)[0].name == "fast"
+    assert PROBLEM.key() in json.loads(tuner._file.read_text())["choices"]
 
 
 def test_a_folder_that_cannot_be_made_is_no_obstacle(tmp_path: Path, taking: Taking) -> None:
     (tmp_path / "file").touch()
     tuner = Tuner(tmp_path / "file" / "folder")
-    problem = problem_of(torch.empty(8, 12), SETTINGS)
-    assert tuner.choose(problem, [taking("slow", 0.02), taking("fast", 0.001)], CPU)[0].name == "fast"
+    assert tuner.choose(PROBLEM, [taking("slow", 0.02), taking("fast", 0.001)], CPU)[0].name == "fast"
 
 
 def test_measuring_stops_when_a_process_has_spent_its_time(
@@ -161,8 +154,7 @@ def test_measuring_stops_when_a_process_has_spent_its_time(
 ) -> None:
     monkeypatch.setattr(autotune, "PROCESS_SECONDS", 0.0)
     tuner = Tuner(tmp_path)
-    problem = problem_of(torch.empty(8, 12), SETTINGS)
-    candidate, choice = tuner.choose(problem, [taking("expected", 9.0), taking("other", 9.0)], CPU)
+    candidate, choice = tuner.choose(PROBLEM, [taking("expected", 9.0), taking("other", 9.0)], CPU)
     assert candidate.name == "expected" and "used up" in choice.reason
 
 
@@ -246,18 +238,15 @@ def test_the_report_says_what_ran_and_why(tmp_path: Path, clock: Clock) -> None:
     json.dumps(chosen.report())
 
 
-def test_flat_passes_of_both_backends_agree() -> None:
-    native, plain = dispatch.flat_passes("ops"), dispatch.flat_passes("torch")
-    assert (native.name, plain.name, dispatch.flat_passes("auto").name) == ("ops", "torch", "ops")
-    buf, grad, param = (torch.randn(1000) for _ in range(3))
-    copies = buf.clone(), param.clone()
-    out, expected = torch.empty(1000, dtype=torch.bfloat16), torch.empty(1000, dtype=torch.bfloat16)
-    momentum_pack(native.momentum_pack, buf, grad, out, 0.95, True)
-    momentum_pack(plain.momentum_pack, copies[0], grad, expected, 0.95, True)
-    torch.testing.assert_close(out, expected)
-    unpack_apply(native.unpack_apply, param, out, 0.1, 0.99)
-    unpack_apply(plain.unpack_apply, copies[1], out, 0.1, 0.99)
-    torch.testing.assert_close(param, copies[1])
+def test_the_flat_passes_of_each_backend() -> None:
+    """That they agree is shown in tests/unit/test_ops_kernels.py."""
+    native, plain = library.load(), reference
+    for backend, name, holder in (("ops", "ops", native), ("auto", "ops", native), ("torch", "torch", plain)):
+        passes = dispatch.flat_passes(backend)  # type: ignore[arg-type]
+        assert passes.name == name
+        for own in ("momentum_pack", "momentum_pack_int8", "unpack_apply"):
+            expected = getattr(holder, f"{own}_")
+            assert getattr(passes, own) == getattr(expected, "default", expected)
 
 
 def test_bad_calls_are_refused(caplog: pytest.LogCaptureFixture) -> None:
@@ -274,19 +263,10 @@ def test_bad_calls_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
-def test_nothing_right_is_an_error(tmp_path: Path) -> None:
+def test_nothing_right_is_an_error(tmp_path: Path, taking: Taking) -> None:
     """With ``ns_backend: ops`` the first candidate ran although all had failed."""
-
-    def fails(x: Tensor, settings: NsSettings) -> Tensor:
-        raise RuntimeError("no kernel image")
-
-    def wrong(x: Tensor, settings: NsSettings) -> Tensor:
-        return 2 * orthogonalize(x, settings=settings)
-
-    x = torch.randn(1, 32, 64)
-    settings = NsSettings(resolve_schedule("quintic"))
-    offered = [Candidate("ops gram", fails), Candidate("ops standard", wrong)]
+    offered = [Candidate("ops gram", fails), taking("ops standard", 0.0, 2.0)]
     with pytest.raises(
-        OpsUnavailableError, match=r"ops gram: failed: no kernel image; ops standard: relative error"
+        OpsUnavailableError, match=r"ops gram: failed: no such kernel; ops standard: relative error"
     ):
-        Tuner(tmp_path).choose(problem_of(x, settings), offered, torch.device("cpu"))
+        Tuner(tmp_path).choose(PROBLEM, offered, CPU)

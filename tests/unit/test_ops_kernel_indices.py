@@ -132,7 +132,7 @@ def ldmatrix(buffer: np.ndarray, addresses: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("step", [0, 1])
 def test_sm80_operands_reach_the_mma_fragments(maps: Maps, step: int) -> None:
     # PTX ISA, mma.m16n8k16: a0 (g, 2t), a1 (g + 8, 2t), a2 (g, 2t + 8), a3 (g + 8, 2t + 8); b0 (2t, g), b1 (2t + 8).
-    library, chunks = maps.library, library_chunks(maps)
+    library, chunks = maps.library, int(maps.library.sm80_block_k()) // 8
     buffer = np.full(maps.tile * library.sm80_block_k(), np.nan)
     matrix = np.arange(maps.tile * 32.0).reshape(maps.tile, 32)
     for row in range(maps.tile):
@@ -142,27 +142,19 @@ def test_sm80_operands_reach_the_mma_fragments(maps: Maps, step: int) -> None:
     assert not np.isnan(buffer).any()
     g, t = np.arange(32) // 4, np.arange(32) % 4
     for row in range(0, maps.tile, 16):
-        addresses = np.empty(32, dtype=np.int32)
-        library.sm80_a_addresses(row, step, addresses.ctypes.data_as(ctypes.c_void_p))
-        registers = ldmatrix(buffer, addresses)
-        for register, (down, right) in enumerate([(0, 0), (8, 0), (0, 8), (8, 8)]):
-            for part in range(2):
-                expected = matrix[row + g + down, 16 * step + 2 * t + right + part]
-                assert np.array_equal(registers[:, register, part], expected)
-        for each in range(4):
-            assert banks_used(addresses[8 * each : 8 * each + 8], 16).max() == 1
-        library.sm80_b_addresses(row, step, addresses.ctypes.data_as(ctypes.c_void_p))
-        registers = ldmatrix(buffer, addresses)
-        for register, (down, right) in enumerate([(0, 0), (0, 8), (8, 0), (8, 8)]):
-            for part in range(2):
-                expected = matrix[row + g + down, 16 * step + 2 * t + right + part]
-                assert np.array_equal(registers[:, register, part], expected)
-        for each in range(4):
-            assert banks_used(addresses[8 * each : 8 * each + 8], 16).max() == 1
-
-
-def library_chunks(maps: Maps) -> int:
-    return int(maps.library.sm80_block_k()) // 8
+        for addresses_of, order in (
+            (library.sm80_a_addresses, [(0, 0), (8, 0), (0, 8), (8, 8)]),
+            (library.sm80_b_addresses, [(0, 0), (0, 8), (8, 0), (8, 8)]),
+        ):
+            addresses = np.empty(32, dtype=np.int32)
+            addresses_of(row, step, addresses.ctypes.data_as(ctypes.c_void_p))
+            registers = ldmatrix(buffer, addresses)
+            for register, (down, right) in enumerate(order):
+                for part in range(2):
+                    expected = matrix[row + g + down, 16 * step + 2 * t + right + part]
+                    assert np.array_equal(registers[:, register, part], expected)
+            for phase in addresses.reshape(-1, 8):
+                assert banks_used(phase, 16).max() == 1
 
 
 @pytest.mark.parametrize("stages", [4, 5])
