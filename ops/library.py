@@ -291,6 +291,10 @@ def _orthogonalize(
     return x.new_empty(x.shape, dtype=dtype)
 
 
+def _divide_transposed(x: Tensor, norms: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.new_empty(x.mT.shape, dtype=dtype)
+
+
 def _frobenius_norms(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[:-2], dtype=torch.float32)
 
@@ -307,6 +311,7 @@ def _largest_magnitudes(tensors: Sequence[Tensor], table: Tensor) -> Tensor:
 _FAKES: dict[str, Callable[..., Tensor | None]] = {
     "sym_gemm": _sym_gemm,
     "orthogonalize": _orthogonalize,
+    "divide_transposed": _divide_transposed,
     "frobenius_norms": _frobenius_norms,
     "momentum_pack_": _in_place,
     "momentum_pack_int8_": _in_place,

@@ -106,6 +106,11 @@ at::Tensor largest_magnitudes(at::TensorList tensors, const at::Tensor& table) {
   return out;
 }
 
+at::Tensor divide_transposed(const at::Tensor& x, const at::Tensor& norms, at::ScalarType dtype) {
+  muon::check_divide_transposed(x, norms);
+  return muon::divided(x.mT(), norms, dtype);
+}
+
 at::Tensor frobenius_norms(const at::Tensor& x) {
   muon::check_frobenius_norms(x);
   // The order of the elements does not matter: a batch of transposed matrices is read as it is stored.
@@ -147,6 +152,8 @@ TORCH_LIBRARY(deepspeed_muon, m) {
   m.def(
       "orthogonalize(Tensor x, float[] coefficients, str method, int[] restarts, ScalarType dtype, float eps)"
       " -> Tensor");
+  // x^T / norms in dtype, contiguous: what the iteration over products of the device begins with where x is tall.
+  m.def("divide_transposed(Tensor x, Tensor norms, ScalarType dtype) -> Tensor");
   // table: int64 rows, see FlatRow in binding_checks.h. rates: float64 (matrices, 2): decay of the momentum, and whether
   // Nesterov's blend follows.
   m.def(
@@ -170,6 +177,7 @@ TORCH_LIBRARY(deepspeed_muon, m) {
 TORCH_LIBRARY_IMPL(deepspeed_muon, CPU, m) {
   m.impl("sym_gemm", &muon::cpu::sym_gemm);
   m.impl("orthogonalize", &orthogonalize);
+  m.impl("divide_transposed", &divide_transposed);
   m.impl("frobenius_norms", &frobenius_norms);
   m.impl("momentum_pack_", &momentum_pack);
   m.impl("momentum_pack_int8_", &momentum_pack_int8);

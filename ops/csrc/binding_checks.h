@@ -139,6 +139,15 @@ inline std::vector<CodeBlocks> code_blocks(
   return found;
 }
 
+inline void check_divide_transposed(const at::Tensor& x, const at::Tensor& norms) {
+  const at::ScalarType wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  TORCH_CHECK(
+      x.dim() == 3 && norms.sizes() == at::IntArrayRef({x.size(0), 1, 1}) && norms.scalar_type() == wide &&
+          norms.is_contiguous() && norms.device() == x.device(),
+      "divide_transposed: x must be (batch, rows, cols), and norms (batch, 1, 1), contiguous, in ", wide,
+      " beside it, got ", x.sizes(), " and ", norms.sizes(), " in ", norms.scalar_type());
+}
+
 inline void check_frobenius_norms(const at::Tensor& x) {
   TORCH_CHECK(x.dim() >= 2, "frobenius_norms: x must be (..., rows, cols), got shape ", x.sizes());
   check_wire(x, "frobenius_norms", "x");

@@ -29,12 +29,25 @@ at::Tensor sym(
   return op.call(a, b, c, alpha, beta, diag);
 }
 
+at::Tensor divide_transposed(const at::Tensor& x, const at::Tensor& norms, at::ScalarType dtype) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("deepspeed_muon::divide_transposed", "")
+                             .typed<at::Tensor(const at::Tensor&, const at::Tensor&, at::ScalarType)>();
+  return op.call(x, norms, dtype);
+}
+
 // Q X, written in the caller's orientation: a tall result is (X^T Q), which BLAS reads without a copy.
 at::Tensor oriented(const at::Tensor& q, const at::Tensor& x, bool tall) {
   return tall ? at::bmm(x.mT(), q) : at::bmm(q, x);
 }
 
 }  // namespace
+
+at::Tensor divided(const at::Tensor& x, const at::Tensor& norms, at::ScalarType dtype) {
+  at::Tensor result = at::empty(x.sizes(), x.options().dtype(dtype));
+  at::div_out(result, x, norms);
+  return result;
+}
 
 at::Tensor orthogonalize_generic(
     const at::Tensor& x, at::ArrayRef<double> coefficients, bool gram, const std::vector<bool>& restart,
@@ -43,18 +56,16 @@ at::Tensor orthogonalize_generic(
   const at::ScalarType wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const at::Tensor norm = at::linalg_vector_norm(x, 2, at::IntArrayRef({-2, -1}), true, wide).clamp_min_(eps);
   // The cast writes the short side first, so that turning a tall matrix costs no pass of its own.
-  const at::Tensor turned = tall ? x.mT() : x;
-  at::Tensor w = at::empty(turned.sizes(), x.options().dtype(dtype));
-  // In one pass: no copy in the wide dtype on a GPU.
-  at::div_out(w, turned, norm);
+  at::Tensor w = tall ? divide_transposed(x, norm, dtype) : divided(x, norm, dtype);
   const int64_t steps = static_cast<int64_t>(coefficients.size() / 3);
   if (!gram) {
-    for (int64_t index = 0; index < steps; ++index) {
-      const double a = coefficients[3 * index], b = coefficients[3 * index + 1], c = coefficients[3 * index + 2];
+    for (int64_t done = 1;; ++done) {
+      const double a = coefficients[3 * done - 3], b = coefficients[3 * done - 2], c = coefficients[3 * done - 1];
       const at::Tensor r = sym(w, w, std::nullopt, 1.0, 0.0, 0.0);
+      // With a on its diagonal the last square writes the caller's orientation, which baddbmm could only from a copy.
+      if (done == steps) return oriented(sym(r, r, r, c, b, a), w, tall);
       w = at::baddbmm(w, sym(r, r, r, c, b, 0.0), w, a, 1.0);
     }
-    return tall ? w.mT().contiguous() : w;
   }
   at::Tensor r = sym(w, w, std::nullopt, 1.0, 0.0, 0.0), q;
   for (int64_t done = 1; done <= steps; ++done) {

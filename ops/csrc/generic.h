@@ -1,4 +1,4 @@
-// The Newton-Schulz iteration over any device's products: ATen's batched ones, and sym_gemm of that device.
+// The Newton-Schulz iteration over any device's products: ATen's batched ones, and operators of that device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,6 +13,9 @@ namespace muon {
 at::Tensor orthogonalize_generic(
     const at::Tensor& x, at::ArrayRef<double> coefficients, bool gram, const std::vector<bool>& restart,
     at::ScalarType dtype, double eps);
+
+// x / norms, contiguous, in `dtype`: one pass, without a copy in the wide dtype.
+at::Tensor divided(const at::Tensor& x, const at::Tensor& norms, at::ScalarType dtype);
 
 // Whether the products of this thread run in squares of 256 on a GPU that has a kernel for them.
 extern thread_local bool wide_products;

@@ -141,6 +141,13 @@ def test_unpack_apply(kernels: Kernels, dtypes: Any, offsets: tuple[int, int]) -
     cases.unpack_apply(kernels, lengths, offsets, dtypes, Inputs("cuda"))
 
 
+@pytest.mark.parametrize("dtypes", list(product(FLAT_DTYPES, repeat=2)), ids=str)
+@pytest.mark.parametrize("shape", [(1, 33, 32), (3, 70, 41), (2, 4096, 1000)], ids=str)
+def test_divide_transposed(kernels: Kernels, shape: tuple[int, int, int], dtypes: Any) -> None:
+    for step in (1, 2):
+        cases.divide_transposed(kernels, shape, step, dtypes, Inputs("cuda"))
+
+
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 4e-2), (torch.bfloat16, 3e-1)], ids=str)
 @pytest.mark.parametrize("shape", [(512, 2048), (1000, 3000), (2048, 5464)], ids=str)
 def test_gram_newton_schulz(

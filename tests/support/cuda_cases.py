@@ -272,6 +272,25 @@ def unpack_apply(
     arrays[0].assert_rest_unchanged()
 
 
+def divide_transposed(
+    kernels: Kernels,
+    shape: tuple[int, int, int],
+    step: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    inputs: Inputs,
+) -> None:
+    """Matrices in the middle of a wider tensor, neighbours in a row at a distance of ``step``: torch's bits."""
+    batch, rows, cols = shape
+    x = inputs(batch, rows + 3, step * cols + 5, dtype=dtypes[0])[:, 1:-2, 3 : 3 + step * cols : step]
+    norms = 0.5 + inputs(batch, 1, 1).abs()
+    whole = torch.full((x.numel() + 4096,), 7.0, dtype=dtypes[1], device=inputs.device)
+    out = whole[2048:-2048].view(batch, cols, rows)
+    assert kernels.divide_transposed(x, norms, out) == OK
+    assert torch.equal(out, (x.mT / norms).to(dtypes[1]))
+    out.fill_(7.0)
+    assert bool((whole == 7.0).all())
+
+
 def _assert_close(actual: Tensor, expected: Tensor, size: Tensor) -> None:
     dtype = actual.dtype
     # In float32 at most four roundings, each of 2^-24 of a value that is at most the inputs' ``size``: of the weight

@@ -103,6 +103,17 @@ class ApplyRow(ctypes.Structure):
     ]
 
 
+class DivideTransposed(ctypes.Structure):
+    """``struct MuonDivideTransposed``."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "norms", "out")),
+        *((name, ctypes.c_int64) for name in ("batch", "rows", "cols")),
+        *((f"stride_{name}", ctypes.c_int64) for name in ("matrix", "row", "col")),
+        *((f"{name}_dtype", ctypes.c_int32) for name in ("x", "out")),
+    ]
+
+
 def pointers(tensors: Sequence[Tensor]) -> list[int]:
     """Return the addresses of a fragment's tensors, then their length."""
     return [*(each.data_ptr() for each in tensors), tensors[0].numel()]
@@ -167,6 +178,12 @@ class Kernels:
         """Run one call over fragments of ``(param, update)``, each with its decay."""
         rows = [(*pointers(each), lr_scale, decay) for each, decay in fragments]
         return self._pass(self.library.muon_unpack_apply, ApplyRow, rows, fragments)
+
+    def divide_transposed(self, x: Tensor, norms: Tensor, out: Tensor) -> int:
+        """Run the pass over (batch, rows, cols); ``out`` is contiguous."""
+        addresses = [each.data_ptr() for each in (x, norms, out)]
+        problem = DivideTransposed(*addresses, *x.shape, *x.stride(), DTYPES[x.dtype], DTYPES[out.dtype])
+        return self._checked(self.library.muon_divide_transposed(ctypes.byref(problem), stream()))
 
     def _pass(
         self, call: Any, row: Any, rows: Sequence[tuple[Any, ...]], fragments: Sequence[Fragment]

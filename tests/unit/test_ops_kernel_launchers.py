@@ -17,6 +17,7 @@ from tests.support.cuda_library import (
     OK,
     SHAPE,
     ApplyRow,
+    DivideTransposed,
     Kernels,
     PackRow,
     SymGemm,
@@ -114,10 +115,34 @@ def test_flat_passes_refuse(bench: Bench) -> None:
         assert apply((2, 0), (4096, 4096, 8), other) == status
 
 
+# One case per reason, of (3, 40, 8) at addresses that are never followed.
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [
+        ({"x_dtype": 3}, DTYPE),
+        ({"out_dtype": -1}, DTYPE),
+        ({"batch": 0, "x": 0}, OK),
+        ({"rows": -1}, BAD_ARGUMENT),
+        ({"norms": 0}, BAD_ARGUMENT),
+        ({"x": 4098}, MISALIGNED),
+        ({"rows": 1 << 40}, SHAPE),
+        ({"batch": 1 << 62, "cols": 1 << 62}, SHAPE),
+    ],
+    ids=str,
+)
+def test_divide_transposed_refuses(bench: Bench, change: dict[str, int], status: int) -> None:
+    bench.configure()
+    problem = DivideTransposed(4096, 4096, 4096, 3, 40, 8, 320, 8, 1, 0, 2)
+    for name, value in change.items():
+        setattr(problem, name, value)
+    assert bench.library.muon_divide_transposed(ctypes.byref(problem), None) == status
+
+
 def test_the_structures_agree() -> None:
     # 4 pointers, 11 sizes, 3 floats and an int: what the compiler lays out without padding.
     assert ctypes.sizeof(SymGemm) == 4 * 8 + 11 * 8 + 4 * 4
     assert ctypes.sizeof(PackRow) == 72 and ctypes.sizeof(ApplyRow) == 40
+    assert ctypes.sizeof(DivideTransposed) == 80
 
 
 @pytest.mark.full

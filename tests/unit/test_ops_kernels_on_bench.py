@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,19 +42,16 @@ def test_sym_gemm(bench: Bench, kernel: str, shape: tuple[int, int, int], way: i
     cases.sym_gemm(bench, kernel, shape, dtype, Inputs("cpu", way))
 
 
-@pytest.mark.parametrize("kernel", ["sm80", "sm90", "sm90_wide"])
-def test_views_and_what_is_around_them(bench: Bench, kernel: str) -> None:
-    bench.configure(major=MAJOR[kernel])
-    cases.nothing_outside_is_written(bench, kernel, Inputs("cpu"))
-
-
-@pytest.mark.parametrize("kernel", ["sm80", "sm90", "sm90_wide"])
-def test_c_may_be_the_output(bench: Bench, kernel: str) -> None:
+@pytest.mark.parametrize("kernel", MAJOR)
+@pytest.mark.parametrize("case", [cases.nothing_outside_is_written, cases.c_may_be_the_output])
+def test_operands_that_are_views_or_the_output(
+    bench: Bench, kernel: str, case: Callable[[Bench, str, Inputs], None]
+) -> None:
     bench.configure(major=MAJOR[kernel], processors=2)
-    cases.c_may_be_the_output(bench, kernel, Inputs("cpu"))
+    case(bench, kernel, Inputs("cpu"))
 
 
-@pytest.mark.parametrize("kernel", ["sm80", "sm90", "sm90_wide"])
+@pytest.mark.parametrize("kernel", MAJOR)
 def test_what_is_refused(bench: Bench, kernel: str) -> None:
     bench.configure(major=MAJOR[kernel])
     cases.what_is_refused(bench, kernel, Inputs("cpu"))
@@ -177,95 +174,21 @@ def test_unpack_apply(bench: Bench, dtypes: Any, offsets: tuple[int, int]) -> No
         cases.unpack_apply(bench, cases.fragment_lengths(many), offsets, dtypes, Inputs("cpu"))
 
 
-# Planted in the flat passes: what no other kernel has. Those of momentum in 8 bits first.
-FLAT_DEFECTS = {
-    "the old scale of a cut block is read where those of the others are": (
-        "cut == nullptr ? fragment.blocks.scales[block] : cut[0]",
-        "fragment.blocks.scales[block]",
+@pytest.mark.parametrize(
+    ("shape", "step", "dtypes"),
+    # Squares of 32 that are whole and not, a tall matrix by one row, a column; every pair of dtypes.
+    pairwise(
+        product(
+            [(1, 33, 32), (2, 64, 32), (3, 70, 41), (2, 130, 1), (1, 300, 96)],
+            [1, 2],
+            product((FP32, FP16, BF16), repeat=2),
+        )
     ),
-    "the scale of a cut block is written": ("if (cut == nullptr && lane == 0)", "if (lane == 0)"),
-    "the last block is never cut": ("block == count(n) - 1 ? last", "block == count(n) ? last"),
-    "half of a warp has no part in the largest magnitude": ("distance = 16;", "distance = 8;"),
-    "an incomplete block is taken in vectors": ("if (n == kCodeBlock && codes", "if (codes"),
-    "unaligned codes are taken in vectors": ("codes % kFlatVector == 0 && ", ""),
-    "an unaligned gradient of codes is taken in vectors": (
-        " && on_16_bytes(static_cast<const Grad*>(fragment.grad) + begin)",
-        "",
-    ),
-    "elements of the first block before a fragment are not counted": (
-        "flat_tiles(blocks.before + n)",
-        "flat_tiles(n)",
-    ),
-    "a block begins where one of the fragment's own would": (
-        "block * kCodeBlock - before;",
-        "block * kCodeBlock;",
-    ),
-    "a warp stops after its first block": ("block += kThreads / 32", "block += kTileBlocks"),
-    "a scale has more bits than 17": ("bits &= ~0x7fu;", ""),
-    "a scale is subnormal": ("scale < FLT_MIN ? 0.0f : scale", "scale"),
-    "a block that is not finite has codes": (
-        "const bool coded = has_codes(scale);",
-        "const bool coded = scale != 0.0f;",
-    ),
-    "codes are cut, not rounded": ("quotient + 0x1.8p23f", "truncf(quotient) + 0x1.8p23f"),
-    "the codes are those of the direction": (
-        "code_of(__fmul_rn(m.value[i]",
-        "code_of(__fmul_rn(direction.value[i]",
-    ),
-    "fragments behind the first launch are left out": ("next < count;) {", "next == 0;) {"),
-    "a tile begins where the fragment does": (
-        "const int64_t begin = (tile - table.firsts[row]) * kFlatTile;",
-        "const int64_t begin = 0;",
-    ),
-    "the last tile is not cut": ("left < kFlatTile ? left : kFlatTile", "kFlatTile"),
-    "blocks stop after their first tile": ("number += gridDim.x", "number += table.tiles"),
-    "an unaligned array is taken in vectors": ("if (off_grid != 0) return {n, 0};", ""),
-    "an unaligned gradient is taken in vectors": (
-        "(second.address + step * static_cast<uintptr_t>(second.bytes)) % 16 |",
-        "",
-    ),
-    "the wrong fragment": ("if (firsts[middle] <= tile) {", "if (firsts[middle] < tile) {"),
-    "the direction is that of the rounded momentum": (
-        "direction.value[i] = momentum_step(m.value[i], g.value[i], fragment);",
-        "{ direction.value[i] = momentum_step(m.value[i], g.value[i], fragment);"
-        " if (!fragment.nesterov) direction.value[i] = to_float(from_float<Momentum>(m.value[i])); }",
-    ),
-}
-
-
-def some_of(defects: Iterable[str]) -> list[Any]:
-    """Leave all but one of each kernel to ``--full``: every defect compiles a kernel anew."""
-    return [pytest.param(name, marks=() if name in ALWAYS_PLANTED else pytest.mark.full) for name in defects]
-
-
-ALWAYS_PLANTED = {
-    "the last tile is not cut",
-    "the old scale of a cut block is read where those of the others are",
-    "half of a stage's bytes are waited for",
-    "half of b is not waited for",
-    "a copy too few is waited for",
-    "any address of c is taken",
-    "the copy engine's distance of matrices in 32 bits",
-}
-
-
-@pytest.mark.parametrize("name", some_of(FLAT_DEFECTS))
-def test_a_planted_defect_of_the_flat_passes_is_found(bench: Bench, tmp_path: Path, name: str) -> None:
-    broken = cuda_bench.build(tmp_path, dict([FLAT_DEFECTS[name]]), beside=bench.folder, only="flat_passes")
-    broken.configure(processors=2)
-    lengths = cases.fragment_lengths(max(FLAT_ROWS.values()))
-    coded = [*BLOCK_LENGTHS, *lengths]
-
-    def run() -> None:
-        for offsets in ((0, 0, 0), (0, 0, 1), (0, 1, 0)):
-            cases.momentum_pack(broken, lengths, offsets, (BF16, FP32, FP32), False, Inputs("cpu"))
-            cases.unpack_apply(broken, lengths, offsets[1:], (FP32, BF16), Inputs("cpu"))
-        for offsets in ((0, 0, 0), (1, 0, 0), (0, 1, 0)):
-            reference = flat_passes("torch").momentum_pack_int8
-            cases.momentum_pack_int8(broken, reference, coded, offsets, (FP32, BF16), True, Inputs("cpu"))
-
-    with pytest.raises(AssertionError):
-        run()
+    ids=str,
+)
+def test_divide_transposed(bench: Bench, shape: tuple[int, int, int], step: int, dtypes: Any) -> None:
+    bench.configure(processors=shape[0])
+    cases.divide_transposed(bench, shape, step, dtypes, Inputs("cpu"))
 
 
 def unaligned_arrays(kernels: Bench, _: str = "") -> None:
@@ -278,10 +201,6 @@ def unaligned_arrays(kernels: Bench, _: str = "") -> None:
         assert kernels.library.muon_momentum_pack(ctypes.byref(pack), 1, 0, 0, 0, None) == MISALIGNED
         if wrong < 2:
             assert kernels.library.muon_unpack_apply(ctypes.byref(apply), 1, 0, 0, None) == MISALIGNED
-
-
-def test_unaligned_arrays_are_refused(bench: Bench) -> None:
-    unaligned_arrays(bench)
 
 
 def far(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -327,6 +246,18 @@ def more_tiles_than_2_31(kernels: Bench, kernel: str) -> None:
     cases.check_product(d[:, -128:, -128:].contiguous(), a[:, -128:], a[:, -128:], None, 1.0, 0.0, 0.0)
 
 
+def transposed_beyond_2_31(kernels: Bench, _: str = "") -> None:
+    """The last square of two matrices of more than 2^31 elements each."""
+    rows, cols = (1 << 16) + 40, (1 << 15) + 8
+    x, out = far(2, rows, cols, dtype=BF16), far(2, cols, rows, dtype=FP16)
+    x[1, -8:, -8:] = Inputs("cpu")(8, 8, dtype=BF16)
+    squares = 2 * -(-rows // 32) * -(-cols // 32)
+    kernels.configure(processors=squares, blocks=(squares - 1, 1))
+    norms = torch.tensor([1.0, 3.0]).view(2, 1, 1)
+    assert kernels.divide_transposed(x, norms, out) == OK
+    assert torch.equal(out[1:, -8:, -8:], (x[1:, -8:, -8:].mT / norms[1:]).to(FP16))
+
+
 def long_fragments(kernels: Bench, _: str = "") -> None:
     """The last tile of fragments of more than 2^31 elements."""
     n = (1 << 31) + 8192
@@ -366,20 +297,6 @@ def long_fragments_of_codes(kernels: Bench, _: str = "") -> None:
     assert kernels.momentum_pack_int8([fragment], [(0, scales, None, None)], nesterov=False) == OK
     for found, right in zip((codes[-4096:], scales[-16:], grad[-4096:], out[-4096:]), expected, strict=True):
         assert torch.equal(found, right)
-
-
-@pytest.mark.parametrize("kernel", ["sm80", "sm90", "sm90_wide"])
-def test_matrices_behind_2_31_elements(bench: Bench, kernel: str) -> None:
-    beyond_2_31(bench, kernel)
-
-
-def test_more_tiles_than_2_31(bench: Bench) -> None:
-    more_tiles_than_2_31(bench, "sm80")
-
-
-def test_fragments_of_more_than_2_31_elements(bench: Bench) -> None:
-    long_fragments(bench)
-    long_fragments_of_codes(bench)
 
 
 def test_c_that_is_not_used_may_hold_anything(bench: Bench) -> None:
@@ -434,6 +351,25 @@ def products(kernels: Bench, kernel: str) -> None:
             processors=1, major=MAJOR[kernel], mode=(ANY_TIME, LATE, EARLY)[seed % 3], seed=1000 * seed + 1
         )
         cases.sym_gemm(kernels, kernel, (2, 264, 520), torch.float16, Inputs("cpu", seed))
+
+
+def turned(kernels: Bench, _: str) -> None:
+    """Two matrices of some squares each, by one block and by several."""
+    for processors in (1, 3):
+        kernels.configure(processors=processors)
+        cases.divide_transposed(kernels, (2, 130, 70), 1, (FP32, BF16), Inputs("cpu"))
+
+
+def passes(kernels: Bench, _: str) -> None:
+    """The flat passes, with each array unaligned in turn."""
+    kernels.configure(processors=2)
+    lengths = cases.fragment_lengths(max(FLAT_ROWS.values()))
+    for offsets in ((0, 0, 0), (0, 0, 1), (0, 1, 0)):
+        cases.momentum_pack(kernels, lengths, offsets, (BF16, FP32, FP32), False, Inputs("cpu"))
+        cases.unpack_apply(kernels, lengths, offsets[1:], (FP32, BF16), Inputs("cpu"))
+    reference, coded = flat_passes("torch").momentum_pack_int8, [*BLOCK_LENGTHS, *lengths]
+    for offsets in ((0, 0, 0), (1, 0, 0), (0, 1, 0)):
+        cases.momentum_pack_int8(kernels, reference, coded, offsets, (FP32, BF16), True, Inputs("cpu"))
 
 
 def refusals(kernels: Bench, kernel: str) -> None:
@@ -586,6 +522,22 @@ CONTRACTS: dict[str, Defect] = {
         "int begin(int64_t block) const {",
         long_fragments_of_codes,
     ),
+    "elements of a transposed matrix are counted in 32 bits": Defect(
+        "divide_transposed", "const int64_t to = ", "const int to = ", transposed_beyond_2_31
+    ),
+    "elements of a matrix to transpose are counted in 32 bits": Defect(
+        "divide_transposed", "const int64_t from = ", "const int from = ", transposed_beyond_2_31
+    ),
+    "elements behind a row are read": Defect("divide_transposed", " && col < p.cols ?", " ?", turned),
+    "no barrier before the next square": Defect(
+        "divide_transposed",
+        "__syncthreads();  // Before the next square overwrites this one.",
+        "",
+        turned,
+    ),
+    "all matrices have the norm of the first": Defect(
+        "divide_transposed", "p.norms[matrix]", "p.norms[0]", turned
+    ),
     "shared memory is not asked for": Defect(
         "sm80",
         "error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);",
@@ -622,10 +574,99 @@ def test_small_products_do_not_find_what_the_self_test_must(bench: Bench, tmp_pa
         cases.sym_gemm(broken, "sm90", (batch * 55 // 132, 128, k), torch.float16, Inputs("cpu"))
 
 
-@pytest.mark.parametrize("name", some_of([*DEFECTS, *CONTRACTS]))
+# Planted in the flat passes: what no other kernel has. Those of momentum in 8 bits first.
+FLAT_DEFECTS: dict[str, tuple[str, str]] = {
+    "the old scale of a cut block is read where those of the others are": (
+        "cut == nullptr ? fragment.blocks.scales[block] : cut[0]",
+        "fragment.blocks.scales[block]",
+    ),
+    "the scale of a cut block is written": ("if (cut == nullptr && lane == 0)", "if (lane == 0)"),
+    "the last block is never cut": ("block == count(n) - 1 ? last", "block == count(n) ? last"),
+    "half of a warp has no part in the largest magnitude": ("distance = 16;", "distance = 8;"),
+    "an incomplete block is taken in vectors": ("if (n == kCodeBlock && codes", "if (codes"),
+    "unaligned codes are taken in vectors": ("codes % kFlatVector == 0 && ", ""),
+    "an unaligned gradient of codes is taken in vectors": (
+        " && on_16_bytes(static_cast<const Grad*>(fragment.grad) + begin)",
+        "",
+    ),
+    "elements of the first block before a fragment are not counted": (
+        "flat_tiles(blocks.before + n)",
+        "flat_tiles(n)",
+    ),
+    "a block begins where one of the fragment's own would": (
+        "block * kCodeBlock - before;",
+        "block * kCodeBlock;",
+    ),
+    "a warp stops after its first block": ("block += kThreads / 32", "block += kTileBlocks"),
+    "a scale has more bits than 17": ("bits &= ~0x7fu;", ""),
+    "a scale is subnormal": ("scale < FLT_MIN ? 0.0f : scale", "scale"),
+    "a block that is not finite has codes": (
+        "const bool coded = has_codes(scale);",
+        "const bool coded = scale != 0.0f;",
+    ),
+    "codes are cut, not rounded": ("quotient + 0x1.8p23f", "truncf(quotient) + 0x1.8p23f"),
+    "the codes are those of the direction": (
+        "code_of(__fmul_rn(m.value[i]",
+        "code_of(__fmul_rn(direction.value[i]",
+    ),
+    "fragments behind the first launch are left out": ("next < count;) {", "next == 0;) {"),
+    "a tile begins where the fragment does": (
+        "const int64_t begin = (tile - table.firsts[row]) * kFlatTile;",
+        "const int64_t begin = 0;",
+    ),
+    "the last tile is not cut": ("left < kFlatTile ? left : kFlatTile", "kFlatTile"),
+    "blocks stop after their first tile": ("number += gridDim.x", "number += table.tiles"),
+    "an unaligned array is taken in vectors": ("if (off_grid != 0) return {n, 0};", ""),
+    "an unaligned gradient is taken in vectors": (
+        "(second.address + step * static_cast<uintptr_t>(second.bytes)) % 16 |",
+        "",
+    ),
+    "the wrong fragment": ("if (firsts[middle] <= tile) {", "if (firsts[middle] < tile) {"),
+    "the direction is that of the rounded momentum": (
+        "direction.value[i] = momentum_step(m.value[i], g.value[i], fragment);",
+        "{ direction.value[i] = momentum_step(m.value[i], g.value[i], fragment);"
+        " if (!fragment.nesterov) direction.value[i] = to_float(from_float<Momentum>(m.value[i])); }",
+    ),
+}
+
+PLANTED = (
+    {name: Defect("flat_passes", *each, passes) for name, each in FLAT_DEFECTS.items()} | DEFECTS | CONTRACTS
+)
+
+ALWAYS_PLANTED = {
+    "the last tile is not cut",
+    "elements behind a row are read",
+    "the old scale of a cut block is read where those of the others are",
+    "half of a stage's bytes are waited for",
+    "half of b is not waited for",
+    "a copy too few is waited for",
+    "any address of c is taken",
+    "the copy engine's distance of matrices in 32 bits",
+}
+"""Of each kernel, and what large operands find; the others are left to ``--full``: each compiles a kernel anew."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=() if each in ALWAYS_PLANTED else pytest.mark.full) for each in PLANTED]
+)
 def test_a_planted_defect_is_found(bench: Bench, tmp_path: Path, name: str) -> None:
-    defect = {**DEFECTS, **CONTRACTS}[name]
-    source = defect.kernel if defect.kernel == "flat_passes" else f"sym_gemm_{defect.kernel}"
+    defect = PLANTED[name]
+    source = f"sym_gemm_{defect.kernel}" if defect.kernel in MAJOR else defect.kernel
     broken = cuda_bench.build(tmp_path, {defect.old: defect.new}, beside=bench.folder, only=source)
     with pytest.raises(AssertionError):
         defect.found_by(broken, defect.kernel)
+
+
+@pytest.mark.parametrize(
+    ("found_by", "kernel"),
+    # The others are what the tests above run.
+    dict.fromkeys(
+        (each.found_by, each.kernel)
+        for each in PLANTED.values()
+        if each.found_by not in (products, passes, refusals)
+    ),
+)
+def test_what_finds_a_defect_passes_without_it(
+    bench: Bench, found_by: Callable[[Bench, str], None], kernel: str
+) -> None:
+    found_by(bench, kernel)

@@ -106,6 +106,28 @@ at::Tensor sym_gemm_wide(
   return sym_gemm(a, b, c, alpha, beta, diag);
 }
 
+at::Tensor divide_transposed(const at::Tensor& x, const at::Tensor& norms, at::ScalarType dtype) {
+  muon::check_divide_transposed(x, norms);
+  const c10::cuda::CUDAGuard guard(x.device());
+  const at::Tensor out = at::empty({x.size(0), x.size(2), x.size(1)}, x.options().dtype(dtype));
+  MuonDivideTransposed problem{};
+  problem.x = x.const_data_ptr();
+  problem.norms = static_cast<const float*>(norms.const_data_ptr());
+  problem.out = out.data_ptr();
+  problem.batch = x.size(0);
+  problem.rows = x.size(1);
+  problem.cols = x.size(2);
+  problem.stride_matrix = x.stride(0);
+  problem.stride_row = x.stride(1);
+  problem.stride_col = x.stride(2);
+  problem.x_dtype = muon_dtype(x.scalar_type());
+  problem.out_dtype = muon_dtype(dtype);
+  const int status = muon_divide_transposed(&problem, stream_of(x));
+  if (status == MUON_OK) return out;
+  TORCH_CHECK(status < 0 && status != MUON_BAD_ARGUMENT, "divide_transposed: ", muon_status_name(status));
+  return muon::divided(x.mT(), norms, dtype);
+}
+
 const char* pointer(const at::Tensor& t, int64_t offset) {
   return static_cast<const char*>(t.const_data_ptr()) + offset * t.element_size();
 }
@@ -204,6 +226,7 @@ TORCH_LIBRARY_FRAGMENT(deepspeed_muon, m) {
 TORCH_LIBRARY_IMPL(deepspeed_muon, CUDA, m) {
   m.impl("sym_gemm", &sym_gemm);
   m.impl("sym_gemm_wide", &sym_gemm_wide);
+  m.impl("divide_transposed", &divide_transposed);
   m.impl("momentum_pack_", &momentum_pack);
   m.impl("momentum_pack_int8_", &momentum_pack_int8);
   m.impl("unpack_apply_", &unpack_apply);

@@ -3,10 +3,9 @@
 // momentum_pack moves 14 bytes an element with fp32 state and a 2-byte send buffer, with momentum in 8 bits 8, unpack_apply
 // 10: the memory is the limit, so a thread takes eight elements at once with 16-byte accesses, all loads before the first
 // use. A block takes one tile of a fragment after the other; the table of the fragments is an argument of the kernel.
-#include <type_traits>
-
 #include "../include/code_blocks.h"
 #include "../include/flat_split.h"
+#include "elements.cuh"
 #include "launch.cuh"
 
 namespace muon {
@@ -71,44 +70,11 @@ __device__ __forceinline__ void store_codes(int8_t* target, const int8_t (&codes
   store_global_8(target, make_uint2(words[0], words[1]));
 }
 
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-template <typename T>
-__device__ __forceinline__ T from_float(float x);
-template <>
-__device__ __forceinline__ float from_float<float>(float x) {
-  return x;
-}
-template <>
-__device__ __forceinline__ __half from_float<__half>(float x) {
-  return __float2half_rn(x);
-}
-template <>
-__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
-  return __float2bfloat16_rn(x);
-}
-
 // torch.lerp's two branches: each is exact at the end that it is nearer to.
 __device__ __forceinline__ float lerp(float start, float end, float weight) {
   const float distance = end - start;
   return weight < 0.5f ? fmaf(weight, distance, start) : fmaf(weight - 1.0f, distance, end);
 }
-
-// A MuonDtype as a type. Kernels are templates of the number, which scripts/sass_check.py reads in their names.
-template <int dtype>
-struct Stored {
-  using type = float;
-};
-template <>
-struct Stored<MUON_FLOAT16> {
-  using type = __half;
-};
-template <>
-struct Stored<MUON_BFLOAT16> {
-  using type = __nv_bfloat16;
-};
 
 template <typename T>
 __device__ __forceinline__ FlatArray flat_array(const T* pointer) {
@@ -371,27 +337,6 @@ int launch_fragments(void (*kernel)(Fragments<Fragment>), const Row* rows, int64
     if (error != cudaSuccess) return error;
   }
   return MUON_OK;
-}
-
-// Calls run with a MuonDtype as a constant.
-template <typename Run>
-int with_dtype(int32_t dtype, const Run& run) {
-  switch (dtype) {
-    case MUON_FLOAT16:
-      return run(std::integral_constant<int, MUON_FLOAT16>{});
-    case MUON_BFLOAT16:
-      return run(std::integral_constant<int, MUON_BFLOAT16>{});
-    default:
-      return run(std::integral_constant<int, MUON_FLOAT32>{});
-  }
-}
-
-bool known_dtype(int32_t dtype) { return dtype == MUON_FLOAT32 || dtype == MUON_FLOAT16 || dtype == MUON_BFLOAT16; }
-
-int check_array(const void* pointer, int32_t dtype) {
-  if (pointer == nullptr) return MUON_BAD_ARGUMENT;
-  const uintptr_t bytes = dtype == MUON_FLOAT32 ? 4 : dtype == MUON_INT8 ? 1 : 2;
-  return reinterpret_cast<uintptr_t>(pointer) % bytes == 0 ? MUON_OK : MUON_MISALIGNED;
 }
 
 // Whether there are `count` rows, each with no elements or with arrays that `arrays_of` accepts.

@@ -100,6 +100,20 @@ typedef struct MuonApplyRow {
 int muon_unpack_apply(const MuonApplyRow* rows, int64_t count, int32_t param_dtype, int32_t update_dtype,
                       muon_stream_t stream);
 
+// out <- x^T / norm, cast, for each of `batch` matrices. x is (batch, rows, cols) with any strides, in elements; out is
+// (batch, cols, rows), contiguous, and overlaps neither of the others. The quotient is a float32's, rounded once more when
+// it is written; dtypes are those of the flat passes.
+typedef struct MuonDivideTransposed {
+  const void* x;
+  const float* norms;  // one for each matrix
+  void* out;
+  int64_t batch, rows, cols;
+  int64_t stride_matrix, stride_row, stride_col;
+  int32_t x_dtype, out_dtype;
+} MuonDivideTransposed;
+
+int muon_divide_transposed(const MuonDivideTransposed* problem, muon_stream_t stream);
+
 const char* muon_status_name(int status);
 
 #ifdef __cplusplus

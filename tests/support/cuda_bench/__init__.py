@@ -123,6 +123,11 @@ class Bench(Kernels):
         with self._only([each for part in parts for each in part], [part[0] for part in parts]):
             return super().unpack_apply(fragments, **options)
 
+    def divide_transposed(self, x: Tensor, norms: Tensor, out: Tensor) -> int:
+        """Run the pass, which may read its matrices and no other memory."""
+        with self._only([x], []):
+            return super().divide_transposed(x, norms, out)
+
     @contextmanager
     def _only(self, read: Iterable[Tensor], written: Iterable[Tensor]) -> Iterator[None]:
         """Let launches access these tensors alone, of one or three dimensions."""
@@ -130,7 +135,7 @@ class Bench(Kernels):
             for each in tensors:
                 matrices, rows, row = (1, 1, *each.shape)[-3:]
                 matrix_stride, row_stride = (0, 0, *each.stride())[-3:-1]
-                sizes = (row, row_stride, matrix_stride)
+                sizes = ((row - 1) * each.stride(-1) + 1, row_stride, matrix_stride)
                 in_bytes = [size * each.element_size() for size in sizes]
                 self.library.bench_operand(each.data_ptr(), in_bytes[0], rows, matrices, *in_bytes[1:], *may)
         try:

@@ -70,6 +70,18 @@ inline uint32_t __float_as_uint(float x) {
   return bits;
 }
 
+inline float __uint_as_float(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+
+template <typename T>
+T __ldg(const T* address) {
+  bench::touch(address, sizeof(T), false);
+  return *address;
+}
+
 inline float __fmul_rn(float a, float b) {
   const uint32_t nan = 0x7fffffff;  // the device has no other
   float product = a * b;
