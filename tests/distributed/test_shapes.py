@@ -1,4 +1,4 @@
-"""Weights that are more than one matrix: fused projections, heads, stacked experts, convolutions; and refusals."""
+"""Weights that are more than one matrix: fused projections, heads, stacked experts, convolutions."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 
-import deepspeed_muon
 from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.checkpoint.index import load_index
-from deepspeed_muon.optimizer import Muon
 from tests.support import training
-from tests.support.contract import HALF_TOLERANCE, STEPS, compare, compare_matrices, reference
-from tests.support.models import FUSED_PARAMS, FUSED_SPLITS, MATRICES, build
-from tests.support.reference import relative
+from tests.support.contract import HALF_TOLERANCE, compare, compare_matrices
+from tests.support.models import FUSED_PARAMS, FUSED_SPLITS, MATRICES
 from tests.support.thinning import full
 
 WITHOUT_HEADS = {"matrices": FUSED_SPLITS}
@@ -50,20 +47,6 @@ def test_fused_projections_and_their_heads(ranks: Any, stage: int, world: int, z
     assert any(result["shapes"][0] for result in results)
 
 
-@pytest.mark.parametrize(("stage", "world"), [(0, 3), (1, 2), (3, 3), full(2, 4)])
-def test_parts_of_unequal_size(ranks: Any, stage: int, world: int) -> None:
-    results = ranks(world).run(training.train, stage=stage, kind="fused", params=WITHOUT_HEADS)
-    compare(results, "fused", world, 0.0, cuts="fused-whole-heads")
-
-
-@pytest.mark.parametrize(("stage", "world"), [(3, 2), full(0, 2), full(1, 3)])
-def test_normuon_normalises_the_rows_of_every_part(ranks: Any, stage: int, world: int) -> None:
-    results = ranks(world).run(
-        training.train, stage=stage, kind="fused", params={**FUSED_PARAMS, "variant": "normuon"}
-    )
-    compare(results, "fused", world, 0.0, variant="normuon")
-
-
 def test_bf16_optimizer_splits_too(ranks: Any) -> None:
     """BF16_Optimizer, which DeepSpeed's own per_head_muon passes by. The bound is argued in test_variants."""
     results = ranks(2).run(
@@ -77,44 +60,7 @@ def test_bf16_optimizer_splits_too(ranks: Any) -> None:
     compare_matrices(results, "fused", 2, 0.0, HALF_TOLERANCE["bf16"])
 
 
-def client(rank: int, world_size: int, *, stage: int, how: str) -> Any:
-    """Train with a client optimizer that splits and finds the heads by itself."""
-    settings: dict[str, Any] = {**training.MUON_PARAMS, **FUSED_PARAMS}
-    model = build("fused")
-    if how == "heads-key":
-        settings["matrices"] = {**FUSED_SPLITS, "*.qkv_proj.weight": {"split": "qkv", "heads": [4, 2, 2]}}
-        optimizer: Any = Muon(model.named_parameters(), model=model, **settings)
-    elif how == "model":
-        optimizer = Muon(model, **settings)
-    else:
-        optimizer = lambda params: Muon(params, model=model, **settings)  # noqa: E731
-    config = training.ds_config(stage)
-    del config["optimizer"]
-    engine = training.initialize(model, config, optimizer=optimizer)
-    for step in range(STEPS):
-        training.run_step(engine, step, rank, world_size, 1)
-    report = {
-        "params": training.full_masters(engine),
-        "momentum": training.full_states(engine, "momentum_buffer"),
-        "reasons": [[r.name, r.reason] for r in deepspeed_muon.routes(engine)],
-    }
-    engine.destroy()
-    return report
-
-
-@pytest.mark.parametrize(
-    ("how", "stage"), [("model", 0), ("heads-key", 2), ("callable", 3), full("model", 3)]
-)
-def test_client_optimizers_split_too(ranks: Any, how: str, stage: int) -> None:
-    result = ranks(2).run(client, stage=stage, how=how)[0]
-    start, end, _, _ = reference("fused", 2, 0.0)
-    for name in end:
-        assert relative(result["params"][name], end[name], start[name]) <= 2.5e-5, name
-    reasons = dict(result["reasons"])
-    assert reasons["self_attn.qkv_proj.weight"].endswith("split into 16 + 8 + 8, 4 + 2 + 2 heads separately")
-
-
-@pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 3), (2, 2), (3, 4)])
+@pytest.mark.parametrize(("stage", "world"), [(0, 2), full(1, 3), full(2, 2), (3, 4)])
 def test_convolutions(ranks: Any, stage: int, world: int) -> None:
     """Conv1d, 2d and 3d are one filter bank each; depthwise and transposed ones go to AdamW."""
     results = ranks(world).run(training.train, stage=stage, kind="convolutions", zero_init=stage == 3)
@@ -147,29 +93,3 @@ def test_consolidated_checkpoints_record_the_parts(ranks: Any, tmp_path: Path) -
     assert records["self_attn.c_attn.weight"].transposed
     assert records["experts.gate_up_proj"].heads == 6 and records["experts.gate_up_proj"].grid is None
     assert records["turned.gate_up_proj"].grid == ((16, 16, 16), (10, 10))
-
-
-def refused(rank: int, world_size: int, *, kind: str, params: dict[str, Any]) -> str:
-    return training.refusal(lambda: training.make_engine(training.ds_config(2, params=params), kind))
-
-
-@pytest.mark.parametrize(
-    ("kind", "params", "said"),
-    [
-        (
-            "fused",
-            {"matrices": {"*.qkv_proj.weight": {"split": [16, 8, 9]}}},
-            "self_attn.qkv_proj.weight has 32 outputs",
-        ),
-        ("fused", {"matrices": {"*.nothing": {"split": "qkv"}}}, "matches no parameter that goes to Muon"),
-        (
-            "toy",
-            {"matrices": {"blocks.0.up.weight": {"split": "qkv"}}},
-            "write the sizes of query, key and value",
-        ),
-        ("toy", {"matrices": {"*": {"heads": "config"}}}, "no attention projection was recognised"),
-    ],
-)
-def test_refusals(ranks: Any, kind: str, params: dict[str, Any], said: str) -> None:
-    for text in ranks(2).run(refused, kind=kind, params=params):
-        assert text.startswith("RoutingError: ") and said in text, text

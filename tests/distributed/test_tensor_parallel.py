@@ -193,21 +193,6 @@ def test_refused_on_every_rank(ranks: Any, what: str) -> None:
         assert text in message and "optimizer.params.exclude" in message
 
 
-UNKNOWN = {
-    "parts": ("Set partition_stride", {"matrices": {"blocks.0.up.weight": {"split": [0.5, 0.5]}}}),
-    "heads": ("the ranks hold different blocks", {"matrices": {"blocks.1.up.weight": {"heads": 3}}}),
-}
-
-
-@pytest.mark.parametrize("what", list(UNKNOWN))
-def test_blocks_that_no_rank_can_tell_are_refused_on_every_rank(ranks: Any, what: str) -> None:
-    text, params = UNKNOWN[what]
-    for message in ranks(2).run(
-        tensor_parallel.failing, style="megatron", tensor_size=2, stage=1, params=params
-    ):
-        assert message.startswith("RoutingError: ") and text in message, message
-
-
 def test_blocks_need_an_optimizer_from_the_configuration(ranks: Any) -> None:
     for message in ranks(2).run(tensor_parallel.with_own_optimizer):
         assert message.startswith("UnsupportedConfigError: optimizer.params.matrices of layers"), message

@@ -425,8 +425,6 @@ CUTS: dict[str, dict[str, tuple[list[int], list[int], bool]]] = {
         "turned.down_proj": ([10] * 3, [16], True),
     },
 }
-# The same without heads: blocks of unequal size.
-CUTS["fused-whole-heads"] = {**CUTS["fused"], "self_attn.qkv_proj.weight": ([16, 8, 8], [16], False)}
 # Cut over two or four ranks: heads that lie on one of them, and parts that all of them share.
 CUTS["fused-over-ranks"] = {
     **CUTS["fused"],

@@ -123,6 +123,7 @@ def test_splits() -> None:
     assert heads.row_blocks == (8,) * 8, "sizes that are those of the config have its heads too"
     own = routes(model, matrices={"qkv_proj.*": {"split": "qkv", "heads": [4, 2, 1]}})["qkv_proj.weight"]
     assert own.row_blocks == (8, 8, 8, 8, 8, 8, 16) and own.grid == (own.row_blocks, ())
+    assert own.reason.endswith("split into 32 + 16 + 16, 4 + 2 + 1 heads separately")
 
 
 @pytest.mark.parametrize(
