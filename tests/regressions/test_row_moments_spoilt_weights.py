@@ -69,6 +69,21 @@ def test_a_matrix_without_an_update_keeps_its_moments() -> None:
     assert optimizer.health() == {"redone": 0, "failed": 1}
 
 
+def test_a_matrix_without_a_gradient_keeps_its_moments() -> None:
+    """While the other one goes on; before its first gradient it has none but zeros."""
+    weights = [nn.Parameter(torch.zeros(12, 20)) for _ in range(2)]
+    optimizer = Muon(zip(("idle", "other"), weights, strict=True), variant="normuon", muon_lr=1.0)
+    moments = []
+    for idle_too in (False, True, False):
+        for weight in weights if idle_too else weights[1:]:
+            weight.grad = torch.randn(12, 20, generator=torch.Generator().manual_seed(3))
+        optimizer.step()
+        optimizer.zero_grad()
+        moments.append([optimizer.state[weight][MOMENTS].clone() for weight in weights])
+    (first, other), (kept, _), (later, after) = moments
+    assert not first.any() and kept.any() and torch.equal(kept, later) and not torch.equal(other, after)
+
+
 def train(rank: int, world_size: int, *, stage: int) -> dict[str, Any]:
     """Train three steps; after the first one spoil a row moment that the last rank keeps."""
     engine = training.make_engine(training.ds_config(stage, params={"variant": "normuon"}))
