@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import deepspeed_muon
 from deepspeed_muon.errors import CheckpointError
@@ -78,50 +77,25 @@ def test_same_update_and_no_more_bytes(ranks: Any, stage: int, world: int, preci
         assert relative(balanced[0]["params"][name], expected, start[name]) <= limit, name
 
 
-def save_and_load(rank: int, world_size: int, *, stage: int, folder: str, precision: str) -> dict[str, Any]:
-    """Save in one order; load in the same and in the other one; consolidate with DeepSpeed's own tool."""
+def save_and_load(rank: int, world_size: int, *, stage: int, folder: str, precision: str) -> str:
+    """Save in one order and load in the other one; return why that is refused."""
     engine = make(stage, precision=precision)
-    for step in range(2):
-        training.run_step(engine, step, rank, world_size, 1)
+    training.run_step(engine, 0, rank, world_size, 1)
     engine.save_checkpoint(folder, tag="t")
-    saved = training.full_masters(engine)
-    training.run_step(engine, 2, rank, world_size, 1)
-    expected = training.full_masters(engine), training.full_states(engine, "momentum_buffer")
     engine.destroy()
-
-    engine = make(stage, precision=precision)
-    engine.load_checkpoint(folder, tag="t")
-    training.run_step(engine, 2, rank, world_size, 1)
-    resumed = training.full_masters(engine), training.full_states(engine, "momentum_buffer")
-    engine.destroy()
-
     engine = make(stage, round_robin=True, precision=precision)
-    refused = ""
-    try:
-        engine.load_checkpoint(folder, tag="t")
-    except CheckpointError as error:
-        refused = str(error)
+    refused = training.refusal(lambda: engine.load_checkpoint(folder, tag="t"), CheckpointError)
     engine.destroy()
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    whole = get_fp32_state_dict_from_zero_checkpoint(folder, tag="t") if rank == 0 else {}
-    return {
-        "same": all(torch.equal(a[n], b[n]) for a, b in zip(resumed, expected, strict=True) for n in b),
-        "whole": all(torch.equal(whole[n].double(), saved[n]) for n in whole),
-        "names": len(whole) == (len(saved) if rank == 0 else 0),
-        "refused": refused,
-    }
+    return refused
 
 
 @pytest.mark.parametrize(("stage", "world", "precision"), [(1, 2, "bf16"), (2, 3, "fp32"), (1, 4, "fp32")])
 def test_checkpoints_resume_in_their_order_only(
     ranks: Any, tmp_path: Path, stage: int, world: int, precision: str
 ) -> None:
-    results = ranks(world).run(save_and_load, stage=stage, folder=str(tmp_path), precision=precision)
-    for result in results:
-        assert result["same"], "a resume in the same order is bit-identical"
-        assert result["whole"] and result["names"], "zero_to_fp32 gives the weights by name"
-        assert "round_robin_gradients" in result["refused"]
+    """In the same order: test_checkpoint_deepspeed."""
+    for message in ranks(world).run(save_and_load, stage=stage, folder=str(tmp_path), precision=precision):
+        assert "round_robin_gradients" in message
 
 
 def round_robin(rank: int, world_size: int) -> list[str]:

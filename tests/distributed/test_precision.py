@@ -222,28 +222,6 @@ def test_resume_keeps_the_dtypes_bit_for_bit(
         training.assert_same_bits(rest, whole, "params", "momentum", "exp_avg", "exp_avg_sq", "kept")
 
 
-def moved(rank: int, world_size: int, *, stage: int, dtype: str, move: bool) -> dict[str, Any]:
-    """Take three steps, and move the state to the host and back before the last one."""
-    config = training.ds_config(stage, precision="bf16", params={"momentum_dtype": dtype})
-    engine = training.make_engine(config)
-    for step in range(3):
-        if move and step == 2:
-            engine.offload_states()
-            engine.reload_states()
-        training.run_step(engine, step, rank, world_size, 1)
-    report = training.outcome(engine)
-    report["bytes"] = state_bytes(deepspeed_muon.muon_optimizer(engine).state)
-    engine.destroy()
-    return report
-
-
-@pytest.mark.parametrize(("stage", "dtype"), [full(2, "bf16"), (3, "bf16"), (2, "int8")])
-def test_offload_states_keeps_the_momentum(ranks: Any, stage: int, dtype: str) -> None:
-    stayed, moved_ = (ranks(2).run(moved, stage=stage, dtype=dtype, move=move)[0] for move in (False, True))
-    assert stayed["bytes"]["momentum_buffer"] == moved_["bytes"]["momentum_buffer"] > 0
-    training.assert_same_bits(moved_, stayed, "params", "momentum")
-
-
 # A bf16 master of 0.25 is rounded by up to 2^-11 (2^-3 * 2^-8) in every step, and a step moves an element by about
 # 0.02 / sqrt(16) = 2^-8: several percent of the path, on top of what bf16 gradients do (HALF_TOLERANCE). An fp16 master
 # is rounded by an eighth of that.

@@ -125,27 +125,27 @@ def test_loss_scale(tmp_path: Path, key: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("key", ["global_steps", "global_samples", "skipped_steps"])
-@pytest.mark.parametrize("value", [-1, 1.5, "3", True, 1 << 70])
+@pytest.mark.parametrize("value", [-1, 1.5, "3", True, 1 << 62])
 def test_counters(tmp_path: Path, key: str, value: Any) -> None:
     edit(write(tmp_path), lambda content: content["progress"].update({key: value}))
     refused(tmp_path, key)
 
 
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
-    """What loads in spite of a flipped bit, such as a blank that became another, says the same."""
-    path = write(tmp_path)
-    text = path.read_bytes()
+    """And each byte that is gone or doubled, and each cut. What loads, such as another blank, says the same."""
+    text = write(tmp_path).read_bytes()
     good = parse_sealed(text, INDEX)
     loaded = 0
-    for bit in range(8 * len(text)):
-        damaged = bytearray(text)
-        damaged[bit // 8] ^= 1 << bit % 8
-        try:
-            found = parse_sealed(bytes(damaged), INDEX)
-        except CheckpointError:
-            continue
-        assert found == good, f"bit {bit}"
-        loaded += 1
+    for at, byte in enumerate(text):
+        before, after = text[:at], text[at + 1 :]
+        middles = [bytes([byte ^ 1 << bit]) for bit in range(8)] + [b"", bytes([byte, byte])]
+        for damaged in (before, *(before + middle + after for middle in middles)):
+            try:
+                found = parse_sealed(damaged, INDEX)
+            except CheckpointError:
+                continue
+            assert found == good, damaged
+            loaded += len(damaged) == len(text)
     assert loaded < len(text) / 10
 
 

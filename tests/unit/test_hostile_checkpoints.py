@@ -21,6 +21,7 @@ from deepspeed_muon.checkpoint.consolidate import consolidate_files
 from deepspeed_muon.checkpoint.index import FORMAT, INDEX_NAME, sealed_json
 from deepspeed_muon.checkpoint.offline import convert_to_universal, verify_folder
 from deepspeed_muon.errors import CheckpointError
+from tests.support.thinning import full
 
 SECONDS, MEGABYTES = 2, 256
 FILE = shard_name("0123456789ab", 0)
@@ -158,13 +159,14 @@ def test_headers(tmp_path: Path, change: Callable[[bytes], bytes], message: str)
     assert found.startswith("refused") and message in found, found
 
 
-def test_damaged_headers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [100, full(300)])
+def test_damaged_headers(tmp_path: Path, count: int) -> None:
     """Bytes that are flipped, cut out or doubled: refused, or without meaning."""
     shard = write_set(tmp_path)
     good, index = shard.read_bytes(), shard.with_name(INDEX_NAME).read_bytes()
     draw = random.Random(0)
     accepted = 0
-    for _ in range(300):
+    for _ in range(count):
 
         def damage(text: bytes) -> bytes:
             at, some = draw.randrange(len(text)), draw.randrange(1, 9)
@@ -179,15 +181,8 @@ def test_damaged_headers(tmp_path: Path) -> None:
             pass
         shard.write_bytes(good)
         shard.with_name(INDEX_NAME).write_bytes(index)
-    assert accepted < 60
+    assert accepted < count / 5
     verify_folder(tmp_path)
-
-
-@pytest.mark.parametrize("key", ["global_steps", "skipped_steps", "global_samples"])
-def test_counts_that_no_run_reaches(tmp_path: Path, key: str) -> None:
-    write_set(tmp_path, **{key: 1 << 62})
-    with pytest.raises(CheckpointError, match=key):
-        verify_folder(tmp_path)
 
 
 def test_escapes_are_shown_as_text(tmp_path: Path, capsys: Any) -> None:
