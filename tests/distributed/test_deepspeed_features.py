@@ -344,28 +344,3 @@ def test_what_a_later_deepspeed_may_bring_is_refused_by_name(ranks: Any, stage: 
         "zero_optimization.offload_optimizer.buffer_count, zero_optimization.sub_group_size is not known"
         in keys
     )
-
-
-def outcomes(rank: int, world_size: int, *, kinds: list[str]) -> dict[str, list[str]]:
-    """Say what each optimizer type gives with this project registered and without it: a class, or an error."""
-    found: dict[str, list[str]] = {kind: [] for kind in kinds}
-    for register in (deepspeed_muon.register, deepspeed_muon.unregister):
-        register()
-        for kind in kinds:
-            config = training.ds_config(0)
-            config["optimizer"] = {"type": kind, "params": {"lr": 1e-3}}
-            try:
-                engine = training.make_engine(config)
-                found[kind].append(type(engine.basic_optimizer).__name__)
-                engine.destroy()
-            except Exception as error:
-                found[kind].append(f"{type(error).__name__}: {error}")
-    deepspeed_muon.register()
-    return found
-
-
-@pytest.mark.full
-def test_other_optimizer_types_stay_deepspeeds(ranks: Any) -> None:
-    """1-bit optimizers are types of their own; without the hardware for them the error is DeepSpeed's."""
-    for kind, (registered, plain) in ranks(1).run(outcomes, kinds=["AdamW", "OneBitAdam"])[0].items():
-        assert registered == plain, kind

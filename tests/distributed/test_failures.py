@@ -106,12 +106,9 @@ def test_error_on_one_rank_stops_all(ranks: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "kind", "said"),
     [
-        ({"params": {"lrr": 0.1}}, "ConfigError", "did you mean 'lr'"),
         ({"params": {"lr": -0.1}}, "ConfigError", "optimizer.params.lr"),
         ({"params": {"ns_schedule": "cans", "ns_steps": 7}}, "ScheduleError", "set ns_steps to 5"),
-        ({"params": {"eps": "1e-8"}}, "ConfigError", "write 1e-08 without quotes"),
         ({"params": {"exclude": ["bloks.*"]}}, "RoutingError", "matches no parameter"),
-        ({"params": {"include": ["*.gain"]}}, "RoutingError", "shape [16]"),
     ],
 )  # fmt: skip
 def test_bad_input_is_a_typed_error(ranks: Any, change: dict[str, Any], kind: str, said: str) -> None:

@@ -23,42 +23,6 @@ Pools = Callable[[int], RankPool]
 MEGABYTE = 2**20
 
 
-def train_adamw(
-    rank: int,
-    world_size: int,
-    *,
-    stage: int,
-    zero_init: bool = False,
-    offload: bool = False,
-    destroy: bool = True,
-) -> list[float]:
-    """Train a small model for two steps with DeepSpeed's own AdamW; return the losses."""
-    zero: dict[str, object] = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    if offload:
-        zero["offload_optimizer"] = {"device": "cpu"}
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": zero,
-    }
-    if zero_init:
-        with deepspeed.zero.Init(config_dict_or_path=config):
-            model = make_model()
-    else:
-        model = make_model()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    inputs = torch.randn(2, 256)
-    losses = []
-    for _ in range(2):
-        loss = engine(inputs).square().mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    if destroy:
-        engine.destroy()
-    return losses
-
-
 def make_model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256))
 
@@ -78,48 +42,20 @@ def usage(rank: int, world_size: int) -> dict[str, int]:
     }
 
 
-ENGINES = [
-    {"stage": 0},
-    {"stage": 1},
-    {"stage": 2},
-    {"stage": 3},
-    {"stage": 3, "zero_init": True},
-    {"stage": 2, "offload": True},
-    {"stage": 3, "offload": True},
-    {"stage": 3, "zero_init": True, "destroy": False},
-]
-
-
-@pytest.mark.compat
-@pytest.mark.parametrize("rounds", [1, full(3)])
-def test_engines_leave_nothing_in_a_pool_that_goes_on(rounds: int) -> None:
-    # A pool of its own: DeepSpeed's own Muon, which earlier tests run in the session's, leaves what it compiled.
-    with RankPool(2) as pool:
-        # The first round pays for what is loaded once: native ops, torch's lazy modules, the allocator's pools.
-        expected = [pool.run(train_adamw, **engine) for engine in ENGINES]
-        before = pool.run(usage)
-        for _ in range(rounds):
-            assert [pool.run(train_adamw, **engine) for engine in ENGINES] == expected
-        after = pool.run(usage)
-    for start, end in zip(before, after, strict=True):
-        # An engine holds 0.5M parameters, and with gradients and states about 8 MB; there were 8 or 24.
-        assert end.pop("memory") - start.pop("memory") < 40 * MEGABYTE
-        assert end == start
-        assert end["engines"] == end["tensors"] == 0
-
-
-def train_ours(rank: int, world_size: int, *, engines: int) -> list[dict[str, int]]:
-    """Make and destroy engines of ours one after the other; return what this process holds after every fourth."""
+def train(rank: int, world_size: int, *, engines: int, destroy: bool = True) -> list[dict[str, int]]:
+    """Make and destroy engines one after the other; return what this process holds after every fourth."""
     found = []
     for number in range(engines):
         offload = {"offload_optimizer": {"device": "cpu"}} if number % 8 > 4 else {}
         config = training.ds_config(number % 4, zero=offload)
-        model = make_model()
+        with deepspeed.zero.Init(config_dict_or_path=config, enabled=number % 8 == 3):
+            model = make_model()
         engine = training.initialize(model, config)
         for _ in range(2):  # stage 3 knows the order of modules from the second step on
             engine.backward(engine(torch.randn(4, 256)).square().mean())
             engine.step()
-        engine.destroy()
+        if destroy:
+            engine.destroy()
         del engine, model
         if number % 4 == 3:
             found.append(usage(rank, world_size))
@@ -129,7 +65,7 @@ def train_ours(rank: int, world_size: int, *, engines: int) -> list[dict[str, in
 def test_engines_of_ours_leave_nothing() -> None:
     """In one program, without the clean-up between two calls of a pool; the first eight pay for what is loaded once."""
     with RankPool(2) as pool:
-        results = pool.run(train_ours, engines=20)
+        results = pool.run(train, engines=20)
     for _, start, *later in results:
         for end in later:
             assert {**end, "memory": 0} == {**start, "memory": 0}
@@ -138,10 +74,25 @@ def test_engines_of_ours_leave_nothing() -> None:
         assert start["engines"] == start["tensors"] == 0
 
 
+@pytest.mark.compat
+@pytest.mark.parametrize("rounds", [1, full(3)])
+def test_calls_leave_nothing_in_a_pool_that_goes_on(rounds: int) -> None:
+    """Also of engines that a call left alive; the first round pays for what is loaded once."""
+    with RankPool(2) as pool:
+        pool.run(train, engines=8, destroy=False)
+        before = pool.run(usage)
+        for _ in range(rounds):
+            pool.run(train, engines=8, destroy=False)
+        after = pool.run(usage)
+    for start, end in zip(before, after, strict=True):
+        assert end.pop("memory") - start.pop("memory") < 40 * MEGABYTE
+        assert end == start and end["engines"] == end["tensors"] == 0
+
+
 def fail_in_turn(rank: int, world_size: int, *, how: str) -> int:
     """One multi-rank test as it may go: well, or not."""
     if how == "train":
-        train_adamw(rank, world_size, stage=3, zero_init=True, destroy=False)
+        train(rank, world_size, engines=4, destroy=False)
     elif how == "raise" and rank == world_size - 1:
         raise ValueError("as asked")
     elif how == "die" and rank == 0:
@@ -155,13 +106,13 @@ def fail_in_turn(rank: int, world_size: int, *, how: str) -> int:
 ENDINGS = {"train": 120.0, "raise": 120.0, "die": 120.0, "hang": 2.0}
 
 
-def run_in_turn(ranks: Pools, *, pooled: int, fresh: int) -> None:
-    """Run multi-rank tests in a row, of which some fail, and look for what they left.
+@pytest.mark.full
+@pytest.mark.time_limit(3600)
+@pytest.mark.parametrize(("pooled", "fresh"), [(30, 2), (260, 40)])
+def test_tests_in_a_row_leave_nothing_behind(ranks: Pools, pooled: int, fresh: int) -> None:
+    """Of those that share a pool one in ten fails, of those with processes of their own three in four.
 
-    Args:
-        ranks: The session's pools.
-        pooled: Tests that share a pool; one in ten fails, in a pool of 2, 3 or 4 ranks of its own.
-        fresh: Tests with processes of their own and the all-reduce op that writes to /dev/shm; three in four fail.
+    The latter have the all-reduce operator that writes to /dev/shm.
     """
     extensions = warm()
     ranks(2).run(usage)  # this pool and those of earlier tests may stay
@@ -182,14 +133,3 @@ def run_in_turn(ranks: Pools, *, pooled: int, fresh: int) -> None:
     files, remaining = session_leftovers()
     assert files == []
     assert set(remaining) <= set(processes)
-
-
-@pytest.mark.full
-def test_tests_in_a_row_leave_nothing_behind(ranks: Pools) -> None:
-    run_in_turn(ranks, pooled=30, fresh=2)
-
-
-@pytest.mark.full
-@pytest.mark.time_limit(3600)
-def test_three_hundred_tests_in_a_row_leave_nothing_behind(ranks: Pools) -> None:
-    run_in_turn(ranks, pooled=260, fresh=40)

@@ -92,6 +92,9 @@ def test_a_client_optimizer_can_be_offloaded(ranks: Any, stage: int) -> None:
     compare(ranks(2).run(offloaded, stage=stage, zero=CPU, client=True), "toy", 2, 0.5)
 
 
+HALF = {"enabled": True, "bf16_master_weights_and_grads": True}
+
+
 def zero(stage: int, **settings: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage, **settings}}
 
@@ -111,6 +114,19 @@ def zero(stage: int, **settings: Any) -> dict[str, Any]:
         (
             zero(3, offload_optimizer={"device": "nvme", "nvme_path": "/tmp", "ratio": 0.5}),
             ["ratio", "Remove ratio"],
+        ),
+        ({**zero(2), "bf16": HALF}, ["bf16_optimizer_states", "offload_optimizer"]),
+        (
+            {**zero(2), "fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
+            ["offload_optimizer"],
+        ),
+        (
+            {
+                **zero(1),
+                "bf16": {**HALF, "bf16_optimizer_states": True},
+                "data_types": {"grad_accum_dtype": "fp32"},
+            },
+            ["BF16_Optimizer", "stage 2"],
         ),
     ],
 )

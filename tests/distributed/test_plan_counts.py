@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.counting import count_a_step, counted
-from tests.support.thinning import pairwise
+from tests.support.thinning import full, pairwise
 
 # Every stage and number of ranks up to four once or twice; the rest, and eight ranks, are the long matrix.
 CORE = {(3, 1), (0, 2), (1, 2), (2, 4), (3, 4)}
@@ -43,9 +43,9 @@ def test_predictions_are_what_runs(ranks: Any, stage: int, world: int) -> None:
     ("stage", "world", "kind", "params"),
     [
         (0, 2, "mixed", {}),
-        (1, 4, "mixed", {}),
-        (2, 3, "heads", {"matrices": {"*": {"heads": "config"}}}),
-        (3, 2, "mixed", {}),
+        full(1, 4, "mixed", {}),
+        full(2, 3, "heads", {"matrices": {"*": {"heads": "config"}}}),
+        full(3, 2, "mixed", {}),
         (3, 4, "heads", {"matrices": {"*": {"heads": "config"}}}),
         (2, 4, "mixed", {"variant": "normuon"}),
         (3, 3, "heads", {"variant": "normuon", "matrices": {"*": {"heads": "config"}}}),

@@ -14,7 +14,6 @@ from tests.support.thinning import each_value, full
 # Each row changes one thing of a stage; tests/conformance has the ways of gradients at stages 1 and 2.
 # The matrices of the toy model have 80 to 768 elements.
 VARIANTS: dict[str, dict[str, Any]] = {
-    "stage1-round-robin": {"stage": 1, "zero": {"round_robin_gradients": True}},
     "stage2-round-robin": {"stage": 2, "zero": {"round_robin_gradients": True}},
     "stage3-overlap": {"stage": 3, "zero": {"overlap_comm": True}},
     "stage3-small-buckets": {
@@ -33,7 +32,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "stage": 3,
         "zero": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
     },
-    "stage3-chunks": {"stage": 3, "params": {"exchange_chunk_numel": 300}},
     "stage0-chunks": {"stage": 0, "params": {"exchange_chunk_numel": 300}},
 }
 OLD_DEEPSPEED_TOO = {
@@ -47,10 +45,8 @@ OLD_DEEPSPEED_TOO = {
 
 # Near to another row of the table, or to other tests.
 FULL = {
-    "stage1-round-robin",
     "stage3-small-buckets",
     "stage3-all-reduce",
-    "stage3-chunks",
     "stage3-zero-init-sub-groups",
     "stage1-offload",
     "stage3-offload",

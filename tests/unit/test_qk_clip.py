@@ -191,6 +191,8 @@ REFUSED = {
     "capped": ("Gemma2", {**LARGER, "head_dim": 4}, "has attn_logit_softcapping, which bounds the logits already"),
     "fused": ("Phi3", LARGER, "makes queries and keys in qkv_proj; say where their rows are"),
     "gpt2": ("GPT2", SIZES, "makes queries and keys in c_attn; say where their rows are"),
+    "qwen3": ("Qwen3", {**LARGER, "head_dim": 4}, "normalises queries or keys"),
+    "frozen": ("Llama", LARGER, "is not trained by this optimizer"),
 }  # fmt: skip
 
 
@@ -203,9 +205,17 @@ def test_hugging_face_models_that_cannot_be_clipped_are_refused(what: str) -> No
     if what in ("flash", "flex"):
         # As a model that was loaded with it, without the package that this needs.
         model.config._attn_implementation = {"flash": "flash_attention_2", "flex": "flex_attention"}[what]
+    if what == "frozen":
+        model.model.layers[0].self_attn.q_proj.requires_grad_(False)
     optimizer = Muon(model, qk_clip={})
     with pytest.raises(ConfigError, match=text):
         optimizer._clip_attention_of(model)
+
+
+def test_a_model_without_attention_is_refused() -> None:
+    model = build("toy")
+    with pytest.raises(ConfigError, match="no attention layer was found"):
+        Muon(model, qk_clip={})._clip_attention_of(model)
 
 
 def test_recorders_go_with_the_last_optimizer() -> None:
