@@ -16,7 +16,6 @@ import deepspeed_muon
 from tests.support import training
 from tests.support.accelerate_ranks import reset_hugging_face, use_cpu_ranks
 from tests.support.contract import assert_norms
-from tests.support.harness import RanksFailed, run_ranks
 from tests.support.moe_hugging_face import (
     FAMILIES,
     blocks_of,
@@ -62,14 +61,11 @@ def make_model(family: str, *, listed: bool, leaf: str, trained: str) -> Any:
     return model
 
 
-def make_config(stage: int, leaf: str, optimizer: str, zero: dict[str, Any]) -> dict[str, Any]:
+def make_config(stage: int, leaf: str, zero: dict[str, Any]) -> dict[str, Any]:
     if leaf != "default" and stage:
         # DeepSpeed marks the layers of Mixtral and Qwen by itself.
         zero = {**zero, "leaf_module": {"classes": []}}
-    config = training.ds_config(stage, clipping=0.5, zero=zero, params={"eps": EPS})
-    if optimizer != "Muon":
-        config["optimizer"] = {"type": optimizer, "params": {"lr": 1e-3, "torch_adam": True}}
-    return config
+    return training.ds_config(stage, clipping=0.5, zero=zero, params={"eps": EPS})
 
 
 def train(
@@ -80,14 +76,13 @@ def train(
     listed: bool,
     stage: int,
     leaf: str = "none",
-    optimizer: str = "Muon",
     trained: str = "",
     zero: dict[str, Any] | None = None,
     checkpointed: bool = False,
     by_keyword: bool = False,
 ) -> dict[str, Any]:
     """Train on this rank's tokens; report masters, norms and routes."""
-    config = make_config(stage, leaf, optimizer, zero or {})
+    config = make_config(stage, leaf, zero or {})
     model = make_model(family, listed=listed, leaf=leaf, trained=trained)
     if checkpointed:
         model.gradient_checkpointing_enable()
@@ -101,7 +96,7 @@ def train(
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
         engine.step()
         norms.append(float(engine.get_global_grad_norm()))
-    report = {"norms": norms, **(results_of(engine) if optimizer == "Muon" else {})}
+    report = {"norms": norms, **results_of(engine)}
     engine.destroy()
     return report
 
@@ -230,24 +225,6 @@ def test_variants(ranks: Any, variant: str, listed: bool) -> None:
     compare(results, "deepseek_v3", listed, VARIANTS[variant].get("trained", ""))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("stage", "listed"), [(1, True), (2, True), (3, True), (3, False)])
-def test_deepspeeds_adamw_does_not_train_these(stage: int, listed: bool) -> None:
-    """Without a leaf module at stage 3, and with or without one at stages 1 and 2; why marks are ours to place."""
-    skip_without("deepseek_v3", listed=listed)
-    leaf = "none" if stage == 3 else "marked"
-    arguments = {
-        "family": "deepseek_v3",
-        "listed": listed,
-        "stage": stage,
-        "leaf": leaf,
-        "optimizer": "AdamW",
-    }
-    # gloo's abort over tensors of different sizes, or DeepSpeed's comparison of the order of modules.
-    with pytest.raises(RanksFailed, match=r"gloo|disagreement"):
-        run_ranks(train, 2, arguments, timeout=240)
-
-
 def marked_on_one_rank(rank: int, world_size: int, *, stage: int) -> str:
     settings = {"family": "llama4", "listed": True, "stage": stage, "leaf": "unset" if rank else "none"}
     return training.refusal(lambda: train(rank, world_size, **settings))
@@ -264,7 +241,7 @@ def accelerate_loop(rank: int, world_size: int, *, listed: bool, by_environment:
     from accelerate import Accelerator, DeepSpeedPlugin
 
     use_cpu_ranks()
-    config = make_config(3, "none", "Muon", {})
+    config = make_config(3, "none", {})
     layer = "DeepseekV3MoE"
     if by_environment:
         # What accelerate launch --deepspeed_moe_layer_cls_names sets, and Trainer runs read.

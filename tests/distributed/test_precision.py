@@ -203,7 +203,7 @@ HALF_STATES = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_s
         full(1, {"params": {"momentum_dtype": "bf16"}}),
         full(2, {"params": {"momentum_dtype": "bf16"}, "zero": CPU, "precision": "bf16"}),
         (3, {"params": {"momentum_dtype": "bf16"}, "zero": {"sub_group_size": 200}}),
-        (1, {"params": {"momentum_dtype": "int8"}}),
+        full(1, {"params": {"momentum_dtype": "int8"}}),
         (1, {"params": {"momentum_dtype": "int8"}, "precision": "bf16", "extra": FP32_GRADIENTS}),
         (2, {"params": {"momentum_dtype": "int8"}, "zero": CPU, "precision": "bf16"}),
         (3, {"params": {"momentum_dtype": "int8"}, "zero": {"sub_group_size": 200}}),

@@ -20,6 +20,7 @@ from deepspeed_muon.errors import CheckpointError
 from tests.support.checkpoints import engine_for, train_step
 from tests.support.models import batch
 from tests.support.snapshots import differences, snapshot
+from tests.support.thinning import full
 from tests.support.training import refusal
 
 
@@ -81,7 +82,7 @@ def interrupted(rank: int, world_size: int, *, folder: str, stage: int) -> list[
     return wrong
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, full(1), 3])
 def test_until_a_restore_has_ended_the_engine_refuses(ranks: Any, tmp_path: Path, stage: int) -> None:
     assert ranks(2).run(interrupted, folder=str(tmp_path / "set"), stage=stage) == [[], []]
 

@@ -121,11 +121,7 @@ class Oracle:
         return function(weights, u, self.kept.setdefault(place, {}), rates)
 
     def _apply(self, param: Tensor, update: Tensor, lr: float, weight_decay: float) -> None:
-        if self.decay_mode == "cautious":
-            decay = lr * weight_decay * param * (update * param >= 0)
-        else:
-            decay = (1.0 if self.decay_mode == "independent" else lr) * weight_decay * param
-        param.sub_(decay + lr * update)
+        param.copy_(decayed_step(param, update, lr=lr, weight_decay=weight_decay, mode=self.decay_mode))
 
     def _cut(
         self,

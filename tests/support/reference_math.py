@@ -1,4 +1,4 @@
-"""Single formulas in float64, written to be read: a step of Muon, the measures of health, QK-clip."""
+"""Single formulas in float64, written to be read: the measures of health, QK-clip."""
 
 from __future__ import annotations
 
@@ -6,44 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-from deepspeed_muon.math.coefficients import Coefficients
-from deepspeed_muon.math.newton_schulz import reference_orthogonalize
-from deepspeed_muon.math.updates import update_scale
-
-
-def reference_muon_step(
-    param: Tensor,
-    grad: Tensor,
-    buf: Tensor,
-    *,
-    lr: float,
-    momentum: float,
-    nesterov: bool,
-    weight_decay: float,
-    coefficients: Sequence[Coefficients],
-) -> tuple[Tensor, Tensor]:
-    """One Muon step with the scale ``original``, in float64. Mutates nothing.
-
-    Args:
-        param: ``(rows, cols)``.
-        grad: Mean gradient of the whole step, after clipping.
-        buf: Momentum before the step.
-        lr: Learning rate of the Muon parameters.
-        momentum: Decay of the moving average.
-        nesterov: Whether to blend the gradient in once more.
-        weight_decay: Decoupled weight decay.
-        coefficients: One triple per Newton-Schulz step.
-
-    Returns:
-        The new parameter and the new momentum.
-    """
-    param, grad, buf = param.double(), grad.double(), buf.double()
-    buf = momentum * buf + (1 - momentum) * grad
-    direction = grad + momentum * (buf - grad) if nesterov else buf
-    update = reference_orthogonalize(direction, coefficients)
-    param = param * (1 - lr * weight_decay)
-    return param - lr * update_scale("original", *param.shape) * update, buf
 
 
 def reference_health(

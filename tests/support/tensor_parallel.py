@@ -17,7 +17,7 @@ from tests.support import training
 from tests.support.attention_models import HEADS, KEY_HEADS, LAYOUTS, WIDTH
 from tests.support.contract import STEPS
 from tests.support.models import Even, batch, build
-from tests.support.training import decoded, ds_config, shapes_chosen
+from tests.support.training import ds_config, shapes_chosen
 
 # What is divided into blocks: every part (the query in heads, key and value whole), also of a layer stored as input x
 # output and of one whose inputs are cut.
@@ -318,44 +318,26 @@ def _engine(
 
 def assembled(engine: Any, key: str | None, group: Any) -> dict[str, Tensor]:
     """Return whole masters or states: over the data-parallel ranks by the layouts, then over the shards."""
-    optimizer = deepspeed_muon.muon_optimizer(engine)
-    shapes = {route.name: route.shape for route in optimizer.routes}
+    found = training.full_masters(engine) if key is None else training.full_states(engine, key)
+    runners = deepspeed_muon.muon_optimizer(engine)._runners
+    cuts = {matrix.name: matrix.shards for runner in runners for matrix in runner.step_set.matrices}
     whole: dict[str, Tensor] = {}
-    for runner in optimizer._runners:
-        step_set = runner.step_set
-        tensors = {p.index: p.tensor for p in step_set.partitions}
-        for layout in (*step_set.matrices, *step_set.others):
-            tensor = tensors[layout.partition].detach()
-            if key is not None:
-                own = optimizer.state[tensors[layout.partition]].get(key)
-                tensor = decoded(runner, optimizer, layout.partition, own)
-                if tensor is None:
-                    continue
-            flat, count = torch.zeros(2, layout.numel, dtype=torch.float64)
-            f = layout.placement.on(step_set.rank)
-            if f is not None:
-                flat[f.matrix_offset :][: f.numel] = tensor.reshape(-1)[f.partition_offset :][: f.numel]
-                count[f.matrix_offset :][: f.numel] = 1
-            for part in (flat, count):
-                dist.all_reduce(part, group=step_set.group)
-            local = (flat / count).view(shapes[layout.name])
-            shards = [local]
-            if group is not None:
-                shards = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-                dist.all_gather(shards, local, group=group)
-            param = engine.module.get_parameter(layout.name)
-            if hasattr(param, "places"):
-                dim, places = param.partition_dim, torch.cat(param.places)
-                whole[layout.name] = torch.cat(shards, dim).index_select(dim, places.argsort())
-                continue
-            cut = getattr(layout, "shards", None)
-            if cut is not None and cut.dim is not None:
-                whole[layout.name] = torch.cat(shards, dim=cut.dim)
-            else:
-                assert all(torch.equal(shard, shards[0]) for shard in shards), (
-                    f"{layout.name}: the copies differ"
-                )
-                whole[layout.name] = shards[0]
+    for name, local in found.items():
+        shards = [local]
+        if group is not None:
+            shards = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(shards, local, group=group)
+        param, cut = engine.module.get_parameter(name), cuts.get(name)
+        if hasattr(param, "places"):
+            places = torch.cat(param.places)
+            whole[name] = torch.cat(shards, param.partition_dim).index_select(
+                param.partition_dim, places.argsort()
+            )
+        elif cut is not None and cut.dim is not None:
+            whole[name] = torch.cat(shards, dim=cut.dim)
+        else:
+            assert all(torch.equal(shard, shards[0]) for shard in shards), f"{name}: the copies differ"
+            whole[name] = shards[0]
     return whole
 
 
