@@ -153,7 +153,7 @@ def run_command_in(message: str) -> str:
         ("Muon", 2, 1, 2),
         full("Muon", 3, 3, 2),
         full("ours", 1, 3, 2),
-        ("ours", 3, 0, 2),
+        full("ours", 3, 0, 2),
         ("ours", 0, 2, 3),
         ("ours", 3, 3, 3),
         full("ours", 2, 2, 1),

@@ -108,11 +108,11 @@ def clipped(
 @pytest.mark.parametrize(
     ("stage", "world", "accumulation", "kind"),
     [
-        (0, 1, 1, "grouped"),
+        full(0, 1, 1, "grouped"),
         (0, 2, 2, "fused_attention"),
         pytest.param(1, 2, 1, "latent", marks=pytest.mark.compat),
-        (1, 4, 1, "grouped"),
-        (2, 2, 2, "grouped"),
+        full(1, 4, 1, "grouped"),
+        full(2, 2, 2, "grouped"),
         (2, 4, 1, "fused_attention"),
         pytest.param(3, 2, 1, "latent", marks=pytest.mark.compat),
         (3, 4, 2, "grouped"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from deepspeed_muon.variants import ROW_STATE, VARIANTS
 from tests.support import training
 from tests.support.contract import STEPS, compare, params_of
 from tests.support.models import MATRICES
-from tests.support.thinning import full
+from tests.support.thinning import each_value
 from tests.support.training import full_rows
 
 MICROS = 4
@@ -85,21 +86,17 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     training.assert_same_bits(found, expected, "params", "momentum", "rows")
 
 
-@pytest.mark.parametrize(
-    ("stage", "settings"),
-    [
-        full(0, {}),
-        full(1, {"precision": "bf16"}),
-        (2, {"zero": {"offload_optimizer": {"device": "cpu"}}}),
-        (3, {"zero": {"sub_group_size": 200}}),
-    ],
-    ids=["stage0", "stage1-bf16", "stage2-offload", "stage3-sub-groups"],
-)
-@pytest.mark.parametrize("variant", KEEPING)
-def test_resume_is_bit_identical(
-    ranks: Any, tmp_path: Path, stage: int, settings: dict[str, Any], variant: str
-) -> None:
-    pool, arguments = ranks(2), {"stage": stage, "params": params_of(variant), **settings}
+SETTINGS: list[dict[str, Any]] = [
+    {"stage": 2, "zero": {"offload_optimizer": {"device": "cpu"}}},
+    {"stage": 3, "zero": {"sub_group_size": 200}},
+    {"stage": 0},
+    {"stage": 1, "precision": "bf16"},
+]
+
+
+@pytest.mark.parametrize(("variant", "settings"), each_value(product(KEEPING, SETTINGS)))
+def test_resume_is_bit_identical(ranks: Any, tmp_path: Path, variant: str, settings: dict[str, Any]) -> None:
+    pool, arguments = ranks(2), {"params": params_of(variant), **settings}
     whole = pool.run(train, steps=(0, 2), save=str(tmp_path), more=2, **arguments)
     rest = pool.run(train, steps=(2, 4), load=str(tmp_path), **arguments)
     for mine, all_of_it in zip(rest, whole, strict=True):
@@ -107,13 +104,15 @@ def test_resume_is_bit_identical(
         assert_equal(mine, all_of_it)
 
 
-@pytest.mark.parametrize(
-    ("from_stage", "from_world", "to_stage", "to_world"), [(3, 4, 1, 2), (0, 2, 3, 4), full(2, 2, 0, 1)]
-)
-@pytest.mark.parametrize("variant", KEEPING)
+# Stage and number of ranks before and after.
+MOVES = [(3, 4, 1, 2), (0, 2, 3, 4), (2, 2, 0, 1)]
+
+
+@pytest.mark.parametrize(("variant", "move"), each_value(product(KEEPING, MOVES)))
 def test_consolidated_sets_move_to_another_topology(
-    ranks: Any, tmp_path: Path, from_stage: int, from_world: int, to_stage: int, to_world: int, variant: str
+    ranks: Any, tmp_path: Path, variant: str, move: tuple[int, int, int, int]
 ) -> None:
+    from_stage, from_world, to_stage, to_world = move
     arguments = {"how": "consolidated", "params": params_of(variant)}
     saved = ranks(from_world).run(train, stage=from_stage, steps=(0, 2), save=str(tmp_path), **arguments)
     record = load_index(tmp_path).parameters["experts.up_proj"]
