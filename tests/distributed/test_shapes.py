@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.checkpoint.index import load_index
 from tests.support import training
+from tests.support.checkpoints import assert_equal, load, save
 from tests.support.contract import HALF_TOLERANCE, compare, compare_matrices
 from tests.support.models import FUSED_PARAMS, FUSED_SPLITS, MATRICES
 from tests.support.thinning import full
@@ -67,26 +67,10 @@ def test_convolutions(ranks: Any, stage: int, world: int) -> None:
     compare(results, "convolutions", world, 0.0)
 
 
-def consolidated(rank: int, world_size: int, *, stage: int, folder: str, phase: str) -> Any:
-    """Train two steps and consolidate, or restore at another stage."""
-    engine = training.make_engine(
-        training.ds_config(stage, params=WITHOUT_HEADS), "fused", seed=0 if phase == "save" else 7
-    )
-    if phase == "save":
-        for step in range(2):
-            training.run_step(engine, step, rank, world_size, 1)
-        consolidate(engine, folder)
-    else:
-        restore(engine, folder)
-    report = training.outcome(engine)
-    engine.destroy()
-    return report
-
-
 def test_consolidated_checkpoints_record_the_parts(ranks: Any, tmp_path: Path) -> None:
-    saved = ranks(3).run(consolidated, stage=2, folder=str(tmp_path), phase="save")[0]
-    restored = ranks(2).run(consolidated, stage=3, folder=str(tmp_path), phase="restore")[0]
-    training.assert_same_bits(restored, saved)
+    arguments = {"folder": str(tmp_path), "kind": "fused", "params": WITHOUT_HEADS}
+    saved = ranks(3).run(save, stage=2, **arguments)[0]
+    assert_equal(saved, ranks(2).run(load, stage=3, **arguments)[0])
     records = load_index(tmp_path).parameters
     assert records["self_attn.qkv_proj.weight"].grid == ((16, 8, 8), ())
     assert records["self_attn.c_attn.weight"].grid == ((), (16, 16, 16))

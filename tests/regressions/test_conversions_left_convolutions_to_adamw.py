@@ -9,29 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-import deepspeed_muon
 from deepspeed_muon import __main__ as cli
 from deepspeed_muon.checkpoint import load_index, restore
 from deepspeed_muon.checkpoint.deepspeed_files import repeat_in_run
 from deepspeed_muon.routing.rules import convolution_kind, route_saved
 from tests.support import training
+from tests.support.checkpoints import save_other
 from tests.support.models import MATRICES, build
 from tests.support.thinning import full
 
 NEEDED = "the run that goes on from here needs in optimizer.params: "
 
 
-def save_adamw(rank: int, world_size: int, *, folder: str, stage: int, kind: str) -> None:
-    deepspeed_muon.unregister()
-    try:
-        config = training.ds_config(stage)
-        config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
-        engine = training.make_engine(config, kind)
-        training.run_step(engine, 0, rank, world_size, 1)
-        engine.save_checkpoint(folder)
-        engine.destroy()
-    finally:
-        deepspeed_muon.register()
+def save_adamw(ranks: Any, folder: Path, *, stage: int, kind: str) -> None:
+    arguments = {"folder": str(folder / "in"), "optimizer": "AdamW", "stage": stage, "zero": {}, "kind": kind}
+    ranks(2).run(save_other, **arguments)
 
 
 def go_on(rank: int, world_size: int, *, folder: str, kind: str, params: Any) -> list[str]:
@@ -53,7 +45,7 @@ def test_convolutions_go_where_training_sends_them(
     ranks: Any, tmp_path: Path, capsys: Any, kind: str, stage: int
 ) -> None:
     """The transposed one has as many inputs as outputs, which no file tells from a plain one: it is named."""
-    ranks(2).run(save_adamw, folder=str(tmp_path / "in"), stage=stage, kind=kind)
+    save_adamw(ranks, tmp_path, stage=stage, kind=kind)
     arguments = ["checkpoint", "consolidate", str(tmp_path / "in"), str(tmp_path / "out")]
     assert cli.main([*arguments, "--exclude", "others.1.weight", "--include", "plain.2.weight"]) == 0
     printed = capsys.readouterr().out
@@ -74,7 +66,7 @@ def test_convolutions_go_where_training_sends_them(
 
 
 def test_patterns_are_written_out(ranks: Any, tmp_path: Path, capsys: Any) -> None:
-    ranks(2).run(save_adamw, folder=str(tmp_path / "in"), stage=1, kind="toy")
+    save_adamw(ranks, tmp_path, stage=1, kind="toy")
     arguments = ["checkpoint", "consolidate", str(tmp_path / "in"), str(tmp_path / "out")]
     assert cli.main(arguments) == 0
     assert not needed(capsys.readouterr().out)

@@ -18,16 +18,10 @@ from deepspeed_muon.checkpoint.consolidate import consolidate_files
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
+from tests.support.checkpoints import save_ours
 from tests.support.layout_records import files_of, inner_state, part_of, whole_record
 from tests.support.models import build
 from tests.support.thinning import full
-
-
-def save(rank: int, world_size: int, *, folder: str, stage: int) -> None:
-    engine = training.make_engine(training.ds_config(stage))
-    training.run_step(engine, 0, rank, world_size, 1)
-    engine.save_checkpoint(folder, tag="t")
-    engine.destroy()
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +29,7 @@ def saved(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Pat
     folders = {}
     for stage in (0, 2):
         folders[stage] = tmp_path_factory.mktemp(f"stage{stage}")
-        ranks(2).run(save, folder=str(folders[stage]), stage=stage)
+        ranks(2).run(save_ours, folder=str(folders[stage]), stage=stage, tag="t")
     return folders
 
 

@@ -214,6 +214,7 @@ def save_other(
     zero: Any,
     precision: str = "fp32",
     extra: Any = None,
+    kind: str = "toy",
 ) -> Any:
     """Train with DeepSpeed's own Muon or AdamW; return what DeepSpeed itself says of weights and state."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -226,7 +227,7 @@ def save_other(
         if optimizer == "Muon":
             params["momentum"] = 0.8
         config["optimizer"] = {"type": optimizer, "params": params}
-        engine = training.make_engine(config, exact=precision == "fp32")
+        engine = training.make_engine(config, kind, exact=precision == "fp32")
         # DeepSpeed compiles its iteration, which takes longer than all else here.
         with torch._dynamo.config.patch(disable=True):
             for step in range(2):
@@ -243,7 +244,7 @@ def save_other(
             result["fp32"][name] = safe_get_full_fp32_param(param).clone()
             if optimizer == "Muon" and stage < 3:
                 continue  # DeepSpeed cannot say
-            muon = optimizer == "Muon" and name in MATRICES["toy"]
+            muon = optimizer == "Muon" and name in MATRICES[kind]
             key = "momentum_buffer" if muon else "exp_avg"
             result["momentum"][name] = safe_get_full_optimizer_state(param, key).clone()
             if not muon:

@@ -256,17 +256,11 @@ def train(
 
 def try_to_start(
     rank: int, world_size: int, *, stage: int, on_last_rank: dict[str, Any], common: dict[str, Any]
-) -> Any:
-    """Start an engine whose configuration differs on the last rank; report the error."""
+) -> str:
+    """Start an engine whose configuration differs on the last rank; return the error."""
     changes = {**common, **(on_last_rank if rank == world_size - 1 else {})}
     config = ds_config(changes.pop("stage", stage), params=changes.pop("params", None))
-    config.update(changes)
-    try:
-        engine = make_engine(config)
-    except deepspeed_muon.MuonError as error:
-        return {"type": type(error).__name__, "message": str(error)}
-    engine.destroy()
-    return {"type": None, "message": ""}
+    return refusal(lambda: make_engine({**config, **changes}).destroy())
 
 
 def full_rows(engine: Any) -> dict[str, Tensor]:
