@@ -71,6 +71,7 @@ def test_precedence_of_rates() -> None:
         ({"eps": 0}, "optimizer.params.eps"),
         ({"ns_method": "svd"}, "optimizer.params.ns_method"),
         ({"ns_dtype": "fp8"}, "optimizer.params.ns_dtype"),
+        ({"momentum_dtype": "fp8"}, "optimizer.params.momentum_dtype"),
         ({"ns_schedule": "nope"}, "optimizer.params.ns_schedule"),
         ({"adjust_lr_fn": "spectral_norm"}, "optimizer.params.adjust_lr_fn"),
         ({"nonfinite_grad": "ignore"}, "optimizer.params.nonfinite_grad"),
