@@ -12,19 +12,16 @@ import pytest
 import torch
 
 from deepspeed_muon import __main__ as cli
-from deepspeed_muon.checkpoint import CheckpointIndex, consolidate, restore
-from deepspeed_muon.checkpoint.commit import ShardFile
+from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.checkpoint.consolidate import consolidate_files
-from deepspeed_muon.checkpoint.index import FileRecord, Progress, is_json, parse_sealed
+from deepspeed_muon.checkpoint.index import is_json, parse_sealed
 from deepspeed_muon.checkpoint.offline import verify_folder
-from deepspeed_muon.checkpoint.parameters import ParameterRecord
 from deepspeed_muon.checkpoint.settings import checked_settings
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
-from tests.support.checkpoints import INDEX, edit
+from tests.support.checkpoints import FILE, INDEX, edit, write_set
 from tests.support.snapshots import attempted
 
-FILE = "muon-0123456789ab-00000.safetensors"
 GROUP = {
     "lr": 0.1,
     "momentum": 0.95,
@@ -41,30 +38,10 @@ GROUP = {
 }
 
 
-def write(folder: Path, tensor: torch.Tensor | None = None) -> Path:
-    """Write a set of one 4 x 3 matrix; return the path of its index."""
-    content = torch.arange(12.0) if tensor is None else tensor
-    shard = ShardFile(folder / FILE, dict.fromkeys(("fp32/w", "momentum_buffer/w"), (4, 3)))
-    shard.write(torch.cat((torch.arange(12.0), content)))
-    record = shard.finish()
-    index = CheckpointIndex(
-        format="deepspeed_muon.consolidated",
-        version=1,
-        versions={},
-        groups=[GROUP],
-        progress=Progress(loss_scale={"cur_scale": 256.0, "cur_iter": 3, "last_overflow_iter": -1}),
-        files={FILE: FileRecord(bytes=record.bytes, sha256=record.sha256)},
-        parameters={
-            "w": ParameterRecord(
-                shape=(4, 3),
-                algorithm="muon",
-                step=3,
-                group=0,
-                tensors={"fp32": FILE, "momentum_buffer": FILE},
-            )
-        },
-    )
-    (folder / INDEX).write_bytes(index.to_bytes())
+def write(folder: Path, momentum: torch.Tensor | None = None) -> Path:
+    """Write a set of one matrix; return the path of its index."""
+    loss_scale = {"cur_scale": 256.0, "cur_iter": 3, "last_overflow_iter": -1}
+    write_set(folder, momentum=momentum, groups=[GROUP], loss_scale=loss_scale)
     return folder / INDEX
 
 

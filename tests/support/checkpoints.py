@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 
 import deepspeed_muon
 from deepspeed_muon.checkpoint import consolidate, restore
-from deepspeed_muon.checkpoint.index import sealed_json
+from deepspeed_muon.checkpoint.commit import ShardFile, shard_name
+from deepspeed_muon.checkpoint.index import FORMAT, sealed_json
 from deepspeed_muon.logs import logger
 from tests.support import training
 from tests.support.models import MATRICES, batch
@@ -256,6 +257,35 @@ def save_other(
 
 
 INDEX = "muon_index.json"
+FILE = shard_name("0123456789ab", 0)
+
+
+def write_set(
+    folder: Path,
+    names: Sequence[str] = ("w",),
+    *,
+    momentum: torch.Tensor | None = None,
+    groups: Sequence[dict[str, Any]] = ({"lr": 0.1},),
+    **progress: Any,
+) -> Path:
+    """Write a set of matrices of 4 x 3, without an engine; return its shard."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {f"{key}/{name}": (4, 3) for name in names for key in ("fp32", "momentum_buffer")}
+    shard = ShardFile(folder / FILE, tensors)
+    shard.write(torch.arange(12.0 * (2 * len(names) - 1)))
+    shard.write(torch.arange(12.0) if momentum is None else momentum)
+    record = shard.finish()
+    entry = {"shape": [4, 3], "algorithm": "muon", "step": 3, "group": 0}
+    document = {
+        "format": FORMAT,
+        "versions": {},
+        "groups": list(groups),
+        "files": {FILE: record.model_dump()},
+        "progress": progress,
+        "parameters": {name: {**entry, "tensors": {"fp32": FILE, "momentum_buffer": FILE}} for name in names},
+    }
+    (folder / INDEX).write_bytes(sealed_json(document))
+    return folder / FILE
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], Any], *, seal: bool = True) -> None:

@@ -12,39 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from deepspeed_muon import __main__ as cli
 from deepspeed_muon.checkpoint import consolidate, restore
-from deepspeed_muon.checkpoint.commit import ShardFile, shard_name
 from deepspeed_muon.checkpoint.consolidate import consolidate_files
 from deepspeed_muon.checkpoint.index import FORMAT, INDEX_NAME, sealed_json
 from deepspeed_muon.checkpoint.offline import convert_to_universal, verify_folder
 from deepspeed_muon.errors import CheckpointError
+from tests.support.checkpoints import FILE, write_set
 from tests.support.thinning import full
 
 SECONDS, MEGABYTES = 2, 256
-FILE = shard_name("0123456789ab", 0)
-
-
-def write_set(folder: Path, names: tuple[str, ...] = ("w",), **progress: Any) -> Path:
-    """Write a set of matrices of 4 x 3 and return its shard."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {f"{key}/{name}": (4, 3) for name in names for key in ("fp32", "momentum_buffer")}
-    shard = ShardFile(folder / FILE, tensors)
-    shard.write(torch.arange(12.0 * len(tensors)))
-    record = shard.finish()
-    entry = {"shape": [4, 3], "algorithm": "muon", "step": 3, "group": 0}
-    document = {
-        "format": FORMAT,
-        "versions": {},
-        "groups": [{"lr": 0.1}],
-        "files": {FILE: record.model_dump()},
-        "progress": progress,
-        "parameters": {name: {**entry, "tensors": {"fp32": FILE, "momentum_buffer": FILE}} for name in names},
-    }
-    (folder / INDEX_NAME).write_bytes(sealed_json(document))
-    return folder / FILE
 
 
 def replace_header(shard: Path, change: Callable[[bytes], bytes]) -> None:
