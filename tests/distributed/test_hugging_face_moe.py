@@ -79,7 +79,6 @@ def train(
     trained: str = "",
     zero: dict[str, Any] | None = None,
     checkpointed: bool = False,
-    by_keyword: bool = False,
 ) -> dict[str, Any]:
     """Train on this rank's tokens; report masters, norms and routes."""
     config = make_config(stage, leaf, zero or {})
@@ -87,9 +86,6 @@ def train(
     if checkpointed:
         model.gradient_checkpointing_enable()
     engine = training.initialize(model, config)
-    if by_keyword:
-        for block in blocks_of(model, family):
-            block.register_forward_pre_hook(input_by_keyword, prepend=True, with_kwargs=True)
     norms = []
     for step in range(STEPS):
         tokens = tokens_of(step, rank)
@@ -99,11 +95,6 @@ def train(
     report = {"norms": norms, **results_of(engine)}
     engine.destroy()
     return report
-
-
-def input_by_keyword(module: Any, args: Any, kwargs: Any) -> Any:
-    """Stands for a model that calls its MoE layer with ``hidden_states=...``."""
-    return (), {"hidden_states": args[0], **kwargs}
 
 
 def results_of(engine: Any) -> dict[str, Any]:
@@ -198,15 +189,12 @@ CPU = {"device": "cpu"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "0": {"stage": 0, "leaf": "default"},
     "1-offload": {"stage": 1, "zero": {"offload_optimizer": CPU}},
-    "2-small-buckets": {"stage": 2, "zero": {"overlap_comm": True, "reduce_bucket_size": 3000}},
     "2-checkpointed": {"stage": 2, "checkpointed": True},
     "3-checkpointed": {"stage": 3, "checkpointed": True},
     "3-offload": {
         "stage": 3,
         "zero": {"offload_optimizer": CPU, "offload_param": CPU, "sub_group_size": 2000},
     },
-    "3-prefetched": {"stage": 3, "zero": {"overlap_comm": True, "stage3_prefetch_bucket_size": 3000}},
-    "3-by-keyword": {"stage": 3, "by_keyword": True},
     # No layer before the only trained one has a gradient, so the input of its leaf module has none.
     "2-last-layer": {"stage": 2, "trained": "layers.1.mlp."},
     "3-last-layer": {"stage": 3, "trained": "layers.1.mlp."},

@@ -97,14 +97,7 @@ def probe(engine: Any) -> float:
 
 
 def engine_for(stage: int, *, seed: int, kind: str, **settings: Any) -> Any:
-    config = training.ds_config(
-        stage,
-        clipping=0.5,
-        precision=settings.get("precision", "fp32"),
-        params=settings.get("params"),
-        zero=settings.get("zero"),
-        extra=settings.get("extra"),
-    )
+    config = training.ds_config(stage, clipping=0.5, **settings)
     warmup = {
         "type": "WarmupLR",
         "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 8, "warmup_type": "linear"},
@@ -288,8 +281,8 @@ def write_set(
     return folder / FILE
 
 
-def edit(path: Path, change: Callable[[dict[str, Any]], Any], *, seal: bool = True) -> None:
+def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change a sealed document as somebody would who knows how it is sealed."""
     content = json.loads(path.read_text())
     change(content)
-    path.write_bytes(sealed_json(content) if seal else json.dumps(content).encode())
+    path.write_bytes(sealed_json(content))

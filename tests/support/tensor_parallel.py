@@ -350,25 +350,17 @@ def train(
     stage: int,
     mode: str = "gather",
     steps: int = STEPS,
-    clipping: float = 0.0,
     accumulation: int = 1,
-    precision: str = "fp32",
     params: dict[str, Any] | None = None,
-    zero: dict[str, Any] | None = None,
     mark: str = "all",
     dead: bool = False,
     checkpoint: str | None = None,
     kind: str = "even",
+    **settings: Any,
 ) -> dict[str, Any]:
     """Train and report whole masters and momentum, norms and counters; with a checkpoint, save and load in between."""
-    config = ds_config(
-        stage,
-        accumulation=accumulation,
-        clipping=clipping,
-        precision=precision,
-        params={"tensor_parallel_mode": mode, **(params or {})},
-        zero=zero,
-    )
+    params = {"tensor_parallel_mode": mode, **(params or {})}
+    config = ds_config(stage, accumulation=accumulation, params=params, **settings)
     engine = _engine(style, tensor_size, config, mark, dead, kind)
     prepared = shapes_chosen(deepspeed_muon.muon_optimizer(engine), ran=False)
     norms, count = [], 0

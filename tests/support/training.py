@@ -203,25 +203,13 @@ def train(
     steps: int = STEPS,
     kind: str = "toy",
     accumulation: int = 1,
-    clipping: float = 0.0,
-    precision: str = "fp32",
-    params: dict[str, Any] | None = None,
-    zero: dict[str, Any] | None = None,
-    extra: dict[str, Any] | None = None,
     zero_init: bool = False,
     exact: bool = True,
     idle_from: int | None = None,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Train and report masters, momentum, gradient norms, losses and the counters of the last step."""
-    config = ds_config(
-        stage,
-        accumulation=accumulation,
-        clipping=clipping,
-        precision=precision,
-        params=params,
-        zero=zero,
-        extra=extra,
-    )
+    config = ds_config(stage, accumulation=accumulation, **settings)
     engine = make_engine(config, kind, zero_init=zero_init, exact=exact)
     optimizer: Muon = deepspeed_muon.muon_optimizer(engine)
     prepared = shapes_chosen(optimizer, ran=False)
