@@ -18,18 +18,9 @@ SCALE = {"initial_scale_power": 33, "loss_scale_window": 2, "hysteresis": 1}
 """fp16 overflows at once and steps are skipped, then the scale grows again every two steps."""
 
 
-def resumed(
-    rank: int, world_size: int, *, stage: int, folder: str, phase: str, precision: str, zero: Any, extra: Any
-) -> Any:
+def resumed(rank: int, world_size: int, *, stage: int, folder: str, phase: str, **settings: Any) -> Any:
     """Train 18 steps and save after 10 (``whole``), or load in a new engine and train the last 8 (``rest``)."""
-    engine = engine_for(
-        stage,
-        seed=0 if phase == "whole" else 7,
-        kind="toy",
-        precision=precision,
-        zero=zero,
-        extra=extra,
-    )
+    engine = engine_for(stage, seed=0 if phase == "whole" else 7, kind="toy", **settings)
     if phase == "rest":
         path, _ = engine.load_checkpoint(folder)
         assert path is not None

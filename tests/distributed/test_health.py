@@ -26,24 +26,17 @@ def watch(
     kind: str = "toy",
     folder: str | None = None,
     accumulation: int = 1,
-    precision: str = "fp32",
-    steps: int = 4,
-    zero: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> Any:
     """Train and return the report of this rank, the same from rank 0's files, and the samples seen."""
     extra = (
         {} if folder is None else {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "run"}}
     )
     config = training.ds_config(
-        stage,
-        accumulation=accumulation,
-        precision=precision,
-        params={"health": health},
-        extra=extra,
-        zero=zero,
+        stage, accumulation=accumulation, params={"health": health}, extra=extra, **settings
     )
-    engine = training.make_engine(config, kind, exact=precision == "fp32")
-    for step in range(steps):
+    engine = training.make_engine(config, kind, exact=settings.get("precision", "fp32") == "fp32")
+    for step in range(4):
         training.run_step(engine, step, rank, world_size, accumulation)
     report = deepspeed_muon.health(engine)
     samples = engine.global_samples

@@ -13,6 +13,7 @@ from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource
 from tests.support import training
 from tests.support.snapshots import differences, snapshot
+from tests.support.thinning import full
 
 
 class Filters(nn.Module):
@@ -70,6 +71,6 @@ def save_and_continue(rank: int, world_size: int, *, folder: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [full(1), 2])
 def test_saved_and_restored_in_row_major_order(ranks: Any, tmp_path: Path, count: int) -> None:
     assert ranks(count).run(save_and_continue, folder=str(tmp_path / "set")) == [[]] * count
