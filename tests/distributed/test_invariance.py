@@ -17,7 +17,7 @@ from tests.support.models import MATRICES
 from tests.support.thinning import pairwise
 
 # Ranks, and how many of them share a model. Tensor parallelism cuts rows and columns, heads and parts.
-RANKS = ((1, 1), (3, 1), (2, 2), (4, 2), (4, 4))
+RANKS = ((1, 1), (2, 1), (3, 1), (2, 2), (4, 2), (4, 4))
 CASES = pairwise(itertools.product(VARIANTS, range(4), RANKS, ("gather", "distributed"), (1, 2)))
 
 
