@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_muon import Muon
+from tests.support import training
+from tests.support.models import batch
 
 
 def transposed(grad: Tensor) -> Tensor:
@@ -48,3 +50,24 @@ def updated(view: Any, backend: str, *, contiguous: bool) -> list[Tensor]:
 def test_without_deepspeed(view: str, backend: str) -> None:
     found, expected = (updated(VIEWS[view], backend, contiguous=kept) for kept in (False, True))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def train(rank: int, world_size: int, *, backend: str, view: str) -> dict[str, Tensor]:
+    """Train two steps at stage 0, where the optimizer reads the parameters' own gradients."""
+    engine = training.make_engine(training.ds_config(0, params={"ns_backend": backend}))
+    for step in range(2):
+        engine.backward(engine(*batch(step, rank)))
+        for param in engine.module.parameters():
+            if view and param.ndim > (view == "t"):
+                param.grad = VIEWS[view](param.grad)
+        engine.step()
+    masters = training.full_masters(engine)
+    engine.destroy()
+    return masters
+
+
+@pytest.mark.parametrize("backend", ["ops", "torch"])
+def test_at_stage_0(ranks: Any, backend: str) -> None:
+    expected, *others = (ranks(2).run(train, backend=backend, view=view)[0] for view in ("", "t", "[::2]"))
+    for masters in others:
+        assert all(torch.equal(masters[name], expected[name]) for name in expected)
