@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,6 +21,15 @@ from .gate import Verdict, cuda_verdict
 NsBackend = Literal["auto", "ops", "torch"]
 
 _NATIVE = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(slots=True)
+class _Chosen:
+    """What runs a problem, why, and how often it did."""
+
+    candidate: Candidate
+    choice: Choice
+    calls: int = 0
 
 
 class Orthogonalizer:
@@ -43,8 +51,7 @@ class Orthogonalizer:
         self.backend = backend
         self._operators = _operators(backend)
         self._tuner = tuner
-        self._chosen: dict[Problem, tuple[Candidate, Choice]] = {}
-        self._calls: Counter[Problem] = Counter()
+        self._chosen: dict[Problem, _Chosen] = {}
 
     def __call__(self, x: Tensor, *, settings: NsSettings) -> Tensor:
         """Return the approximate polar factor of every matrix of a batch.
@@ -64,11 +71,11 @@ class Orthogonalizer:
         """
         if x.ndim < 2:
             raise ValueError(f"orthogonalize needs (..., rows, cols), got shape {tuple(x.shape)}")
-        problem = self.prepare(x, settings=settings, device=x.device)
-        self._calls[problem] += 1
-        return self._chosen[problem][0].run(x, settings)
+        chosen = self.prepare(x, settings=settings, device=x.device)
+        chosen.calls += 1
+        return chosen.candidate.run(x, settings)
 
-    def prepare(self, x: Tensor, *, settings: NsSettings, device: torch.device) -> Problem:
+    def prepare(self, x: Tensor, *, settings: NsSettings, device: torch.device) -> _Chosen:
         """Choose what will run tensors like ``x`` on ``device``, unless that is known; see :meth:`__call__`.
 
         Args:
@@ -77,9 +84,10 @@ class Orthogonalizer:
             device: Where the tensors will be.
         """
         problem = problem_of(x, settings, device)
-        if problem not in self._chosen:
-            self._chosen[problem] = self._choose(problem, device)
-        return problem
+        chosen = self._chosen.get(problem)
+        if chosen is None:
+            chosen = self._chosen[problem] = _Chosen(*self._choose(problem, device))
+        return chosen
 
     def _choose(self, problem: Problem, device: torch.device) -> tuple[Candidate, Choice]:
         if self.backend == "torch":
@@ -110,22 +118,22 @@ class Orthogonalizer:
 
     def release(self) -> None:
         """Free the memory of recorded graphs. Choices stay; the next call with a shape records it again."""
-        for candidate, _ in self._chosen.values():
-            if isinstance(candidate.run, Replayed):
-                candidate.run.release()
+        for chosen in self._chosen.values():
+            if isinstance(chosen.candidate.run, Replayed):
+                chosen.candidate.run.release()
 
     def report(self) -> list[dict[str, Any]]:
         """Return one entry for each problem that was prepared or run: shape, what runs it, why, how often, timings."""
         return [
             {
                 "problem": problem.key(),
-                "ran": candidate.name,
-                "calls": self._calls[problem],
-                "reason": choice.reason,
-                "milliseconds": dict(choice.milliseconds),
-                "rejected": dict(choice.rejected),
+                "ran": chosen.candidate.name,
+                "calls": chosen.calls,
+                "reason": chosen.choice.reason,
+                "milliseconds": dict(chosen.choice.milliseconds),
+                "rejected": dict(chosen.choice.rejected),
             }
-            for problem, (candidate, choice) in self._chosen.items()
+            for problem, chosen in self._chosen.items()
         ]
 
 

@@ -77,7 +77,7 @@ def take_model_step(original: Original, engine: Any, *args: Any, **kwargs: Any) 
     optimizer._refuse_zeros()
     number = engine.global_steps + 1
     with optimizer.recorder.step(number, ranks=optimizer.ranks), contextlib.ExitStack() as waiting:
-        for group in optimizer._bound_steps.process_groups():
+        for group in optimizer._bound_steps.process_groups:
             # DeepSpeed's own collectives of the step are part of it: the norm of the gradients at stages 1 and 2.
             waiting.enter_context(phase(f"step {number}", group))
         result = original(*args, **kwargs)

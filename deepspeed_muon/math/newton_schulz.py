@@ -131,7 +131,7 @@ def _normalized(x: Tensor, settings: NsSettings) -> Tensor:
 
 
 def _gram_matrix(x: Tensor) -> Tensor:
-    return x @ x.mT
+    return (torch.mm if x.ndim == 2 else torch.bmm)(x, x.mT)
 
 
 _PLAIN = Products(_gram_matrix)

@@ -5,6 +5,7 @@ Before a step changes anything, the ranks tell each other which parameters have 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -129,7 +130,7 @@ class GradientInspection:
         if len(table):
             largest = largest_magnitudes([each for own in pieces for each in own], table).to(self._device)
             # It is 0 for all zeros, infinity or NaN for anything that is not finite.
-            found = torch.stack((largest != 0, ~largest.isfinite()), dim=1).int()
+            found = torch.stack((largest != 0, ~(largest < math.inf)), dim=1).int()
             times = torch.zeros((len(flags), 2), dtype=torch.int32, device=self._device)
             flags[:, :2] = times.index_add_(0, self._numbers, found) > 0
         return flags
@@ -164,6 +165,7 @@ class BoundSteps:
     Attributes:
         runners: One for each step set.
         inspections: What finds out about the gradients of each.
+        process_groups: The process groups that the step sets communicate in.
     """
 
     def __init__(
@@ -187,21 +189,17 @@ class BoundSteps:
             load = loads.setdefault(Scope.of(step_set.group), np.zeros(step_set.world_size))
             self.runners.append(StepRunner(step_set, config, resources, load=load, number=number))
         self.inspections = {runner: GradientInspection(runner) for runner in self.runners}
+        found = (
+            group
+            for each in step_sets
+            for group in (each.wider_group, each.tensor_group, each.stack_group, each.group)
+        )
+        self.process_groups = [group for group in dict.fromkeys(found) if group is not None]
         self._runner_of = {
             id(partition.tensor): runner
             for runner in self.runners
             for partition in runner.step_set.partitions
         }
-
-    def process_groups(self) -> list[dist.ProcessGroup]:
-        """Return the process groups that the step sets communicate in."""
-        sets = (runner.step_set for runner in self.runners)
-        found = {
-            group: None
-            for each in sets
-            for group in (each.wider_group, each.tensor_group, each.stack_group, each.group)
-        }
-        return [group for group in found if group is not None]
 
     def current(
         self, param_groups: Sequence[dict[str, Any]]

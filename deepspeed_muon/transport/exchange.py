@@ -175,6 +175,7 @@ class ExchangeBuffers:
         self.device = device
         self._needed: dict[str, int] = {}
         self._memory: dict[str, Tensor] = {}
+        self._views: dict[tuple[str, int, torch.dtype], Tensor] = {}
 
     def reserve(self, name: str, nbytes: int) -> None:
         """Make sure that the buffer ``name`` will hold at least ``nbytes`` bytes."""
@@ -182,15 +183,18 @@ class ExchangeBuffers:
 
     def take(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Return the first ``numel`` elements of the buffer ``name``; they keep what they held before."""
-        memory = self._memory.get(name)
-        if memory is None:
-            memory = torch.empty(self._needed[name], dtype=torch.uint8, device=self.device)
-            self._memory[name] = memory
-        return memory.narrow(0, 0, numel * dtype.itemsize).view(dtype)
+        view = self._views.get((name, numel, dtype))
+        if view is None:
+            if name not in self._memory:
+                self._memory[name] = torch.empty(self._needed[name], dtype=torch.uint8, device=self.device)
+            view = self._memory[name].narrow(0, 0, numel * dtype.itemsize).view(dtype)
+            self._views[name, numel, dtype] = view
+        return view
 
     def release(self) -> None:
         """Free the memory; no exchange may be in flight."""
         self._memory.clear()
+        self._views.clear()
 
     @property
     def reserved_bytes(self) -> int:

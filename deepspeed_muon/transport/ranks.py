@@ -35,6 +35,8 @@ _SILENCE = re.compile(
 _GRACE = 3.0
 # How often this process waited for each set of ranks: every barrier uses its own keys in the store.
 _calls: dict[str, int] = {}
+# Groups of which a phase is running.
+_in_phase: set[dist.ProcessGroup | None] = set()
 # Seconds between two looks at the store; they grow from the first to the last.
 _FIRST_LOOK, _LAST_LOOK = 0.001, 0.25
 
@@ -247,7 +249,10 @@ def phase(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
     Raises:
         RankMissingError: From the collective's own error, with the phase and the missing ranks.
     """
-    changed = _shortened(group)
+    # A phase inside of another one finds the time-out as it should be.
+    is_outer = group not in _in_phase
+    changed = _shortened(group) if is_outer else []
+    _in_phase.add(group)
     try:
         yield
     except MuonError:
@@ -257,6 +262,8 @@ def phase(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
             raise
         raise RankMissingError(_report(what, group, error)) from error
     finally:
+        if is_outer:
+            _in_phase.discard(group)
         for backend, timeout in changed:
             backend._set_default_timeout(timeout)
 

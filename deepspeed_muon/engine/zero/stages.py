@@ -51,17 +51,18 @@ class ZeroView(View):
         """Return this rank's gradient of each partition that has one, as flat tensors that follow each other."""
         if hasattr(self.wrapper, "_wait_for_offload_copies"):  # DeepSpeed 0.19.2 copies at once
             self.wrapper._wait_for_offload_copies()
-        found: dict[int, list[Tensor]] = {}
-        for index, master in enumerate(self.masters):
-            kept = master.grad if self.offloads else self.wrapper.averaged_gradients.get(index)
-            if kept is not None:
-                parts = [kept] if isinstance(kept, Tensor) else kept
-                found[index] = [
-                    # A view costs as much as all else that a small parameter costs here.
-                    part if part.dim() == 1 and not part.requires_grad else part.detach().reshape(-1)
-                    for part in parts
-                ]
-        return found
+        found = {index: self.gradient(index) for index in range(len(self.masters))}
+        return {index: parts for index, parts in found.items() if parts}
+
+    def gradient(self, index: int) -> list[Tensor]:
+        """Return this rank's gradient of a partition as in :meth:`gradients`, an empty list if it has none."""
+        kept = self.masters[index].grad if self.offloads else self.wrapper.averaged_gradients.get(index)
+        parts = [kept] if isinstance(kept, Tensor) else kept or []
+        # A view costs as much as all else that a small parameter costs here.
+        return [
+            part if part.dim() == 1 and not part.requires_grad else part.detach().reshape(-1)
+            for part in parts
+        ]
 
     def is_true_of_any(self, flag: bool) -> bool:
         """Return whether a flag is set on any model-parallel rank, all of which must call this.
@@ -214,11 +215,11 @@ class Zero3View(ZeroView):
         """Return whether master and state of a sub-group lie on NVMe between steps; DeepSpeed keeps small ones."""
         return bool(self.wrapper._swappable_optimizer_subgroup(index))
 
-    def gradients(self) -> dict[int, list[Tensor]]:
-        found = super().gradients()
-        # The masters of swapped sub-groups have theirs in the step only.
-        swapped = (index for index in range(len(self.masters)) if self.is_swapped(index))
-        return found | {index: [self.accumulated(index)] for index in swapped}
+    def gradient(self, index: int) -> list[Tensor]:
+        # One tensor, however many parameters there are. The masters of swapped sub-groups have theirs in the step only.
+        if self.is_swapped(index) or (not self.offloads and self.wrapper.averaged_gradients.get(index)):
+            return [self.accumulated(index)]
+        return super().gradient(index)
 
     def accumulated(self, index: int) -> Tensor:
         """Return the gradient of a sub-group in the buffer that gradients are accumulated in, one after the other."""
