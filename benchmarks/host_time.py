@@ -1,9 +1,9 @@
-"""What a step costs the host: CPU time of the main thread, for many small matrices on two ranks at ZeRO 3.
+"""What a step costs the host: CPU time of the main thread, for many small matrices at ZeRO 3.
 
 ``python benchmarks/host_time.py`` trains layers of 16 x 16, for which the arithmetic costs next to nothing, with this
 project, DeepSpeed's AdamW and DeepSpeed's Muon in turn, all in one process a rank. The main thread's own CPU time does
-not contain what gloo's threads do or how long they wait. Rank 0 prints medians, and the ratio of each to AdamW's in the
-same round.
+not contain what gloo's threads do or how long they wait. Rank 0 prints medians and smallest times, and medians of the
+ratios to AdamW's in the same round, and of how much longer the step takes.
 
     inner: all calls of the inner optimizer's ``step()`` of one step; without what DeepSpeed does around them
     step: ``engine.step()``
@@ -11,15 +11,17 @@ same round.
 With ``--fragments`` rank 1 owns all matrices, so that rank 0 only has a fragment of each. The exchange of the gradient
 flags, which comes before the inner step, counts for ``inner`` then. The last line has what one more matrix costs.
 ``--variant`` takes another variant of this project. ``--int8`` compares momentum in 8 bits with fp32 instead; with
-``--width`` the arithmetic counts too.
+``--width`` the arithmetic counts too. ``--passes`` times the pass over the momentum alone, in this process: kept in
+fp32, bf16 and 8 bits, by length and dtypes of the gradient and of what is sent.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -141,6 +143,38 @@ def measure(
     return found
 
 
+def pass_rows(rounds: int) -> Iterator[list[object]]:
+    """Yield the rows of ``--passes``: medians of milliseconds, and the median ratio of 8 bits to fp32."""
+    from deepspeed_muon.ops.dispatch import flat_passes
+
+    passes, rates = flat_passes("ops"), torch.tensor([(0.95, 1.0)], dtype=torch.float64)
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    whole_blocks, cut = torch.tensor([(0, 0, -1, -1)]), torch.empty(0, 2)
+    for numel in (1 << 24, 1 << 18, 1 << 14):
+        calls = max(1, (1 << 20) // numel)
+        table = torch.tensor([(0, 0, 0, 0, numel, 0)])
+        for entering, sent in (("fp32", "bf16"), ("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp16")):
+            both = [torch.randn(numel).to(dtypes[entering])], [torch.zeros(numel, dtype=dtypes[sent])]
+            runs = {
+                kept: functools.partial(
+                    passes.momentum_pack, [torch.zeros(numel, dtype=dtypes[kept])], *both, table, rates
+                )
+                for kept in ("fp32", "bf16")
+            }
+            codes, scales = [torch.zeros(numel, dtype=torch.int8)], [torch.zeros(numel // 256)]
+            runs["int8"] = functools.partial(
+                passes.momentum_pack_int8, codes, scales, *both, table, rates, whole_blocks, cut
+            )
+            found: dict[str, list[float]] = {kept: [] for kept in runs}
+            for kept in (name for names in support.turns(list(runs), rounds) for name in names):
+                start = time.thread_time()
+                for _ in range(calls):
+                    runs[kept]()
+                found[kept].append(1e3 * (time.thread_time() - start) / calls)
+            times = [f"{statistics.median(each):.3f}" for each in found.values()]
+            yield [numel, entering, sent, *times, f"{support.median_ratio(found['int8'], found['fp32']):.2f}"]
+
+
 def fragment_table(found: dict[int, list[list[float]]]) -> list[str]:
     """Return the table of a rank that owns nothing, and what one more matrix costs."""
     inner = {count: statistics.median(each[0] for each in rounds) for count, rounds in found.items()}
@@ -157,11 +191,16 @@ def rows_of(count: int, found: dict[str, list[list[float]]]) -> Iterator[list[ob
     """Yield the rows of one number of matrices, with ratios to the first optimizer."""
     first = list(zip(*next(iter(found.values())), strict=True))
     for name, rounds in found.items():
-        parts = list(zip(*rounds, strict=True))
-        inner, step = map(statistics.median, parts)
+        inner, step = parts = list(zip(*rounds, strict=True))
         ratios = [support.median_ratio(own, peer) for own, peer in zip(parts, first, strict=True)]
-        times = [f"{inner:.2f}", f"{1e3 * inner / count:.1f}", f"{step:.2f}"]
-        yield [count, name, *times, *(f"{ratio:.2f}" for ratio in ratios)]
+        more = statistics.median(own - peer for own, peer in zip(step, first[1], strict=True))
+        times = [cell(inner), cell([1e3 * each / count for each in inner], digits=1), cell(step)]
+        yield [count, name, *times, *(f"{ratio:.2f}" for ratio in ratios), f"{more:.2f}"]
+
+
+def cell(times: Sequence[float], *, digits: int = 2) -> str:
+    """Return the median and, in brackets, the smallest time."""
+    return f"{statistics.median(times):.{digits}f} ({min(times):.{digits}f})"
 
 
 def main() -> None:
@@ -173,22 +212,34 @@ def main() -> None:
     parser.add_argument("--variant", default="muon", help="optimizer.params.variant of this project")
     parser.add_argument("--width", type=int, default=16, help="rows and columns of a matrix")
     parser.add_argument("--int8", action="store_true", help="momentum in 8 bits beside fp32")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--passes", action="store_true", help="the pass over the momentum alone")
     arguments = parser.parse_args()
     results = {}
-    for count in arguments.matrices:
+    for count in () if arguments.passes else arguments.matrices:
         settings = {
             key: getattr(arguments, key) for key in ("rounds", "fragments", "variant", "width", "int8")
         }
         settings["count"] = count
-        results[count] = run_ranks("benchmarks.host_time:measure", 2, settings, timeout=600)[0]
+        found = run_ranks("benchmarks.host_time:measure", arguments.ranks, settings, timeout=600)
+        results[count] = found[0]
     used = support.machine()
-    if arguments.fragments:
+    if arguments.passes:
+        heads = ["elements", "gradient", "sent", "fp32 ms", "bf16 ms", "int8 ms", "int8 / fp32"]
+        lines = support.table(heads, pass_rows(arguments.rounds))
+    elif arguments.fragments:
         lines = fragment_table({count: found["ours"] for count, found in results.items()})
     else:
-        heads = ["matrices", "optimizer", "inner ms", "inner us a matrix", "step ms"]
-        rows = [row for count, found in results.items() for row in rows_of(count, found)]
+        heads = [
+            "matrices",
+            "optimizer",
+            "inner ms (smallest)",
+            "us a matrix (smallest)",
+            "step ms (smallest)",
+        ]
+        rows = [row for count, result in results.items() for row in rows_of(count, result)]
         first = MOMENTA[0] if arguments.int8 else OPTIMIZERS[0]
-        lines = support.table([*heads, f"inner / {first}", f"step / {first}"], rows)
+        lines = support.table([*heads, f"inner / {first}", f"step / {first}", f"step - {first}, ms"], rows)
     described = ", ".join(f"{name}: {value}" for name, value in used.items())
     page = ["# Host time of a step", "", described, "", *lines]
     print("\n".join(page))

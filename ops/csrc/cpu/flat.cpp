@@ -226,7 +226,8 @@ __attribute__((target("avx512f"))) inline void halves_avx512(const float* x, Fp1
 // One copy of the loops for each vector unit.
 //
 // widened: `n` elements of `x` from `at` on in fp32: where they lie, or in `block`. narrowed: such elements back to `x`,
-// unless they lie there.
+// unless they lie there. Momentum in 8 bits writes fp32 directions to a block first, too: straight to the output 16
+// million elements took 37.5 ms instead of 15.3.
 #define MUON_VARIANT(NAME, ATTRIBUTE)                                                                                \
   ATTRIBUTE float* widened_##NAME(const Array& x, int64_t at, int64_t n, float* block) {                             \
     if (x.type == Element::fp32) return static_cast<float*>(x.data) + at;                                            \
@@ -235,6 +236,10 @@ __attribute__((target("avx512f"))) inline void halves_avx512(const float* x, Fp1
     return block;                                                                                                    \
   }                                                                                                                  \
   ATTRIBUTE void narrowed_##NAME(const float* values, const Array& x, int64_t at, int64_t n) {                       \
+    if (x.type == Element::fp32) {                                                                                   \
+      float* const there = static_cast<float*>(x.data) + at;                                                         \
+      if (values != there) std::memcpy(there, values, n * sizeof(float));                                            \
+    }                                                                                                                \
     if (x.type == Element::bf16) round_loop(values, static_cast<Bf16*>(x.data) + at, n);                             \
     if (x.type == Element::fp16) halves_##NAME(values, static_cast<Fp16*>(x.data) + at, n);                          \
   }                                                                                                                  \
@@ -266,7 +271,7 @@ __attribute__((target("avx512f"))) inline void halves_avx512(const float* x, Fp1
       const float* const cut = coded.cut(number, numel);                                                              \
       const float old = cut == nullptr ? coded.scales[number] : cut[0];                                               \
       const float* const g = widened_##NAME(grad, at, n, blocks[1]);                                                  \
-      float* const o = out.type == Element::fp32 ? static_cast<float*>(out.data) + at : blocks[2];                    \
+      float* const o = blocks[2];                                                                                     \
       const float scale = n == kCodeBlock                                                                             \
           ? code_block_loop(codes + at, old, cut, b, g, o, kCodeBlock, momentum, rest, nesterov)                      \
           : code_block_loop(codes + at, old, cut, b, g, o, n, momentum, rest, nesterov);                              \
