@@ -1,10 +1,9 @@
 """The exchange plan: splits and offsets of the two all-to-alls, computed once from the layouts.
 
 Gather brings every fragment of a matrix to its owner; scatter brings the updates back to the ranks that hold the
-fragments. A fragment that already lies on its owner never enters a buffer. Matrices travel in chunks of bounded size,
-which bounds the buffers. A chunk in which nothing moves has no all-to-all on any rank.
-
-Of replicated matrices only the updates travel: every owner broadcasts its own.
+fragments. A fragment that already lies on its owner never enters a buffer. Of replicated matrices only the updates
+travel: every owner broadcasts its own. Matrices travel in chunks of bounded size, which bounds the buffers. A chunk in
+which nothing moves has no all-to-all on any rank.
 
 A rank plans only for the fragments that it holds and the matrices that it owns. In a buffer the fragments are ordered
 by peer, then by matrix. Both sides derive that order from the same layouts, so no header travels. Peers that send equal
@@ -147,8 +146,7 @@ class BufferPlan:
         """Return the units for every rank, as an all-to-all wants them."""
         every = np.zeros(world_size, dtype=np.int64)
         every[self.peers] = self.counts
-        counts: list[int] = every.tolist()
-        return counts
+        return [int(units) for units in every]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +177,8 @@ class Chunk:
     @property
     def sent_elements(self) -> int:
         """Units that this rank sends to others in gather and scatter; a broadcast counts once for each receiver."""
-        return self.send_buffer.numel * self.gathers + self.receive_buffer.numel * (
-            self.copies or self.scatters
-        )
+        receivers = self.copies or self.scatters
+        return self.send_buffer.numel * self.gathers + self.receive_buffer.numel * receivers
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,8 +391,7 @@ def _receive_buffer(
             if lengths[begin]:
                 numel, at = int(lengths[begin]), int(offsets[begin] + before[begin])
                 where = int(starts[begin]), numel, at, wire.units(numel)
-                stride = int(total[begin])
-                segments.append((index, Segment.of(*where, count=end - begin, stride=stride)))
+                segments.append((index, Segment.of(*where, count=end - begin, stride=int(total[begin]))))
     peers = np.flatnonzero(total)
     return BufferPlan(tuple(segments), ranks[peers], total[peers], int(total.sum()))
 
