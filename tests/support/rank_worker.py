@@ -37,6 +37,9 @@ _STATEFUL_MODULES = (
 GROUP_TIMEOUT_VARIABLE = "TESTS_GROUP_TIMEOUT"
 """Seconds of the process group's time-out, for tests of ranks that do not answer."""
 
+EXPECTED_KERNELS_VARIABLE = "TESTS_EXPECTED_KERNELS"
+"""Set if a rank does not choose its kernels by measuring them; tests/conftest.py sets it, benchmarks do not."""
+
 _PLAIN = (type(None), bool, int, float, str, dict, list)
 
 
@@ -205,11 +208,23 @@ def remember_cpu_info() -> Callable[[], object]:
     return cpuinfo.get_cpu_info
 
 
+def take_expected_kernels() -> None:
+    """Have the orthogonalisation take the kernel that is expected to be the fastest, without measuring any."""
+    from deepspeed_muon.ops.autotune import Choice, Tuner
+
+    def expected(_: Tuner, key: str, problem: Any, candidates: Sequence[Any], device: Any) -> Choice:
+        return Choice(candidates[0].name, "expected")
+
+    setattr(Tuner, "_decide", expected)  # noqa: B010 - mypy allows no assignment to a method
+
+
 def join_group(*, shm_all_reduce: bool) -> None:
     """Initialise DeepSpeed's and torch's process group under gloo."""
     import deepspeed
     import torch
 
+    if os.environ.get(EXPECTED_KERNELS_VARIABLE):
+        take_expected_kernels()
     remember_cpu_info()
     torch.set_num_threads(1)
     if not shm_all_reduce:
