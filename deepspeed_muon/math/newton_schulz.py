@@ -127,7 +127,7 @@ def _normalized(x: Tensor, settings: NsSettings) -> Tensor:
     wide_dtype = torch.promote_types(x.dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide_dtype)
     norm.clamp_(min=settings.eps)
-    return (x.to(wide_dtype) / norm).to(settings.dtype)
+    return (x / norm).to(settings.dtype)
 
 
 def _gram_matrix(x: Tensor) -> Tensor:

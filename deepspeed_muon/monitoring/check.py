@@ -194,19 +194,18 @@ class ResultCheck:
                 update = self._in_fp32(result, position, anew=self._origin[index] in self._anew)
                 self._replace(result, position, update, "", None)
         lowest, highest = self._bounds_of(result)
-        norms, inputs = (
-            own.double()
-            if result.together is None
-            else _gathered(own, result.together).double().square().sum(0).sqrt()
-            for own in (self._norms(result.updates), self._norms(result.inputs))
-        )
+        norms, inputs = self._norms(result.updates), self._norms(result.inputs)
+        if (together := result.together) is not None:
+            norms, inputs = (
+                _gathered(own, together).double().square().sum(0).sqrt() for own in (norms, inputs)
+            )
         # An input of a norm below 1e-12 (a head without a gradient is zero) is not normalised: its result may be small.
-        right = (norms <= highest) & ((norms >= lowest) | (inputs < self._ns.eps))
-        wrong = ~right
+        norms = norms.maximum((inputs < self._ns.eps) * lowest)
+        wrong = norms.clamp(lowest, highest) != norms  # so is NaN
         result.blocks.masked_fill_(wrong.view(-1, 1, 1), 0)
         if result.finish is not None:
             result.updates.masked_fill_(wrong.view(-1, 1, 1), 0)
-            result.finish.keep(result.members, right)
+            result.finish.keep(result.members, ~wrong)
         indices = [index for index, _ in result.members]
         self.left_out.append(([self._origin[index] for index in indices], wrong))
         if result.together is None or result.together.counts:

@@ -5,7 +5,6 @@ Before a step changes anything, the ranks tell each other which parameters have 
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ class GradientReport:
     """What all ranks of a group know about this step's gradients.
 
     Attributes:
-        active: Whether any rank has a non-zero gradient, 1 or 0: flags of all matrices, then of all other parameters.
+        active: Whether any rank has a non-zero gradient, 0 if not: flags of all matrices, then of all other parameters.
         nonfinite: Names of the parameters whose gradient holds an infinity or NaN on some rank.
         failed: Names of the matrices that got no update in the previous step, because it was wrong in fp32 too.
     """
@@ -43,6 +42,11 @@ class GradientReport:
     nonfinite: tuple[str, ...]
     failed: tuple[str, ...]
 
+
+# What is told of a parameter's gradient: 0 for nothing but zeros, 1 for a finite one, 2 for any other. As limits for
+# torch.bucketize, which takes NaN for larger than all. The largest of what its fragments and ranks say holds for it.
+_NOT_FINITE = 2
+_LIMITS = (0.0, torch.finfo(torch.float32).max)
 
 Gradients = Mapping[int, Sequence[Tensor]]
 """Partition index to a rank's gradient: flat tensors that follow each other in the partition."""
@@ -53,7 +57,7 @@ class GradientInspection:
 
     Attributes:
         groups: The process groups that exchange the flags, one after the other.
-        rows: The flags of this step on the CPU once :meth:`exchange` has told them: as of :meth:`_own_flags`.
+        rows: The flags of this step on the CPU once :meth:`exchange` has told them, as of :meth:`_own_flags`.
     """
 
     def __init__(self, runner: StepRunner) -> None:
@@ -64,6 +68,7 @@ class GradientInspection:
         self._lengths: list[list[int]] | None = None
         self._table = torch.empty(0, COLUMNS, dtype=torch.int64)
         self._numbers = torch.empty(0, dtype=torch.int64)
+        self._limits = torch.tensor(_LIMITS, device=self._device)
         self.rows: Tensor | None = None
         self._names = [layout.name for layout in step_set.layouts]
         self.groups = [step_set.group] if step_set.world_size > 1 else []
@@ -82,11 +87,11 @@ class GradientInspection:
             grads: Partition index to its gradient; a missing one counts as zero.
         """
         own = [each._own_flags(grads) for each in inspections]
-        flags = torch.cat(own) if len(own) > 1 else own[0]
-        for group in inspections[0].groups if len(flags) else ():
+        flags = torch.cat(own, dim=1) if len(own) > 1 else own[0]
+        for group in inspections[0].groups if flags.numel() else ():
             flags = reduce_tensor(flags, group, what="exchange of gradient flags", how="max")
         rows = flags.cpu()  # the only time that the host waits for the device
-        for each, part in zip(inspections, rows.split([len(each) for each in own]), strict=True):
+        for each, part in zip(inspections, rows.split([each.shape[1] for each in own], dim=1), strict=True):
             each.rows = part
 
     def report(self, grads: Mapping[int, Tensor]) -> GradientReport:
@@ -101,8 +106,8 @@ class GradientInspection:
             self.exchange([self], {index: [grad] for index, grad in grads.items()})
         assert self.rows is not None
         rows, self.rows = self.rows, None
-        active, infinite, left_out = rows.T.tolist()
-        nonfinite = tuple(self._names[n] for n, flag in enumerate(infinite) if flag) if any(infinite) else ()
+        states, left_out = rows.tolist()
+        nonfinite = tuple(self._names[n] for n, state in enumerate(states) if state == _NOT_FINITE)
         told = {number for number, flag in enumerate(left_out) if flag} if any(left_out) else set()
         failed = tuple(self._runner.check.learn(told))
         if self._step_set.wider_group is not None:
@@ -111,28 +116,25 @@ class GradientInspection:
             others = reduce_tensor(bad, group, what="exchange of gradient flags", how="max").tolist()
             nonfinite = nonfinite or ("a parameter of other ranks",) * others[0]
             failed = failed or ("a matrix of other ranks",) * others[1]
-        return GradientReport(active, nonfinite, failed)
+        return GradientReport(states, nonfinite, failed)
 
     def _own_flags(self, grads: Gradients) -> Tensor:
-        """Return three flags for each parameter, uint8: gradient not zero, not finite, left out last.
+        """Return uint8 flags, a column for each parameter: what its gradient is, and whether it was left out last.
 
         One call reads all gradients on a CPU. On a GPU that is torch's multi-tensor norm, which takes 320 blocks of
-        65,536 elements a launch; about twenty small kernels follow it.
+        65,536 elements a launch; a few small kernels follow it.
         """
-        flags = torch.zeros((len(self._names), 3), dtype=torch.uint8, device=self._device)
+        flags = torch.zeros((2, len(self._names)), dtype=torch.uint8, device=self._device)
         if left_out := self._runner.check.left_out:
             matrices = torch.tensor([n for indices, _ in left_out for n in indices], device=self._device)
-            wrong = torch.cat([each.to(self._device) for _, each in left_out]).int()
-            times = torch.zeros(len(flags), dtype=torch.int32, device=self._device)
-            flags[:, 2] = times.index_add_(0, matrices, wrong) > 0
+            wrong = torch.cat([each.to(self._device) for _, each in left_out])
+            flags[1].scatter_reduce_(0, matrices, wrong.view(torch.uint8), "amax")
         pieces = [grads.get(partition.index, ()) for partition in self._step_set.partitions]
         table = self._table_of([[each.numel() for each in own] for own in pieces])
         if len(table):
             largest = largest_magnitudes([each for own in pieces for each in own], table).to(self._device)
-            # It is 0 for all zeros, infinity or NaN for anything that is not finite.
-            found = torch.stack((largest != 0, ~(largest < math.inf)), dim=1).int()
-            times = torch.zeros((len(flags), 2), dtype=torch.int32, device=self._device)
-            flags[:, :2] = times.index_add_(0, self._numbers, found) > 0
+            states = torch.bucketize(largest, self._limits, out_int32=True)
+            flags[0].scatter_reduce_(0, self._numbers, states.to(torch.uint8), "amax")
         return flags
 
     def _table_of(self, lengths: list[list[int]]) -> Tensor:
@@ -258,7 +260,7 @@ class BoundSteps:
         rows = [each for each in known if each is not None]
         if len(rows) < len(self.runners):
             return None
-        return any(bool(each[:, 1].any()) for each in rows)
+        return any(_NOT_FINITE in each[0].tolist() for each in rows)
 
     def forget_flags(self) -> None:
         """Forget what :meth:`exchange_flags` told, at the end of a step."""

@@ -62,7 +62,7 @@ class Launches(TorchDispatchMode):
             self.waits += 1
             self.counts[self.part] += 1
             flags = torch.zeros(args[0].shape, dtype=args[0].dtype)
-            flags[..., 0] = 1  # all matrices have a gradient, all are finite, none was left out
+            flags[0] = 1  # all matrices have a finite gradient, none was left out
             return flags
         if not (func.is_view or "empty" in name or name == "detach"):
             self.counts[self.part] += launches_of(name, tensors)
@@ -168,4 +168,4 @@ def test_launches_of_a_step_do_not_grow_with_the_fragments() -> None:
     assert launches.counts["all-to-all"] == 2 * len(runner.plan.chunks)
     with_graphs = launches.counts.total() - launches.counts["iteration"] + 3 * launches.calls
     # Before there were tables, 448 of the passes alone, and copies.
-    assert launches.counts["passes"] <= 36 and with_graphs <= 150
+    assert launches.counts["passes"] <= 32 and with_graphs <= 99 and launches.counts.total() <= 171
