@@ -36,7 +36,7 @@ from deepspeed_muon.routing.param_groups import ParamsInput, RoutedGroups, build
 from deepspeed_muon.step.bound import BoundSteps, flat_gradients, overlaps
 from deepspeed_muon.step.runner import StepResources, StepRunner
 from deepspeed_muon.step.step_set import StepSet, read_step_set
-from deepspeed_muon.transport.agreement import RankFacts, together
+from deepspeed_muon.transport.agreement import RankFacts, raise_on_all_ranks
 from deepspeed_muon.transport.exchange import ExchangeBuffers, StepStats
 from deepspeed_muon.transport.ranks import Ranks
 from deepspeed_muon.variants import VARIANTS
@@ -291,7 +291,7 @@ class Muon(RoutedOptimizer):
         if self._weights_known:
             return
         names = dict.fromkeys(name for runner in self._runners for name in runner.zeros())
-        with together(BindingError, ranks=self.ranks):
+        with raise_on_all_ranks(BindingError, ranks=self.ranks):
             if names:
                 raise BindingError(
                     f"optimizer.params.variant: {self.config.variant!r} keeps the norm of the first weights, and that "

@@ -35,7 +35,7 @@ from deepspeed_muon.checkpoint.index import OURS, CheckpointIndex, json_settings
 from deepspeed_muon.checkpoint.live import LiveState, collect, require_all_ranks
 from deepspeed_muon.checkpoint.parameters import HeldParameter, Transfer, put_together
 from deepspeed_muon.errors import CheckpointError, MuonError, RankMissingError
-from deepspeed_muon.transport.agreement import RankFacts, Scope, agree, together
+from deepspeed_muon.transport.agreement import RankFacts, Scope, agree, raise_on_all_ranks
 from deepspeed_muon.transport.ranks import Ranks, all_ranks, is_first_rank, phase
 
 # How many of the first elements of copies are compared, and how far apart they may be, relative to the largest.
@@ -98,7 +98,7 @@ def _open(
         The folder, what this rank holds, and the writer on the first rank.
     """
     writer: FolderWriter | None = None
-    with together(CheckpointError) as agreed:
+    with raise_on_all_ranks(CheckpointError) as agreed:
         folder = folder_of("out_dir", out_dir)
         check_shard_bytes(shard_bytes)
         state = collect(engine)
@@ -235,7 +235,7 @@ def require_one_folder(folder: Path, writer: FolderWriter | None) -> str:
     own = "" if writer is None else writer.save_id
     save_id = str(next(iter(all_ranks().gather(own, what="naming of a save").values())))
     seen = b""
-    with together(CheckpointError):
+    with raise_on_all_ranks(CheckpointError):
         with contextlib.suppress(OSError, CheckpointError):
             seen = read_regular(folder / LOCK_NAME, 64)
         if seen != save_id.encode():

@@ -26,7 +26,7 @@ from deepspeed_muon.checkpoint.sources import ConsolidatedSource, StateSource, f
 from deepspeed_muon.errors import CheckpointError, MuonError
 from deepspeed_muon.logs import listed, warn
 from deepspeed_muon.step.quantized import SCALE_KEY
-from deepspeed_muon.transport.agreement import together
+from deepspeed_muon.transport.agreement import raise_on_all_ranks
 from deepspeed_muon.transport.ranks import all_ranks
 from deepspeed_muon.variants import ROW_STATE, VARIANTS
 
@@ -108,7 +108,7 @@ def restore_from_source(
     """
     nonfinite: list[str] = []
     with contextlib.ExitStack() as opened:
-        with together(CheckpointError) as agreed, refusing(where):
+        with raise_on_all_ranks(CheckpointError) as agreed, refusing(where):
             source = open_source()
             opened.callback(source.close)
             before, state = Before(engine), collect(engine)
@@ -184,7 +184,7 @@ def _refuse_another_model(state: LiveState, source: StateSource, problems: Seque
             for name in left
         ),
     ]
-    with together(CheckpointError):
+    with raise_on_all_ranks(CheckpointError):
         if problems:
             raise CheckpointError(
                 f"{source.where} is not a checkpoint of this model:\n{first_lines(problems)}\n"
@@ -284,7 +284,7 @@ def _write_settings(plan: _Plan, before: Before, run: Progress | None, where: st
     Must be called by all ranks. ``how`` are arguments of ``write_progress``.
     """
     try:
-        with together(CheckpointError):
+        with raise_on_all_ranks(CheckpointError):
             if run is not None:
                 write_progress(plan.state.optimizer, run, where, **how)
             for number, settings in plan.settings.items():
@@ -308,7 +308,7 @@ def _fill(plan: _Plan, source: StateSource) -> None:
     interrupt: BaseException | None = None
     state.host.begin_restore(source.where)
     try:
-        with together(CheckpointError):
+        with raise_on_all_ranks(CheckpointError):
             try:
                 _write_partitions(plan, source)
             except BaseException as caught:

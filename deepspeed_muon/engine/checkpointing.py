@@ -29,7 +29,7 @@ from deepspeed_muon.engine.offload import check_copy, load_the_rest, prepare_sav
 from deepspeed_muon.engine.zero.stages import view_of
 from deepspeed_muon.engine.zero.views import Original, View
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.transport.agreement import together
+from deepspeed_muon.transport.agreement import raise_on_all_ranks
 from deepspeed_muon.transport.ranks import Ranks
 
 _Difference: TypeAlias = tuple[set[str], set[str], set[str], bool]
@@ -92,7 +92,7 @@ def save_checkpoint(
     ((_, save_id),) = optimizer.ranks.collect([secrets.token_hex(8)], most=1, what="naming of a save")
     client_state = {**(client_state or {}), SAVE_KEY: save_id}
     optimizer.host.save_id = save_id
-    with together(CheckpointError, ranks=optimizer.ranks):
+    with raise_on_all_ranks(CheckpointError, ranks=optimizer.ranks):
         prepare_save(engine, Path(save_dir or "") / (tag or f"global_step{engine.global_steps}"), save_id)
     try:
         return original(save_dir, tag, client_state, *args, **kwargs)
@@ -138,7 +138,7 @@ def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> Glance
     difference: _Difference = set(), set(), set(), False
     save_id: str | None = None
     load = functools.cache(functools.partial(load_pickle, trust=True))  # as DeepSpeed's loader will
-    with together(CheckpointError, ranks=ranks) as agreed:
+    with raise_on_all_ranks(CheckpointError, ranks=ranks) as agreed:
         folder = Path(load_dir)
         if (folder / INDEX_NAME).is_file():
             raise CheckpointError(

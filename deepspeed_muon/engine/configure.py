@@ -43,7 +43,7 @@ from deepspeed_muon.routing.param_groups import build_groups
 from deepspeed_muon.routing.parameters import is_divided
 from deepspeed_muon.routing.route import format_routes, summarize_routes
 from deepspeed_muon.routing.rules import check_routes, warn_without_muon
-from deepspeed_muon.transport.agreement import RankFacts, Scope, agree, together
+from deepspeed_muon.transport.agreement import RankFacts, Scope, agree, raise_on_all_ranks
 from deepspeed_muon.transport.ranks import Ranks, all_ranks
 from deepspeed_muon.version import __version__
 
@@ -83,7 +83,7 @@ def configure_expert_parallel(original: Original, engine: Any, *args: Any, **kwa
     if not (expert_parallel(engine) and _wants_muon(engine, engine.client_optimizer)):
         return original(engine, *args, **kwargs)
     _agree(all_ranks(), RankFacts(_sections(engine)))
-    with together():
+    with raise_on_all_ranks():
         return original(engine, *args, **kwargs)
 
 

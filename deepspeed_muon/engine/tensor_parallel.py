@@ -29,7 +29,7 @@ from deepspeed_muon.plan.layout import TensorShards
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.shapes import true_shape
 from deepspeed_muon.step.step_set import StepSet
-from deepspeed_muon.transport.agreement import together
+from deepspeed_muon.transport.agreement import raise_on_all_ranks
 from deepspeed_muon.transport.ranks import Ranks
 
 _META = "ds_autotp_universal_checkpoint_meta"
@@ -214,7 +214,7 @@ def with_tensor_parallel(
     ranks = Ranks((group,))
     sets: list[StepSet] = []
     held: dict[str, tuple[tuple[int, int], str]] = {}
-    with together(PlanMismatchError, ranks=ranks):
+    with raise_on_all_ranks(PlanMismatchError, ranks=ranks):
         shards = _shards_of_matrices(model, routes, dist.get_world_size(group))
         for step_set in read():
             if (

@@ -118,7 +118,7 @@ class PlanSettings:
 
     @property
     def direction_bytes(self) -> int:
-        """Bytes of an element of the directions that do not travel."""
+        """Bytes of an element of the directions that are not sent."""
         return self.config.resolved_wire_dtype(self.model_dtype).itemsize
 
     @property
@@ -199,9 +199,9 @@ class Exchange:
         gather_elements: Elements that each rank sends to owners.
         scatter_elements: Elements that each rank sends back as an owner.
         leaving_elements: Those of both that leave the node of each rank.
-        moving: The number of Muon parameters of which elements travel.
+        moving: The number of Muon parameters of which elements are sent.
         largest_chunk: Elements that an owner has in the largest chunk; of replicated matrices those of all owners.
-        overlap: Whether chunks travel while others are orthogonalised.
+        overlap: Whether chunks are exchanged while others are orthogonalised.
     """
 
     owners: list[int]

@@ -41,7 +41,7 @@ LeftOut = tuple[list[int], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class DistributedIteration:
     """The ranks that orthogonalised matrices together; each has a part of the result.
 
     Attributes:
@@ -69,7 +69,7 @@ class Result:
         blocks: The orthogonalised blocks, of the same shape; in fp32 once an entry was redone.
         scales: Factor of the scale rule for each block of each matrix of the plan.
         finish: Turns blocks into updates of the same Frobenius norms; ``None`` if they are the updates.
-        together: The ranks that have the other parts of the blocks; ``None`` for whole blocks.
+        distributed: The ranks that have the other parts of the blocks; ``None`` for whole blocks.
         updates: The updates to apply.
     """
 
@@ -78,7 +78,7 @@ class Result:
     blocks: Tensor
     scales: Sequence[tuple[float, ...]]
     finish: RowsAtOwner | None = None
-    together: Together | None = None
+    distributed: DistributedIteration | None = None
     updates: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -143,7 +143,7 @@ class ResultCheck:
             self._settle_on_device(result)
         elif self.recorder.check:
             self._settle_now(result)
-        if self.recorder.sampling and result.together is None:
+        if self.recorder.sampling and result.distributed is None:
             self._sample(result)
 
     def learn(self, told: Collection[int]) -> list[str]:
@@ -195,9 +195,9 @@ class ResultCheck:
                 self._replace(result, position, update, "", None)
         lowest, highest = self._bounds_of(result)
         norms, inputs = self._norms(result.updates), self._norms(result.inputs)
-        if (together := result.together) is not None:
+        if (distributed := result.distributed) is not None:
             norms, inputs = (
-                _gathered(own, together).double().square().sum(0).sqrt() for own in (norms, inputs)
+                _gathered(own, distributed).double().square().sum(0).sqrt() for own in (norms, inputs)
             )
         # An input of a norm below 1e-12 (a head without a gradient is zero) is not normalised: its result may be small.
         norms = norms.maximum((inputs < self._ns.eps) * lowest)
@@ -208,26 +208,26 @@ class ResultCheck:
             result.finish.keep(result.members, ~wrong)
         indices = [index for index, _ in result.members]
         self.left_out.append(([self._origin[index] for index in indices], wrong))
-        if result.together is None or result.together.counts:
+        if result.distributed is None or result.distributed.counts:
             self._uncounted.append((indices, wrong))
 
     def _settle_now(self, result: Result) -> None:
         """Redo the entries whose norm is wrong."""
         bounds = lowest, highest = self._bounds_of(result)
-        norms = _norms_of_whole(self._norms(result.updates), result.together)
+        norms = _norms_of_whole(self._norms(result.updates), result.distributed)
         for position in [n for n, norm in enumerate(norms) if not lowest <= norm <= highest]:
             own = result.inputs[position].double().norm().view(1)
             # As above, of an input that is not normalised.
-            small = norms[position] <= highest and _norms_of_whole(own, result.together)[0] < self._ns.eps
+            small = norms[position] <= highest and _norms_of_whole(own, result.distributed)[0] < self._ns.eps
             if not small and (why := check_failure(norms[position], bounds)) is not None:
                 self._redo(result, position, why)
 
     def _bounds_of(self, result: Result) -> tuple[float, float]:
         """Return the bounds of the norms of a result, from the shape of the whole blocks."""
         rows, cols = result.blocks.shape[1:]
-        if result.together is not None:
-            total = sum(result.together.sizes)
-            rows, cols = (total, cols) if result.together.dim == 0 else (rows, total)
+        if result.distributed is not None:
+            total = sum(result.distributed.sizes)
+            rows, cols = (total, cols) if result.distributed.dim == 0 else (rows, total)
         return norm_bounds(rows, cols, self._band)
 
     def _redo(self, result: Result, position: int, why: str) -> None:
@@ -243,7 +243,7 @@ class ResultCheck:
 
     def _failure(self, result: Result, update: Tensor) -> str | None:
         """Return what is wrong with an update ``(rows, cols)`` that was computed again."""
-        (norm,) = _norms_of_whole(self._norms(update.unsqueeze(0)), result.together)
+        (norm,) = _norms_of_whole(self._norms(update.unsqueeze(0)), result.distributed)
         return check_failure(norm, self._bounds_of(result))
 
     def _in_fp32(self, result: Result, position: int, *, anew: bool = False) -> Tensor:
@@ -251,11 +251,11 @@ class ResultCheck:
 
         ``anew`` starts its row moments anew.
         """
-        direction, member, together = result.inputs[position], result.members[position], result.together
+        direction, member, distributed = result.inputs[position], result.members[position], result.distributed
         own = direction.abs().amax() if direction.numel() else direction.new_zeros(())
-        largest = _gathered(own, together).amax()
-        with nullcontext() if together is None else phase("iteration in fp32", together.group):
-            iterate = orthogonalize if together is None else together.iterate
+        largest = _gathered(own, distributed).amax()
+        with nullcontext() if distributed is None else phase("iteration in fp32", distributed.group):
+            iterate = orthogonalize if distributed is None else distributed.iterate
             block = orthogonalize_carefully(direction.unsqueeze(0), self._ns, largest=largest, run=iterate)
         result.blocks = result.blocks.float()
         result.blocks[position].copy_(block[0])
@@ -279,7 +279,7 @@ class ResultCheck:
             result.updates[position].zero_()
             if result.finish is not None:
                 result.finish.take_back(result.members[position])
-        if result.together is not None and not result.together.counts:
+        if result.distributed is not None and not result.distributed.counts:
             return
         if failure is None:
             self.recorder.redone += 1
@@ -337,19 +337,19 @@ class ResultCheck:
         return measure(result.inputs[positions], result.blocks[positions], scale=scale, band=self._band)
 
 
-def _gathered(own: Tensor, together: Together | None) -> Tensor:
+def _gathered(own: Tensor, distributed: DistributedIteration | None) -> Tensor:
     """Return the values of every rank of a group, ``(ranks, ...)``, on the device and the same on all of them.
 
     Must be called by all ranks of the group with tensors of one shape.
     """
-    if together is None:
+    if distributed is None:
         return own.unsqueeze(0)
-    return gather_tensors(own, together.group, what="check of results")
+    return gather_tensors(own, distributed.group, what="check of results")
 
 
-def _norms_of_whole(own: Tensor, together: Together | None) -> list[float]:
+def _norms_of_whole(own: Tensor, distributed: DistributedIteration | None) -> list[float]:
     """Return the norms of whole blocks from those of this rank's parts; waits for the device."""
-    if together is None:
+    if distributed is None:
         norms: list[float] = own.tolist()
         return norms
-    return [math.hypot(*parts) for parts in _gathered(own, together).mT.tolist()]
+    return [math.hypot(*parts) for parts in _gathered(own, distributed).mT.tolist()]

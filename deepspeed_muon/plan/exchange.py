@@ -2,11 +2,11 @@
 
 Gather brings every fragment of a matrix to its owner; scatter brings the updates back to the ranks that hold the
 fragments. A fragment that already lies on its owner never enters a buffer. Of replicated matrices only the updates
-travel: every owner broadcasts its own. Matrices travel in chunks of bounded size, which bounds the buffers. A chunk in
-which nothing moves has no all-to-all on any rank.
+are sent: every owner broadcasts its own. Chunks have a bounded size, which bounds the buffers. A chunk in which nothing
+moves has no all-to-all on any rank.
 
 A rank plans only for the fragments that it holds and the matrices that it owns. In a buffer the fragments are ordered
-by peer, then by matrix. Both sides derive that order from the same layouts, so no header travels. Peers that send equal
+by peer, then by matrix. Both sides derive that order from the same layouts, so no header is sent. Peers that send equal
 fragments make one :class:`Segment`: a plan has about as many segments as matrices, however many ranks there are.
 """
 
@@ -151,10 +151,10 @@ class BufferPlan:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Matrices that travel together, as one rank sees them.
+    """Matrices that are exchanged together, as one rank sees them.
 
     Gather sends the send buffers, which arrive in the receive buffers; scatter is the reverse. Of replicated
-    matrices only the update travels.
+    matrices only the update is sent.
 
     Attributes:
         matrices: Indices of the matrices in this chunk, ascending.
@@ -190,7 +190,7 @@ class ExchangePlan:
         world_size: Ranks of the group.
         matrices: All matrices, equal on every rank.
         owners: The owner of each matrix, equal on every rank.
-        chunks: What travels together, in order.
+        chunks: What is exchanged together, in order.
     """
 
     rank: int
@@ -245,7 +245,7 @@ def build_exchange_plan(
         rank: This rank inside the group.
         world_size: Ranks of the group.
         chunk_numel: Elements that one rank owns in a chunk at most, which bounds what it receives at once. A larger
-            matrix travels without others of its owner. Chunks are smaller where this bound would make only a few.
+            matrix is sent without others of its owner. Chunks are smaller where this bound would make only a few.
         wire: The room that a fragment takes in a buffer.
     """
     placements = [matrix.placement for matrix in matrices]
@@ -270,7 +270,7 @@ def cut_into_chunks(
     chunk cost about the same. A bound on whole chunks would let most ranks wait in a large model: a chunk would hold
     few matrices, and few ranks would own any of them.
 
-    Replicated matrices have chunks of their own, because only their updates travel. Every rank receives each whole
+    Replicated matrices have chunks of their own, because only their updates are sent. Every rank receives each whole
     update, so there the bound holds for all owners together.
 
     Args:

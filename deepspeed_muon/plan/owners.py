@@ -12,7 +12,7 @@ every rank.
 
 A stack of equal blocks (experts, heads) is one parameter. A single owner would receive all of it and keep the other
 ranks waiting, so it is cut into runs of blocks with an owner each: blocks that lie whole on one rank stay there, and
-only a few of the others travel together.
+only a few of the others are sent, in one chunk.
 
 ZeRO 1 and 2 cut a flat buffer into equal partitions, and a matrix that crosses a cut has to move. So
 :func:`balanced_order` chooses the order in the buffer. What is larger than a partition, a stack of experts, comes
@@ -44,7 +44,7 @@ from deepspeed_muon.plan.placement import Floats, Ints, Placement
 FLOPS_PER_MOVED_ELEMENT = 16_000.0
 # A run of several blocks of a stack that is sent costs at most this part of a rank's average work. With a quarter the
 # busiest of 1,024 ranks has 1.14 times the mean for kimi-k2 at stage 3, with a sixteenth 1.01.
-_TRAVELLING_SHARE = 1 / 16
+_SENT_SHARE = 1 / 16
 # ZeRO 1 and 2 pad the flat buffer to a multiple of this times the ranks (nccl_start_alignment_factor).
 _FLAT_ALIGNMENT = 2
 
@@ -76,7 +76,7 @@ def assign(matrices: Sequence[MatrixLayout], iteration: NsSettings, load: Floats
     """
     shares = [(index, share) for index, matrix in enumerate(matrices) for share in shares_of_blocks(matrix)]
     costs = [blocks_flops(grid_blocks(*share.grid), iteration) for _, share in shares]
-    limit = _TRAVELLING_SHARE * (math.fsum(costs) + math.fsum(load)) / len(load)
+    limit = _SENT_SHARE * (math.fsum(costs) + math.fsum(load)) / len(load)
     layouts: list[MatrixLayout] = []
     origin: list[int] = []
     for (index, share), cost in zip(shares, costs, strict=True):
@@ -127,38 +127,38 @@ def assign_owners(
     idle = list(zip(load[least].tolist(), least.tolist(), strict=True))
     undecided.sort(key=lambda index: -costs[index])  # stable: in the order of the plan
     everywhere = max(3, -(-len(load) // 2))  # with so many holders any rank may own a matrix
-    for together in _decided_together(undecided, costs, placements):
+    for joint in _decided_jointly(undecided, costs, placements):
         while idle[0][0] != load[idle[0][1]]:
             heapq.heapreplace(idle, (load[idle[0][1]], idle[0][1]))
-        placement, idlest = placements[together[0]], idle[0][1]
+        placement, idlest = placements[joint[0]], idle[0][1]
         if placement is None or placement.replicated or len(placement.ranks) >= everywhere:
             chosen = [idlest]
         elif _crossed_boundary(placement) >= 0:
-            crossing = [each for index in together if (each := placements[index]) is not None]
-            chosen = _from_rank_to_rank(costs[together[0]], crossing, load)
+            crossing = [each for index in joint if (each := placements[index]) is not None]
+            chosen = _from_rank_to_rank(costs[joint[0]], crossing, load)
         else:
             chosen = [_first_to_finish(placement, load, idlest)]
-        for index, owner in zip(together, chosen, strict=True):
+        for index, owner in zip(joint, chosen, strict=True):
             owners[index] = owner
             load[owner] += costs[index]
     return owners
 
 
-def _decided_together(
+def _decided_jointly(
     order: Sequence[int], costs: Sequence[float], placements: Sequence[Placement | None]
 ) -> Iterator[list[int]]:
     """Yield the matrices in an order; together those of equal cost that cross one boundary each, rank after rank."""
-    together: list[int] = []
+    joint: list[int] = []
     last = -1
     for index in order:
         boundary = _crossed_boundary(placements[index])
-        if together and not (0 <= last < boundary and costs[index] == costs[together[0]]):
-            yield together
-            together = []
-        together.append(index)
+        if joint and not (0 <= last < boundary and costs[index] == costs[joint[0]]):
+            yield joint
+            joint = []
+        joint.append(index)
         last = boundary
-    if together:
-        yield together
+    if joint:
+        yield joint
 
 
 def _crossed_boundary(placement: Placement | None) -> int:

@@ -40,12 +40,12 @@ class RowPlaces:
     Attributes:
         matrix: The matrix.
         number: Its number among the matrices of its partition.
-        neighbours: The matrices of its partition.
+        siblings: The matrices of its partition.
     """
 
     matrix: MatrixLayout
     number: int
-    neighbours: _Neighbours
+    siblings: _PartitionMatrices
 
     @property
     def numel(self) -> int:
@@ -77,14 +77,14 @@ class RowPlaces:
 
     def alone(self) -> RowPlaces:
         """Return the places without the other matrices, as another rank can use them: not for :meth:`on`."""
-        return RowPlaces(self.matrix, 0, _Neighbours([self.matrix]))
+        return RowPlaces(self.matrix, 0, _PartitionMatrices([self.matrix]))
 
     def on(self, rank: int) -> Fragment | None:
         """Return the rows that a rank keeps and where, ``None`` if it keeps none."""
         rows = _rows_on(self.matrix, rank)
         if not rows:
             return None
-        return Fragment(rank, rows.start, self.neighbours.offsets(rank)[self.number], len(rows))
+        return Fragment(rank, rows.start, self.siblings.offsets(rank)[self.number], len(rows))
 
 
 Places: TypeAlias = Placement | RowPlaces
@@ -101,7 +101,7 @@ def runs_within(places: Places, start: int, stop: int) -> Iterator[tuple[int, in
 
 
 @dataclass(slots=True)
-class _Neighbours:
+class _PartitionMatrices:
     """The matrices of one partition; offsets are kept for the rank that was asked for last."""
 
     matrices: list[MatrixLayout] = field(default_factory=list)
@@ -128,12 +128,12 @@ def row_places(matrices: Sequence[MatrixLayout]) -> tuple[RowPlaces, ...]:
     Args:
         matrices: All of Muon's matrices in one or more partitions, as stacks or as runs of blocks.
     """
-    partitions: dict[int, _Neighbours] = {}
+    partitions: dict[int, _PartitionMatrices] = {}
     found = []
     for matrix in matrices:
-        neighbours = partitions.setdefault(matrix.partition, _Neighbours())
-        found.append(RowPlaces(matrix, len(neighbours.matrices), neighbours))
-        neighbours.matrices.append(matrix)
+        siblings = partitions.setdefault(matrix.partition, _PartitionMatrices())
+        found.append(RowPlaces(matrix, len(siblings.matrices), siblings))
+        siblings.matrices.append(matrix)
     return tuple(found)
 
 

@@ -309,7 +309,7 @@ class BoundSteps:
 
 
 def overlaps(step_sets: Sequence[StepSet], config: MuonConfig) -> bool:
-    """Return whether chunks travel while others are orthogonalised: the same on all ranks of a group."""
+    """Return whether chunks are exchanged while others are orthogonalised: the same on all ranks of a group."""
     return config.exchange_overlap and all(
         overlap_fits(
             each.matrices,

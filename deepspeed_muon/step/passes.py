@@ -39,19 +39,19 @@ class Batch:
     Attributes:
         start: Where they lie whole in the directions, one after the other; ``None`` if they do not.
         own: This rank's fragments, in the batch and in the directions.
-        travelled: Other ranks' fragments, in the batch and in the receive buffer.
+        received: Other ranks' fragments, in the batch and in the receive buffer.
     """
 
     start: int | None
     own: tuple[Segment, ...]
-    travelled: tuple[Segment, ...]
+    received: tuple[Segment, ...]
 
 
 class ChunkTable:
     """What this rank does in one chunk.
 
     Attributes:
-        room: Elements of the directions that do not travel: of the owned matrices, in the order in which they run in
+        room: Elements of the directions that are not sent: of the owned matrices, in the order in which they run in
             batches, and of others' matrices in a chunk without a gather, whose momentum alone is updated. Each fragment
             starts at a multiple of 32 elements.
         sent_room: Elements of the fragments of others' matrices in the communication dtype.
@@ -123,16 +123,16 @@ class ChunkTable:
     def _made(self, indices: tuple[int, ...]) -> Batch:
         numel = self._matrices[indices[0]].numel
         own: list[Segment] = []
-        travelled: list[list[Segment]] = []
+        received: list[list[Segment]] = []
         for number, index in enumerate(indices):
             start, fragment = number * numel, self._held.get(index)
             if fragment is not None:
                 place = start + fragment.matrix_offset
                 own.append(Segment.of(place, fragment.numel, self._starts[index], fragment.numel))
             for position, segment in enumerate(self._segments.get(index, ())):
-                if position == len(travelled):
-                    travelled.append([])
-                travelled[position].append(segment._replace(at_matrix=start + segment.at_matrix))
+                if position == len(received):
+                    received.append([])
+                received[position].append(segment._replace(at_matrix=start + segment.at_matrix))
         whole = len(own) == len(indices) and all(
             each.shape[2] == numel and each.at_buffer == own[0].at_buffer + number * numel
             for number, each in enumerate(own)
@@ -140,7 +140,7 @@ class ChunkTable:
         return Batch(
             own[0].at_buffer if whole else None,
             tuple(_joined(own, numel)),
-            tuple(each for segments in travelled for each in _joined(segments, numel)),
+            tuple(each for segments in received for each in _joined(segments, numel)),
         )
 
     def _one_after_the_other(self, indices: Sequence[int]) -> tuple[list[int], int]:
@@ -327,8 +327,8 @@ def pack(table: ChunkTable, step: Step, directions: Tensor, send: Tensor) -> Non
     Args:
         table: Of the chunk.
         step: The momentum is mutated.
-        directions: Receives those that do not travel, :attr:`ChunkTable.room` elements in the communication dtype.
-        send: Receives those that travel. Both lie on the device of the momentum.
+        directions: Receives those that are not sent, :attr:`ChunkTable.room` elements in the communication dtype.
+        send: Receives those that are sent. Both lie on the device of the momentum.
     """
     rows, outs, rates = step.active_rows(table.packed), [directions, send], step.rates.momentum
     if step.quantized is None:

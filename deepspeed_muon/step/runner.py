@@ -50,7 +50,7 @@ class StepResources:
         recorder: Samples and counters of the check.
         buffers: Memory of the exchange.
         policy: Dtype of the state.
-        overlap: Whether chunks travel while others are orthogonalised.
+        overlap: Whether chunks are exchanged while others are orthogonalised.
     """
 
     device: torch.device
@@ -204,12 +204,12 @@ class StepRunner:
         with self.step_set.flat_partitions() as flat, self._begin(flags, grads, groups, state, flat) as step:
             chunks = [number for number, chunk in enumerate(self.plan.chunks) if step.active(chunk.matrices)]
             moving = [number for number in chunks if self.plan.chunks[number].scatters]
-            staying = [number for number in chunks if not self.plan.chunks[number].scatters]
+            local = [number for number in chunks if not self.plan.chunks[number].scatters]
             # With overlap a chunk's gather starts one turn before it is orthogonalised, and its updates are applied one
             # turn after; what is in flight is never waited for at once.
             early = late = int(self._overlap)
             # Half of what never moves hides the first gather, half the last scatter.
-            half = len(staying) - (len(staying) // 2 if early and moving else 0)
+            half = len(local) - (len(local) // 2 if early and moving else 0)
             flights: list[InFlight] = []
             for turn in range(-early, max(len(moving), 1) + late):
                 if turn + early < len(moving):
@@ -218,13 +218,13 @@ class StepRunner:
                     self._exchange.gather(flights[-1])
                 if turn == -early:
                     self.adam.run(flags, grads, groups, state, flat)
-                    self._update_in_place(staying[:half], step)
+                    self._update_in_place(local[:half], step)
                 if 0 <= turn < len(moving):
                     self._wait_for_gather(flights[turn])
                     self._orthogonalize(flights[turn], step)
                     self._exchange.scatter(flights[turn])
                 if turn == len(moving) - 1:
-                    self._update_in_place(staying[half:], step)
+                    self._update_in_place(local[half:], step)
                 if 0 <= turn - late < len(moving):
                     self._apply(flights[turn - late], step)
 
@@ -278,7 +278,7 @@ class StepRunner:
             self._rows.scatter(finish, kept)
 
     def _pack(self, flight: InFlight, step: Step) -> None:
-        """Update the momentum of a chunk's matrices and put the directions that travel into the send buffer."""
+        """Update the momentum of a chunk's matrices and put the directions that are sent into the send buffer."""
         table, context, send = self._tables[flight.number], self.context, flight.send_buffer
         device, dtype = step.momentum[0].device, context.comm_dtype
         # The buffer keeps old data for a matrix without a gradient: nobody reads it.
@@ -311,7 +311,7 @@ class StepRunner:
             owned, functools.partial(self._directions, flight), step
         ):
             batch, updates = table.batch(indices), found.contiguous().view(-1)
-            for segment in batch.travelled:
+            for segment in batch.received:
                 place, fragments = segment.in_buffer(flight.receive_buffer), segment.in_matrices(updates)
                 codec.write(place, fragments, note)
                 if flight.chunk.copies and not codec.exact:
@@ -332,7 +332,7 @@ class StepRunner:
         whole = torch.empty(numel, dtype=self.context.comm_dtype, device=self.context.device)
         for segment in batch.own:
             segment.in_matrices(whole).copy_(segment.in_buffer(flight.directions))
-        for segment in batch.travelled if flight.chunk.gathers else ():
+        for segment in batch.received if flight.chunk.gathers else ():
             arrived = self.context.codec.read(segment.in_buffer(flight.receive_buffer), segment.shape[2])
             segment.in_matrices(whole).copy_(arrived)
         return whole.view(shape)

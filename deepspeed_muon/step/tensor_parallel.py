@@ -26,7 +26,7 @@ from torch import Tensor
 
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.math.newton_schulz import orthogonalize_flops
-from deepspeed_muon.monitoring.check import Result, Together
+from deepspeed_muon.monitoring.check import DistributedIteration, Result
 from deepspeed_muon.plan.owners import assign_owners
 from deepspeed_muon.step.passes import Step
 from deepspeed_muon.step.strategies import Directions, Updates, WholeAtOwner, batches
@@ -222,9 +222,9 @@ class OverTensorGroup:
         counts = self._rank == 0
         first_blocks = sum(self._matrices[index].first_row == 0 for index in batch)
         self._context.stats.matrices_orthogonalized += first_blocks if counts else 0
-        together = Together(self._group, dim, sizes, iterate, counts)
+        distributed = DistributedIteration(self._group, dim, sizes, iterate, counts)
         return Result(
-            [(index, 0) for index in batch], inputs, blocks, step.rates.scales, step.finish, together
+            [(index, 0) for index in batch], inputs, blocks, step.rates.scales, step.finish, distributed
         )
 
     def _shards(self, index: int) -> tuple[int | None, tuple[int, ...]]:

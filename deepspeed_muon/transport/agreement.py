@@ -136,7 +136,7 @@ def agree(
 
 
 @contextlib.contextmanager
-def together(
+def raise_on_all_ranks(
     kind: type[MuonError] = RankDisagreementError, *, ranks: Ranks | None = None
 ) -> Iterator[RankFacts]:
     """Let all ranks raise if one of them does in the block, or if they leave it with different facts.

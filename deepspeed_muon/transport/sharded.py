@@ -19,7 +19,7 @@ from torch import Tensor
 
 from deepspeed_muon.errors import ShardingError
 from deepspeed_muon.math.newton_schulz import NsSettings, iterate_columns, orthogonalize
-from deepspeed_muon.transport.agreement import together
+from deepspeed_muon.transport.agreement import raise_on_all_ranks
 from deepspeed_muon.transport.exchange import exchange_bytes
 from deepspeed_muon.transport.ranks import Ranks, gather_tensors
 
@@ -100,7 +100,7 @@ def _checked(
         )
     if shard_sizes is None:
         ranks = Ranks.of([group])
-        with together(ShardingError, ranks=ranks) as own:
+        with raise_on_all_ranks(ShardingError, ranks=ranks) as own:
             dim = _matrix_dim(x, shard_dim)
             own.tell("shard_dim", dim)
             own.tell("matrices", x.shape[:-2].numel())

@@ -80,7 +80,7 @@ class UnitExchange:
         finished = {index: self._completed_here(index, units, at[index]) for index, units in held.items()}
         self._held, self.done = _numbered(held), _numbered(finished)
         self.held_matrix, self.done_matrix = _of_units(held), _of_units(finished)
-        self._sends = any(self._travels(index) for index in indices)
+        self._sends = any(self._is_sent(index) for index in indices)
         own: list[tuple[int, Ints, Ints]] = []
         away: list[tuple[int, Ints]] = []
         come: list[tuple[int, Ints]] = []
@@ -131,7 +131,7 @@ class UnitExchange:
             for partition, parts in found.items()
         ]
 
-    def _travels(self, index: int) -> bool:
+    def _is_sent(self, index: int) -> bool:
         """Return whether any rank sends anything of a matrix; the same on all ranks of the group."""
         matrix = self._plan.matrices[index]
         first = int(self._completes(index, np.zeros(1, dtype=np.int64))[0])

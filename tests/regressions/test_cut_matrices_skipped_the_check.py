@@ -16,7 +16,7 @@ import torch.distributed as dist
 import deepspeed_muon
 from deepspeed_muon.math.coefficients import band_of, resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings, reference_orthogonalize
-from deepspeed_muon.monitoring.check import Result, ResultCheck, Together
+from deepspeed_muon.monitoring.check import DistributedIteration, Result, ResultCheck
 from deepspeed_muon.monitoring.measure import norm_bounds
 from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
@@ -138,9 +138,9 @@ def settle_parts(rank: int, world_size: int, *, dim: int) -> dict[str, Any]:
     iterate = functools.partial(
         orthogonalize_sharded, group=dist.group.WORLD, shard_dim=dim - 2, shard_sizes=sizes
     )
-    together = Together(dist.group.WORLD, dim, sizes, iterate, counts=rank == 0)
+    distributed = DistributedIteration(dist.group.WORLD, dim, sizes, iterate, counts=rank == 0)
     blocks = iterate(parts, settings=settings)
-    result = Result([(0, 0), (1, 0), (2, 0)], parts, blocks, [(1.0,)] * 3, together=together)
+    result = Result([(0, 0), (1, 0), (2, 0)], parts, blocks, [(1.0,)] * 3, distributed=distributed)
     check.settle(result)
     return {"wholes": wholes, "updates": result.updates, "redone": check.recorder.redone}
 

@@ -92,10 +92,10 @@ def test_equal_pieces_of_a_batch_are_copied_at_once() -> None:
     (chunk,) = plan.chunks
     table = ChunkTable(plan, chunk, [[0, 1, 2, 3]], {0: 0}, exact=True)
     batch = table.batch([0, 1, 2, 3])
-    assert len(batch.own) == 1 and len(batch.travelled) == 1
+    assert len(batch.own) == 1 and len(batch.received) == 1
     received = torch.arange(float(chunk.receive_buffer.numel))
     matrices = torch.full((4 * 48,), -1.0)
-    for copy in batch.travelled:
+    for copy in batch.received:
         copy.in_matrices(matrices).copy_(copy.in_buffer(received))
     expected = torch.full((4, 48), -1.0)
     for index, segment in chunk.receive_buffer.segments:
@@ -106,7 +106,7 @@ def test_equal_pieces_of_a_batch_are_copied_at_once() -> None:
     # Any other batch finds the same, matrix by matrix.
     for indices in ([1, 3], [3, 0], [2]):
         matrices = torch.full((48 * len(indices),), -1.0)
-        for copy in table.batch(indices).travelled:
+        for copy in table.batch(indices).received:
             copy.in_matrices(matrices).copy_(copy.in_buffer(received))
         assert torch.equal(matrices.view(-1, 48), expected[indices])
 
