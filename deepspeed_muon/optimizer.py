@@ -51,7 +51,7 @@ class Muon(RoutedOptimizer):
         u   <- g + momentum * (buf - g)   if nesterov else buf
         W   <- W * (1 - lr * weight_decay) - lr * scale(rows, cols) * orthogonalize(u)
 
-        A ``variant`` turns ``orthogonalize(u)`` into another update (:mod:`deepspeed_muon.variants`), and
+    A ``variant`` turns ``orthogonalize(u)`` into another update (:mod:`deepspeed_muon.variants`), and
     ``weight_decay_mode`` chooses between kinds of decay (:mod:`deepspeed_muon.math.updates`).
 
     A parameter whose gradient is zero on every rank counts as one without a gradient and is left alone, state
