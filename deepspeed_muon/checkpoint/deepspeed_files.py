@@ -25,12 +25,7 @@ from torch import Tensor
 from deepspeed_muon.checkpoint.files import check_tensor, drop_pages, refusing
 from deepspeed_muon.checkpoint.index import OURS, json_settings
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, read_records
-from deepspeed_muon.checkpoint.parameters import (
-    HeldParameter,
-    ParameterRecord,
-    Transfer,
-    put_together,
-)
+from deepspeed_muon.checkpoint.parameters import HeldParameter, ParameterRecord, Transfer, put_together
 from deepspeed_muon.checkpoint.tag_folder import TagFolder
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.plan.placement import Placement, flat_placement, sharded_placement, whole_slice
@@ -117,8 +112,13 @@ class DeepSpeedFiles(TagFolder):
             CheckpointError: If the file has none, or something else.
         """
         number = held.holders[rank]
+        state = self.state_of(held.partition, number)
+        from_adam = self.kind != OURS and key == "momentum_buffer" and key not in state
         try:
-            saved = self._saved(held, key, number)
+            if key == "fp32":
+                saved = self.master(number, held.partition, held.name)
+            else:
+                saved = state["exp_avg" if from_adam else key]
         except (KeyError, IndexError) as error:
             remedy = "" if self.stage else ": consolidate it with the engine, or save at ZeRO stage 1"
             raise CheckpointError(
@@ -128,14 +128,6 @@ class DeepSpeedFiles(TagFolder):
         check_tensor(saved, f"{self.files[number]}: {key} of parameter {held.name}", coded=coded)
         flat: Tensor = saved.detach().reshape(-1)
         return flat
-
-    def _saved(self, held: HeldParameter, key: str, number: int) -> Any:
-        """Return what the file of a number holds under a key."""
-        if key == "fp32":
-            return self.master(number, held.partition, held.name)
-        state = self.inner[number]["state"][held.partition]
-        from_adam = self.kind != OURS and key == "momentum_buffer" and key not in state
-        return state["exp_avg" if from_adam else key]
 
     def copy(self, transfers: Iterable[Transfer], piece: Tensor) -> None:
         """Copy what a piece of a tensor consists of to its places in the piece."""
@@ -216,9 +208,8 @@ def repeat_in_run(
             f"{json.dumps(key)}: {json.dumps(names)}" for key, names in settings.items() if names
         )
         said.append(f"the run that goes on from here needs in optimizer.params: {text}")
-    plain = [name for name, each in routes.items() if each.rule == "hidden" and each.kind == "convolution"]
-    plain = [name for name in plain if name not in unwanted]
-    if plain:
+    filters = [name for name, each in routes.items() if each.rule == "hidden" and each.kind == "convolution"]
+    if plain := [name for name in filters if name not in unwanted]:
         said.append(
             f"taken for filters of plain convolutions, by their shapes: {', '.join(plain)}; if the run finds a grouped "
             f"or transposed one among them, convert again with --exclude and its name"

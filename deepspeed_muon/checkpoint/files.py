@@ -41,9 +41,7 @@ _ALLOWED_CLASSES = (
 # What an index of some 80,000 parameters needs. More is refused before it is parsed, which takes many times its size.
 _MAX_BYTES = 40 << 20
 # Neither follow a link that took the file's place, nor wait for whoever writes into a pipe.
-_OPEN_FLAGS = (
-    os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
-)
+_OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 # NFS answers EBADF for a folder, which cannot be opened for writing.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 
@@ -207,16 +205,6 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def read_into(file: BinaryIO, place: int, target: Tensor) -> None:
-    """Fill a contiguous tensor on the CPU from a file. Nothing is mapped: pages of a mapping count as the process's."""
-    buffer = memoryview(target.numpy().data).cast("B")
-    while buffer:
-        count = os.preadv(file.fileno(), [buffer], place)
-        if not count:
-            raise CheckpointError("the file ends early")
-        buffer, place = buffer[count:], place + count
-
-
 def replace_file(path: Path, content: bytes, *, check: Callable[[], None] = lambda: None) -> None:
     """Replace a small file that makes the files beside it a set.
 
@@ -364,7 +352,7 @@ def lock(path: Path, flags: int = os.O_RDONLY) -> int | None:
         OSError: If it cannot be opened.
     """
     while True:
-        descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, flags, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Whoever had the lock may have removed the file between the two calls.

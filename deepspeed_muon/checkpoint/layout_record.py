@@ -17,7 +17,7 @@ import hashlib
 import json
 import math
 import weakref
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -118,10 +118,8 @@ class _Group(BaseModel):
 
     def held(self, files: tuple[int, ...]) -> Iterator[HeldParameter]:
         """Yield what the files of the group's ranks hold of each parameter, before any step."""
-        matrices = [entry.matrix for entry in self.parameters]
-        rows = {
-            each.matrix.name: each for each in row_places([each for each in matrices if each is not None])
-        }
+        matrices = [entry.matrix for entry in self.parameters if entry.matrix is not None]
+        rows = {each.matrix.name: each for each in row_places(matrices)}
         for entry in self.parameters:
             record = ParameterRecord.of(entry, group=entry.group)
             place = entry.placement, rows.get(entry.name), files, entry.partition
@@ -170,11 +168,8 @@ def _refuse_overlaps(partition: int, members: Sequence[tuple[str, Places]]) -> N
     looked_at = sorted(every)
     taken: dict[int, list[tuple[int, int, str]]] = {}
     for name, places in members:
-        first, last = (
-            bisect_left(looked_at, places.ranks.start),
-            bisect_right(looked_at, places.ranks.stop - 1),
-        )
-        for fragment in filter(None, map(places.on, looked_at[first:last])):
+        first, stop = (bisect_left(looked_at, rank) for rank in (places.ranks.start, places.ranks.stop))
+        for fragment in filter(None, map(places.on, looked_at[first:stop])):
             taken.setdefault(fragment.rank, []).append((fragment.partition_offset, fragment.numel, name))
     for rank, held in taken.items():
         end, before = 0, ""

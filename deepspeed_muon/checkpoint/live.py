@@ -89,16 +89,8 @@ class Host:
         for key, value in counters.items():
             setattr(self.engine, key, value)
 
-    def loss_scale(self) -> dict[str, float] | None:
-        """Return what the dynamic loss scale needs to continue, or ``None`` where there is none."""
-        scaler = self.view.dynamic_scaler()
-        if scaler is None:
-            return None
-        values = {key: getattr(scaler, key, None) for key in SCALE_KEYS}
-        return {key: value for key, value in values.items() if isinstance(value, (int, float))}
-
     def set_loss_scale(self, state: Mapping[str, Any]) -> None:
-        """Let a dynamic loss scale continue from :meth:`loss_scale`; others are left alone."""
+        """Let a dynamic loss scale continue from a saved one; others are left alone."""
         scaler = self.view.dynamic_scaler()
         for key in SCALE_KEYS:
             if scaler is not None and key in state and hasattr(scaler, key):
@@ -106,19 +98,20 @@ class Host:
 
     def progress(self) -> Progress:
         """Return the engine's counters, schedule and loss scale."""
-        schedule = None
         scheduler = self.engine.lr_scheduler
-        if scheduler is not None and hasattr(scheduler, "state_dict"):
-            schedule = scheduler.state_dict()
-            if not is_json(schedule):
-                warn(
-                    "deepspeed_muon: the state of the scheduler %s is not JSON and is left out of the consolidated "
-                    "checkpoint; step the scheduler to progress.global_steps after restoring",
-                    type(scheduler).__name__,
-                )
-                schedule = None
         named = None if scheduler is None else type(scheduler).__name__
-        found = {"lr_scheduler": schedule, "lr_scheduler_class": named, "loss_scale": self.loss_scale()}
+        schedule = scheduler.state_dict() if hasattr(scheduler, "state_dict") else None
+        if not is_json(schedule):
+            warn(
+                "deepspeed_muon: the state of the scheduler %s is not JSON and is left out of the consolidated "
+                "checkpoint; step the scheduler to progress.global_steps after restoring",
+                named,
+            )
+            schedule = None
+        scaler = self.view.dynamic_scaler()
+        values = {key: getattr(scaler, key, None) for key in SCALE_KEYS}
+        scale = {key: value for key, value in values.items() if isinstance(value, (int, float))}
+        found = {"lr_scheduler": schedule, "lr_scheduler_class": named, "loss_scale": scale or None}
         return Progress.model_validate({**self.counters(), **found})
 
     def begin_restore(self, where: str) -> None:

@@ -25,6 +25,7 @@ from deepspeed_muon.checkpoint.settings import Before, check_schedule, group_set
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource, StateSource, find_consolidated
 from deepspeed_muon.errors import CheckpointError, MuonError
 from deepspeed_muon.logs import listed, warn
+from deepspeed_muon.plan.rows import rows_by_partition
 from deepspeed_muon.step.quantized import SCALE_KEY
 from deepspeed_muon.transport.agreement import raise_on_all_ranks
 from deepspeed_muon.transport.ranks import all_ranks
@@ -63,7 +64,6 @@ def restore(
         CheckpointError: On every rank, naming file and parameter, if the checkpoint is damaged, incomplete, refused
             or of another model, or its schedule is of another kind. The engine is unchanged then.
     """
-    require_all_ranks(engine)
     source, before = restore_from_source(
         engine,
         lambda: ConsolidatedSource(find_consolidated(folder_of("folder", folder))),
@@ -106,6 +106,7 @@ def restore_from_source(
     Raises:
         CheckpointError: See :func:`restore`.
     """
+    require_all_ranks(engine)
     nonfinite: list[str] = []
     with contextlib.ExitStack() as opened:
         with raise_on_all_ranks(CheckpointError) as agreed, refusing(where):
@@ -177,13 +178,8 @@ def _refuse_another_model(state: LiveState, source: StateSource, problems: Seque
     live, names = state.parameters, sorted(source.parameters)
     held = all_ranks().reduce([float(name in live) for name in names], "max", what="check of a checkpoint")
     left = [name for name, somewhere in zip(names, held, strict=True) if not somewhere]
-    problems = [
-        *problems,
-        *(
-            f"parameter {name} is in the checkpoint, but not in the optimizer (it is frozen, or not in the model)"
-            for name in left
-        ),
-    ]
+    unused = "is in the checkpoint, but not in the optimizer (it is frozen, or not in the model)"
+    problems = [*problems, *(f"parameter {name} {unused}" for name in left)]
     with raise_on_all_ranks(CheckpointError):
         if problems:
             raise CheckpointError(
@@ -220,14 +216,14 @@ class _Plan:
     Attributes:
         state: What the engine holds.
         writes: Parameter, key and this rank's flat tensor.
-        made: Tensors that the optimizer's state lacks, by partition and key.
+        made: The tensors that the optimizer's state lacks, by key, for each partition.
         steps: Steps of every partition; empty where only masters are restored.
         settings: New settings by param group.
     """
 
     state: LiveState
     writes: list[tuple[LiveParameter, str, Tensor]]
-    made: dict[tuple[int, str], Tensor]
+    made: dict[int, dict[str, Tensor]]
     steps: dict[int, int]
     settings: dict[int, dict[str, Any]]
 
@@ -238,11 +234,11 @@ class _Plan:
         if state_too:
             _say_what_happens_to_rows(state, source)
         for parameter in state.parameters.values():
-            algorithm = parameter.record.algorithm
-            keys: tuple[str, ...] = ()
-            if state_too and plan.steps[parameter.partition] > 0:
-                keys = STATE_KEYS[algorithm] + (_row_keys(state) if parameter.row_places else ())
-            for key in ("fp32", *keys):
+            keys: tuple[str, ...] = ("fp32",)
+            if plan.steps.get(parameter.partition):
+                keys += STATE_KEYS[parameter.record.algorithm]
+                keys += _row_keys(state) if parameter.row_places else ()
+            for key in keys:
                 target = plan._target(parameter, key)
                 own = parameter.own_fragment(key)
                 if own is not None and own.partition_offset + own.numel > target.numel():
@@ -263,19 +259,14 @@ class _Plan:
             dtype = torch.float32  # it is coded when all of it is there
         elif key == "fp32" or key in self.state.optimizer.state.get(bound.tensor, {}):
             return self.state.tensor(bound, key)
-        place = (bound.index, key)
-        if place not in self.made:
-            if key in ROW_KEYS[parameter.record.algorithm]:
-                sharing = [
-                    other for other in self.state.parameters.values() if other.partition == bound.index
-                ]
-                kept = (other.own_fragment(key) for other in sharing if other.row_places)
-                numel = sum(own.numel for own in kept if own is not None)
-                kind, device = ROW_STATE[key], bound.tensor.device
-                self.made[place] = torch.full((numel,), kind.start, dtype=kind.dtype, device=device)
-            else:
-                self.made[place] = policy.make(key, bound.tensor).to(dtype)
-        return self.made[place].view(-1)
+        made = self.made.setdefault(bound.index, {})
+        if key in ROW_STATE and key not in made:
+            assert parameter.row_places is not None
+            numel = rows_by_partition(parameter.row_places.siblings.matrices, parameter.rank)[bound.index]
+            made[key] = torch.empty(numel, dtype=ROW_STATE[key].dtype, device=bound.tensor.device)
+        elif key not in made:
+            made[key] = policy.make(key, bound.tensor).to(dtype)
+        return made[key].view(-1)
 
 
 def _write_settings(plan: _Plan, before: Before, run: Progress | None, where: str, **how: bool) -> None:
@@ -322,16 +313,13 @@ def _fill(plan: _Plan, source: StateSource) -> None:
             raise interrupt from None
         raise
     tensors = {parameter.partition: parameter.bound.tensor for parameter in state.parameters.values()}
-    for partition, tensor in tensors.items():
-        steps = plan.steps.get(partition)
-        if steps == 0:
-            state.optimizer.state[tensor].clear()
-        elif steps is not None:
-            made = {key: each for (index, key), each in plan.made.items() if index == partition}
-            own = state.optimizer.state[tensor]
-            own.update(made, step=steps)
-            if "momentum_buffer" in made:
-                own.pop(SCALE_KEY, None)
+    for partition, steps in plan.steps.items():
+        own, made = state.optimizer.state[tensors[partition]], plan.made.get(partition, {})
+        if "momentum_buffer" in made:
+            own.pop(SCALE_KEY, None)
+        own.update(made, step=steps)
+        if not steps:
+            own.clear()
     if state.optimizer.state_policy.quantizes_momentum:
         for runner in state.optimizer._runners:
             runner.convert_momentum(state.optimizer.state)
@@ -346,7 +334,7 @@ def _write_partitions(plan: _Plan, source: StateSource) -> None:
         elif own is not None:
             start = ROW_STATE[key].start if key in ROW_STATE else 0.0
             target.narrow(0, own.partition_offset, own.numel).fill_(start)
-        if (parameter.partition, key) not in plan.made:
+        if key not in plan.made.get(parameter.partition, ()):
             plan.state.keep(parameter.bound, key, target)
 
 

@@ -74,15 +74,12 @@ def group_settings(state: LiveState, index: CheckpointIndex, where: str) -> dict
     for number, origins in saved.items():
         group = state.optimizer.param_groups[number]
         # The stages of a pipeline may number their groups differently, and one stage's are saved.
-        settings = [
-            groups[origin]
-            for origin in sorted(origins)
-            if origin < len(groups)
-            and index.groups[origin].get("algorithm", group["algorithm"]) == group["algorithm"]
-        ]
+        algorithm = group["algorithm"]
+        fitting = [n for n in sorted(origins) if index.groups[n].get("algorithm", algorithm) == algorithm]
+        settings = [groups[origin] for origin in fitting]
         found[number] = {}
         keys = group.keys() & (set.intersection(*map(set, settings)) if settings else set())
-        if group["algorithm"] == "muon":
+        if algorithm == "muon":
             keys.discard("betas")  # schedulers read Muon's momentum under this name; it is not AdamW's betas
         for key in sorted(keys):
             values = [entry[key] for entry in settings]

@@ -15,14 +15,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.checkpoint import files
-from deepspeed_muon.checkpoint.index import (
-    INDEX_NAME,
-    CheckpointIndex,
-    FileRecord,
-    checked,
-    load_index,
-    parse_json,
-)
+from deepspeed_muon.checkpoint.index import INDEX_NAME, CheckpointIndex, checked, load_index, parse_json
 from deepspeed_muon.checkpoint.parameters import (
     ITEM_BYTES,
     STATE_KEYS,
@@ -49,15 +42,22 @@ class StateSource(ABC):
         index: Its index, or what stands for it.
     """
 
-    where: str
-    index: CheckpointIndex
+    def __init__(self, folder: Path, index: CheckpointIndex) -> None:
+        """Take the folder with the files, and the index that names them."""
+        self._folder = folder
+        self.where = str(folder)
+        self.index = index
+        # The tensors of each file: parameter and key by their name in it.
+        self._inside: dict[str, dict[str, tuple[str, str]]] = {name: {} for name in index.files}
+        for parameter, record in self.parameters.items():
+            for key, file in record.tensors.items():
+                self._inside.setdefault(file, {})[tensor_name(key, parameter)] = parameter, key
 
     @property
     def parameters(self) -> Mapping[str, ParameterRecord]:
         """What there is."""
         return self.index.parameters
 
-    @abstractmethod
     def verify(self, share: int, shares: int) -> list[str]:
         """Check one of ``shares`` equal parts of the files against the records.
 
@@ -67,13 +67,32 @@ class StateSource(ABC):
         Raises:
             CheckpointError: Naming the file and the parameter.
         """
+        nonfinite = []
+        for name in sorted(self._inside, key=self._numel, reverse=True)[share::shares]:
+            tensors = self._inside[name].values()
+            try:
+                with files.refusing(str(self._folder / name)):
+                    self._check(name)
+            except CheckpointError as error:
+                affected = listed([f"{parameter} ({key})" for parameter, key in tensors], 3)
+                raise CheckpointError(f"{error}; it holds {affected}") from error
+            nonfinite += [f"{each} ({key})" for each, key in tensors if not self._is_finite(each, key)]
+        return nonfinite
+
+    def _numel(self, file: str) -> int:
+        return sum(
+            math.prod(self.parameters[name].shape_of(key)) for name, key in self._inside[file].values()
+        )
+
+    @abstractmethod
+    def _check(self, file: str) -> None:
+        """Raise unless a file is whole and has the tensors of the records."""
 
     @abstractmethod
     def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
         """Return elements ``[start, start + numel)`` of a tensor in row-major order, fp32, one-dimensional."""
 
-    def is_finite(self, parameter: str, key: str) -> bool:
-        """Return whether a tensor holds no infinity and no NaN."""
+    def _is_finite(self, parameter: str, key: str) -> bool:
         numel = math.prod(self.parameters[parameter].shape_of(key))
         pieces = (self.read(parameter, key, at, min(WINDOW, numel - at)) for at in range(0, numel, WINDOW))
         return all(piece.isfinite().all() for piece in pieces)
@@ -108,38 +127,19 @@ class ConsolidatedSource(StateSource):
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         """Read and check the index; raises a CheckpointError if there is none, or it is not valid."""
-        self._folder = Path(folder)
-        self.where = str(folder)
-        self.index = load_index(folder)
-        self._inside: dict[str, dict[str, tuple[str, str]]] = {name: {} for name in self.index.files}
-        for parameter, record in self.parameters.items():
-            for key, file in record.tensors.items():
-                self._inside[file][tensor_name(key, parameter)] = parameter, key
+        super().__init__(Path(folder), load_index(folder))
         self._stack = contextlib.ExitStack()
         self._open: dict[str, tuple[BinaryIO, dict[str, int]]] = {}
 
-    def verify(self, share: int, shares: int) -> list[str]:
-        """Check presence, size, header and checksum of this share's files; see :class:`StateSource`."""
-        names = sorted(self.index.files, key=lambda name: (-self.index.files[name].bytes, name))
-        nonfinite = []
-        for name in names[share::shares]:
-            tensors = self._inside[name].values()
-            try:
-                self._verify_file(self._folder / name, self.index.files[name])
-                self._opened(name)
-            except CheckpointError as error:
-                affected = listed([f"{parameter} ({key})" for parameter, key in tensors], 3)
-                raise CheckpointError(f"{error}; it holds {affected}") from error
-            nonfinite += [f"{each} ({key})" for each, key in tensors if not self.is_finite(each, key)]
-        return nonfinite
-
-    def _verify_file(self, path: Path, record: FileRecord) -> None:
-        with files.refusing(str(path)):
-            size = files.regular_size(path)
-            if size != record.bytes:
-                raise CheckpointError(f"{path}: {size} bytes, expected {record.bytes}")
-            if files.file_digest(path) != record.sha256:
-                raise CheckpointError(f"{path}: its checksum is not that of the index")
+    def _check(self, file: str) -> None:
+        """Compare size, checksum and header."""
+        path, record = self._folder / file, self.index.files[file]
+        size = files.regular_size(path)
+        if size != record.bytes:
+            raise CheckpointError(f"{path}: {size} bytes, expected {record.bytes}")
+        if files.file_digest(path) != record.sha256:
+            raise CheckpointError(f"{path}: its checksum is not that of the index")
+        self._opened(file)
 
     def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
         """Return a range of a tensor; see :class:`StateSource`."""
@@ -147,7 +147,10 @@ class ConsolidatedSource(StateSource):
         with files.refusing(f"{self._folder / name}: {parameter} ({key})"):
             file, places = self._opened(name)
             found = torch.empty(numel, dtype=torch.float32)
-            files.read_into(file, places[tensor_name(key, parameter)] + start * ITEM_BYTES, found)
+            file.seek(places[tensor_name(key, parameter)] + start * ITEM_BYTES)
+            # Nothing is mapped: pages of a mapping count as the process's.
+            if file.readinto(memoryview(found.numpy().data).cast("B")) < numel * ITEM_BYTES:  # type: ignore[attr-defined]
+                raise CheckpointError("the file ends early")
             return found
 
     def _opened(self, name: str) -> tuple[BinaryIO, dict[str, int]]:
@@ -182,7 +185,6 @@ class UniversalSource(StateSource):
             CheckpointError: Naming the file.
         """
         self._folder = folder
-        self.where = str(folder)
         self._last: tuple[Path, Tensor] | None = None  # the file that was mapped last
         from_adam = 0
         parameters: dict[str, ParameterRecord] = {}
@@ -212,7 +214,7 @@ class UniversalSource(StateSource):
                 folder,
                 from_adam,
             )
-        self.index = CheckpointIndex.model_construct(parameters=parameters)
+        super().__init__(folder, CheckpointIndex.model_construct(parameters=parameters))
 
     def _global_step(self) -> int:
         if (file := model_file_in(self._folder)) is None:
@@ -220,19 +222,13 @@ class UniversalSource(StateSource):
         state = files.load_pickle(file)
         return int(state["global_steps"]) - int(state["skipped_steps"])
 
-    def verify(self, share: int, shares: int) -> list[str]:
-        """Check this share of the files; see :class:`StateSource`."""
-        nonfinite = []
-        for name in sorted(self.parameters)[share::shares]:
-            for key, file in self.parameters[name].tensors.items():
-                where, shape = f"{self._folder / file}; parameter {name}", self.parameters[name].shape_of(key)
-                with files.refusing(where):
-                    tensor = self._tensor(file)
-                    if tensor.numel() != torch.Size(shape).numel():
-                        raise CheckpointError(f"{where}: shape {list(tensor.shape)}, expected {list(shape)}")
-                    if not self.is_finite(name, key):
-                        nonfinite.append(f"{name} ({key})")
-        return nonfinite
+    def _check(self, file: str) -> None:
+        """Compare the number of elements: from stage 3 DeepSpeed writes flat tensors."""
+        tensor, numel = self._tensor(file), self._numel(file)
+        if tensor.numel() != numel:
+            raise CheckpointError(
+                f"{self._folder / file}: shape {list(tensor.shape)}, expected {numel} elements"
+            )
 
     def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
         """Return a range of a tensor; see :class:`StateSource`."""

@@ -19,7 +19,7 @@ from deepspeed_muon.checkpoint import CONSOLIDATED_FOLDER, consolidate
 from deepspeed_muon.checkpoint.files import load_pickle, refusing
 from deepspeed_muon.checkpoint.index import INDEX_NAME, OURS
 from deepspeed_muon.checkpoint.layout_record import SAVE_KEY, order_of, save_of
-from deepspeed_muon.checkpoint.live import collect, optimizer_of, require_all_ranks
+from deepspeed_muon.checkpoint.live import collect, optimizer_of
 from deepspeed_muon.checkpoint.offline import convert_to_universal
 from deepspeed_muon.checkpoint.restore import first_lines, restore_from_source
 from deepspeed_muon.checkpoint.settings import Before
@@ -57,7 +57,6 @@ def load_universal_checkpoint(
 ) -> None:
     """Load a universal checkpoint through our layouts. Must be called by all ranks."""
     engine = view.memory.engine()
-    require_all_ranks(engine)
 
     def open_source() -> StateSource:
         live = {name: parameter.record for name, parameter in collect(engine).parameters.items()}
