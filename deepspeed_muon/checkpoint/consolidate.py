@@ -7,7 +7,6 @@ before. A conversion of files takes the same steps as the ranks of an engine, as
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import os
 from collections import Counter
@@ -31,7 +30,7 @@ from deepspeed_muon.checkpoint.commit import (
 )
 from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
 from deepspeed_muon.checkpoint.files import folder_of, make_folder, read_regular, refusing
-from deepspeed_muon.checkpoint.index import OURS, CheckpointIndex, json_settings
+from deepspeed_muon.checkpoint.index import FORMAT, OURS, CheckpointIndex, json_settings, software_versions
 from deepspeed_muon.checkpoint.live import LiveState, collect, require_all_ranks
 from deepspeed_muon.checkpoint.parameters import HeldParameter, Transfer, put_together
 from deepspeed_muon.errors import CheckpointError, MuonError, RankMissingError
@@ -69,47 +68,33 @@ def consolidate(
             were taken, or when another save is writing into ``out_dir``. The message says which set the folder holds.
     """
     require_all_ranks(engine)
+    writer: FolderWriter | None = None
     with contextlib.ExitStack() as locked:
         with rank_lost(f"{out_dir}: what it held before is untouched"):
-            folder, state, writer = _open(engine, out_dir, shard_bytes, locked)
+            with raise_on_all_ranks(CheckpointError) as agreed:
+                folder = _checked_folder(out_dir, shard_bytes)
+                state = collect(engine)
+                state.host.require_restored()
+                make_folder(folder)
+                if is_first_rank():
+                    writer = locked.enter_context(contextlib.closing(FolderWriter(folder)))
+                _add_facts(agreed, state, folder, shard_bytes)
             save_id = require_one_folder(folder, writer)
             # What every data-parallel group holds, from the first rank of each.
             own = [each.without_tensors() for each in state.parameters.values() if each.rank == 0]
             held = list(chain.from_iterable(all_ranks().gather(own, what="plan of a save").values()))
             plan = SavePlan(put_together(held), shard_bytes, save_id, all_ranks().size)
             _compare_copies(state, held)
-        fill = _Exchange(state, plan).fill
-        write_set(folder, plan, fill, functools.partial(_about, state), writer, all_ranks())
+        write_set(folder, plan, _Exchange(state, plan).fill, lambda: _about(state), writer, all_ranks())
     return folder
 
 
-def check_shard_bytes(shard_bytes: Any) -> None:
-    """Raise a CheckpointError unless files can have that size."""
+def _checked_folder(out_dir: Any, shard_bytes: Any) -> Path:
+    """Return the folder of a save; raise a CheckpointError if it is none, or files cannot have that size."""
+    folder = folder_of("out_dir", out_dir)
     if not isinstance(shard_bytes, int) or isinstance(shard_bytes, bool) or shard_bytes < 1:
         raise CheckpointError(f"shard_bytes must be a positive number of bytes, got {shard_bytes!r}")
-
-
-def _open(
-    engine: Any, out_dir: Any, shard_bytes: Any, locked: contextlib.ExitStack
-) -> tuple[Path, LiveState, FolderWriter | None]:
-    """Make the folder, locked by the first rank until ``locked`` ends; all ranks raise if one of them fails or differs.
-
-    Returns:
-        The folder, what this rank holds, and the writer on the first rank.
-    """
-    writer: FolderWriter | None = None
-    with raise_on_all_ranks(CheckpointError) as agreed:
-        folder = folder_of("out_dir", out_dir)
-        check_shard_bytes(shard_bytes)
-        state = collect(engine)
-        state.host.require_restored()
-        with refusing(f"{folder}: cannot be made"):
-            make_folder(folder)
-        if is_first_rank():
-            writer = FolderWriter(folder)
-            locked.callback(writer.close)
-        _add_facts(agreed, state, folder, shard_bytes)
-    return folder, state, writer
+    return folder
 
 
 def _add_facts(agreed: RankFacts, state: LiveState, folder: Path, shard_bytes: int) -> None:
@@ -287,7 +272,8 @@ def write_set(
     if writer is not None:
         try:
             every = dict(sorted((name, share[name]) for share in shares for name in share))
-            index = CheckpointIndex.made_now(**about(), files=every, parameters=plan.records())
+            content = {**about(), "files": every, "parameters": plan.records()}
+            index = CheckpointIndex(format=FORMAT, versions=software_versions(), **content)
             writer.commit(index)
         except CheckpointError as caught:
             failure = caught
@@ -336,11 +322,9 @@ def consolidate_files(
         CheckpointError: Naming the file and the parameter. A set that ``out_dir`` held before is untouched then, unless
             the message says that the new one is in place.
     """
-    out = folder_of("out_dir", out_dir)
-    check_shard_bytes(shard_bytes)
+    out = _checked_folder(out_dir, shard_bytes)
     saved = DeepSpeedFiles(folder, **reading)
-    with refusing(f"{out}: cannot be made"):
-        make_folder(out)
+    make_folder(out)
 
     def fill(pieces: Sequence[Piece | None], content: Tensor) -> None:
         with refusing(str(saved.folder)):

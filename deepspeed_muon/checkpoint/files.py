@@ -216,6 +216,8 @@ def replace_file(path: Path, content: bytes, *, check: Callable[[], None] = lamb
     Raises:
         CheckpointError: Saying what ``path`` holds now.
     """
+    untouched = "what the folder held before is untouched"
+    left = untouched
     # No other process that writes to the same place has a file of this name.
     aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
@@ -224,33 +226,18 @@ def replace_file(path: Path, content: bytes, *, check: Callable[[], None] = lamb
             file.flush()
             os.fsync(file.fileno())
         check()
-    except (OSError, CheckpointError) as error:
-        unlink(aside)
-        raise CheckpointError(f"{path}: {error}; what the folder held before is untouched") from error
-    try:
+        left = "it holds the new set or the one before, complete; 'checkpoint inspect' says which"
         os.replace(aside, path)
-    except OSError as error:
-        left = _what_is_there(path, content)
-        unlink(aside)
-        raise CheckpointError(f"{path}: {error}; {left}") from error
-    try:
+        left = (
+            "the new set is in place and complete, but its index may not be on the disk: after a power cut the set "
+            "before it may be back, complete too. Save again"
+        )
         fsync_folder(path.parent)
-    except OSError as error:
-        raise CheckpointError(
-            f"{path.parent}: {error}; the new set is in place and complete, but its index may not be on the disk: "
-            f"after a power cut the set before it may be back, complete too. Save again"
-        ) from error
-
-
-def _what_is_there(path: Path, content: bytes) -> str:
-    """Return which set the folder holds after a rename that reported an error, in words."""
-    try:
-        new = path.read_bytes() == content
-    except FileNotFoundError:
-        return "the folder holds no set, as before"
-    except OSError as error:
-        return f"the folder holds the new set or the one before, complete; its index cannot be read: {error}"
-    return "the new set is in place" if new else "what the folder held before is untouched"
+    except (OSError, CheckpointError) as error:
+        if os.path.lexists(aside):  # a rename can report an error after it was done
+            left = untouched
+            unlink(aside)
+        raise CheckpointError(f"{path}: {error}; {left}") from error
 
 
 @contextlib.contextmanager
@@ -305,22 +292,23 @@ def make_folder(folder: Path) -> None:
     """Make a folder and those above it, so that they are still there after a power cut.
 
     Raises:
-        OSError: If one cannot be made or synced.
+        CheckpointError: If one cannot be made or synced.
     """
-    missing = []
-    place = Path(os.path.realpath(folder))
-    while not place.exists() and place != place.parent:
-        missing.append(place)
-        place = place.parent
-    if not os.path.ismount(place):
-        # A save that was killed may have made this one without syncing the folder above. One that cannot be opened for
-        # reading was not made by a save.
-        with contextlib.suppress(PermissionError):
-            fsync_folder(place.parent)
-    for each in reversed(missing):
-        each.mkdir(exist_ok=True)
-        fsync_folder(each.parent)
-    folder.mkdir(exist_ok=True)
+    with refusing(f"{folder}: cannot be made"):
+        missing = []
+        place = Path(os.path.realpath(folder))
+        while not place.exists() and place != place.parent:
+            missing.append(place)
+            place = place.parent
+        if not os.path.ismount(place):
+            # A save that was killed may have made this one without syncing the folder above. One that cannot be opened
+            # for reading was not made by a save.
+            with contextlib.suppress(PermissionError):
+                fsync_folder(place.parent)
+        for each in reversed(missing):
+            each.mkdir(exist_ok=True)
+            fsync_folder(each.parent)
+        folder.mkdir(exist_ok=True)
 
 
 def fsync_folder(folder: Path) -> None:

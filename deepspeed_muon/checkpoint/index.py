@@ -154,11 +154,6 @@ class CheckpointIndex(_Record):
     files: Annotated[dict[str, SkipValidation[FileRecord]], _each(FileRecord)] = {}
     parameters: Annotated[dict[str, SkipValidation[ParameterRecord]], _each(ParameterRecord)]
 
-    @classmethod
-    def made_now(cls, **content: Any) -> CheckpointIndex:
-        """Return an index with the versions of the software that runs."""
-        return cls(format=FORMAT, versions=_versions(), **content)
-
     def to_bytes(self) -> bytes:
         """Return the file's content, with the checksum. It leaves out what has its default."""
         return sealed_json(self.model_dump(mode="json", exclude_defaults=True))
@@ -191,7 +186,8 @@ class CheckpointIndex(_Record):
         return self
 
 
-def _versions() -> dict[str, str]:
+def software_versions() -> dict[str, str]:
+    """Return the versions of the software that runs."""
     found = {"python": platform.python_version()}
     for package in ("deepspeed_muon", "deepspeed", "torch"):
         try:

@@ -28,7 +28,7 @@ from deepspeed_muon.checkpoint.parameters import STATE_KEYS
 from deepspeed_muon.checkpoint.restore import nonfinite_text
 from deepspeed_muon.checkpoint.settings import checked_settings
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource
-from deepspeed_muon.checkpoint.tag_folder import MODEL_FILES, model_files, tag_folder
+from deepspeed_muon.checkpoint.tag_folder import model_files, tag_folder
 from deepspeed_muon.errors import CheckpointError, printable
 from deepspeed_muon.logs import counted
 from deepspeed_muon.variants import ROW_STATE
@@ -159,8 +159,8 @@ def convert_to_universal(
     with new_folder(out) as partial:
         index = consolidate_files(input_folder, partial / "zero", **reading)
         for model_rank, path in model_files(tag_folder(Path(input_folder))).items():
-            for name in MODEL_FILES:
-                _link(path, partial / name.replace("mp_rank_00", model_rank))
+            for prefix in ("", "zero_pp_rank_0_"):  # at stages 0 to 2, and at stage 3
+                _link(path, partial / f"{prefix}{model_rank}_model_states.pt")
     replace_file(out.parent / "latest_universal", out.name.encode())
     return index.lossy
 

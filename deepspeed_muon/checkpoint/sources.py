@@ -25,7 +25,7 @@ from deepspeed_muon.checkpoint.parameters import (
     tensor_name,
     views,
 )
-from deepspeed_muon.checkpoint.tag_folder import CONSOLIDATED_FOLDER, glance, model_file_in
+from deepspeed_muon.checkpoint.tag_folder import CONSOLIDATED_FOLDER, glance, model_files
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import listed, warn
 from deepspeed_muon.plan.placement import Fragment, TensorSlice
@@ -217,7 +217,7 @@ class UniversalSource(StateSource):
         super().__init__(folder, CheckpointIndex.model_construct(parameters=parameters))
 
     def _global_step(self) -> int:
-        if (file := model_file_in(self._folder)) is None:
+        if (file := model_files(self._folder).get("mp_rank_00")) is None:
             raise CheckpointError(f"{self._folder}: says nowhere how many steps were taken")
         state = files.load_pickle(file)
         return int(state["global_steps"]) - int(state["skipped_steps"])

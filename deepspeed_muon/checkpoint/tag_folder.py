@@ -26,9 +26,6 @@ from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, save_of
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import counted, logger
 
-MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-"""What the file with the model of the first rank may be called: at stages 0 to 2, and at stage 3."""
-
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 # At stage 0 each rank of an expert-parallel group has a file for the optimizer.
 _EXPERTS_OPTIMIZER_FILE = "expp_rank_*_mp_rank_*_optim_states.pt"
@@ -46,24 +43,18 @@ class Glance:
         kind: Whose optimizer saved it.
         stage: The ZeRO stage.
         ranks: Data-parallel ranks.
-        inner: The ``state_dict()`` of the optimizer, as that file has it.
+        record: Our layout record, where that file has one.
     """
 
     folder: Path
     kind: str
     stage: int
     ranks: int
-    inner: Mapping[str, Any]
+    record: Mapping[str, Any]
 
     def __str__(self) -> str:
         ranks = counted(range(self.ranks), "data-parallel rank")
         return f"{self.folder}: saved by {self.kind} at ZeRO stage {self.stage} on {ranks}"
-
-    @property
-    def record(self) -> Mapping[str, Any]:
-        """Our layout record, where the file has one."""
-        found: Mapping[str, Any] = self.inner.get(RECORD_KEY, {})
-        return found
 
     def refuse_universal(self) -> None:
         """Raise a CheckpointError if it is a universal checkpoint, which has another loader."""
@@ -105,7 +96,8 @@ def glance(
         own = file if file is not None and file in files else files[0]
         stage, inner = unwrapped(model.get("optimizer") or _optimizer_in(load(own)))
         inner = inner if isinstance(inner, Mapping) else {}
-        return Glance(folder, optimizer_kind(inner), stage, int(model.get("dp_world_size", 1)), inner)
+        ranks = int(model.get("dp_world_size", 1))
+        return Glance(folder, optimizer_kind(inner), stage, ranks, inner.get(RECORD_KEY, {}))
 
 
 def _optimizer_in(content: Mapping[str, Any]) -> Any:
@@ -178,7 +170,7 @@ class TagFolder:
                 raise CheckpointError(
                     f"{self.folder}: checkpoints with NVMe offload cannot be read without an engine"
                 )
-            model_file = model_file_in(self.folder)
+            model_file = model_files(self.folder).get("mp_rank_00")
             if model_file is None:
                 raise CheckpointError(
                     f"{self.folder}: no model_states file: not the folder of a tag of DeepSpeed"
@@ -350,11 +342,6 @@ class TagFolder:
         return Progress.model_validate({**counters, "lr_scheduler": schedule, "loss_scale": scale})
 
 
-def model_file_in(folder: Path) -> Path | None:
-    """Return the file that holds the model of the first rank."""
-    return next((folder / name for name in MODEL_FILES if (folder / name).is_file()), None)
-
-
 def _model_files(folder: Path) -> list[Path]:
     """Return the files with the counters and the model of each model-parallel rank; at stage 3 of each rank."""
     pattern = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
@@ -362,9 +349,9 @@ def _model_files(folder: Path) -> list[Path]:
 
 
 def model_files(folder: Path) -> dict[str, Path]:
-    """Return the file with the model of the first data-parallel rank of each model-parallel one."""
+    """Return the file with the model of the first data-parallel rank of each model-parallel one, by ``mp_rank_..``."""
     found = {}
-    for path in _model_files(folder):
+    for path in reversed(_model_files(folder)):
         if path.name.startswith(("mp_rank_", "zero_pp_rank_0_")):
             found[path.name[path.name.index("mp_rank_") :].removesuffix("_model_states.pt")] = path
     return found
