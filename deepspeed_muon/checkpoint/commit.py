@@ -257,7 +257,6 @@ def write_shards(
             current[0].write(content.narrow(0, 0, piece.stop - piece.start))
             if piece.ends:
                 files[piece.file] = current.pop().finish()
-                fsync_folder(folder)
         except OSError as error:
             failed.append(CheckpointError(f"{path}: {error}; what the folder held before is untouched"))
 
@@ -280,6 +279,11 @@ def write_shards(
         thread.shutdown(cancel_futures=True)  # if the end of the block was interrupted, it still writes
         for file in current:
             file.close()
+    if files and not failed:
+        try:
+            fsync_folder(folder)
+        except OSError as error:
+            failed.append(CheckpointError(f"{folder}: {error}; what it held before is untouched"))
     return files, failed[0] if failed else None
 
 

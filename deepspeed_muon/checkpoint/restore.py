@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor
 from deepspeed_muon.checkpoint.files import folder_of, refusing
 from deepspeed_muon.checkpoint.index import OURS, Progress
 from deepspeed_muon.checkpoint.live import LiveParameter, LiveState, collect, require_all_ranks
-from deepspeed_muon.checkpoint.parameters import ROW_KEYS, STATE_KEYS, ParameterRecord
+from deepspeed_muon.checkpoint.parameters import STATE_KEYS, ParameterRecord
 from deepspeed_muon.checkpoint.settings import Before, check_schedule, group_settings, write_progress
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource, StateSource, find_consolidated
 from deepspeed_muon.errors import CheckpointError, MuonError
@@ -153,15 +153,15 @@ def nonfinite_text(names: Sequence[str]) -> str:
 
 def _compare(state: LiveState, source: StateSource, state_too: bool) -> list[str]:
     """Return how the parameters of this rank differ from the checkpoint's, in words."""
-    live, saved = state.parameters, source.parameters
-    problems = []
-    extra = [name for name in saved if name not in live]
-    for name in live.keys() - saved.keys():
-        twin = next((other for other in extra if saved[other].shape == live[name].part.shape), None)
+    saved, problems = source.parameters, []
+    extra = [name for name in saved if name not in state.parameters]
+    for name, parameter in state.parameters.items():
+        if name in saved:
+            problems += _differences(parameter, saved[name], state_too)
+            continue
+        twin = next((other for other in extra if saved[other].shape == parameter.part.shape), None)
         hint = f"renamed? it has {twin} of the same shape" if twin else "it was frozen, or not in the model"
         problems.append(f"parameter {name} is not in the checkpoint ({hint})")
-    for name in live.keys() & saved.keys():
-        problems += _differences(live[name], saved[name], saved[name].tensors["fp32"], state_too)
     return problems
 
 
@@ -189,24 +189,23 @@ def _refuse_another_model(state: LiveState, source: StateSource, problems: Seque
             )
 
 
-def _differences(parameter: LiveParameter, record: ParameterRecord, file: str, state_too: bool) -> list[str]:
-    own, name, shape = parameter.record, parameter.name, parameter.record.shape
-    if record.shape != shape:
-        return [f"parameter {name} has shape {list(shape)}, in the checkpoint {list(record.shape)} ({file})"]
-    if state_too and record.algorithm != own.algorithm:
-        return [
+def _differences(parameter: LiveParameter, record: ParameterRecord, state_too: bool) -> Iterator[str]:
+    own, name, file = parameter.record, parameter.name, record.tensors["fp32"]
+    if record.shape != own.shape:
+        yield f"parameter {name} has shape {list(own.shape)}, in the checkpoint {list(record.shape)} ({file})"
+    elif state_too and record.algorithm != own.algorithm:
+        yield (
             f"parameter {name} goes to {own.algorithm} ({parameter.reason}), in the checkpoint to "
             f"{record.algorithm} ({file}); set include / exclude in optimizer.params as the saved run did, or "
             f"convert it again with --include / --exclude"
-        ]
-    for key in ROW_KEYS[own.algorithm] if state_too and record.rows and parameter.row_places else ():
-        rows = parameter.part_of(key).length
+        )
+    elif state_too and record.rows and parameter.row_places:
+        rows = parameter.part_of(record.row_keys[0]).length
         if record.rows != rows:
-            return [
-                f"parameter {name} has {rows} numbers in {key}, in the checkpoint {record.rows} ({file}): it was "
-                f"divided into other blocks"
-            ]
-    return []
+            yield (
+                f"parameter {name} has {rows} numbers in {record.row_keys[0]}, in the checkpoint {record.rows} "
+                f"({file}): it was divided into other blocks"
+            )
 
 
 @dataclass(slots=True)
