@@ -29,7 +29,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -247,8 +247,8 @@ def write_shards(
     current: list[ShardFile] = []
     failed: list[CheckpointError] = []
 
-    def append(piece: Piece, content: Tensor) -> None:
-        if failed:
+    def append(piece: Piece | None, content: Tensor) -> None:
+        if piece is None or failed:
             return
         path = folder / piece.file
         try:
@@ -261,20 +261,17 @@ def write_shards(
             failed.append(CheckpointError(f"{path}: {error}; what the folder held before is untouched"))
 
     contents = [torch.empty(plan.piece_numel, dtype=torch.float32) for _ in range(2)]
-    # Appends a piece while the next one is exchanged.
-    writing: list[Future[None]] = []
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="deepspeed_muon-save") as thread:
+            # A piece is appended while the next one is exchanged.
+            writing = thread.submit(append, None, contents[0])
             for number, pieces in enumerate(plan.rounds()):
-                if len(writing) == 2:
-                    writing.pop(0).result()  # the thread has written what this buffer held
-                content, own = contents[number % 2], pieces[rank]
+                content = contents[number % 2]
                 fill(pieces, content)
-                if own is not None:
-                    writing.append(thread.submit(append, own, content))
+                writing.result()  # what the other buffer held is written
+                writing = thread.submit(append, pieces[rank], content)
                 log_stage(folder, "piece")
-        for each in writing:
-            each.result()
+            writing.result()
     finally:
         thread.shutdown(cancel_futures=True)  # if the end of the block was interrupted, it still writes
         for file in current:

@@ -22,15 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    SkipValidation,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 from typing_extensions import TypedDict
 
@@ -109,23 +101,6 @@ class Progress(_Record):
     loss_scale: LossScale | None = None
 
 
-def _each(model: type[_Model]) -> BeforeValidator:
-    """Return what validates a map of names to records, and raises for the first bad one: all could take gigabytes."""
-
-    def validate(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        records = {}
-        for name, entry in value.items():
-            try:
-                records[name] = model.model_validate(entry)
-            except ValidationError as error:
-                raise ValueError(f"{name}: {_readable(error)}") from error
-        return records
-
-    return BeforeValidator(validate)
-
-
 class CheckpointIndex(_Record):
     """The whole index of a consolidated set.
 
@@ -151,8 +126,8 @@ class CheckpointIndex(_Record):
     optimizer: dict[str, Any] = {}
     groups: Annotated[list[dict[str, Any]], Field(max_length=1024)]
     progress: Progress = Progress()
-    files: Annotated[dict[str, SkipValidation[FileRecord]], _each(FileRecord)] = {}
-    parameters: Annotated[dict[str, SkipValidation[ParameterRecord]], _each(ParameterRecord)]
+    files: dict[str, FileRecord] = {}
+    parameters: dict[str, ParameterRecord]
 
     def to_bytes(self) -> bytes:
         """Return the file's content, with the checksum. It leaves out what has its default."""
@@ -212,6 +187,12 @@ def load_index(folder: str | os.PathLike[str]) -> CheckpointIndex:
                 f"{folder}: no {INDEX_NAME}: not a consolidated checkpoint, or its save did not finish"
             ) from None
         content = parse_sealed(text, str(path))
+        models: dict[str, type[BaseModel]] = {"files": FileRecord, "parameters": ParameterRecord}
+        for key, model in models.items():
+            # Here the first bad record raises: to tell of all could take gigabytes.
+            entries = content.get(key)
+            for name in entries if isinstance(entries, dict) else ():
+                entries[name] = checked(model, entries[name], f"{path}: refused:\n{key}: {name}: ")
         return checked(CheckpointIndex, content, f"{path}: refused:\n")
 
 

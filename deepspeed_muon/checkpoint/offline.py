@@ -239,23 +239,19 @@ def _consolidate(arguments: argparse.Namespace) -> int:
         arguments.dir, arguments.out, shard_bytes=arguments.shard_bytes, **_reading(arguments)
     )
     made = f"{counted(index.parameters, 'parameter')} in {counted(index.files, 'file')}"
-    print(f"{printable(arguments.out)}: {made}")
-    return _print_lossy(index.lossy)
+    return _print(f"{printable(arguments.out)}: {made}", index.lossy)
 
 
 def _export(arguments: argparse.Namespace) -> int:
     lossy = export_to_torch(arguments.dir, arguments.out)
-    print(f"{printable(arguments.out)}: muon.pt, adamw.pt, weights.pt")
-    return _print_lossy(lossy)
+    return _print(f"{printable(arguments.out)}: muon.pt, adamw.pt, weights.pt", lossy)
 
 
 def _universal(arguments: argparse.Namespace) -> int:
     lossy = convert_to_universal(arguments.input_folder, arguments.output_folder, **_reading(arguments))
-    print(
-        f"{printable(arguments.output_folder)}: universal checkpoint; to load it, write "
-        f'"checkpoint": {{"load_universal": true}} into the DeepSpeed configuration'
-    )
-    return _print_lossy(lossy)
+    load = '"checkpoint": {"load_universal": true}'
+    made = f"universal checkpoint; to load it, write {load} into the DeepSpeed configuration"
+    return _print(f"{printable(arguments.output_folder)}: {made}", lossy)
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
@@ -281,8 +277,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
         f"{' '.join(record.tensor_keys)}"
         for name, record in index.parameters.items()
     ]
-    print("\n".join([*head, *table]))
-    return _print_lossy(index.lossy)
+    return _print("\n".join([*head, *table]), index.lossy)
 
 
 def _listed(values: Mapping[str, Any]) -> str:
@@ -295,11 +290,11 @@ def _verify(arguments: argparse.Namespace) -> int:
     except CheckpointError as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"{printable(arguments.dir)}: complete; the checksums of {counted(index.files, 'file')} agree")
-    return 0
+    return _print(
+        f"{printable(arguments.dir)}: complete; the checksums of {counted(index.files, 'file')} agree"
+    )
 
 
-def _print_lossy(lossy: Sequence[str]) -> int:
-    for line in lossy:
-        print(f"lossy: {printable(line)}")
+def _print(text: str, lossy: Sequence[str] = ()) -> int:
+    print("\n".join([text, *(f"lossy: {printable(line)}" for line in lossy)]))
     return 0

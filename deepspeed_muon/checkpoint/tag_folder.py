@@ -330,13 +330,12 @@ class TagFolder:
         return found
 
     def _read_progress(self) -> Progress:
-        schedule = self.model.get("lr_scheduler")
-        wrapper = self.wrappers[0]
-        scale = None
+        wrapper, scale = self.wrappers[0], None
         if wrapper.get("dynamic_loss_scale"):
             # At stage 0 the wrapper keeps the values itself, at the others in an object.
             saved = vars(wrapper["loss_scaler"]) if wrapper.get("loss_scaler") else wrapper
             scale = {key: saved[key] for key in SCALE_KEYS if key in saved}
+        schedule = self.model.get("lr_scheduler")
         schedule = schedule if isinstance(schedule, dict) and is_json(schedule) else None
         counters = {key: int(self.model.get(key, 0)) for key in COUNTERS}
         return Progress.model_validate({**counters, "lr_scheduler": schedule, "loss_scale": scale})
