@@ -75,6 +75,7 @@ def consolidate(
                 folder = _checked_folder(out_dir, shard_bytes)
                 state = collect(engine)
                 state.host.require_restored()
+                about = _about(state)
                 make_folder(folder)
                 if is_first_rank():
                     writer = locked.enter_context(contextlib.closing(FolderWriter(folder)))
@@ -85,7 +86,7 @@ def consolidate(
             held = list(chain.from_iterable(all_ranks().gather(own, what="plan of a save").values()))
             plan = SavePlan(put_together(held), shard_bytes, save_id, all_ranks().size)
             _compare_copies(state, held)
-        write_set(folder, plan, _Exchange(state, plan).fill, lambda: _about(state), writer, all_ranks())
+        write_set(folder, plan, _Exchange(state, plan).fill, about, writer, all_ranks())
     return folder
 
 
@@ -236,7 +237,7 @@ def write_set(
     folder: Path,
     plan: SavePlan,
     fill: Callable[[Sequence[Piece | None], Tensor], None],
-    about: Callable[[], dict[str, Any]],
+    about: dict[str, Any],
     writer: FolderWriter | None,
     ranks: Ranks,
 ) -> CheckpointIndex | None:
@@ -246,7 +247,7 @@ def write_set(
         folder: Where the set is to be.
         plan: What to write.
         fill: See :func:`write_shards`.
-        about: Returns the entries of the index besides files and parameters.
+        about: The entries of the index besides files and parameters.
         writer: Of the folder, on the first rank.
         ranks: The ranks that save.
 
@@ -272,7 +273,7 @@ def write_set(
     if writer is not None:
         try:
             every = dict(sorted((name, share[name]) for share in shares for name in share))
-            content = {**about(), "files": every, "parameters": plan.records()}
+            content = {**about, "files": every, "parameters": plan.records()}
             index = CheckpointIndex(format=FORMAT, versions=software_versions(), **content)
             writer.commit(index)
         except CheckpointError as caught:
@@ -333,6 +334,6 @@ def consolidate_files(
 
     with contextlib.closing(FolderWriter(out)) as writer:
         plan = SavePlan(saved.parts, shard_bytes, writer.save_id)
-        index = write_set(out, plan, fill, lambda: saved.about, writer, Ranks())
+        index = write_set(out, plan, fill, saved.about, writer, Ranks())
     assert index is not None
     return index

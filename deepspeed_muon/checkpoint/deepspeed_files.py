@@ -233,13 +233,12 @@ def foreign_state(
     Raises:
         CheckpointError: Naming the file, if they cannot be read without an engine.
     """
-    if any(saved.folder.glob("*expert_*_model_states.pt")):
-        raise CheckpointError(
-            f"{saved.folder}: mixture-of-experts checkpoints of {saved.kind} cannot be read"
-        )
-    parallel = next(iter(sorted(saved.folder.glob("*mp_rank_01*"))), None)
-    if parallel is not None:
-        raise CheckpointError(f"{parallel}: model-parallel checkpoints of {saved.kind} cannot be read")
+    for files, what in (
+        ("*expert_*_model_states.pt", "mixture-of-experts"),
+        ("*mp_rank_01*", "model-parallel"),
+    ):
+        if found := sorted(saved.folder.glob(files)):
+            raise CheckpointError(f"{found[0]}: {what} checkpoints of {saved.kind} cannot be read")
     members = list(_members(saved) if saved.stage else _whole_members(saved))
     shapes = {name: shape for _, name, shape, _ in members}
     if len(shapes) < len(members):
@@ -280,10 +279,9 @@ def _members(saved: TagFolder) -> Iterator[tuple[int, str, tuple[int, ...], Plac
                     f"{saved.model_file}: parameter {name} of shape {list(shape)} is larger than what is left of its "
                     f"partition"
                 )
-            if numel and saved.stage == 3:
-                yield number, name, shape, sharded_placement(offset, numel, taken)
-            elif numel:
-                yield number, name, shape, flat_placement(offset, numel, size)
+            if numel:
+                rule, length = (sharded_placement, taken) if saved.stage == 3 else (flat_placement, size)
+                yield number, name, shape, rule(offset, numel, length)
             offset += taken
             if saved.stage != 3 and paddings:
                 offset += int(paddings[number][position])

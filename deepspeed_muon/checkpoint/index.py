@@ -190,7 +190,7 @@ def load_index(folder: str | os.PathLike[str]) -> CheckpointIndex:
         models: dict[str, type[BaseModel]] = {"files": FileRecord, "parameters": ParameterRecord}
         for key, model in models.items():
             # Here the first bad record raises: to tell of all could take gigabytes.
-            entries = content.get(key)
+            entries: Any = content.get(key)
             for name in entries if isinstance(entries, dict) else ():
                 entries[name] = checked(model, entries[name], f"{path}: refused:\n{key}: {name}: ")
         return checked(CheckpointIndex, content, f"{path}: refused:\n")

@@ -192,42 +192,36 @@ def add_subcommands(subparsers: Any) -> None:
     reading.add_argument("--include", action="append", default=[], help="from AdamW: names that go to Muon")
     reading.add_argument("--exclude", action="append", default=[], help="from AdamW: names that stay AdamW's")
 
-    command = commands.add_parser(
-        "consolidate",
-        parents=[reading],
-        help="DeepSpeed's saved files, also of its own Muon or AdamW -> one safetensors set",
-    )
-    command.add_argument("dir", help="a tag's folder of save_checkpoint, or the folder with 'latest'")
-    command.add_argument("out", help="folder to write")
+    def add(name: str, run: Any, text: str, *parents: Any, **folders: str) -> argparse.ArgumentParser:
+        command: argparse.ArgumentParser = commands.add_parser(name, parents=parents, help=text)
+        command.set_defaults(run=run)
+        for folder, about in folders.items():
+            command.add_argument(folder, help=about)
+        return command
+
+    tag = "a tag's folder of save_checkpoint"
+    text = "DeepSpeed's saved files, also of its own Muon or AdamW -> one safetensors set"
+    where = {"dir": f"{tag}, or the folder with 'latest'", "out": "folder to write"}
+    command = add("consolidate", _consolidate, text, reading, **where)
     command.add_argument("--shard-bytes", type=int, default=DEFAULT_SHARD_BYTES, help="size of a file")
-    command.set_defaults(run=_consolidate)
 
-    command = commands.add_parser("export", help="a set -> state_dict() files of torch's Muon and AdamW")
-    command.add_argument("dir", help="a consolidated set")
-    command.add_argument("out", help="folder to write; must not hold anything yet")
-    command.set_defaults(run=_export)
+    where = {"dir": "a consolidated set", "out": "folder to write; must not hold anything yet"}
+    add("export", _export, "a set -> state_dict() files of torch's Muon and AdamW", **where)
 
-    command = commands.add_parser(
-        "universal", parents=[reading], help="DeepSpeed's saved files -> universal checkpoint"
-    )
+    command = add("universal", _universal, "DeepSpeed's saved files -> universal checkpoint", reading)
     # The names of the arguments are those of DeepSpeed's ds_to_universal.
-    command.add_argument("--input_folder", required=True, help="a tag's folder of save_checkpoint")
+    command.add_argument("--input_folder", required=True, help=tag)
     command.add_argument("--output_folder", required=True, help="folder to write; must not exist yet")
-    command.set_defaults(run=_universal)
 
-    command = commands.add_parser("inspect", parents=[reading], help="print what a directory holds")
-    command.add_argument("dir")
+    command = add(
+        "inspect", _inspect, "print what a directory holds", reading, dir="either kind of checkpoint"
+    )
     command.add_argument("--json", action="store_true", help="the index itself")
-    command.set_defaults(run=_inspect)
 
-    command = commands.add_parser(
-        "verify", help="check completeness, checksums and numbers of a consolidated set"
-    )
-    command.add_argument("dir")
-    command.add_argument(
-        "--allow-nonfinite", action="store_true", help="accept tensors that hold infinities or NaN"
-    )
-    command.set_defaults(run=_verify)
+    text = "check completeness, checksums and numbers of a consolidated set"
+    command = add("verify", _verify, text, dir="a consolidated set")
+    text = "accept tensors that hold infinities or NaN"
+    command.add_argument("--allow-nonfinite", action="store_true", help=text)
 
 
 def _reading(arguments: argparse.Namespace) -> dict[str, Any]:

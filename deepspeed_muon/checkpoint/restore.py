@@ -153,7 +153,8 @@ def nonfinite_text(names: Sequence[str]) -> str:
 
 def _compare(state: LiveState, source: StateSource, state_too: bool) -> list[str]:
     """Return how the parameters of this rank differ from the checkpoint's, in words."""
-    saved, problems = source.parameters, []
+    saved = source.parameters
+    problems: list[str] = []
     extra = [name for name in saved if name not in state.parameters]
     for name, parameter in state.parameters.items():
         if name in saved:

@@ -34,10 +34,6 @@ _BY_COUNT = (
     torch.optim.lr_scheduler.OneCycleLR,
     torch.optim.lr_scheduler.CyclicLR,
 )
-_OWN_SCHEDULE = (
-    "to go on with this run's own schedule, call deepspeed_muon.restore(..., scheduler=False) and leave out "
-    "restore_from"
-)
 
 
 def checked_settings(groups: Sequence[Mapping[str, Any]], where: str) -> list[dict[str, Any]]:
@@ -183,7 +179,8 @@ def _unfit(own: Any, progress: Progress, where: str, problem: str) -> Checkpoint
     was = f"was {saved_class}" if saved_class else "is not named in the checkpoint"
     return CheckpointError(
         f"{where}: the saved schedule does not fit the scheduler {type(own).__name__} of this run (the saved run's "
-        f"{was}): {problem}; {_OWN_SCHEDULE}"
+        f"{was}): {problem}; to go on with this run's own schedule, call deepspeed_muon.restore(..., scheduler=False) "
+        f"and leave out restore_from"
     )
 
 
