@@ -194,13 +194,9 @@ def repeat_in_run(
         Sentences; none where there is nothing to say.
     """
     wanted = [name for name, kind in algorithms.items() if kind == "muon" != routes[name].algorithm]
-    # The files leave these open; training, which sees the modules, may route them to Muon.
-    doubtful = {name for name, route in routes.items() if route.rule == "unsure"}
-    unwanted = [
-        name
-        for name, kind in algorithms.items()
-        if kind == "adamw" and (routes[name].algorithm == "muon" or name in doubtful)
-    ]
+    # The files leave some open ("unsure"); training, which sees the modules, may route them to Muon.
+    for_muon = {name for name, route in routes.items() if route.algorithm == "muon" or route.rule == "unsure"}
+    unwanted = [name for name, kind in algorithms.items() if kind == "adamw" and name in for_muon]
     said = []
     settings = {"include": [*include, *wanted], "exclude": [*exclude, *unwanted]}
     if any(settings.values()):

@@ -307,20 +307,12 @@ def collect(engine: Any) -> LiveState:
                 )
             record, part, reason = known
             state = optimizer.state.get(bound.tensor, {})
+            record = record.model_copy(update={"group": groups[bound.index]})
+            place = layout.placement, rows.get(layout.name), ranks, bound.index
+            coded = (runner.blocks, number) if SCALE_KEY in state else None
             found = LiveParameter(
-                record.model_copy(update={"group": groups[bound.index]}),
-                part,
-                layout.placement,
-                rows.get(layout.name),
-                ranks,
-                bound.index,
-                layout.name,
-                reason,
-                bound,
-                step_set.rank,
-                (runner.blocks, number) if SCALE_KEY in state else None,
-            )
-            found = found.with_state(state, int(state.get("step", 0)))
+                record, part, *place, layout.name, reason, bound, step_set.rank, coded
+            ).with_state(state, int(state.get("step", 0)))
             if (other := parameters.setdefault(found.name, found)) is not found:
                 if other.own_name == found.own_name:
                     raise CheckpointError(

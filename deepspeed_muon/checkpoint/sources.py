@@ -201,12 +201,13 @@ class UniversalSource(StateSource):
             if set(file_of.values()) <= found:
                 step = int(files.load_pickle(place / "step.pt") if "step" in found else self._global_step())
             shape = tuple(self._tensor(f"zero/{name}/fp32.pt").shape)
-            if torch.Size(shape).numel() == torch.Size(live[name].shape).numel():
+            if math.prod(shape) == math.prod(live[name].shape):
                 shape = live[name].shape  # from stage 3 DeepSpeed writes flat tensors
-            entry = {"shape": shape, "algorithm": algorithm, "step": step, "group": 0}
-            record = checked(ParameterRecord, entry, f"{place}: refused: parameter {name}: ")
-            tensors = {key: f"zero/{name}/{file_of[key]}.pt" for key in record.tensor_keys}
-            parameters[name] = record.model_copy(update={"tensors": tensors})
+            tensors = {
+                key: f"zero/{name}/{file}.pt" for key, file in file_of.items() if step or key == "fp32"
+            }
+            entry = {"shape": shape, "algorithm": algorithm, "step": step, "group": 0, "tensors": tensors}
+            parameters[name] = checked(ParameterRecord, entry, f"{place}: refused: parameter {name}: ")
         if from_adam:
             warn(
                 "deepspeed_muon: %s was saved by AdamW: its exp_avg becomes the momentum of %d matrices, their "
