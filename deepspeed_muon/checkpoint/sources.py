@@ -184,7 +184,7 @@ class UniversalSource(StateSource):
         Raises:
             CheckpointError: Naming the file.
         """
-        self._folder = folder
+        self._folder = folder  # files are read before there is an index
         self._last: tuple[Path, Tensor] | None = None  # the file that was mapped last
         from_adam = 0
         parameters: dict[str, ParameterRecord] = {}
