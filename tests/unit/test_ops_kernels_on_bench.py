@@ -8,7 +8,7 @@ import mmap
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from tests.support.cuda_bench import ANY_TIME, EARLY, LATE, Bench
 from tests.support.cuda_cases import Inputs
 from tests.support.cuda_library import DEVICE, FLAT_ROWS, MISALIGNED, OK, ApplyRow, PackRow, gram, product_of
 from tests.support.matrices import TOLERANCE, matrix
+from tests.support.planted import planted
 from tests.support.reference import polar
 from tests.support.thinning import pairwise
 
@@ -378,193 +379,27 @@ def refusals(kernels: Bench, kernel: str) -> None:
     cases.what_is_refused(kernels, kernel, Inputs("cpu"))
 
 
-class Defect(NamedTuple):
-    """A line of the sources, what stands for it, and who finds that in the build of one source with it."""
-
-    kernel: str
-    old: str
-    new: str
-    found_by: Callable[[Bench, str], None] = products
-
-
-# What would be wrong on a GPU now and then, or only with large operands, and what stands for it in the source.
-DEFECTS: dict[str, Defect] = {
-    "consumers do not wait for each other": Defect(
-        "sm90",
-        "if (number > 0) barrier_wait(barriers.issued(1 - consumer), static_cast<uint32_t>((number - 1) / 2) & 1u);",
-        "",
-    ),
-    "a stage is given back while its products run": Defect("sm90", "wgmma_wait<1>();", "wgmma_wait<2>();"),
-    "half of a stage's bytes are waited for": Defect(
-        "sm90",
-        "barrier_arrive_expect(full, kRingStageBytes);",
-        "barrier_arrive_expect(full, kRingStageBytes / 2);",
-    ),
-    "no barrier before the next tile is staged": Defect(
-        "sm90",
-        "named_barrier<kWarpgroup>(named);  // Before the next tile's c, or the next tile, overwrites it.",
-        "",
-    ),
-    "no barrier between staging and storing": Defect(
-        "sm90",
-        "    named_barrier<kWarpgroup>(named);\n    store_tile",
-        "    store_tile",
-    ),
-    "no barrier after the copies of c": Defect(
-        "sm90",
-        "      cp_async_wait<0>();\n      named_barrier<kWarpgroup>(named);\n",
-        "      cp_async_wait<0>();\n",
-    ),
-    "half of b is not waited for": Defect(
-        "sm90_wide",
-        "constexpr int kRingStageBytes = (1 + kBlocks) * kSm90OperandBytes;  // rows of a, then both halves of b",
-        "constexpr int kRingStageBytes = kBlocks * kSm90OperandBytes;",
-    ),
-    "the other block is not asked for its stage": Defect(
-        "sm90_wide",
-        "barrier_init(barriers.empty(stage), kBlocks * kTeam / 32);",
-        "barrier_init(barriers.empty(stage), kTeam / 32);",
-    ),
-    "a block does not tell the other one": Defect(
-        "sm90_wide",
-        "if (lane == 1) barrier_arrive_in(empty, rank ^ 1);",
-        "if (lane == 1) barrier_arrive(empty);",
-    ),
-    "the blocks do not meet at the start": Defect(
-        "sm90_wide",
-        "cluster_sync();  // The other block sends to this one's barriers.",
-        "__syncthreads();",
-    ),
-    "the blocks do not meet at the end": Defect(
-        "sm90_wide",
-        "cluster_sync();  // Nobody leaves while the other block still sends to it.",
-        "",
-    ),
-    "the halves of b change places": Defect(
-        "sm90_wide",
-        "target + (1 + rank) * kSm90OperandBytes",
-        "target + (2 - rank) * kSm90OperandBytes",
-    ),
-    "no barrier before the ring is staged over": Defect(
-        "sm80",
-        "__syncthreads();  // The ring is free: the staged tile takes its place.",
-        "",
-    ),
-    "no barrier after a tile": Defect(
-        "sm80",
-        "__syncthreads();  // Before the next tile's copies overwrite it.",
-        "",
-    ),
-    "a copy too few is waited for": Defect(
-        "sm80",
-        "cp_async_wait<kStages - 2>();",
-        "cp_async_wait<kStages - 1>();",
-    ),
-    "the staged tile is not swizzled alike": Defect(
-        "sm90", "((chunk ^ staged_swizzle(row)) << 4)", "(chunk << 4)"
-    ),
-    "the descriptor's stride": Defect("sm90", "uint64_t{1024 >> 4} << 32", "uint64_t{512 >> 4} << 32"),
-    "the diagonal is not mirrored": Defect(
-        "sm80",
-        "wanted = source != DiagonalSource::kStraight;",
-        "wanted = source == DiagonalSource::kBoth;",
-    ),
-}
-
-# What an instruction, a launch or a large operand asks for.
-CONTRACTS: dict[str, Defect] = {
-    "the copy engine is not told of the barriers": Defect("sm90", "barrier_init_fence();", ""),
-    "the other block is not told of the barriers": Defect("sm90_wide", "barrier_init_fence();", ""),
-    "no fence before the products": Defect("sm90_wide", "wgmma_fence();", ""),
-    "more registers than a multiprocessor has": Defect(
-        "sm90", "constexpr int kConsumerRegisters = 232;", "constexpr int kConsumerRegisters = 240;"
-    ),
-    "one warp of a warpgroup asks for registers": Defect(
-        "sm90_wide",
-        "more_registers<kConsumerRegisters>();",
-        "if (threadIdx.x % kWarpgroup < 32) more_registers<kConsumerRegisters>();",
-    ),
-    "any address of c is taken": Defect("sm80", " || !on_16_bytes(p.c)", "", refusals),
-    "any address of d is taken": Defect("sm90", " || !on_16_bytes(p.d)", "", refusals),
-    "any address of a gradient is taken": Defect(
-        "flat_passes",
-        "second = check_array(row.grad, grad_dtype)",
-        "second = MUON_OK",
-        unaligned_arrays,
-    ),
-    "the distance of rows in 32 bits": Defect(
-        "sm80", "  int64_t ld;\n  int first;", "  int ld;\n  int first;", beyond_2_31
-    ),
-    "the distance of the output's rows in 32 bits": Defect(
-        "sm90",
-        "  int64_t ldc, ldd, stride_c, stride_d;",
-        "  int ldc, ldd; int64_t stride_c, stride_d;",
-        beyond_2_31,
-    ),
-    "the distance of the output's matrices in 32 bits": Defect(
-        "sm90_wide",
-        "  int64_t ldc, ldd, stride_c, stride_d;",
-        "  int64_t ldc, ldd; int stride_c, stride_d;",
-        beyond_2_31,
-    ),
-    "the copy engine's distance of matrices in 32 bits": Defect(
-        "sm90", "const int64_t matrix = batch > 1", "const int32_t matrix = batch > 1", beyond_2_31
-    ),
-    "tiles are counted in 32 bits": Defect(
-        "sm80", "  int64_t total; ", "  int total; ", more_tiles_than_2_31
-    ),
-    "elements of a fragment are counted in 32 bits": Defect(
-        "flat_passes", "const int64_t begin = (tile", "const int begin = (tile", long_fragments
-    ),
-    "elements of a fragment of codes are counted in 32 bits": Defect(
-        "flat_passes",
-        "int64_t begin(int64_t block) const {",
-        "int begin(int64_t block) const {",
-        long_fragments_of_codes,
-    ),
-    "elements of a transposed matrix are counted in 32 bits": Defect(
-        "divide_transposed", "const int64_t to = ", "const int to = ", transposed_beyond_2_31
-    ),
-    "elements of a matrix to transpose are counted in 32 bits": Defect(
-        "divide_transposed", "const int64_t from = ", "const int from = ", transposed_beyond_2_31
-    ),
-    "elements behind a row are read": Defect("divide_transposed", " && col < p.cols ?", " ?", turned),
-    "no barrier before the next square": Defect(
-        "divide_transposed",
-        "__syncthreads();  // Before the next square overwrites this one.",
-        "",
-        turned,
-    ),
-    "all matrices have the norm of the first": Defect(
-        "divide_transposed", "p.norms[matrix]", "p.norms[0]", turned
-    ),
-    "shared memory is not asked for": Defect(
-        "sm80",
-        "error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);",
-        "",
-    ),
-    "the copy engine reads behind the last matrix": Defect(
-        "sm90_wide",
-        "static_cast<cuuint64_t>(m), ",
-        "static_cast<cuuint64_t>((m + kTile - 1) / kTile * kTile), ",
-    ),
-}
+TABLES = planted("planted_kernel_defects.toml")
+FINDERS: dict[str, Callable[[Bench, str], None]] = {
+    each.__name__: each
+    for each in (
+        products, passes, turned, refusals, unaligned_arrays, beyond_2_31, more_tiles_than_2_31,
+        transposed_beyond_2_31, long_fragments, long_fragments_of_codes,
+    )
+}  # fmt: skip
 
 
-# What a block does wrong only when it comes back to its ring or its barriers.
-LATE_DEFECTS = {
-    "blocks of k beyond two rounds of the ring": (
-        "phase ^= static_cast<uint32_t>(position / stages) & 1u;",
-        "phase ^= position >= stages ? 1u : 0u;",
-    ),
-    "the third tile of a block": ("static_cast<uint32_t>((number - 1) / 2) & 1u", "0u"),
-}
+def finder_of(defect: dict[str, str]) -> tuple[str, str]:
+    """Return the name of the function that finds a defect, and the kernel that it runs."""
+    return defect.get("found_by", "products"), defect["source"].removeprefix("sym_gemm_")
 
 
-@pytest.mark.parametrize("name", LATE_DEFECTS)
-def test_small_products_do_not_find_what_the_self_test_must(bench: Bench, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("late", TABLES["late"], ids=lambda each: each["harm"])
+def test_small_products_do_not_find_what_the_self_test_must(
+    bench: Bench, tmp_path: Path, late: dict[str, str]
+) -> None:
     small, large = product_shapes(132)
-    broken = cuda_bench.build(tmp_path, dict([LATE_DEFECTS[name]]), beside=bench.folder, only="sym_gemm_sm90")
+    broken = cuda_bench.build(tmp_path, {late["old"]: late["new"]}, beside=bench.folder, only=late["source"])
     broken.configure(processors=132)
     cases.sym_gemm(broken, "sm90", small, torch.float16, Inputs("cpu"))
     # As many tiles for each block as the large one has, and as many blocks of k.
@@ -573,65 +408,6 @@ def test_small_products_do_not_find_what_the_self_test_must(bench: Bench, tmp_pa
     with pytest.raises(AssertionError):
         cases.sym_gemm(broken, "sm90", (batch * 55 // 132, 128, k), torch.float16, Inputs("cpu"))
 
-
-# Planted in the flat passes: what no other kernel has. Those of momentum in 8 bits first.
-FLAT_DEFECTS: dict[str, tuple[str, str]] = {
-    "the old scale of a cut block is read where those of the others are": (
-        "cut == nullptr ? fragment.blocks.scales[block] : cut[0]",
-        "fragment.blocks.scales[block]",
-    ),
-    "the scale of a cut block is written": ("if (cut == nullptr && lane == 0)", "if (lane == 0)"),
-    "the last block is never cut": ("block == count(n) - 1 ? last", "block == count(n) ? last"),
-    "half of a warp has no part in the largest magnitude": ("distance = 16;", "distance = 8;"),
-    "an incomplete block is taken in vectors": ("if (n == kCodeBlock && codes", "if (codes"),
-    "unaligned codes are taken in vectors": ("codes % kFlatVector == 0 && ", ""),
-    "an unaligned gradient of codes is taken in vectors": (
-        " && on_16_bytes(static_cast<const Grad*>(fragment.grad) + begin)",
-        "",
-    ),
-    "elements of the first block before a fragment are not counted": (
-        "flat_tiles(blocks.before + n)",
-        "flat_tiles(n)",
-    ),
-    "a block begins where one of the fragment's own would": (
-        "block * kCodeBlock - before;",
-        "block * kCodeBlock;",
-    ),
-    "a warp stops after its first block": ("block += kThreads / 32", "block += kTileBlocks"),
-    "a scale has more bits than 17": ("bits &= ~0x7fu;", ""),
-    "a scale is subnormal": ("scale < FLT_MIN ? 0.0f : scale", "scale"),
-    "a block that is not finite has codes": (
-        "const bool coded = has_codes(scale);",
-        "const bool coded = scale != 0.0f;",
-    ),
-    "codes are cut, not rounded": ("quotient + 0x1.8p23f", "truncf(quotient) + 0x1.8p23f"),
-    "the codes are those of the direction": (
-        "code_of(__fmul_rn(m.value[i]",
-        "code_of(__fmul_rn(direction.value[i]",
-    ),
-    "fragments behind the first launch are left out": ("next < count;) {", "next == 0;) {"),
-    "a tile begins where the fragment does": (
-        "const int64_t begin = (tile - table.firsts[row]) * kFlatTile;",
-        "const int64_t begin = 0;",
-    ),
-    "the last tile is not cut": ("left < kFlatTile ? left : kFlatTile", "kFlatTile"),
-    "blocks stop after their first tile": ("number += gridDim.x", "number += table.tiles"),
-    "an unaligned array is taken in vectors": ("if (off_grid != 0) return {n, 0};", ""),
-    "an unaligned gradient is taken in vectors": (
-        "(second.address + step * static_cast<uintptr_t>(second.bytes)) % 16 |",
-        "",
-    ),
-    "the wrong fragment": ("if (firsts[middle] <= tile) {", "if (firsts[middle] < tile) {"),
-    "the direction is that of the rounded momentum": (
-        "direction.value[i] = momentum_step(m.value[i], g.value[i], fragment);",
-        "{ direction.value[i] = momentum_step(m.value[i], g.value[i], fragment);"
-        " if (!fragment.nesterov) direction.value[i] = to_float(from_float<Momentum>(m.value[i])); }",
-    ),
-}
-
-PLANTED = (
-    {name: Defect("flat_passes", *each, passes) for name, each in FLAT_DEFECTS.items()} | DEFECTS | CONTRACTS
-)
 
 ALWAYS_PLANTED = {
     "the last tile is not cut",
@@ -647,26 +423,26 @@ ALWAYS_PLANTED = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=() if each in ALWAYS_PLANTED else pytest.mark.full) for each in PLANTED]
+    "defect",
+    [
+        pytest.param(each, id=each["harm"], marks=() if each["harm"] in ALWAYS_PLANTED else pytest.mark.full)
+        for each in TABLES["defect"]
+    ],
 )
-def test_a_planted_defect_is_found(bench: Bench, tmp_path: Path, name: str) -> None:
-    defect = PLANTED[name]
-    source = f"sym_gemm_{defect.kernel}" if defect.kernel in MAJOR else defect.kernel
-    broken = cuda_bench.build(tmp_path, {defect.old: defect.new}, beside=bench.folder, only=source)
+def test_a_planted_defect_is_found(bench: Bench, tmp_path: Path, defect: dict[str, str]) -> None:
+    found_by, kernel = finder_of(defect)
+    mutation = {defect["old"]: defect["new"]}
+    broken = cuda_bench.build(tmp_path, mutation, beside=bench.folder, only=defect["source"])
     with pytest.raises(AssertionError):
-        defect.found_by(broken, defect.kernel)
+        FINDERS[found_by](broken, kernel)
 
 
 @pytest.mark.parametrize(
     ("found_by", "kernel"),
     # The others are what the tests above run.
     dict.fromkeys(
-        (each.found_by, each.kernel)
-        for each in PLANTED.values()
-        if each.found_by not in (products, passes, refusals)
+        each for each in map(finder_of, TABLES["defect"]) if each[0] not in ("products", "passes", "refusals")
     ),
 )
-def test_what_finds_a_defect_passes_without_it(
-    bench: Bench, found_by: Callable[[Bench, str], None], kernel: str
-) -> None:
-    found_by(bench, kernel)
+def test_what_finds_a_defect_passes_without_it(bench: Bench, found_by: str, kernel: str) -> None:
+    FINDERS[found_by](bench, kernel)

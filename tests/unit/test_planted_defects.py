@@ -1,0 +1,21 @@
+"""Texts of the planted defects are where the tables say: one that moved would be planted by nobody."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.native_ops import REPOSITORY
+from tests.support.planted import planted
+
+
+@pytest.mark.parametrize("defect", planted("planted_defects.toml")["defect"], ids=lambda each: each["harm"])
+def test_each_text_is_in_its_file_once(defect: dict[str, str]) -> None:
+    assert (REPOSITORY / defect["file"]).read_text().count(defect["old"]) == 1
+    assert (REPOSITORY / defect["test"].partition("::")[0]).is_file()
+
+
+def test_each_text_of_a_kernel_is_in_its_sources() -> None:
+    folder = REPOSITORY / "ops" / "csrc"
+    headers = "".join(each.read_text() for each in (*folder.glob("include/*.h"), *folder.glob("cuda/*.cuh")))
+    for defect in (each for table in planted("planted_kernel_defects.toml").values() for each in table):
+        assert defect["old"] in headers + (folder / "cuda" / f"{defect['source']}.cu").read_text(), defect
