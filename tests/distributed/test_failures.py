@@ -5,15 +5,17 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+from torch import nn
 
 import deepspeed_muon
-from tests.support import training
-from tests.support.models import batch
+from tests.support import tensor_parallel, training
+from tests.support.models import MATRICES, batch, build
 from tests.support.snapshots import changed, tensors_of
 from tests.support.thinning import each_value
-from tests.support.training import try_to_start
+from tests.support.training import ds_config, try_to_start
 
 
 def poisoned_step(
@@ -107,3 +109,180 @@ def test_error_on_one_rank_stops_all(ranks: Any) -> None:
 def test_bad_input_is_a_typed_error(ranks: Any, change: dict[str, Any], kind: str, said: str) -> None:
     for text in ranks(2).run(try_to_start, stage=1, on_last_rank={}, common=change):
         assert text.startswith(f"{kind}: ") and said in text, text
+
+
+# A rank whose model has another size or dtype: DeepSpeed's broadcast aborted or hung before anything was compared.
+
+
+def try_model(rank: int, world_size: int, *, stage: int, how: str, client: str) -> str:
+    """Start an engine whose model differs on the last rank."""
+    odd = rank == world_size - 1
+    model = build("toy", exact=False)
+    if how == "shape" and odd:
+        model.lm_head.weight = torch.nn.Parameter(torch.randn(29, 17))
+    if how == "dtype" and odd:
+        model.lm_head.to(torch.float64)
+    if how == "missing" and odd:
+        del model.lm_head
+    if how == "all" and odd:
+        model = build("toy", width=20)
+    config = training.ds_config(stage)
+    given: dict[str, Any] = {"model_parameters": list(model.parameters())}
+    if client == "instance":
+        del config["optimizer"]
+        given = {"optimizer": deepspeed_muon.Muon(model, lr=0.02)}
+    start = lambda: deepspeed.initialize(model=model, config=config, **given)  # noqa: E731
+    return training.refusal(start, deepspeed_muon.RankDisagreementError)
+
+
+@pytest.mark.parametrize(
+    ("stage", "how", "client", "said"),
+    [
+        (0, "shape", "config", ["parameter lm_head.weight", "float32 [29, 16]", "float32 [29, 17]"]),
+        (2, "dtype", "instance", ["parameter lm_head.weight", "float32 [29, 16]", "float64 [29, 16]"]),
+        (3, "missing", "config", ["parameter lm_head.weight", "<absent>"]),
+        (1, "all", "config", ["parameter embed.weight", "float32 [29, 20]"]),
+    ],
+)
+def test_every_rank_names_the_parameter(
+    ranks: Any, stage: int, how: str, client: str, said: list[str]
+) -> None:
+    for message in ranks(2).run(try_model, stage=stage, how=how, client=client, timeout=60):
+        assert all(part in message for part in [*said, "ranks [0]", "ranks [1]"]), message
+        assert message.count("\n") <= 21
+
+
+# Ranks of a tensor-parallel group whose AdamW parameters differed exchanged flags by position: wrong ones, or none.
+#
+# A parameter then took part in a step, or was skipped, by the flag of another one; with lists of unequal length the
+# ranks waited for each other.
+
+
+def start(rank: int, world_size: int, *, stage: int, how: str) -> str:
+    """Start an engine whose AdamW parameters are others, or others in order, on the last rank of the group."""
+    mpu = tensor_parallel.Mpu(2)
+    model = tensor_parallel.megatron_model(mpu.tensor)
+    last = rank % 2 == 1
+    extra = {"first": nn.Parameter(torch.ones(3)), "second": nn.Parameter(torch.ones(5))}
+    if how == "more" and last:
+        extra["third"] = nn.Parameter(torch.ones(2))
+    for name in sorted(extra, reverse=how == "order" and last):
+        model.register_parameter(
+            "renamed" if how == "name" and last and name == "first" else name, extra[name]
+        )
+    return training.refusal(lambda: training.initialize(model, ds_config(stage), mpu=mpu))
+
+
+@pytest.mark.parametrize(
+    ("stage", "how", "said"),
+    [
+        (0, "more", ["'second', 'embed.weight'", "'second', 'third', 'embed.weight'"]),
+        (1, "order", ["'first', 'second', 'embed.weight'", "'second', 'first', 'embed.weight'"]),
+        (1, "name", ["'first', 'second', 'embed.weight'", "'renamed', 'second', 'embed.weight'"]),
+    ],
+)
+def test_refused_on_every_rank(ranks: Any, stage: int, how: str, said: list[str]) -> None:
+    for message in ranks(2).run(start, stage=stage, how=how):
+        assert message.startswith("PlanMismatchError: the ranks do not agree:\nparameters of step set"), (
+            message
+        )
+        shown = [text.partition(";")[0] for text in message.split("ranks [")[1:]]
+        for rank, (words, text) in enumerate(zip(said, shown, strict=True)):
+            assert text.startswith(f"{rank}]: [") and words in text, message
+
+
+# A step that was skipped for its gradients: DeepSpeed's counter and scheduler went on as if it had been taken.
+#
+# ``engine.skipped_steps`` stayed 0 and the rate moved on wherever this optimizer skips by itself: at stage 0 in fp32,
+# and in bf16 where ZeRO looks at no gradients.
+
+SCHEDULE = {
+    "type": "WarmupLR",
+    "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10, "warmup_type": "linear"},
+}
+
+
+def poisoned(
+    rank: int,
+    world_size: int,
+    *,
+    stage: int,
+    precision: str,
+    name: str,
+    clipping: float,
+    extra: dict[str, Any],
+) -> Any:
+    """Step 2 of 4 has a NaN in the gradient of one parameter on the last rank."""
+    config = training.ds_config(
+        stage, precision=precision, clipping=clipping, accumulation=2, extra={"scheduler": SCHEDULE, **extra}
+    )
+    engine = training.make_engine(config, exact=False)
+    param = dict(engine.module.named_parameters())[name]
+    counts, applied, rates = [], [], []
+    unchanged = True
+    for step in range(4):
+        handle = None
+        if step == 1 and rank == world_size - 1:
+            handle = param.register_hook(lambda grad: torch.full_like(grad, float("nan")))
+        before = tensors_of(engine)
+        for micro in range(2):
+            loss = engine(*batch(step, micro * world_size + rank))
+            engine.backward(loss)
+            engine.step()
+        if step == 1:
+            unchanged = not changed(before, tensors_of(engine))
+        if handle is not None:
+            handle.remove()
+        counts.append(engine.skipped_steps)
+        applied.append(engine.was_step_applied() if hasattr(engine, "was_step_applied") else step != 1)
+        rates.append(engine.get_lr()[0])
+    report = {"counts": counts, "applied": applied, "rates": rates, "unchanged": unchanged}
+    engine.destroy()
+    return report
+
+
+FP16 = {"fp16": {"hysteresis": 1, "initial_scale_power": 8}}
+CASES = [
+    # stage, precision, clipping, further configuration
+    (0, "fp32", 0.0, {}),
+    (0, "fp32", 0.5, {}),
+    (1, "fp32", 0.0, {}),
+    (2, "fp32", 0.0, {}),
+    (3, "fp32", 0.0, {}),
+    (0, "bf16", 0.0, {}),
+    (1, "bf16", 0.0, {}),
+    (1, "bf16", 0.0, {"data_types": {"grad_accum_dtype": "bf16"}}),
+    (2, "bf16", 0.0, {}),
+    (2, "bf16", 0.5, {}),
+    (3, "bf16", 0.0, {}),
+    (2, "bf16", 0.0, {"bf16": {"check_grad_overflow": False}}),
+    (1, "fp32", 0.0, {"zero_optimization": {"compute_grad_norm": False}}),
+    (0, "fp16", 0.0, FP16),
+    (2, "fp16", 0.0, FP16),
+    (3, "fp16", 0.0, FP16),
+]
+# Muon's matrix and AdamW's, each way of skipping once at least.
+NAMES = ["embed.weight", "blocks.1.up.weight"]
+SHORT = {(0, NAMES[0]), (0, NAMES[1]), (11, NAMES[1]), (12, NAMES[0])}
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "clipping", "extra", "name"),
+    [
+        pytest.param(*case, name, marks=[] if (number, name) in SHORT else pytest.mark.full)
+        for number, case in enumerate(CASES)
+        for name in NAMES
+    ],
+)
+def test_once_for_each_step_of_the_engine(
+    ranks: Any, stage: int, precision: str, clipping: float, extra: dict[str, Any], name: str
+) -> None:
+    assert "blocks.1.up.weight" in MATRICES["toy"] and "embed.weight" not in MATRICES["toy"]
+    for report in ranks(2).run(
+        poisoned, stage=stage, precision=precision, clipping=clipping, name=name, extra=extra
+    ):
+        assert report["unchanged"], "nothing moves, whichever parameter's gradient it is"
+        assert report["counts"] == [0, 1, 1, 1]
+        assert report["applied"] == [True, False, True, True]
+        first, second, third, fourth = report["rates"]
+        assert first == second < third < fourth, "the scheduler rests in a skipped step, as DeepSpeed has it"

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 
+from tests.support import training
 from tests.support.idle import (
     CPU,
     MANNERS,
@@ -13,6 +16,8 @@ from tests.support.idle import (
     compare,
     lead,
 )
+from tests.support.models import batch
+from tests.support.thinning import full
 
 # For each step the branches that each of its micro-batches uses; "!" marks a step with an infinite gradient.
 SCHEDULES: dict[str, list[list[str]]] = {
@@ -166,3 +171,53 @@ def test_ranks_that_use_different_branches(ranks: Any, setting: str, touch: str,
     settings = SETTINGS[setting]
     results = ranks(2).run(lead, schedule=APART, touch=touch, manner=manner, **settings)
     compare(results, APART, precision=settings.get("precision", "fp32"))
+
+
+# A layer that a program stopped using kept moving on its last gradient, at ZeRO 3 and wherever ZeRO offloads.
+#
+# A layer used in step 0 alone moved by 0.0187 in steps 0, 1 and 2; the norm that clips counted its old gradient too,
+# and ``safe_get_full_grad`` returned it.
+
+
+def gradients_between(rank: int, world_size: int, *, zero: dict[str, Any]) -> dict[str, Any]:
+    """Use a layer in step 0; in step 1 read its gradient, in step 2 write one by hand."""
+    engine = training.make_engine(training.ds_config(3, zero=zero), "switched")
+    weight = engine.module.branches.a.up.weight
+    read, moved = [], []
+    for step in range(3):
+        engine.module.used = "a" if step == 0 else ""
+        before = training.full_masters(engine)["branches.a.up.weight"]
+        engine.backward(engine(*batch(step, rank)))
+        read.append(safe_get_full_grad(weight))
+        if step == 2:
+            safe_set_full_grad(weight, torch.ones_like(read[-1]))
+        engine.step()
+        moved.append(not torch.equal(training.full_masters(engine)["branches.a.up.weight"], before))
+    engine.destroy()
+    return {"read": [bool(grad.any()) for grad in read], "moved": moved}
+
+
+@pytest.mark.parametrize("zero", [full({}), OFFLOAD], ids=["", "offload"])
+def test_the_gradient_that_a_program_reads_is_zero(ranks: Any, zero: dict[str, Any]) -> None:
+    """And a gradient that it writes for an idle parameter counts."""
+    for result in ranks(2).run(gradients_between, zero=zero):
+        assert result == {"read": [True, False, False], "moved": [True, False, True]}
+
+
+# Under DeepSpeed's BF16_Optimizer, norm and clipping left out a parameter that only another rank used.
+#
+# Each rank counted the gradients of its own backward pass, though the reduced ones are the same on all: with
+# clipping, ranks scaled the partitions of one matrix differently. Where the ranks use different branches of a leaf
+# module, two masters were 0.22 and 0.19 from the float64 reference, within what bf16 was allowed, and are 0.05 and
+# 0.03 away now.
+
+
+def test_a_parameter_counts_that_only_the_other_rank_used(ranks: Any) -> None:
+    """A leaf module's unused parameters have no gradient here, those times 0 have one; the sums are equal."""
+    leaf, times_zero = (
+        ranks(2).run(lead, schedule=APART, touch=touch, **SETTINGS["1-bf16-optimizer"])
+        for touch in ("leaf", "times 0")
+    )
+    assert leaf[0]["norms"] == leaf[1]["norms"] == times_zero[0]["norms"]
+    for name, expected in times_zero[0]["paths"][-1].items():
+        torch.testing.assert_close(leaf[0]["paths"][-1][name], expected, rtol=0, atol=0, msg=name)

@@ -270,3 +270,33 @@ def test_nothing_right_is_an_error(tmp_path: Path, taking: Taking) -> None:
         OpsUnavailableError, match=r"ops gram: failed: no such kernel; ops standard: relative error"
     ):
         Tuner(tmp_path).choose(PROBLEM, offered, CPU)
+
+
+# The choice between kernels ended training where a candidate raised something else than a RuntimeError, and differed
+# between the first process, whose time went into compiling, and the second.
+
+
+def test_any_exception_of_a_candidate_rules_it_out() -> None:
+    def lacking(x: Tensor, settings: NsSettings) -> Tensor:
+        raise NotImplementedError
+
+    fine = Candidate("fine", lambda x, settings: orthogonalize(x, settings=settings))
+    choice = measure(PROBLEM, [fine, Candidate("odd", lacking)], CPU)
+    assert choice.name == "fine" and choice.rejected == {"odd": "failed: NotImplementedError"}
+
+
+def test_compiling_does_not_count(clock: Clock) -> None:
+    compiled = []
+
+    def taking(name: str, seconds: float, compile_seconds: float) -> Candidate:
+        def run(x: Tensor, settings: NsSettings) -> Tensor:
+            clock.now += seconds if name in compiled else compile_seconds
+            compiled.append(name)
+            return orthogonalize(x, settings=settings)
+
+        return Candidate(name, run, warm_calls=1)
+
+    offered = [taking("slow", 0.02, 30.0), taking("other", 0.02, 30.0), taking("fast", 0.001, 30.0)]
+    for _ in range(2):  # the second time everything is compiled
+        choice = measure(PROBLEM, offered, CPU)
+        assert (choice.name, choice.reason) == ("fast", "measured")

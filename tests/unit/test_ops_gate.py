@@ -208,3 +208,39 @@ def test_a_library_for_other_gpus_has_no_flat_passes(monkeypatch: pytest.MonkeyP
     assert dispatch.flat_passes("auto", "cuda").name == "torch"
     with pytest.raises(OpsUnavailableError, match="no code for this device"):
         dispatch.flat_passes("ops", "cuda")
+
+
+# A Triton that cannot import switched all native kernels off, and a GPU without memory did so for good.
+
+
+def test_each_part_has_a_verdict(tmp_path: Path) -> None:
+    told = command("""print('noise\\n{"triton": "ImportError: no driver", "passing": true}')""")
+    assert gate.decide(IDENTITY, told, folder=tmp_path).failed == {"triton": "ImportError: no driver"}
+
+
+def test_what_raises_is_a_failure_of_its_part_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> list[dict[str, object]]:
+        raise ImportError("no driver")
+
+    right = {"op": "replay", "device": "cuda", "error": 0.0, "bound": 0.0, "ok": True}
+    monkeypatch.setattr(checks.library, "try_load", lambda: None)
+    monkeypatch.setattr(checks, "triton_products", lambda: 1)
+    monkeypatch.setattr(checks, "_test_triton", broken)
+    monkeypatch.setattr(checks, "_test_graphs", lambda operators: [dict(right)])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    assert gate._failures(0) == {"triton": "ImportError: no driver", "passing": True}
+
+
+def test_only_wrong_numbers_are_remembered_for_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1e9]
+    monkeypatch.setattr(gate.time, "time", lambda: now[0])
+    crashed = gate.decide(IDENTITY, command("raise MemoryError"), folder=tmp_path)
+    assert crashed.failed.keys() == set(gate.PARTS)
+    assert gate.decide(IDENTITY, GOOD, folder=tmp_path) == crashed, "the processes of one start test once"
+    now[0] += 3600
+    assert not gate.decide(IDENTITY, GOOD, folder=tmp_path).failed
+    other = [*IDENTITY, "wrong"]
+    wrong = gate.decide(other, command("""print('{"native": "error 0.5"}')"""), folder=tmp_path)
+    now[0] += 1e8
+    assert gate.decide(other, GOOD, folder=tmp_path) == wrong

@@ -11,7 +11,8 @@ from tests.support.planted import planted
 @pytest.mark.parametrize("defect", planted("planted_defects.toml")["defect"], ids=lambda each: each["harm"])
 def test_each_text_is_in_its_file_once(defect: dict[str, str]) -> None:
     assert (REPOSITORY / defect["file"]).read_text().count(defect["old"]) == 1
-    assert (REPOSITORY / defect["test"].partition("::")[0]).is_file()
+    path, _, function = defect["test"].partition("::")
+    assert f"def {function.partition('[')[0]}" in (REPOSITORY / path).read_text()
 
 
 def test_each_text_of_a_kernel_is_in_its_sources() -> None:
