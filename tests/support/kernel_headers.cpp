@@ -1,4 +1,4 @@
-// The index arithmetic of the CUDA kernels behind a C interface, for tests/support/kernel_maps.py.
+// The index arithmetic of the CUDA kernels behind a C interface, for tests/unit/test_ops_kernel_indices.py.
 //
 // Functions fill arrays that the caller has allocated; an element is what one call of the header's function gives.
 #include "code_blocks.h"
