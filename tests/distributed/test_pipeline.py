@@ -50,9 +50,7 @@ def merged(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 )
 def test_pipeline_matches_the_reference(ranks: Any, kind: str, stages: int, world: int, zero: int) -> None:
     """One or two data-parallel ranks; the layers' names are numbers, so routing looks at the layers."""
-    results = merged(
-        ranks(world).run(train, kind=kind, stages=stages, zero=zero, precision="fp32", params={})
-    )
+    results = merged(ranks(world).run(train, kind=kind, stages=stages, zero=zero))
     assert results[0]["momentum"].keys() == MATRICES[kind]
     replicas = world // stages
     assert [result["sharers"] for result in results] == [replicas] * world
@@ -62,17 +60,13 @@ def test_pipeline_matches_the_reference(ranks: Any, kind: str, stages: int, worl
 @pytest.mark.parametrize("zero", [full(0), 1])
 def test_with_tensor_parallelism(ranks: Any, zero: int) -> None:
     """Two stages of two tensor-parallel ranks; the clipping norm counts shards on each and copies once."""
-    results = merged(
-        ranks(4).run(train, kind="toy", stages=2, tensor=2, zero=zero, precision="fp32", params={})
-    )
+    results = merged(ranks(4).run(train, kind="toy", stages=2, tensor=2, zero=zero))
     compare(results, "toy", MICRO_BATCHES, 0.5)
 
 
 def test_norm_without_clipping(ranks: Any) -> None:
     """At stage 0 the reported norm is that of all stages, and a tied layer counts once."""
-    results = merged(
-        ranks(2).run(train, kind="tied", stages=2, zero=0, precision="fp32", params={}, clipping=0.0)
-    )
+    results = merged(ranks(2).run(train, kind="tied", stages=2, zero=0, clipping=0.0))
     compare(results, "tied", MICRO_BATCHES, 0.0)
 
 
@@ -86,7 +80,7 @@ def test_pipeline_in_bf16(ranks: Any) -> None:
 
 
 def test_half_precision_needs_stage_1(ranks: Any) -> None:
-    for result in ranks(2).run(train, kind="toy", stages=2, zero=0, precision="bf16", params={}):
+    for result in ranks(2).run(train, kind="toy", stages=2, zero=0, precision="bf16"):
         assert "set zero_optimization.stage to 1" in result["error"]
 
 
@@ -106,13 +100,11 @@ def test_other_pipelines_are_refused(ranks: Any) -> None:
 def test_patterns_see_all_stages(ranks: Any) -> None:
     """A pattern may match on another stage only; one that matches on none is an error on every rank."""
     for result in merged(
-        ranks(2).run(
-            train, kind="toy", stages=2, zero=1, precision="fp32", params={"exclude": ["1.up.weight"]}
-        )
+        ranks(2).run(train, kind="toy", stages=2, zero=1, params={"exclude": ["1.up.weight"]})
     ):
         assert result["routes"]["blocks.0.up.weight"] == "exclude pattern '1.up.weight'"
     params = {"exclude": ["9.up.weight"]}
-    for result in ranks(2).run(train, kind="toy", stages=2, zero=1, precision="fp32", params=params):
+    for result in ranks(2).run(train, kind="toy", stages=2, zero=1, params=params):
         assert result["error"].startswith("RoutingError"), result
 
 
@@ -147,7 +139,7 @@ def test_pipeline_resumes_bit_by_bit(ranks: Any, how: str, tmp_path: Path) -> No
 
 def test_stages_with_unequal_groups_are_refused(ranks: Any) -> None:
     """The last of four stages has no matrix: under ZeRO DeepSpeed's norm would wait on the others for ever."""
-    for result in ranks(4).run(train, kind="tied", stages=4, zero=1, precision="fp32", params={}):
+    for result in ranks(4).run(train, kind="tied", stages=4, zero=1):
         assert result["error"].startswith("UnsupportedConfigError: the stages of the pipeline"), result
 
 

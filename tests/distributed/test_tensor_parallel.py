@@ -39,13 +39,7 @@ def test_megatron_style(ranks: Any, stage: int, mode: str, ranks_and_size: tuple
     world, size = ranks_and_size
     clipping = 0.5 if (stage + size) % 2 else 0.0
     results = ranks(world).run(
-        tensor_parallel.train,
-        style="megatron",
-        tensor_size=size,
-        stage=stage,
-        mode=mode,
-        clipping=clipping,
-        accumulation=2,
+        tensor_parallel.train, tensor_size=size, stage=stage, mode=mode, clipping=clipping, accumulation=2
     )
     compare(results, "even", 2 * world // size, clipping)
     assert sum(result["orthogonalized"] for result in results) == len(MATRICES["even"])
@@ -60,12 +54,7 @@ def test_megatron_style(ranks: Any, stage: int, mode: str, ranks_and_size: tuple
 def test_int8_momentum(ranks: Any, stage: int, mode: str, size: int) -> None:
     """Blocks are counted in each shard: the codes are other ones than without tensor parallelism, and as good."""
     results = ranks(4).run(
-        tensor_parallel.train,
-        style="megatron",
-        tensor_size=size,
-        stage=stage,
-        mode=mode,
-        params={"momentum_dtype": "int8"},
+        tensor_parallel.train, tensor_size=size, stage=stage, mode=mode, params={"momentum_dtype": "int8"}
     )
     # Half a code of 127 a step, which the decay keeps from adding up: 1 to 2 % of the momentum, which the iteration
     # enlarges in the directions of small singular values.
@@ -93,9 +82,7 @@ AUTOTP_TOLERANCE = 5e-4
 def test_autotp(ranks: Any, stage: int, mode: str) -> None:
     """``tensor_parallel.autotp_size`` 2 on two data-parallel ranks."""
     clipping = 0.5 if stage % 2 else 0.0
-    results = ranks(4).run(
-        tensor_parallel.train, style="autotp", tensor_size=2, stage=stage, mode=mode, clipping=clipping
-    )
+    results = ranks(4).run(tensor_parallel.train, style="autotp", stage=stage, mode=mode, clipping=clipping)
     compare_matrices(results, "even", 2, clipping, AUTOTP_TOLERANCE, norms_rtol=1e-4)
     assert sum(result["orthogonalized"] for result in results) == len(MATRICES["even"])
 
@@ -110,8 +97,6 @@ def test_autotp_cuts_each_part(ranks: Any) -> None:
     results = ranks(2).run(
         tensor_parallel.train,
         style="autotp-halves",
-        tensor_size=2,
-        stage=1,
         params={"matrices": {"*.up.weight": {"split": [0.5, 0.5]}}},
     )
     params = results[0]["params"]
@@ -123,12 +108,7 @@ def test_autotp_cuts_each_part(ranks: Any) -> None:
 def test_heads_of_the_configuration(ranks: Any) -> None:
     """``heads: config`` takes the counts of the model: two query heads and one key head on each of two ranks."""
     results = ranks(2).run(
-        tensor_parallel.train,
-        style="sliced",
-        kind="heads",
-        tensor_size=2,
-        stage=1,
-        params={"matrices": {"*": {"heads": "config"}}},
+        tensor_parallel.train, style="sliced", kind="heads", params={"matrices": {"*": {"heads": "config"}}}
     )
     compare(results, "heads", 1, 0.0)
 
@@ -136,13 +116,7 @@ def test_heads_of_the_configuration(ranks: Any) -> None:
 @pytest.mark.parametrize("mode", [full("gather"), "distributed"])
 def test_bf16(ranks: Any, mode: str) -> None:
     results = ranks(4).run(
-        tensor_parallel.train,
-        style="megatron",
-        tensor_size=2,
-        stage=1,
-        mode=mode,
-        precision="bf16",
-        params={"wire_dtype": "auto", "ns_dtype": "bf16"},
+        tensor_parallel.train, mode=mode, precision="bf16", params={"wire_dtype": "auto", "ns_dtype": "bf16"}
     )
     compare_matrices(results, "even", 2, 0.0, HALF_TOLERANCE["bf16"])
 
@@ -150,23 +124,14 @@ def test_bf16(ranks: Any, mode: str) -> None:
 @pytest.mark.parametrize(("stage", "mode"), [full(1, "gather"), (3, "distributed")])
 def test_resuming_at_the_same_topology(ranks: Any, tmp_path: Path, stage: int, mode: str) -> None:
     """DeepSpeed's own checkpoints carry on as if nothing had happened."""
-    results = ranks(4).run(
-        tensor_parallel.train,
-        style="megatron",
-        tensor_size=2,
-        stage=stage,
-        mode=mode,
-        checkpoint=str(tmp_path),
-    )
+    results = ranks(4).run(tensor_parallel.train, stage=stage, mode=mode, checkpoint=str(tmp_path))
     compare(results, "even", 2, 0.0)
 
 
 def test_a_shard_without_gradient_takes_part(ranks: Any) -> None:
     """The other shards of its matrix have one: it must neither be left out nor leave the others waiting."""
     ends = [
-        ranks(2).run(
-            tensor_parallel.train, style="megatron", tensor_size=2, stage=1, mode=mode, steps=2, dead=True
-        )[0]
+        ranks(2).run(tensor_parallel.train, mode=mode, steps=2, dead=True)[0]
         for mode in ("gather", "distributed")
     ]
     start = dict(build("even").named_parameters())
@@ -186,9 +151,7 @@ REFUSED = {
 def test_refused_on_every_rank(ranks: Any, what: str) -> None:
     """A shard is never orthogonalised as if it were the matrix."""
     text, arguments = REFUSED[what]
-    for message in ranks(2).run(
-        tensor_parallel.failing, style="megatron", tensor_size=2, stage=1, **arguments
-    ):
+    for message in ranks(2).run(tensor_parallel.failing, **arguments):
         assert message.startswith("UnsupportedConfigError: tensor parallelism: "), message
         assert text in message and "optimizer.params.exclude" in message
 

@@ -93,8 +93,8 @@ def train(
     kind: str,
     stages: int,
     zero: int,
-    precision: str,
-    params: dict[str, Any],
+    precision: str = "fp32",
+    params: dict[str, Any] | None = None,
     clipping: float = 0.5,
     tensor: int = 1,
 ) -> dict[str, Any]:
