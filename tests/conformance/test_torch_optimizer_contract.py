@@ -311,8 +311,7 @@ def test_a_copy_goes_on_like_the_original(copied: Any, steps: int) -> None:
     for step in range(steps, steps + 2):
         train_step(model, optimizer, step)
         train_step(other, twin, step)
-    for (name, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(mine, theirs), name
+    assert equal(model, other)
 
 
 def test_an_optimizer_alone_is_copied_with_its_parameters() -> None:
@@ -355,8 +354,7 @@ def test_with_qk_clip_the_copy_watches_the_copied_model() -> None:
     train_step(other, twin, 1)
     assert twin.qk_clip is not optimizer.qk_clip and twin.qk_clip.report == optimizer.qk_clip.report
     assert twin.qk_clip.report.clipped > 0
-    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+    assert equal(model, other)
 
 
 def managed(rank: int, world_size: int) -> str:

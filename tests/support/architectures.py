@@ -18,8 +18,6 @@ from torch import nn
 from deepspeed_muon.routing.parameters import model_parameters_by_name
 from deepspeed_muon.routing.rules import route_parameters
 
-__all__ = ["build", "routes_of", "table"]
-
 TABLE = Path(__file__).resolve().parents[1] / "unit" / "routes_of_architectures.txt"
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["BLOCKS_BY_ADAM", "CHANGES", "at"]
-
 
 def at(ranks: int, kind: str, stage: int, size: int = 1, **settings: Any) -> tuple[int, dict[str, Any]]:
     """Return a number of ranks and the topology on them; ``size`` is the tensor, expert or pipeline size."""
