@@ -1,7 +1,6 @@
 """Losses of all variants of Muon and of AdamW after equal tokens and equally many trials; best rates over widths.
 
-    python benchmarks/variants.py --dry-run        # which runs are missing, and how long they take
-    python benchmarks/variants.py --budget 60      # goes on with what is missing, for an hour
+    python benchmarks/variants.py                  # trains what results/variants.jsonl does not have
     python benchmarks/variants_report.py           # tables and curves of what is there
 
 The task is the demo's: its GPT, its text, sequences of 128 bytes; here one process without DeepSpeed, fp32, 512 tokens
@@ -10,7 +9,7 @@ a step, cosine schedule. Every optimizer updates the hidden matrices only; all t
 step takes away) and rest. A search tries one after the other in powers of two or four with one seed, goes on while the
 best is at an edge, and gives the best point all seeds. A variant without weight decay tries rates in between instead.
 
-Every run is a process and becomes one line of ``--out``, appended when it has ended. Seconds are processor time.
+Every run becomes one line of ``--out``, appended when it has ended. Seconds are processor time.
 """
 
 from __future__ import annotations
@@ -19,13 +18,9 @@ import argparse
 import itertools
 import json
 import math
-import os
-import statistics
-import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +31,14 @@ from deepspeed_muon.variants import VARIANTS  # noqa: E402  # the path is set ab
 
 RAW = REPOSITORY / "benchmarks" / "results" / "variants.jsonl"
 SEQUENCES, LENGTH = 4, 128
-TOKENS_PER_STEP = SEQUENCES * LENGTH
 HEADS = 4
-SIZES = {"1M": (128, 4), "5M": (256, 6)}
-"""Width and layers."""
+SIZES = {"1M": {"dim": 128, "layers": 4}, "5M": {"dim": 256, "layers": 6}}
 WIDTHS = (128, 256, 512)
 ADAMW = "AdamW"
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    ADAMW: {},
-    **{name: {"variant": name} for name in VARIANTS},
-    # Rules of the widths; "original" is plain "muon".
-    "match_rms_adamw": {"adjust_lr_fn": "match_rms_adamw"},
-    "spectral": {"adjust_lr_fn": "spectral"},
-    # Iterations; "muon" is quintic in 5 steps.
+RULES = ("muon", "match_rms_adamw", "spectral", "hyperball")
+"""What is tried at all widths; "muon" has the rule "original"."""
+ITERATIONS: dict[str, dict[str, Any]] = {
+    "muon": {},  # quintic in 5 steps
     "quintic, 4 steps": {"ns_steps": 4},
     "polar_express, 5 steps": {"ns_schedule": "polar_express", "ns_steps": 5},
     "polar_express, 4 steps": {"ns_schedule": "polar_express", "ns_steps": 4},
@@ -61,22 +51,27 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "ns_steps": 4,
         "ns_backend": "torch",
     },
+}
+"""Iterations of Newton-Schulz. "After row sums": preconditioned as in Turbo-Muon."""
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    ADAMW: {},
+    **{rule: {"adjust_lr_fn": rule} for rule in ("match_rms_adamw", "spectral")},
+    **ITERATIONS,
+    **{name: {"variant": name} for name in VARIANTS},
     **{
         f"{name}, {dtype} momentum": {"variant": name, "momentum_dtype": dtype}
         for name in VARIANTS
         for dtype in ("bf16", "int8")
     },
 }
-"""Name to the settings of ``deepspeed_muon.Muon``. "After row sums": preconditioned as in Turbo-Muon."""
+"""Name to the settings of ``deepspeed_muon.Muon``."""
 FIRST_RATE = {ADAMW: 0.004, "match_rms_adamw": 0.016, "spectral": 0.004}
 """Where the search begins; 0.04 for all others."""
-RULES = ("muon", "match_rms_adamw", "spectral", "hyperball")
-ITERATIONS = tuple(name for name, settings in OPTIMIZERS.items() if any(key[:3] == "ns_" for key in settings))
-MOMENTUM_SEEDS = {300: 5, 1200: 5, 5000: 1}
+MOMENTUM_SEEDS = {"muon": {300: 5, 1200: 5, 5000: 1}, "muon_eq": {300: 5, 1200: 5}}
 """Steps to seeds of the runs with other momentum dtypes, at the best point of 300 steps."""
 
 Row = dict[str, Any]
-"""A finished run: the fields of :class:`Run`, then what :func:`train` returns."""
+"""A finished run: the fields of :class:`Run`, then what ``variants_training.train`` returns."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +87,6 @@ class Run:
     rest: float
     seed: int = 0
 
-    @property
-    def key(self) -> str:
-        """What tells it from other runs."""
-        return json.dumps(asdict(self))
-
     def muon_settings(self) -> dict[str, Any]:
         """The arguments of ``deepspeed_muon.Muon``."""
         rates = {"muon_lr": self.rate, "adam_lr": self.rest}
@@ -105,37 +95,29 @@ class Run:
 
 
 class Results:
-    """The finished runs of a file of JSON lines."""
+    """The finished runs of a file of JSON lines; a run that is not there is trained, or ends a search."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, train: bool = False) -> None:
+        self.path, self.train = path, train
         lines = path.read_text().splitlines() if path.exists() else []
-        self.rows: dict[str, Row] = {}
-        for line in lines:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue  # a line that a power cut tore
-            self.rows[Run(**{field: row[field] for field in Run.__dataclass_fields__}).key] = row
+        rows = [json.loads(line) for line in lines]
+        self.rows = {Run(**{field.name: row[field.name] for field in fields(Run)}): row for row in rows}
 
-    def row(self, run: Run) -> Row | None:
-        """The finished run, if it is finished."""
-        return self.rows.get(run.key)
+    def row(self, run: Run) -> Row:
+        """Return the finished run."""
+        if run not in self.rows and self.train:
+            from benchmarks.variants_training import train
 
-    def loss(self, run: Run) -> float:
-        """The last validation loss of a finished run; infinite if it diverged."""
-        found = self.rows[run.key]["loss"]
-        return math.inf if found is None else found
+            self.rows[run] = row = train(run)
+            with self.path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(f"{row['loss']} after {row['seconds']} s, {run}", flush=True)
+        return self.rows[run]
 
-    def add(self, row: Row) -> None:
-        """Appends one line with one write."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        line = (
-            "\n" if self.path.exists() and not self.path.read_bytes().endswith(b"\n") else ""
-        ) + json.dumps(row)
-        with self.path.open("ab", buffering=0) as file:
-            file.write(f"{line}\n".encode())
-        self.rows[Run(**{field: row[field] for field in Run.__dataclass_fields__}).key] = row
+
+def loss(row: Row) -> float:
+    """Return the last validation loss; infinite if the run diverged."""
+    return math.inf if row["loss"] is None else row["loss"]
 
 
 @dataclass(frozen=True)
@@ -150,188 +132,115 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Search:
-    """The best point of an optimizer, one axis after the other, and then its seeds."""
+class Found:
+    """What a search found."""
 
     start: Run
-    axes: tuple[Axis, ...]
-    seeds: int
-    around: int = 0
-    """How many neighbours of the best rate on each side get the seeds too."""
+    point: Run
+    """The best one, with the first seed."""
+    rows: list[Row]
+    """All runs."""
+    best: list[Row]
+    """The runs of the best point, by seed."""
 
-    def walk(self, results: Results) -> Iterator[tuple[list[Run], Run | None]]:
-        """Yields the runs of each stage, in order, and the best point if the stage before has ended.
 
-        Stops at the first stage with runs that are missing.
-        """
-        point, tried = self.start, []
-        for axis in self.axes:
-            centre = getattr(point, axis.field)
-            powers = list(axis.powers)
-            for extension in range(axis.extensions + 1):
-                line = [replace(point, **{axis.field: rounded(centre * axis.ratio**k)}) for k in powers]
-                tried += [run for run in line if run not in tried]
-                yield list(tried), None
-                if any(results.row(run) is None for run in line):
-                    return
-                best = min(range(len(line)), key=lambda index: results.loss(line[index]))
-                if extension == axis.extensions or 0 < best < len(line) - 1:
-                    break
-                powers = [powers[0] - 1, *powers] if best == 0 else [*powers, powers[-1] + 1]
-            point = line[best]
-        rates = [rounded(point.rate * 2.0**k) for k in range(-self.around, self.around + 1)]
-        seeded = [replace(point, rate=rate, seed=seed) for seed in range(self.seeds) for rate in rates]
-        yield tried + [run for run in seeded if run not in tried], point
+def search(results: Results, start: Run, axes: Sequence[Axis] = (), *, seeds: int, around: int = 0) -> Found:
+    """Find the best point, one axis after the other, and give it and ``around`` rates on each side all seeds.
 
-    def runs(self, results: Results) -> list[Run]:
-        """All runs that are known to be wanted by now, the finished ones included."""
-        *_, (wanted, _) = self.walk(results)
-        return wanted
+    Raises:
+        KeyError: A run is missing and ``results`` does not train.
+    """
+    tried: dict[Run, Row] = {}
 
-    def best(self, results: Results) -> Run | None:
-        """The best point; ``None`` while a trial is missing."""
-        *_, (_, best) = self.walk(results)
-        return best
+    def loss_at(run: Run) -> float:
+        tried[run] = results.row(run)
+        return loss(tried[run])
+
+    point = start
+    for axis in axes:
+        centre, powers = getattr(point, axis.field), list(axis.powers)
+        for extension in range(axis.extensions + 1):
+            line = [replace(point, **{axis.field: rounded(centre * axis.ratio**k)}) for k in powers]
+            best = min(line, key=loss_at)
+            if extension == axis.extensions or best not in (line[0], line[-1]):
+                break
+            powers = [powers[0] - 1, *powers] if best == line[0] else [*powers, powers[-1] + 1]
+        point = best
+    rates = [rounded(point.rate * 2.0**k) for k in range(-around, around + 1)]
+    for seed, rate in itertools.product(range(seeds), rates):
+        loss_at(replace(point, rate=rate, seed=seed))
+    return Found(
+        start, point, list(tried.values()), [tried[replace(point, seed=seed)] for seed in range(seeds)]
+    )
 
 
 def rounded(value: float) -> float:
-    """Six digits, so that a value is the same however it was computed."""
+    """Return six digits, so that a value is the same however it was computed."""
     return float(f"{value:.6g}")
 
 
-def decays(optimizer: str) -> bool:
-    """Whether it has weight decay."""
+def first_point(optimizer: str, dim: int, layers: int, steps: int) -> Run:
+    """Return where the search begins."""
     variant = VARIANTS[OPTIMIZERS[optimizer].get("variant", "muon")]
-    return "weight_decay" not in variant.refuses
+    decay = 0.0 if "weight_decay" in variant.refuses else 0.002
+    return Run(optimizer, dim, layers, steps, FIRST_RATE.get(optimizer, 0.04), decay, 0.016)
 
 
-def first_search(optimizer: str, size: tuple[int, int], steps: int) -> Search:
+def first_search(results: Results, start: Run) -> Found:
     """Up to twelve trials, more where the best is at an edge, and five seeds."""
-    start = Run(
-        optimizer, *size, steps, FIRST_RATE.get(optimizer, 0.04), 0.002 if decays(optimizer) else 0.0, 0.016
-    )
-    fine = Axis("decay", 4, (-1, 0, 1)) if decays(optimizer) else Axis("rate", math.sqrt(2), (-1, 0, 1), 0)
+    fine = Axis("decay", 4, (-1, 0, 1)) if start.decay else Axis("rate", math.sqrt(2), (-1, 0, 1), 0)
     # The rates again at last, since the best one depends on the others.
     rates, rest = Axis("rate", 2, (-3, -2, -1, 0, 1, 2)), Axis("rest", 4, (-1, 0, 1))
-    return Search(start, (rates, fine, rest, Axis("rate", 2, (-1, 0, 1))), seeds=5)
+    return search(results, start, (rates, fine, rest, Axis("rate", 2, (-1, 0, 1))), seeds=5)
 
 
-def later_search(before: Search, results: Results, powers: tuple[int, ...], **changes: Any) -> Search | None:
-    """Rates around the best of another search, for another size or number of steps; three seeds."""
-    best = before.best(results)
-    if best is None:
-        return None
-    axes = (Axis("rate", 2, powers),) if powers else ()
-    return Search(replace(best, **changes), axes, seeds=3)
+def study(results: Results, optimizer: str) -> dict[str, Found]:
+    """Search for an optimizer at both sizes and both numbers of steps; return what was found by size and steps."""
+    near = (Axis("rate", 2, (-1, 0, 1)),)
+    first = first_search(results, first_point(optimizer, **SIZES["1M"], steps=300))
+    longer = search(results, replace(first.point, steps=1200), near, seeds=3)
+    larger = search(results, replace(first.point, **SIZES["5M"]), near, seeds=3)
+    # The best rate moves with the steps as it does at 1M: a trial here takes too long.
+    rate = rounded(larger.point.rate * (longer.point.rate / first.point.rate))
+    last = search(results, replace(larger.point, steps=1200, rate=rate), seeds=3)
+    return {"1M-300": first, "1M-1200": longer, "5M-300": larger, "5M-1200": last}
 
 
-def studies(results: Results) -> dict[str, dict[str, Search]]:
-    """By name of the study and of the optimizer: what can be searched by now, in the order of running."""
-    found: dict[str, dict[str, Search]] = {
-        "1M-300": {},
-        "widths": {},
-        "iteration": {},
-        "momentum": {},
-        "1M-1200": {},
-        "5M-300": {},
-    }
-    found["5M-1200"] = {}
-    for optimizer in (ADAMW, *VARIANTS):
-        first = found["1M-300"][optimizer] = first_search(optimizer, SIZES["1M"], 300)
-        dim, layers = SIZES["5M"]
-        if longer := later_search(first, results, (-1, 0, 1), steps=1200):
-            found["1M-1200"][optimizer] = longer
-        if larger := later_search(first, results, (-1, 0, 1), dim=dim, layers=layers):
-            found["5M-300"][optimizer] = larger
-            # The best rate moves with the steps as it does at 1M: a trial here takes too long.
-            at_1m, at_5m = longer and longer.best(results), larger.best(results)
-            if at_1m and at_5m:
-                shift = at_1m.rate / longer.start.rate
-                start = replace(at_5m, steps=1200, rate=rounded(at_5m.rate * shift))
-                found["5M-1200"][optimizer] = Search(start, (), seeds=3)
-    for dim, rule in itertools.product(WIDTHS, RULES):
-        start = first_search(rule, (dim, 2), 150).start
-        found["widths"][f"{rule}, width {dim}"] = Search(
-            start, (Axis("rate", 2, (-2, -1, 0, 1, 2)),), 3, around=1
-        )
-    if best := found["1M-300"]["muon"].best(results):
-        for optimizer in ("muon", *ITERATIONS):
-            found["iteration"][optimizer] = Search(replace(best, optimizer=optimizer), (), seeds=5)
-    bests = {name: found["1M-300"][name].best(results) for name in VARIANTS}
-    known = [best for best in bests.values() if best and results.row(best)]
-    if len(known) == len(VARIANTS):
-        other = min((best for best in known if best.optimizer != "muon"), key=results.loss)
-        for steps, seeds in MOMENTUM_SEEDS.items():
-            for best in (bests["muon"], other) if seeds > 1 else (bests["muon"],):
-                for name in (
-                    best.optimizer,
-                    *(f"{best.optimizer}, {dtype} momentum" for dtype in ("bf16", "int8")),
-                ):
-                    start = replace(best, optimizer=name, steps=steps)
-                    found["momentum"][f"{name}, {steps} steps"] = Search(start, (), seeds)
+def widths(results: Results, rule: str) -> list[Found]:
+    """Search for the best rate at each width, with two layers and 150 steps."""
+    axes = (Axis("rate", 2, (-2, -1, 0, 1, 2)),)
+    starts = [first_point(rule, width, 2, 150) for width in WIDTHS]
+    return [search(results, start, axes, seeds=3, around=1) for start in starts]
+
+
+def iterations(results: Results, best: Run) -> dict[str, Found]:
+    """Give every iteration five seeds at the best point of plain Muon."""
+    return {name: search(results, replace(best, optimizer=name), seeds=5) for name in ITERATIONS}
+
+
+def momenta(results: Results, best: Run) -> dict[str, Found]:
+    """Run every momentum dtype at the best point of a variant; by name and steps, fp32 first."""
+    variant, found = best.optimizer, {}
+    for steps, seeds in MOMENTUM_SEEDS[variant].items():
+        for name in (variant, *(f"{variant}, {dtype} momentum" for dtype in ("bf16", "int8"))):
+            start = replace(best, optimizer=name, steps=steps)
+            found[f"{name}, {steps} steps"] = search(results, start, seeds=seeds)
     return found
 
 
-def missing(results: Results, only: list[str] | None) -> list[tuple[str, Run]]:
-    """The runs to do next, with their study: of each study first what all its searches have at the same place."""
-    found: dict[Run, str] = {}
-    for study, searches in studies(results).items():
-        if only and study not in only:
-            continue
-        lists = [search.runs(results) for search in searches.values()]
-        for run in itertools.chain.from_iterable(itertools.zip_longest(*lists)):
-            if run is not None and results.row(run) is None:
-                found.setdefault(run, study)
-    return [(study, run) for run, study in found.items()]
-
-
-def estimated_seconds(run: Run, results: Results) -> float:
-    """Of finished runs of this size and these steps; else by the work of the model on a core of 50 GFLOP/s."""
-    same = ("dim", "layers", "steps")
-    known = [
-        row["seconds"] for row in results.rows.values() if all(row[key] == getattr(run, key) for key in same)
-    ]
-    parameters = 12 * run.layers * run.dim**2
-    return (
-        statistics.median(known) if known else 5 + run.steps * 6 * TOKENS_PER_STEP * parameters * 1.5 / 50e9
-    )
-
-
 def main() -> None:
-    """Runs what is missing, or lists it."""
+    """Train what is missing."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--budget", type=float, metavar="MINUTES", help="no run starts after so many minutes")
-    parser.add_argument(
-        "--only", nargs="+", metavar="STUDY", help="; ".join(studies(Results(Path(os.devnull))))
-    )
-    parser.add_argument("--dry-run", action="store_true", help="list the missing runs that are known by now")
     parser.add_argument("--out", type=Path, default=RAW)
-    parser.add_argument("--train", metavar="JSON", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.train:
-        from benchmarks.variants_training import train
-
-        print(json.dumps(train(Run(**json.loads(args.train)))))
-        return
-    results = Results(args.out)
-    if unknown := set(args.only or ()) - set(studies(results)):
-        parser.error(f"--only: no study {', '.join(sorted(unknown))}")
-    if args.dry_run:
-        seconds = 0.0
-        for study, run in missing(results, args.only):
-            seconds += (estimate := estimated_seconds(run, results))
-            print(f"{study:10} {estimate:6.0f} s  {run.key}")
-        print(f"{seconds / 3600:.1f} hours of one core; more runs follow from the results of these")
-        return
-    end = math.inf if args.budget is None else time.monotonic() + 60 * args.budget
-    while (todo := missing(results, args.only)) and time.monotonic() < end:
-        study, run = todo[0]
-        command = [sys.executable, str(Path(__file__).resolve()), "--train", run.key]
-        row = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-        results.add(row)
-        print(f"{study}: {row['loss']} after {row['seconds']} s, {run.key}", flush=True)
+    results = Results(parser.parse_args().out, train=True)
+    found = {optimizer: study(results, optimizer) for optimizer in (ADAMW, *VARIANTS)}
+    for rule in RULES:
+        widths(results, rule)
+    iterations(results, found["muon"]["1M-300"].point)
+    for variant in MOMENTUM_SEEDS:
+        momenta(results, found[variant]["1M-300"].point)
 
 
 if __name__ == "__main__":

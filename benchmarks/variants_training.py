@@ -6,6 +6,7 @@ import math
 import time
 from dataclasses import asdict
 from typing import Any
+from unittest import mock
 
 import torch
 from gpt import GPT, GPTConfig
@@ -22,20 +23,16 @@ POINTS = 12
 CURVE_BATCHES, LAST_BATCHES = 8, 64
 
 
-class Rates:
-    """The demo's cosine schedule with warm-up, for several optimizers."""
+def schedule(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
+    """The demo's cosine schedule with warm-up."""
+    warmup = max(1, round(0.05 * steps))
 
-    def __init__(self, optimizers: list[torch.optim.Optimizer], steps: int) -> None:
-        self.groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        self.full = [group["lr"] for group in self.groups]
-        self.steps, self.warmup = steps, max(1, round(0.05 * steps))
+    def factor(step: int) -> float:
+        progress = (step - warmup) / max(1, steps - warmup)
+        cosine = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress))
+        return (step + 1) / warmup if step < warmup else cosine
 
-    def set(self, step: int) -> None:
-        """Sets the rates of this step."""
-        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
-        factor = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress))
-        for group, full in zip(self.groups, self.full, strict=True):
-            group["lr"] = full * ((step + 1) / self.warmup if step < self.warmup else factor)
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def row_sums(x: Tensor, settings: newton_schulz.NsSettings) -> Tensor:
@@ -79,15 +76,21 @@ def sizes(before: list[Tensor], after: list[Tensor]) -> dict[str, float]:
 
 def train(run: Run) -> Row:
     """Trains once. ``loss`` is ``None`` if the run diverged."""
-    torch.set_num_threads(1)
     if run.optimizer.endswith("after row sums"):
-        newton_schulz._normalized = row_sums
+        with mock.patch.object(newton_schulz, "_normalized", row_sums):
+            return trained(run)
+    return trained(run)
+
+
+def trained(run: Run) -> Row:
+    """Trains once with the preconditioning that is in place."""
+    torch.set_num_threads(1)
     text = load_tokens(standard_library(), max_bytes=16_000_000)
     torch.manual_seed(run.seed)
     model = GPT(GPTConfig(dim=run.dim, layers=run.layers, heads=HEADS))
     optimizer = optimizer_of(run, model)
     hidden = [weight for weight in model.layers.parameters() if weight.dim() == 2]
-    rates = Rates([optimizer], run.steps)
+    rates = schedule(optimizer, run.steps)
     batches = Batches(text.train, SEQUENCES, LENGTH, 0, 1)
     validation = Batches(text.validation, SEQUENCES, LENGTH, 0, 1)
     curve: list[list[Any]] = []
@@ -95,7 +98,6 @@ def train(run: Run) -> Row:
     in_optimizer = 0.0
     started = time.process_time()
     for step in range(run.steps):
-        rates.set(step)
         loss = model(*batches.draw(run.seed, step, 0, 1))
         model.zero_grad()
         loss.backward()
@@ -108,6 +110,7 @@ def train(run: Run) -> Row:
         clock = time.process_time()
         optimizer.step()
         in_optimizer += time.process_time() - clock
+        rates.step()
         if measured:
             sized = sizes(before, [weight.detach() for weight in hidden])
             curve.append([step + 1, round(loss_of(model, validation, CURVE_BATCHES), 5), *sized.values()])
