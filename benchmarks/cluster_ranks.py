@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks import support
 from benchmarks.network import LinkEnd, limit_rate, link_bytes
 from benchmarks.sent_bytes import SentBytes
-from benchmarks.step_ranks import MODELS, batch_of, choose_dtype_by_processor, make_engine
+from benchmarks.step_ranks import MODELS, batch_of, choose_dtype_by_processor, decoder, make_engine
 from benchmarks.waits import WaitMeter, idle_seconds
 
 FIELDS = (
@@ -107,9 +107,8 @@ def measure(
         ``counts``, for each optimizer bytes and collectives by phase and kind; other ranks have ``counts`` only.
     """
     choose_dtype_by_processor()
-    shape = MODELS[model]
-    batch = batch_of(shape, 0, tokens, "cpu")
-    runners = {name: Runner(make_engine(name, shape, stage, 1, "cpu"), batch) for name in optimizers}
+    batch = batch_of(MODELS[model].vocabulary, 0, tokens, "cpu")
+    runners = {name: Runner(make_engine(name, decoder(model), stage, 1, "cpu"), batch) for name in optimizers}
     sent = SentBytes()
     counts: dict[str, Any] = {}
     for name, runner in runners.items():

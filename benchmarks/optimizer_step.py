@@ -1,4 +1,4 @@
-"""One optimizer step of this project beside its peers, in one run: time, bytes, memory, Newton-Schulz work.
+"""One optimizer step of this project beside its peers, in one run: time, bytes, memory.
 
 ``python benchmarks/optimizer_step.py --model 5M --out benchmarks/results/optimizer_step-NAME`` runs every stage on 1, 2
 and 4 ranks, with 1 and 4 accumulation steps. ``--quick`` is a smoke test of a minute. Ready-made rows in the JSON of
@@ -54,18 +54,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--no-times", action="store_true", help="only measure memory")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument(
-        "--updates", action="store_true", help="compare each optimizer's first update with float64"
-    )
-    parser.add_argument(
-        "--profile", action="store_true", help="keep a trace of one step of each cell, beside --out"
-    )
-    parser.add_argument("--quick", action="store_true", help="a tiny model, two stages, two ranks")
     arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.model, arguments.stages, arguments.ranks = ["tiny"], [1, 3], [2]
-        arguments.accumulation, arguments.repeats = [1], 2
-        arguments.optimizers = ["ours", "DeepSpeed Muon, standard", "DeepSpeed AdamW"]
     if arguments.device == "cuda":
         arguments.ranks = [int(os.environ.get("WORLD_SIZE", "1"))]
     return arguments
@@ -82,11 +71,8 @@ def measure(arguments: argparse.Namespace) -> Iterator[list[Row]]:
             names = [name for name in arguments.optimizers if ONLY_STAGE.get(name, stage) == stage]
             found: dict[str, Row] = {name: {**cell, "ranks": ranks, "optimizer": name} for name in names}
             if not arguments.no_times:
-                started, profile = time.strftime("%Y-%m-%d %H:%M:%S"), ""
-                if arguments.profile and arguments.out:
-                    name = f"{arguments.out.resolve()}-{model}-stage{stage}"
-                    profile = f"{name}-ranks{ranks}-acc{accumulation}"
-                timing = {"optimizers": names, "repeats": arguments.repeats, "profile": profile, **common}
+                started = time.strftime("%Y-%m-%d %H:%M:%S")
+                timing = {"optimizers": names, "repeats": arguments.repeats, **common}
                 reports = runner.run("measure_times", ranks, **timing)
                 for name in names:
                     parts = [report[name] for report in reports]
@@ -95,14 +81,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[list[Row]]:
                         "step_s": parts[0]["step_s"],
                         "timed": started,
                         "sent_bytes": max(part["bytes"] for part in parts),
-                        "matrices": [part["matrices"] for part in parts],
                     }
-                yield list(found.values())
-            if arguments.updates:
-                where = {key: common[key] for key in ("model", "stage", "tokens", "device")}
-                reports = runner.run("measure_updates", ranks, optimizers=names, **where)
-                for name, distance in reports[0].items():
-                    found[name]["distance"] = distance
                 yield list(found.values())
             if not arguments.no_memory:
                 for name in names:

@@ -1,9 +1,9 @@
-"""Bytes and peak memory of a rank by optimizer, beside what ``plan`` predicts; and times of the elementwise passes.
+"""Bytes and peak memory of a rank by optimizer, beside what ``plan`` predicts.
 
 ``python benchmarks/state_memory.py --out benchmarks/results/state_memory`` starts gloo ranks, trains the 5M decoder of
 ``step_ranks.py`` with every optimizer at stages 1, 2 and 3, and adds up the tensors that a rank keeps for the step, by
-what they are for. Peaks are resident memory above what the process had before the model. Then ``plan``'s prediction of
-7B and 70B on 8 and 64 GPUs. Rows in the JSON of ``--out`` are kept and overwritten one by one.
+what they are for. Peaks are resident memory above what the process had before the model. Rows in the JSON of ``--out``
+are kept and overwritten one by one.
 """
 
 from __future__ import annotations
@@ -11,12 +11,9 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import itertools
 import os
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +27,9 @@ import deepspeed_muon
 from benchmarks import step_ranks, support
 from benchmarks.optimizer_step import RETURN_MEMORY
 from benchmarks.support import Row
-from deepspeed_muon.config.settings import MuonConfig
-from deepspeed_muon.engine.offload import CpuAdam, half_states, master_dtype
-from deepspeed_muon.forecast.model_shapes import load_model
+from deepspeed_muon.engine.offload import half_states, master_dtype
 from deepspeed_muon.forecast.predict import PlanSettings
 from deepspeed_muon.forecast.report import forecast
-from deepspeed_muon.math.updates import AdamStep, adam_step_
-from deepspeed_muon.ops.dispatch import flat_passes
-from deepspeed_muon.routing.rules import route_parameters
 
 MIB = 1 << 20
 ROLES = ("master_weights", "gradients", "gradient_copy", "momentum", "moments", "exchange_buffers")
@@ -50,8 +42,6 @@ OPTIMIZERS = (
     "DeepSpeed AdamW",
     step_ranks.EIGHT_BIT,
 )
-# Two codes of one byte, each with an fp32 scale for 256 elements, as AdamW8bit keeps.
-EIGHT_BIT_MOMENTS = 2 * (1 + 4 / 256)
 
 
 class Storages:
@@ -76,10 +66,10 @@ def count_bytes(rank: int, world_size: int, *, model: str, stage: int, optimizer
     """Train two steps of two micro-batches; return a rank's bytes by role and peak, and what ``plan`` predicts."""
     gc.collect()
     before = step_ranks.memory_of("cpu")[0]
-    engine = step_ranks.make_engine(optimizer, step_ranks.MODELS[model], stage, 2, "cpu")
+    engine = step_ranks.make_engine(optimizer, step_ranks.decoder(model), stage, 2, "cpu")
     inner, wrapper = engine.basic_optimizer, engine.optimizer
     masters = wrapper.fp32_partitioned_groups_flat if stage == 3 else wrapper.single_partition_of_fp32_groups
-    batches = [step_ranks.batch_of(step_ranks.MODELS[model], micro, 32, "cpu") for micro in range(2)]
+    batches = step_ranks.batches_of(model, 2, 32, "cpu")
     step_ranks.one_step(engine, batches, "cpu")
     gc.collect()
     step_ranks.reset_peak("cpu")
@@ -152,23 +142,22 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
 
 def measured_table(rows: list[Row]) -> list[str]:
     """Return the measured bytes per parameter of the model."""
-    heads = ["ranks", "stage", "optimizer", "masters", "gradients", "their copy", "momentum", "moments"]
-    heads += ["state over AdamW's", "exchange buffers", "peak of a rank, MiB", "`plan` says of it, MiB"]
     shares = model_shares(rows[0]["model"])
+    names = ("masters", "gradients", "their copy", "momentum", "moments")
     lines = [
-        [
-            *(row[key] for key in ("ranks", "stage", "optimizer")),
-            *(f"{row[role] / shares['all']:.3f}" for role in ROLES[:5]),
-            f"{(row['momentum'] + row['moments']) / shares['all'] / 8:.3f}",
-            f"{row['exchange_buffers'] / shares['all']:.2f}",
-            f"{row['peak'] / MIB:.1f}",
-            f"{row['plan'] / MIB:.1f}" if "plan" in row else "-",
-        ]
+        {
+            **{key: row[key] for key in ("ranks", "stage", "optimizer")},
+            **{name: row[role] / shares["all"] for name, role in zip(names, ROLES, strict=False)},
+            "state over AdamW's": (row["momentum"] + row["moments"]) / shares["all"] / 8,
+            "exchange buffers": row["exchange_buffers"] / shares["all"],
+            "peak of a rank, MiB": row["peak"] / MIB,
+            "`plan` says of it, MiB": row["plan"] / MIB if "plan" in row else "-",
+        }
         for row in rows
     ]
     momenta = {row["optimizer"]: row["momentum"] / shares["muon"] for row in rows if row["momentum"]}
     listed = "; ".join(f"{name}: {value:.4f}" for name, value in momenta.items())
-    return [*support.table(heads, lines), "", f"Momentum, bytes for each of Muon's elements: {listed}."]
+    return [*support.table_of(lines), "", f"Momentum, bytes for each of Muon's elements: {listed}."]
 
 
 def model_shares(model: str) -> dict[str, int]:
@@ -180,71 +169,6 @@ def model_shares(model: str) -> dict[str, int]:
     return {**found, "muon": sum(route.numel for route in routes if route.algorithm == "muon")}
 
 
-def predictions() -> list[str]:
-    """Return what ``plan`` says of 7B and 70B: optimizer state, and all that it counts."""
-    half = {"master_dtype": torch.bfloat16, "half_states": True}
-    ours: dict[str, tuple[str, Row]] = {each: (each, {}) for each in ("fp32", "bf16", "int8")}
-    ours["int8, bf16 masters"] = ("int8", half)
-    names = (*(f"ours, {name}" for name in ours), "AdamW", "8-bit AdamW")
-    rows = []
-    for model, gpus, stage in itertools.product(("llama-7b", "llama-70b"), (8, 64), (1, 2, 3)):
-        members, found = load_model(model), {}
-        for name, (dtype, dtypes) in ours.items():
-            config = MuonConfig(momentum_dtype=dtype)
-            settings = PlanSettings(gpus, stage, config=config, **dtypes)
-            step = forecast(route_parameters(members, config), settings)
-            memory = step["muon"]["memory"]
-            found[name] = memory["momentum"] + memory["moments"], memory["total"]
-            if not dtypes:
-                found["AdamW"] = step["adamw"]["memory"]["moments"], step["adamw"]["memory"]["total"]
-        state, total = found["AdamW"]
-        found["8-bit AdamW"] = state * EIGHT_BIT_MOMENTS / 8, total - state * (1 - EIGHT_BIT_MOMENTS / 8)
-        order = (*ours, "AdamW", "8-bit AdamW")
-        cells = [f"{found[name][0] / 1e9:.2f} / {fits(found[name][1])}" for name in order]
-        ratio = found["int8"][0] / found["AdamW"][0]
-        rows.append([model, gpus, stage, *cells, f"{ratio:.3f}"])
-    return support.table(["model", "GPUs", "stage", *names, "int8 over AdamW"], rows)
-
-
-def fits(total: float) -> str:
-    """Return the bytes of a GPU in GB, bold where they fit into an H100's 80 GB."""
-    return f"**{total / 1e9:.1f}**" if total <= PlanSettings(1).gpu.memory else f"{total / 1e9:.1f}"
-
-
-def median_ms(function: Callable[[], object], repeats: int) -> float:
-    """Return the median time of a call after one that warms up."""
-    function()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(times)
-
-
-def passes(numel: int, repeats: int) -> list[str]:
-    """Return the table of times of the elementwise passes on a flat partition."""
-    runs: dict[str, Callable[[], object]] = {}
-    grad, out = torch.randn(numel), torch.empty(numel, dtype=torch.bfloat16)
-    kernel = flat_passes("auto")
-    table, rates = torch.tensor([(0, 0, 0, 0, numel, 0)]), torch.tensor([(0.95, 1.0)], dtype=torch.float64)
-    codes, scales = torch.zeros(numel, dtype=torch.int8), torch.zeros(-(-numel // 256))
-    coded = [codes], [scales], [grad], [out], table, rates, torch.tensor([(0, 0, -1, -1)]), torch.empty(0, 2)
-    runs[f"momentum int8 ({kernel.name})"] = functools.partial(kernel.momentum_pack_int8, *coded)
-    for name, dtype in (("momentum fp32", torch.float32), ("momentum bf16", torch.bfloat16)):
-        buf = torch.zeros(numel, dtype=dtype)
-        packing = functools.partial(kernel.momentum_pack, [buf], [grad], [out], table, rates)
-        runs[f"{name} ({kernel.name})"] = packing
-    settings = AdamStep(1e-3, (0.9, 0.95), 1e-8, 0.1, 3)
-    native = CpuAdam(decoupled=True, master=torch.float32, moments=torch.float32)
-    adams: dict[str, Callable[..., None]] = {"DeepSpeed's cpu_adam": native, "torch fused": adam_step_}
-    for name, adam in adams.items():
-        tensors = [[torch.randn(numel)], [grad], [torch.zeros(numel)], [torch.zeros(numel)]]
-        runs[f"AdamW, {name}"] = functools.partial(adam, *tensors, settings=settings)
-    times = [(name, f"{median_ms(run, repeats):.1f}") for name, run in runs.items()]
-    return support.table(["pass", "ms"], times)
-
-
 def main() -> None:
     """Run from the command line."""
     parser = support.options(__doc__)
@@ -252,8 +176,6 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--ranks", nargs="*", type=int, default=[1, 2, 4])
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
-    parser.add_argument("--numel", type=int, default=1 << 24, help="elements of the timed passes")
-    parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
     order = list(OPTIMIZERS)
     rows: list[Row] = support.read(arguments.out).get("rows", [])
@@ -265,35 +187,22 @@ def main() -> None:
         rows = support.merged(rows, [row], place)
         print(row, flush=True)
         # After every row, so that a long table can be made in pieces.
-        support.write(arguments.out, {"machine": support.machine(), "rows": rows}, [])
-    shares, used = model_shares(arguments.model), support.machine()
-    page = [
-        f"`python benchmarks/state_memory.py`: {used['name']}, {used['cores']} cores, torch {used['torch']}, "
-        f"DeepSpeed {used['deepspeed']}; gloo ranks, bf16, steps of two micro-batches of 32 tokens.",
+        support.write(arguments.out, {"rows": rows}, [])
+    shares = model_shares(arguments.model)
+    page = support.heading(
+        "State and peak memory",
         "",
-        f"Model {arguments.model}: {shares['all']:,} parameters, of which AdamW updates "
-        f"{1 - shares['muon'] / shares['all']:.1%} (embedding, head, norms). Bytes of all ranks together for each "
-        f"parameter of the model. *Their copy* is the gradient in the masters' dtype that ZeRO makes for the step, "
-        f"one param group at a time. Gradients are counted after each backward pass, state and buffers after the step. "
-        f"Peaks are of the process: activations, ZeRO's buckets and, at stage 3, gathered parameters, here all of "
-        f"them, are no part of what `plan` says. For a partition that its blocks do not divide AdamW8bit keeps fp32: "
-        f"with its default of 256 for those of 2 and 4 ranks.",
-        "",
-        *measured_table(rows),
-        "",
-        "Predicted by `plan`, GB of each GPU: optimizer state / everything it counts (no activations, no buckets of "
-        "ZeRO, no gathered parameters), bold where an H100 of 80 GB holds it. 8-bit AdamW is computed, not planned: "
-        "2.03 bytes a parameter, blocks of 256.",
-        "",
-        *predictions(),
-        "",
-        f"Elementwise passes over {arguments.numel:,} elements, {torch.get_num_threads()} threads, beside other "
-        f"programs (load {used['load_at_end'][0]}):",
-        "",
-        *passes(arguments.numel, arguments.repeats),
-    ]  # fmt: skip
+        f"gloo ranks, bf16, steps of two micro-batches of 32 tokens. Model {arguments.model}: {shares['all']:,} "
+        f"parameters, of which AdamW updates {1 - shares['muon'] / shares['all']:.1%} (embedding, head, norms). "
+        "Bytes of all ranks together for each parameter of the model. *Their copy* is the gradient in the masters' "
+        "dtype that ZeRO makes for the step, one param group at a time. Gradients are counted after each backward "
+        "pass, state and buffers after the step. Peaks are of the process: activations, ZeRO's buckets and gathered "
+        "parameters, at stage 3 all of them, are no part of what `plan` says. For a partition that its blocks do not "
+        "divide AdamW8bit keeps fp32: with its default of 256 for those of 2 and 4 ranks.",
+    )
+    page += measured_table(rows)
     print("\n".join(page))
-    support.write(arguments.out, {"machine": used, "rows": rows}, page)
+    support.write(arguments.out, {"rows": rows}, page)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,34 +133,6 @@ class TorchMuon(torch.optim.Optimizer):
             half.step()
 
 
-def count_matrices() -> tuple[dict[str, int], Callable[[], None]]:
-    """Count the matrices that DeepSpeed's and torch's Muon orthogonalise here; returns counter and undo."""
-    import deepspeed.runtime.zero.muon.muon_optimizer as outer
-    import deepspeed.runtime.zero.muon.original_muon as inner
-    import torch.optim._muon as peer
-
-    counter = {"calls": 0}
-    undo: list[Callable[[], None]] = []
-
-    def wrap(module: Any, name: str) -> None:
-        original = getattr(module, name, None)
-        if original is None:
-            return
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            counter["calls"] += 1
-            return original(*args, **kwargs)
-
-        setattr(module, name, counted)
-        undo.append(lambda: setattr(module, name, original))
-
-    wrap(inner, "muon_update")
-    if getattr(outer, "muon_update", None) is not None:
-        wrap(outer, "muon_update")
-    wrap(peer, "_zeropower_via_newtonschulz")
-    return counter, lambda: [restore() for restore in undo] and None
-
-
 def choose_dtype_by_processor() -> None:
     """Let DeepSpeed's Muon choose its dtype by what the processor has; the tests' ranks run fp16 on any CPU."""
     from deepspeed.accelerator import get_accelerator
@@ -169,14 +140,23 @@ def choose_dtype_by_processor() -> None:
     vars(get_accelerator()).pop("is_fp16_supported", None)
 
 
-def make_engine(optimizer: str, shape: Shape, stage: int, accumulation: int, device: str) -> Any:
-    """Return an engine whose weights depend on the shape alone. Rates of zero keep weights and gradients equal."""
+def decoder(model: str) -> Decoder:
+    """Return a model of ``MODELS`` with the same weights on every rank and in every run."""
+    torch.manual_seed(0)
+    return Decoder(MODELS[model])
+
+
+def make_engine(
+    optimizer: str, model: nn.Module, stage: int, accumulation: int, device: str, **settings: Any
+) -> Any:
+    """Return an engine with an optimizer of ``OPTIMIZERS``; ``settings`` are further ``optimizer.params``.
+
+    Rates of zero keep weights and gradients equal.
+    """
     import deepspeed
 
     import deepspeed_muon
 
-    torch.manual_seed(0)
-    model = Decoder(shape)
     if optimizer == DION:
         return peers.make_dion(model, accumulation, device)
     config: dict[str, Any] = {
@@ -200,7 +180,7 @@ def make_engine(optimizer: str, shape: Shape, stage: int, accumulation: int, dev
         config["zero_allow_untested_optimizer"] = True
     else:
         params, bf16 = VARIANTS.get(optimizer, ({}, {}))
-        config["optimizer"] = {"type": "Muon", "params": {"lr": 0.0, **params}}
+        config["optimizer"] = {"type": "Muon", "params": {"lr": 0.0, **params, **settings}}
         config["bf16"].update(bf16)
     if optimizer.startswith("DeepSpeed Muon"):
         config["optimizer"]["params"]["ns_method"] = optimizer.rpartition(" ")[2]
@@ -208,18 +188,23 @@ def make_engine(optimizer: str, shape: Shape, stage: int, accumulation: int, dev
             config["zero_optimization"].update(reduce_scatter=False, save_muon_momentum_buffer_in_memory=True)
         deepspeed_muon.unregister()  # until the engine is made
     try:
-        parameters = list(model.parameters())
         engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=parameters, config=config, optimizer=client
+            model=model, model_parameters=list(model.parameters()), config=config, optimizer=client
         )
     finally:
         deepspeed_muon.register()
     return engine
 
 
-def batch_of(shape: Shape, micro: int, tokens: int, device: str) -> Tensor:
+def batch_of(vocabulary: int, micro: int, tokens: int, device: str) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * dist.get_rank() + micro)
-    return torch.randint(shape.vocabulary, (1, tokens), generator=generator).to(device)
+    return torch.randint(vocabulary, (1, tokens), generator=generator).to(device)
+
+
+def batches_of(model: str, accumulation: int, tokens: int, device: str) -> list[Tensor]:
+    """Return the micro-batches of this rank."""
+    vocabulary = MODELS[model].vocabulary
+    return [batch_of(vocabulary, micro, tokens, device) for micro in range(accumulation)]
 
 
 def one_step(engine: Any, batches: list[Tensor], device: str) -> tuple[float, float]:
@@ -257,30 +242,20 @@ def measure_times(
     repeats: int,
     tokens: int,
     device: str = "cpu",
-    profile: str = "",
 ) -> dict[str, Any]:
-    """Time all optimizers in turn, with all their engines alive, and count bytes and matrices of one step.
-
-    With ``profile``, one more step of this project runs under torch's profiler; rank 0 writes its trace and a table to
-    that path with endings.
-    """
+    """Time all optimizers in turn, with all their engines alive, and count the bytes of one step."""
     choose_dtype_by_processor()
-    shape = MODELS[model]
-    matrices, undo = count_matrices()
     sent = SentBytes()
-    engines = {name: make_engine(name, shape, stage, accumulation, device) for name in optimizers}
-    batches = [batch_of(shape, micro, tokens, device) for micro in range(accumulation)]
+    engines = {name: make_engine(name, decoder(model), stage, accumulation, device) for name in optimizers}
+    batches = batches_of(model, accumulation, tokens, device)
     rows: dict[str, dict[str, Any]] = {name: {"total_s": [], "step_s": []} for name in optimizers}
     for name, engine in engines.items():
         one_step(engine, batches, device)  # builds state, compiles, chooses kernels
+        sent.reset()
         sent.install()
-        with _ours_counted(engine, matrices):
-            sent.total = matrices["calls"] = 0
-            losses = one_step(engine, batches, device)
+        one_step(engine, batches, device)  # its barriers carry no payload
         sent.remove()
-        del losses
-        # The barriers of one_step carry no payload.
-        rows[name].update(bytes=sent.total, matrices=matrices["calls"])
+        rows[name]["bytes"] = sent.total
     gc.collect()
     for names in support.turns(optimizers, repeats):
         for name in names:
@@ -288,72 +263,9 @@ def measure_times(
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
             rows[name]["total_s"].append(float(seconds[0]))
             rows[name]["step_s"].append(float(seconds[1]))
-    if profile and "ours" in engines:
-        _profile(engines["ours"], batches, device, profile)
-    undo()
     for engine in engines.values():
         engine.destroy()
     return rows
-
-
-def _profile(engine: Any, batches: list[Tensor], device: str, path: str) -> None:
-    from torch.profiler import ProfilerActivity, profile
-
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device != "cpu")
-    with profile(activities=activities) as profiler:
-        one_step(engine, batches, device)
-    if dist.get_rank() == 0:
-        profiler.export_chrome_trace(f"{path}.trace.json.gz")
-        key = "self_cpu_time_total" if device == "cpu" else "self_device_time_total"
-        table = profiler.key_averages().table(sort_by=key, row_limit=25, max_name_column_width=60)
-        Path(f"{path}.txt").write_text(table)
-
-
-@contextlib.contextmanager
-def _ours_counted(engine: Any, counter: dict[str, int]) -> Iterator[None]:
-    import deepspeed_muon
-
-    optimizer = engine.basic_optimizer
-    if not isinstance(optimizer, deepspeed_muon.Muon):
-        yield
-        return
-    optimizer.stats.reset()
-    yield
-    counter["calls"] = optimizer.stats.matrices_orthogonalized
-
-
-def measure_updates(
-    rank: int, world_size: int, *, model: str, stage: int, optimizers: list[str], tokens: int, device: str
-) -> dict[str, float]:
-    """Return how far each optimizer's first update of a matrix is from its own iteration of the gradient in float64.
-
-    The distance is the sine of the angle between the two as vectors; the largest over the matrices. Whatever scales an
-    update does not change it.
-    """
-    from deepspeed_muon.math.coefficients import resolve_schedule
-    from deepspeed_muon.math.newton_schulz import reference_orthogonalize
-
-    choose_dtype_by_processor()
-    distances = {}
-    gradients: dict[str, Tensor] = {}
-    for name in ["ours", *(each for each in optimizers if each not in ("ours", "DeepSpeed AdamW"))]:
-        engine = make_engine(name, MODELS[model], stage, 1, device)
-        fields = peers.Fields(engine)
-        for group in engine.optimizer.param_groups:
-            group["lr"] = 1e-2
-        engine.backward(engine(batch_of(MODELS[model], 0, tokens, device)))
-        if not name.startswith("DeepSpeed"):  # whose gradients are updates by now; they were those of ours
-            gradients = fields.gradients()
-        before = fields.weights()
-        engine.step()
-        after = fields.weights()
-        schedule = resolve_schedule("polar_express_5" if name == DION else "quintic", 5)
-        distances[name] = max(
-            peers.sine(before[key] - after[key], reference_orthogonalize(gradients[key], schedule))
-            for key in before
-        )
-        engine.destroy()
-    return {name: distances[name] for name in optimizers if name in distances}
 
 
 def measure_memory(
@@ -373,11 +285,10 @@ def measure_memory(
     MALLOC_TRIM_THRESHOLD_, so that what is freed goes back. On a GPU it is torch's count.
     """
     choose_dtype_by_processor()
-    shape = MODELS[model]
     gc.collect()
     before = memory_of(device)[0]
-    engine = make_engine(optimizer, shape, stage, accumulation, device)
-    batches = [batch_of(shape, micro, tokens, device) for micro in range(accumulation)]
+    engine = make_engine(optimizer, decoder(model), stage, accumulation, device)
+    batches = batches_of(model, accumulation, tokens, device)
     one_step(engine, batches, device)
     gc.collect()
     reset_peak(device)

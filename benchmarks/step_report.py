@@ -57,11 +57,10 @@ def page(report: dict[str, Any]) -> list[str]:
         "",
         "Times are medians of the slowest rank; bytes those of the rank that sends most, gradient reduction and "
         "parameter gathers included; memory the growth of the largest rank over the process before the model. `x` "
-        "columns are this project / that optimizer, for times the median of paired ratios. Distance: the sine of "
-        "the angle between an optimizer's first update and its own iteration in float64, the largest of all matrices.",
+        "columns are this project / that optimizer, for times the median of paired ratios.",
         "",
         *table(
-            [*heads, "peak, MB", "x", "distance of the update", "Newton-Schulz calls by rank"],
+            [*heads, "peak, MB", "x"],
             [
                 _cells(name, row, found.get(OURS))
                 for found in cells(report["rows"]).values()
@@ -91,6 +90,4 @@ def _cells(name: str, row: Row, ours: Row | None) -> list[object]:
         against("sent_bytes"),
         scaled("peak_bytes", 1e-6),
         against("peak_bytes"),
-        f"{row['distance']:.3f}" if "distance" in row else "",
-        " ".join(str(count) for count in row.get("matrices", [])),
     ]

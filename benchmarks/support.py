@@ -6,7 +6,10 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import statistics
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +47,22 @@ def machine() -> dict[str, Any]:
     }
 
 
+def heading(title: str, *told: str) -> list[str]:
+    """Return the first lines of a page: its title, the command, the machine, and what else is told."""
+    used = machine()
+    lines = [
+        f"`{command()}`: {used['name']}, {used['cores']} cores, torch {used['torch']}, DeepSpeed {used['deepspeed']}, "
+        f"load at the end {used['load_at_end'][0]}.",
+        *told,
+    ]
+    return [f"# {title}", "", *lines, ""]
+
+
+def command() -> str:
+    """Return the command of this run."""
+    return shlex.join(["python", *sys.argv])
+
+
 def read(out: Path | None) -> Any:
     """Return what an earlier run wrote to ``out``; an empty dict if there is nothing."""
     path = out and out.with_name(out.name + ".json")
@@ -51,9 +70,10 @@ def read(out: Path | None) -> Any:
 
 
 def write(out: Path | None, results: dict[str, Any], page: Sequence[str]) -> None:
-    """Write the results as JSON and the lines of the page as Markdown; without ``out`` do nothing."""
+    """Write the results, machine and command as JSON and the page as Markdown; without ``out`` do nothing."""
     if out is None:
         return
+    results = {"machine": machine(), "command": command(), **results}
     text = json.dumps({key: value for key, value in results.items() if key != "rows"}, indent=1)
     if "rows" in results:  # a row a line
         rows = ",\n".join(map(json.dumps, results["rows"]))
@@ -78,11 +98,57 @@ def table(heads: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
     return [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *lines]
 
 
+def table_of(rows: Sequence[Row]) -> list[str]:
+    """Return a Markdown table of rows, with a column for each of their keys; numbers have four digits."""
+    heads = list(dict.fromkeys(key for row in rows for key in row))
+
+    def cell(value: object) -> object:
+        return f"{float(f'{value:.4g}'):g}" if isinstance(value, float) else value
+
+    return table(heads, ([cell(row.get(head, "")) for head in heads] for row in rows))
+
+
 def turns(names: Sequence[str], repeats: int) -> Iterator[list[str]]:
     """Yield all names once for each repeat, beginning with another one each time."""
     for repeat in range(repeats):
         first = repeat % len(names)
         yield [*names[first:], *names[:first]]
+
+
+class Stopwatch:
+    """Seconds spent in functions."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.seconds, self._clock = 0.0, clock
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function, timed."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = self._clock()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds += self._clock() - start
+
+        return timed
+
+
+def timed_in_turn(runs: dict[str, Callable[[], object]], seconds: float) -> dict[str, list[float]]:
+    """Return the milliseconds of each run in each turn: five turns, and more until ``seconds`` are over."""
+    for run in runs.values():
+        run()
+        run()
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    started = time.perf_counter()
+    for number, names in enumerate(turns(list(runs), 200)):
+        if number >= 5 and time.perf_counter() - started > seconds:
+            break
+        for name in names:
+            start = time.perf_counter()
+            runs[name]()
+            times[name].append(1e3 * (time.perf_counter() - start))
+    return times
 
 
 def median_ratio(own: Iterable[float], other: Iterable[float]) -> float:
