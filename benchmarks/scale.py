@@ -1,13 +1,13 @@
 """What one rank of many costs at the start: time, memory, messages, and its part of a checkpoint's record.
 
 ``python benchmarks/scale.py --out benchmarks/results/scale-NAME`` makes one rank of 64, 1,024 and 16,384, of models
-with 723, 5,000 and 44,000 parameters, at stages 1 and 3; with ``--parameters 915`` of kimi-k2, whose 46,080 experts are
-stacked. Each cell runs in a process of its own. The code is the real
+with 723 (llama-70b), 5,000 and 44,000 parameters (of kimi-k2 with separate experts), at stages 1 and 3; with
+``--parameters 915`` of kimi-k2, whose 46,080 experts are stacked. Each cell runs in a process of its own. The code is the real
 one: routing, the order of the matrices, the readers of ZeRO's wrappers, owners, exchange plans, the comparison of the
 plans, the record. Not real are ZeRO's wrapper, an object with the attributes that the reader reads, whose flat buffers
 are mapped but never touched; and the other ranks, for whom this program answers that they have the same facts.
 
-Time is processor time. Memory is the growth of the resident set, and what Python and numpy hold at the end of it.
+Time is processor time. Memory is the growth of the resident set.
 Messages are what the rank sends and receives: an all-reduce counts twice its size, a gather the items of all ranks.
 """
 
@@ -22,9 +22,7 @@ import mmap
 import subprocess
 import sys
 import time
-import tracemalloc
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,56 +35,21 @@ from torch import Tensor
 
 from benchmarks import support
 
+PARAMETERS = [723, 5000, 44000, 915]
 LIMITS = {"bind_s": 5.0, "memory_mb": 64.0, "record_kb": 64.0, "messages_kb": 64.0}
 NORESERVE = 0x4000  # of Linux; Python names it from 3.13 on
 Shapes = list[tuple[str, tuple[int, ...]]]
 
 
-def dense(
-    layers: int, width: int, keys: int, hidden: int, words: int
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield "embed_tokens.weight", (words, width)
-    for number in range(layers):
-        layer = f"layers.{number}."
-        for name, rows in (("q", width), ("k", keys), ("v", keys), ("o", width)):
-            yield f"{layer}self_attn.{name}_proj.weight", (rows, width)
-        yield f"{layer}mlp.gate_proj.weight", (hidden, width)
-        yield f"{layer}mlp.up_proj.weight", (hidden, width)
-        yield f"{layer}mlp.down_proj.weight", (width, hidden)
-        yield f"{layer}input_layernorm.weight", (width,)
-        yield f"{layer}post_attention_layernorm.weight", (width,)
-    yield "norm.weight", (width,)
-    yield "lm_head.weight", (words, width)
+def shapes_of(parameters: int) -> Shapes:
+    """Return names and shapes of a model with so many parameters."""
+    from deepspeed_muon.forecast.model_shapes import load_model, with_separate_experts
 
-
-def experts(
-    layers: int, width: int, hidden: int, count: int, words: int
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for name, shape in dense(layers, width, width // 8, hidden, words):
-        if ".mlp.gate_proj" not in name:
-            yield name, shape
-            continue
-        prefix = name.removesuffix("gate_proj.weight")
-        yield name, shape
-        for expert in range(count):
-            for part in ("gate", "up"):
-                yield f"{prefix}experts.{expert}.{part}_proj.weight", (hidden, width)
-            yield f"{prefix}experts.{expert}.down_proj.weight", (width, hidden)
-
-
-def preset(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    from deepspeed_muon.forecast.model_shapes import load_model
-
-    for member in load_model(name):
-        yield member.name, tuple(member.param.shape)
-
-
-MODELS: dict[int, Iterator[tuple[str, tuple[int, ...]]]] = {
-    723: dense(80, 8192, 1024, 28672, 128256),
-    5000: experts(26, 4096, 1408, 62, 128256),
-    44000: experts(61, 7168, 2048, 240, 129280),
-    915: preset("kimi-k2"),
-}
+    members = load_model("llama-70b" if parameters == 723 else "kimi-k2")
+    if parameters > 915:
+        members = with_separate_experts(members)[:parameters]
+    assert len(members) == parameters
+    return [(member.name, tuple(member.param.shape)) for member in members]
 
 
 def mapped(numel: int, dtype: torch.dtype) -> Tensor:
@@ -170,7 +133,7 @@ def resident_mb() -> float:
     return int(text[1]) * mmap.PAGESIZE / 1e6
 
 
-def measure(parameters: int, stage: int, world: int, rank: int, trace: bool) -> dict[str, float]:
+def measure(parameters: int, stage: int, world: int, rank: int) -> dict[str, float]:
     """Make one rank; return its figures."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -183,11 +146,8 @@ def measure(parameters: int, stage: int, world: int, rank: int, trace: bool) -> 
 
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     others = OtherRanks()
-    named = [
-        (name, torch.nn.Parameter(tensor))
-        for name, tensor in mapped_all(list(islice(MODELS[parameters], parameters)))
-    ]
-    found: dict[str, float] = {"tensors": len(named)}
+    named = [(name, torch.nn.Parameter(tensor)) for name, tensor in mapped_all(shapes_of(parameters))]
+    found: dict[str, float] = {}
     start = time.process_time()
     # Without kernels to be timed, which takes minutes for the largest matrices on a CPU.
     optimizer = deepspeed_muon.Muon(named, muon_lr=0.02, ns_backend="torch")
@@ -203,17 +163,12 @@ def measure(parameters: int, stage: int, world: int, rank: int, trace: bool) -> 
     )
     gc.collect()
     before = resident_mb()
-    if trace:
-        tracemalloc.start()
     start = time.process_time()
     step_sets = read_step_sets(engine, optimizer, optimizer._routed.by_id)
     optimizer._bind(step_sets, device=torch.device("cpu"), ranks=Ranks.of([None]))
     agree(optimizer._plan_facts(), ranks=optimizer.ranks)
     found["bind_s"] = time.process_time() - start
     gc.collect()
-    if trace:
-        found["python_mb"] = tracemalloc.get_traced_memory()[0] / 1e6
-        tracemalloc.stop()
     found["memory_mb"] = resident_mb() - before
     found["messages_kb"] = others.bytes / 1e3
     groups = range(len(optimizer.param_groups))
@@ -233,61 +188,27 @@ def measure(parameters: int, stage: int, world: int, rank: int, trace: bool) -> 
     return found
 
 
-def page(report: dict[str, Any]) -> list[str]:
-    figures = [
-        "route_s",
-        "order_s",
-        "bind_s",
-        "memory_mb",
-        "python_mb",
-        "record_kb",
-        "record_s",
-        "messages_kb",
-    ]
-    heads, counts = ["parameters", "stage", "ranks"], ["owned", "chunks"]
-    rows = [
-        [row["parameters"], row["stage"], row["world"]]
-        + [f"{row['found'][name]:.2f}" for name in figures]
-        + [f"{row['found'][name]:g}" for name in counts]
-        for row in report["rows"]
-    ]
-    return [
-        "# One rank of many",
-        "",
-        ", ".join(f"{key}: {value}" for key, value in report["machine"].items()) + ".",
-        f"Limits: {', '.join(f'{key} {value:g}' for key, value in LIMITS.items())}.",
-        "",
-        *support.table([*heads, *figures, *counts], rows),
-    ]
-
-
-def run_cell(*cell: int, trace: bool) -> dict[str, float]:
-    command = [sys.executable, __file__, "--cell", *map(str, cell), *(["--trace"] if trace else [])]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=None)
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
 def main() -> None:
     parser = support.options(__doc__)
-    parser.add_argument("--parameters", nargs="+", type=int, choices=MODELS, default=list(MODELS)[:3])
+    parser.add_argument("--parameters", nargs="+", type=int, choices=PARAMETERS, default=PARAMETERS[:3])
     parser.add_argument("--stages", nargs="+", type=int, choices=(1, 3), default=[1, 3])
     parser.add_argument("--ranks", nargs="+", type=int, default=[64, 1024, 16384])
     parser.add_argument("--cell", nargs=3, type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--trace", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.cell:
         parameters, stage, world = arguments.cell
-        print(json.dumps(measure(parameters, stage, world, 5 * world // 8, arguments.trace)))
+        print(json.dumps(measure(parameters, stage, world, 5 * world // 8)))
         return
-    report: dict[str, Any] = {"machine": support.machine(), "limits": LIMITS, "rows": []}
+    rows = []
     for cell in itertools.product(arguments.parameters, arguments.stages, arguments.ranks):
-        # Tracing takes time of its own, so times and the resident set come from a run without.
-        found = run_cell(*cell, trace=False)
-        found["python_mb"] = run_cell(*cell, trace=True)["python_mb"]
-        parameters, stage, world = cell
-        report["rows"].append({"parameters": parameters, "stage": stage, "world": world, "found": found})
-        print(page(report)[-1], flush=True)
-    support.write(arguments.out, report, page(report))
+        command = [sys.executable, __file__, "--cell", *map(str, cell)]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        found = json.loads(done.stdout.splitlines()[-1])
+        rows.append({**dict(zip(("parameters", "stage", "ranks"), cell, strict=True)), **found})
+        print(rows[-1], flush=True)
+    limits = f"Limits: {', '.join(f'{key} {value:g}' for key, value in LIMITS.items())}."
+    page = [*support.heading("One rank of many", limits), *support.table_of(rows)]
+    support.write(arguments.out, {"limits": LIMITS, "rows": rows}, page)
 
 
 if __name__ == "__main__":

@@ -27,4 +27,4 @@ def test_one_rank_of_many(parameters: int, stage: int) -> None:
     found = one_rank(parameters, stage, 16384)
     for what in ("memory_mb", "record_kb", "messages_kb"):
         assert found[what] <= LIMITS[what], what
-    assert found["tensors"] == parameters and found["chunks"] >= 1
+    assert found["chunks"] >= 1
