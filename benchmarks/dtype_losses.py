@@ -1,7 +1,6 @@
-"""What ``wire_dtype`` or ``momentum_dtype`` does to the loss: the demo's model at ZeRO 3, equal tokens, some seeds.
+"""What ``wire_dtype`` or another dtype does to the loss: the demo's model at ZeRO 3, equal tokens, some seeds.
 
     python benchmarks/dtype_losses.py wire_dtype bf16 int8 --out benchmarks/results/dtype_losses-wire-NAME
-    python benchmarks/dtype_losses.py momentum_dtype fp32 int8 --out benchmarks/results/dtype_losses-momentum-NAME
 
 Trains once for each value and seed, in turn. A seed decides about weights and data, so the runs of a seed are compared
 with each other. Losses do not depend on what else the machine does. Finished runs in the JSON of ``--out`` are kept, so
@@ -16,27 +15,22 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("", "examples")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import demo  # noqa: E402  # the demo is a script beside train_gpt.py, not a package
-
-from benchmarks import support  # noqa: E402
-from tests.support.native_ops import extensions_dir  # noqa: E402
+from benchmarks import study, support
+from benchmarks.study import demo
 
 Losses = dict[str, dict[str, float]]
 
 
 def loss(key: str, value: str, seed: int, steps: int) -> float:
     """Train once with a setting; return the last validation loss."""
-    config = json.loads((support.REPOSITORY / "ds_configs" / "zero3.json").read_text())
-    config["optimizer"]["params"][key] = value
+    config = support.REPOSITORY / "ds_configs" / "zero3.json"
+    optimizer = json.loads(config.read_text())["optimizer"]
+    optimizer["params"][key] = value
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "config.json")
-        path.write_text(json.dumps(config))
         rates = {**demo.RATES["Muon"], "seed": seed}
-        run = Path(folder, "run")
-        demo.train("Muon", rates, steps, run, extensions_dir(), config=path)
-        return demo.read_curve(run / "val_loss.csv")[-1][1]
+        return study.trained("Muon", rates, steps, Path(folder), config, optimizer=optimizer)[0]
 
 
 def page(key: str, losses: Losses, values: list[str], steps: int) -> list[str]:
@@ -47,12 +41,9 @@ def page(key: str, losses: Losses, values: list[str], steps: int) -> list[str]:
     rows.append(["mean", *(f"{mean:.4f}" for mean in means)])
     first = values[0]
     spread = statistics.stdev(losses[first][seed] for seed in seeds) if len(seeds) > 1 else 0.0
+    told = f"The demo's model, ZeRO 3, {demo.RANKS} ranks, {steps} steps of {demo.TOKENS_PER_STEP} tokens."
     lines = [
-        f"# Validation losses by `{key}`",
-        "",
-        f"The demo's model, ZeRO 3, {demo.RANKS} ranks, {steps} steps of {demo.TOKENS_PER_STEP} tokens, "
-        f"{support.machine()['name']}.",
-        "",
+        *support.heading(f"Validation losses by `{key}`", told),
         *support.table(["seed", *values], rows),
         "",
         f"Standard deviation over the seeds of {first}: {spread:.4f}.",
@@ -67,22 +58,20 @@ def page(key: str, losses: Losses, values: list[str], steps: int) -> list[str]:
 def main() -> None:
     """Train and write."""
     parser = support.options(__doc__)
-    parser.add_argument("key", choices=["wire_dtype", "momentum_dtype"])
+    parser.add_argument("key", help="of optimizer.params, as wire_dtype")
     parser.add_argument("values", nargs="+")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=demo.STEPS)
     arguments = parser.parse_args()
-    tokens = arguments.steps * demo.TOKENS_PER_STEP
     known = support.read(arguments.out)
-    losses: Losses = known["losses"] if known.get("tokens") == tokens else {}
+    losses: Losses = known["losses"] if known.get("steps") == arguments.steps else {}
     for seed in range(arguments.seeds):
         for value in arguments.values:
             of_value = losses.setdefault(value, {})
             if str(seed) not in of_value:
                 of_value[str(seed)] = loss(arguments.key, value, seed, arguments.steps)
         lines = page(arguments.key, losses, arguments.values, arguments.steps)
-        about = {"machine": support.machine(), "steps": arguments.steps, "tokens": tokens}
-        support.write(arguments.out, {**about, "losses": losses}, lines)
+        support.write(arguments.out, {"steps": arguments.steps, "losses": losses}, lines)
         print("\n".join(lines), flush=True)
 
 

@@ -2,10 +2,12 @@
 
 ``python benchmarks/scale.py --out benchmarks/results/scale-NAME`` makes one rank of 64, 1,024 and 16,384, of models
 with 723 (llama-70b), 5,000 and 44,000 parameters (of kimi-k2 with separate experts), at stages 1 and 3; with
-``--parameters 915`` of kimi-k2, whose 46,080 experts are stacked. Each cell runs in a process of its own. The code is the real
-one: routing, the order of the matrices, the readers of ZeRO's wrappers, owners, exchange plans, the comparison of the
-plans, the record. Not real are ZeRO's wrapper, an object with the attributes that the reader reads, whose flat buffers
-are mapped but never touched; and the other ranks, for whom this program answers that they have the same facts.
+``--parameters 915`` of kimi-k2, whose 46,080 experts are stacked. Each cell runs in a process of its own.
+
+The code is the real one: routing, the order of the matrices, the readers of ZeRO's wrappers, owners, exchange plans,
+the comparison of the plans, the record. Not real are ZeRO's wrapper, an object with the attributes that the reader
+reads, whose flat buffers are mapped but never touched; and the other ranks, for whom this program answers that they
+have the same facts.
 
 Time is processor time. Memory is the growth of the resident set.
 Messages are what the rank sends and receives: an all-reduce counts twice its size, a gather the items of all ranks.

@@ -1,6 +1,6 @@
 """Losses after equal tokens: AdamW, DeepSpeed's Muon with and without clipping, and this one; with equal budgets.
 
-    python benchmarks/study.py --jobs 2
+    python benchmarks/study.py
 
 Every run is the demo's own training (``examples/demo.py``): same model, text and number of tokens. Each optimizer
 has the same number of trials for its rates, all with seed 0; its best rates then train with five seeds. Writes
@@ -10,11 +10,10 @@ repeated: delete the files to start over.
 
 from __future__ import annotations
 
-import concurrent.futures
 import json
-import platform
 import statistics
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,9 @@ import demo  # noqa: E402  # the demo is a script beside train_gpt.py, not a pac
 
 from benchmarks import support  # noqa: E402
 from benchmarks.support import REPOSITORY, Row  # noqa: E402
+from tests.support.native_ops import extensions_dir  # noqa: E402
 
+SETTING = {"ranks": demo.RANKS, "config": demo.CONFIG.name, "steps": demo.STEPS, **demo.MODEL}
 SEEDS = (0, 1, 2, 3, 4)
 LOSSES = ("validation_loss", "train_loss")
 UNCLIPPED = "DeepSpeed's Muon, gradient_clipping 0"
@@ -47,40 +48,29 @@ GRIDS: dict[str, list[dict[str, float]]] = {
 }
 
 
-def setting() -> dict[str, Any]:
-    """What two rows must have in common to be compared."""
-    config, machine = json.loads(demo.CONFIG.read_text()), support.machine()
-    return {
-        "hardware": f"{machine['name']}, {machine['cores']} cores",
-        "python": platform.python_version(),  # its library is the text
-        "torch": machine["torch"],
-        "deepspeed": machine["deepspeed"],
-        "ranks": demo.RANKS,
-        "config": demo.CONFIG.name,
-        "steps": demo.STEPS,
-        "tokens": demo.STEPS * demo.TOKENS_PER_STEP,
-        "gradient_accumulation_steps": config["gradient_accumulation_steps"],
-        **demo.MODEL,
-    }
+def trained(
+    optimizer: str, rates: dict[str, float], steps: int, folder: Path, config: Path, **changes: Any
+) -> tuple[float, float]:
+    """Train the demo once with changes to its configuration; return the last validation and training losses."""
+    folder.mkdir(parents=True, exist_ok=True)
+    changed = folder / "config.json"
+    changed.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+    demo.train(optimizer, rates, steps, folder, extensions_dir(), config=changed)
+    validation, training = (demo.read_curve(folder / f"{name}_loss.csv") for name in ("val", "train"))
+    return validation[-1][1], training[-1][1]
 
 
-def run(optimizer: str, rates: dict[str, float], seed: int, work: Path) -> Row:
-    """Trains once."""
-    words = [demo.folder_name(optimizer), *(f"{rate:g}" for rate in rates.values()), f"seed{seed}"]
-    folder = work / "-".join(words)
-    config = demo.CONFIG
-    if optimizer == UNCLIPPED:
-        folder.mkdir(parents=True, exist_ok=True)
-        config = folder / "config.json"
-        config.write_text(json.dumps({**json.loads(demo.CONFIG.read_text()), "gradient_clipping": 0.0}))
-    options = {**rates, "seed": seed}
-    demo.train(optimizer, options, demo.STEPS, folder, work / "torch_extensions", config=config)
+def run(optimizer: str, rates: dict[str, float], seed: int) -> Row:
+    """Train once."""
+    changes = {"gradient_clipping": 0.0} if optimizer == UNCLIPPED else {}
+    with tempfile.TemporaryDirectory() as folder:
+        options = {**rates, "seed": seed}
+        found = trained(optimizer, options, demo.STEPS, Path(folder), demo.CONFIG, **changes)
     return {
         "optimizer": optimizer,
         "rates": rates,
         "seed": seed,
-        "validation_loss": round(demo.read_curve(folder / "val_loss.csv")[-1][1], 6),
-        "train_loss": round(demo.read_curve(folder / "train_loss.csv")[-1][1], 6),
+        **{name: round(loss, 6) for name, loss in zip(LOSSES, found, strict=True)},
     }
 
 
@@ -119,62 +109,46 @@ def table(rows: list[Row]) -> list[str]:
     return support.table(heads, outcomes)
 
 
-def write(out: Path, about: dict[str, Any], rows: list[Row]) -> None:
-    """Writes the JSON and, beside it, the tables."""
-    rows.sort(key=lambda row: (row["optimizer"], row["seed"] != SEEDS[0], row["validation_loss"]))
-    told = ", ".join(f"{key} {value}" for key, value in about.items())
+def page(rows: list[Row]) -> list[str]:
+    """The outcome and all runs as Markdown."""
     heads = ["optimizer", "rates", "seed", "validation loss", "last training loss"]
     cells = [
         [row["optimizer"], rates_of(row), row["seed"], *(f"{row[what]:.4f}" for what in LOSSES)]
         for row in rows
     ]
-    page = [
-        "# Losses after equal tokens",
-        "",
-        f"Command: `python benchmarks/study.py`. Setting: {told}.",
-        f"The rates are chosen with seed {SEEDS[0]}; mean and standard deviation are those of the seeds "
-        f"{SEEDS[0]} to {SEEDS[-1]} at the best rates.",
-        "",
+    return [
+        *support.heading(
+            "Losses after equal tokens",
+            f"The demo: {', '.join(f'{key} {value}' for key, value in SETTING.items())}.",
+            f"The rates are chosen with seed {SEEDS[0]}; mean and standard deviation are those of the seeds "
+            f"{SEEDS[0]} to {SEEDS[-1]} at the best rates.",
+        ),
         *table(rows),
         "",
         "## All runs",
         "",
         *support.table(heads, cells),
     ]
-    support.write(out, {"setting": about, "rows": rows}, page)
 
 
 def main() -> None:
-    """Runs what the results file does not have yet: first the trials, then the seeds."""
+    """Run what the results file does not have yet: first the trials, then the seeds."""
     parser = support.options(__doc__)
     parser.set_defaults(out=REPOSITORY / "benchmarks" / "results" / "study")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--work", type=Path, default=REPOSITORY / "runs" / "study", help="folder for metrics")
     args = parser.parse_args()
-    about, known = setting(), support.read(args.out)
-    rows: list[Row] = known["rows"] if known.get("setting") == about else []
+    rows: list[Row] = support.read(args.out).get("rows", [])
 
-    def complete(wanted: list[tuple[str, dict[str, float], int]]) -> None:
-        done = [(row["optimizer"], row["rates"], row["seed"]) for row in rows]
-        with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-            runs = [pool.submit(run, *entry, args.work) for entry in wanted if entry not in done]
-            try:
-                for finished in concurrent.futures.as_completed(runs):
-                    rows.append(finished.result())
-                    write(args.out, about, rows)
-            except BaseException:
-                pool.shutdown(cancel_futures=True)  # after the runs under way
-                raise
+    def complete(optimizer: str, rates: dict[str, float], seed: int) -> None:
+        if (optimizer, rates, seed) not in [(row["optimizer"], row["rates"], row["seed"]) for row in rows]:
+            rows.append(run(optimizer, rates, seed))
+            rows.sort(key=lambda row: (row["optimizer"], row["seed"] != SEEDS[0], row["validation_loss"]))
+            support.write(args.out, {"setting": SETTING, "rows": rows}, page(rows))
 
-    # Point by point of all grids, so that an interrupted study has spent equally on each.
-    complete(
-        [
-            (name, rates, SEEDS[0])
-            for point in zip(*GRIDS.values(), strict=True)
-            for name, rates in zip(GRIDS, point, strict=True)
-        ]
-    )
-    complete([(name, trials(rows, name)[0]["rates"], seed) for seed in SEEDS for name in GRIDS])
+    for name, grid in GRIDS.items():
+        for rates in grid:
+            complete(name, rates, SEEDS[0])
+        for seed in SEEDS:
+            complete(name, trials(rows, name)[0]["rates"], seed)
     print("\n".join(table(rows)))
 
 
