@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -25,12 +24,9 @@ Losses = dict[str, dict[str, float]]
 
 def loss(key: str, value: str, seed: int, steps: int) -> float:
     """Train once with a setting; return the last validation loss."""
-    config = support.REPOSITORY / "ds_configs" / "zero3.json"
-    optimizer = json.loads(config.read_text())["optimizer"]
-    optimizer["params"][key] = value
-    with tempfile.TemporaryDirectory() as folder:
-        rates = {**demo.RATES["Muon"], "seed": seed}
-        return study.trained("Muon", rates, steps, Path(folder), config, optimizer=optimizer)[0]
+    config = json.loads((support.REPOSITORY / "ds_configs" / "zero3.json").read_text())
+    config["optimizer"]["params"][key] = value
+    return study.trained("Muon", {**demo.RATES["Muon"], "seed": seed}, steps, config)[0]
 
 
 def page(key: str, losses: Losses, values: list[str], steps: int) -> list[str]:

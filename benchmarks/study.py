@@ -49,23 +49,24 @@ GRIDS: dict[str, list[dict[str, float]]] = {
 
 
 def trained(
-    optimizer: str, rates: dict[str, float], steps: int, folder: Path, config: Path, **changes: Any
+    optimizer: str, options: dict[str, Any], steps: int, config: dict[str, Any]
 ) -> tuple[float, float]:
-    """Train the demo once with changes to its configuration; return the last validation and training losses."""
-    folder.mkdir(parents=True, exist_ok=True)
-    changed = folder / "config.json"
-    changed.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
-    demo.train(optimizer, rates, steps, folder, extensions_dir(), config=changed)
-    validation, training = (demo.read_curve(folder / f"{name}_loss.csv") for name in ("val", "train"))
-    return validation[-1][1], training[-1][1]
+    """Train the demo once; return the last validation and training losses."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        path = folder / "config.json"
+        path.write_text(json.dumps(config))
+        demo.train(optimizer, options, steps, folder, extensions_dir(), config=path)
+        curves = [demo.read_curve(folder / f"{name}_loss.csv") for name in ("val", "train")]
+    return curves[0][-1][1], curves[1][-1][1]
 
 
 def run(optimizer: str, rates: dict[str, float], seed: int) -> Row:
     """Train once."""
-    changes = {"gradient_clipping": 0.0} if optimizer == UNCLIPPED else {}
-    with tempfile.TemporaryDirectory() as folder:
-        options = {**rates, "seed": seed}
-        found = trained(optimizer, options, demo.STEPS, Path(folder), demo.CONFIG, **changes)
+    config = json.loads(demo.CONFIG.read_text())
+    if optimizer == UNCLIPPED:
+        config["gradient_clipping"] = 0.0
+    found = trained(optimizer, {**rates, "seed": seed}, demo.STEPS, config)
     return {
         "optimizer": optimizer,
         "rates": rates,
