@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import support
 from benchmarks.step_report import cells, ratio
-from benchmarks.support import REPOSITORY
+from benchmarks.support import REPOSITORY, Row
 from tests.support.native_ops import extensions_dir
 
 PEER = "DeepSpeed AdamW"
@@ -61,30 +61,29 @@ def run_side(tree: Path, options: list[str], out: Path) -> list[dict[str, Any]]:
 
 def table(rounds: Rounds) -> list[str]:
     """Return a Markdown table: one line a cell."""
-    heads = ["model", "stage", "ranks", "ours / AdamW before", "after", "after / before", "quartiles"]
-    lines = []
     both = [{side: cells(each[side]) for side in SIDES} for each in rounds]
+    lines = []
     for key in both[0]["before"]:
-        relative = {
-            side: [ratio(each[side][key]["ours"], each[side][key][PEER], "total_s") for each in both]
-            for side in SIDES
-        }
-        alone = {
-            side: [statistics.median(each[side][key]["ours"]["total_s"]) for each in both] for side in SIDES
-        }
-        model, stage, ranks, _ = key
-        medians = [f"{statistics.median(relative[side]):.3f}" for side in SIDES]
-        lines.append([model, stage, ranks, *medians, *_change(relative), *_change(alone)])
-    return support.table([*heads, "ours alone: after / before", "quartiles"], lines)
+        relative, alone = {}, {}
+        for side in SIDES:
+            found = [each[side][key] for each in both]
+            relative[side] = [ratio(each["ours"], each[PEER], "total_s") for each in found]
+            alone[side] = [statistics.median(each["ours"]["total_s"]) for each in found]
+        line: Row = dict(zip(("model", "stage", "ranks"), key, strict=False))
+        line |= {f"ours / AdamW {side}": f"{statistics.median(relative[side]):.3f}" for side in SIDES}
+        lines.append(line | change("", relative) | change("ours alone: ", alone))
+    return support.table_of(lines)
 
 
-def _change(sides: dict[str, list[Any]]) -> tuple[str, str]:
+def change(what: str, sides: dict[str, list[Any]]) -> Row:
+    """Return the cells of after over before: median and quartiles over the rounds."""
     changes = [after / before for before, after in zip(sides["before"], sides["after"], strict=True)]
     low, middle, high = statistics.quantiles(changes, n=4) if len(changes) > 1 else changes * 3
-    return f"{middle:.3f}", f"{low:.3f} to {high:.3f}"
+    return {f"{what}after / before": f"{middle:.3f}", f"{what}quartiles": f"{low:.3f} to {high:.3f}"}
 
 
 def main() -> int:
+    """Run from the command line."""
     parser = support.options(__doc__)
     parser.add_argument("commit", help="the commit to compare with")
     parser.add_argument("--rounds", type=int, default=6)
@@ -97,17 +96,9 @@ def main() -> int:
             order = SIDES if number % 2 == 0 else SIDES[::-1]
             result = Path(temporary) / f"round{number}"
             rounds.append({side: run_side(trees[side], options, Path(f"{result}-{side}")) for side in order})
-            machine = support.machine()
-            head = {"machine": machine, "commit": arguments.commit, "options": options}
-            described = ", ".join(f"{name}: {value}" for name, value in machine.items())
-            page = [
-                f"# After beside before ({arguments.commit})",
-                "",
-                f"{described}. {number + 1} rounds.",
-                "",
-                *table(rounds),
-            ]
-            support.write(arguments.out, {**head, "rounds": rounds}, page)
+            told = f"{number + 1} rounds."
+            page = support.heading(f"After beside before ({arguments.commit})", told) + table(rounds)
+            support.write(arguments.out, {"commit": arguments.commit, "rounds": rounds}, page)
     print("\n".join(page))
     return 0
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import signal
 import sys
 import time
@@ -188,7 +187,7 @@ def run(arguments: argparse.Namespace) -> int:
         add_predictions(rows)
         report = {
             "machine": support.machine(),
-            "command": shlex.join(["python", *sys.argv]),
+            "command": support.command(),
             "tokens": arguments.tokens,
             "rows": rows,
         }

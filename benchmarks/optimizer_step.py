@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -156,7 +155,7 @@ def main() -> None:
         rows = support.merged(rows, found, place)
         report = {
             "machine": support.machine(),
-            "command": shlex.join(["python", *sys.argv]),
+            "command": support.command(),
             "tokens": arguments.tokens,
             "rows": rows,
         }

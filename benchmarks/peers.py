@@ -6,9 +6,6 @@ Needs a checkout of https://github.com/microsoft/dion on ``PYTHONPATH``. It comp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,17 +19,16 @@ class FullyShardedDion:
 
     basic_optimizer = None
 
-    def __init__(
-        self, model: nn.Module, layers: Sequence[nn.Module], *, accumulation: int, device: str
-    ) -> None:
+    def __init__(self, model: nn.Module, accumulation: int, device: str) -> None:
         """Shard the model in place.
 
         Args:
-            model: The same weights on every rank, in fp32. Its ``layers`` hold the matrices for Muon.
-            layers: The modules that are gathered one by one.
+            model: The same weights on every rank, in fp32. Its ``layers``, which are gathered one by one, hold the
+                matrices for Muon.
             accumulation: Micro-batches in a step.
             device: ``"cpu"`` or ``"cuda"``.
         """
+        layers = list(model.layers)
         # Importing FSDP2 takes seconds, which only a run of Dion is to pay.
         import dion
         from torch.distributed.device_mesh import init_device_mesh
@@ -71,8 +67,3 @@ class FullyShardedDion:
         """Release the model."""
         self.optimizer.state.clear()
         del self.model, self.optimizer
-
-
-def make_dion(model: Any, accumulation: int, device: str) -> FullyShardedDion:
-    """Return the engine for a decoder of the benchmark."""
-    return FullyShardedDion(model, list(model.layers), accumulation=accumulation, device=device)

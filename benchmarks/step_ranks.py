@@ -158,7 +158,7 @@ def make_engine(
     import deepspeed_muon
 
     if optimizer == DION:
-        return peers.make_dion(model, accumulation, device)
+        return peers.FullyShardedDion(model, accumulation, device)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": accumulation,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.support import Row, median_ratio, table
@@ -36,18 +37,8 @@ def ratio(ours: Row, peer: Row, what: str) -> float | None:
 def page(report: dict[str, Any]) -> list[str]:
     """Return all rows as Markdown, with the ratio of this project to each peer."""
     machine = report["machine"]
-    heads = [
-        "model",
-        "stage",
-        "ranks",
-        "acc.",
-        "optimizer",
-        "backward + step, ms",
-        "x",
-        "step, ms",
-        "sent, MB",
-        "x",
-    ]
+    heads = ["model", "stage", "ranks", "acc.", "optimizer", "backward + step, ms", "x", "step, ms"]
+    heads += ["sent, MB", "x", "peak, MB", "x"]
     return [
         "# One optimizer step",
         "",
@@ -59,35 +50,26 @@ def page(report: dict[str, Any]) -> list[str]:
         "parameter gathers included; memory the growth of the largest rank over the process before the model. `x` "
         "columns are this project / that optimizer, for times the median of paired ratios.",
         "",
-        *table(
-            [*heads, "peak, MB", "x"],
-            [
-                _cells(name, row, found.get(OURS))
-                for found in cells(report["rows"]).values()
-                for name, row in found.items()
-            ],
-        ),
+        *table(heads, lines(report["rows"])),
     ]
 
 
-def _cells(name: str, row: Row, ours: Row | None) -> list[object]:
-    def against(what: str) -> str:
-        value = ratio(ours, row, what) if ours and name != OURS else None
-        return "" if value is None else f"{value:.2f}"
-
-    def scaled(what: str, factor: float) -> str:
-        if what not in row:
-            return ""
-        value = statistics.median(row[what]) if isinstance(row[what], list) else row[what]
-        return f"{value * factor:.1f}"
-
-    return [
-        *(row[key] for key in ("model", "stage", "ranks", "accumulation", "optimizer")),
-        scaled("total_s", 1e3),
-        against("total_s"),
-        scaled("step_s", 1e3),
-        scaled("sent_bytes", 1e-6),
-        against("sent_bytes"),
-        scaled("peak_bytes", 1e-6),
-        against("peak_bytes"),
-    ]
+def lines(rows: list[Row]) -> Iterator[list[object]]:
+    """Yield the cells of each row."""
+    for found in cells(rows).values():
+        for name, row in found.items():
+            line = [row[key] for key in ("model", "stage", "ranks", "accumulation", "optimizer")]
+            for what, factor in (
+                ("total_s", 1e3),
+                ("step_s", 1e3),
+                ("sent_bytes", 1e-6),
+                ("peak_bytes", 1e-6),
+            ):
+                value = row.get(what)
+                if isinstance(value, list):
+                    value = statistics.median(value)
+                line.append("" if value is None else f"{value * factor:.1f}")
+                if what != "step_s":
+                    own = ratio(found[OURS], row, what) if OURS in found and name != OURS else None
+                    line.append("" if own is None else f"{own:.2f}")
+            yield line
