@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.support import Row, median_ratio, table
+from benchmarks.support import Row, median_ratio, table_of
 
 
 class Steps:
@@ -84,26 +84,6 @@ def page(report: dict[str, Any]) -> list[str]:
     """Return all rows as Markdown."""
     machine = report["machine"]
     ours = {_cell(row): Steps(row) for row in report["rows"] if row["optimizer"] == "ours"}
-    heads = [
-        "model",
-        "stage",
-        "hosts",
-        "rate",
-        "optimizer",
-        "whole, ms",
-        "ours / it",
-        "predicted, ms",
-        "error",
-    ]
-    heads += [
-        "step, ms",
-        "exposed wait, ms",
-        "of whole",
-        "in step, ms",
-        "cores idle",
-        "sent, MB",
-        "counted, MB",
-    ]
     return [
         "# A step on a network of a limited rate",
         "",
@@ -116,7 +96,7 @@ def page(report: dict[str, Any]) -> list[str]:
         "all-gather, RS reduce-scatter, AA all-to-all, BC broadcast. Exposed wait: of the mean rank. Cores idle: of "
         "all cores.",
         "",
-        *table([*heads, "collectives"], [_cells(row, ours.get(_cell(row))) for row in report["rows"]]),
+        *table_of([_cells(row, ours.get(_cell(row))) for row in report["rows"]]),
     ]
 
 
@@ -124,7 +104,7 @@ def _cell(row: Row) -> tuple[Any, ...]:
     return tuple(row[key] for key in ("model", "stage", "hosts", "rate"))
 
 
-def _cells(row: Row, ours: Steps | None) -> list[object]:
+def _cells(row: Row, ours: Steps | None) -> Row:
     steps = Steps(row)
     whole = quartiles(steps.whole)
     against = predicted = error = ""
@@ -134,25 +114,23 @@ def _cells(row: Row, ours: Steps | None) -> list[object]:
         predicted = f"{row['predicted_s'] * 1e3:.0f}"
         error = f"{row['predicted_s'] / whole[0] - 1:+.0%}"
     exposed = statistics.median(steps.exposed)
-    return [
-        row["model"],
-        row["stage"],
-        row["hosts"],
-        rate_text(row["rate"]),
-        row["optimizer"],
-        _milliseconds(whole),
-        against,
-        predicted,
-        error,
-        _milliseconds(quartiles(steps.of("step_s"))),
-        f"{exposed * 1e3:.0f}",
-        f"{exposed / whole[0]:.0%}",
-        f"{steps.exposed_step * 1e3:.0f}",
-        f"{steps.idle:.0%}",
-        f"{steps.link_bytes / 1e6:.2f}",
-        f"{steps.counted_bytes / 1e6:.2f}",
-        _calls(steps.calls),
-    ]
+    return {
+        **{key: row[key] for key in ("model", "stage", "hosts")},
+        "rate": rate_text(row["rate"]),
+        "optimizer": row["optimizer"],
+        "whole, ms": _milliseconds(whole),
+        "ours / it": against,
+        "predicted, ms": predicted,
+        "error": error,
+        "step, ms": _milliseconds(quartiles(steps.of("step_s"))),
+        "exposed wait, ms": f"{exposed * 1e3:.0f}",
+        "of whole": f"{exposed / whole[0]:.0%}",
+        "in step, ms": f"{steps.exposed_step * 1e3:.0f}",
+        "cores idle": f"{steps.idle:.0%}",
+        "sent, MB": f"{steps.link_bytes / 1e6:.2f}",
+        "counted, MB": f"{steps.counted_bytes / 1e6:.2f}",
+        "collectives": _calls(steps.calls),
+    }
 
 
 def _milliseconds(values: tuple[float, float, float]) -> str:

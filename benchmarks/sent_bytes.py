@@ -9,35 +9,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-# torch's names of its collectives, by kind.
-_KINDS = {
-    name: kind
-    for kind, names in {
-        "all-reduce": ("allreduce", "allreduce_coalesced"),
-        "broadcast": ("broadcast",),
-        "reduce": ("reduce",),
-        "all-gather": (
-            "allgather",
-            "allgather_coalesced",
-            "_allgather_base",
-            "all_gather_single",
-            "all_gather_single_coalesced",
-            "allgather_into_tensor_coalesced",
-        ),
-        "reduce-scatter": (
-            "reduce_scatter",
-            "_reduce_scatter_base",
-            "reduce_scatter_single",
-            "reduce_scatter_single_coalesced",
-            "reduce_scatter_tensor_coalesced",
-        ),
-        "all-to-all": ("alltoall", "alltoall_base", "all_to_all_single"),
-        "send": ("send",),
-        "barrier": ("barrier",),
-    }.items()
-    for name in names
-}
-
 
 class SentBytes:
     """Counts what the collectives of this process send, at the one place that all callers pass: the process group.
@@ -47,39 +18,41 @@ class SentBytes:
     broadcast ``n (W-1)/W``, all-gather ``n_own (W-1)``, all-to-all its splits, a message ``n``, a barrier nothing.
 
     Attributes:
-        total: Bytes since the last reset.
-        bytes: The same by kind of collective.
+        bytes: Bytes since the last reset, by kind of collective.
         calls: Collectives by kind.
     """
 
     def __init__(self) -> None:
-        self.total = 0
         self.bytes: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
         self._originals: dict[str, Any] = {}
 
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds."""
+        return self.bytes.total()
+
     def reset(self) -> None:
-        self.total = 0
         self.bytes.clear()
         self.calls.clear()
 
     def install(self) -> None:
-        for name, kind in _KINDS.items():
-            # From the dictionary: looked up on the class, it would not bind to a group once it is put back.
-            if original := dist.ProcessGroup.__dict__.get(name):
-                self._originals[name] = original
-                setattr(dist.ProcessGroup, name, self._counted(getattr(dist.ProcessGroup, name), kind))
+        for kind, (names, size_of) in _KINDS.items():
+            for name in names.split():
+                # From the dictionary: looked up on the class, it would not bind to a group once it is put back.
+                if original := dist.ProcessGroup.__dict__.get(name):
+                    self._originals[name] = original
+                    counted = self._counted(getattr(dist.ProcessGroup, name), kind, size_of)
+                    setattr(dist.ProcessGroup, name, counted)
 
     def remove(self) -> None:
         for name, original in self._originals.items():
             setattr(dist.ProcessGroup, name, original)
         self._originals.clear()
 
-    def _counted(self, original: Any, kind: str) -> Any:
+    def _counted(self, original: Any, kind: str, size_of: Callable[..., float]) -> Any:
         def counted(group: Any, *args: Any, **kw: Any) -> Any:
-            size = int(_SIZES[kind](group, args))
-            self.total += size
-            self.bytes[kind] += size
+            self.bytes[kind] += int(size_of(group, args))
             self.calls[kind] += 1
             return original(group, *args, **kw)
 
@@ -107,13 +80,22 @@ def _to_all(group: Any, args: tuple[Any, ...]) -> float:
     return row * (sum(splits) - splits[group.rank()])
 
 
-_SIZES: dict[str, Callable[[Any, tuple[Any, ...]], float]] = {
-    "all-reduce": lambda group, args: 2 * _part(args[0], group),
-    "broadcast": lambda group, args: _part(args[0], group),
-    "reduce": lambda group, args: _part(args[0], group),
-    "all-gather": lambda group, args: _bytes(args[1]) * (group.size() - 1),
-    "reduce-scatter": lambda group, args: _part(args[1], group),
-    "all-to-all": _to_all,
-    "send": lambda group, args: _bytes(args[0]),
-    "barrier": lambda group, args: 0.0,
+# By kind: torch's names of it, and the bytes that a rank sends.
+_KINDS: dict[str, tuple[str, Callable[[Any, tuple[Any, ...]], float]]] = {
+    "all-reduce": ("allreduce allreduce_coalesced", lambda group, args: 2 * _part(args[0], group)),
+    "broadcast": ("broadcast", lambda group, args: _part(args[0], group)),
+    "reduce": ("reduce", lambda group, args: _part(args[0], group)),
+    "all-gather": (
+        "allgather allgather_coalesced allgather_into_tensor_coalesced _allgather_base "
+        "all_gather_single all_gather_single_coalesced",
+        lambda group, args: _bytes(args[1]) * (group.size() - 1),
+    ),
+    "reduce-scatter": (
+        "reduce_scatter reduce_scatter_tensor_coalesced _reduce_scatter_base "
+        "reduce_scatter_single reduce_scatter_single_coalesced",
+        lambda group, args: _part(args[1], group),
+    ),
+    "all-to-all": ("alltoall alltoall_base all_to_all_single", _to_all),
+    "send": ("send", lambda group, args: _bytes(args[0])),
+    "barrier": ("barrier", lambda group, args: 0.0),
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shlex
 import statistics
 import sys
@@ -31,12 +30,9 @@ def machine() -> dict[str, Any]:
     import deepspeed
     import torch
 
-    if torch.cuda.is_available():
-        name = torch.cuda.get_device_name()
-    else:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-        name = next(names, platform.machine())
+    from deepspeed_muon.ops.machine import hardware_name
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else hardware_name()
     return {
         "name": name,
         "cores": len(os.sched_getaffinity(0)),
