@@ -2,9 +2,9 @@
 
 ``python benchmarks/cluster.py --out benchmarks/results/cluster-NAME`` gives every rank a host of
 its own: a network namespace with a link of a limited rate in both directions (``benchmarks/network.py``). All
-optimizers live in the same processes and take turns; the rates follow each other without a restart. ``--quick`` is a
-smoke test of a minute. Ready-made rows in the JSON of ``--out`` are kept and overwritten one by one, so that a long
-matrix can be run in pieces (``--stages 3 --hosts 4``).
+optimizers live in the same processes and take turns; the rates follow each other without a restart. Ready-made rows
+in the JSON of ``--out`` are kept and overwritten one by one, so that a long matrix can be run in pieces (``--stages 3
+--hosts 4``).
 
 It needs root and iproute2. Nothing of it touches the machine's own network, and all is removed at the end, at a signal,
 or, after a kill, at the next start.
@@ -73,12 +73,7 @@ def parse_arguments() -> argparse.Namespace:
         help="no more than three turns of a rate after this time (60)",
     )
     parser.add_argument("--tokens", type=int, default=128, help="tokens of a micro-batch of one sequence")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, one stage, two hosts, two rates")
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.model, arguments.stages, arguments.hosts = "tiny", [3], [2]
-        arguments.rates, arguments.repeats = [None, 20e6], 3
-    return arguments
+    return parser.parse_args()
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[list[Row]]:

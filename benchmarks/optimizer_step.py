@@ -1,8 +1,8 @@
 """One optimizer step of this project beside its peers, in one run: time, bytes, memory.
 
 ``python benchmarks/optimizer_step.py --model 5M --out benchmarks/results/optimizer_step-NAME`` runs every stage on 1, 2
-and 4 ranks, with 1 and 4 accumulation steps. ``--quick`` is a smoke test of a minute. Ready-made rows in the JSON of
-``--out`` are kept and overwritten one by one, so a long matrix can be run in pieces (``--stages 3 --ranks 4``).
+and 4 ranks, with 1 and 4 accumulation steps. Ready-made rows in the JSON of ``--out`` are kept and overwritten one by
+one, so a long matrix can be run in pieces (``--stages 3 --ranks 4``).
 
 All engines of a cell live in the same processes, get the same weights and batches, and take turns; a time is the
 slowest rank's, a ratio the median over the turns of the paired ratio. Rates are zero, so that the gradients stay equal.

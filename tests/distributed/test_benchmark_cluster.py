@@ -194,7 +194,9 @@ def test_what_a_rank_works_while_it_waits_is_not_exposed(ranks: Callable[[int], 
 @pytest.mark.time_limit(900)
 def test_quick_run(tmp_path: Path) -> None:
     out = tmp_path / "cluster"
-    run_command([sys.executable, "benchmarks/cluster.py", "--quick", "--out", out], timeout=800)
+    command = [sys.executable, "benchmarks/cluster.py", "--model", "tiny", "--stages", "3", "--hosts", "2"]
+    command += ["--rates", "unlimited", "20mbit", "--repeats", "3"]
+    run_command([*command, "--out", str(out)], timeout=800)
     rows = json.loads(out.with_suffix(".json").read_text())["rows"]
     assert len(rows) == 2 * 4
     for row in rows:
