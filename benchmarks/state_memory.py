@@ -91,7 +91,7 @@ def count_bytes(rank: int, world_size: int, *, model: str, stage: int, optimizer
     tensors = [(key, value) for key, value in entries if isinstance(value, Tensor) and value.numel() > 1]
     found["momentum"] = seen.add(value for key, value in tensors if "momentum" in key)
     found["moments"] = seen.add(value for key, value in tensors if "momentum" not in key)
-    found["resident"], found["peak"] = (each - before for each in step_ranks.memory_of("cpu"))
+    found["peak"] = step_ranks.memory_of("cpu")[1] - before
     if isinstance(inner, deepspeed_muon.Muon):
         found["exchange_buffers"] = inner.exchange_buffers.reserved_bytes
         settings = PlanSettings(

@@ -278,8 +278,8 @@ def measure_memory(
     optimizer: str,
     tokens: int,
     device: str = "cpu",
-) -> dict[str, int]:
-    """Return how far memory grows over what the process had before the model: peak of steady steps, and after them.
+) -> int:
+    """Return how far memory grows over what the process had before the model, at the peak of steady steps.
 
     On a CPU it is resident memory, everything included; the process must run with a small MALLOC_MMAP_THRESHOLD_ and
     MALLOC_TRIM_THRESHOLD_, so that what is freed goes back. On a GPU it is torch's count.
@@ -294,9 +294,9 @@ def measure_memory(
     reset_peak(device)
     for _ in range(2):
         one_step(engine, batches, device)
-    now, peak = memory_of(device)
+    peak = memory_of(device)[1]
     engine.destroy()
-    return {"peak_bytes": peak - before, "resident_bytes": now - before}
+    return peak - before
 
 
 def memory_of(device: str) -> tuple[int, int]:
